@@ -1,0 +1,73 @@
+# The commands of this repository. `make train` and `make test` work from nothing, in either order.
+#
+# The environment is .venv; torch is pinned by constraints.txt. `build/` holds what is compiled.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+CORE := $(shell find core -type f) CMakeLists.txt
+CORE_TESTS := $(wildcard tests/core/*)
+SANITIZERS := plain address thread
+
+.PHONY: train test check format bench core-tests clean
+
+train: $(VENV)/installed
+	$(BIN)/allranks run -n 2 examples/digits/train.py
+
+test: $(VENV)/installed core-tests
+	$(BIN)/python -m pytest
+
+# What a reader can be told by tools: format, lint, types, and who may import whom.
+check: $(VENV)/checkers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror $$(find core tests/core -name '*.cc' -o -name '*.h')
+
+format: $(VENV)/checkers
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $$(find core tests/core -name '*.cc' -o -name '*.h')
+
+# The figures of the README.
+bench: $(VENV)/installed
+	$(BIN)/allranks bench all_reduce -n 2 --against gloo --json benchmarks/all_reduce_2.json --plot docs/all_reduce_2.png
+	$(BIN)/allranks bench all_reduce -n 4 --against gloo --json benchmarks/all_reduce_4.json --plot docs/all_reduce_4.png
+	$(BIN)/allranks run -n 2 benchmarks/ddp_step.py --json benchmarks/ddp_step.json
+
+# The core's own tests, ranks as threads: plain, and under two sanitizers. gcc 12's thread
+# sanitizer knows only memory layouts with little randomisation, hence setarch.
+core-tests: $(SANITIZERS:%=build/core-%/passed)
+
+build/core-%/passed: $(CORE) $(CORE_TESTS) | $(VENV)/installed
+	$(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DALLRANKS_PYTHON=OFF -DALLRANKS_TESTS=ON -DALLRANKS_SANITIZE=$(filter-out plain,$*) --log-level=WARNING
+	$(BIN)/cmake --build $(@D)
+	setarch -R $(@D)/core_tests
+	touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'allranks needs Python 3.10 or newer: make PYTHON=/path/to/python3.11'; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo 'No virtual environment could be made: on Debian, apt-get install python3-venv'; exit 1; }
+
+$(VENV)/tools: constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	  torch 'scikit-build-core>=1.0' 'nanobind>=3.1' 'cmake>=3.20' ninja
+	touch $@
+
+# An editable install: Python files are used where they are; a changed core is compiled again.
+$(VENV)/installed: pyproject.toml $(CORE) | $(VENV)/tools
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	  --no-build-isolation --editable '.[test]'
+	touch $@
+
+$(VENV)/checkers: pyproject.toml | $(VENV)/installed
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
+	  --no-build-isolation --editable '.[test,check]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build out

@@ -1,0 +1,137 @@
+// all_reduce: everybody ends with the element-wise reduction of everybody's operand.
+//
+//   one-shot    each rank puts its operand where all can read it (up to 100 bytes in its call line,
+//               up to a slot in its slot) and reduces all P operands itself.
+//               Cost: one latency; P n bytes read, 2 n written per rank.
+//   two-shot    for larger operands: reduce-scatter and all-gather through the rings, pipelined in
+//               chunks. A chunk is cut into P shards; rank r reduces shard r. In one step a rank
+//                 copies chunk s in       (the shards that others reduce),
+//                 reduces chunk s-1       (its shard: result to its own memory and to its ring),
+//                 copies chunk s-2 out    (the shards that others have reduced),
+//               so that one wait per chunk is enough and the copies overlap with the others' work.
+//               Cost: one latency per chunk; about (3 + 2(P-1)/P - 1/P) n bytes moved per rank.
+//
+// All operands are combined in the order 0..P-1, whichever rank does it, so that results are
+// bit-identical on all ranks, in every run, and whichever of the two paths is taken.
+// Source: reduce-scatter + all-gather is Rabenseifner's algorithm, on shared memory as in
+// DeepSpeed's and sglang's shm.cpp (there unpipelined).
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "../reduce.h"
+#include "algorithms.h"
+
+namespace allranks::algorithms {
+
+namespace {
+
+void one_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel reduce, bool in_line) {
+  Shm& shm = comm.shm();
+  const size_t n = buffer.nbytes();
+  if (in_line) {
+    comm.arrive(call, buffer.data, n);
+  } else {
+    std::memcpy(shm.slot(comm.rank(), call.number), buffer.data, n);
+    comm.arrive(call);
+  }
+  const void* few[16];
+  std::vector<const void*> many;
+  const void** operands = few;
+  if (comm.size() > 16) {
+    many.resize(static_cast<size_t>(comm.size()));
+    operands = many.data();
+  }
+  for (int r = 0; r < comm.size(); r++) {
+    operands[r] = r == comm.rank() ? buffer.data
+                  : in_line        ? static_cast<const void*>(shm.call_line(r, call.number).payload.data())
+                                   : static_cast<const void*>(shm.slot(r, call.number));
+  }
+  reduce(buffer.data, operands, comm.size(), buffer.count);
+}
+
+// The pieces of a large operand. Shards end on cache lines, so that no two ranks write to one.
+class Pieces {
+ public:
+  Pieces(Buffer buffer, size_t chunk_bytes, int ranks)
+      : buffer_(buffer), element_(size_of(buffer.dtype)), ranks_(static_cast<size_t>(ranks)), chunk_(chunk_bytes / element_) {}
+
+  size_t chunks() const { return (buffer_.count + chunk_ - 1) / chunk_; }
+
+  struct Piece {
+    size_t offset;  // in bytes, in the chunk
+    size_t count;   // in elements
+    size_t nbytes;
+    std::byte* data;  // in the user's buffer
+  };
+  Piece shard(size_t chunk, size_t rank) const {
+    const size_t count = std::min(chunk_, buffer_.count - chunk * chunk_);
+    const size_t line = 64 / element_;
+    const size_t share = (count / ranks_ + line - 1) / line * line;
+    const size_t begin = std::min(rank * share, count);
+    const size_t end = rank + 1 == ranks_ ? count : std::min(begin + share, count);
+    return {begin * element_, end - begin, (end - begin) * element_,
+            buffer_.bytes() + (chunk * chunk_ + begin) * element_};
+  }
+
+ private:
+  Buffer buffer_;
+  size_t element_;
+  size_t ranks_;
+  size_t chunk_;
+};
+
+void two_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel reduce) {
+  comm.arrive(call);
+  Shm& shm = comm.shm();
+  const auto ranks = static_cast<size_t>(comm.size());
+  const auto me = static_cast<size_t>(comm.rank());
+  const Pieces pieces(buffer, shm.sizes().chunk, comm.size());
+  const auto chunks = static_cast<uint32_t>(pieces.chunks());
+  const uint32_t base = comm.base_step;
+  std::vector<const void*> operands(ranks);
+  for (uint32_t s = 0; s < chunks + 2; s++) {
+    if (s < chunks) {
+      // This chunk of the ring held chunk s - depth, which everybody copied out in step
+      // s - depth + 2; step s - 2 of everybody was seen in the turn before: a depth of 4 is enough.
+      for (size_t r = 0; r < ranks; r++) {
+        const auto piece = pieces.shard(s, r);
+        if (r != me) std::memcpy(shm.chunk(comm.rank(), s) + piece.offset, piece.data, piece.nbytes);
+      }
+    }
+    if (s >= 1) comm.wait_step_of_all(call, base + s);
+    if (s >= 1 && s <= chunks) {
+      const auto piece = pieces.shard(s - 1, me);
+      for (size_t r = 0; r < ranks; r++) {
+        operands[r] = r == me ? piece.data : shm.chunk(static_cast<int>(r), s - 1) + piece.offset;
+      }
+      reduce(piece.data, operands.data(), comm.size(), piece.count);
+      std::memcpy(shm.chunk(comm.rank(), s - 1) + piece.offset, piece.data, piece.nbytes);
+    }
+    if (s >= 2) {
+      for (size_t r = 0; r < ranks; r++) {
+        const auto piece = pieces.shard(s - 2, r);
+        if (r != me) std::memcpy(piece.data, shm.chunk(static_cast<int>(r), s - 2) + piece.offset, piece.nbytes);
+      }
+    }
+    if (s <= chunks) comm.post_step(base + s + 1, false);
+  }
+  comm.base_step = base + chunks + 1;
+}
+
+}  // namespace
+
+void all_reduce(Comm& comm, Comm::Call& call, Buffer buffer, ReduceOp op) {
+  const Kernel reduce = kernel_for(buffer.dtype, op);
+  if (reduce == nullptr) throw Error("no kernel reduces this dtype with this op");
+  const size_t n = buffer.nbytes();
+  if (n <= CallLine::kInline) {
+    one_shot(comm, call, buffer, reduce, true);
+  } else if (n <= comm.shm().sizes().slot) {
+    one_shot(comm, call, buffer, reduce, false);
+  } else {
+    two_shot(comm, call, buffer, reduce);
+  }
+}
+
+}  // namespace allranks::algorithms

@@ -1,0 +1,111 @@
+// The shared memory of a group: one segment per rank, mapped by every rank of the host.
+//
+// Words used here and in the algorithms:
+//   call    one collective. Ranks number their calls 1, 2, 3, ... (wrapping). At its start every
+//           rank posts its fingerprint in its call line and waits for everybody's (arrive).
+//   step    one turn of the pipeline inside a large call; each rank counts the steps it has done.
+//   slot    where a rank puts an operand that fits; two, used by odd and even calls. A rank that
+//           has seen everybody arrive in call n-1 knows that everybody is done with call n-2, so
+//           that its slot (and its call line) of n-2 may be overwritten with no acknowledgement.
+//   ring    chunks that the pipeline of a large call cycles through. Everybody has finished the
+//           previous call when everybody has arrived in this one: the ring is then free.
+//   pipe    a byte ring from this rank to one other: send and recv.
+//   bell    a futex word with the count of those that sleep on it.
+//
+// Control lines are 128 bytes apart: x86 fetches lines in pairs.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "../error.h"
+#include "../types.h"
+
+namespace allranks {
+
+constexpr size_t kLine = 128;
+
+struct alignas(kLine) Bell {
+  std::atomic<uint32_t> word;
+  std::atomic<uint32_t> sleepers;
+};
+
+struct alignas(kLine) CallLine {
+  static constexpr size_t kInline = kLine - sizeof(uint64_t) - sizeof(Fingerprint);
+
+  std::atomic<uint32_t> number;
+  uint32_t unused;
+  Fingerprint fingerprint;
+  std::array<std::byte, kInline> payload;
+};
+static_assert(sizeof(CallLine) == kLine);
+
+struct alignas(kLine) StepLine {
+  std::atomic<uint32_t> done;
+};
+
+// Only the segment of rank 0 uses its gate and its verdict; they are the whole group's.
+struct alignas(kLine) Verdict {
+  std::atomic<uint32_t> state;  // 0: none, 1: being written, 2: there
+  Failure failure;
+};
+
+struct alignas(kLine) PipeControl {
+  alignas(kLine) std::atomic<uint64_t> written;  // bytes, by the sender
+  alignas(kLine) std::atomic<uint64_t> read;     // bytes, by the receiver
+};
+
+// What stands in a pipe before each message. `sequence` counts the messages of the pipe.
+struct Frame {
+  Fingerprint fingerprint;
+  int32_t tag = 0;
+  uint32_t sequence = 0;
+};
+
+struct alignas(kLine) Header {
+  uint64_t magic;
+  uint32_t rank;
+  uint32_t size;
+  std::atomic<uint32_t> left;  // this rank has left the group: destroyed it, or exited
+};
+
+// Sizes in bytes. They decide the layout, so all ranks must agree; tests shrink them so that small
+// tensors take every path.
+struct Sizes {
+  size_t slot = 128 << 10;
+  size_t chunk = 128 << 10;
+  size_t chunks = 6;  // chunks in a ring
+  size_t pipe = 256 << 10;
+};
+
+class Layout {
+ public:
+  Layout(int ranks, Sizes sizes) : ranks_(ranks), sizes_(sizes) {}
+
+  const Sizes& sizes() const { return sizes_; }
+  uint64_t magic() const;
+
+  size_t header() const { return 0; }
+  size_t gate() const { return kLine; }
+  size_t bell() const { return 2 * kLine; }
+  size_t step() const { return 3 * kLine; }
+  size_t verdict() const { return 4 * kLine; }
+  size_t call(uint32_t number) const { return (5 + number % 2) * kLine; }
+  size_t pipe_control(int to) const { return 7 * kLine + static_cast<size_t>(to) * sizeof(PipeControl); }
+  size_t slot(uint32_t number) const { return page(pipe_control(ranks_)) + (number % 2) * page(sizes_.slot); }
+  size_t ring(size_t chunk) const {
+    return slot(0) + 2 * page(sizes_.slot) + (chunk % sizes_.chunks) * page(sizes_.chunk);
+  }
+  size_t pipe(int to) const { return ring(0) + sizes_.chunks * page(sizes_.chunk) + static_cast<size_t>(to) * page(sizes_.pipe); }
+  size_t bytes() const { return pipe(ranks_); }
+
+ private:
+  static size_t page(size_t n) { return (n + 4095) / 4096 * 4096; }
+
+  int ranks_;
+  Sizes sizes_;
+};
+
+}  // namespace allranks

@@ -1,0 +1,181 @@
+#include "shm.h"
+
+#include <cstring>
+#include <new>
+
+namespace allranks {
+
+namespace {
+
+constexpr int64_t kSliceNs = 50'000'000;
+constexpr int64_t kYieldNs = 50'000;
+constexpr int kBriefSpins = 60;  // about 2 us, with the caller's locks held
+
+}  // namespace
+
+uint64_t Layout::magic() const {
+  constexpr uint64_t version = 1;
+  uint64_t h = 0x616c6c72616e6b73 ^ version;
+  for (const uint64_t x : {static_cast<uint64_t>(ranks_), uint64_t{sizes_.slot}, uint64_t{sizes_.chunk},
+                           uint64_t{sizes_.chunks}, uint64_t{sizes_.pipe}}) {
+    h = (h ^ x) * 0x100000001b3;
+  }
+  return h;
+}
+
+sys::Fd Shm::create_segment(int rank, int ranks, Sizes sizes) {
+  const Layout layout(ranks, sizes);
+  sys::Fd fd = sys::sealed_memory("allranks", layout.bytes());
+  const sys::Mapping map(fd, layout.bytes());
+  // The rest starts as the kernel gives it: zero is the initial state of every line.
+  auto* header = new (map.data() + layout.header()) Header{};
+  header->magic = layout.magic();
+  header->rank = static_cast<uint32_t>(rank);
+  header->size = static_cast<uint32_t>(ranks);
+  return fd;
+}
+
+Shm::Maps Shm::map(Sizes sizes, const std::vector<sys::Fd>& segments) {
+  Maps maps;
+  const Layout layout(static_cast<int>(segments.size()), sizes);
+  for (const auto& fd : segments) maps.push_back(std::make_shared<sys::Mapping>(fd, layout.bytes()));
+  return maps;
+}
+
+Shm::Shm(int rank, Sizes sizes, Maps maps, std::vector<sys::Fd> liveness)
+    : rank_(rank), layout_(static_cast<int>(maps.size()), sizes), maps_(std::move(maps)), liveness_(std::move(liveness)) {
+  for (int r = 0; r < size(); r++) {
+    const auto& header = at<Header>(r, layout_.header());
+    if (header.magic != layout_.magic() || header.rank != static_cast<uint32_t>(r)) {
+      throw Error("the shared segment of rank " + std::to_string(r) +
+                  " has another layout: do all ranks run the same version of allranks?");
+    }
+  }
+}
+
+void Shm::ring(Bell& bell) {
+  // Pairs with wait_slowly: the sleeper counts itself and then looks once more at what it waits
+  // for; the ringer has stored that and then looks at the count. Both sides are sequentially
+  // consistent, so that at least one of them sees the other.
+  if (bell.sleepers.load(std::memory_order_seq_cst) != 0) {
+    bell.word.fetch_add(1, std::memory_order_seq_cst);
+    sys::futex_wake_all(bell.word);
+  }
+}
+
+void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, ReadyFn ready, const void* context) {
+  if (patience.spin_ns > 0) {
+    for (int i = 0; i < kBriefSpins; i++) {
+      sys::pause();
+      if (ready(context) < 0) return;
+    }
+  }
+  patience.caller.release();
+  const int64_t began = sys::now_ns();
+  if (patience.deadline_ns == 0) patience.deadline_ns = began + patience.timeout_ns;
+  if (patience.spin_ns > 0) {
+    do {
+      for (int i = 0; i < 16; i++) {
+        sys::pause();
+        if (ready(context) < 0) return;
+      }
+    } while (sys::now_ns() - began < patience.spin_ns);
+  }
+  if (patience.spin_ns <= 0) {
+    // More ranks than CPUs: whoever this rank waits for may be waiting for this CPU.
+    do {
+      sys::yield();
+      if (ready(context) < 0) return;
+    } while (sys::now_ns() - began < kYieldNs);
+  }
+  for (;;) {
+    bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = bell.word.load(std::memory_order_seq_cst);
+    bool rung = true;
+    // A group that is condemned rings every bell after it has written its verdict: seen either here
+    // or by futex_wait, which then finds another word than `seen`.
+    const bool condemned = at<Verdict>(0, layout_.verdict()).state.load(std::memory_order_seq_cst) != 0;
+    if (!condemned && ready(context) >= 0) rung = sys::futex_wait(bell.word, seen, kSliceNs);
+    bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (ready(context) < 0) return;
+    if (!rung || condemned) {
+      look_around(patience, about, ready, context, began);
+    }
+  }
+}
+
+void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, const void* context, int64_t began_ns) {
+  check_verdict();
+  Failure failure = about;
+  failure.reporter = rank_;
+  if (closing_.load(std::memory_order_acquire)) {
+    failure.kind = Kind::closed;
+    failure.peer = rank_;
+    throw Error(failure);  // the others see that this rank has left
+  }
+  for (int r = 0; r < size(); r++) {
+    if (r == rank_ || liveness_[static_cast<size_t>(r)].get() < 0) continue;
+    if (!sys::hung_up(liveness_[static_cast<size_t>(r)].get())) continue;
+    const bool left = at<Header>(r, layout_.header()).left.load(std::memory_order_acquire) != 0;
+    // Its last words may be what we wait for: look again, now that it cannot say more.
+    const int missing = ready(context);
+    if (missing < 0) return;
+    if (left && missing != r) continue;  // it has done its part
+    failure.kind = left ? Kind::left : Kind::died;
+    failure.peer = r;
+  }
+  const int64_t now = sys::now_ns();
+  failure.seconds = static_cast<double>(now - began_ns) * 1e-9;
+  if (failure.kind != Kind::died && failure.kind != Kind::left) {
+    if (patience.caller.interrupted()) {
+      failure.kind = Kind::interrupted;
+      failure.peer = rank_;
+    } else if (now >= patience.deadline_ns) {
+      failure.kind = Kind::timeout;
+      failure.peer = ready(context);
+      if (failure.peer < 0) return;
+    } else {
+      return;
+    }
+  }
+  condemn(failure);
+  if (failure.kind == Kind::interrupted) throw Error(failure);
+  check_verdict();
+}
+
+void Shm::condemn(const Failure& failure) {
+  auto& verdict = at<Verdict>(0, layout_.verdict());
+  uint32_t none = 0;
+  if (verdict.state.compare_exchange_strong(none, 1, std::memory_order_seq_cst)) {
+    verdict.failure = failure;
+    verdict.state.store(2, std::memory_order_seq_cst);
+    const auto wake = [](Bell& bell) {
+      bell.word.fetch_add(1, std::memory_order_seq_cst);
+      sys::futex_wake_all(bell.word);
+    };
+    wake(gate());
+    for (int r = 0; r < size(); r++) wake(bell(r));
+  }
+}
+
+void Shm::check_verdict() {
+  auto& verdict = at<Verdict>(0, layout_.verdict());
+  const uint32_t state = verdict.state.load(std::memory_order_acquire);
+  if (state == 0) return;
+  Failure failure{.kind = Kind::died, .reporter = -1};
+  // Being written is a matter of nanoseconds, unless the writer is killed in between.
+  for (int i = 0; i < 1'000'000 && verdict.state.load(std::memory_order_acquire) != 2; i++) sys::pause();
+  if (verdict.state.load(std::memory_order_acquire) == 2) failure = verdict.failure;
+  throw Error(failure);
+}
+
+void Shm::leave() {
+  closing_.store(true, std::memory_order_release);
+  at<Header>(rank_, layout_.header()).left.store(1, std::memory_order_release);
+}
+
+void Shm::drop_liveness() {
+  for (auto& fd : liveness_) fd.reset();
+}
+
+}  // namespace allranks

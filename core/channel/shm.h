@@ -1,0 +1,82 @@
+// The shared-memory channel: the mapped segments of all ranks of a group on one host, and the one
+// way in which ranks wait for each other. It knows nothing of verbs or reductions.
+//
+// Failures. Shared memory sends no reset, so a rank that waits looks, every 50 ms, at the verdict
+// (has anybody given up?), at the liveness socket of each peer, at its deadline and at its
+// caller's signals. The first rank that notices a failure writes it into the verdict and wakes
+// everybody: from then on every call of the group fails with the same facts, at once.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "../error.h"
+#include "../sys/sys.h"
+#include "../waiting.h"
+#include "segment.h"
+
+namespace allranks {
+
+class Shm {
+ public:
+  // A new segment for `rank` of `ranks`, to be handed to the others.
+  static sys::Fd create_segment(int rank, int ranks, Sizes sizes);
+
+  using Maps = std::vector<std::shared_ptr<sys::Mapping>>;
+  static Maps map(Sizes sizes, const std::vector<sys::Fd>& segments);
+
+  // maps[r]: rank r's segment. (Ranks that are threads of one process share the mappings: the thread
+  // sanitizer tells memory by its address.) liveness[r]: a connected socket whose other end only
+  // rank r holds (liveness[rank] is unused).
+  Shm(int rank, Sizes sizes, Maps maps, std::vector<sys::Fd> liveness);
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(maps_.size()); }
+  const Sizes& sizes() const { return layout_.sizes(); }
+
+  CallLine& call_line(int rank, uint32_t call) { return at<CallLine>(rank, layout_.call(call)); }
+  StepLine& step_line(int rank) { return at<StepLine>(rank, layout_.step()); }
+  std::byte* slot(int rank, uint32_t call) { return maps_[static_cast<size_t>(rank)]->data() + layout_.slot(call); }
+  std::byte* chunk(int rank, size_t step) { return maps_[static_cast<size_t>(rank)]->data() + layout_.ring(step); }
+  PipeControl& pipe_control(int from, int to) { return at<PipeControl>(from, layout_.pipe_control(to)); }
+  std::byte* pipe(int from, int to) { return maps_[static_cast<size_t>(from)]->data() + layout_.pipe(to); }
+  Bell& gate() { return at<Bell>(0, layout_.gate()); }           // rung by collectives
+  Bell& bell(int rank) { return at<Bell>(rank, layout_.bell()); }  // rung by sends to and recvs from `rank`
+
+  static void ring(Bell& bell);
+
+  // Returns when ready() < 0. Until then ready() names the rank that is waited for. `about` says
+  // what the caller is doing, for the failure. Throws Error.
+  template <class Ready>
+  void wait(Bell& bell, Patience& patience, const Failure& about, Ready&& ready) {
+    if (ready() < 0) return;
+    const auto call = [](const void* r) { return (*static_cast<std::add_const_t<std::remove_reference_t<Ready>>*>(r))(); };
+    wait_slowly(bell, patience, about, call, &ready);
+  }
+
+  // Ends every present and future call of the group, on every rank, with this failure (or with the
+  // earlier one, if there is one).
+  void condemn(const Failure& failure);
+  void check_verdict();  // throws if the group is condemned
+
+  void leave();           // tell the others that this rank goes on purpose; ends this rank's blocked calls
+  void drop_liveness();   // in a forked child: the sockets are the parent's to keep
+
+ private:
+  using ReadyFn = int (*)(const void*);
+
+  template <class T>
+  T& at(int rank, size_t offset) {
+    return *reinterpret_cast<T*>(maps_[static_cast<size_t>(rank)]->data() + offset);
+  }
+  void wait_slowly(Bell& bell, Patience& patience, const Failure& about, ReadyFn ready, const void* context);
+  void look_around(Patience& patience, const Failure& about, ReadyFn ready, const void* context, int64_t began_ns);
+
+  int rank_;
+  Layout layout_;
+  Maps maps_;
+  std::vector<sys::Fd> liveness_;
+  std::atomic<bool> closing_ = false;
+};
+
+}  // namespace allranks

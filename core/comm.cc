@@ -1,0 +1,435 @@
+#include "comm.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "algorithms/algorithms.h"
+
+namespace allranks {
+
+namespace {
+
+// From this size on a call takes long enough that other threads should run meanwhile.
+constexpr size_t kReleaseBytes = 32 << 10;
+constexpr size_t kSmallMessage = 4 << 10;
+constexpr auto kWaitSlice = std::chrono::milliseconds(50);
+
+// Counters wrap: `a` has reached `b` when it is not behind it.
+bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
+
+// A lock may be held by a thread that needs the caller's own locks (the GIL) to go on.
+std::unique_lock<std::mutex> lock_politely(std::mutex& mutex, Caller& caller) {
+  std::unique_lock lock(mutex, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    caller.release();
+    lock.lock();
+  }
+  return lock;
+}
+
+}  // namespace
+
+Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
+    : shm_(std::move(shm)),
+      settings_(settings),
+      owner_pid_(getpid()),
+      send_locks_(static_cast<size_t>(size())),
+      sent_(static_cast<size_t>(size())),
+      recv_locks_(static_cast<size_t>(size())),
+      unexpected_(static_cast<size_t>(size())) {}
+
+Comm::~Comm() {
+  if (getpid() == owner_pid_) {
+    close();
+  } else if (progress_.joinable()) {
+    progress_.detach();  // a forked child: the thread runs in the parent only
+  }
+}
+
+void Comm::close() {
+  {
+    std::lock_guard lock(queue_lock_);
+    if (stopping_) return;
+    stopping_ = true;
+    shm_->leave();
+    queue_changed_.notify_all();
+  }
+  if (progress_.joinable()) progress_.join();
+  std::unique_lock lock(queue_lock_);
+  queue_changed_.wait(lock, [this] { return !running_; });
+  for (auto& request : queue_) {
+    Failure failure{.kind = Kind::closed, .peer = rank(), .reporter = rank()};
+    failure.fingerprint = request->operation.fingerprint;
+    request->error = std::make_exception_ptr(Error(failure));
+    request->done.store(true, std::memory_order_release);
+  }
+  queue_.clear();
+  shm_->drop_liveness();
+  queue_changed_.notify_all();
+}
+
+void Comm::abandon() { shm_->drop_liveness(); }
+
+Stats Comm::stats() const {
+  return {count_calls_.load(std::memory_order_relaxed), count_bytes_.load(std::memory_order_relaxed),
+          static_cast<double>(count_ns_.load(std::memory_order_relaxed)) * 1e-9};
+}
+
+void Comm::count(size_t nbytes, int64_t began_ns) {
+  count_calls_.fetch_add(1, std::memory_order_relaxed);
+  count_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
+  count_ns_.fetch_add(sys::now_ns() - began_ns, std::memory_order_relaxed);
+}
+
+std::vector<std::pair<uint32_t, Fingerprint>> Comm::last_calls() {
+  std::vector<std::pair<uint32_t, Fingerprint>> calls;
+  for (int r = 0; r < size(); r++) {
+    const CallLine& even = shm_->call_line(r, 0);
+    const CallLine& odd = shm_->call_line(r, 1);
+    const uint32_t e = even.number.load(std::memory_order_acquire);
+    const uint32_t o = odd.number.load(std::memory_order_acquire);
+    const CallLine& last = reached(e, o) ? even : odd;
+    calls.emplace_back(std::max(e, o, [](uint32_t a, uint32_t b) { return !reached(a, b); }), last.fingerprint);
+  }
+  return calls;
+}
+
+// --- order ---
+
+void Comm::run(const Operation& operation, Caller& caller) {
+  {
+    auto lock = lock_politely(queue_lock_, caller);
+    if (!running_ && queue_.empty() && !stopping_) {
+      running_ = true;
+      lock.unlock();
+      try {
+        execute(operation, caller, settings_.spin_ns);
+      } catch (...) {
+        lock = lock_politely(queue_lock_, caller);
+        finish();
+        throw;
+      }
+      lock = lock_politely(queue_lock_, caller);
+      finish();
+      return;
+    }
+  }
+  wait(start(operation), caller, -1);
+}
+
+void Comm::finish() {
+  running_ = false;
+  queue_changed_.notify_all();
+}
+
+std::shared_ptr<Request> Comm::start(const Operation& operation) {
+  auto request = std::make_shared<Request>(operation);
+  std::lock_guard lock(queue_lock_);
+  if (stopping_) {
+    Failure failure{.kind = Kind::closed, .peer = rank(), .reporter = rank()};
+    failure.fingerprint = operation.fingerprint;
+    throw Error(failure);
+  }
+  if (!progress_.joinable()) progress_ = std::thread([this] { progress(); });
+  queue_.push_back(request);
+  queue_changed_.notify_all();
+  return request;
+}
+
+void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns) {
+  running_ = true;
+  const std::shared_ptr<Request> request = std::move(queue_.front());
+  queue_.pop_front();
+  lock.unlock();
+  bool interrupted = false;
+  std::exception_ptr error;
+  try {
+    execute(request->operation, caller, spin_ns);
+  } catch (const Error& e) {
+    error = std::current_exception();
+    interrupted = e.failure.kind == Kind::interrupted && e.failure.peer == rank();
+  }
+  request->error = error;
+  request->done.store(true, std::memory_order_release);
+  lock = lock_politely(queue_lock_, caller);
+  finish();
+  if (interrupted) std::rethrow_exception(error);  // the signal is the caller's, whosever request it hit
+}
+
+void Comm::progress() {
+  Caller nobody;
+  std::unique_lock lock(queue_lock_);
+  for (;;) {
+    queue_changed_.wait(lock, [this] { return stopping_ || (!running_ && !queue_.empty()); });
+    if (stopping_) return;
+    run_head(lock, nobody, settings_.spin_progress_ns);
+  }
+}
+
+void Comm::wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns) {
+  const int64_t began = sys::now_ns();
+  const auto done = [&request] { return request->done.load(std::memory_order_acquire); };
+  if (!done()) {
+    auto lock = lock_politely(queue_lock_, caller);
+    while (!done()) {
+      // With a deadline of its own the caller must not get stuck inside somebody else's call.
+      if (!running_ && !queue_.empty() && !stopping_ && timeout_ns < 0) {
+        run_head(lock, caller, settings_.spin_ns);
+        continue;
+      }
+      caller.release();
+      queue_changed_.wait_for(lock, kWaitSlice);
+      if (done()) break;
+      lock.unlock();
+      Failure failure{.peer = rank(), .reporter = rank()};
+      failure.fingerprint = request->operation.fingerprint;
+      failure.seconds = static_cast<double>(sys::now_ns() - began) * 1e-9;
+      if (caller.interrupted()) {
+        failure.kind = Kind::interrupted;
+        throw Error(failure);
+      }
+      if (timeout_ns >= 0 && sys::now_ns() - began >= timeout_ns) {
+        failure.kind = Kind::timeout;
+        failure.peer = -1;
+        throw Error(failure);
+      }
+      lock.lock();
+    }
+  }
+  if (request->error) std::rethrow_exception(request->error);
+}
+
+void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) {
+  const int64_t began = sys::now_ns();
+  const size_t nbytes = operation.buffer.nbytes();
+  const uint32_t number = ++calls_;
+  Call call{
+      .number = number,
+      .patience = {.caller = caller, .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9), .spin_ns = spin_ns},
+      .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint}};
+  if (nbytes >= kReleaseBytes) caller.release();
+  switch (operation.fingerprint.verb) {
+    case Verb::all_reduce:
+      algorithms::all_reduce(*this, call, operation.buffer, operation.fingerprint.op);
+      break;
+    case Verb::broadcast:
+      algorithms::broadcast(*this, call, operation.buffer, operation.fingerprint.root);
+      break;
+    case Verb::barrier:
+      algorithms::barrier(*this, call);
+      break;
+    case Verb::none:
+    case Verb::send:
+    case Verb::recv:
+      throw Error("not a collective");
+  }
+  count(nbytes, began);
+}
+
+// --- meeting the others in a collective ---
+
+void Comm::arrive(Call& call, const void* payload, size_t nbytes) {
+  shm_->check_verdict();
+  CallLine& mine = shm_->call_line(rank(), call.number);
+  mine.fingerprint = call.about.fingerprint;
+  if (nbytes > 0) std::memcpy(mine.payload.data(), payload, nbytes);
+  // Publishes the fingerprint, the payload and what stands in the slot; sequentially consistent for ring().
+  mine.number.store(call.number, std::memory_order_seq_cst);
+
+  int r = 0;
+  const auto missing = [&] {
+    for (; r < size(); r++) {
+      if (shm_->call_line(r, call.number).number.load(std::memory_order_seq_cst) != call.number) return r;
+    }
+    return -1;
+  };
+  if (missing() < 0) {
+    Shm::ring(shm_->gate());  // the last to come wakes those that sleep
+  } else {
+    try {
+      shm_->wait(shm_->gate(), call.patience, call.about, missing);
+    } catch (Error& error) {
+      for (int p = 0; p < size(); p++) {
+        if (shm_->call_line(p, call.number).number.load(std::memory_order_acquire) != call.number) {
+          error.waiting_for.push_back(p);
+        }
+      }
+      throw;
+    }
+  }
+  for (int p = 0; p < size(); p++) {
+    if (shm_->call_line(p, call.number).fingerprint == call.about.fingerprint) continue;
+    Failure failure = call.about;
+    failure.kind = Kind::mismatch;
+    std::vector<Fingerprint> calls;
+    for (int q = 0; q < size(); q++) calls.push_back(shm_->call_line(q, call.number).fingerprint);
+    throw Error(failure, std::move(calls));
+  }
+}
+
+bool Comm::all_at_step(uint32_t done) {
+  for (int r = 0; r < size(); r++) {
+    if (!reached(shm_->step_line(r).done.load(std::memory_order_seq_cst), done)) return false;
+  }
+  return true;
+}
+
+void Comm::post_step(uint32_t done, bool wake_always) {
+  shm_->step_line(rank()).done.store(done, std::memory_order_seq_cst);
+  if (wake_always || all_at_step(done)) Shm::ring(shm_->gate());
+}
+
+void Comm::wait_step_of_all(Call& call, uint32_t done) {
+  int r = 0;
+  shm_->wait(shm_->gate(), call.patience, call.about, [&] {
+    for (; r < size(); r++) {
+      if (!reached(shm_->step_line(r).done.load(std::memory_order_seq_cst), done)) return r;
+    }
+    return -1;
+  });
+}
+
+void Comm::wait_step_of(Call& call, int rank, uint32_t done) {
+  shm_->wait(shm_->gate(), call.patience, call.about, [&] {
+    return reached(shm_->step_line(rank).done.load(std::memory_order_seq_cst), done) ? -1 : rank;
+  });
+}
+
+// --- point to point ---
+
+void Comm::write_pipe(int to, const void* data, size_t nbytes, Patience& patience, const Failure& about) {
+  PipeControl& control = shm_->pipe_control(rank(), to);
+  std::byte* pipe = shm_->pipe(rank(), to);
+  const size_t capacity = shm_->sizes().pipe;
+  const auto* from = static_cast<const std::byte*>(data);
+  uint64_t written = control.written.load(std::memory_order_relaxed);
+  while (nbytes > 0) {
+    const auto space = [&] { return capacity - (written - control.read.load(std::memory_order_seq_cst)); };
+    shm_->wait(shm_->bell(rank()), patience, about, [&] { return space() > 0 ? -1 : to; });
+    const size_t offset = written % capacity;
+    // Quarters, so that the receiver copies out while this rank copies in.
+    const size_t n = std::min({nbytes, space(), capacity - offset, capacity / 4});
+    std::memcpy(pipe + offset, from, n);
+    from += n;
+    nbytes -= n;
+    written += n;
+    control.written.store(written, std::memory_order_seq_cst);
+    Shm::ring(shm_->bell(to));
+  }
+}
+
+void Comm::read_pipe(int from, void* data, size_t nbytes, Patience& patience, const Failure& about) {
+  PipeControl& control = shm_->pipe_control(from, rank());
+  const std::byte* pipe = shm_->pipe(from, rank());
+  const size_t capacity = shm_->sizes().pipe;
+  auto* to = static_cast<std::byte*>(data);
+  uint64_t read = control.read.load(std::memory_order_relaxed);
+  while (nbytes > 0) {
+    const auto there = [&] { return control.written.load(std::memory_order_seq_cst) - read; };
+    shm_->wait(shm_->bell(rank()), patience, about, [&] { return there() > 0 ? -1 : from; });
+    const size_t offset = read % capacity;
+    const size_t n = std::min({nbytes, static_cast<size_t>(there()), capacity - offset, capacity / 4});
+    if (to != nullptr) {
+      std::memcpy(to, pipe + offset, n);
+      to += n;
+    }
+    nbytes -= n;
+    read += n;
+    control.read.store(read, std::memory_order_seq_cst);
+    Shm::ring(shm_->bell(from));
+  }
+}
+
+void Comm::send(Buffer buffer, int to, int32_t tag, Caller& caller) {
+  const int64_t began = sys::now_ns();
+  shm_->check_verdict();
+  if (buffer.nbytes() >= kReleaseBytes) caller.release();
+  const auto lock = lock_politely(send_locks_[static_cast<size_t>(to)], caller);
+  Frame frame{.fingerprint = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count},
+              .tag = tag,
+              .sequence = ++sent_[static_cast<size_t>(to)]};
+  const Failure about{.reporter = rank(), .fingerprint = frame.fingerprint};
+  Patience patience{
+      .caller = caller, .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9), .spin_ns = settings_.spin_ns};
+  const size_t n = buffer.nbytes();
+  if (n <= kSmallMessage) {
+    // In one piece: the receiver is woken once.
+    std::byte whole[sizeof(frame) + kSmallMessage];
+    std::memcpy(whole, &frame, sizeof(frame));
+    if (n > 0) std::memcpy(whole + sizeof(frame), buffer.data, n);
+    write_pipe(to, whole, sizeof(frame) + n, patience, about);
+  } else {
+    write_pipe(to, &frame, sizeof(frame), patience, about);
+    write_pipe(to, buffer.data, n, patience, about);
+  }
+  count(buffer.nbytes(), began);
+}
+
+bool Comm::take_unexpected(const Buffer& buffer, int from, int32_t tag, const Fingerprint& wanted) {
+  auto& list = unexpected_[static_cast<size_t>(from)];
+  const auto it = std::find_if(list.begin(), list.end(), [tag](const Unexpected& u) { return u.frame.tag == tag; });
+  if (it == list.end()) return false;
+  const Unexpected message = std::move(*it);
+  list.erase(it);
+  if (message.frame.fingerprint.dtype != buffer.dtype || message.frame.fingerprint.count != buffer.count) {
+    throw Error(Failure{.kind = Kind::mismatch, .peer = from, .reporter = rank(), .fingerprint = wanted},
+                {message.frame.fingerprint, wanted});
+  }
+  if (!message.payload.empty()) std::memcpy(buffer.data, message.payload.data(), message.payload.size());
+  return true;
+}
+
+int Comm::recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
+  const int64_t began = sys::now_ns();
+  shm_->check_verdict();
+  if (buffer.nbytes() >= kReleaseBytes) caller.release();
+  const int first = from < 0 ? 0 : from;
+  const int last = from < 0 ? size() - 1 : from;
+  std::vector<std::unique_lock<std::mutex>> locks;
+  for (int r = first; r <= last; r++) locks.push_back(lock_politely(recv_locks_[static_cast<size_t>(r)], caller));
+  const Fingerprint wanted{.verb = Verb::recv, .dtype = buffer.dtype, .count = buffer.count};
+  const Failure about{.reporter = rank(), .fingerprint = wanted};
+  Patience patience{
+      .caller = caller, .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9), .spin_ns = settings_.spin_ns};
+  for (int r = first; r <= last; r++) {
+    if (take_unexpected(buffer, r, tag, wanted)) {
+      count(buffer.nbytes(), began);
+      return r;
+    }
+  }
+  for (;;) {
+    int sender = -1;
+    shm_->wait(shm_->bell(rank()), patience, about, [&] {
+      for (int r = first; r <= last; r++) {
+        const PipeControl& control = shm_->pipe_control(r, rank());
+        if (control.written.load(std::memory_order_seq_cst) != control.read.load(std::memory_order_relaxed)) {
+          sender = r;
+          return -1;
+        }
+      }
+      return from < 0 ? (rank() == 0 ? 1 : 0) : from;
+    });
+    Frame frame;
+    read_pipe(sender, &frame, sizeof(frame), patience, about);
+    const Buffer message{nullptr, frame.fingerprint.count, frame.fingerprint.dtype};
+    if (frame.tag != tag) {
+      Unexpected& kept = unexpected_[static_cast<size_t>(sender)].emplace_back(
+          Unexpected{frame, std::vector<std::byte>(message.nbytes())});
+      read_pipe(sender, kept.payload.data(), kept.payload.size(), patience, about);
+      continue;
+    }
+    if (message.dtype != buffer.dtype || message.count != buffer.count) {
+      read_pipe(sender, nullptr, message.nbytes(), patience, about);  // the next message must be found
+      throw Error(Failure{.kind = Kind::mismatch, .peer = sender, .reporter = rank(), .fingerprint = wanted},
+                  {frame.fingerprint, wanted});
+    }
+    read_pipe(sender, buffer.data, buffer.nbytes(), patience, about);
+    count(buffer.nbytes(), began);
+    return sender;
+  }
+}
+
+}  // namespace allranks

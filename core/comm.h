@@ -1,0 +1,143 @@
+// One rank of one group: its calls, in order.
+//
+// Collectives run one at a time, in the order in which they were issued, because ranks are matched
+// by call number. A blocking collective runs in its caller's thread when nothing is queued. An
+// asynchronous one is queued for the progress thread, which is started by the first; whoever waits
+// for a request runs the head of the queue itself instead of waiting for that thread to be
+// scheduled. send and recv are not numbered and go past the queue.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "channel/shm.h"
+#include "types.h"
+#include "waiting.h"
+
+namespace allranks {
+
+struct Operation {
+  Fingerprint fingerprint;
+  Buffer buffer;
+};
+
+// An asynchronous collective. `done` is set once, after `error`.
+struct Request {
+  explicit Request(Operation operation) : operation(operation) {}
+  Operation operation;
+  std::atomic<bool> done = false;
+  std::exception_ptr error;
+};
+
+struct Stats {
+  uint64_t calls = 0;
+  uint64_t bytes = 0;
+  double seconds = 0;  // inside calls: moving, reducing and waiting
+};
+
+struct Settings {
+  double timeout_s = 1800;
+  int64_t spin_ns = 0;           // in the caller's thread
+  int64_t spin_progress_ns = 0;  // in the progress thread, which competes with computation
+};
+
+class Comm {
+ public:
+  Comm(std::unique_ptr<Shm> shm, Settings settings);
+  ~Comm();
+  Comm(const Comm&) = delete;
+
+  int rank() const { return shm_->rank(); }
+  int size() const { return shm_->size(); }
+
+  // Blocking collectives. Throws Error.
+  void run(const Operation& operation, Caller& caller);
+
+  std::shared_ptr<Request> start(const Operation& operation);
+  // Throws the request's error, or a timeout after timeout_ns (< 0: the group's own deadlines
+  // decide), in which case the request goes on.
+  void wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns);
+
+  void send(Buffer buffer, int to, int32_t tag, Caller& caller);
+  // from < 0: any rank. Returns the sender.
+  int recv(Buffer buffer, int from, int32_t tag, Caller& caller);
+
+  // Leaves the group: the others' pending and later calls that need this rank fail. Returns always.
+  void close();
+  // In a forked child, where the parent's group does not exist: lets go of its sockets.
+  void abandon();
+
+  Stats stats() const;
+  // The last collective that each rank has begun, as far as can be seen from here.
+  std::vector<std::pair<uint32_t, Fingerprint>> last_calls();
+
+  // --- for the algorithms (core/algorithms) ---
+
+  // One collective under way.
+  struct Call {
+    uint32_t number;
+    Patience patience;
+    Failure about;
+  };
+
+  // Posts this rank's fingerprint, with up to CallLine::kInline bytes of payload, and waits for
+  // everybody's. Throws a mismatch, on every rank, unless all are equal.
+  void arrive(Call& call, const void* payload = nullptr, size_t nbytes = 0);
+
+  // The pipeline of a large call. Between arrive and the end of the call all ranks do the same
+  // number of steps; `base_step` is the count before the first.
+  void post_step(uint32_t done, bool wake_always);
+  void wait_step_of_all(Call& call, uint32_t done);
+  void wait_step_of(Call& call, int rank, uint32_t done);
+
+  Shm& shm() { return *shm_; }
+  uint32_t base_step = 0;
+
+ private:
+  // Received before it was asked for: its tag was not the wanted one.
+  struct Unexpected {
+    Frame frame;
+    std::vector<std::byte> payload;
+  };
+
+  void execute(const Operation& operation, Caller& caller, int64_t spin_ns);
+  void finish();  // with queue_lock_ held
+  void run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns);
+  void progress();
+  void count(size_t nbytes, int64_t began_ns);
+  bool all_at_step(uint32_t done);
+
+  void write_pipe(int to, const void* data, size_t nbytes, Patience& patience, const Failure& about);
+  void read_pipe(int from, void* data, size_t nbytes, Patience& patience, const Failure& about);
+  bool take_unexpected(const Buffer& buffer, int from, int32_t tag, const Fingerprint& wanted);
+
+  std::unique_ptr<Shm> shm_;
+  Settings settings_;
+  int owner_pid_;
+
+  std::mutex queue_lock_;
+  std::condition_variable queue_changed_;
+  std::deque<std::shared_ptr<Request>> queue_;
+  bool running_ = false;  // somebody runs a collective
+  bool stopping_ = false;
+  std::thread progress_;
+
+  uint32_t calls_ = 0;
+
+  std::vector<std::mutex> send_locks_;
+  std::vector<uint32_t> sent_;
+  std::vector<std::mutex> recv_locks_;
+  std::vector<std::list<Unexpected>> unexpected_;
+
+  std::atomic<uint64_t> count_calls_ = 0;
+  std::atomic<uint64_t> count_bytes_ = 0;
+  std::atomic<int64_t> count_ns_ = 0;
+};
+
+}  // namespace allranks

@@ -1,0 +1,47 @@
+// What goes wrong in the core, as facts. The words for people are chosen in Python, which
+// knows the hosts and the names.
+#pragma once
+
+#include <exception>
+#include <string>
+#include <vector>
+
+#include "types.h"
+
+namespace allranks {
+
+enum class Kind : uint32_t {
+  timeout = 1,  // `peer` did not come before the deadline
+  died,         // the process of `peer` ended without leaving the group
+  left,         // `peer` left the group (destroyed it, or exited)
+  interrupted,  // a signal handler of the caller asked to stop (Ctrl-C)
+  mismatch,     // the ranks' fingerprints differ: see `calls`
+  closed,       // this rank closed the group
+  system,       // the operating system refused: see `text`
+};
+
+// The wire of an Error inside the group's shared memory, so that one rank's failure is every rank's.
+struct Failure {
+  Kind kind = Kind::closed;
+  int32_t peer = -1;       // the rank that the failure is about
+  int32_t reporter = -1;   // the rank that noticed it
+  uint32_t call = 0;       // the number of the collective in which it was noticed; 0: send or recv
+  Fingerprint fingerprint;  // of that call, on the reporter
+  double seconds = 0;      // how long the reporter had waited
+};
+
+class Error : public std::exception {
+ public:
+  explicit Error(Failure failure) : failure(failure) {}
+  Error(Failure failure, std::vector<Fingerprint> calls) : failure(failure), calls(std::move(calls)) {}
+  explicit Error(std::string text) : text(std::move(text)) { failure.kind = Kind::system; }
+
+  const char* what() const noexcept override { return text.empty() ? "allranks core error" : text.c_str(); }
+
+  Failure failure;
+  std::vector<Fingerprint> calls;  // mismatch: what each rank called (send, recv: the sender, the receiver)
+  std::vector<int> waiting_for;    // timeout: every rank that had not come
+  std::string text;
+};
+
+}  // namespace allranks

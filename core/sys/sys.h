@@ -1,0 +1,69 @@
+// The few things the core asks of Linux: a clock, futexes, sealed memory, owned descriptors.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+namespace allranks::sys {
+
+int64_t now_ns();  // CLOCK_MONOTONIC
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+inline void yield() { sched_yield(); }
+
+// Sleeps while `word` holds `expected`, for at most `timeout_ns`. False: the time was up.
+bool futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t timeout_ns);
+void futex_wake_all(std::atomic<uint32_t>& word);
+
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept;
+  ~Fd() { reset(); }
+
+  int get() const { return fd_; }
+  int release() { return std::exchange(fd_, -1); }
+  void reset();
+
+ private:
+  int fd_ = -1;
+};
+
+// True when the other end of a connected socket is closed: its process died or let go of it.
+bool hung_up(int socket);
+
+// `bytes` of anonymous memory that can be handed to other processes: allocated up front (a full
+// machine is an error here, not a SIGBUS later) and sealed against a change of size.
+Fd sealed_memory(const std::string& name, size_t bytes);
+
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(const Fd& fd, size_t bytes);
+  Mapping(Mapping&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();
+
+  std::byte* data() const { return data_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+}  // namespace allranks::sys

@@ -1,0 +1,55 @@
+// The words that every room of the core shares: element types, reduce ops, verbs, a buffer.
+//
+// The numbers of the enums travel between processes in a call's fingerprint and are the
+// numbers that the Python side passes; both read them from here through bind.cc.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace allranks {
+
+enum class DType : uint8_t {
+  // Reduced and moved.
+  u8, i8, i16, i32, i64, f16, bf16, f32, f64, boolean,
+  // Only moved, for now.
+  u16, u32, u64, c32, c64, c128, f8_e4m3fn, f8_e5m2, f8_e4m3fnuz, f8_e5m2fnuz,
+};
+constexpr int kReducedDTypes = 10;
+constexpr int kDTypes = 20;
+
+enum class ReduceOp : uint8_t { sum, avg, prod, min, max };
+constexpr int kReduceOps = 5;
+
+enum class Verb : uint8_t { none, all_reduce, broadcast, barrier, send, recv };
+
+constexpr size_t size_of(DType dtype) {
+  constexpr size_t sizes[kDTypes] = {1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1};
+  return sizes[static_cast<int>(dtype)];
+}
+
+// A user's memory: contiguous, `count` elements.
+struct Buffer {
+  void* data = nullptr;
+  size_t count = 0;
+  DType dtype = DType::u8;
+
+  size_t nbytes() const { return count * size_of(dtype); }
+  std::byte* bytes() const { return static_cast<std::byte*>(data); }
+};
+
+// What a rank says it is calling. It travels beside the data of every call, so that ranks
+// that call different things get an error instead of a wrong number.
+struct Fingerprint {
+  Verb verb = Verb::none;
+  DType dtype = DType::u8;
+  ReduceOp op = ReduceOp::sum;
+  uint8_t unused = 0;
+  int32_t root = -1;
+  uint64_t count = 0;
+
+  bool operator==(const Fingerprint&) const = default;
+};
+static_assert(sizeof(Fingerprint) == 16);
+
+}  // namespace allranks

@@ -1,0 +1,25 @@
+// How a call waits: who is told, how long, and with how much spinning.
+#pragma once
+
+#include <cstdint>
+
+namespace allranks {
+
+// The thread that makes a call, seen from the core. The binding gives one that knows the GIL and
+// Python's signals; the progress thread and the core's tests need neither.
+class Caller {
+ public:
+  virtual ~Caller() = default;
+  virtual void release() {}                     // before blocking: let other threads of the process run
+  virtual bool interrupted() { return false; }  // now and then while blocked: should the call give up?
+};
+
+// One call's patience. The clock is first read when something is not there at once.
+struct Patience {
+  Caller& caller;
+  int64_t timeout_ns;
+  int64_t spin_ns;         // how long to spin before sleeping
+  int64_t deadline_ns = 0;  // absolute; 0: not computed yet
+};
+
+}  // namespace allranks

@@ -1,0 +1,273 @@
+"""Trains a small LeNet on scikit-learn's handwritten digits, data-parallel.
+
+    allranks run -n 2 examples/digits/train.py
+    allranks run -n 2 examples/digits/train.py --sync manual     # what DDP does, by hand
+    python examples/digits/train.py                              # one process
+    python examples/digits/train.py --init-method tcp://127.0.0.1:29511 --world-size 2 --rank 0
+                                                                 # and --rank 1 in another shell
+
+Every rank takes its part of each *global* batch and the gradients are averaged, so the result does
+not depend on the number of ranks (but for rounding: compare with ``--dtype float64``). Two equal
+runs give the same weights to the last bit: the last line shows a fingerprint of them. A run that
+was stopped goes on with ``--resume`` as if nothing had happened.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn, optim
+from torch.utils.data import DataLoader, TensorDataset
+
+import allranks as dist
+from allranks import checkpoint
+from allranks.data import DistributedSampler
+from allranks.nn.parallel import DistributedDataParallel
+
+
+class WrongArguments(Exception):
+    """What the user asked for cannot be done; shown as one line."""
+
+
+class LeNet(nn.Module):
+    """LeNet-5's plan at the size of an 8 x 8 image; log-probabilities of the ten digits.
+
+    No dropout and no batch normalisation: with either, the result would depend on how a batch is
+    cut into ranks.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.fc1 = nn.Linear(32 * 2 * 2, 64)
+        self.fc2 = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = F.relu(self.fc1(x.flatten(1)))
+        return F.log_softmax(self.fc2(x), dim=1)
+
+
+def load_data(dtype):
+    """1437 images to train and 360 to test, the same on every rank and in every run."""
+    digits = load_digits()
+    split = train_test_split(digits.images, digits.target, test_size=360, random_state=0, stratify=digits.target)
+    train_x, test_x, train_y, test_y = (torch.from_numpy(part) for part in split)
+    mean, std = train_x.mean(), train_x.std()
+    train_x, test_x = (((x - mean) / std).to(dtype).unsqueeze(1) for x in (train_x, test_x))
+    return TensorDataset(train_x, train_y.long()), TensorDataset(test_x, test_y.long())
+
+
+def sync_initial_weights(model, rank, world_size):
+    """Rank 0 sends its weights to all others. (DistributedDataParallel does this when it wraps.)"""
+    for param in model.parameters():
+        if rank == 0:
+            for sibling in range(1, world_size):
+                dist.send(param.data, dst=sibling)
+        else:
+            dist.recv(param.data, src=0)
+
+
+def sync_gradients(model, rank, world_size):
+    """The all-reduce on gradients. (DistributedDataParallel does this inside ``backward()``.)"""
+    for param in model.parameters():
+        dist.all_reduce(param.grad.data, op=dist.reduce_op.SUM)
+        # Each rank's loss is the mean over its own part of the batch. The gradient of the mean over
+        # the whole batch is the mean of theirs; the sum would be a learning rate world_size times
+        # as high, and another result for every number of ranks.
+        param.grad.data /= world_size
+
+
+def evaluate(model, dataset, rank, world_size):
+    """Mean loss and accuracy; each rank looks at its share, each image counts exactly once."""
+    # Not DistributedSampler: it repeats images where the ranks do not divide their number.
+    images, labels = dataset[rank::world_size]
+    model.eval()
+    with torch.no_grad():
+        output = model(images)
+        loss = F.nll_loss(output, labels, reduction="sum")
+    model.train()
+    correct = (output.argmax(1) == labels).sum()
+    total = torch.tensor([loss.item(), correct.item(), len(labels)], dtype=torch.float64)
+    dist.all_reduce(total)
+    loss, correct, count = total.tolist()
+    return loss / count, correct / count
+
+
+def fingerprint(model):
+    """The same for equal weights, another for any other bit."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def plot(history, title, path):
+    """Loss on the left, accuracy on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    epochs = range(1, len(history) + 1)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    figure.suptitle(title)
+    left.plot(epochs, [h["train_loss"] for h in history], "o-", ms=3, label="training")
+    left.plot(epochs, [h["test_loss"] for h in history], "o-", ms=3, label="test")
+    left.set(ylabel="negative log-likelihood", yscale="log")
+    left.legend(frameon=False)
+    right.plot(epochs, [h["test_accuracy"] for h in history], "o-", ms=3, color="C1", label="test")
+    right.set(ylabel="test accuracy", ylim=(None, 1.0 + 0.002))
+    right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    for axes in (left, right):
+        axes.set(xlabel="epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def train(args, rank, world_size):
+    # Other weights on each rank, on purpose: the first synchronisation has to make them rank 0's.
+    torch.manual_seed(args.seed + rank)
+    dtype = getattr(torch, args.dtype)
+    train_set, test_set = load_data(dtype)
+    model = LeNet().to(dtype)
+    optimizer = optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
+
+    # What has to be equal for --resume to go on exactly. The world size has not: it is rounding.
+    settings = {name: getattr(args, name) for name in ("batch_size", "lr", "momentum", "seed", "dtype")}
+    saved_to = args.out / "checkpoint.pt"
+    history = []
+    if args.resume:
+        # Each rank reads the file. There is no random state in it: after the initial weights, all
+        # randomness is the sampler's, which depends on seed and epoch only.
+        if not saved_to.exists():
+            raise WrongArguments(f"--resume: there is no {saved_to}")
+        state = checkpoint.load(saved_to)
+        if state["settings"] != settings:
+            differ = [f"{k} {v}, not {settings[k]}" for k, v in state["settings"].items() if v != settings[k]]
+            raise WrongArguments(f"--resume: {saved_to} was made with {'; '.join(differ)}")
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        history = state["history"]
+
+    if args.sync == "ddp":
+        forward = DistributedDataParallel(model)
+    else:
+        forward = model
+        sync_initial_weights(model, rank, world_size)
+
+    # Batch k of all ranks together is elements [k * B, (k + 1) * B) of the epoch's permutation,
+    # however many ranks there are. drop_last (29 of 1437 images, others in each epoch): a last
+    # batch that is smaller would be cut differently by another number of ranks.
+    sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
+    loader = DataLoader(train_set, batch_size=args.batch_size // world_size, sampler=sampler, drop_last=True)
+
+    # One bar, on rank 0, and none where nobody watches (a file, a pipe).
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=rank > 0 or not console.is_terminal) as progress:
+        bar = progress.add_task("training", total=args.epochs * len(loader), completed=len(history) * len(loader))
+        for epoch in range(len(history), args.epochs):
+            sampler.set_epoch(epoch)
+            loss_sum = torch.zeros(1, dtype=torch.float64)
+            for data, target in loader:
+                optimizer.zero_grad()
+                loss = F.nll_loss(forward(data), target)
+                loss.backward()
+                if args.sync == "manual":
+                    sync_gradients(model, rank, world_size)
+                optimizer.step()
+                loss_sum += loss.detach()
+                progress.advance(bar)
+            dist.all_reduce(loss_sum, op=dist.ReduceOp.AVG)
+            test_loss, test_accuracy = evaluate(model, test_set, rank, world_size)
+            train_loss = loss_sum.item() / len(loader)
+            history.append({"train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy})
+            progress.update(bar, description=f"epoch {epoch + 1}, test accuracy {test_accuracy:.1%}")
+            if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
+                args.out.mkdir(parents=True, exist_ok=True)
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                checkpoint.save({**state, "history": history, "settings": settings}, saved_to)
+    return model, history
+
+
+def positive(kind):
+    def parse(text):
+        if kind(text) <= 0:
+            raise ValueError
+        return kind(text)
+
+    parse.__name__ = f"positive {kind.__name__}"
+    return parse
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main():
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=positive(int), default=20)
+    parser.add_argument("--batch-size", type=positive(int), default=64, help="of all ranks together")
+    parser.add_argument("--lr", type=positive(float), default=0.05)
+    parser.add_argument("--momentum", type=float, default=0.85)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument("--sync", choices=["ddp", "manual"], default="ddp", help="who averages the gradients")
+    parser.add_argument("--out", type=Path, default=Path("out/digits"), help="folder for checkpoint and plot")
+    parser.add_argument("--plot", type=Path, help="PNG of the curves (default: OUT/curves.png)")
+    parser.add_argument("--save-every", type=positive(int), default=5, metavar="EPOCHS")
+    parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
+    parser.add_argument("--backend", help="native, tcp, gloo, ... (default: native)")
+    parser.add_argument("--threads", type=positive(int), default=1, help="per rank; the model is too small for more")
+    parser.add_argument("--init-method", help="without launcher: tcp://HOST:PORT or file:///PATH")
+    parser.add_argument("--world-size", type=int, default=-1, help="without launcher: how many ranks")
+    parser.add_argument("--rank", type=int, default=-1, help="without launcher: which one this is")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    try:
+        dist.init_process_group(args.backend, args.init_method, world_size=args.world_size, rank=args.rank)
+    except ValueError as error:
+        parser.error(str(error))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(dist.destroy_process_group)
+        try:
+            if args.batch_size % world_size:
+                raise WrongArguments(f"--batch-size {args.batch_size} cannot be divided among {world_size} ranks")
+            start, communicating = time.perf_counter(), dist.stats().seconds
+            model, history = train(args, rank, world_size)
+            seconds = time.perf_counter() - start
+            share = (dist.stats().seconds - communicating) / seconds
+        except WrongArguments as error:
+            if rank == 0:
+                parser.error(str(error))
+            sys.exit(2)
+
+    if rank == 0:
+        ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+        accuracy = f"test accuracy {history[-1]['test_accuracy']:.2%}"
+        plot(history, f"LeNet on 8 x 8 digits, {ranks}: {accuracy}", args.plot or args.out / "curves.png")
+        print(f"{accuracy}, {ranks}, {seconds:.1f} s, {share:.1%} of it communicating, weights {fingerprint(model)}")
+
+
+if __name__ == "__main__":
+    main()

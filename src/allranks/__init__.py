@@ -1,0 +1,134 @@
+"""allranks: run PyTorch on many processes.
+
+``import allranks as dist`` offers torch.distributed's names, with the same arguments and
+meaning, over allranks' own channel. The map of the package:
+
+    _world         init_process_group, destroy_process_group, the default group
+    _collectives   all_reduce, broadcast, barrier, send, recv
+    _group         ProcessGroup: what the functions above call
+    _types         ReduceOp, Stats
+    _errors        every error, as a tree
+    data           DistributedSampler
+    parallel, nn   DistributedDataParallel
+    checkpoint     save, load
+    multiprocessing  spawn
+    launch         allranks run
+    testing        run_ranks: real ranks for tests
+    tools          bench
+
+Names are loaded on first use, so that the launcher starts without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from allranks._errors import (
+    AllranksError,
+    ConfigError,
+    JoinError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    TimeoutError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from allranks import checkpoint, data, launch, multiprocessing, nn, parallel, testing, tools
+    from allranks._collectives import all_reduce, barrier, broadcast, recv, send
+    from allranks._group import ProcessGroup
+    from allranks._types import ReduceOp, Stats, reduce_op
+    from allranks._work import Work
+    from allranks._world import (
+        GroupMember,
+        destroy_process_group,
+        get_backend,
+        get_rank,
+        get_world_size,
+        group,
+        init_process_group,
+        is_available,
+        is_initialized,
+        stats,
+    )
+    from allranks.parallel import DistributedDataParallel
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "_collectives": ("all_reduce", "barrier", "broadcast", "recv", "send"),
+    "_group": ("ProcessGroup",),
+    "_types": ("ReduceOp", "Stats", "reduce_op"),
+    "_work": ("Work",),
+    "_world": (
+        "GroupMember",
+        "destroy_process_group",
+        "get_backend",
+        "get_rank",
+        "get_world_size",
+        "group",
+        "init_process_group",
+        "is_available",
+        "is_initialized",
+        "stats",
+    ),
+    "parallel": ("DistributedDataParallel",),
+}
+_MODULES = ("checkpoint", "data", "launch", "multiprocessing", "nn", "parallel", "testing", "tools")
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "AllranksError",
+    "ConfigError",
+    "DistributedDataParallel",
+    "GroupMember",
+    "JoinError",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
+    "ProcessGroup",
+    "ReduceOp",
+    "Stats",
+    "TimeoutError",
+    "UsageError",
+    "Work",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "checkpoint",
+    "data",
+    "destroy_process_group",
+    "get_backend",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "init_process_group",
+    "is_available",
+    "is_initialized",
+    "launch",
+    "multiprocessing",
+    "nn",
+    "parallel",
+    "recv",
+    "reduce_op",
+    "send",
+    "stats",
+    "testing",
+    "tools",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"allranks.{name}")
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"allranks.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'allranks' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,55 @@
+"""The ``allranks`` command: finds the subcommand and hands over the rest of the line.
+
+Each subcommand is imported only when it is asked for, so that none pays for another's imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "run": ("allranks.launch.cli", "run a program as N processes on this host"),
+    "bench": ("allranks.tools.bench", "measure collectives"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``allranks``.
+
+    Args:
+        argv: the arguments; the process's own if None.
+
+    Returns:
+        The exit code.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    name = words[0] if words else ""
+    if name in _COMMANDS:
+        code: int = importlib.import_module(_COMMANDS[name][0]).main(words[1:])
+        return code
+    if name == "--version":
+        from allranks import __version__
+
+        print(f"allranks {__version__}")
+        return 0
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    known = ", ".join(_COMMANDS)
+    wrong = f"there is no command {name!r}" if name else "a command is missing"
+    print(f"allranks: error: {wrong}; there are {known} (see allranks --help)", file=sys.stderr)
+    return 2
+
+
+def _help() -> str:
+    lines = ["usage: allranks [--version] COMMAND ...", "", "commands:"]
+    lines += [f"  {name:8} {summary}" for name, (_, summary) in _COMMANDS.items()]
+    return "\n".join([*lines, "", "allranks COMMAND --help says more."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

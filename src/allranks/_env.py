@@ -1,0 +1,193 @@
+"""The environment variables of a job: which ones exist, and what they say about this process.
+
+Every launcher (torchrun, mpirun with exports, a person with three shells, ``allranks run``) tells a process
+who it is through the environment, and most failed starts are a variable that is missing or wrong. So all of
+them stand in one table, are read in one place, and an error shows the value seen, the value expected and an
+example. Recognising schedulers (SLURM, PMI, ...) is ``allranks.launch``'s work: it fills in these variables.
+Reading and checking the secret belongs to ``_store``.
+
+Source: torchrun's variables, and THD's (``MASTER_ADDR=host:port`` on the workers, ``MASTER_PORT`` on rank 0).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from allranks._errors import ConfigError
+
+__all__ = ["VARIABLES", "JobEnv", "Variable", "read_env", "read_int", "split_host_port"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One row of the table of environment variables."""
+
+    name: str
+    set_by: str
+    meaning: str
+
+
+_LAUNCHERS = "allranks run, torchrun, or by hand"
+VARIABLES: tuple[Variable, ...] = (
+    Variable("RANK", _LAUNCHERS, "Number of this process in the job, 0..WORLD_SIZE-1."),
+    Variable("WORLD_SIZE", _LAUNCHERS, "Number of processes in the job."),
+    Variable("LOCAL_RANK", "allranks run, torchrun", "Number of this process on its host, 0..LOCAL_WORLD_SIZE-1."),
+    Variable("LOCAL_WORLD_SIZE", "allranks run, torchrun", "Number of the job's processes on this host."),
+    Variable("GROUP_RANK", "allranks run, torchrun", "Number of this host in the job."),
+    Variable("NODE_RANK", "by hand, Lightning", "The same as GROUP_RANK, which wins where both are set."),
+    Variable("MASTER_ADDR", _LAUNCHERS, "Host of rank 0, or host:port. Rank 0 itself may leave it out."),
+    Variable("MASTER_PORT", _LAUNCHERS, "Port that rank 0 listens on. Workers need it if MASTER_ADDR has none."),
+    Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR."),
+    Variable("ALLRANKS_SECRET", "allranks run, or by hand", "Secret of the job, at least 16 characters."),
+    Variable("ALLRANKS_SECRET_FILE", "by hand", "File that holds the secret (mode 0600)."),
+)
+
+_EXPECTED = {
+    "RANK": ("the number of this process", "RANK=0"),
+    "WORLD_SIZE": ("the number of processes", "WORLD_SIZE=4"),
+    "MASTER_ADDR": ("a host name", "MASTER_ADDR=node0"),
+    "MASTER_PORT": ("a port", "MASTER_PORT=29500"),
+}
+
+
+@dataclass(frozen=True)
+class JobEnv:
+    """What arguments and environment together say about this process.
+
+    Attributes:
+        rank: number of this process.
+        world_size: number of processes.
+        master: host and port of rank 0's store. None where it is not needed: one process, or a launcher's
+            store. An empty host (rank 0 only) means every interface.
+        store: address of the launcher's store, or "".
+        local_rank: number of this process on its host, if the launcher said so.
+        local_world_size: number of processes on this host, if the launcher said so.
+        node_rank: number of this host, if the launcher said so.
+    """
+
+    rank: int
+    world_size: int
+    master: tuple[str, int] | None = None
+    store: str = ""
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    node_rank: int | None = None
+
+
+def read_env(
+    rank: int = -1, world_size: int = -1, environ: Mapping[str, str] | None = None, *, by_env: bool = True
+) -> JobEnv:
+    """Says who this process is, from arguments and, where they are not given, the environment.
+
+    Args:
+        rank: rank as an argument; -1 if not given.
+        world_size: world size as an argument; -1 if not given.
+        environ: the environment; ``os.environ`` if None.
+        by_env: the ranks meet by what the environment says (``env://``). Otherwise no address is read, and
+            rank and world size must be given somewhere.
+
+    Returns:
+        The resolved place. With nothing given anywhere under ``env://``: rank 0 of 1.
+
+    Raises:
+        ConfigError: something is missing, is not a number, or is out of range.
+    """
+    env = os.environ if environ is None else environ
+    nothing = rank == -1 and world_size == -1 and not any(env.get(n) for n in ("RANK", "WORLD_SIZE"))
+    if nothing and by_env and not any(env.get(n) for n in ("MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE")):
+        return JobEnv(0, 1)
+    rank, world_size = _read_rank(rank, world_size, env)
+    store = env.get("ALLRANKS_STORE", "") if by_env else ""
+    node_rank = read_int(env, "GROUP_RANK", 0)
+    return JobEnv(
+        rank,
+        world_size,
+        master=_read_master(rank, world_size, env) if by_env and world_size > 1 and not store else None,
+        store=store,
+        local_rank=read_int(env, "LOCAL_RANK", 0),
+        local_world_size=read_int(env, "LOCAL_WORLD_SIZE", 1),
+        node_rank=read_int(env, "NODE_RANK", 0) if node_rank is None else node_rank,
+    )
+
+
+def read_int(environ: Mapping[str, str], name: str, low: int, high: int | None = None) -> int | None:
+    """Reads one whole number from the environment; None if it is not set or empty.
+
+    Raises:
+        ConfigError: not a whole number, or not in low..high.
+    """
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    expected = f"a whole number, {low} or more" if high is None else f"a whole number in {low}..{high}"
+    try:
+        value = int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is not a number. Expected {expected}.") from None
+    if value < low or (high is not None and value > high):
+        raise ConfigError(f"{name}={value} is out of range. Expected {expected}.")
+    return value
+
+
+def split_host_port(text: str, source: str) -> tuple[str, int | None]:
+    """Splits ``host``, ``host:port``, ``[ipv6]:port`` or a bare IPv6 address.
+
+    Args:
+        text: what to split.
+        source: where it comes from, for the error.
+
+    Raises:
+        ConfigError: the port is not a number in 1..65535.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if not colon or text.strip().endswith("]") or (":" in host and not host.startswith("[")):
+        host, port = text.strip(), ""
+    elif not port:
+        raise ConfigError(f"{source}={text!r} ends in a colon. Expected host:port, for example node0:29500.")
+    host = host.removeprefix("[").removesuffix("]")
+    return host, read_int({f"the port in {source}": port}, f"the port in {source}", 1, 65535)
+
+
+def _read_rank(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[int, int]:
+    size = read_int(env, "WORLD_SIZE", 1) if world_size == -1 else world_size
+    number = read_int(env, "RANK", 0) if rank == -1 else rank
+    if size is None or (number is None and size != 1):
+        missing = (["RANK"] if number is None else []) + (["WORLD_SIZE"] if size is None else [])
+        known = f"world size {size}" if size else f"rank {number}" if number is not None else "no rank given either way"
+        raise _missing(missing, known, size)
+    number = number or 0
+    if size < 1:
+        raise ConfigError(f"world_size={size} is out of range. Expected a whole number, 1 or more.")
+    if not 0 <= number < size:
+        name = "RANK" if rank == -1 else "rank"
+        raise ConfigError(f"{name}={number} is out of range. Expected 0..{size - 1}, as the world size is {size}.")
+    return number, size
+
+
+def _read_master(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[str, int]:
+    where = f"rank {rank} of {world_size}"
+    address = env.get("MASTER_ADDR", "").strip()
+    host, addr_port = split_host_port(address, "MASTER_ADDR") if address else ("", None)
+    if rank and not host:
+        missing = ["MASTER_ADDR"] if addr_port or env.get("MASTER_PORT") else ["MASTER_ADDR", "MASTER_PORT"]
+        raise _missing(missing, where, world_size)
+    # As in THD: what rank 0 listens on is MASTER_PORT; where the others find it is MASTER_ADDR.
+    if rank and addr_port is not None:
+        return host, addr_port
+    port = read_int(env, "MASTER_PORT", 1, 65535)
+    port = addr_port if port is None else port
+    if port is None:
+        raise _missing(["MASTER_PORT"], where, world_size)
+    return host, port
+
+
+def _missing(names: list[str], known: str, world_size: int | None) -> ConfigError:
+    verb = "is" if len(names) == 1 else "are"
+    expected = " and ".join(_EXPECTED[n][0] for n in names)
+    example = " ".join(_EXPECTED[n][1] for n in names)
+    return ConfigError(
+        f"{' and '.join(names)} {verb} not set ({known}). Expected {expected}, for example {example}."
+        f" Or start with: allranks run -n {world_size or 4} train.py"
+    )

@@ -1,0 +1,72 @@
+"""Every error that allranks raises by intent.
+
+A message says which call, what was seen against what was expected (rank, host, pid,
+bytes, seconds) and what to do next. The tree::
+
+    AllranksError(RuntimeError)
+    |-- UsageError(ValueError)        the call itself is wrong: argument, tensor, state
+    |   |-- NotInitializedError       a call before init_process_group or after destroy_process_group
+    |-- ConfigError(ValueError)       a setting is missing or wrong: variable, URL, option
+    |-- TimeoutError(builtins.TimeoutError)
+    |   |-- JoinError                 ranks did not meet in time: names those that are missing
+    |-- PeerLostError                 a rank died, left or broke off; `.rank` says which
+    |-- MismatchError                 ranks disagree on what they call
+"""
+
+from __future__ import annotations
+
+import builtins
+
+__all__ = [
+    "AllranksError",
+    "ConfigError",
+    "JoinError",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
+    "TimeoutError",
+    "UsageError",
+]
+
+
+class AllranksError(RuntimeError):
+    """Root of the errors of allranks."""
+
+
+class UsageError(AllranksError, ValueError):
+    """The call itself is wrong: an argument, a tensor, or the moment of the call."""
+
+
+class NotInitializedError(UsageError):
+    """A call that needs a process group, before ``init_process_group`` or after ``destroy_process_group``."""
+
+
+class ConfigError(AllranksError, ValueError):
+    """A setting is missing or wrong: an environment variable, a URL, a command-line option."""
+
+
+class TimeoutError(AllranksError, builtins.TimeoutError):
+    """A call did not finish in the group's timeout. The message names the ranks it waited for."""
+
+
+class JoinError(TimeoutError):
+    """The ranks did not all meet in time, or two of them disagree on who they are. Names them."""
+
+
+class PeerLostError(AllranksError):
+    """Another rank died, left the group, or gave up in the middle of a call.
+
+    Attributes:
+        rank: the rank that was lost (in the group's numbering).
+    """
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[PeerLostError], tuple[str, int]]:
+        return type(self), (str(self), self.rank)
+
+
+class MismatchError(AllranksError):
+    """The ranks called different things: verb, element count, dtype, reduce op, root. Names them."""

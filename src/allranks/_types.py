@@ -1,0 +1,55 @@
+"""The small values that callers pass and get: reduce ops and statistics."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from allranks._errors import UsageError
+
+__all__ = ["ReduceOp", "Stats", "as_reduce_op", "reduce_op"]
+
+
+class ReduceOp(enum.IntEnum):
+    """How ``all_reduce`` combines the ranks' elements; torch's names.
+
+    ``SUM, PROD, MIN, MAX`` take every dtype of ``all_reduce``; ``AVG`` (the sum, divided by the
+    number of ranks) takes floating-point dtypes. On bool, SUM and MAX are "or", PROD and MIN
+    are "and". MIN and MAX propagate NaN, integers wrap; float16 and bfloat16 are accumulated
+    in float32 and rounded once.
+    """
+
+    # The numbers are the core's (core/types.h); tests/collectives holds them to it.
+    SUM = 0
+    AVG = 1
+    PROD = 2
+    MIN = 3
+    MAX = 4
+
+
+reduce_op = ReduceOp  # the spelling of torch before 1.0
+
+
+def as_reduce_op(op: object) -> ReduceOp:
+    """The ReduceOp meant by ``op``: ours, or torch.distributed's of the same name."""
+    if isinstance(op, ReduceOp):
+        return op
+    name = getattr(op, "name", None) or str(op).rpartition(".")[2]
+    if type(op).__name__ in ("RedOpType", "ReduceOp") and name in ReduceOp.__members__:
+        return ReduceOp[name]
+    raise UsageError(f"op must be one of ReduceOp.{{{', '.join(ReduceOp.__members__)}}}, not {op!r}")
+
+
+class Stats(NamedTuple):
+    """What this process has done in a group since it was made.
+
+    Attributes:
+        calls: finished calls.
+        bytes: the bytes of their tensors.
+        seconds: wall time inside them: moving, reducing, and waiting for other ranks. Calls that
+            run beside computation (``async_op=True``) count too.
+    """
+
+    calls: int
+    bytes: int
+    seconds: float

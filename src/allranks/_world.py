@@ -1,0 +1,205 @@
+"""The world: the default process group of this process, and the only global state of the package."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from allranks import _engines, _rendezvous
+from allranks._errors import NotInitializedError, UsageError
+from allranks._group import ProcessGroup
+from allranks._work import seconds_of
+
+if TYPE_CHECKING:
+    from allranks._types import Stats
+
+__all__ = [
+    "GroupMember",
+    "destroy_process_group",
+    "get_backend",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "init_process_group",
+    "is_available",
+    "is_initialized",
+    "resolve_group",
+    "stats",
+]
+
+DEFAULT_TIMEOUT_S = 1800.0  # torch's
+
+_world: ProcessGroup | None = None
+
+
+class _GroupNames(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        return _world
+
+
+class group(metaclass=_GroupNames):  # noqa: N801 - torch's name
+    """``group.WORLD``: the default group, or None before ``init_process_group``."""
+
+
+class GroupMember(metaclass=_GroupNames):
+    """``GroupMember.WORLD``: torch's other name for ``group.WORLD``."""
+
+
+def resolve_group(given: ProcessGroup | None) -> ProcessGroup:
+    """The group that a call means; None is the world.
+
+    Raises:
+        NotInitializedError: there is no world.
+    """
+    if given is None:
+        if _world is None:
+            raise NotInitializedError(
+                "the default process group has not been initialized: call allranks.init_process_group() first"
+            )
+        return _world
+    if not isinstance(given, ProcessGroup):
+        raise UsageError(f"group must be a ProcessGroup or None, not {type(given).__name__}")
+    return given
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | float | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: str = "",
+) -> None:
+    """Meets the other ranks and makes the default process group.
+
+    Args:
+        backend: ``"native"`` (also meant by None): shared memory between the ranks of one host.
+        init_method: how the ranks find each other:
+
+            - ``env://`` (the default): the launcher's store, or the variables RANK, WORLD_SIZE,
+              MASTER_ADDR and MASTER_PORT. MASTER_ADDR may be ``host:port``. With none of them set
+              the world is this process alone.
+            - ``tcp://host:port``: rank 0 listens there.
+            - ``file:///path``: rank 0 leaves its address in that file.
+        timeout: how long this call and every later one waits for other ranks: a timedelta or
+            seconds; 30 minutes if None.
+        world_size: the number of ranks; -1: from the environment.
+        rank: this process, 0 to world_size - 1; -1: from the environment.
+        store: a connected store with torch's ``set, get, add, wait``, in place of ``init_method``.
+        group_name: how errors call the group; ``world`` if empty.
+
+    Raises:
+        ConfigError: a setting is missing or wrong; says which and gives an example.
+        JoinError: ranks are missing, doubled or disagree, when the timeout ends; names them.
+        UsageError: the process group exists already.
+
+    Cost:
+        a few milliseconds between ranks of one host, and a segment of about 1 MiB + 256 KiB per rank
+        of the group in each process. No TCP port is opened when the launcher started the ranks.
+
+    Example:
+        >>> import allranks as dist
+        >>> dist.init_process_group()
+        >>> dist.get_rank(), dist.get_world_size()
+        (0, 1)
+        >>> dist.destroy_process_group()
+    """
+    global _world
+    if _world is not None:
+        raise UsageError("the default process group exists already: call destroy_process_group() first")
+    engine_name = _engines.check_backend(backend)
+    timeout_s = DEFAULT_TIMEOUT_S if timeout is None else seconds_of(timeout)
+    if timeout_s <= 0:
+        raise UsageError(f"timeout must be positive, not {timeout!r}")
+    if store is not None and init_method is not None:
+        raise UsageError("give either store or init_method, not both")
+    name = group_name or "world"
+    meeting = _rendezvous.join(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s, store=store)
+    try:
+        engine = _engines.make_engine(engine_name, meeting, name, timeout_s)
+    finally:
+        meeting.close()
+    _world = ProcessGroup(engine, name, meeting.rank, meeting.world_size)
+
+
+def destroy_process_group(group: ProcessGroup | None = None) -> None:
+    """Leaves the group (None: the world). Always returns.
+
+    Other ranks that later need this one get a PeerLostError. Calls of this rank that are still
+    pending fail.
+
+    Raises:
+        NotInitializedError: there is no such group.
+    """
+    global _world
+    leaving = resolve_group(group)
+    leaving.close()
+    if leaving is _world:
+        _world = None
+
+
+def is_available() -> bool:
+    """True: allranks needs nothing that a build of torch may lack."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether the default process group exists."""
+    return _world is not None
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """This process' rank in the group (None: the world).
+
+    Raises:
+        NotInitializedError: there is no such group.
+    """
+    return resolve_group(group).rank
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """The number of ranks in the group (None: the world).
+
+    Raises:
+        NotInitializedError: there is no such group.
+    """
+    return resolve_group(group).size
+
+
+def get_backend(group: ProcessGroup | None = None) -> str:
+    """The name of the group's engine (None: the world's).
+
+    Raises:
+        NotInitializedError: there is no such group.
+    """
+    return resolve_group(group).backend
+
+
+def stats(group: ProcessGroup | None = None) -> Stats:
+    """What this process has done in the group so far: calls, bytes, seconds (None: the world).
+
+    Raises:
+        NotInitializedError: there is no such group.
+    """
+    return resolve_group(group).stats()
+
+
+def _leave_at_exit() -> None:
+    # A process that just ends leaves on purpose: the others are told so, rather than that it died.
+    if _world is not None:
+        _world.close()
+
+
+def _forget_in_child() -> None:
+    global _world
+    if _world is not None:
+        _world.abandon()
+        _world = None
+
+
+atexit.register(_leave_at_exit)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,183 @@
+"""Checkpoints that survive a kill.
+
+`torch.save(obj, path)` truncates the old file before it writes the new one: a job that is killed
+in between has neither. `save` writes beside the old file and renames, so that at any instant
+``path`` is a complete checkpoint: the old one or the new one.
+
+Left to the caller: which rank saves (usually ``if dist.get_rank() == 0``), what is in the
+checkpoint, and a `barrier` before other ranks read it. There is no communication in here, and no
+process group is needed.
+
+Source of the recipe: LWN, "Ensuring data reaches disk" (https://lwn.net/Articles/457667/).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import os
+import re
+import secrets
+from typing import Any
+
+import torch
+
+from allranks._errors import UsageError
+
+__all__ = ["load", "save"]
+
+PathLike = str | os.PathLike[str]
+
+# File systems on which flock() is not to be had (NFS without a lock daemon, some FUSE ones).
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+def save(obj: Any, path: PathLike) -> None:
+    """Writes ``obj`` to ``path``, all of it or not at all.
+
+    Whatever happens on the way (kill -9, a full disk, an object that cannot be pickled), ``path``
+    holds either what it held before or all of ``obj``. When it returns, the data is on the disk.
+    A killed save leaves its half-written ``.NAME.*.tmp`` beside ``path``; the next save to the
+    same ``path`` removes it.
+
+    Args:
+        obj: What `torch.save` takes; state dicts, rather than modules, stay loadable.
+        path: Where to; a symbolic link is followed, its target is replaced.
+
+    Raises:
+        UsageError: ``path`` exists and is not a plain file.
+        OSError: It could not be written (missing directory, full disk, no permission). Says
+            which path; the old file is untouched.
+
+    Cost: One more checkpoint's worth of disk space during the call; two fsyncs.
+    """
+    # Through links, so that the file is replaced and not the link.
+    final = os.path.realpath(path)
+    if os.path.lexists(final) and not os.path.isfile(final):
+        raise UsageError(f"checkpoint.save: {os.fspath(path)!r} exists and is not a plain file")
+    directory, name = os.path.split(final)
+    try:
+        _remove_stale(directory, name)
+        descriptor, temporary = _create_locked(directory, name)
+        try:
+            with open(descriptor, "wb", buffering=0) as raw:
+                sink = _Sink(raw)
+                try:
+                    torch.save(obj, sink)  # type: ignore[arg-type]
+                except BaseException:
+                    # torch's zip writer turns any OSError of ours into "file write failed".
+                    if sink.failure is not None:
+                        raise sink.failure from None
+                    raise
+                os.fsync(raw.fileno())
+                os.replace(temporary, final)
+        except BaseException:
+            # Gone already if an interrupt came right after the rename.
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+    except OSError as error:
+        what = f"{error.strerror or error}; checkpoint not saved, what was there before is unchanged"
+        raise OSError(error.errno or errno.EIO, what, os.fspath(path)) from error
+    _sync_directory(directory)
+
+
+def load(path: PathLike, map_location: Any = "cpu", weights_only: bool = True) -> Any:
+    """Reads what `save` wrote.
+
+    Args:
+        path: The file.
+        map_location: Where tensors go, as in `torch.load`; the CPU unless told, because the rank
+            that saved may have had another device than the rank that loads.
+        weights_only: Accept only tensors and plain containers. False runs whatever code the file
+            holds: only for files that you trust.
+
+    Returns:
+        The object.
+
+    Raises:
+        OSError: The file cannot be read; FileNotFoundError where there is none.
+        pickle.UnpicklingError: It holds objects that ``weights_only=True`` refuses.
+    """
+    return torch.load(path, map_location=map_location, weights_only=weights_only)
+
+
+class _Sink(io.RawIOBase):
+    """Writes all or raises, and remembers why: torch's writer swallows the reason."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        self.raw = raw
+        self.failure: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            try:
+                done += self.raw.write(view[done:]) or 0
+            except OSError as error:
+                self.failure = error
+                raise
+        return done
+
+
+def _create_locked(directory: str, name: str) -> tuple[int, str]:
+    """Opens a new temporary file and locks it: the kernel drops the lock when its writer dies.
+
+    A pid in the name could not tell the dead from the living: pids come back (always the same
+    ones after a container restarts) and mean nothing on another host of a shared folder.
+    """
+    while True:
+        # The pid is for whoever looks at the folder.
+        temporary = os.path.join(directory, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                os.close(descriptor)
+                os.unlink(temporary)
+                raise
+        # Between open and lock another save may have taken it for stale and removed it.
+        if os.fstat(descriptor).st_nlink > 0:
+            return descriptor, temporary
+        os.close(descriptor)
+
+
+def _remove_stale(directory: str, name: str) -> None:
+    """Removes temporary files of ``name`` whose writer is gone."""
+    pattern = re.compile(rf"\.{re.escape(name)}\.\d+-[0-9a-f]{{8}}\.tmp")
+    for entry in os.listdir(directory):
+        if not pattern.fullmatch(entry):
+            continue
+        leftover = os.path.join(directory, entry)
+        try:
+            descriptor = os.open(leftover, os.O_RDWR | os.O_CLOEXEC)
+        except (FileNotFoundError, PermissionError):
+            continue  # another save was faster, or another user's: neither is ours to report
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(leftover)
+        except OSError as error:
+            # Its writer lives (EAGAIN), somebody else removed it, or nobody can tell here.
+            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.ENOENT, *_NO_LOCKS):
+                raise
+        finally:
+            os.close(descriptor)
+
+
+def _sync_directory(directory: str) -> None:
+    """Makes the rename itself durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot, and need not
+            raise
+    finally:
+        os.close(descriptor)

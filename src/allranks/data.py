@@ -1,0 +1,73 @@
+"""Which samples this rank trains on.
+
+`DistributedSampler` is torch's, reading rank and world size from allranks' world instead of
+torch.distributed's, so the indices are the same to the last one. What it deliberately keeps
+from torch: before `init_process_group` it raises. A sampler that then quietly took itself for
+the only replica would train every rank on all of the data, which looks like a working job.
+
+Left to torch: `DataLoader`, `Dataset`. Left to the caller: `set_epoch` before each epoch, and
+the tail of the data set (see `DistributedSampler`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any, TypeVar
+
+from torch.utils.data import Dataset
+from torch.utils.data.distributed import DistributedSampler as _TorchDistributedSampler
+
+from allranks import _world
+from allranks._errors import UsageError
+
+__all__ = ["DistributedSampler"]
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class DistributedSampler(_TorchDistributedSampler[T_co]):
+    """Deals one permutation of a data set to the ranks, card by card.
+
+    Rank r of R gets elements r, r + R, r + 2R, ... of a permutation that depends on ``seed`` and
+    on the epoch only. With a per-rank batch size of b, the k-th batches of all ranks together
+    are therefore elements [k*b*R, (k+1)*b*R) of it: the same global batch as one process with
+    batch size b*R would take, however many ranks there are.
+
+    The exception is the tail. With ``drop_last=False`` (the default) the permutation is padded
+    with its own beginning until R divides it, so that up to R - 1 samples count twice: right for
+    training, wrong for measuring accuracy (slice the test set with ``data[rank::world_size]``
+    instead). With ``drop_last=True`` here and in the `DataLoader`, no sample counts twice.
+
+    Args:
+        dataset: What to sample from; only its length is used.
+        num_replicas: Number of ranks; by default the world's size.
+        rank: This rank; by default the one in the world.
+        shuffle: False takes the data in its own order.
+        seed: Must be the same on all ranks.
+        drop_last: Drop up to R - 1 samples instead of repeating them.
+
+    Raises:
+        NotInitializedError: ``num_replicas`` or ``rank`` is left out and there is no world yet.
+        UsageError: ``rank`` is not in [0, ``num_replicas``).
+
+    Cost: One permutation of the data set's indices per epoch, on every rank; no communication.
+
+    Source: torch.utils.data.distributed.DistributedSampler, which it subclasses.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any] | Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        if num_replicas is None:
+            num_replicas = _world.get_world_size()
+        if rank is None:
+            rank = _world.get_rank()
+        if not 0 <= rank < num_replicas:
+            raise UsageError(f"DistributedSampler: rank {rank} is not in [0, {num_replicas}) (num_replicas)")
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]

@@ -1,0 +1,275 @@
+"""Starts the ranks of this host and tells what they do: what they write, why they fail, that they are gone.
+
+One thread, one selector: pipes, terminals, and a pidfd for each rank. It decides nothing; when to stop the job, and
+what to make of a failure, is ``supervise``'s and ``blame``'s business.
+
+An exited rank stays unreaped until the end, so that its pid, which is also its process group, cannot become a
+stranger's while the group may still be signalled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from allranks.launch.environ import place_environ
+from allranks.launch.guard import Guard
+from allranks.launch.messages import Event, Exited, Failed, Output
+from allranks.launch.rank import Rank, become_rank, decode_reports
+from allranks.launch.target import Target
+from allranks.launch.wires import Stdio, Wires, reserve_descriptors, resize
+
+__all__ = ["Agent", "Plan"]
+
+_CHUNK = 1 << 16
+_LAST_CHUNKS = 32  # more than pipes hold: all that an exited rank wrote, but no endless stream of a child it left
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an agent is to start.
+
+    Attributes:
+        nproc: number of ranks.
+        target: what they run.
+        start: "fork" continues in a copy of this process; "spawn" executes a fresh interpreter.
+        environ: the environment that all share.
+        stdio: what stdout and stderr of each rank are.
+    """
+
+    nproc: int
+    target: Target
+    start: Literal["fork", "spawn"]
+    environ: dict[str, str]
+    stdio: tuple[Stdio, ...]
+
+
+@dataclass
+class _Process:
+    rank: int
+    pid: int
+    pidfd: int
+    wires: Wires
+    told: bytearray = field(default_factory=bytearray)
+    exited: bool = False
+
+
+class Agent:
+    """The ranks of one host.
+
+    Args:
+        plan: what to start.
+        guard: kills the ranks if this process cannot.
+
+    Attributes:
+        wake: a byte written to this descriptor makes ``poll`` return.
+    """
+
+    def __init__(self, plan: Plan, guard: Guard) -> None:
+        self._plan = plan
+        self._guard = guard
+        self._processes: list[_Process] = []
+        self._ear, self.wake = os.pipe()
+        os.set_blocking(self._ear, False)
+        os.set_blocking(self.wake, False)
+        self._selector: selectors.BaseSelector | None = None
+        self._finished = False
+
+    def start(self, mask: Set[int]) -> Rank | None:
+        """Starts all ranks. Returns in each of the processes, as ``os.fork`` does.
+
+        The caller blocks the signals that it will handle, so that none is lost between fork and handler.
+
+        Args:
+            mask: the signal mask for the ranks.
+
+        Returns:
+            None in this process; in a forked rank, the rank, which the caller must let ``run``.
+
+        Raises:
+            ConfigError: so many ranks need more open files than allowed.
+            OSError: a process, pipe or terminal could not be had.
+        """
+        files = reserve_descriptors(self._plan.nproc)
+        child: Rank | None = None
+        parent = os.getpid()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or each rank would write what is buffered once more
+        for rank in range(self._plan.nproc):
+            wires = Wires.open(self._plan.stdio[rank])
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    inherited = {fd for p in self._processes for fd in (p.pidfd, *p.wires.near())}
+                    inherited |= {self._guard.fd, self._ear, self.wake, *wires.near()}
+                    become_rank(parent, (wires.out, wires.err), tuple(inherited), mask, files)
+                    child = self._become(rank, wires)
+                finally:
+                    if child is None:  # an error must not go up into the launcher's code, of which this is a copy
+                        traceback.print_exc()
+                        os._exit(1)
+                return child
+            wires.close_far()
+            self._guard.protect(pid)
+            self._processes.append(_Process(rank, pid, os.pidfd_open(pid), wires))
+        self._listen()
+        return None
+
+    def _become(self, number: int, wires: Wires) -> Rank:
+        plan = self._plan
+        rank = Rank(plan.target, wires.status, os.getpid())
+        environ = plan.environ | place_environ(number)
+        if plan.stdio[number].out_tty or plan.stdio[number].err_tty:
+            size = {"LINES": plan.stdio[number].rows, "COLUMNS": plan.stdio[number].columns}
+            environ |= {name: str(value) for name, value in size.items() if name in environ}
+        if plan.start == "fork" and plan.target.is_python:
+            rank.adopt(environ)
+        else:
+            rank.execute(environ, fresh=plan.target.is_python)
+        return rank
+
+    def _listen(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._ear, selectors.EVENT_READ, partial(self._awake))
+        for process in self._processes:
+            for stream, fd in process.wires.ears.items():
+                self._selector.register(fd, selectors.EVENT_READ, partial(self._read_output, process, stream, fd))
+            status = process.wires.status_ear
+            self._selector.register(status, selectors.EVENT_READ, partial(self._read_status, process))
+            self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._read_exit, process))
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks whose process is not gone."""
+        return [process.rank for process in self._processes if not process.exited]
+
+    def poll(self, timeout_s: float | None) -> list[Event]:
+        """Waits for events, for ``wake``, or for the time to pass."""
+        assert self._selector is not None
+        events: list[Event] = []
+        for key, _ in self._selector.select(timeout_s):
+            # An earlier handler of this round, a rank's exit, may have read this one to its end.
+            if key.fd in self._selector.get_map():
+                handle: Callable[[list[Event]], object] = key.data
+                handle(events)
+        return events
+
+    def signal(self, number: int, ranks: list[int]) -> None:
+        """Sends a signal to the process groups of ranks that are not gone."""
+        for process in self._processes:
+            if process.rank in ranks and not process.exited:
+                try:
+                    os.killpg(process.pid, number)
+                except ProcessLookupError:  # it has not made its group yet
+                    os.kill(process.pid, number)
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Sets the size of all ranks' terminals, and tells them."""
+        for process in self._processes:
+            for fd in process.wires.terminals:
+                if self._selector is not None and fd in self._selector.get_map():
+                    resize(fd, rows, columns)
+        self.signal(signal.SIGWINCH, self.running)
+
+    def finish(self, bound_s: float) -> list[Event]:
+        """Ends the job: reads what is left, kills what the ranks left behind, frees everything. Idempotent.
+
+        Args:
+            bound_s: how long processes that ranks left behind may go on writing.
+        """
+        events: list[Event] = []
+        if self._finished:
+            return events
+        self._finished = True
+        until = time.monotonic() + bound_s
+        while not self.running and self._channels() and (left := until - time.monotonic()) > 0:
+            events += self.poll(left)
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            self._read_rest(process, events)
+        self._guard.dismiss()
+        for process in self._processes:
+            os.waitpid(process.pid, 0)
+            os.close(process.pidfd)
+            for fd in process.wires.near():
+                self._forget(fd)
+        if self._selector is not None:
+            self._selector.close()
+        os.close(self._ear)
+        os.close(self.wake)
+        self._processes = []
+        return events
+
+    def _channels(self) -> bool:
+        assert self._selector is not None
+        known = self._selector.get_map()
+        return any(fd in known for process in self._processes for fd in process.wires.ears.values())
+
+    def _awake(self, events: list[Event]) -> None:
+        os.read(self._ear, _CHUNK)
+
+    def _read_output(self, process: _Process, stream: int, fd: int, events: list[Event]) -> bool:
+        """Reads once. True if there may be more."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:  # EIO: the last process has closed its side of the terminal
+            data = b""
+        if not data:
+            self._forget(fd)
+            return False
+        events.append(Output(process.rank, stream, data))
+        return True
+
+    def _read_status(self, process: _Process, events: list[Event]) -> bool:
+        try:
+            data = os.read(process.wires.status_ear, _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._forget(process.wires.status_ear)
+        process.told += data
+        events.extend(Failed(process.rank, process.pid, report) for report in decode_reports(process.told))
+        return bool(data)
+
+    def _read_exit(self, process: _Process, events: list[Event]) -> None:
+        result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
+        assert result is not None
+        assert self._selector is not None
+        self._selector.unregister(process.pidfd)
+        self._read_rest(process, events)
+        process.exited = True
+        status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        events.append(Exited(process.rank, process.pid, status))
+
+    def _read_rest(self, process: _Process, events: list[Event]) -> None:
+        """Reads what a rank wrote before it ended."""
+        if self._selector is None:
+            return
+        readers = {process.wires.status_ear: partial(self._read_status, process)}
+        readers |= {fd: partial(self._read_output, process, n, fd) for n, fd in process.wires.ears.items()}
+        for fd, read in readers.items():
+            for _ in range(_LAST_CHUNKS):
+                if fd not in self._selector.get_map() or not read(events):
+                    break
+
+    def _forget(self, fd: int) -> None:
+        """Closes a descriptor that is read to its end."""
+        if self._selector is None:
+            os.close(fd)
+        elif fd in self._selector.get_map():
+            self._selector.unregister(fd)
+            os.close(fd)

@@ -1,0 +1,36 @@
+"""``allranks run``: from the command line to an exit code; one clear line where the command line is wrong.
+
+What runs a job is imported only once it is known what to run, so that help and errors are instant.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from allranks._errors import ConfigError
+from allranks.launch.options import parse
+from allranks.launch.target import check
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``allranks run``.
+
+    Args:
+        argv: the arguments; the process's own if None.
+
+    Returns:
+        The exit code: that of the rank that failed first, 128 + N after a signal, 2 for wrong arguments.
+    """
+    try:
+        options = parse(sys.argv[1:] if argv is None else argv)
+        check(options.target)
+        from allranks.launch.job import launch
+
+        job = launch(options)
+    except ConfigError as error:
+        print(f"allranks run: error: {error}", file=sys.stderr)
+        return 2
+    return job if isinstance(job, int) else job.run()

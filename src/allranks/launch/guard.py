@@ -1,0 +1,58 @@
+"""Kills the ranks' process groups when the launcher itself is killed.
+
+The kernel kills a rank with its launcher (PR_SET_PDEATHSIG), but not the rank's own children: the python inside
+``-- bash -c 'python train.py'``, data loader workers, an ``ssh``. So a small process, forked before torch is
+imported, holds one end of a pipe: when it reads the end of file, nobody is left who could clean up but itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+__all__ = ["Guard"]
+
+
+class Guard:
+    """A process that outlives the launcher by a moment.
+
+    Attributes:
+        fd: the launcher's end of the pipe; a forked rank must close it.
+        pid: the guard's process.
+    """
+
+    def __init__(self) -> None:
+        ear, self.fd = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(self.fd)
+                _watch(ear)
+            finally:
+                os._exit(0)
+        os.close(ear)
+
+    def protect(self, pid: int) -> None:
+        """Adds a process group."""
+        os.write(self.fd, b"%d\n" % pid)
+
+    def dismiss(self) -> None:
+        """Ends the guard. To be called before the ranks are reaped: a pid that is free again may be a stranger's."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self.fd)
+
+
+def _watch(ear: int) -> None:
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):  # whoever reads the launcher's output must not wait for the guard
+        os.dup2(null, fd)
+    with open(ear, "rb") as pipe:
+        groups = [int(line) for line in pipe]
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)

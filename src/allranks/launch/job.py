@@ -1,0 +1,120 @@
+"""One job on this host, from options to exit code: the order in which things must happen.
+
+The guard is forked while this process is small. Threads per rank are decided before torch is imported, as its
+libraries read them then. The store's socket is bound before ranks are forked, as they are told its address; its
+thread starts after, as a process with threads cannot be forked safely.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import os
+import signal
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from allranks._errors import ConfigError
+from allranks._store import StoreServer
+from allranks.launch.agent import Agent, Plan
+from allranks.launch.environ import common_environ
+from allranks.launch.guard import Guard
+from allranks.launch.options import Options
+from allranks.launch.rank import Rank
+from allranks.launch.screen import Screen, ensure_standard_streams
+from allranks.launch.supervise import FORWARDED, Supervisor
+
+__all__ = ["launch"]
+
+
+def launch(options: Options) -> int | Rank:
+    """Runs a job.
+
+    Returns:
+        The exit code; or, in each of the forked ranks, the rank, which the caller must let ``run``, outside of
+        everything that belongs to the launcher.
+
+    Raises:
+        ConfigError: the job cannot be started as asked.
+    """
+    try:
+        job = _prepare(options)
+        return job if isinstance(job, Rank) else job.run()
+    except KeyboardInterrupt:  # while nothing has been started
+        return 128 + signal.SIGINT
+
+
+@dataclass(frozen=True)
+class _Job:
+    options: Options
+    agent: Agent
+    server: StoreServer
+    screen: Screen
+    mask: Set[int]
+
+    def run(self) -> int:
+        gc.enable()
+        supervisor = Supervisor(self.agent, self.screen, self.options.grace_s, self.options.quiet)
+        with self.server:
+            self.server.start()
+            try:
+                return supervisor.run(self.mask)
+            finally:
+                self.agent.finish(0.0)  # does nothing after a regular end
+                self.screen.close()
+
+
+def _prepare(options: Options) -> _Job | Rank:
+    ensure_standard_streams()
+    if options.logs is not None:
+        _make_folder(options.logs)
+    guard = Guard()
+    server = StoreServer.unix()
+    screen = Screen(options.nproc, options.show, options.logs, os.environ)
+    environ = common_environ(os.environ, options.nproc, options.threads, server.address)
+    start = options.start
+    if start == "fork" and options.target.is_python and not preload(environ["OMP_NUM_THREADS"]):
+        start = "spawn"
+    agent = Agent(Plan(options.nproc, options.target, start, environ, screen.stdio()), guard)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        rank = agent.start(mask)
+    except (ConfigError, OSError) as error:
+        agent.finish(0.0)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"cannot start {options.nproc} ranks: {reason}") from error
+    if rank is not None:
+        server.close()
+        return rank
+    return _Job(options, agent, server, screen, mask)
+
+
+def preload(threads: str) -> bool:
+    """Imports torch into this process, which ranks are then forked from.
+
+    Args:
+        threads: threads per rank, which torch's libraries read when they are loaded.
+
+    Returns:
+        False if torch cannot be imported: then a fresh interpreter should meet the error, and show it if the
+        program needs torch at all.
+    """
+    os.environ["OMP_NUM_THREADS"] = threads
+    gc.disable()  # with freeze: collections in the ranks leave the pages shared
+    try:
+        importlib.import_module("torch")
+    except (ImportError, OSError):
+        return False
+    gc.freeze()
+    return True
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {str(path)!r} for --logs: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write into the folder {str(path)!r} for --logs")

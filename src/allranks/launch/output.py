@@ -1,0 +1,277 @@
+"""Bytes of many ranks in, lines of one screen out. Pure: no clock, no descriptor, no process.
+
+Whole lines only, so that halves of two ranks' lines never meet, each behind its rank's prefix. Bytes pass
+unchanged, whether or not they are UTF-8. Two kinds:
+
+- ``Plain`` for pipes and files. A line that was overwritten by carriage returns is shown as it ended.
+- ``Live`` for terminals. The bottom row belongs to one rank's open (unterminated) line, and that rank writes to
+  the terminal as if it were alone: its progress bar moves. When another rank has a line to say, the bar is wiped,
+  the line printed, the bar drawn again. Open lines of the other ranks wait; the lowest rank with one is shown.
+
+A rank may move the cursor up (bars of several rows) only over rows of its own that still stand directly above;
+elsewhere the movement is dropped, so that it never overwrites another rank's lines.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+__all__ = ["Live", "Plain", "Renderer", "prefixes"]
+
+_COLOURS = (36, 33, 35, 32, 34, 31)
+_LINE_LIMIT = 1 << 20  # a longer line is broken, so that a rank without line ends does not fill the memory
+_REDRAW_LIMIT = 1 << 16
+
+_TOKEN = re.compile(
+    rb"(?P<newline>\r*\n)|(?P<back>\r)"
+    rb"|(?P<control>\x1b\[[0-9;]*[A-HJKSTf]|\x1b\[\?[0-9;]*[hl])"
+    rb"|(?P<text>[^\r\n\x1b]+|\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b)"
+)
+_PARTIAL = re.compile(rb"(?:\r+|\x1b(?:\[[0-?]*[ -/]*)?)\Z")
+_INVISIBLE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+
+
+def prefixes(nproc: int, colour: bool = False) -> list[bytes]:
+    """``[rank] `` for each rank, all of one width."""
+    width = len(str(nproc - 1))
+    plain = [f"[{rank:>{width}}] ".encode() for rank in range(nproc)]
+    if not colour:
+        return plain
+    return [b"\x1b[%dm%b\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], text) for rank, text in enumerate(plain)]
+
+
+class Renderer(Protocol):
+    """What turns ranks' bytes into a screen's bytes."""
+
+    def feed(self, rank: int, data: bytes) -> bytes:
+        """Takes what a rank wrote; returns what to write now."""
+        ...
+
+    def end(self, rank: int) -> bytes:
+        """Takes it that the rank writes no more; returns its unterminated line."""
+        ...
+
+    def note(self, text: bytes) -> bytes:
+        """Returns what to write so that a line of the launcher's own stands between the ranks' lines."""
+        ...
+
+
+class Plain:
+    """Renderer for pipes and files."""
+
+    def __init__(self, prefixes: Sequence[bytes]) -> None:
+        self._prefixes = prefixes
+        self._open = [bytearray() for _ in prefixes]
+
+    def feed(self, rank: int, data: bytes) -> bytes:
+        """See ``Renderer``."""
+        *lines, rest = data.split(b"\n")
+        line = self._open[rank]
+        if lines:
+            lines[0] = bytes(line) + lines[0]
+            line.clear()
+        line += rest
+        del line[: _last_state(line)]
+        if len(line) > _LINE_LIMIT:
+            lines.append(bytes(line))
+            line.clear()
+        prefix = self._prefixes[rank]
+        return b"".join(prefix + text[_last_state(text) :] + b"\n" for text in lines)
+
+    def end(self, rank: int) -> bytes:
+        """See ``Renderer``."""
+        text = bytes(self._open[rank])
+        self._open[rank].clear()
+        if not text or (b"\r" in text and not text.strip()):  # the second is a bar that wiped itself
+            return b""
+        return self._prefixes[rank] + text + b"\n"
+
+    def note(self, text: bytes) -> bytes:
+        """See ``Renderer``."""
+        return text + b"\n"
+
+
+def _last_state(text: bytes | bytearray) -> int:
+    """Where the last state of an overwritten line begins. A return at its very end may be half of a line end."""
+    return text.rfind(b"\r", 0, len(text.rstrip(b"\r"))) + 1
+
+
+@dataclass
+class _Line:
+    """A rank's open line.
+
+    Attributes:
+        text: its last state, without cursor movements.
+        held: bytes whose meaning depends on the next ones.
+        rewound: a return was seen: the next text replaces this one.
+        due: on the screen, the prefix has yet to be written.
+    """
+
+    text: bytearray = field(default_factory=bytearray)
+    held: bytes = b""
+    rewound: bool = False
+    due: bool = True
+
+    @property
+    def open(self) -> bool:
+        return bool(self.text.strip())
+
+    def restart(self) -> None:
+        self.text.clear()
+        self.rewound, self.due = False, True
+
+
+class Live:
+    """Renderer for a terminal.
+
+    Args:
+        prefixes: one for each rank.
+        columns: width of the terminal.
+
+    Attributes:
+        columns: may be changed at any time.
+    """
+
+    def __init__(self, prefixes: Sequence[bytes], columns: int) -> None:
+        self.columns = columns
+        self._prefixes = prefixes
+        self._lines = [_Line() for _ in prefixes]
+        self._owner: int | None = None  # whose line stands on the bottom row; None: the row is empty
+        self._drawn_by: int | None = None  # who had the bottom row last
+        self._above = 0  # rows right above the bottom one that the owner may go back to
+        self._cursor_hidden_by: int | None = None
+
+    def feed(self, rank: int, data: bytes) -> bytes:
+        """See ``Renderer``."""
+        line = self._lines[rank]
+        data = line.held + data
+        partial = _PARTIAL.search(data)
+        line.held = partial.group() if partial else b""
+        data = data[: len(data) - len(line.held)]
+        if self._owner not in (None, rank):
+            return self._behind(rank, data)
+        out = self._show(rank) if self._owner is None else b""
+        out += self._take(rank, data, drawn=True)
+        if not line.open:
+            out += self._wipe() + self._show_lowest()
+        return out
+
+    def end(self, rank: int) -> bytes:
+        """See ``Renderer``."""
+        line = self._lines[rank]
+        last = self._prefixes[rank] + bytes(line.text) + b"\n" if line.open else b""
+        if self._owner == rank:
+            out = self._wipe() + last
+            line.restart()
+            out += self._show_lowest()
+        else:
+            line.restart()
+            out = self.note(last.removesuffix(b"\n")) if last else b""
+        if self._cursor_hidden_by == rank:
+            self._cursor_hidden_by = None
+            out += b"\x1b[?25h"
+        return out
+
+    def note(self, text: bytes) -> bytes:
+        """See ``Renderer``."""
+        return self._aside(text + b"\n", self._owner)
+
+    def _behind(self, rank: int, data: bytes) -> bytes:
+        """Takes bytes of a rank while the bottom row is another's."""
+        lines = self._take(rank, data, drawn=False)
+        assert self._owner is not None
+        takes_over = rank < self._owner and self._lines[rank].open
+        if not lines and not takes_over:
+            return b""
+        return self._aside(lines, rank if takes_over else self._owner)
+
+    def _aside(self, lines: bytes, owner: int | None) -> bytes:
+        """Prints whole lines above the bottom row, which is then ``owner``'s."""
+        out = self._wipe() + lines
+        self._above = 0
+        return out if owner is None else out + self._show(owner)
+
+    def _take(self, rank: int, data: bytes, drawn: bool) -> bytes:
+        """Moves a rank's line on. Returns all that the rank draws, or the lines it completed."""
+        line, prefix, out = self._lines[rank], self._prefixes[rank], bytearray()
+        for match in _TOKEN.finditer(data):
+            kind, token = match.lastgroup, match.group()
+            if kind == "newline":
+                if not drawn:
+                    out += prefix + line.text
+                elif line.due:
+                    out += prefix
+                out += b"\n"
+                line.restart()
+                self._above += drawn
+            elif kind == "back":
+                line.rewound = True
+                if drawn:
+                    out += b"\r"
+                    line.due = True
+            elif kind == "control":
+                if line.rewound and token[-1:] in b"JK":
+                    line.text.clear()
+                if drawn:
+                    out += self._control(rank, token)
+            else:
+                if line.rewound:
+                    line.text.clear()
+                    line.rewound = False
+                if drawn and line.due:
+                    out += prefix
+                    line.due = False
+                line.text += token
+                del line.text[:-_REDRAW_LIMIT]
+                if drawn:
+                    out += token
+        return bytes(out)
+
+    def _control(self, rank: int, token: bytes) -> bytes:
+        if token == b"\x1b[?25l":
+            self._cursor_hidden_by = rank
+        elif token == b"\x1b[?25h":
+            self._cursor_hidden_by = None
+        elif token[-1:] == b"A":
+            rows = int(token[2:-1].split(b";")[0] or 1)
+            if rows > self._above:
+                return b""
+            self._above -= rows
+        return token
+
+    def _show(self, rank: int) -> bytes:
+        """Draws a rank's open line on the empty bottom row, which is then that rank's."""
+        line = self._lines[rank]
+        if rank != self._drawn_by:
+            self._above = 0
+        self._owner = self._drawn_by = rank
+        line.due = line.rewound or not line.text
+        if not line.text:
+            return b""
+        return self._prefixes[rank] + bytes(line.text) + (b"\r" if line.rewound else b"")
+
+    def _show_lowest(self) -> bytes:
+        rank = next((rank for rank, line in enumerate(self._lines) if line.open), None)
+        return b"" if rank is None else self._show(rank)
+
+    def _wipe(self) -> bytes:
+        """Empties the bottom row, which is nobody's then."""
+        if self._owner is None:
+            return b""
+        rank, self._owner = self._owner, None
+        line = self._lines[rank]
+        if line.due and not line.text:  # a line just ended; or a return, after which there is nothing to keep
+            return b""
+        line.due = True
+        rows = max(0, _width(self._prefixes[rank] + bytes(line.text)) - 1) // self.columns
+        return (b"\x1b[%dA" % rows if rows else b"") + b"\r\x1b[J"
+
+
+def _width(text: bytes) -> int:
+    """Columns that text takes on a terminal."""
+    visible = _INVISIBLE.sub(b"", text).decode(errors="replace")
+    return sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in visible)

@@ -1,0 +1,269 @@
+"""What a rank does before, around and after the user's program.
+
+A rank is a fork of the launcher, so everything that a fresh process would have must be given back to it: session,
+signals, standard streams, ``sys.argv``, ``sys.path``, ``__main__``. Then the program runs as the interpreter would
+run it, and the interpreter itself ends the process: exit codes, ``atexit``, threads, flushed files are python's own.
+``--start spawn`` executes this module in a fresh interpreter instead and comes to the same ``Rank.run``.
+
+Added to a plain python: an uncaught exception is told to the agent at once, before ``atexit`` handlers (which may
+take long, or make other ranks fail) run. The agent prints it, so the rank does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from types import ModuleType, TracebackType
+from typing import Any
+
+import msgspec
+
+from allranks._errors import PeerLostError
+from allranks.launch.messages import Report
+from allranks.launch.target import Target
+
+__all__ = ["Rank", "become_rank", "decode_reports", "is_echo"]
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STDLIB = os.path.dirname(os.__file__)
+_DEFAULT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
+
+
+def become_rank(
+    parent: int, streams: tuple[int, int], close: tuple[int, ...], mask: Set[int], files: tuple[int, int]
+) -> None:
+    """Turns a fresh fork of the launcher into a process of its own.
+
+    Args:
+        parent: the launcher's pid.
+        streams: descriptors for stdout and stderr.
+        close: the launcher's descriptors.
+        mask: the signal mask to restore.
+        files: the limits on open files to restore.
+    """
+    os.setsid()
+    if _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for fd, number in zip((null, *streams), (0, 1, 2), strict=True):
+        os.dup2(fd, number)
+    for fd in {null, *streams, *close}:
+        os.close(fd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in _DEFAULT:
+        signal.signal(number, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_NOFILE, files)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process, which is now a rank.
+
+    Attributes:
+        target: what to run.
+        status: descriptor for the failure report.
+        pid: this process; a child that the program forks is not the rank.
+    """
+
+    target: Target
+    status: int
+    pid: int
+
+    def execute(self, environ: Mapping[str, str], fresh: bool) -> None:
+        """Replaces this process by the target, or by an interpreter that will run it. Returns only on failure.
+
+        Args:
+            environ: the rank's environment.
+            fresh: run a python target, in a fresh interpreter.
+        """
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # python ignores them; a command must not inherit that
+            signal.signal(number, signal.SIG_DFL)
+        target = self.target
+        argv = [target.name, *target.args]
+        if fresh:
+            os.set_inheritable(self.status, True)
+            flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            argv = [sys.executable, *flags, "-m", __name__, str(self.status), target.kind, *argv]
+        try:
+            os.execvpe(argv[0], argv, environ)
+        except OSError as error:
+            self._tell(Report(126, text=f"cannot execute {argv[0]!r}: {error.strerror}\n", at=time.monotonic()))
+            os._exit(126)
+
+    def adopt(self, environ: Mapping[str, str]) -> None:
+        """Makes a fork look like a fresh interpreter to the program.
+
+        Args:
+            environ: the rank's environment.
+        """
+        for name in os.environ.keys() - environ.keys():
+            del os.environ[name]
+        os.environ.update(environ)
+        gc.enable()
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()  # python's own generator is reseeded by os.fork
+
+    def run(self) -> int:
+        """Runs a python target as ``__main__``. Whatever it raises is reported, then raised."""
+        target = self.target
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        sys.argv = [target.name, *target.args]
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        try:
+            if target.kind == "module":
+                _set_path(os.getcwd())
+                runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
+            else:
+                _run_script(target.name, main)
+        except BaseException as error:
+            self._failed(error)
+            raise
+        return 0
+
+    def _failed(self, error: BaseException) -> None:
+        ours = os.getpid() == self.pid
+        hook, trace = sys.excepthook, _own_frames(error.__traceback__)
+        torchs = getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"  # it only adds a prefix
+        plain = torchs or hook is sys.__excepthook__
+        if ours and (report := _report(error, trace, with_text=plain)).code:
+            self._tell(report)
+        if ours and plain:
+            sys.excepthook = _say_nothing
+        else:
+            sys.excepthook = functools.partial(_say, hook, error, trace)
+
+    def _tell(self, report: Report) -> None:
+        payload = msgspec.msgpack.encode(report)
+        data = memoryview(len(payload).to_bytes(4, "big") + payload)
+        while data:
+            data = data[os.write(self.status, data) :]
+
+
+def decode_reports(data: bytearray) -> list[Report]:
+    """Takes the complete reports off the front of what came from a rank."""
+    reports = []
+    while len(data) >= 4 and len(data) >= (end := 4 + int.from_bytes(data[:4], "big")):
+        reports.append(msgspec.msgpack.decode(data[4:end], type=Report))
+        del data[:end]
+    return reports
+
+
+def is_echo(error: BaseException) -> bool:
+    """True if an exception is a ``PeerLostError``, or was raised because of or while handling one."""
+    todo, seen = [error], set()
+    while todo:
+        current = todo.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        parts: tuple[BaseException, ...] = getattr(current, "exceptions", ())  # an exception group
+        if isinstance(current, PeerLostError) or (parts and all(is_echo(part) for part in parts)):
+            return True
+        todo += [e for e in (current.__cause__, current.__context__) if e is not None]
+    return False
+
+
+def _run_script(path: str, main: ModuleType) -> None:
+    from importlib.machinery import SourceFileLoader
+
+    file = os.path.abspath(path)
+    _set_path(os.path.dirname(os.path.realpath(path)))
+    main.__file__ = file
+    main.__loader__ = SourceFileLoader("__main__", file)
+    main.__dict__["__cached__"] = None
+    with open(file, "rb") as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _set_path(folder: str) -> None:
+    if not getattr(sys.flags, "safe_path", bool(sys.flags.isolated)):
+        sys.path[0] = folder
+
+
+def _report(error: BaseException, trace: TracebackType | None, with_text: bool) -> Report:
+    echo, now = is_echo(error), time.monotonic()
+    if isinstance(error, SystemExit):
+        return Report(_exit_code(error), echo=echo, at=now)
+    summary = traceback.TracebackException(type(error), error, trace)
+    title = list(summary.format_exception_only())[-1 if isinstance(error, SyntaxError) else 0]
+    return Report(
+        code=128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1,
+        title=_printable(title).partition("\n")[0],
+        text=_printable("".join(summary.format())) if with_text else "",
+        where=_place(trace),
+        echo=echo,
+        interrupted=isinstance(error, KeyboardInterrupt),
+        at=now,
+    )
+
+
+def _printable(text: str) -> str:
+    """Text without lone surrogates, which cannot be sent."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Leaves out the frames between the interpreter and the program."""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not (file == __file__ or file == runpy.__file__ or file.startswith(("<frozen runpy", "<frozen importlib"))):
+            break
+        trace = trace.tb_next
+    return trace
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The innermost line of a traceback that belongs to neither python, nor a library, nor us."""
+    frames = traceback.extract_tb(trace)
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith((_STDLIB, _PACKAGE))]
+    if not frames:
+        return ""
+    frame = (own or frames)[-1]
+    return _printable(f"{frame.filename.removeprefix(os.getcwd() + os.sep)}:{frame.lineno} in {frame.name}")
+
+
+def _say_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Stands in for ``sys.excepthook``: the agent prints the traceback."""
+
+
+def _say(
+    hook: Callable[..., Any],
+    known: BaseException,
+    own: TracebackType | None,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Calls the program's own ``sys.excepthook`` with the program's own frames."""
+    hook(kind, error, own if error is known else trace)
+
+
+if __name__ == "__main__":
+    _status = int(sys.argv[1])
+    os.set_inheritable(_status, False)
+    _kind, _name, *_args = sys.argv[2:]
+    sys.exit(Rank(Target(_kind, _name, tuple(_args)), _status, os.getpid()).run())  # type: ignore[arg-type]

@@ -1,0 +1,152 @@
+"""This process's stdout and stderr, and the log files: where the ranks' output goes.
+
+Asks what the two are (terminal, pipe, the same file), which also says what the ranks' own are to be, and picks a
+renderer for each. How lines are put together is ``output``'s business.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from allranks.launch.messages import Output
+from allranks.launch.options import Show
+from allranks.launch.output import Live, Plain, Renderer, prefixes
+from allranks.launch.wires import Stdio
+
+__all__ = ["Screen", "ensure_standard_streams"]
+
+_TAIL_LINES = 20
+
+
+def ensure_standard_streams() -> None:
+    """Opens those of descriptors 0 to 2 that are closed, so that no pipe of ours gets such a number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+
+
+class Screen:
+    """Writes what the ranks write, each line behind its rank's number.
+
+    Args:
+        nproc: number of ranks.
+        show: whose output is shown.
+        logs: folder for one file per rank; None for no files.
+        environ: decides on colours (NO_COLOR) and on terminals that cannot redraw a line (TERM).
+
+    Attributes:
+        nproc: number of ranks.
+    """
+
+    def __init__(self, nproc: int, show: Show, logs: Path | None, environ: Mapping[str, str]) -> None:
+        self.nproc = nproc
+        self._shown = {"0": range(1), "all": range(nproc), "none": range(0)}[show]
+        self._capable = environ.get("TERM", "dumb") != "dumb"
+        colour = self._capable and not environ.get("NO_COLOR")
+        self._merged = os.path.sameopenfile(1, 2)
+        self._renderers: dict[int, Renderer] = {}
+        for fd in (1,) if self._merged else (1, 2):
+            names = prefixes(nproc, colour=colour and os.isatty(fd))
+            self._renderers[fd] = Live(names, _window(fd)[1]) if self._live(fd) else Plain(names)
+        self._pending: dict[int, bytearray] = {fd: bytearray() for fd in self._renderers}
+        hidden = [rank for rank in range(nproc) if rank not in self._shown]
+        self._tails: dict[int, deque[bytes]] = {rank: deque(maxlen=_TAIL_LINES) for rank in hidden}
+        self._bare = {stream: Plain([b""] * nproc) for stream in (1, 2)}  # lines for files and tails
+        self._files: list[BinaryIO] = []
+        if logs is not None:
+            self._files = [open(logs / f"rank{rank}.log", "wb") for rank in range(nproc)]  # noqa: SIM115
+
+    def stdio(self) -> tuple[Stdio, ...]:
+        """What the ranks' stdout and stderr are to be, so that the ranks behave as if they wrote here themselves."""
+        rows, columns = self.size()
+        shown = Stdio(self._live(1), not self._merged and self._live(2), self._merged, rows, columns)
+        hidden = Stdio(merged=self._merged)
+        return tuple(shown if rank in self._shown else hidden for rank in range(self.nproc))
+
+    def size(self) -> tuple[int, int]:
+        """Rows and columns that a rank has for itself."""
+        rows, columns = _window(1 if self._live(1) else 2)
+        return rows, max(10, columns - len(prefixes(self.nproc)[0]))
+
+    def resized(self) -> None:
+        """Takes it that the terminal's size has changed."""
+        for fd, renderer in self._renderers.items():
+            if isinstance(renderer, Live):
+                renderer.columns = _window(fd)[1]
+
+    def take(self, output: Output) -> None:
+        """Takes what a rank wrote. Written by ``flush``."""
+        rank, fd = output.rank, output.stream
+        if rank in self._shown:
+            self._pending[fd] += self._renderers[fd].feed(rank, output.data)
+        if self._files or rank in self._tails:
+            self._keep(rank, self._bare[fd].feed(rank, output.data))
+
+    def end(self, rank: int) -> None:
+        """Takes it that a rank writes no more."""
+        for fd, renderer in self._renderers.items():
+            self._pending[fd] += renderer.end(rank)
+        for bare in self._bare.values():
+            self._keep(rank, bare.end(rank))
+
+    def note(self, text: bytes) -> None:
+        """Takes lines of the launcher's own, for stderr."""
+        fd = 1 if self._merged else 2
+        self._pending[fd] += self._renderers[fd].note(text)
+
+    def log(self, rank: int, text: str) -> None:
+        """Adds to a rank's log file only."""
+        if self._files:
+            self._files[rank].write(text.encode())
+
+    def tail(self, rank: int) -> list[bytes]:
+        """The last lines of a rank whose output is not shown."""
+        return list(self._tails.get(rank, ()))
+
+    def flush(self) -> None:
+        """Writes what was taken.
+
+        Raises:
+            BrokenPipeError: who reads our output is gone.
+        """
+        for fd, data in self._pending.items():
+            view = memoryview(bytes(data))
+            data.clear()
+            while view:
+                try:
+                    view = view[os.write(fd, view) :]
+                except BlockingIOError:  # whoever started us left it non-blocking
+                    select.select([], [fd], [])
+        for file in self._files:
+            file.flush()
+
+    def close(self) -> None:
+        """Closes the log files."""
+        for file in self._files:
+            file.close()
+
+    def _keep(self, rank: int, lines: bytes) -> None:
+        if self._files:
+            self._files[rank].write(lines)
+        if rank in self._tails:
+            self._tails[rank].extend(lines.splitlines())
+
+    def _live(self, fd: int) -> bool:
+        return self._capable and os.isatty(fd)
+
+
+def _window(fd: int) -> tuple[int, int]:
+    try:
+        columns, rows = os.get_terminal_size(fd)
+    except OSError:
+        return 24, 80
+    return rows or 24, columns or 80

@@ -1,0 +1,160 @@
+"""The loop of a running job: shows output, stops everybody when one fails, passes the user's signals on.
+
+What is decided here is only when to send which signal to whom. The cause of a failure is ``blame``'s business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Set
+from types import FrameType
+
+from allranks.launch.agent import Agent
+from allranks.launch.blame import Blame, Failure, describe_failure, describe_interrupt, rank_list
+from allranks.launch.messages import Event, Exited, Failed, Output
+from allranks.launch.screen import Screen
+
+__all__ = ["FORWARDED", "Supervisor"]
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STRAGGLERS_S = 0.5
+
+
+class Supervisor:
+    """Sees one job through.
+
+    Args:
+        agent: its ranks, started.
+        screen: where their output goes.
+        grace_s: time between the signal that asks ranks to end and the one that makes them.
+        quiet: leave out what need not be said.
+    """
+
+    def __init__(self, agent: Agent, screen: Screen, grace_s: float, quiet: bool) -> None:
+        self._agent = agent
+        self._screen = screen
+        self._grace_s = grace_s
+        self._quiet = quiet
+        self._blame = Blame()
+        self._cause: Failure | None = None
+        self._signalled: int | None = None
+        self._kill_at: float | None = None  # set once the job is being stopped
+        self._stopped_at = 0.0
+        self._killed = False
+        self._received: deque[int] = deque()
+        self._reader_gone = False
+
+    def run(self, mask: Set[int]) -> int:
+        """Runs the job to its end.
+
+        Args:
+            mask: the signal mask to restore once the handlers stand.
+
+        Returns:
+            The exit code of the command.
+        """
+        with self._handlers(mask):
+            while self._agent.running:
+                self._round(self._agent.poll(self._timeout_s()))
+            self._round(self._agent.finish(_STRAGGLERS_S))
+            for rank in range(self._screen.nproc):
+                self._screen.end(rank)
+            code = self._last_words()
+            self._write()
+        return code
+
+    @contextlib.contextmanager
+    def _handlers(self, mask: Set[int]) -> Iterator[None]:
+        def receive(number: int, frame: FrameType | None) -> None:
+            self._received.append(number)
+
+        wakeup = signal.set_wakeup_fd(self._agent.wake, warn_on_full_buffer=False)
+        # One that was ignored when we came stays so: nohup, a shell's background job.
+        numbers = [n for n in (*FORWARDED, signal.SIGWINCH) if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, receive) for number in numbers}
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _timeout_s(self) -> float | None:
+        if self._kill_at is not None:
+            return None if self._killed else max(0.0, self._kill_at - time.monotonic())
+        settles_at = self._blame.settles_at()
+        return None if settles_at is None else max(0.0, settles_at - time.monotonic())
+
+    def _round(self, events: list[Event]) -> None:
+        for event in events:
+            self._take(event)
+        while self._received:
+            self._take_signal(self._received.popleft())
+        now = time.monotonic()
+        settles_at = self._blame.settles_at()
+        if self._kill_at is None and settles_at is not None and now >= settles_at:
+            self._cause = self._blame.cause()
+            self._stop(signal.SIGTERM, [rank for rank in self._agent.running if rank != self._cause.rank])
+        if self._kill_at is not None and now >= self._kill_at and not self._killed and self._agent.running:
+            self._kill(f"did not end within {self._grace_s:g} s")
+        self._write()
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, Output):
+            self._screen.take(event)
+        elif isinstance(event, Failed):
+            self._screen.log(event.rank, event.report.text)
+            self._blame.add(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
+        elif isinstance(event, Exited) and event.status != 0 and self._kill_at is None:
+            self._blame.add(Failure(event.rank, event.pid, event.status, time.monotonic()))
+
+    def _take_signal(self, number: int) -> None:
+        if number == signal.SIGWINCH:
+            self._screen.resized()
+            self._agent.resize(*self._screen.size())
+        elif self._kill_at is not None:
+            self._kill("")  # asked twice
+        else:
+            self._signalled = number
+            self._stop(number, self._agent.running)
+
+    def _stop(self, number: int, ranks: list[int]) -> None:
+        self._stopped_at = time.monotonic()
+        self._kill_at = self._stopped_at + self._grace_s
+        self._agent.signal(number, ranks)
+        self._agent.signal(signal.SIGCONT, ranks)  # a stopped process would not see the signal
+
+    def _kill(self, why: str) -> None:
+        self._killed = True
+        running = self._agent.running
+        if running and why and not self._quiet:
+            verb = "was" if len(running) == 1 else "were"
+            self._screen.note(f"allranks run: {rank_list(running)} {why} and {verb} killed".encode())
+        self._agent.signal(signal.SIGKILL, running)
+
+    def _write(self) -> None:
+        if self._reader_gone:
+            return
+        try:
+            self._screen.flush()
+        except BrokenPipeError:  # as if we had got the signal that python ignores
+            self._reader_gone = True
+            self._received.append(signal.SIGPIPE)
+
+    def _last_words(self) -> int:
+        failures = sorted(self._blame.failures.values(), key=lambda failure: failure.rank)
+        if self._signalled is not None:
+            if self._signalled != signal.SIGPIPE:
+                name = signal.Signals(self._signalled).name
+                self._screen.note(describe_interrupt(name, failures, self._quiet))
+            return 128 + self._signalled
+        if self._cause is None:
+            return 0
+        before = [failure for failure in failures if failure.at < self._stopped_at]
+        tail = self._screen.tail(self._cause.rank)
+        self._screen.note(describe_failure(self._cause, before, tail, self._quiet))
+        return self._cause.exit_code

@@ -1,0 +1,95 @@
+"""What the ranks run, and whether it can be run at all.
+
+A wrong name must cost one line and no time, not n tracebacks after a second of imports; so the check is made
+before anything is started, and without running any of the user's code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from typing import Literal
+
+from allranks._errors import ConfigError
+
+__all__ = ["Kind", "Target", "check"]
+
+Kind = Literal["script", "module", "command"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What every rank runs.
+
+    Attributes:
+        kind: a python script, a python module (``-m``), or any command (``--``).
+        name: path of the script, dotted name of the module, or the command's first word.
+        args: what it finds in ``sys.argv[1:]``.
+    """
+
+    kind: Kind
+    name: str
+    args: tuple[str, ...] = ()
+
+    @property
+    def is_python(self) -> bool:
+        """True if a python interpreter runs it, so that the launcher can fork ranks and get reports."""
+        return self.kind != "command"
+
+
+def check(target: Target) -> None:
+    """Raises where the target cannot be run.
+
+    Raises:
+        ConfigError: it does not exist, or is not of the kind it is said to be.
+    """
+    {"script": _check_script, "module": _check_module, "command": _check_command}[target.kind](target.name)
+
+
+def _check_script(name: str) -> None:
+    if os.path.isdir(name):
+        raise ConfigError(f"{name!r} is a directory, not a python script")
+    if not os.path.exists(name):
+        hint = f"; to run a command, put -- before it: -- {name}" if shutil.which(name) else ""
+        raise ConfigError(f"there is no script {name!r} in {os.getcwd()}{hint}")
+    try:
+        with open(name, "rb") as file:
+            head = file.read(4)
+    except OSError as error:
+        raise ConfigError(f"cannot read script {name!r}: {error.strerror}") from None
+    if head == b"\x7fELF":
+        raise ConfigError(f"{name!r} is a program, not a python script; to run it, put -- before it")
+
+
+def _check_module(name: str) -> None:
+    sys.path[0] = os.getcwd()  # as python -m does; a rank does the same
+    spec = _find(name)
+    if spec is None:
+        raise ConfigError(f"there is no python module {name!r}")
+    if spec.submodule_search_locations is not None and _find(f"{name}.__main__") is None:
+        raise ConfigError(f"{name!r} is a package without a __main__ module; it cannot be run with -m")
+
+
+def _find(name: str) -> ModuleSpec | None:
+    """Finds a module without importing the packages above it, as importlib.util.find_spec would."""
+    if not all(name.split(".")):
+        return None
+    spec: ModuleSpec | None = None
+    path: list[str] | None = None
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        found = (finder.find_spec(".".join(parts[:depth]), path) for finder in sys.meta_path)
+        spec = next((s for s in found if s is not None), None)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or ())
+    return spec
+
+
+def _check_command(name: str) -> None:
+    if shutil.which(name) is None:
+        hint = "; for a python script leave out the --" if os.path.isfile(name) else ""
+        raise ConfigError(f"there is no command {name!r}{hint}")

@@ -1,0 +1,121 @@
+"""The pipes and terminals between a rank and its agent.
+
+A rank gets a terminal of its own where the user's terminal is what it finally writes to, so that programs that
+ask ``isatty`` draw their progress bars; else a pipe. One channel carries stdout and stderr together where the
+launcher's own two are the same file: then lines come in the order in which the rank wrote them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import struct
+import termios
+from dataclasses import dataclass
+
+from allranks._errors import ConfigError
+
+__all__ = ["Stdio", "Wires", "resize", "reserve_descriptors"]
+
+_PER_RANK = 6  # stdout, stderr, status, pidfd, and its connection to the store; one to spare
+_OWN = 64
+
+
+@dataclass(frozen=True)
+class Stdio:
+    """What a rank's stdout and stderr are to be.
+
+    Attributes:
+        out_tty: stdout is a terminal.
+        err_tty: stderr is a terminal.
+        merged: stderr goes where stdout goes, through the same channel.
+        rows: height of the terminals.
+        columns: width of the terminals.
+    """
+
+    out_tty: bool = False
+    err_tty: bool = False
+    merged: bool = False
+    rows: int = 24
+    columns: int = 80
+
+
+@dataclass(frozen=True)
+class Wires:
+    """Both ends of everything between one rank and its agent.
+
+    Attributes:
+        out: the rank's stdout.
+        err: the rank's stderr; may be the same number.
+        status: where the rank writes its failure report.
+        ears: the agent's ends, stream number -> descriptor.
+        status_ear: the agent's end of ``status``.
+        terminals: those of ``ears`` that are terminals.
+    """
+
+    out: int
+    err: int
+    status: int
+    ears: dict[int, int]
+    status_ear: int
+    terminals: tuple[int, ...]
+
+    @classmethod
+    def open(cls, stdio: Stdio) -> Wires:
+        """Opens all. No end survives an exec."""
+        status_ear, status = os.pipe()
+        out_ear, out = _channel(stdio.out_tty, stdio)
+        ears = {1: out_ear}
+        terminals: tuple[int, ...] = (out_ear,) if stdio.out_tty else ()
+        err = out
+        if not stdio.merged:
+            ears[2], err = _channel(stdio.err_tty, stdio)
+            terminals += (ears[2],) if stdio.err_tty else ()
+        for ear in (*ears.values(), status_ear):
+            os.set_blocking(ear, False)
+        return cls(out, err, status, ears, status_ear, terminals)
+
+    def close_far(self) -> None:
+        """The agent closes the rank's ends."""
+        for fd in {self.out, self.err, self.status}:
+            os.close(fd)
+
+    def near(self) -> tuple[int, ...]:
+        """The agent's ends."""
+        return (*self.ears.values(), self.status_ear)
+
+
+def _channel(tty: bool, stdio: Stdio) -> tuple[int, int]:
+    if not tty:
+        return os.pipe()
+    ear, mouth = os.openpty()
+    attributes = termios.tcgetattr(mouth)
+    attributes[1] &= ~termios.OPOST  # the user's own terminal turns \n into \r\n
+    termios.tcsetattr(mouth, termios.TCSANOW, attributes)
+    resize(ear, stdio.rows, stdio.columns)
+    return ear, mouth
+
+
+def resize(terminal: int, rows: int, columns: int) -> None:
+    """Sets a terminal's size."""
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+def reserve_descriptors(nproc: int) -> tuple[int, int]:
+    """Makes room for the descriptors of ``nproc`` ranks.
+
+    Returns:
+        The limits before, for the ranks to go back to.
+
+    Raises:
+        ConfigError: the hard limit is too low.
+    """
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = nproc * _PER_RANK + _OWN
+    soft, hard = before
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ConfigError(f"{nproc} ranks need {needed} open files; the limit is {hard} (ulimit -Hn)")
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return before

@@ -1,0 +1,135 @@
+"""``torch.multiprocessing`` with a meeting place: spawned processes can call ``init_process_group`` at once.
+
+``import allranks.multiprocessing as mp`` replaces ``import torch.multiprocessing as mp``. Starting and watching the
+processes is left to torch; what is added is a store server in the parent and its address in the children, so that
+no MASTER_ADDR, no port and no file is needed. MASTER_ADDR and MASTER_PORT are left alone, for programs that use
+torch.distributed inside.
+
+All other names are torch.multiprocessing's own (``Process``, ``Queue``, ``get_context``, ``set_start_method``, ...),
+loaded on first use.
+
+Source: torch/multiprocessing/spawn.py
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from allranks._store import StoreServer
+
+if TYPE_CHECKING:
+    from torch.multiprocessing.spawn import ProcessContext
+
+__all__ = ["spawn", "start_processes"]
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> ProcessContext | None:
+    """Runs ``fn(i, *args)`` in ``nprocs`` new processes, as ``torch.multiprocessing.spawn`` does.
+
+    In ``fn``, ``init_process_group(rank=i, world_size=nprocs)``, or without arguments, joins the processes.
+
+    Args:
+        fn: a function that can be pickled.
+        args: its arguments after the process's number.
+        nprocs: number of processes.
+        join: wait for them.
+        daemon: make them daemonic.
+        start_method: "spawn"; any other is taken for it, with a warning, as in torch.
+
+    Returns:
+        None if ``join``; otherwise a context whose ``join`` waits for them.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: a process raised; carries its traceback.
+        torch.multiprocessing.ProcessExitedException: a process exited with another code than 0.
+    """
+    if start_method != "spawn":
+        hint = "This method only supports start_method=spawn; for another, use start_processes"
+        warnings.warn(f"{hint} (got: {start_method})", FutureWarning, stacklevel=2)
+    return start_processes(fn, args, nprocs, join, daemon, "spawn")
+
+
+def start_processes(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> ProcessContext | None:
+    """As ``spawn``, for any start method ("fork" works in notebooks). See ``torch.multiprocessing.start_processes``."""
+    from torch.multiprocessing.spawn import ProcessContext
+    from torch.multiprocessing.spawn import start_processes as torch_start
+
+    class Context(ProcessContext):  # type: ignore[misc]
+        """Closes the store when nobody is left who could use it."""
+
+        def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+            done = True
+            try:
+                done = bool(super().join(timeout, grace_period))
+            finally:
+                if done:
+                    server.close()
+            return done
+
+    server = StoreServer.unix()
+    try:
+        start = _Start(fn, _environ(nprocs, server.address))
+        started = torch_start(  # type: ignore[no-untyped-call]
+            start, args, nprocs, join=False, daemon=daemon, start_method=start_method
+        )
+        server.start()
+    except BaseException:
+        server.close()
+        raise
+    context = Context(started.processes, started.error_files)  # type: ignore[no-untyped-call]
+    if not join:
+        return context
+    while not context.join():
+        pass
+    return None
+
+
+class _Start:
+    """What a new process calls: says in the environment who it is, then calls the user's function."""
+
+    def __init__(self, fn: Callable[..., object], environ: dict[str, str]) -> None:
+        self._fn = fn
+        self._environ = environ
+
+    def __call__(self, number: int, *args: Any) -> None:
+        os.environ.update(self._environ)
+        os.environ["LOCAL_RANK"] = str(number)
+        os.environ.setdefault("RANK", str(number))
+        self._fn(number, *args)
+
+
+def _environ(nprocs: int, store: str) -> dict[str, str]:
+    environ = {"LOCAL_WORLD_SIZE": str(nprocs), "WORLD_SIZE": os.environ.get("WORLD_SIZE", str(nprocs))}
+    # One host of several, started by hand or by torchrun: its ranks meet the other hosts' at MASTER_ADDR.
+    wider = os.environ.get("WORLD_SIZE", "1") != "1" and "MASTER_ADDR" in os.environ
+    if not wider or "ALLRANKS_STORE" in os.environ:
+        environ["ALLRANKS_STORE"] = store
+    return environ
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("torch.multiprocessing"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(importlib.import_module("torch.multiprocessing"))})

@@ -1,0 +1,355 @@
+#include <atomic>
+#include <chrono>
+#include <cstring>
+
+#include "ranks.h"
+
+using namespace allranks;
+using namespace allranks::test;
+
+namespace {
+
+// Bytes of float32 around every border: empty, call line, slot, chunk, several chunks, ring wrapped.
+const std::vector<size_t> kCounts = {0, 1, 25, 26, 27, 127, 128, 129, 200, 256, 257, 1000, 5000};
+
+template <class Body>
+Kind kind_of(Body&& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error.failure.kind;
+  }
+  return Kind{};
+}
+
+std::vector<float> operand(int rank, size_t count) {
+  std::vector<float> v(count);
+  for (size_t i = 0; i < count; i++) v[i] = static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 101);
+  return v;
+}
+
+}  // namespace
+
+TEST(all_reduce_every_path) {
+  for (const int n : {1, 2, 3, 5}) {
+    Ranks ranks(n, small_sizes());
+    for (int round = 0; round < 3; round++) {
+      for (const size_t count : kCounts) {
+        ranks.each([&](Comm& comm) {
+          auto v = operand(comm.rank(), count);
+          Caller caller;
+          comm.run(all_reduce(v), caller);
+          for (size_t i = 0; i < count; i++) {
+            float expected = 0;
+            for (int r = 0; r < n; r++) expected += operand(r, i + 1)[i];
+            CHECK(v[i] == expected);
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(all_reduce_is_the_same_on_every_rank_and_path) {
+  // Sums of these depend on the order: only one order gives the same bits everywhere.
+  const int n = 3;
+  const size_t count = 1000;
+  std::vector<std::vector<float>> results;
+  for (const size_t slot : {512, 1 << 20}) {  // pipelined, then one-shot
+    Sizes sizes = small_sizes();
+    sizes.slot = slot;
+    Ranks ranks(n, sizes);
+    std::vector<std::vector<float>> mine(n);
+    ranks.each([&](Comm& comm) {
+      auto& v = mine[static_cast<size_t>(comm.rank())];
+      for (size_t i = 0; i < count; i++) {
+        v.push_back(1.0f / static_cast<float>(i + 1) * (comm.rank() == 0 ? 1e7f : comm.rank() == 1 ? -1e7f : 1.0f));
+      }
+      Caller caller;
+      comm.run(all_reduce(v), caller);
+    });
+    results.insert(results.end(), mine.begin(), mine.end());
+  }
+  for (const auto& r : results) CHECK(std::memcmp(r.data(), results[0].data(), count * sizeof(float)) == 0);
+}
+
+TEST(broadcast_every_path_and_root) {
+  for (const int n : {1, 2, 4}) {
+    Ranks ranks(n, small_sizes());
+    for (int root = 0; root < n; root++) {
+      for (const size_t count : kCounts) {
+        ranks.each([&](Comm& comm) {
+          auto v = operand(comm.rank(), count);
+          Caller caller;
+          comm.run(broadcast(v, root), caller);
+          CHECK(v == operand(root, count));
+        });
+      }
+    }
+  }
+}
+
+TEST(barrier_holds_everybody) {
+  const int n = 4;
+  Ranks ranks(n);
+  std::atomic<int> entered = 0;
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    for (int round = 1; round <= 200; round++) {
+      entered++;
+      comm.run(barrier(), caller);
+      CHECK(entered >= round * n);
+      comm.run(barrier(), caller);
+    }
+  });
+}
+
+TEST(spinning_and_sleeping_ranks_meet) {
+  for (const int64_t spin : {0, 100'000}) {
+    Ranks ranks(2, {}, 20, spin);
+    ranks.each([&](Comm& comm) {
+      Caller caller;
+      for (int i = 0; i < 2000; i++) {
+        std::vector<int32_t> v = {i, comm.rank()};
+        comm.run(all_reduce(v), caller);
+        CHECK(v[0] == 2 * i);
+        CHECK(v[1] == 1);
+      }
+    });
+  }
+}
+
+TEST(asynchronous_calls_keep_their_order) {
+  Ranks ranks(3, small_sizes());
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    std::vector<std::vector<int32_t>> buffers(40);
+    std::vector<std::shared_ptr<Request>> requests;
+    for (size_t i = 0; i < buffers.size(); i++) {
+      buffers[i].assign(1 + i * 20, static_cast<int32_t>(i));
+      requests.push_back(comm.start(all_reduce(buffers[i])));
+    }
+    std::vector<int32_t> last(1, 5);
+    comm.run(all_reduce(last), caller);  // blocking, behind those that are queued
+    CHECK(last[0] == 15);
+    for (size_t i = buffers.size(); i-- > 0;) {
+      comm.wait(requests[i], caller, -1);
+      for (const int32_t x : buffers[i]) CHECK(x == 3 * static_cast<int32_t>(i));
+    }
+  });
+}
+
+TEST(several_threads_may_wait) {
+  Ranks ranks(2, small_sizes());
+  ranks.each([&](Comm& comm) {
+    std::vector<std::vector<int32_t>> buffers(30, std::vector<int32_t>(300, 1));
+    std::vector<std::shared_ptr<Request>> requests;
+    for (auto& b : buffers) requests.push_back(comm.start(all_reduce(b)));
+    std::vector<std::thread> threads;
+    std::atomic<int> good = 0;
+    for (size_t t = 0; t < 3; t++) {
+      threads.emplace_back([&, t] {
+        Caller caller;
+        for (size_t i = t; i < requests.size(); i += 3) {
+          comm.wait(requests[i], caller, -1);
+          good += buffers[i][299] == 2;
+        }
+      });
+    }
+    for (auto& t : threads) t.join();
+    CHECK(good == 30);
+  });
+}
+
+TEST(mismatches_raise_everywhere_and_the_group_goes_on) {
+  Ranks ranks(3);
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    std::vector<float> v(comm.rank() == 2 ? 5 : 4, 1.0f);
+    const auto before = v;
+    try {
+      comm.run(all_reduce(v), caller);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.failure.kind == Kind::mismatch);
+      CHECK(error.calls.size() == 3);
+      CHECK(error.calls[0].count == 4 && error.calls[2].count == 5);
+    }
+    CHECK(v == before);
+    std::vector<float> w(1, 1.0f);
+    CHECK(kind_of([&] { comm.run(comm.rank() == 0 ? all_reduce(w, ReduceOp::max) : all_reduce(w), caller); }) == Kind::mismatch);
+    CHECK(kind_of([&] { comm.run(comm.rank() == 0 ? barrier() : all_reduce(w), caller); }) == Kind::mismatch);
+    CHECK(kind_of([&] { comm.run(broadcast(w, comm.rank() == 1), caller); }) == Kind::mismatch);
+    CHECK(w[0] == 1.0f);
+    comm.run(all_reduce(w), caller);
+    CHECK(w[0] == 3.0f);
+  });
+}
+
+TEST(a_rank_that_leaves_is_named) {
+  Ranks ranks(3);
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    comm.run(barrier(), caller);
+    if (comm.rank() == 1) {
+      comm.close();
+      return;
+    }
+    for (int again = 0; again < 2; again++) {
+      try {
+        comm.run(barrier(), caller);
+        CHECK(false);
+      } catch (const Error& error) {
+        CHECK(error.failure.kind == Kind::left);
+        CHECK(error.failure.peer == 1);
+      }
+    }
+  });
+}
+
+TEST(a_rank_that_never_comes_is_named) {
+  Ranks ranks(3, {}, 0.3);
+  ranks.each([&](Comm& comm) {
+    if (comm.rank() == 2) return;
+    Caller caller;
+    try {
+      comm.run(barrier(), caller);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.failure.kind == Kind::timeout);
+      CHECK(error.failure.peer == 2);
+      CHECK(error.waiting_for == std::vector<int>{2});
+    }
+  });
+}
+
+TEST(closing_ends_pending_calls) {
+  Ranks ranks(2);
+  ranks.each([&](Comm& comm) {
+    if (comm.rank() == 1) return;
+    std::vector<float> v(1);
+    const auto request = comm.start(all_reduce(v));
+    const auto queued = comm.start(all_reduce(v));
+    comm.close();
+    Caller caller;
+    CHECK(kind_of([&] { comm.wait(request, caller, -1); }) == Kind::closed);
+    CHECK(kind_of([&] { comm.wait(queued, caller, -1); }) == Kind::closed);
+    CHECK(kind_of([&] { comm.start(all_reduce(v)); }) == Kind::closed);
+  });
+}
+
+TEST(a_wait_with_a_timeout_may_be_repeated) {
+  Ranks ranks(2);
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    std::vector<float> v(1, 1.0f);
+    if (comm.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    const auto request = comm.start(all_reduce(v));
+    if (comm.rank() == 0) CHECK(kind_of([&] { comm.wait(request, caller, 50'000'000); }) == Kind::timeout);
+    comm.wait(request, caller, -1);
+    CHECK(v[0] == 2.0f);
+  });
+}
+
+TEST(an_interrupted_call_fails_everywhere) {
+  struct Interrupted : Caller {
+    bool interrupted() override { return true; }
+  };
+  Ranks ranks(3);
+  ranks.each([&](Comm& comm) {
+    if (comm.rank() == 2) return;
+    Caller patient;
+    Interrupted impatient;
+    Caller& caller = comm.rank() == 0 ? patient : impatient;
+    try {
+      comm.run(barrier(), caller);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.failure.kind == Kind::interrupted);
+      CHECK(error.failure.peer == 1);
+    }
+  });
+}
+
+TEST(send_and_recv) {
+  Ranks ranks(3, small_sizes());
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    const int next = (comm.rank() + 1) % 3;
+    const int previous = (comm.rank() + 2) % 3;
+    // Everybody sends first: what fits in the pipe is buffered.
+    std::vector<int32_t> small(10, comm.rank());
+    comm.send({small.data(), small.size(), DType::i32}, next, 0, caller);
+    comm.recv({small.data(), small.size(), DType::i32}, previous, 0, caller);
+    CHECK(small[9] == previous);
+    // Larger than the pipe, one after the other.
+    for (const size_t count : {0, 1, 1000, 5000}) {
+      std::vector<int32_t> v(count, comm.rank());
+      if (comm.rank() == 0) {
+        comm.send({v.data(), count, DType::i32}, 1, 7, caller);
+      } else if (comm.rank() == 1) {
+        CHECK(comm.recv({v.data(), count, DType::i32}, -1, 7, caller) == 0);
+        for (const int32_t x : v) CHECK(x == 0);
+      }
+    }
+  });
+}
+
+TEST(tags_find_their_message) {
+  Ranks ranks(2);
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    int32_t x = 0;
+    const Buffer one{&x, 1, DType::i32};
+    if (comm.rank() == 0) {
+      for (const int32_t tag : {1, 2, 3, 1}) {
+        x = tag * 10 + (tag == 1 ? x : 0);
+        comm.send(one, 1, tag, caller);
+      }
+    } else {
+      comm.recv(one, 0, 3, caller);
+      CHECK(x == 30);
+      comm.recv(one, 0, 1, caller);
+      CHECK(x == 10);
+      comm.recv(one, 0, 1, caller);
+      CHECK(x == 40);
+      comm.recv(one, 0, 2, caller);
+      CHECK(x == 20);
+    }
+  });
+}
+
+TEST(recv_of_the_wrong_size_is_refused_and_the_next_is_found) {
+  Ranks ranks(2, small_sizes());
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    std::vector<float> v(1000, 3.0f);
+    if (comm.rank() == 0) {
+      comm.send({v.data(), 1000, DType::f32}, 1, 0, caller);
+      comm.send({v.data(), 4, DType::i32}, 1, 0, caller);
+      comm.send({v.data(), 1, DType::f32}, 1, 0, caller);
+    } else {
+      float x[4] = {};
+      CHECK(kind_of([&] { comm.recv({x, 4, DType::f32}, 0, 0, caller); }) == Kind::mismatch);
+      CHECK(kind_of([&] { comm.recv({x, 4, DType::f32}, 0, 0, caller); }) == Kind::mismatch);
+      CHECK(x[0] == 0);
+      comm.recv({x, 1, DType::f32}, 0, 0, caller);
+      CHECK(x[0] == 3.0f);
+    }
+  });
+}
+
+TEST(call_numbers_wrap) {
+  // Only the comparisons matter: steps far apart, and across the wrap.
+  Ranks ranks(2, small_sizes());
+  for (auto& comm : ranks.comms) {
+    comm->base_step = 0xfffffffd;
+    comm->shm().step_line(comm->rank()).done = 0xfffffffd;
+  }
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    std::vector<float> v(3000, 1.0f);
+    for (int i = 0; i < 3; i++) comm.run(all_reduce(v), caller);
+    CHECK(v[2999] == 8.0f);
+  });
+}

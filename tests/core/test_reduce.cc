@@ -1,0 +1,134 @@
+// The kernels against plain loops, for every instruction set that this machine has.
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "ranks.h"
+#include "reduce.h"
+#include "reduce_table.h"
+
+using namespace allranks;
+using namespace allranks::test;
+
+namespace {
+
+std::vector<KernelTable> tables() {
+  std::vector<KernelTable> all = {baseline::kernels()};
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) all.push_back(avx2::kernels());
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) all.push_back(avx512::kernels());
+#endif
+  return all;
+}
+
+// float16 by arithmetic, not by bits: an independent way to the same values.
+float half_value(uint16_t bits) {
+  const int exponent = (bits >> 10) & 31;
+  const int mantissa = bits & 1023;
+  const float sign = (bits & 0x8000) != 0 ? -1.0f : 1.0f;
+  if (exponent == 31) return mantissa != 0 ? std::numeric_limits<float>::quiet_NaN() : sign * INFINITY;
+  if (exponent == 0) return sign * std::ldexp(static_cast<float>(mantissa), -24);
+  return sign * std::ldexp(static_cast<float>(1024 + mantissa), exponent - 25);
+}
+
+}  // namespace
+
+TEST(every_kernel_set_gives_the_same_bits) {
+  const size_t count = 5003;
+  const int n = 3;
+  for (int dtype = 0; dtype < kReducedDTypes; dtype++) {
+    const size_t size = size_of(static_cast<DType>(dtype));
+    std::vector<std::vector<uint8_t>> operands;
+    uint32_t state = 1;
+    for (int r = 0; r < n; r++) {
+      std::vector<uint8_t> bytes(count * size);
+      for (auto& b : bytes) {
+        state = state * 1664525u + 1013904223u;
+        b = static_cast<DType>(dtype) == DType::boolean ? (state >> 24) & 1 : static_cast<uint8_t>(state >> 24);
+      }
+      operands.push_back(bytes);
+    }
+    const void* srcs[n] = {operands[0].data(), operands[1].data(), operands[2].data()};
+    for (int op = 0; op < kReduceOps; op++) {
+      for (const int used : {2, 3}) {
+        std::vector<uint8_t> expected;
+        for (const auto& table : tables()) {
+          const Kernel kernel = table[static_cast<size_t>(dtype)][static_cast<size_t>(op)];
+          if (kernel == nullptr) continue;
+          std::vector<uint8_t> out(count * size);
+          kernel(out.data(), srcs, used, count);
+          if (expected.empty()) expected = out;
+          if (out == expected) continue;
+          // A NaN may carry any payload, but must be one everywhere.
+          for (size_t i = 0; i < count; i++) {
+            if (std::memcmp(&out[i * size], &expected[i * size], size) == 0) continue;
+            const auto is_nan = [&](const std::vector<uint8_t>& v) {
+              uint64_t bits = 0;
+              std::memcpy(&bits, &v[i * size], size);
+              switch (static_cast<DType>(dtype)) {
+                case DType::f16: return (bits & 0x7fff) > 0x7c00;
+                case DType::bf16: return (bits & 0x7fff) > 0x7f80;
+                case DType::f32: return (bits & 0x7fffffff) > 0x7f800000;
+                case DType::f64: return (bits & 0x7fffffffffffffff) > 0x7ff0000000000000;
+                default: return false;
+              }
+            };
+            CHECK(is_nan(out) && is_nan(expected));
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(float16_widens_and_narrows_exactly) {
+  std::vector<uint16_t> all(65536);
+  for (size_t i = 0; i < all.size(); i++) all[i] = static_cast<uint16_t>(i);
+  for (const auto& table : tables()) {
+    // One operand: out is narrow(widen(x)), which must be x.
+    std::vector<uint16_t> out(all.size());
+    const void* one[] = {all.data()};
+    table[static_cast<size_t>(DType::f16)][static_cast<size_t>(ReduceOp::sum)](out.data(), one, 1, all.size());
+    for (size_t i = 0; i < all.size(); i++) {
+      if (std::isnan(half_value(all[i]))) {
+        CHECK(std::isnan(half_value(out[i])));
+      } else {
+        CHECK(out[i] == all[i]);
+      }
+    }
+  }
+}
+
+TEST(float16_rounds_to_nearest_even_once) {
+  for (const auto& table : tables()) {
+    const Kernel sum = table[static_cast<size_t>(DType::f16)][static_cast<size_t>(ReduceOp::sum)];
+    const auto add = [&](std::vector<uint16_t> xs) {
+      std::vector<const void*> srcs;
+      for (const auto& x : xs) srcs.push_back(&x);
+      uint16_t out = 0;
+      sum(&out, srcs.data(), static_cast<int>(srcs.size()), 1);
+      return half_value(out);
+    };
+    CHECK(add({0x6800, 0x3c00}) == 2048.0f);          // 2048 + 1: a tie, to even
+    CHECK(add({0x6800, 0x3c00, 0x3c00}) == 2050.0f);  // rounded once: twice would give 2048
+    CHECK(add({0x7bff, 0x4c00}) == INFINITY);         // 65504 + 16 rounds up, out of range
+    CHECK(add({0x7bff, 0x4b00}) == 65504.0f);
+    CHECK(add({0x0001, 0x0001}) == std::ldexp(1.0f, -23));
+    CHECK(add({0x7c00, 0x3c00}) == INFINITY);
+    CHECK(std::isnan(add({0x7c00, 0xfc00})));
+  }
+}
+
+TEST(integers_wrap) {
+  for (const auto& table : tables()) {
+    const int64_t a = std::numeric_limits<int64_t>::max();
+    const int64_t b = 2;
+    const void* srcs[] = {&a, &b};
+    int64_t out = 0;
+    table[static_cast<size_t>(DType::i64)][static_cast<size_t>(ReduceOp::sum)](&out, srcs, 2, 1);
+    CHECK(out == std::numeric_limits<int64_t>::min() + 1);
+    table[static_cast<size_t>(DType::i64)][static_cast<size_t>(ReduceOp::prod)](&out, srcs, 2, 1);
+    CHECK(out == -2);
+  }
+}

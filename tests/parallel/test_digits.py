@@ -1,0 +1,152 @@
+"""The digits example, started as its users start it."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from allranks import checkpoint
+
+TRAIN = Path(__file__).parents[2] / "examples" / "digits" / "train.py"
+LAST_LINE = re.compile(r"test accuracy ([\d.]+)%, (\d) ranks?, [\d.]+ s, [\d.]+% of it communicating, weights (\w{12})")
+
+
+def environment():
+    """This process' own, without what a launcher around the tests may have set."""
+    mine = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {k: v for k, v in os.environ.items() if k not in mine and not k.startswith("ALLRANKS_")}
+
+
+def run(*args, ranks=2, launcher=True):
+    prefix = ["-m", "allranks", "run", "-n", ranks] if launcher else []
+    command = [sys.executable, *map(str, [*prefix, TRAIN, *args])]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment(), check=False)
+
+
+def train(*args, ranks=2, launcher=True):
+    """Accuracy, ranks and fingerprint that the last line states."""
+    result = run(*args, ranks=ranks, launcher=launcher)
+    assert result.returncode == 0, result.stdout + result.stderr
+    matches = LAST_LINE.findall(result.stdout)
+    assert len(matches) == 1, result.stdout
+    accuracy, size, weights = matches[0]
+    return float(accuracy) / 100, int(size), weights
+
+
+def model_in(folder):
+    return checkpoint.load(folder / "checkpoint.pt")["model"]
+
+
+def test_defaults_reach_97_percent_and_draw_a_picture(tmp_path):
+    result = run("--out", tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    accuracy, size, _ = LAST_LINE.findall(result.stdout)[0]
+    assert float(accuracy) >= 97
+    assert size == "2"
+    # No progress bar in a pipe, and nothing else but the last line.
+    assert len(result.stdout.splitlines()) == 1, result.stdout
+    assert result.stderr == ""
+    picture = (tmp_path / "curves.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = int.from_bytes(picture[16:20], "big"), int.from_bytes(picture[20:24], "big")
+    assert 800 <= width <= 3000
+    assert 400 <= height <= 2000
+    assert len(picture) > 10_000
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint.pt", "curves.png"]
+
+
+def test_number_of_ranks_and_way_of_synchronising_do_not_matter(tmp_path):
+    runs = {"one": (1, "ddp"), "two": (2, "ddp"), "by hand": (2, "manual")}
+    for name, (ranks, sync) in runs.items():
+        _, size, _ = train("--epochs", 1, "--dtype", "float64", "--sync", sync, "--out", tmp_path / name, ranks=ranks)
+        assert size == ranks
+    one, two, by_hand = (model_in(tmp_path / name) for name in runs)
+    for name, reference in one.items():
+        assert reference.dtype == torch.float64
+        assert (two[name] - reference).abs().max() <= 1e-10 * reference.abs().max()
+        assert (by_hand[name] - reference).abs().max() <= 1e-10 * reference.abs().max()
+
+
+@pytest.mark.parametrize("sync", ["ddp", "manual"])
+def test_stopped_and_resumed_equals_straight_through(tmp_path, sync):
+    options = ("--sync", sync, "--save-every", 2)
+    _, _, straight = train("--epochs", 8, "--out", tmp_path / "a", *options)
+    train("--epochs", 4, "--out", tmp_path / "b", *options)
+    _, _, resumed = train("--epochs", 8, "--out", tmp_path / "b", "--resume", *options)
+    assert resumed == straight
+    a, b = (checkpoint.load(tmp_path / name / "checkpoint.pt") for name in "ab")
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert len(b["history"]) == 8
+
+
+def test_equal_runs_give_equal_bits_and_seeds_others(tmp_path):
+    first, second, other = (train("--epochs", 1, "--out", tmp_path, "--seed", seed)[2] for seed in (0, 0, 1))
+    assert first == second
+    assert first != other
+
+
+def test_without_launcher_it_is_one_process(tmp_path):
+    accuracy, size, _ = train("--epochs", 3, "--out", tmp_path, "--plot", tmp_path / "p" / "x.png", launcher=False)
+    assert size == 1
+    assert accuracy > 0.8
+    assert (tmp_path / "p" / "x.png").exists()
+
+
+def test_each_rank_in_a_shell_of_its_own(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = ["--epochs", "1", "--out", tmp_path, "--init-method", f"tcp://127.0.0.1:{port}", "--world-size", "2"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *map(str, [TRAIN, *common, "--rank", rank])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(),
+        )
+        for rank in range(2)
+    ]
+    zero, one = (process.communicate(timeout=100)[0] for process in ranks)
+    assert [process.returncode for process in ranks] == [0, 0], zero + one
+    assert LAST_LINE.fullmatch(zero.strip()).group(2) == "2"
+    assert one == ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (["--epochs", "0"], "--epochs"),
+        (["--lr", "fast"], "--lr"),
+        (["--sync", "telepathy"], "telepathy"),
+        (["--nonsense"], "--nonsense"),
+        (["--resume"], "there is no"),
+        (["--init-method", "carrier://pigeon", "--world-size", "2", "--rank", "0"], "carrier"),
+        (["--backend", "semaphore"], "semaphore"),
+    ],
+)
+def test_wrong_arguments_are_one_line_and_exit_2(tmp_path, wrong, says):
+    result = run("--out", tmp_path, *wrong, launcher=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert says in result.stderr
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_batch_that_does_not_divide_is_refused_by_all_ranks(tmp_path):
+    result = run("--out", tmp_path, "--batch-size", 63)
+    assert result.returncode == 2
+    assert (result.stdout + result.stderr).count("--batch-size 63 cannot be divided among 2 ranks") >= 1
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_resuming_with_other_settings_is_refused(tmp_path):
+    train("--epochs", 1, "--out", tmp_path, launcher=False)
+    result = run("--epochs", 2, "--out", tmp_path, "--resume", "--lr", 0.5, launcher=False)
+    assert result.returncode == 2
+    assert "lr 0.05, not 0.5" in result.stderr

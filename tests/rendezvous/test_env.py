@@ -1,0 +1,120 @@
+"""What arguments and environment say about a process, and what an error says when they do not say it."""
+
+from __future__ import annotations
+
+import pytest
+
+from allranks import _env
+from allranks._env import JobEnv, read_env, split_host_port
+from allranks._errors import ConfigError
+
+FULL = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+
+
+def without(*names: str) -> dict[str, str]:
+    return {name: value for name, value in FULL.items() if name not in names}
+
+
+def test_torchrun_sets_everything() -> None:
+    local = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "NODE_RANK": "7"}
+    assert read_env(environ=FULL | local) == JobEnv(1, 4, ("node0", 29500), "", 1, 2, 0)
+    assert read_env(environ=FULL | {"NODE_RANK": "7"}).node_rank == 7
+
+
+def test_thd_form() -> None:
+    """The three shells of the THD document."""
+    master = {"WORLD_SIZE": "3", "RANK": "0", "MASTER_PORT": "29500"}
+    worker = {"WORLD_SIZE": "3", "RANK": "1", "MASTER_ADDR": "node0:29500"}
+    assert read_env(environ=master).master == ("", 29500)
+    assert read_env(environ=worker).master == ("node0", 29500)
+    # Workers ignore MASTER_PORT, the master ignores MASTER_ADDR's.
+    assert read_env(environ=worker | {"MASTER_PORT": "1"}).master == ("node0", 29500)
+    assert read_env(environ=master | {"MASTER_ADDR": "node0:1"}).master == ("node0", 29500)
+    assert read_env(environ=worker | {"RANK": "0"}).master == ("node0", 29500)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("node0", ("node0", None)),
+        ("node0:80", ("node0", 80)),
+        ("[::1]:80", ("::1", 80)),
+        ("[::1]", ("::1", None)),
+        ("fe80::1", ("fe80::1", None)),
+        (":80", ("", 80)),
+        (" 10.0.0.1:80 ", ("10.0.0.1", 80)),
+    ],
+)
+def test_host_and_port(text: str, expected: tuple[str, int | None]) -> None:
+    assert split_host_port(text, "X") == expected
+
+
+def test_arguments_win() -> None:
+    assert read_env(3, 8, FULL) == JobEnv(3, 8, ("node0", 29500))
+    assert read_env(3, environ=FULL).world_size == 4
+    assert read_env(world_size=8, environ=FULL).rank == 1
+    assert read_env(0, 1, {"RANK": "junk", "WORLD_SIZE": "junk"}) == JobEnv(0, 1)
+
+
+def test_alone() -> None:
+    assert read_env(environ={}) == JobEnv(0, 1)
+    assert read_env(environ={"RANK": "", "WORLD_SIZE": ""}) == JobEnv(0, 1)
+    assert read_env(environ={"WORLD_SIZE": "1"}) == JobEnv(0, 1)
+    assert read_env(world_size=1, environ={}) == JobEnv(0, 1)
+
+
+def test_the_launchers_store_needs_no_master() -> None:
+    place = read_env(environ={"RANK": "1", "WORLD_SIZE": "4", "ALLRANKS_STORE": "unix:@x"})
+    assert place == JobEnv(1, 4, None, "unix:@x")
+
+
+def test_the_master_is_not_read_for_another_init_method() -> None:
+    assert read_env(environ=without("MASTER_ADDR", "MASTER_PORT"), by_env=False) == JobEnv(1, 4)
+    with pytest.raises(ConfigError, match="RANK and WORLD_SIZE are not set"):
+        read_env(environ={}, by_env=False)
+
+
+@pytest.mark.parametrize(
+    ("environ", "text"),
+    [
+        (
+            without("MASTER_ADDR"),
+            "MASTER_ADDR is not set (rank 1 of 4). Expected a host name, for example MASTER_ADDR=node0."
+            " Or start with: allranks run -n 4 train.py",
+        ),
+        (without("MASTER_PORT"), "MASTER_PORT is not set (rank 1 of 4). Expected a port, for example MASTER_PORT=29500."),
+        (without("MASTER_PORT", "MASTER_ADDR"), "MASTER_ADDR and MASTER_PORT are not set (rank 1 of 4)."),
+        (without("RANK"), "RANK is not set (world size 4). Expected the number of this process, for example RANK=0."),
+        (without("WORLD_SIZE"), "WORLD_SIZE is not set (rank 1)."),
+        (without("RANK", "WORLD_SIZE"), "RANK and WORLD_SIZE are not set (no rank given either way)."),
+        ({"ALLRANKS_STORE": "unix:@x"}, "RANK and WORLD_SIZE are not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_PORT is not set (rank 0 of 2)."),
+        (FULL | {"RANK": "one"}, "RANK='one' is not a number. Expected a whole number, 0 or more."),
+        (FULL | {"RANK": "4"}, "RANK=4 is out of range. Expected 0..3, as the world size is 4."),
+        (FULL | {"RANK": "-1"}, "RANK=-1 is out of range. Expected a whole number, 0 or more."),
+        (FULL | {"WORLD_SIZE": "0"}, "WORLD_SIZE=0 is out of range. Expected a whole number, 1 or more."),
+        (FULL | {"WORLD_SIZE": "2.0"}, "WORLD_SIZE='2.0' is not a number."),
+        (FULL | {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is out of range. Expected a whole number in 1..65535."),
+        (FULL | {"MASTER_PORT": "http"}, "MASTER_PORT='http' is not a number."),
+        (FULL | {"MASTER_ADDR": "node0:x"}, "the port in MASTER_ADDR='x' is not a number."),
+        (FULL | {"MASTER_ADDR": "node0:"}, "MASTER_ADDR='node0:' ends in a colon."),
+        (FULL | {"LOCAL_RANK": "x"}, "LOCAL_RANK='x' is not a number."),
+    ],
+)
+def test_errors_name_the_variable_the_value_and_the_way_out(environ: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_env(environ=environ)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(4, 4), (-2, 4), (1, 1), (0, 0), (0, -2)])
+def test_arguments_out_of_range(rank: int, world_size: int) -> None:
+    with pytest.raises(ConfigError, match="is out of range"):
+        read_env(rank, world_size, FULL)
+
+
+def test_every_variable_stands_in_the_table_once() -> None:
+    names = [variable.name for variable in _env.VARIABLES]
+    assert len(set(names)) == len(names)
+    assert set(FULL) < set(names)
+    assert all(variable.set_by and variable.meaning.endswith(".") for variable in _env.VARIABLES)
