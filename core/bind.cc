@@ -44,15 +44,14 @@ class PythonCaller final : public Caller {
 };
 
 constexpr std::array kVerbs = {"none", "all_reduce", "broadcast", "barrier", "send", "recv"};
-constexpr std::array kDTypeNames = {"uint8",         "int8",        "int16",           "int32",          "int64",
-                                    "float16",       "bfloat16",    "float32",         "float64",        "bool",
-                                    "uint16",        "uint32",      "uint64",          "complex32",      "complex64",
-                                    "complex128",    "float8_e4m3fn", "float8_e5m2",   "float8_e4m3fnuz", "float8_e5m2fnuz"};
+constexpr std::array kDTypeNames = {"uint8",      "int8",          "int16",       "int32",           "int64",
+                                    "float16",    "bfloat16",      "float32",     "float64",         "bool",
+                                    "uint16",     "uint32",        "uint64",      "complex32",       "complex64",
+                                    "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"};
 static_assert(kDTypeNames.size() == kDTypes);
 constexpr std::array kReduceOpNames = {"SUM", "AVG", "PROD", "MIN", "MAX"};
 static_assert(kReduceOpNames.size() == kReduceOps);
-constexpr std::array kKinds = {"",         "timeout", "died",   "left",
-                               "interrupted", "mismatch", "closed", "system"};
+constexpr std::array kKinds = {"", "timeout", "died", "left", "interrupted", "mismatch", "closed", "system"};
 
 PyObject* failure_type = nullptr;  // allranks._core.Failure; lives as long as the module
 
@@ -68,9 +67,8 @@ void raise(const Error& error) {
   if (f.kind == Kind::interrupted && PyErr_Occurred() != nullptr) return;  // KeyboardInterrupt is set
   std::vector<Call> calls;
   for (const auto& fingerprint : error.calls) calls.push_back(describe(fingerprint));
-  const nb::tuple args =
-      nb::make_tuple(kKinds.at(static_cast<size_t>(f.kind)), f.peer, f.reporter, f.call, describe(f.fingerprint),
-                     f.seconds, calls, error.waiting_for, error.text);
+  const nb::tuple args = nb::make_tuple(kKinds.at(static_cast<size_t>(f.kind)), f.peer, f.reporter, f.call,
+                                        describe(f.fingerprint), f.seconds, calls, error.waiting_for, error.text);
   PyErr_SetObject(failure_type, args.ptr());
 }
 
@@ -118,9 +116,10 @@ NB_MODULE(_core, m) {
   m.attr("REDUCE_OPS") = ops;
   m.attr("ISA") = kernel_isa();
 
-  m.def("reduces", [](int dtype, int op) {
-    return kernel_for(static_cast<DType>(dtype), static_cast<ReduceOp>(op)) != nullptr;
-  }, nb::arg("dtype"), nb::arg("op"), "Whether all_reduce has a kernel for this pair.");
+  m.def(
+      "reduces",
+      [](int dtype, int op) { return kernel_for(static_cast<DType>(dtype), static_cast<ReduceOp>(op)) != nullptr; },
+      nb::arg("dtype"), nb::arg("op"), "Whether all_reduce has a kernel for this pair.");
 
   nb::class_<Sizes>(m, "Sizes", "Bytes of the parts of a segment; all ranks must agree.")
       .def(nb::init<>())
@@ -129,53 +128,67 @@ NB_MODULE(_core, m) {
       .def_rw("chunks", &Sizes::chunks)
       .def_rw("pipe", &Sizes::pipe);
 
-  m.def("create_segment", [](int rank, int size, const Sizes& sizes) {
-    return Shm::create_segment(rank, size, sizes).release();
-  }, nb::arg("rank"), nb::arg("size"), nb::arg("sizes"), "A file descriptor of a new segment; the caller closes it.");
+  m.def(
+      "create_segment",
+      [](int rank, int size, const Sizes& sizes) { return Shm::create_segment(rank, size, sizes).release(); },
+      nb::arg("rank"), nb::arg("size"), nb::arg("sizes"), "A file descriptor of a new segment; the caller closes it.");
 
-  nb::class_<Request>(m, "Request").def("done", [](const Request& r) { return r.done.load(std::memory_order_acquire); });
+  nb::class_<Request>(m, "Request").def("done", [](const Request& r) {
+    return r.done.load(std::memory_order_acquire);
+  });
 
   nb::class_<Comm>(m, "Comm")
-      .def("__init__",
-           [](Comm* self, int rank, const Sizes& sizes, const std::vector<int>& segments,
-              const std::vector<int>& liveness, double timeout_s, double spin_us, double spin_progress_us) {
-             auto shm = std::make_unique<Shm>(rank, sizes, Shm::map(sizes, own(segments)), own(liveness));
-             new (self) Comm(std::move(shm), Settings{.timeout_s = timeout_s,
-                                                      .spin_ns = static_cast<int64_t>(spin_us * 1e3),
-                                                      .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3)});
-           },
-           nb::arg("rank"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"), nb::arg("timeout_s"),
-           nb::arg("spin_us"), nb::arg("spin_progress_us"), "Takes over the descriptors.")
-      .def("all_reduce", [](Comm& c, uintptr_t data, size_t n, int dtype, int op) { run(c, all_reduce(data, n, dtype, op)); })
-      .def("broadcast", [](Comm& c, uintptr_t data, size_t n, int dtype, int root) { run(c, broadcast(data, n, dtype, root)); })
+      .def(
+          "__init__",
+          [](Comm* self, int rank, const Sizes& sizes, const std::vector<int>& segments,
+             const std::vector<int>& liveness, double timeout_s, double spin_us, double spin_progress_us) {
+            auto shm = std::make_unique<Shm>(rank, sizes, Shm::map(sizes, own(segments)), own(liveness));
+            new (self) Comm(std::move(shm), Settings{.timeout_s = timeout_s,
+                                                     .spin_ns = static_cast<int64_t>(spin_us * 1e3),
+                                                     .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3)});
+          },
+          nb::arg("rank"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"), nb::arg("timeout_s"),
+          nb::arg("spin_us"), nb::arg("spin_progress_us"), "Takes over the descriptors.")
+      .def("all_reduce",
+           [](Comm& c, uintptr_t data, size_t n, int dtype, int op) { run(c, all_reduce(data, n, dtype, op)); })
+      .def("broadcast",
+           [](Comm& c, uintptr_t data, size_t n, int dtype, int root) { run(c, broadcast(data, n, dtype, root)); })
       .def("barrier", [](Comm& c) { run(c, barrier()); })
-      .def("start_all_reduce", [](Comm& c, uintptr_t data, size_t n, int dtype, int op) { return c.start(all_reduce(data, n, dtype, op)); })
-      .def("start_broadcast", [](Comm& c, uintptr_t data, size_t n, int dtype, int root) { return c.start(broadcast(data, n, dtype, root)); })
+      .def("start_all_reduce",
+           [](Comm& c, uintptr_t data, size_t n, int dtype, int op) { return c.start(all_reduce(data, n, dtype, op)); })
+      .def("start_broadcast", [](Comm& c, uintptr_t data, size_t n, int dtype,
+                                 int root) { return c.start(broadcast(data, n, dtype, root)); })
       .def("start_barrier", [](Comm& c) { return c.start(barrier()); })
-      .def("wait", [](Comm& c, const std::shared_ptr<Request>& r, double timeout_s) {
-        PythonCaller caller;
-        c.wait(r, caller, timeout_s < 0 ? -1 : static_cast<int64_t>(timeout_s * 1e9));
-      })
-      .def("send", [](Comm& c, uintptr_t data, size_t n, int dtype, int to, int tag) {
-        PythonCaller caller;
-        c.send({reinterpret_cast<void*>(data), n, static_cast<DType>(dtype)}, to, tag, caller);
-      })
-      .def("recv", [](Comm& c, uintptr_t data, size_t n, int dtype, int from, int tag) {
-        PythonCaller caller;
-        return c.recv({reinterpret_cast<void*>(data), n, static_cast<DType>(dtype)}, from, tag, caller);
-      })
-      .def("last_calls", [](Comm& c) {
-        std::vector<std::pair<uint32_t, Call>> calls;
-        for (const auto& [number, fingerprint] : c.last_calls()) calls.emplace_back(number, describe(fingerprint));
-        return calls;
-      })
-      .def("stats", [](const Comm& c) {
-        const Stats s = c.stats();
-        return std::tuple(s.calls, s.bytes, s.seconds);
-      })
-      .def("close", [](Comm& c) {
-        nb::gil_scoped_release release;
-        c.close();
-      })
+      .def("wait",
+           [](Comm& c, const std::shared_ptr<Request>& r, double timeout_s) {
+             PythonCaller caller;
+             c.wait(r, caller, timeout_s < 0 ? -1 : static_cast<int64_t>(timeout_s * 1e9));
+           })
+      .def("send",
+           [](Comm& c, uintptr_t data, size_t n, int dtype, int to, int tag) {
+             PythonCaller caller;
+             c.send({reinterpret_cast<void*>(data), n, static_cast<DType>(dtype)}, to, tag, caller);
+           })
+      .def("recv",
+           [](Comm& c, uintptr_t data, size_t n, int dtype, int from, int tag) {
+             PythonCaller caller;
+             return c.recv({reinterpret_cast<void*>(data), n, static_cast<DType>(dtype)}, from, tag, caller);
+           })
+      .def("last_calls",
+           [](Comm& c) {
+             std::vector<std::pair<uint32_t, Call>> calls;
+             for (const auto& [number, fingerprint] : c.last_calls()) calls.emplace_back(number, describe(fingerprint));
+             return calls;
+           })
+      .def("stats",
+           [](const Comm& c) {
+             const Stats s = c.stats();
+             return std::tuple(s.calls, s.bytes, s.seconds);
+           })
+      .def("close",
+           [](Comm& c) {
+             nb::gil_scoped_release release;
+             c.close();
+           })
       .def("abandon", &Comm::abandon);
 }

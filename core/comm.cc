@@ -293,9 +293,8 @@ void Comm::wait_step_of_all(Call& call, uint32_t done) {
 }
 
 void Comm::wait_step_of(Call& call, int rank, uint32_t done) {
-  shm_->wait(shm_->gate(), call.patience, call.about, [&] {
-    return reached(shm_->step_line(rank).done.load(std::memory_order_seq_cst), done) ? -1 : rank;
-  });
+  shm_->wait(shm_->gate(), call.patience, call.about,
+             [&] { return reached(shm_->step_line(rank).done.load(std::memory_order_seq_cst), done) ? -1 : rank; });
 }
 
 // --- point to point ---

@@ -11,9 +11,27 @@ namespace allranks {
 
 enum class DType : uint8_t {
   // Reduced and moved.
-  u8, i8, i16, i32, i64, f16, bf16, f32, f64, boolean,
+  u8,
+  i8,
+  i16,
+  i32,
+  i64,
+  f16,
+  bf16,
+  f32,
+  f64,
+  boolean,
   // Only moved, for now.
-  u16, u32, u64, c32, c64, c128, f8_e4m3fn, f8_e5m2, f8_e4m3fnuz, f8_e5m2fnuz,
+  u16,
+  u32,
+  u64,
+  c32,
+  c64,
+  c128,
+  f8_e4m3fn,
+  f8_e5m2,
+  f8_e4m3fnuz,
+  f8_e5m2fnuz,
 };
 constexpr int kReducedDTypes = 10;
 constexpr int kDTypes = 20;

@@ -18,7 +18,7 @@ class Caller {
 struct Patience {
   Caller& caller;
   int64_t timeout_ns;
-  int64_t spin_ns;         // how long to spin before sleeping
+  int64_t spin_ns;          // how long to spin before sleeping
   int64_t deadline_ns = 0;  // absolute; 0: not computed yet
 };
 

@@ -54,7 +54,10 @@ void one_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel reduce, bool i
 class Pieces {
  public:
   Pieces(Buffer buffer, size_t chunk_bytes, int ranks)
-      : buffer_(buffer), element_(size_of(buffer.dtype)), ranks_(static_cast<size_t>(ranks)), chunk_(chunk_bytes / element_) {}
+      : buffer_(buffer),
+        element_(size_of(buffer.dtype)),
+        ranks_(static_cast<size_t>(ranks)),
+        chunk_(chunk_bytes / element_) {}
 
   size_t chunks() const { return (buffer_.count + chunk_ - 1) / chunk_; }
 

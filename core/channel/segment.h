@@ -98,7 +98,9 @@ class Layout {
   size_t ring(size_t chunk) const {
     return slot(0) + 2 * page(sizes_.slot) + (chunk % sizes_.chunks) * page(sizes_.chunk);
   }
-  size_t pipe(int to) const { return ring(0) + sizes_.chunks * page(sizes_.chunk) + static_cast<size_t>(to) * page(sizes_.pipe); }
+  size_t pipe(int to) const {
+    return ring(0) + sizes_.chunks * page(sizes_.chunk) + static_cast<size_t>(to) * page(sizes_.pipe);
+  }
   size_t bytes() const { return pipe(ranks_); }
 
  private:

@@ -43,7 +43,10 @@ Shm::Maps Shm::map(Sizes sizes, const std::vector<sys::Fd>& segments) {
 }
 
 Shm::Shm(int rank, Sizes sizes, Maps maps, std::vector<sys::Fd> liveness)
-    : rank_(rank), layout_(static_cast<int>(maps.size()), sizes), maps_(std::move(maps)), liveness_(std::move(liveness)) {
+    : rank_(rank),
+      layout_(static_cast<int>(maps.size()), sizes),
+      maps_(std::move(maps)),
+      liveness_(std::move(liveness)) {
   for (int r = 0; r < size(); r++) {
     const auto& header = at<Header>(r, layout_.header());
     if (header.magic != layout_.magic() || header.rank != static_cast<uint32_t>(r)) {

@@ -40,7 +40,7 @@ class Shm {
   std::byte* chunk(int rank, size_t step) { return maps_[static_cast<size_t>(rank)]->data() + layout_.ring(step); }
   PipeControl& pipe_control(int from, int to) { return at<PipeControl>(from, layout_.pipe_control(to)); }
   std::byte* pipe(int from, int to) { return maps_[static_cast<size_t>(from)]->data() + layout_.pipe(to); }
-  Bell& gate() { return at<Bell>(0, layout_.gate()); }           // rung by collectives
+  Bell& gate() { return at<Bell>(0, layout_.gate()); }             // rung by collectives
   Bell& bell(int rank) { return at<Bell>(rank, layout_.bell()); }  // rung by sends to and recvs from `rank`
 
   static void ring(Bell& bell);
@@ -50,7 +50,9 @@ class Shm {
   template <class Ready>
   void wait(Bell& bell, Patience& patience, const Failure& about, Ready&& ready) {
     if (ready() < 0) return;
-    const auto call = [](const void* r) { return (*static_cast<std::add_const_t<std::remove_reference_t<Ready>>*>(r))(); };
+    const auto call = [](const void* r) {
+      return (*static_cast<std::add_const_t<std::remove_reference_t<Ready>>*>(r))();
+    };
     wait_slowly(bell, patience, about, call, &ready);
   }
 
@@ -59,8 +61,8 @@ class Shm {
   void condemn(const Failure& failure);
   void check_verdict();  // throws if the group is condemned
 
-  void leave();           // tell the others that this rank goes on purpose; ends this rank's blocked calls
-  void drop_liveness();   // in a forked child: the sockets are the parent's to keep
+  void leave();          // tell the others that this rank goes on purpose; ends this rank's blocked calls
+  void drop_liveness();  // in a forked child: the sockets are the parent's to keep
 
  private:
   using ReadyFn = int (*)(const void*);

@@ -70,9 +70,7 @@ def all_reduce(
     return resolve_group(group).all_reduce(tensor, op, async_op)
 
 
-def broadcast(
-    tensor: torch.Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False
-) -> Work | None:
+def broadcast(tensor: torch.Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Copies ``tensor`` of rank ``src`` into the ``tensor`` of every rank.
 
     Args:

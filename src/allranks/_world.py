@@ -40,7 +40,7 @@ class _GroupNames(type):
         return _world
 
 
-class group(metaclass=_GroupNames):  # noqa: N801 - torch's name
+class group(metaclass=_GroupNames):
     """``group.WORLD``: the default group, or None before ``init_process_group``."""
 
 

@@ -72,7 +72,7 @@ def start_processes(
     from torch.multiprocessing.spawn import ProcessContext
     from torch.multiprocessing.spawn import start_processes as torch_start
 
-    class Context(ProcessContext):  # type: ignore[misc]
+    class Context(ProcessContext):
         """Closes the store when nobody is left who could use it."""
 
         def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:

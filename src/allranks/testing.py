@@ -117,13 +117,16 @@ def _collect(
     failures: list[tuple[int, BaseException | None, str]] = []
     open_pipes = dict(pipes)
     while open_pipes:
-        ready = connection.wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
+        # A dead rank's pipe may still be held open by a child of its own, so that its end is waited for too.
+        ends = [processes[rank].sentinel for rank in open_pipes.values()]
+        ready = connection.wait([*open_pipes, *ends], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise TimeoutError(_hang_report(pipes, open_pipes, processes, timeout_s, folder))
-        for pipe in ready:
-            assert isinstance(pipe, connection.Connection)
+        for pipe in [pipe for pipe in open_pipes if pipe in ready or processes[open_pipes[pipe]].sentinel in ready]:
             rank = open_pipes.pop(pipe)
             try:
+                if not pipe.poll():
+                    raise EOFError
                 ok, value, text = cloudpickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join(5)

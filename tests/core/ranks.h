@@ -12,9 +12,10 @@
 
 #include "comm.h"
 
-#define CHECK(condition)                                                                                  \
-  do {                                                                                                    \
-    if (!(condition)) throw std::runtime_error(std::string(__FILE__ ":") + std::to_string(__LINE__) + ": " #condition); \
+#define CHECK(condition)                                                                                \
+  do {                                                                                                  \
+    if (!(condition))                                                                                   \
+      throw std::runtime_error(std::string(__FILE__ ":") + std::to_string(__LINE__) + ": " #condition); \
   } while (0)
 
 namespace allranks::test {
@@ -70,19 +71,27 @@ inline Sizes small_sizes() { return {.slot = 512, .chunk = 512, .chunks = 6, .pi
 template <class T>
 DType dtype_of();
 template <>
-inline DType dtype_of<float>() { return DType::f32; }
+inline DType dtype_of<float>() {
+  return DType::f32;
+}
 template <>
-inline DType dtype_of<double>() { return DType::f64; }
+inline DType dtype_of<double>() {
+  return DType::f64;
+}
 template <>
-inline DType dtype_of<int32_t>() { return DType::i32; }
+inline DType dtype_of<int32_t>() {
+  return DType::i32;
+}
 
 template <class T>
 Operation all_reduce(std::vector<T>& v, ReduceOp op = ReduceOp::sum) {
-  return {{.verb = Verb::all_reduce, .dtype = dtype_of<T>(), .op = op, .count = v.size()}, {v.data(), v.size(), dtype_of<T>()}};
+  return {{.verb = Verb::all_reduce, .dtype = dtype_of<T>(), .op = op, .count = v.size()},
+          {v.data(), v.size(), dtype_of<T>()}};
 }
 template <class T>
 Operation broadcast(std::vector<T>& v, int root) {
-  return {{.verb = Verb::broadcast, .dtype = dtype_of<T>(), .root = root, .count = v.size()}, {v.data(), v.size(), dtype_of<T>()}};
+  return {{.verb = Verb::broadcast, .dtype = dtype_of<T>(), .root = root, .count = v.size()},
+          {v.data(), v.size(), dtype_of<T>()}};
 }
 inline Operation barrier() { return {{.verb = Verb::barrier}, {}}; }
 
@@ -94,8 +103,8 @@ std::vector<Test>& tests();
 struct Register {
   Register(const char* name, void (*body)()) { tests().push_back({name, body}); }
 };
-#define TEST(name)                                                 \
-  static void name();                                              \
+#define TEST(name)                                                      \
+  static void name();                                                   \
   static const ::allranks::test::Register register_##name(#name, name); \
   static void name()
 

@@ -177,7 +177,8 @@ TEST(mismatches_raise_everywhere_and_the_group_goes_on) {
     }
     CHECK(v == before);
     std::vector<float> w(1, 1.0f);
-    CHECK(kind_of([&] { comm.run(comm.rank() == 0 ? all_reduce(w, ReduceOp::max) : all_reduce(w), caller); }) == Kind::mismatch);
+    CHECK(kind_of([&] { comm.run(comm.rank() == 0 ? all_reduce(w, ReduceOp::max) : all_reduce(w), caller); }) ==
+          Kind::mismatch);
     CHECK(kind_of([&] { comm.run(comm.rank() == 0 ? barrier() : all_reduce(w), caller); }) == Kind::mismatch);
     CHECK(kind_of([&] { comm.run(broadcast(w, comm.rank() == 1), caller); }) == Kind::mismatch);
     CHECK(w[0] == 1.0f);

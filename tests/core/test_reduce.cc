@@ -67,11 +67,16 @@ TEST(every_kernel_set_gives_the_same_bits) {
               uint64_t bits = 0;
               std::memcpy(&bits, &v[i * size], size);
               switch (static_cast<DType>(dtype)) {
-                case DType::f16: return (bits & 0x7fff) > 0x7c00;
-                case DType::bf16: return (bits & 0x7fff) > 0x7f80;
-                case DType::f32: return (bits & 0x7fffffff) > 0x7f800000;
-                case DType::f64: return (bits & 0x7fffffffffffffff) > 0x7ff0000000000000;
-                default: return false;
+                case DType::f16:
+                  return (bits & 0x7fff) > 0x7c00;
+                case DType::bf16:
+                  return (bits & 0x7fff) > 0x7f80;
+                case DType::f32:
+                  return (bits & 0x7fffffff) > 0x7f800000;
+                case DType::f64:
+                  return (bits & 0x7fffffffffffffff) > 0x7ff0000000000000;
+                default:
+                  return false;
               }
             };
             CHECK(is_nan(out) && is_nan(expected));

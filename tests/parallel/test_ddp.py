@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from allranks.testing import run_ranks
 from torch import nn
 
 import allranks as dist
 from allranks.nn.parallel import DistributedDataParallel
+from allranks.testing import run_ranks
 
 # Relative to the largest element: the ranks' sums round in another order than one process does.
 FLOAT64 = 1e-12
@@ -81,13 +81,15 @@ def train(model, x, y, steps=3, set_to_none=True):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("bucket_cap_mb", [25, 0.0005])
 @pytest.mark.parametrize(("as_view", "set_to_none"), [(False, True), (True, True), (True, False)])
-def test_equals_one_process_on_the_whole_batch(ranks, bucket_cap_mb, as_view, set_to_none):
+def test_equals_one_process_on_the_whole_batch(ranks, overlap, bucket_cap_mb, as_view, set_to_none):
     def body():
         rank, size = dist.get_rank(), dist.get_world_size()
         model = make(seed=rank)  # rank 0's must win
         model = DistributedDataParallel(model, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=as_view)
+        model._reducer.overlap = overlap
         x, y = data()
         result = train(model, x[rank::size], y[rank::size], set_to_none=set_to_none)
         if as_view:
@@ -221,15 +223,17 @@ def test_broadcast_buffers_false_leaves_them():
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
-        self.used, self.unused = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.unused, self.used = nn.Linear(3, 3), nn.Linear(3, 3)
 
     def forward(self, x, both=False):
         return self.used(x) + (self.unused(x) if both else 0)
 
 
-def test_parameter_without_gradient_is_an_error_that_names_it():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parameter_without_gradient_is_an_error_that_names_it(overlap):
     def body():
-        model = DistributedDataParallel(Two())
+        model = DistributedDataParallel(Two(), bucket_cap_mb=0.00001)
+        model._reducer.overlap = overlap
         x = torch.full((2, 3), 1.0 + dist.get_rank())
         with pytest.raises(
             ValueError, match=r"no gradient to 2 of 4 parameters: unused\.weight, unused\.bias.*find_unused"
@@ -288,10 +292,12 @@ def test_models_that_differ_are_an_error_on_every_rank():
     assert "here buffer extra" in one["buffer"]
 
 
-def test_exception_in_the_middle_of_backward_leaves_it_usable():
+@pytest.mark.parametrize("overlap", [False, True])
+def test_exception_in_the_middle_of_backward_leaves_it_usable(overlap):
     def body():
         rank = dist.get_rank()
         model = DistributedDataParallel(make(), bucket_cap_mb=0.0005)
+        model._reducer.overlap = overlap
         x, y = (t[rank::2] for t in data())
         broken = model.module.small[0].register_full_backward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -82,7 +82,10 @@ def test_the_master_is_not_read_for_another_init_method() -> None:
             "MASTER_ADDR is not set (rank 1 of 4). Expected a host name, for example MASTER_ADDR=node0."
             " Or start with: allranks run -n 4 train.py",
         ),
-        (without("MASTER_PORT"), "MASTER_PORT is not set (rank 1 of 4). Expected a port, for example MASTER_PORT=29500."),
+        (
+            without("MASTER_PORT"),
+            "MASTER_PORT is not set (rank 1 of 4). Expected a port, for example MASTER_PORT=29500.",
+        ),
         (without("MASTER_PORT", "MASTER_ADDR"), "MASTER_ADDR and MASTER_PORT are not set (rank 1 of 4)."),
         (without("RANK"), "RANK is not set (world size 4). Expected the number of this process, for example RANK=0."),
         (without("WORLD_SIZE"), "WORLD_SIZE is not set (rank 1)."),

@@ -123,7 +123,9 @@ class NativeEngine(Engine):
                 if finish is not None:
                     finish()
                 return None
-            return self._started("all_reduce", self.comm.start_all_reduce(work.data_ptr(), work.numel(), code, op), work, finish)
+            return self._started(
+                "all_reduce", self.comm.start_all_reduce(work.data_ptr(), work.numel(), code, op), work, finish
+            )
         except _core.Failure as failure:
             raise self.explain(failure, "all_reduce") from None
 
@@ -138,7 +140,9 @@ class NativeEngine(Engine):
                 if finish is not None:
                     finish()
                 return None
-            return self._started("broadcast", self.comm.start_broadcast(work.data_ptr(), work.numel(), code, root), work, finish)
+            return self._started(
+                "broadcast", self.comm.start_broadcast(work.data_ptr(), work.numel(), code, root), work, finish
+            )
         except _core.Failure as failure:
             raise self.explain(failure, "broadcast") from None
 
@@ -243,7 +247,9 @@ class NativeEngine(Engine):
             return MismatchError(self._explain_mismatch(theirs[0], call, peer, calls))
         if kind == "timeout":
             if peer < 0:
-                return TimeoutError(f"{here}: not complete after {seconds:.1f} s. It goes on; wait() may be called again")
+                return TimeoutError(
+                    f"{here}: not complete after {seconds:.1f} s. It goes on; wait() may be called again"
+                )
             missing = waiting_for or [peer]
             lines = [f"{here}: no data from {', '.join(map(self._who, missing))} for {seconds:.1f} s."]
             lines += [f"  rank {r} {self._last_call(r)}" for r in missing[:4]]
@@ -275,25 +281,25 @@ class NativeEngine(Engine):
             return "had not called anything after init_process_group."
         return f"last called {verb} #{number}."
 
-    def _explain_mismatch(self, verb: str, call: int, peer: int, calls: list[tuple[str, str, str, int, int]]) -> str:
+    def _explain_mismatch(self, verb: str, call: int, peer: int, calls: list[_core.Call]) -> str:
         if verb == "recv":
             sent, wanted = calls
             return (
                 f"recv on group '{self._group_name}' (rank {self._rank}): {self._who(peer)} sent {_amount(sent)}, "
                 f"but the tensor to receive into holds {_amount(wanted)}. The message was dropped."
             )
-        ranks_of: dict[tuple[str, str, str, int, int], list[int]] = {}
+        ranks_of: dict[_core.Call, list[int]] = {}
         for rank, fingerprint in enumerate(calls):
             ranks_of.setdefault(fingerprint, []).append(rank)
         said = [f"{_ranks(ranks)} called {_call(fingerprint)}" for fingerprint, ranks in ranks_of.items()]
         return f"call #{call} on group '{self._group_name}': {', '.join(said)}. No tensor was changed."
 
 
-def _amount(fingerprint: tuple[str, str, str, int, int]) -> str:
+def _amount(fingerprint: _core.Call) -> str:
     return f"{fingerprint[4]} x {fingerprint[1]}"
 
 
-def _call(fingerprint: tuple[str, str, str, int, int]) -> str:
+def _call(fingerprint: _core.Call) -> str:
     verb, _, op, root, _ = fingerprint
     if verb == "barrier":
         return verb
@@ -334,9 +340,9 @@ def _connect(meeting: Meeting, sizes: _core.Sizes, timeout_s: float) -> tuple[li
     rank, size, members = meeting.rank, meeting.world_size, meeting.members
     elsewhere = [m for m in members if m.boot_id != members[rank].boot_id]
     if elsewhere:
+        there = ", ".join(f"rank {m.rank} on {m.host}" for m in elsewhere)
         raise AllranksError(
-            f"rank {rank} is on {members[rank].host}, but {', '.join(f'rank {m.rank} is on {m.host}' for m in elsewhere)}: "
-            "this version of allranks connects the ranks of one host only"
+            f"rank {rank} is on {members[rank].host}, {there}: this version of allranks connects ranks of one host only"
         )
     deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as undo:
@@ -345,8 +351,15 @@ def _connect(meeting: Meeting, sizes: _core.Sizes, timeout_s: float) -> tuple[li
         segments = [-1] * size
         segments[rank] = segment
         sockets: dict[int, socket.socket] = {}
-        undo.callback(lambda: [s.close() for s in sockets.values()])
-        undo.callback(lambda: [os.close(fd) for r, fd in enumerate(segments) if fd >= 0 and r != rank])
+
+        @undo.callback
+        def close_peers() -> None:
+            for connection in sockets.values():
+                connection.close()
+            for peer in set(range(size)) - {rank}:
+                if segments[peer] >= 0:
+                    os.close(segments[peer])
+
         if size > 1:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
                 _meet_peers(meeting, listener, sockets, segments, deadline)

@@ -26,7 +26,7 @@ from allranks.launch.guard import Guard
 from allranks.launch.messages import Event, Exited, Failed, Output
 from allranks.launch.rank import Rank, become_rank, decode_reports
 from allranks.launch.target import Target
-from allranks.launch.wires import Stdio, Wires, reserve_descriptors, resize
+from allranks.launch.wires import Stdio, Wires, resize
 
 __all__ = ["Agent", "Plan"]
 
@@ -84,22 +84,21 @@ class Agent:
         self._selector: selectors.BaseSelector | None = None
         self._finished = False
 
-    def start(self, mask: Set[int]) -> Rank | None:
+    def start(self, mask: Set[int], files: tuple[int, int]) -> Rank | None:
         """Starts all ranks. Returns in each of the processes, as ``os.fork`` does.
 
         The caller blocks the signals that it will handle, so that none is lost between fork and handler.
 
         Args:
             mask: the signal mask for the ranks.
+            files: the limits on open files for the ranks.
 
         Returns:
             None in this process; in a forked rank, the rank, which the caller must let ``run``.
 
         Raises:
-            ConfigError: so many ranks need more open files than allowed.
             OSError: a process, pipe or terminal could not be had.
         """
-        files = reserve_descriptors(self._plan.nproc)
         child: Rank | None = None
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):

@@ -25,6 +25,7 @@ from allranks.launch.options import Options
 from allranks.launch.rank import Rank
 from allranks.launch.screen import Screen, ensure_standard_streams
 from allranks.launch.supervise import FORWARDED, Supervisor
+from allranks.launch.wires import reserve_descriptors
 
 __all__ = ["launch"]
 
@@ -70,6 +71,7 @@ def _prepare(options: Options) -> _Job | Rank:
     ensure_standard_streams()
     if options.logs is not None:
         _make_folder(options.logs)
+    files = reserve_descriptors(options.nproc)
     guard = Guard()
     server = StoreServer.unix()
     screen = Screen(options.nproc, options.show, options.logs, os.environ)
@@ -80,11 +82,10 @@ def _prepare(options: Options) -> _Job | Rank:
     agent = Agent(Plan(options.nproc, options.target, start, environ, screen.stdio()), guard)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
-        rank = agent.start(mask)
-    except (ConfigError, OSError) as error:
+        rank = agent.start(mask, files)
+    except OSError as error:
         agent.finish(0.0)
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"cannot start {options.nproc} ranks: {reason}") from error
+        raise ConfigError(f"cannot start {options.nproc} ranks: {error.strerror}") from error
     if rank is not None:
         server.close()
         return rank

@@ -9,8 +9,9 @@ How, in three parts:
   otherwise end as a hang or as garbage) and take rank 0's values;
 - gradients are reduced in *buckets*, in the reverse of the parameters' order, which is about the
   order in which backward produces them. Bucket k is started when all its gradients are there and
-  bucket k - 1 was started: the same order on every rank, whatever the order of the hooks;
-- when the backward ends, the mean is in every ``.grad``.
+  bucket k - 1 was started: the same order on every rank, whatever the order of the hooks. Where
+  all CPUs are busy computing, nothing is started before the backward has ended;
+- when ``backward()`` returns, the mean is in every ``.grad``.
 
 A large parameter is a bucket of its own and is reduced where it lies, in its ``.grad``; only small
 ones are copied together. On a CPU copying a gradient costs about as much as reducing it through
@@ -45,6 +46,7 @@ from torch import Tensor, nn
 from allranks import _collectives, _world
 from allranks._errors import MismatchError, UsageError
 from allranks._group import ProcessGroup
+from allranks._host import usable_cpus
 from allranks._types import ReduceOp
 from allranks._work import Work
 
@@ -285,6 +287,10 @@ class _Reducer:
         self._expected = False
         self._ready: set[int] = set()
         self._started = 0
+        # Reducing beside the backward takes a CPU that has nothing else to do. Without one, rank and
+        # progress thread only take turns, and each bucket waits for the slower rank: 5 % of a step
+        # of benchmarks/ddp_step.py. Ranks may differ in this; the order of calls is the same.
+        self.overlap = usable_cpus() > _world.get_world_size(group) * torch.get_num_threads()
 
         # Weakly: a parameter outlives its wrappers, and must neither keep them nor obey them then.
         me = weakref.ref(self)
@@ -336,6 +342,10 @@ class _Reducer:
             )
         self._ready.add(index)
         self._bucket_of[index].missing -= 1
+        if self.overlap:
+            self._start_complete()
+
+    def _start_complete(self) -> None:
         while self._started < len(self._buckets) and not self._buckets[self._started].missing:
             self._buckets[self._started].start(self._group, self._as_view)
             self._started += 1
@@ -353,6 +363,7 @@ class _Reducer:
                 "the loss: use it, or requires_grad_(False) before wrapping (find_unused_parameters is not "
                 "supported yet)."
             )
+        self._start_complete()
         for bucket in self._buckets:
             bucket.finish()
         self._expected = False

@@ -86,11 +86,11 @@ def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     if "ALLRANKS_BENCH_RANK" in os.environ:
         return _run_rank(options)
-    from allranks import launch
+    from allranks.launch import cli
 
     os.environ["ALLRANKS_BENCH_RANK"] = "1"
     # Rank 0 prints the table; the other ranks have nothing to say.
-    return launch.main(["-n", str(options.nproc), "--show", "plain", "-m", "allranks", "bench", *argv])
+    return cli.main(["-n", str(options.nproc), "--show", "0", "-q", __file__, *argv])
 
 
 def _size(text: str) -> int:
@@ -261,9 +261,9 @@ def _check(call: Callable[[torch.Tensor], object], count: int, dtype: torch.dtyp
 
 def _head(report: Report, engines: list[str]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    columns = "".join(
-        f"  {f'{name}: us':>13} {'algbw':>7} {'busbw':>7} {'#wrong':>6}" for name in engines
-    ) + "".join(f"  {f'{name}/native':>13}" for name in engines[1:])
+    columns = "".join(f"  {f'{name}: us':>13} {'algbw':>7} {'busbw':>7} {'#wrong':>6}" for name in engines) + "".join(
+        f"  {f'{name}/native':>13}" for name in engines[1:]
+    )
     return (
         f"# {report.verb} {report.op}, in place, {report.ranks} ranks on {report.cpus} CPUs ({report.processor})\n"
         f"# {versions}; medians of {report.blocks} alternating blocks; algbw and busbw in GB/s\n"
@@ -291,7 +291,11 @@ def _plot(report: Report, file: Path) -> None:
         times = [row.timings[name] for row in report.rows]
         (line,) = axes.plot(sizes, [t.median_s * 1e6 for t in times], marker="o", label=name)
         axes.fill_between(
-            sizes, [t.fastest_s * 1e6 for t in times], [t.slowest_s * 1e6 for t in times], color=line.get_color(), alpha=0.15
+            sizes,
+            [t.fastest_s * 1e6 for t in times],
+            [t.slowest_s * 1e6 for t in times],
+            color=line.get_color(),
+            alpha=0.15,
         )
     for row in report.rows:
         for ratio in row.ratios.values():

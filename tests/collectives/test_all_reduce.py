@@ -1,0 +1,265 @@
+"""all_reduce against torch, on every dtype, op, path through the core, and number of ranks."""
+
+import numpy as np
+import pytest
+import torch
+
+import allranks as dist
+from allranks import _core
+from allranks._types import ReduceOp
+from allranks.testing import RankError, run_ranks
+
+DTYPES = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+]
+# Elements: none, one, inside a call line, a slot, and more than a slot for every dtype.
+COUNTS = [0, 1, 13, 1000, 300_001]
+
+
+def operand(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 7)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator).bool()
+    if dtype.is_floating_point:
+        values = torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+        values[::17] = float("nan") if rank == 1 else float("inf")
+        return values
+    info = torch.iinfo(dtype)
+    return torch.randint(info.min, info.max, (count,), generator=generator, dtype=dtype)
+
+
+def expected(operands: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """The same reduction by torch's own element-wise functions, in the order of the ranks."""
+    dtype = operands[0].dtype
+    # float16 and bfloat16 are summed in float32 and rounded once.
+    wide = [t.float() if dtype in (torch.float16, torch.bfloat16) else t for t in operands]
+    steps = {
+        ReduceOp.SUM: torch.logical_or if dtype == torch.bool else torch.add,
+        ReduceOp.AVG: torch.add,
+        ReduceOp.PROD: torch.logical_and if dtype == torch.bool else torch.mul,
+        ReduceOp.MIN: torch.minimum,
+        ReduceOp.MAX: torch.maximum,
+    }
+    result = wide[0]
+    for other in wide[1:]:
+        result = steps[op](result, other)
+    if op == ReduceOp.AVG:
+        result = result / len(operands)
+    return result.to(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit, except that any NaN equals any other."""
+    if a.dtype.is_floating_point:
+        nan = a.isnan()
+        if not torch.equal(nan, b.isnan()):
+            return False
+        a, b = a.masked_fill(nan, 0), b.masked_fill(nan, 0)
+    return torch.equal(a.view(torch.uint8) if a.numel() else a, b.view(torch.uint8) if b.numel() else b)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_against_torch(ranks: int) -> None:
+    def body() -> list[str]:
+        wrong = []
+        for dtype in DTYPES:
+            for op in ReduceOp:
+                if op == ReduceOp.AVG and not dtype.is_floating_point:
+                    continue
+                for count in COUNTS:
+                    operands = [operand(r, count, dtype) for r in range(dist.get_world_size())]
+                    tensor = operands[dist.get_rank()].clone()
+                    dist.all_reduce(tensor, op)
+                    if not same_bits(tensor, expected(operands, op)):
+                        wrong.append(f"{dtype} {op.name} {count}")
+        return wrong
+
+    assert run_ranks(ranks, body) == [[]] * ranks
+
+
+def test_bits_are_the_same_on_all_ranks_and_in_every_run() -> None:
+    def body() -> bytes:
+        result = []
+        for count in (5, 10_000, 200_000):
+            tensor = (
+                torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank())) * 10.0 ** dist.get_rank()
+            )
+            dist.all_reduce(tensor)
+            result.append(tensor.numpy().tobytes())
+        return b"".join(result)
+
+    first, second = run_ranks(3, body), run_ranks(3, body)
+    assert len(set(first + second)) == 1
+
+
+def test_layouts() -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        base = torch.arange(24.0).reshape(2, 3, 4) + rank
+
+        def total(view: torch.Tensor) -> torch.Tensor:
+            return 2 * view - 2 * rank + 1 if rank == 0 else 2 * view - 1
+
+        for view in (
+            lambda t: t.permute(2, 0, 1),
+            lambda t: t[:, ::2, 1:3],
+            lambda t: t[1],
+            lambda t: t.flatten()[3],
+            lambda t: t.mT,
+        ):
+            whole = base.clone()
+            part = view(whole)
+            want, untouched = total(part.clone()), whole.clone()
+            dist.all_reduce(part)
+            assert torch.equal(part, want)
+            view(untouched).copy_(want)
+            assert torch.equal(whole, untouched), "something beside the view has changed"
+
+        image = (torch.ones(2, 3, 4, 5) * (rank + 1)).to(memory_format=torch.channels_last)
+        dist.all_reduce(image)
+        assert bool((image == 3).all())
+        scalar = torch.tensor(float(rank))
+        dist.all_reduce(scalar)
+        assert scalar.item() == 1
+        # A lazily negated view: the flag, not the bytes, says what its elements are.
+        complex_ = torch.complex(torch.zeros(3), torch.ones(3) * (rank + 1))
+        imag = complex_.conj().imag
+        assert imag.is_neg()
+        dist.all_reduce(imag)
+        assert torch.equal(imag, torch.full((3,), -3.0))
+        leaf = torch.ones(3, requires_grad=True)
+        dist.all_reduce(leaf)
+        assert torch.equal(leaf.detach(), torch.full((3,), 2.0))
+        strided = torch.ones(3, 2, requires_grad=True).t()
+        dist.all_reduce(strided)
+        assert torch.equal(strided.detach(), torch.full((2, 3), 2.0))
+
+    run_ranks(2, body)
+
+
+def test_async() -> None:
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        tensors = [torch.full((n,), float(rank + n)) for n in (1, 30, 5000, 100_000) * 5]
+        works = [dist.all_reduce(t, async_op=True) for t in tensors]
+        blocking = torch.ones(3)
+        dist.all_reduce(blocking)  # queued behind the others
+        assert torch.equal(blocking, torch.full((3,), float(size)))
+        for work, n, tensor in reversed(list(zip(works, (1, 30, 5000, 100_000) * 5, tensors, strict=True))):
+            assert work.wait() is True
+            assert work.is_completed()
+            assert work.is_success()
+            assert work.exception() is None
+            assert bool((tensor == size * n + size * (size - 1) / 2).all())
+        transposed = torch.arange(6.0).reshape(2, 3).t()
+        dist.all_reduce(transposed, async_op=True).wait()
+        assert torch.equal(transposed, size * torch.arange(6.0).reshape(2, 3).t())
+        # Nobody keeps the work or the tensor: neither may vanish under the core.
+        for _ in range(50):
+            dist.all_reduce(torch.ones(50_000), async_op=True)
+        dist.barrier()
+
+    run_ranks(3, body)
+
+
+def test_old_and_foreign_spellings() -> None:
+    def body() -> None:
+        import torch.distributed as peer
+
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor, op=dist.reduce_op.SUM)
+        dist.all_reduce(tensor, op=peer.ReduceOp.SUM)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, dist.group.WORLD)
+        assert torch.equal(tensor, torch.full((2,), 4.0))
+
+    run_ranks(2, body)
+
+
+def test_what_cannot_be_reduced() -> None:
+    def body() -> None:
+        with pytest.raises(dist.UsageError, match=r"AVG of torch\.int32"):
+            dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
+        with pytest.raises(dist.UsageError, match=r"SUM of torch\.complex64"):
+            dist.all_reduce(torch.ones(2, dtype=torch.complex64))
+        with pytest.raises(dist.UsageError, match="on meta"):
+            dist.all_reduce(torch.ones(2, device="meta"))
+        with pytest.raises(dist.UsageError, match="expanded"):
+            dist.all_reduce(torch.ones(1).expand(3))
+        with pytest.raises(dist.UsageError, match="sparse"):
+            dist.all_reduce(torch.ones(2, 2).to_sparse())
+        with pytest.raises(TypeError, match=r"expected a torch\.Tensor, not ndarray"):
+            dist.all_reduce(np.ones(2))
+        with pytest.raises(dist.UsageError, match="ReduceOp"):
+            dist.all_reduce(torch.ones(2), "sum")
+        with pytest.raises(dist.UsageError, match="group must be"):
+            dist.all_reduce(torch.ones(2), group="world")
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert torch.equal(tensor, torch.full((2,), 2.0)), "the refusals must not count as calls"
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_mismatches_name_the_ranks_and_change_nothing(asynchronous: bool) -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+
+        def finish(work: dist.Work | None) -> None:
+            assert (work is not None) == asynchronous
+            if work is not None:
+                work.wait()
+
+        def refused(call: object, *words: str) -> None:
+            with pytest.raises(dist.MismatchError) as caught:
+                finish(call())
+            for word in words:
+                assert word in str(caught.value)
+
+        tensor = torch.ones(1000 if rank == 2 else 1024)
+        refused(
+            lambda: dist.all_reduce(tensor, async_op=asynchronous),
+            "ranks 0-1 called all_reduce(1024 x float32, SUM)",
+            "rank 2 called all_reduce(1000 x float32, SUM)",
+        )
+        number = torch.ones(4, dtype=torch.int32 if rank == 0 else torch.float32)
+        refused(lambda: dist.all_reduce(number, async_op=asynchronous), "rank 0 called all_reduce(4 x int32")
+        same = torch.ones(4)
+        op = dist.ReduceOp.MAX if rank == 1 else dist.ReduceOp.SUM
+        refused(lambda: dist.all_reduce(same, op, async_op=asynchronous), "ranks 0, 2", "rank 1", "MAX", "SUM")
+        if rank == 0:
+            refused(lambda: dist.barrier(async_op=asynchronous), "rank 0 called barrier")
+        else:
+            refused(lambda: dist.all_reduce(same, async_op=asynchronous), "rank 0 called barrier")
+        root = 1 if rank == 1 else 0
+        refused(lambda: dist.broadcast(same, root, async_op=asynchronous), "src=0", "src=1")
+        assert bool((tensor == 1).all() and (number == 1).all() and (same == 1).all())
+        dist.all_reduce(same)
+        assert bool((same == 3).all()), "the group goes on"
+
+    run_ranks(3, body)
+
+
+def test_a_failing_rank_is_named_by_run_ranks() -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("mine")
+        dist.barrier()
+
+    with pytest.raises(RankError, match="rank 1 of 3") as caught:
+        run_ranks(3, body)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_reduce_ops_and_dtypes_are_numbered_as_in_the_core() -> None:
+    assert {op.name: int(op) for op in ReduceOp} == _core.REDUCE_OPS
+    assert all(hasattr(torch, name) for name in _core.DTYPES)

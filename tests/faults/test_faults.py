@@ -1,0 +1,202 @@
+"""Ranks that are killed, stopped, interrupted, or late: every survivor gets an error that names them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks.testing import run_ranks
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("count", [1, 10_000_000])
+def test_a_killed_rank_is_named_by_every_survivor(asynchronous: bool, count: int) -> None:
+    def body() -> tuple[float, float, str]:
+        tensor = torch.ones(count)
+        dist.all_reduce(tensor)
+        if dist.get_rank() == 1:
+            killed = time.monotonic()
+            # In the middle of a call when it is a large one, from another thread.
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            while True:
+                dist.all_reduce(tensor)
+                if count == 1 and time.monotonic() - killed > 0.01:
+                    time.sleep(10)
+
+        def forever() -> None:
+            while True:
+                work = dist.all_reduce(tensor, async_op=asynchronous)
+                if work is not None:
+                    work.wait()
+
+        began = time.monotonic()
+        with pytest.raises(dist.PeerLostError) as caught:
+            forever()
+        ended = time.monotonic()
+        assert caught.value.rank == 1
+        with pytest.raises(dist.PeerLostError, match="rank 1"):  # and so does every later call, at once
+            dist.barrier()
+        return ended - began, time.monotonic() - ended, str(caught.value)
+
+    results = run_ranks(3, body, may_die={1})
+    assert results[1] is None
+    for result in (results[0], results[2]):
+        noticed_s, again_s, text = result
+        assert noticed_s < 1.1
+        assert again_s < 0.5
+        assert "rank 1" in text
+        assert "died" in text
+
+
+def test_the_record_of_kills() -> None:
+    """Ten kills while the others wait: each is noticed within a second."""
+
+    def body() -> float:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(dist.PeerLostError, match="rank 0"):
+            dist.barrier()
+        return time.monotonic()
+
+    for _ in range(10):
+        began = time.monotonic()
+        ends = run_ranks(3, body, may_die={0})
+        assert max(end for end in ends if end is not None) - began < 2.0
+
+
+def test_a_rank_that_ends_is_named() -> None:
+    def body() -> str:
+        if dist.get_rank() == 1:
+            dist.destroy_process_group()
+            return ""
+        with pytest.raises(dist.PeerLostError, match=r"rank 1 .* has left the group") as caught:
+            dist.barrier()
+        return str(caught.value)
+
+    assert "had not called anything" in run_ranks(2, body)[0]
+
+
+def test_a_child_that_holds_the_sockets_does_not_hide_a_death() -> None:
+    """A data loader's worker is forked from the rank and outlives it by a moment."""
+
+    def body() -> float:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            if os.fork() == 0:
+                time.sleep(8)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(dist.PeerLostError, match="rank 1"):
+            dist.barrier()
+        return time.monotonic() - began
+
+    assert run_ranks(2, body, may_die={1})[0] < 1
+
+
+def test_a_late_rank_is_named_when_the_timeout_ends() -> None:
+    def body() -> str:
+        dist.destroy_process_group()
+        dist.init_process_group(timeout=0.5)
+        if dist.get_rank() == 2:
+            time.sleep(1.2)
+            with pytest.raises(dist.AllranksError):
+                dist.barrier()
+            return ""
+        with pytest.raises(dist.TimeoutError) as caught:
+            dist.all_reduce(torch.ones(3))
+        return str(caught.value)
+
+    for text in run_ranks(3, body)[:2]:
+        assert "rank 2 (" in text
+        assert "init_process_group(timeout=...)" in text
+
+
+def test_a_stopped_rank_is_not_dead() -> None:
+    def body() -> float:
+        pid = os.getpid()
+        if dist.get_rank() == 1:
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    f"import os,time; time.sleep(0.1); os.kill({pid}, 19); time.sleep(1); os.kill({pid}, 18)",
+                ]
+            )
+        tensor = torch.ones(100)
+        end = time.monotonic() + 1.5
+        running = torch.ones(1)
+        while running.item():
+            dist.all_reduce(tensor, dist.ReduceOp.AVG)
+            running.fill_(time.monotonic() < end)
+            dist.all_reduce(running, dist.ReduceOp.MIN)
+        return tensor[0].item()
+
+    assert run_ranks(2, body) == [1.0, 1.0]
+
+
+def test_ctrl_c_ends_a_blocked_call_and_tells_the_others() -> None:
+    def body() -> tuple[float, str]:
+        dist.barrier()
+        if dist.get_rank() == 2:
+            time.sleep(1.5)
+            return 0.0, ""
+        if dist.get_rank() == 0:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        try:
+            dist.all_reduce(torch.ones(1))
+        except KeyboardInterrupt:
+            return time.monotonic() - began, "interrupted"
+        except dist.PeerLostError as error:
+            return time.monotonic() - began, str(error)
+        return 0.0, "nothing"
+
+    (seconds, text), (other_seconds, other_text), _ = run_ranks(3, body)
+    assert text == "interrupted"
+    assert seconds < 0.7
+    assert "rank 0" in other_text
+    assert "interrupted (Ctrl-C)" in other_text
+    assert other_seconds < 0.8
+
+
+def test_destroy_returns_with_calls_pending() -> None:
+    def body() -> str:
+        if dist.get_rank() == 1:
+            time.sleep(0.5)
+            dist.all_reduce(torch.ones(1000))  # rank 0's part of it was there before it left
+            with pytest.raises(dist.PeerLostError, match="rank 0"):
+                dist.all_reduce(torch.ones(1000))
+            return ""
+        works = [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]
+        time.sleep(0.05)
+        began = time.monotonic()
+        dist.destroy_process_group()
+        assert time.monotonic() - began < 0.4
+        with pytest.raises(dist.AllranksError) as caught:
+            works[2].wait()
+        assert works[1].is_completed()
+        assert isinstance(works[1].exception(), dist.AllranksError)
+        return str(caught.value)
+
+    assert "destroyed while the call was pending" in run_ranks(2, body)[0]
+
+
+def test_nothing_is_left_in_shared_memory() -> None:
+    before = set(os.listdir("/dev/shm"))
+
+    def body() -> None:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run_ranks(2, body, may_die={0})
+    assert set(os.listdir("/dev/shm")) <= before

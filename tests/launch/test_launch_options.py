@@ -1,0 +1,154 @@
+"""Arguments, and what is said about wrong ones."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Launcher
+
+from allranks.launch import environ
+from allranks.launch.options import parse
+from allranks.launch.target import Target
+
+
+def test_defaults() -> None:
+    options = parse(["train.py"])
+    assert options.target == Target("script", "train.py")
+    assert (options.nproc, options.start, options.show, options.logs) == (1, "fork", "all", None)
+    assert (options.grace_s, options.threads, options.quiet) == (10, None, False)
+
+
+def test_what_follows_the_script_is_its_own() -> None:
+    options = parse(["-n", "2", "train.py", "-n", "3", "--", "-q", "--start=x"])
+    assert options.target == Target("script", "train.py", ("-n", "3", "--", "-q", "--start=x"))
+    assert (options.nproc, options.quiet) == (2, False)
+
+
+def test_module_and_command() -> None:
+    assert parse(["-m", "a.b", "-m", "x"]).target == Target("module", "a.b", ("-m", "x"))
+    assert parse(["--", "ls", "--", "-l"]).target == Target("command", "ls", ("--", "-l"))
+
+
+@pytest.mark.parametrize(
+    "words", [["-n", "3"], ["-n3"], ["--nproc=3"], ["--nproc-per-node", "3"], ["--nproc_per_node=3"]]
+)
+def test_spellings_of_nproc(words: list[str]) -> None:
+    assert parse([*words, "--use-env", "--standalone", "x.py"]).nproc == 3
+
+
+def test_auto() -> None:
+    assert parse(["-n", "auto", "x.py"]).nproc == environ.usable_cpus()
+    assert parse(["--threads", "auto", "x.py"]).threads is None
+    assert parse(["--threads", "3", "x.py"]).threads == 3
+
+
+def test_threads_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environ, "usable_cpus", lambda: 8)
+    assert environ.threads_per_rank(3, None, {}) == "2"
+    assert environ.threads_per_rank(16, None, {"OMP_NUM_THREADS": ""}) == "1"
+    assert environ.threads_per_rank(3, None, {"OMP_NUM_THREADS": "5"}) == "5"
+    assert environ.threads_per_rank(3, 7, {"OMP_NUM_THREADS": "5"}) == "7"
+
+
+def test_cpu_quota_of_a_container(tmp_path: Path) -> None:
+    membership, root = tmp_path / "cgroup", tmp_path / "fs"
+    (root / "pod" / "box").mkdir(parents=True)
+    membership.write_text("4:memory:/x\n0::/pod/box\n")
+    assert environ._cgroup_quota(root, membership) == float("inf")
+    (root / "pod" / "box" / "cpu.max").write_text("max 100000\n")
+    (root / "pod" / "cpu.max").write_text("150000 100000\n")
+    (root / "cpu.max").write_text("400000 100000\n")
+    assert environ._cgroup_quota(root, membership) == 1.5
+
+
+BAD = {
+    "nothing": ([], "expected a script"),
+    "no module": (["-m"], "expected a module"),
+    "no command": (["--"], "expected a command"),
+    "module and command": (["-m", "--", "ls"], "exclude each other"),
+    "missing script": (["nowhere.py"], "there is no script 'nowhere.py'"),
+    "command without dashes": (["ls"], "put -- before it: -- ls"),
+    "directory": (["folder"], "'folder' is a directory"),
+    "program": ([os.path.realpath(sys.executable)], "is a program, not a python script"),
+    "unknown module": (["-m", "nowhere"], "there is no python module 'nowhere'"),
+    "unknown submodule": (["-m", "json.nowhere"], "there is no python module 'json.nowhere'"),
+    "submodule of a module": (["-m", "this.nowhere"], "there is no python module 'this.nowhere'"),
+    "odd module": (["-m", ".x"], "there is no python module '.x'"),
+    "package": (["-m", "json"], "'json' is a package without a __main__ module"),
+    "unknown command": (["--", "no-such-command"], "there is no command 'no-such-command'"),
+    "script as command": (["--", "./plain.py"], "leave out the --"),
+    "zero ranks": (["-n", "0", "plain.py"], "'0' is not a number of ranks"),
+    "negative ranks": (["-n", "-1", "plain.py"], "'-1' is not a number of ranks"),
+    "x ranks": (["-n", "x", "plain.py"], "'x' is not a number of ranks"),
+    "no number": (["-n"], "argument -n/--nproc: expected one argument"),
+    "unknown option": (["--bogus", "plain.py"], "unrecognized arguments: --bogus"),
+    "abbreviation": (["--npro", "2", "plain.py"], "unrecognized arguments: --npro"),
+    "start": (["--start", "thread", "plain.py"], "invalid choice: 'thread'"),
+    "show": (["--show", "7", "plain.py"], "invalid choice: '7'"),
+    "grace": (["--grace", "nan", "plain.py"], "'nan' is not a number of seconds"),
+    "threads": (["--threads", "0", "plain.py"], "'0' is not a number of threads"),
+    "logs": (["--logs", "plain.py", "plain.py"], "cannot make the folder 'plain.py'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_arguments_cost_one_line_and_no_time(launcher: Launcher, case: str) -> None:
+    (launcher.folder / "folder").mkdir()
+    launcher.write("raise SystemExit('must not run')", "plain.py")
+    launcher.write("raise SystemExit('torch must not be imported')", "fake/torch.py")
+    words, message = BAD[case]
+    done = launcher.run(*words)
+    assert done.code == 2
+    assert done.out == ""
+    assert message in done.err
+    assert done.err.startswith("allranks run: error: ")
+    assert len(done.err.splitlines()) == 1
+    assert "Traceback" not in done.err
+
+
+def test_so_many_ranks_that_files_run_out(launcher: Launcher) -> None:
+    done = launcher.run("-n", "100000000", "--", "true")
+    assert done.code == 2
+    assert "open files" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def allranks(*words: str, module: str = "allranks") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", module, *words], capture_output=True, text=True, check=False)
+
+
+def test_the_command_itself() -> None:
+    assert allranks("--version").stdout.startswith("allranks 0.")
+    assert "bench" in allranks("--help").stdout
+    for words, said in (([], "a command is missing"), (["fly"], "there is no command 'fly'")):
+        done = allranks(*words)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+        assert said in done.stderr
+
+
+def test_python_m_allranks_launch_is_allranks_run() -> None:
+    assert allranks("--help", module="allranks.launch").stdout == allranks("run", "--help").stdout
+
+
+def test_help_is_fast_and_imports_no_torch() -> None:
+    code = "import sys; from allranks.__main__ import main\ntry: main(['run', '--help'])\nfinally: print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "allranks.launch.options" in loaded
+    assert not {"torch", "numpy", "allranks.launch.job"} & set(loaded)
+    times = []
+    for _ in range(5):  # processor time, as others use this machine too
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        allranks("run", "--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.15
+
+
+def test_running_a_job_imports_no_torch_into_the_launcher() -> None:
+    code = "import sys, allranks.launch.job, allranks.launch.rank; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,239 @@
+"""The renderers: bytes in, bytes out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from terminal_model import Terminal
+
+from allranks.launch.output import Live, Plain, Renderer, prefixes
+
+UP_AND_ERASE = b"\x1b[1A\x1b[2K"
+
+
+def feed(renderer: Renderer, *writes: tuple[int, bytes]) -> bytes:
+    return b"".join(renderer.feed(rank, data) for rank, data in writes)
+
+
+def plain(n: int = 2) -> Plain:
+    return Plain(prefixes(n))
+
+
+class Seen:
+    """A live renderer and the terminal it writes to."""
+
+    def __init__(self, n: int = 2, columns: int = 40) -> None:
+        self.live = Live(prefixes(n), columns)
+        self.terminal = Terminal(columns)
+
+    def feed(self, *writes: tuple[int, bytes]) -> list[str]:
+        self.terminal.feed(feed(self.live, *writes))
+        return self.terminal.rows
+
+    def end(self, *ranks: int) -> list[str]:
+        for rank in ranks:
+            self.terminal.feed(self.live.end(rank))
+        return self.terminal.rows
+
+
+def test_prefixes_are_of_one_width() -> None:
+    assert prefixes(2) == [b"[0] ", b"[1] "]
+    assert prefixes(12)[1] == b"[ 1] "
+    assert prefixes(12)[11] == b"[11] "
+
+
+def test_prefixes_in_colour_end_in_a_reset() -> None:
+    assert prefixes(1, colour=True) == [b"\x1b[36m[0] \x1b[0m"]
+
+
+@pytest.mark.parametrize(
+    ("writes", "shown"),
+    [
+        ([b"a\nb\n"], b"[0] a\n[0] b\n"),
+        ([b"a", b"b\n"], b"[0] ab\n"),
+        ([b"\n"], b"[0] \n"),
+        ([b"a\r\n"], b"[0] a\r\n"),
+        ([b"a\r", b"\n"], b"[0] a\r\n"),
+        ([b"10%\r20%\r", b"30%\n"], b"[0] 30%\n"),
+        ([b"10%", b"\r20%", b"\n"], b"[0] 20%\n"),
+        ([b"10%\r", b"20%\r\n"], b"[0] 20%\r\n"),
+        ([b"\xff\xfe\x00\n"], b"[0] \xff\xfe\x00\n"),
+    ],
+)
+def test_plain_shows_the_last_state_of_each_line(writes: list[bytes], shown: bytes) -> None:
+    assert feed(plain(), *((0, data) for data in writes)) == shown
+
+
+def test_plain_never_mixes_halves_of_lines() -> None:
+    assert feed(plain(), (0, b"a"), (1, b"b"), (0, b"A\n"), (1, b"B\n")) == b"[0] aA\n[1] bB\n"
+
+
+def test_plain_shows_an_unterminated_line_at_the_end() -> None:
+    renderer = plain()
+    assert renderer.feed(1, b"x\ny") == b"[1] x\n"
+    assert renderer.end(1) == b"[1] y\n"
+    assert renderer.end(1) == b""
+
+
+def test_plain_shows_nothing_of_a_bar_that_wiped_itself() -> None:
+    renderer = plain()
+    assert renderer.feed(0, b"\r50%\r    \r") == b""
+    assert renderer.end(0) == b""
+
+
+def test_plain_does_not_keep_a_bar_that_never_ends() -> None:
+    renderer = plain()
+    for step in range(10000):
+        assert renderer.feed(0, b"\rstep %d" % step) == b""
+    assert renderer.end(0) == b"[0] step 9999\n"
+
+
+def test_plain_breaks_endless_lines() -> None:
+    renderer = plain()
+    out = feed(renderer, *((0, b"x" * 65536) for _ in range(100))) + renderer.end(0)
+    assert out.replace(b"[0] ", b"").replace(b"\n", b"") == b"x" * 6553600
+    assert out.count(b"\n") < 10
+
+
+@given(st.lists(st.sampled_from([b"a", b"\r", b"\n", b"\xc3", b"\xa9", b"bc"]), max_size=30), st.data())
+def test_plain_does_not_depend_on_how_bytes_are_cut(parts: list[bytes], data: st.DataObject) -> None:
+    whole = b"".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=5)))
+    one, many = plain(), plain()
+    pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    assert one.feed(0, whole) + one.end(0) == feed(many, *((0, piece) for piece in pieces)) + many.end(0)
+
+
+def test_live_bar_moves_in_place() -> None:
+    seen = Seen()
+    assert seen.feed((0, b"\r10%")) == ["[0] 10%"]
+    assert seen.feed((0, b"\r20%")) == ["[0] 20%"]
+    assert seen.feed((0, b"\r100%\n")) == ["[0] 100%"]
+    assert seen.feed((0, b"done\n")) == ["[0] 100%", "[0] done"]
+
+
+def test_live_lines_of_others_stand_above_the_bar() -> None:
+    seen = Seen()
+    assert seen.feed((0, b"\r10%"), (1, b"hello\n")) == ["[1] hello", "[0] 10%"]
+    assert seen.feed((0, b"\r20%"), (1, b"wor"), (1, b"ld\nagain\n")) == [
+        "[1] hello",
+        "[1] world",
+        "[1] again",
+        "[0] 20%",
+    ]
+
+
+def test_live_notes_stand_above_the_bar() -> None:
+    seen = Seen()
+    seen.feed((0, b"\r10%"))
+    seen.terminal.feed(seen.live.note(b"stopping"))
+    assert seen.feed((0, b"\r20%")) == ["stopping", "[0] 20%"]
+
+
+def test_live_shows_the_lowest_rank_with_an_open_line() -> None:
+    seen = Seen(3)
+    assert seen.feed((2, b"\rtwo")) == ["[2] two"]
+    assert seen.feed((1, b"\rone")) == ["[1] one"]
+    assert seen.feed((2, b"\rTWO")) == ["[1] one"]
+    assert seen.feed((0, b"zero\n")) == ["[0] zero", "[1] one"]
+    assert seen.feed((1, b"\rone!\n")) == ["[0] zero", "[1] one!", "[2] TWO"]
+    assert seen.end(0, 1, 2) == ["[0] zero", "[1] one!", "[2] TWO"]
+
+
+def test_live_bar_of_rich() -> None:
+    seen = Seen()
+    seen.feed((0, b"\x1b[?25l"))
+    for step in (b"10%", b"20%"):
+        seen.feed((0, b"\r\x1b[2K" + step))
+    assert not seen.terminal.cursor_visible
+    assert seen.feed((1, b"x\n")) == ["[1] x", "[0] 20%"]
+    assert seen.feed((0, b"\r\x1b[2K30%\n\x1b[?25h")) == ["[1] x", "[0] 30%"]
+    assert seen.terminal.cursor_visible
+
+
+def test_live_bars_of_several_rows() -> None:
+    seen = Seen()
+    seen.feed((0, b"a1\nb1"))
+    assert seen.feed((0, b"\r\x1b[2K" + UP_AND_ERASE + b"a2\nb2")) == ["[0] a2", "[0] b2"]
+
+
+def test_live_cursor_never_goes_up_into_the_lines_of_others() -> None:
+    seen = Seen()
+    seen.feed((0, b"a1\nb1"), (1, b"keep\n"))
+    rows = seen.feed((0, b"\r\x1b[2K" + UP_AND_ERASE + b"a2\nb2"))
+    assert rows == ["[0] a1", "[1] keep", "[0] a2", "[0] b2"]
+    rows = seen.feed((1, b"k\n\x1b[9A\x1b[2Ke\n"))
+    assert rows == ["[0] a1", "[1] keep", "[0] a2", "[1] k", "[1] e", "[0] b2"]
+
+
+def test_live_nested_bars_of_tqdm() -> None:
+    seen = Seen()
+    seen.feed((0, b"\router 1"), (0, b"\n\rinner 1\x1b[A"))
+    assert seen.feed((0, b"\router 2"), (0, b"\n\rinner 2\x1b[A")) == ["[0] outer 2", "[0] inner 2"]
+    seen.feed((1, b"keep\n"))
+    assert "[1] keep" in seen.feed((0, b"\router 3"), (0, b"\n\rinner 3\x1b[A"))
+
+
+def test_live_bar_that_wipes_itself_leaves_nothing() -> None:
+    seen = Seen()
+    seen.feed((0, b"\r50%"), (0, b"\r   \r"))
+    assert seen.feed((1, b"x\n")) == ["[1] x"]
+    assert seen.end(0, 1) == ["[1] x"]
+
+
+def test_live_return_and_control_sequence_before_a_redraw() -> None:
+    seen = Seen()
+    seen.feed((0, b"50%"), (0, b"\r\x1b[?25l"), (1, b"x\n"))
+    assert seen.feed((0, b"60")) == ["[1] x", "[0] 60%"]  # as a terminal shows it: overwritten, not erased
+
+
+def test_live_wipes_a_line_that_takes_several_rows() -> None:
+    seen = Seen(columns=20)
+    seen.feed((0, b"x" * 50))
+    assert seen.feed((1, b"y\n")) == ["[1] y", "[0] " + "x" * 16, "x" * 20, "x" * 14]
+
+
+def test_live_indentation_written_by_itself_stays() -> None:
+    seen = Seen()
+    assert seen.feed((0, b"  "), (0, b"a"), (0, b"\n"), (1, b"b\n")) == ["[0]   a", "[1] b"]
+
+
+def test_live_shows_the_cursor_again_when_its_rank_is_gone() -> None:
+    seen = Seen()
+    seen.feed((0, b"\x1b[?25lx"))
+    seen.end(0)
+    assert seen.terminal.cursor_visible
+
+
+def test_live_sequences_may_be_cut_anywhere() -> None:
+    whole = b"\x1b[?25l\r\x1b[2K\x1b[31m10%\x1b[0m\r\x1b[2K20%\r\nend\r\n"
+    for cut in range(len(whole)):
+        seen = Seen()
+        assert seen.feed((0, whole[:cut]), (1, b"x\n"), (0, whole[cut:])).count("[0] end") == 1
+        assert seen.terminal.rows[-1] in ("[0] end", "[1] x")
+
+
+WRITES = [b"line\n", b"\rbar", b"part ", b"\r\n", b"\r\x1b[2K"]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just(0), st.sampled_from([*WRITES, UP_AND_ERASE])),
+            st.tuples(st.sampled_from([1, 2]), st.sampled_from(WRITES)),
+        ),
+        max_size=40,
+    )
+)
+def test_live_loses_no_line_whatever_rank_0_does(writes: list[tuple[int, bytes]]) -> None:
+    seen = Seen(3, columns=200)
+    said: list[str] = []
+    for number, (rank, data) in enumerate(writes):
+        if rank and data == b"line\n":
+            data = b"\r\x1b[2Kline %d\n" % number
+            said.append(f"[{rank}] line {number}")
+        seen.feed((rank, data))
+    rows = seen.end(0, 1, 2)
+    assert [row for row in rows if row in said] == said

@@ -1,0 +1,332 @@
+"""What a rank finds: environment, arguments, ``__main__``, streams; and how it ends. Both ways to start."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import Launcher
+
+STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
+
+
+@STARTS
+def test_environment(launcher: Launcher, start: str) -> None:
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NODE_RANK ROLE_RANK"
+    names += " ROLE_WORLD_SIZE ROLE_NAME MASTER_ADDR TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS"
+    script = "import json, os; print(json.dumps(dict(os.environ)))"
+    outer = {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "7", "RANK": "3", "MASTER_ADDR": "nowhere"}
+    done = launcher.script(script, "-n", "2", "--start", start, **outer)
+    assert done.code == 0
+    ranks = [json.loads(line.partition("] ")[2]) for line in done.lines]
+    for number, rank in enumerate(ranks):
+        assert [rank[name] for name in names.split()] == [
+            *(str(number), str(number), "2", "2", "0", "1", "0", str(number)),
+            *("2", "default", "127.0.0.1", "0", "0"),
+        ]
+        assert rank["ALLRANKS_STORE"].startswith("unix:@")
+        assert rank["TORCHELASTIC_RUN_ID"]
+        assert "TORCHELASTIC_USE_AGENT_STORE" not in rank
+        with socket.create_server(("127.0.0.1", int(rank["MASTER_PORT"]))):
+            pass
+    for name in ("MASTER_PORT", "ALLRANKS_STORE", "TORCHELASTIC_RUN_ID"):
+        assert ranks[0][name] == ranks[1][name]
+
+
+@STARTS
+def test_threads(launcher: Launcher, start: str) -> None:
+    script = "import os, torch; print(os.environ['OMP_NUM_THREADS'], torch.seen)"
+    launcher.environ()
+    launcher.write("import os; seen = os.environ.get('OMP_NUM_THREADS')", "fake/torch.py")
+    share = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert launcher.script(script, "-n2", "--start", start).lines[1] == f"[1] {share} {share}"
+    assert launcher.script(script, "--start", start, OMP_NUM_THREADS="5").lines == ["[0] 5 5"]
+    assert launcher.script(script, "--start", start, "--threads=3", OMP_NUM_THREADS="5").lines == ["[0] 3 3"]
+
+
+def test_store_of_the_launcher_serves(launcher: Launcher) -> None:
+    script = """
+        import os
+        from allranks._store import StoreClient
+        store = StoreClient.connect(os.environ["ALLRANKS_STORE"], timeout_s=10)
+        store.set("from" + os.environ["RANK"], b"hello")
+        print(store.get("from" + str(1 - int(os.environ["RANK"])), 10))
+        """
+    done = launcher.script(script, "-n", "2")
+    assert (done.code, done.lines) == (0, ["[0] b'hello'", "[1] b'hello'"]), done.err
+
+
+@STARTS
+def test_main_is_a_module_like_any_script_s(launcher: Launcher, start: str) -> None:
+    script = """
+        import gc, multiprocessing, pickle, signal, sys
+        class Thing: pass
+        def work(queue): queue.put((__name__, Thing()))
+        if __name__ == "__main__":
+            thing = pickle.loads(pickle.dumps(Thing()))
+            queue = multiprocessing.get_context("spawn").Queue()
+            child = multiprocessing.get_context("spawn").Process(target=work, args=(queue,))
+            child.start(); name, other = queue.get(); child.join()
+            print(sys.argv, sys.path[0], __file__, __spec__, type(thing) is Thing, name, type(other) is Thing)
+            print(sys.modules["__main__"].Thing is Thing, repr(sys.stdin.read()), sys.stdout.isatty(), gc.isenabled())
+            print([signal.getsignal(n) is h for n, h in ((2, signal.default_int_handler), (15, signal.SIG_DFL))])
+            print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+        """
+    (launcher.folder / "link.py").symlink_to(launcher.write(script, "real/script.py"))
+    done = launcher.run("--start", start, "link.py", "a", "--b")
+    folder = launcher.folder
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        f"[0] ['link.py', 'a', '--b'] {folder}/real {folder}/link.py None True __mp_main__ True",
+        "[0] True '' False True",
+        "[0] [True, True]",
+        "[0] set()",
+    ]
+
+
+@STARTS
+def test_module(launcher: Launcher, start: str) -> None:
+    launcher.write("", "package/__init__.py")
+    script = "import sys, package; print(sys.argv, sys.path[0], __name__, __spec__.name, __package__)"
+    launcher.write(script, "package/tool.py")
+    launcher.write(script, "package/__main__.py")
+    done = launcher.run("-n", "2", "--start", start, "-m", "package.tool", "-n", "x")
+    folder = launcher.folder
+    shown = f"['{folder}/package/tool.py', '-n', 'x'] {folder} __main__ package.tool package"
+    assert (done.code, done.lines) == (0, [f"[0] {shown}", f"[1] {shown}"]), done.err
+    assert "__main__ package.__main__ package" in launcher.run("--start", start, "-m", "package").out
+
+
+def test_command(launcher: Launcher) -> None:
+    done = launcher.run(
+        "-n", "2", "--", "sh", "-c", 'echo "$RANK $1"; trap - PIPE; exec sh -c "kill -PIPE $$"', "-", "-m"
+    )
+    assert done.lines == ["[0] 0 -m", "[1] 1 -m"]
+    assert "SIGPIPE" in done.err  # python's ignoring of it was not inherited
+
+
+def test_command_that_cannot_be_executed(launcher: Launcher) -> None:
+    path = launcher.write("\x01", "odd")
+    path.chmod(0o755)
+    done = launcher.run("--", "./odd")
+    assert done.code == 126
+    assert "cannot execute './odd': Exec format error" in done.err
+
+
+@STARTS
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit(3)", 3, "exited with code 3"),
+        ("raise SystemExit(-1)", 255, "exited with code 255"),
+        ("raise SystemExit('text')", 1, "[0] text"),
+        ("raise ValueError('boom')", 1, "ValueError: boom"),
+        ("import os; os._exit(4)", 4, "exited with code 4"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV"),
+    ],
+)
+def test_exit_code(launcher: Launcher, start: str, script: str, code: int, said: str) -> None:
+    done = launcher.script(script, "--start", start)
+    assert done.code == code
+    assert said in done.err
+    assert bool(done.err) == (code != 0)
+
+
+@STARTS
+def test_traceback_is_the_program_s_own_and_printed_once(launcher: Launcher, start: str) -> None:
+    script = """
+        def inner():
+            raise KeyError("deep")
+        try:
+            inner()
+        except KeyError as error:
+            raise ValueError("boom \\udcff") from error
+        """
+    path = launcher.write(script)
+    done = launcher.run("-n", "2", "--start", start, str(path))
+    assert done.err.count("Traceback") == 2
+    assert done.err.count("KeyError: 'deep'") == 1
+    assert done.err.count(f'File "{path}"') == 3
+    assert done.err.count("File ") == 3
+    assert "direct cause" in done.err
+    assert "ValueError: boom \\udcff" in done.err
+    assert "[0]" not in done.err
+
+
+@STARTS
+def test_syntax_error(launcher: Launcher, start: str) -> None:
+    done = launcher.script("x = (\n", "--start", start)
+    assert done.code == 1
+    assert "SyntaxError: '(' was never closed" in done.err
+    assert done.err.count("File ") == 1
+
+
+@STARTS
+def test_end_of_a_rank_is_the_interpreter_s_own(launcher: Launcher, start: str) -> None:
+    script = """
+        import atexit, sys, threading, time
+        atexit.register(print, "atexit")
+        class Late:
+            def __del__(self): print("deleted")
+        late = Late()
+        file = open("left-open", "w"); file.write("flushed")
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+        sys.stdout.write("no line end")
+        """
+    done = launcher.script(script, "--start", start)
+    assert done.out.splitlines() == ["[0] no line endthread", "[0] atexit", "[0] deleted"]
+    assert (launcher.folder / "left-open").read_text() == "flushed"
+
+
+@STARTS
+def test_excepthook_of_the_program_is_called(launcher: Launcher, start: str) -> None:
+    script = """
+        import sys, traceback
+        sys.excepthook = lambda kind, error, trace: print("hook", kind.__name__, len(traceback.extract_tb(trace)))
+        1 / 0
+        """
+    done = launcher.script(script, "--start", start)
+    assert (done.code, done.out) == (1, "[0] hook ZeroDivisionError 1\n")
+    assert "Traceback" not in done.err
+    assert "rank 0" in done.err
+
+
+@STARTS
+def test_child_that_the_program_forks_is_not_the_rank(launcher: Launcher, start: str) -> None:
+    script = """
+        import os
+        if (pid := os.fork()) == 0:
+            raise ValueError("in the child")
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        """
+    done = launcher.script(script, "--start", start)
+    assert (done.code, done.out) == (0, "[0] 1\n")
+    assert "[0] ValueError: in the child" in done.err
+
+
+@STARTS
+def test_descriptors_of_the_launcher_are_not_inherited(launcher: Launcher, start: str) -> None:
+    script = """
+        import os
+        for name in sorted(os.listdir("/proc/self/fd"), key=int):
+            if int(name) > 2 and os.path.exists(f"/proc/self/fd/{name}"):
+                print(name, os.readlink(f"/proc/self/fd/{name}"))
+        """
+    done = launcher.script(script, "-n", "3", "--start", start)
+    assert len(done.lines) == 3, done.out  # each has its status pipe
+    assert all("pipe:" in line for line in done.lines)
+
+
+def test_output_as_it_is_shown(launcher: Launcher) -> None:
+    script = """
+        import os, sys
+        rank = int(os.environ["RANK"])
+        sys.stdout.buffer.write(b"\\xff\\xfe %d\\n\\n" % rank)
+        sys.stdout.write("10%\\r20%\\r"); sys.stdout.flush(); sys.stdout.write("100%\\n")
+        print("crlf", end="\\r\\n"); print("err", file=sys.stderr)
+        sys.stdout.write("end")
+        """
+    done = launcher.script(script, "-n", "11", "--start", "spawn")
+    mine = [line.removeprefix("[ 7] ") for line in done.out.split("\n") if line.startswith("[ 7] ")]
+    assert mine == ["\udcff\udcfe 7", "", "100%", "crlf\r", "end"]
+    assert sorted(done.err.splitlines()) == [f"[{rank:>2}] err" for rank in range(11)]
+
+
+def test_output_of_both_streams_is_in_order_where_both_go_to_one_place(launcher: Launcher) -> None:
+    script = "import sys\nfor n in range(50): print(n, file=(sys.stdout, sys.stderr)[n % 2])"
+    path = launcher.write(script)
+
+    done = subprocess.run(
+        launcher.command("--start", "spawn", str(path)),
+        env=launcher.environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == [f"[0] {n}" for n in range(50)]
+
+
+def test_lines_come_while_the_rank_runs(launcher: Launcher) -> None:
+    path = launcher.write("import time; print('now'); time.sleep(60)")
+    process = launcher.start("--start", "spawn", str(path))
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"[0] now\n"
+
+
+def test_much_output_is_whole(launcher: Launcher) -> None:
+    script = "import os\nfor n in range(20000): print('x' * 50, os.environ['RANK'], n)"
+    done = launcher.script(script, "-n", "3", "--start", "spawn")
+    lines = done.out.splitlines()
+    for rank in range(3):
+        mine = [line for line in lines if line.startswith(f"[{rank}] ")]
+        assert mine == [f"[{rank}] {'x' * 50} {rank} {n}" for n in range(20000)]
+
+
+def test_show_and_logs(launcher: Launcher, tmp_path: Path) -> None:
+    script = "import os, sys; print('out', os.environ['RANK']); print('err', file=sys.stderr); sys.exit(os.environ['RANK'] == '1')"
+    done = launcher.script(script, "-n", "2", "--start", "spawn", "--show", "0", "--logs", "a/b")
+    assert done.out == "[0] out 0\n"
+    assert "[0] err" in done.err
+    assert done.err.splitlines()[-3:][0].endswith("exited with code 1")
+    assert sorted(done.err.splitlines()[-2:]) == ["err", "out 1"]  # hidden, so shown with the failure
+    assert sorted((tmp_path / "a/b/rank1.log").read_text().splitlines()) == ["err", "out 1"]
+    done = launcher.script("print(1); 1 / 0", "--start", "spawn", "--show", "none", "--logs", "a")
+    assert done.out == ""
+    assert done.err.count("ZeroDivisionError") == 1
+    log = (tmp_path / "a/rank0.log").read_text()
+    assert log.startswith("1\nTraceback")
+    assert "ZeroDivisionError" in log
+
+
+def test_program_that_breaks_torch_s_import_meets_the_error_itself(launcher: Launcher) -> None:
+    launcher.environ()
+    launcher.write("raise ImportError('broken')", "fake/torch.py")
+    assert launcher.script("print('fine')").out == "[0] fine\n"
+    done = launcher.script("import torch")
+    assert (done.code, done.err.count("ImportError: broken")) == (1, 1)
+
+
+def test_closed_standard_streams(launcher: Launcher) -> None:
+    path = launcher.write("import os; print('x'); os.write(1, b'y'); open('done', 'w').close()")
+    command = " ".join(launcher.command("--start", "fork", str(path)))
+    assert os.spawnve(os.P_WAIT, "/bin/sh", ["sh", "-c", f"exec {command} <&- >&- 2>&-"], launcher.environ()) == 0
+
+
+def test_real_torch_is_imported_once_and_ranks_differ_in_random_state(launcher: Launcher) -> None:
+    script = """
+        import sys
+        loaded = "torch" in sys.modules
+        import random, numpy, torch
+        print(loaded, torch.get_num_threads(), torch.ones(4, requires_grad=True).sum().backward())
+        print(random.random(), numpy.random.rand(), file=sys.stderr)
+        """
+    done = launcher.script(script, "-n", "2", "--threads", "1", real_torch=True)
+    assert done.lines == ["[0] True 1 None", "[1] True 1 None"], done.err
+    numbers = [word for line in done.err.splitlines() for word in line.split()[1:]]
+    assert len(set(numbers)) == 4
+
+
+def test_unmodified_torch_distributed_script(launcher: Launcher) -> None:
+    script = """
+        import sys
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        x = torch.ones(2) * (dist.get_rank() + 1)
+        dist.all_reduce(x)
+        print(x.tolist())
+        dist.destroy_process_group()
+        if dist.is_available() and "fail" in sys.argv: raise ValueError("boom")
+        """
+    done = launcher.script(script, "-n", "2", real_torch=True)
+    assert (done.code, done.lines) == (0, ["[0] [3.0, 3.0]", "[1] [3.0, 3.0]"]), done.err
+    done = launcher.script(script, "-n", "2", args=("fail",), real_torch=True)
+    assert done.err.count("ValueError: boom") in (1, 2)  # the second in the line on who else failed
+    assert "[rank" not in done.err
+    assert "Traceback" in done.err

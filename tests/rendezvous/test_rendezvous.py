@@ -1,0 +1,484 @@
+"""Ranks as real processes meet in every way there is, and say what is wrong where they cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from allranks import _rendezvous
+from allranks._errors import ConfigError, JoinError, UsageError
+from allranks._rendezvous import Meeting, join
+from allranks._store import MemoryStore, PrefixStore, StoreClient, StoreServer
+
+SECRET = "0123456789abcdef"
+SRC = str(Path(_rendezvous.__file__).parents[1])
+
+RANK = """
+import json, os, sys, time
+from allranks._rendezvous import join
+url, rank, size, timeout_s, rounds = json.loads(sys.argv[1])
+began = time.monotonic()
+answer = {"pid": os.getpid()}
+try:
+    for _ in range(rounds):
+        meeting = join(url, rank=rank, world_size=size, timeout_s=timeout_s)
+        assert meeting.store.add("n", 1) <= meeting.world_size, "keys of an earlier meeting"
+        answer |= {"rank": meeting.rank, "size": meeting.world_size, "members": [m.pid for m in meeting.members]}
+        answer |= {"local": [meeting.local_rank, meeting.local_world_size]}
+        meeting.close()
+except Exception as error:
+    answer |= {"error": type(error).__name__, "text": str(error)}
+answer["took"] = time.monotonic() - began
+print(json.dumps(answer))
+"""
+
+
+class Rank:
+    """A process that joins and leaves, ``rounds`` times, and says how it went."""
+
+    def __init__(
+        self,
+        url: str | None,
+        rank: int = -1,
+        size: int = -1,
+        timeout_s: float = 20.0,
+        rounds: int = 1,
+        **environ: object,
+    ) -> None:
+        kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        given = {"ALLRANKS_SECRET": SECRET, "PYTHONPATH": SRC} | {name: str(value) for name, value in environ.items()}
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", RANK, json.dumps([url, rank, size, timeout_s, rounds])],
+            env=kept | given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def answer(self) -> dict[str, Any]:
+        out, err = self.process.communicate(timeout=60.0)
+        assert out, err
+        return {**json.loads(out), "stderr": err}
+
+
+def answers(*ranks: Rank) -> list[dict[str, Any]]:
+    return [rank.answer() for rank in ranks]
+
+
+def assert_met(*ranks: Rank) -> None:
+    told = answers(*ranks)
+    for number, answer in enumerate(told):
+        assert "error" not in answer, answer
+        assert answer["rank"] == number
+        assert answer["size"] == len(ranks)
+        assert answer["members"] == [other["pid"] for other in told]
+        assert answer["local"] == [number, len(ranks)]
+        assert answer["stderr"] == ""
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    yield
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def launcher() -> Iterator[dict[str, str]]:
+    """What a launcher's ranks find in their environment."""
+    with StoreServer.unix().start() as server:
+        yield {"ALLRANKS_STORE": server.address}
+
+
+# --- all ways to meet -----------------------------------------------------------------------------------------
+
+
+def test_launchers_store(launcher: dict[str, str]) -> None:
+    """Several times in the same processes, on the same store."""
+    assert_met(*(Rank(None, rounds=4, RANK=i, WORLD_SIZE=3, **launcher) for i in range(3)))
+
+
+def test_launchers_store_is_fast(launcher: dict[str, str]) -> None:
+    def take_part(rank: int) -> float:
+        began = time.perf_counter()
+        join(None, rank=rank, world_size=2, timeout_s=10.0, environ=launcher).close()
+        return time.perf_counter() - began
+
+    with ThreadPoolExecutor(2) as pool:
+        times = [max(pool.map(take_part, range(2))) for _ in range(10)]
+    assert min(times) < 0.02
+
+
+def test_env_in_thds_form(port: int) -> None:
+    workers = [Rank("env://", RANK=i, WORLD_SIZE=3, MASTER_ADDR=f"localhost:{port}") for i in (1, 2)]
+    assert_met(Rank("env://", RANK=0, WORLD_SIZE=3, MASTER_PORT=port), *workers)
+
+
+def test_tcp_again_and_again(port: int) -> None:
+    """Each time rank 0 binds the same port anew, while the others may still see the last server."""
+    assert_met(*(Rank(f"tcp://127.0.0.1:{port}", i, 3, rounds=5) for i in range(3)))
+
+
+def test_tcp_by_query(port: int) -> None:
+    url = f"tcp://localhost:{port}?rank={{}}&world_size=2"
+    assert_met(Rank(url.format(0)), Rank(url.format(7), rank=1))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert_met(*(Rank(f"file://{tmp_path}/meet", i, 2, rounds=3) for i in range(2)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_temporary_file() -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        assert_met(*(Rank(f"file://{file.name}", i, 2) for i in range(2)))
+        assert Path(file.name).read_bytes() == b""
+
+
+def test_a_stale_file(tmp_path: Path) -> None:
+    """A job was killed before its ranks met; another one comes, its rank 0 last."""
+    path = tmp_path / "meet"
+    url = f"file://{path}"
+    killed = Rank(url, 0, 2)
+    while not path.exists():
+        time.sleep(0.005)
+    killed.process.kill()
+    killed.process.communicate()
+    stale = path.read_bytes()
+    worker = Rank(url, 1, 2)
+    time.sleep(0.2)
+    assert path.read_bytes() == stale
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert_met(Rank(url, 0, 2), worker)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_given_store_is_used_and_stays_open() -> None:
+    ours = MemoryStore()
+    for store in (ours, PrefixStore("p/", ours)):
+
+        def take_part(rank: int, store: object = store) -> Meeting:
+            meeting = join(None, rank=rank, world_size=2, timeout_s=10.0, store=store, environ={})
+            meeting.close()
+            return meeting
+
+        with ThreadPoolExecutor(2) as pool:
+            first = list(pool.map(take_part, range(2)))
+            second = list(pool.map(take_part, range(2)))
+        first[0].store.set("a", b"1")
+        assert first[1].store.check(["a"])
+        assert not second[0].store.check(["a"])
+
+
+def test_torchs_store(tmp_path: Path) -> None:
+    code = f"""
+import threading, torch.distributed, pytest
+from allranks._rendezvous import join
+from allranks._errors import JoinError, TimeoutError
+from allranks._store import ForeignStore
+files = [torch.distributed.FileStore({str(tmp_path / "store")!r}, 2) for _ in range(2)]
+def take_part(rank):
+    assert [m.rank for m in join(None, rank=rank, world_size=2, timeout_s=60.0, store=files[rank]).members] == [0, 1]
+other = threading.Thread(target=take_part, args=[1])
+other.start()
+take_part(0)
+other.join()
+with pytest.raises(JoinError, match="1 of 2 ranks did not join in 0.2 s: missing 1."):
+    join(None, rank=0, world_size=2, timeout_s=0.2, store=files[0])
+store = ForeignStore(torch.distributed.HashStore())
+store.set("a", b"\\x00\\xff")
+assert store.get("a", 1.0) == b"\\x00\\xff" and store.add("n", 2) == 2 and store.peek(["b"]) == [None]
+assert store.compare_set("c", b"", b"x\\xff") == b"x\\xff" and store.delete("a") and not store.check(["a"])
+with pytest.raises(TimeoutError, match="'b' not set in 0.1 s"):
+    store.get("b", 0.1)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env=os.environ | {"PYTHONPATH": SRC})
+
+
+def test_alone_nothing_listens() -> None:
+    before = os.listdir("/proc/self/fd")
+    meeting = join(None, timeout_s=1.0, environ={})
+    assert (meeting.rank, meeting.world_size, len(meeting.members)) == (0, 1, 1)
+    assert meeting.members[0].pid == os.getpid()
+    assert isinstance(meeting.store, MemoryStore)
+    assert os.listdir("/proc/self/fd") == before
+    meeting.close()
+    assert join("tcp://localhost:1", rank=0, world_size=1, timeout_s=1.0, environ={}).world_size == 1
+
+
+def test_local_rank_is_the_launchers_where_it_says_so(launcher: dict[str, str]) -> None:
+    def take_part(rank: int) -> Meeting:
+        told = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "6"}
+        meeting = join(None, timeout_s=10.0, environ=launcher | told)
+        meeting.close()
+        return meeting
+
+    with ThreadPoolExecutor(2) as pool:
+        for meeting in pool.map(take_part, range(2)):
+            assert (meeting.local_rank, meeting.local_world_size) == (5, 6)
+
+
+# --- what can be wrong ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "given", "text"),
+    [
+        ("udp://localhost:1", {}, "is not known. Expected one of env://, tcp://HOST:PORT, file:///PATH, or none."),
+        ("localhost:1", {}, "is not known"),
+        ("tcp://[::1", {}, "is not a URL"),
+        ("tcp://localhost", {"rank": 1, "world_size": 2}, "is incomplete. Expected tcp://HOST:PORT."),
+        ("tcp://:29500", {"rank": 1, "world_size": 2}, "is incomplete"),
+        ("tcp://localhost:99999", {"rank": 1, "world_size": 2}, "99999 is out of range"),
+        ("tcp://localhost:29500", {}, "RANK and WORLD_SIZE are not set"),
+        ("tcp://localhost:29500?rank=1", {}, "WORLD_SIZE is not set (rank 1)"),
+        ("tcp://localhost:29500?rank=x&world_size=2", {}, "rank='x' is not a number"),
+        ("file://relative/path", {"rank": 0, "world_size": 2}, "has no absolute path"),
+        ("file:///no/such/folder/x", {"rank": 0, "world_size": 2}, "in a folder that is"),
+        ("file:///no/such/folder/x", {"rank": 1, "world_size": 2}, "in a folder that is"),
+        ("file:///proc/nothing", {"rank": 0, "world_size": 2}, "cannot be written"),
+        ("env://", {"rank": 1, "world_size": 2}, "MASTER_ADDR and MASTER_PORT are not set (rank 1 of 2)"),
+    ],
+)
+def test_wrong_settings_are_told_at_once(url: str, given: dict[str, int], text: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        join(url, timeout_s=30.0, environ={"ALLRANKS_SECRET": SECRET}, **given)  # type: ignore[arg-type]
+    assert text in str(caught.value)
+    assert time.monotonic() - began < 1.0
+
+
+def test_a_store_and_a_url_are_one_too_many() -> None:
+    with pytest.raises(UsageError, match="Expected one of them"):
+        join("env://", timeout_s=1.0, store=MemoryStore(), environ={})
+
+
+def failures(url: str | None, *ranks: tuple[int, int, float], environ: dict[str, str]) -> list[str]:
+    """Ranks of this process that cannot meet, as (rank, world size, timeout); returns what they are told."""
+
+    def take_part(rank: int, size: int, timeout_s: float) -> str:
+        began = time.monotonic()
+        with pytest.raises(JoinError) as caught:
+            join(url, rank=rank, world_size=size, timeout_s=timeout_s, environ=environ)
+        assert time.monotonic() - began < min(t for _, _, t in ranks) + 1.0
+        return str(caught.value)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(lambda rank: take_part(*rank), ranks))
+
+
+def test_missing_ranks_on_the_launchers_store(launcher: dict[str, str]) -> None:
+    told = failures(None, (0, 7, 0.5), (2, 7, 0.5), (6, 7, 0.5), environ=launcher)
+    me = f"(host {socket.gethostname()}, pid {os.getpid()})"
+    for text in told:
+        assert "4 of 7 ranks did not join in 0.5 s: missing 1, 3-5.\n" in text
+        assert f"Joined: rank 0 {me}, rank 2 {me}, rank 6 {me}." in text
+
+
+def test_who_gives_up_first_tells_the_others(port: int) -> None:
+    for first, second in (0, 1), (1, 0):
+        ranks = (first, 3, 0.3), (second, 3, 30.0)
+        told = failures(f"tcp://localhost:{port}", *ranks, environ={"ALLRANKS_SECRET": SECRET})
+        assert all("1 of 3 ranks did not join in 0.3 s: missing 2.\n" in text for text in told)
+
+
+def assert_missing(answer: dict[str, Any], text: str, timeout_s: float) -> None:
+    assert answer["error"] == "JoinError", answer
+    assert text in answer["text"]
+    assert answer["took"] < timeout_s + 1.0
+
+
+def test_rank_0_never_comes(port: int, tmp_path: Path) -> None:
+    told = answers(
+        Rank(f"tcp://localhost:{port}", 1, 3, timeout_s=0.5),
+        Rank(f"file://{tmp_path}/meet", 1, 3, timeout_s=0.5),
+        Rank(None, timeout_s=0.5, RANK=1, WORLD_SIZE=3, ALLRANKS_STORE="unix:@allranks-nobody"),
+    )
+    assert_missing(told[0], f"rank 0 (the server at tcp:localhost:{port}) never answered for 0.5 s", 0.5)
+    assert_missing(told[1], "never answered for 0.5 s (last: the file is not there)", 0.5)
+    assert_missing(told[2], "unix:@allranks-nobody did not answer for 0.5 s (last: connection refused)", 0.5)
+
+
+def test_rank_0_dies_while_the_others_wait(port: int, tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    for url in (f"tcp://localhost:{port}", f"file://{path}"):
+        first, second = (Rank(url, i, 3, timeout_s=30.0) for i in range(2))
+        while url.startswith("file") and not path.exists():
+            time.sleep(0.005)
+        spot = json.loads(path.read_text()) if path.exists() else {"address": f"tcp:localhost:{port}", "token": SECRET}
+        with StoreClient.connect(spot["address"], spot["token"].encode(), 20.0) as client:
+            client.get("allranks/1/join/member/1", 20.0)
+        first.process.send_signal(signal.SIGKILL)
+        died = time.monotonic()
+        first.process.communicate()
+        answer = second.answer()
+        assert time.monotonic() - died < 2.0
+        assert answer["error"] == "JoinError"
+        assert "rank 0 (the server" in answer["text"]
+        assert "went away while the ranks joined" in answer["text"]
+
+
+def test_the_launcher_dies_while_the_ranks_wait() -> None:
+    server = StoreServer.unix().start()
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "ALLRANKS_STORE": server.address}
+    with ThreadPoolExecutor(1) as pool:
+        rank = pool.submit(join, None, timeout_s=30.0, environ=environ)
+        while not any(map(server._table.waits, server._peers)):
+            time.sleep(0.005)
+        server.close()
+        with pytest.raises(JoinError, match=r"the launcher's store at unix:@.* went away while the ranks joined"):
+            rank.result(2.0)
+
+
+def test_two_processes_with_one_rank(launcher: dict[str, str]) -> None:
+    def take_part(rank: int) -> Meeting:
+        return join(None, rank=rank, world_size=3, timeout_s=20.0, environ=launcher)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(take_part, 1)
+        with StoreClient.connect(launcher["ALLRANKS_STORE"]) as client:
+            client.get("allranks/1/join/member/1", 5.0)
+        answer = Rank(None, RANK=1, WORLD_SIZE=3, **launcher).answer()
+        assert answer["error"] == "JoinError"
+        host = socket.gethostname()
+        assert (
+            f"rank 1 (host {host}, pid {os.getpid()}) joined first, then rank 1 (host {host}, pid {answer['pid']})."
+            in answer["text"]
+        )
+        assert answer["took"] < 2.0
+        # The one who came first is not harmed.
+        others = [pool.submit(take_part, 0), Rank(None, RANK=2, WORLD_SIZE=3, **launcher)]
+        assert "error" not in others[1].answer()  # type: ignore[union-attr]
+        first.result(5.0).close()
+        others[0].result(5.0).close()  # type: ignore[union-attr]
+
+
+def test_two_processes_with_one_rank_on_a_port(port: int) -> None:
+    """Also two of rank 0, of which only one can have the port."""
+    url = f"tcp://localhost:{port}"
+    environ = {"ALLRANKS_SECRET": SECRET}
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(join, url, rank=0, world_size=3, timeout_s=20.0, environ=environ)
+        doubles = [Rank(url, 1, 3), Rank(url, 1, 3)]
+        with StoreClient.connect(f"tcp:localhost:{port}", SECRET.encode(), 20.0) as client:
+            client.get("allranks/1/join/member/1", 20.0)
+            while int(client.get("allranks/1/join/claims/1", 20.0)) < 2:
+                time.sleep(0.005)
+        zero = Rank(url, 0, 3).answer()
+        assert zero["error"] == "ConfigError"
+        assert f"held by pid {os.getpid()} (" in zero["text"]
+        last = Rank(url, 2, 3)
+        server.result(20.0).close()
+        assert "error" not in last.answer()
+        told = answers(*doubles)
+    refused = [answer for answer in told if "error" in answer]
+    assert len(refused) == 1
+    assert all(f"rank 1 (host {socket.gethostname()}, pid {answer['pid']})" in refused[0]["text"] for answer in told)
+
+
+def test_different_world_sizes_are_told_to_all(launcher: dict[str, str]) -> None:
+    ranks = [Rank(None, timeout_s=30.0, RANK=i, WORLD_SIZE=n, **launcher) for i, n in ((0, 3), (1, 3), (2, 4))]
+    told = answers(*ranks)
+    for answer in told:
+        assert answer["error"] == "JoinError"
+        assert "The ranks disagree on the world size: rank " in answer["text"]
+        assert " says 3" in answer["text"]
+        assert f"rank 2 (host {socket.gethostname()}, pid {told[2]['pid']}) says 4" in answer["text"]
+        assert answer["took"] < 5.0
+
+
+def test_a_taken_port(port: int) -> None:
+    """Rank 0 names the holder; the others notice that it is a stranger."""
+    with socket.create_server(("127.0.0.1", port)) as listener:
+
+        def answer_one() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(4096)
+                sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(answer_one)
+            told = answers(*(Rank(f"tcp://localhost:{port}", i, 2, timeout_s=30.0) for i in range(2)))
+            served.result(5.0)
+    assert [answer["error"] for answer in told] == ["ConfigError"] * 2
+    assert f"Cannot listen on port {port}" in told[0]["text"]
+    assert f"held by pid {os.getpid()} (" in told[0]["text"]
+    assert "not an allranks store" in told[1]["text"]
+    assert max(answer["took"] for answer in told) < 5.0
+
+
+def test_different_secrets(port: int) -> None:
+    """Rank 0 waits to the end, as it could be a stranger who came; the other one hears it at once."""
+    url = f"tcp://localhost:{port}"
+    with ThreadPoolExecutor(1) as pool:
+        environ = {"ALLRANKS_SECRET": "another secret!!"}
+        other = pool.submit(join, url, rank=1, world_size=2, timeout_s=30.0, environ=environ)
+        told = failures(url, (0, 2, 0.5), environ={"ALLRANKS_SECRET": SECRET})
+        with pytest.raises(ConfigError) as caught:
+            other.result(1.0)
+    for text in (told[0], str(caught.value)):
+        assert "secret differs from ours; give both sides the same one: set ALLRANKS_SECRET" in text
+    assert "missing 1" in told[0]
+
+
+def test_a_rank_that_is_back_early_waits_for_the_next_meeting(port: int) -> None:
+    """Rank 1 leaves and joins again while rank 0 is still in the first meeting."""
+    url = f"tcp://localhost:{port}"
+    environ = {"ALLRANKS_SECRET": SECRET}
+    worker = Rank(url, 1, 2, rounds=2)
+    first = join(url, rank=0, world_size=2, timeout_s=20.0, environ=environ)
+    time.sleep(0.3)
+    first.close()
+    second = join(url, rank=0, world_size=2, timeout_s=20.0, environ=environ)
+    assert [m.pid for m in second.members] == [os.getpid(), worker.process.pid]
+    second.close()
+    assert "error" not in worker.answer()
+
+
+def test_a_failed_meeting_can_be_held_again(launcher: dict[str, str]) -> None:
+    """The late one hears of the meeting that it missed, and is in time for the next."""
+
+    def take_part(rank: int) -> list[str]:
+        told = []
+        for timeout_s in (0.2, 20.0):
+            try:
+                join(None, rank=rank, world_size=3, timeout_s=timeout_s, environ=launcher).close()
+                told.append("met")
+            except JoinError as error:
+                told.append(str(error).partition(".\n")[0])
+        return told
+
+    with ThreadPoolExecutor(3) as pool:
+        early = [pool.submit(take_part, rank) for rank in range(2)]
+        with StoreClient.connect(launcher["ALLRANKS_STORE"]) as client:
+            client.get("allranks/2/join/member/0", 10.0)
+        for rank in [*early, pool.submit(take_part, 2)]:
+            assert rank.result(10.0) == ["1 of 3 ranks did not join in 0.2 s: missing 2", "met"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([1], "1"), ([1, 3, 4, 5], "1, 3-5"), ([0, 1, 9], "0-1, 9"), (list(range(100)), "0-99")]
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert _rendezvous._ranges(numbers) == text
