@@ -13,9 +13,7 @@ was stopped goes on with ``--resume`` as if nothing had happened.
 """
 
 import argparse
-import contextlib
 import hashlib
-import sys
 import time
 from pathlib import Path
 
@@ -248,19 +246,17 @@ def main():
     except ValueError as error:
         parser.error(str(error))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    with contextlib.ExitStack() as at_end:
-        at_end.callback(dist.destroy_process_group)
-        try:
-            if args.batch_size % world_size:
-                raise WrongArguments(f"--batch-size {args.batch_size} cannot be divided among {world_size} ranks")
-            start, communicating = time.perf_counter(), dist.stats().seconds
-            model, history = train(args, rank, world_size)
-            seconds = time.perf_counter() - start
-            share = (dist.stats().seconds - communicating) / seconds
-        except WrongArguments as error:
-            if rank == 0:
-                parser.error(str(error))
-            sys.exit(2)
+    try:
+        if args.batch_size % world_size:
+            raise WrongArguments(f"--batch-size {args.batch_size} cannot be divided among {world_size} ranks")
+        start, communicated = time.perf_counter(), dist.stats().seconds
+        model, history = train(args, rank, world_size)
+        seconds = time.perf_counter() - start
+        share = (dist.stats().seconds - communicated) / seconds
+    except WrongArguments as error:
+        parser.error(str(error))
+    finally:
+        dist.destroy_process_group()
 
     if rank == 0:
         ranks = f"{world_size} rank{'s' * (world_size > 1)}"

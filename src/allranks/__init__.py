@@ -31,6 +31,8 @@ from allranks._errors import (
     MismatchError,
     NotInitializedError,
     PeerLostError,
+    SecretError,
+    StoreLostError,
     TimeoutError,
     UsageError,
 )
@@ -90,7 +92,9 @@ __all__ = [
     "PeerLostError",
     "ProcessGroup",
     "ReduceOp",
+    "SecretError",
     "Stats",
+    "StoreLostError",
     "TimeoutError",
     "UsageError",
     "Work",

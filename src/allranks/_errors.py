@@ -7,9 +7,11 @@ bytes, seconds) and what to do next. The tree::
     |-- UsageError(ValueError)        the call itself is wrong: argument, tensor, state
     |   |-- NotInitializedError       a call before init_process_group or after destroy_process_group
     |-- ConfigError(ValueError)       a setting is missing or wrong: variable, URL, option
+    |   |-- SecretError               two sides of a connection do not have the same secret
     |-- TimeoutError(builtins.TimeoutError)
     |   |-- JoinError                 ranks did not meet in time: names those that are missing
     |-- PeerLostError                 a rank died, left or broke off; `.rank` says which
+    |-- StoreLostError                the connection to the store broke: its server ended
     |-- MismatchError                 ranks disagree on what they call
 """
 
@@ -24,6 +26,8 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "SecretError",
+    "StoreLostError",
     "TimeoutError",
     "UsageError",
 ]
@@ -43,6 +47,10 @@ class NotInitializedError(UsageError):
 
 class ConfigError(AllranksError, ValueError):
     """A setting is missing or wrong: an environment variable, a URL, a command-line option."""
+
+
+class SecretError(ConfigError):
+    """The two sides do not have the same secret."""
 
 
 class TimeoutError(AllranksError, builtins.TimeoutError):
@@ -66,6 +74,10 @@ class PeerLostError(AllranksError):
 
     def __reduce__(self) -> tuple[type[PeerLostError], tuple[str, int]]:
         return type(self), (str(self), self.rank)
+
+
+class StoreLostError(AllranksError):
+    """The connection to the store broke: its server ended, or this client was closed."""
 
 
 class MismatchError(AllranksError):

@@ -1,7 +1,12 @@
-"""What this host gives to this process: CPUs."""
+"""What this host gives to this process: CPUs.
+
+Everything that starts threads, ranks or a busy wait asks here, so that all agree. A quota counts for its whole
+CPUs only: one thread more than those is stopped in the middle of a step, and all ranks wait for it.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -10,30 +15,25 @@ __all__ = ["usable_cpus"]
 
 def usable_cpus() -> int:
     """The CPUs that this process may keep busy: its affinity, cut by its cgroup's quota; at least 1."""
-    cpus = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota()
-    return max(1, min(cpus, int(quota))) if quota is not None else cpus
+    quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return max(1, math.floor(min(len(os.sched_getaffinity(0)), quota)))
 
 
-def _cgroup_quota() -> float | None:
-    """The tightest CPU quota on the way up from this process' cgroup (version 2), in CPUs."""
+def _cgroup_quota(root: Path, membership: Path) -> float:
+    """The tightest quota on the way up from this process' cgroup (version 2), in CPUs; infinite where there is none."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = membership.read_text().splitlines()
     except OSError:
-        return None
-    path = next((line[3:] for line in lines if line.startswith("0::")), None)
-    if path is None:
-        return None
-    tightest: float | None = None
-    folder = Path("/sys/fs/cgroup") / path.lstrip("/")
-    for place in (folder, *folder.parents):
-        if not place.is_relative_to("/sys/fs/cgroup"):
-            break
-        try:
-            limit, period = (place / "cpu.max").read_text().split()
-        except (OSError, ValueError):
-            continue  # the root has none, and not every controller is on
-        if limit != "max":
-            cpus = int(limit) / int(period)
-            tightest = cpus if tightest is None else min(tightest, cpus)
-    return tightest
+        return math.inf
+    quota = math.inf
+    for path in [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]:
+        for folder in (root / path, *(root / path).parents):
+            if not folder.is_relative_to(root):
+                break
+            try:
+                granted, period = (folder / "cpu.max").read_text().split()
+            except (OSError, ValueError):
+                continue  # the root has none, and not every controller is on
+            if granted != "max":
+                quota = min(quota, int(granted) / int(period))
+    return quota

@@ -27,14 +27,13 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 import msgspec
 
 from allranks._env import read_env, read_int, split_host_port
-from allranks._errors import ConfigError, JoinError, TimeoutError, UsageError
+from allranks._errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError
 from allranks._store import (
     ForeignStore,
     MemoryStore,
     PrefixStore,
     Store,
     StoreClient,
-    StoreLostError,
     StoreServer,
     load_secret,
     reason,

@@ -6,11 +6,11 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import Launcher
 
+from allranks._host import usable_cpus
 from allranks.launch import environ
 from allranks.launch.options import parse
 from allranks.launch.target import Target
@@ -42,7 +42,7 @@ def test_spellings_of_nproc(words: list[str]) -> None:
 
 
 def test_auto() -> None:
-    assert parse(["-n", "auto", "x.py"]).nproc == environ.usable_cpus()
+    assert parse(["-n", "auto", "x.py"]).nproc == usable_cpus()
     assert parse(["--threads", "auto", "x.py"]).threads is None
     assert parse(["--threads", "3", "x.py"]).threads == 3
 
@@ -55,17 +55,6 @@ def test_threads_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pyte
     assert environ.threads_per_rank(3, 7, {"OMP_NUM_THREADS": "5"}) == "7"
 
 
-def test_cpu_quota_of_a_container(tmp_path: Path) -> None:
-    membership, root = tmp_path / "cgroup", tmp_path / "fs"
-    (root / "pod" / "box").mkdir(parents=True)
-    membership.write_text("4:memory:/x\n0::/pod/box\n")
-    assert environ._cgroup_quota(root, membership) == float("inf")
-    (root / "pod" / "box" / "cpu.max").write_text("max 100000\n")
-    (root / "pod" / "cpu.max").write_text("150000 100000\n")
-    (root / "cpu.max").write_text("400000 100000\n")
-    assert environ._cgroup_quota(root, membership) == 1.5
-
-
 BAD = {
     "nothing": ([], "expected a script"),
     "no module": (["-m"], "expected a module"),
@@ -74,6 +63,7 @@ BAD = {
     "missing script": (["nowhere.py"], "there is no script 'nowhere.py'"),
     "command without dashes": (["ls"], "put -- before it: -- ls"),
     "directory": (["folder"], "'folder' is a directory"),
+    "no file": (["/dev/null"], "'/dev/null' is not a regular file"),
     "program": ([os.path.realpath(sys.executable)], "is a program, not a python script"),
     "unknown module": (["-m", "nowhere"], "there is no python module 'nowhere'"),
     "unknown submodule": (["-m", "json.nowhere"], "there is no python module 'json.nowhere'"),

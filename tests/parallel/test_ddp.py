@@ -210,6 +210,26 @@ def test_buffers_are_rank_0s():
     assert zero[2]["steps"] == 2
 
 
+def test_buffer_that_a_graph_still_needs_is_noticed():
+    class Scaled(nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            self.register_buffer("scale", torch.ones(size))
+
+        def forward(self, x):
+            return self.layer(x) * self.scale
+
+    def body():
+        for size in (10, 300_000):  # copied, and received in place
+            model = DistributedDataParallel(Scaled(size))
+            one, _ = model(torch.ones(1, 1)), model(torch.ones(1, 1))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                one.sum().backward()
+
+    run_ranks(2, body)
+
+
 def test_broadcast_buffers_false_leaves_them():
     def body():
         model = DistributedDataParallel(Buffers(), broadcast_buffers=False)

@@ -20,35 +20,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks import _store
-from allranks._errors import AllranksError, ConfigError, JoinError, TimeoutError, UsageError
-from allranks._store import (
+from allranks._errors import (
+    AllranksError,
+    ConfigError,
+    JoinError,
+    SecretError,
+    StoreLostError,
+    TimeoutError,
+    UsageError,
+)
+from allranks._store import ForeignStore, MemoryStore, PrefixStore, Store, StoreClient, StoreServer, load_secret
+from allranks._store import server as server_module
+from allranks._store.table import KeyTable
+from allranks._store.wire import (
+    FRAME_LIMIT,
+    KNOCK,
+    VERSION,
     Add,
     CompareSet,
     Delete,
     Done,
-    ForeignStore,
     Found,
     FrameDecoder,
     Greeting,
-    KeyTable,
     Late,
-    MemoryStore,
     Peek,
-    PrefixStore,
-    SecretError,
+    Request,
     Set,
-    Store,
-    StoreClient,
-    StoreLostError,
-    StoreServer,
     Wait,
     WireError,
-    load_secret,
+    answer_greeting,
+    decode_reply,
+    encode,
     pack_frame,
 )
 
 SECRET = b"0123456789abcdef"
-SRC = str(Path(_store.__file__).parents[1])
+SRC = str(Path(_store.__file__).parents[2])
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +113,7 @@ def test_no_junk_passes_the_handshake(frames: list[bytes]) -> None:
 
 
 def hello(nonce: bytes) -> bytes:
-    return _store._VERSION + nonce + _store._KNOCK
+    return VERSION + nonce + KNOCK
 
 
 def test_handshake() -> None:
@@ -113,18 +121,18 @@ def test_handshake() -> None:
     greeting = Greeting(SECRET, os.urandom(32))
     answer = greeting.step(hello(nonce))
     assert answer is not None
-    proof, right = _store._answer_greeting(SECRET, nonce, answer)
+    proof, right = answer_greeting(SECRET, nonce, answer)
     assert right
     assert greeting.step(proof) is None
     assert max(map(len, (hello(nonce), answer, proof))) <= 256
-    assert not _store._answer_greeting(b"another", nonce, answer)[1]
+    assert not answer_greeting(b"another", nonce, answer)[1]
 
 
 def test_a_replayed_proof_is_refused() -> None:
     nonce = os.urandom(32)
     answer = Greeting(SECRET, b"1" * 32).step(hello(nonce))
     assert answer is not None
-    proof, _ = _store._answer_greeting(SECRET, nonce, answer)
+    proof, _ = answer_greeting(SECRET, nonce, answer)
     second = Greeting(SECRET, b"2" * 32)
     second.step(hello(nonce))
     with pytest.raises(SecretError):
@@ -142,11 +150,11 @@ def test_a_reflected_proof_is_refused() -> None:
 
 
 def test_another_version_is_told_apart_from_junk() -> None:
-    frame = b"allranks-store/9" + bytes(32) + _store._KNOCK
+    frame = b"allranks-store/9" + bytes(32) + KNOCK
     with pytest.raises(ConfigError, match="allranks-store/9"):
         Greeting(SECRET, bytes(32)).step(frame)
     with pytest.raises(ConfigError, match="version"):
-        _store._answer_greeting(SECRET, bytes(32), b"allranks-store/9")
+        answer_greeting(SECRET, bytes(32), b"allranks-store/9")
 
 
 keys = st.sampled_from("abc")
@@ -161,7 +169,7 @@ requests = st.one_of(
 
 @quick
 @given(st.lists(st.tuples(requests, st.floats(0, 2)), max_size=30))
-def test_the_table_answers_everyone_once(steps: list[tuple[_store.Request, float]]) -> None:
+def test_the_table_answers_everyone_once(steps: list[tuple[Request, float]]) -> None:
     """Against a plain dict; a wait ends when its last key appears, or at its deadline, never both or neither."""
     table, values, now = KeyTable(), dict[str, bytes](), 0.0
     waiting: dict[int, tuple[set[str], float]] = {}
@@ -348,10 +356,10 @@ JUNK = {
     "large length": pack_frame(bytes(257)),
     "empty frame": pack_frame(b""),
     "zeros": bytes(1000),
-    "no greeting": pack_frame(_store._encode(Set("a", b"1"))),
+    "no greeting": pack_frame(encode(Set("a", b"1"))),
     "wrong proof": pack_frame(hello(bytes(32))) + pack_frame(bytes(32)),
     "short proof": pack_frame(hello(bytes(32))) + pack_frame(b""),
-    "request for proof": pack_frame(hello(bytes(32))) + pack_frame(_store._encode(Set("a", b"1"))),
+    "request for proof": pack_frame(hello(bytes(32))) + pack_frame(encode(Set("a", b"1"))),
 }
 
 
@@ -369,11 +377,11 @@ def test_a_recorded_session_is_worth_nothing(server: StoreServer) -> None:
     nonce = os.urandom(32)
     with dial(server) as sock:
         sock.sendall(pack_frame(hello(nonce)))
-        proof, right = _store._answer_greeting(SECRET, nonce, sock.recv(4096)[4:])
+        proof, right = answer_greeting(SECRET, nonce, sock.recv(4096)[4:])
         assert right
-        session = pack_frame(proof) + pack_frame(_store._encode(Add("n", 1)))
+        session = pack_frame(proof) + pack_frame(encode(Add("n", 1)))
         sock.sendall(session)
-        assert _store._decode_reply(sock.recv(4096)[4:]) == Done(1)
+        assert decode_reply(sock.recv(4096)[4:]) == Done(1)
     with dial(server) as sock:
         sock.sendall(pack_frame(hello(nonce)) + session)
         assert is_dropped(sock)
@@ -391,7 +399,7 @@ def test_truncated_input_leaves_nothing_behind(server: StoreServer) -> None:
 
 
 def test_idle_and_dripping_strangers_are_dropped_in_time(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_store, "_GREETING_S", 0.3)
+    monkeypatch.setattr(server_module, "GREETING_S", 0.3)
     with dial(server) as idle, dial(server) as drip:
         began = time.monotonic()
         whole = pack_frame(hello(os.urandom(32)))
@@ -415,11 +423,11 @@ def test_a_crowd_of_idle_strangers_does_not_keep_a_rank_out(server: StoreServer)
 def test_a_frame_over_the_limit_ends_the_connection(server: StoreServer) -> None:
     with StoreClient.connect(server.address, SECRET, 5.0) as client:
         with pytest.raises(UsageError, match="the limit is"):
-            client.set("big", bytes(_store.FRAME_LIMIT))
+            client.set("big", bytes(FRAME_LIMIT))
         client.set("big", bytes(1 << 20))
         assert len(client.get("big", 1.0)) == 1 << 20
         line = client._idle[0]
-        line.sock.sendall((_store.FRAME_LIMIT + 1).to_bytes(4, "big"))
+        line.sock.sendall((FRAME_LIMIT + 1).to_bytes(4, "big"))
         with pytest.raises(StoreLostError, match="the connection broke"):
             client.check(["big"])
     still_serves(server)
@@ -449,12 +457,23 @@ def test_different_secrets_are_told_on_both_sides(server: StoreServer, caplog: p
 
 def test_another_version_is_told_on_both_sides(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     with dial(server) as sock:
-        sock.sendall(pack_frame(b"allranks-store/9" + bytes(32) + _store._KNOCK))
+        sock.sendall(pack_frame(b"allranks-store/9" + bytes(32) + KNOCK))
         answer = sock.recv(4096)[4:]
         assert is_dropped(sock)
     with pytest.raises(ConfigError, match="install one"):
-        _store._answer_greeting(SECRET, bytes(32), answer.replace(b"/1", b"/2"))
+        answer_greeting(SECRET, bytes(32), answer.replace(b"/1", b"/2"))
     assert "allranks-store/9" in server.refusals["127.0.0.1"]
+
+
+def test_a_wrong_peer_that_does_not_wait_for_its_answer_harms_nobody() -> None:
+    with StoreServer.unix().start() as server:
+        for frame in (b"allranks-store/9" + bytes(32) + KNOCK, hello(bytes(32)), bytes(4)):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect("\0" + server.address.removeprefix("unix:@"))
+                sock.sendall(pack_frame(frame) * 2)
+        with StoreClient.connect(server.address, timeout_s=2.0) as client:
+            client.set("a", b"1")
+        assert within(2.0, lambda: not server._peers)
 
 
 @contextlib.contextmanager
@@ -704,7 +723,7 @@ def test_a_secret_that_others_can_read_or_that_cannot_be_made(tmp_path: Path, mo
     (tmp_path / "allranks" / "secret").chmod(0o604)
     with pytest.raises(ConfigError, match="not safe"):
         load_secret(environ)
-    with pytest.raises(ConfigError, match=r"Cannot make a secret in .*Set ALLRANKS_SECRET"):
+    with pytest.raises(ConfigError, match=r"Cannot make this user's secret in /proc/nowhere/.*Set ALLRANKS_SECRET"):
         load_secret({"XDG_CONFIG_HOME": "/proc/nowhere"})
 
 

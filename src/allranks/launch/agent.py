@@ -14,7 +14,6 @@ import os
 import selectors
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from allranks.launch.wires import Stdio, Wires, resize
 __all__ = ["Agent", "Plan"]
 
 _CHUNK = 1 << 16
-_LAST_CHUNKS = 32  # more than pipes hold: all that an exited rank wrote, but no endless stream of a child it left
+_LAST_BYTES = 1 << 17  # more than pipes hold: all that an exited rank wrote, but no endless stream of a child it left
 
 
 @dataclass(frozen=True)
@@ -179,24 +178,22 @@ class Agent:
                     resize(fd, rows, columns)
         self.signal(signal.SIGWINCH, self.running)
 
-    def finish(self, bound_s: float) -> list[Event]:
-        """Ends the job: reads what is left, kills what the ranks left behind, frees everything. Idempotent.
+    @property
+    def heard(self) -> bool:
+        """True if somebody may still write: ranks, or processes that they left behind."""
+        known = self._selector.get_map() if self._selector is not None else {}
+        return any(fd in known for process in self._processes for fd in process.wires.ears.values())
 
-        Args:
-            bound_s: how long processes that ranks left behind may go on writing.
-        """
+    def finish(self) -> list[Event]:
+        """Kills all that is left of the ranks, reads what is left of their output, frees everything. Idempotent."""
         events: list[Event] = []
         if self._finished:
             return events
         self._finished = True
-        until = time.monotonic() + bound_s
-        while not self.running and self._channels() and (left := until - time.monotonic()) > 0:
-            events += self.poll(left)
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # it may not have made its group yet
+                with contextlib.suppress(ProcessLookupError):
+                    kill(process.pid, signal.SIGKILL)
             self._read_rest(process, events)
         self._guard.dismiss()
         for process in self._processes:
@@ -208,41 +205,36 @@ class Agent:
             self._selector.close()
         os.close(self._ear)
         os.close(self.wake)
-        self._processes = []
         return events
-
-    def _channels(self) -> bool:
-        assert self._selector is not None
-        known = self._selector.get_map()
-        return any(fd in known for process in self._processes for fd in process.wires.ears.values())
 
     def _awake(self, events: list[Event]) -> None:
         os.read(self._ear, _CHUNK)
 
-    def _read_output(self, process: _Process, stream: int, fd: int, events: list[Event]) -> bool:
-        """Reads once. True if there may be more."""
+    def _read_output(self, process: _Process, stream: int, fd: int, events: list[Event]) -> int:
+        """Reads once. Returns the number of bytes; 0 if there are none now, or none will come."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         except OSError:  # EIO: the last process has closed its side of the terminal
             data = b""
-        if not data:
+        if data:
+            events.append(Output(process.rank, stream, data))
+        else:
             self._forget(fd)
-            return False
-        events.append(Output(process.rank, stream, data))
-        return True
+        return len(data)
 
-    def _read_status(self, process: _Process, events: list[Event]) -> bool:
+    def _read_status(self, process: _Process, events: list[Event]) -> int:
+        """As ``_read_output``, for reports."""
         try:
             data = os.read(process.wires.status_ear, _CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         if not data:
             self._forget(process.wires.status_ear)
         process.told += data
         events.extend(Failed(process.rank, process.pid, report) for report in decode_reports(process.told))
-        return bool(data)
+        return len(data)
 
     def _read_exit(self, process: _Process, events: list[Event]) -> None:
         result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
@@ -261,9 +253,9 @@ class Agent:
         readers = {process.wires.status_ear: partial(self._read_status, process)}
         readers |= {fd: partial(self._read_output, process, n, fd) for n, fd in process.wires.ears.items()}
         for fd, read in readers.items():
-            for _ in range(_LAST_CHUNKS):
-                if fd not in self._selector.get_map() or not read(events):
-                    break
+            left = _LAST_BYTES
+            while left > 0 and fd in self._selector.get_map() and (count := read(events)):
+                left -= count
 
     def _forget(self, fd: int) -> None:
         """Closes a descriptor that is read to its end."""

@@ -6,41 +6,16 @@ on TCP; an unmodified torch.distributed script on rank 0 binds it.
 
 from __future__ import annotations
 
-import math
-import os
 import secrets
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 
-__all__ = ["common_environ", "place_environ", "threads_per_rank", "usable_cpus"]
+from allranks._host import usable_cpus
+
+__all__ = ["common_environ", "place_environ", "threads_per_rank"]
 
 # Left over from a job that this job is started from; they would lead torch to that job's agent.
 _FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
-
-
-def usable_cpus() -> int:
-    """Number of CPUs that this process may use: its affinity, or its control group's quota if that is less."""
-    cpus = len(os.sched_getaffinity(0))
-    quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return max(1, math.ceil(min(cpus, quota)))
-
-
-def _cgroup_quota(root: Path, membership: Path) -> float:
-    """CPUs granted by cgroup v2 (containers, batch systems); infinite where there is no limit."""
-    quota = math.inf
-    for entry in membership.read_text().splitlines() if membership.exists() else []:
-        if not entry.startswith("0::/"):
-            continue
-        group = root / entry.removeprefix("0::/")
-        for folder in (group, *group.parents):
-            limit = folder / "cpu.max"
-            if limit.is_file():
-                granted, period = limit.read_text().split()
-                quota = quota if granted == "max" else min(quota, int(granted) / int(period))
-            if folder == root:
-                break
-    return quota
 
 
 def threads_per_rank(nproc: int, threads: int | None, environ: Mapping[str, str]) -> str:

@@ -63,7 +63,7 @@ class _Job:
             try:
                 return supervisor.run(self.mask)
             finally:
-                self.agent.finish(0.0)  # does nothing after a regular end
+                self.agent.finish()  # does nothing after a regular end
                 self.screen.close()
 
 
@@ -84,7 +84,7 @@ def _prepare(options: Options) -> _Job | Rank:
     try:
         rank = agent.start(mask, files)
     except OSError as error:
-        agent.finish(0.0)
+        agent.finish()
         raise ConfigError(f"cannot start {options.nproc} ranks: {error.strerror}") from error
     if rank is not None:
         server.close()

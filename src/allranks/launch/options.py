@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from allranks._errors import ConfigError
-from allranks.launch.environ import usable_cpus
+from allranks._host import usable_cpus
 from allranks.launch.target import Kind, Target
 
 __all__ = ["Options", "Show", "parse"]

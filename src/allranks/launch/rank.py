@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -31,7 +32,7 @@ import msgspec
 
 from allranks._errors import PeerLostError
 from allranks.launch.messages import Report
-from allranks.launch.target import Target
+from allranks.launch.target import Target, set_first_path
 
 __all__ = ["Rank", "become_rank", "decode_reports", "is_echo"]
 
@@ -103,7 +104,8 @@ class Rank:
         try:
             os.execvpe(argv[0], argv, environ)
         except OSError as error:
-            self._tell(Report(126, text=f"cannot execute {argv[0]!r}: {error.strerror}\n", at=time.monotonic()))
+            text = _printable(f"cannot execute {argv[0]!r}: {error.strerror}\n")
+            self._tell(Report(126, text=text, at=time.monotonic()))
             os._exit(126)
 
     def adopt(self, environ: Mapping[str, str]) -> None:
@@ -128,7 +130,7 @@ class Rank:
         sys.modules["__main__"] = main = ModuleType("__main__")
         try:
             if target.kind == "module":
-                _set_path(os.getcwd())
+                set_first_path(os.getcwd())
                 runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
             else:
                 _run_script(target.name, main)
@@ -181,21 +183,14 @@ def is_echo(error: BaseException) -> bool:
 
 
 def _run_script(path: str, main: ModuleType) -> None:
-    from importlib.machinery import SourceFileLoader
-
     file = os.path.abspath(path)
-    _set_path(os.path.dirname(os.path.realpath(path)))
+    set_first_path(os.path.dirname(os.path.realpath(path)))
     main.__file__ = file
     main.__loader__ = SourceFileLoader("__main__", file)
     main.__dict__["__cached__"] = None
     with open(file, "rb") as source:
         code = compile(source.read(), file, "exec", dont_inherit=True)
     exec(code, main.__dict__)
-
-
-def _set_path(folder: str) -> None:
-    if not getattr(sys.flags, "safe_path", bool(sys.flags.isolated)):
-        sys.path[0] = folder
 
 
 def _report(error: BaseException, trace: TracebackType | None, with_text: bool) -> Report:

@@ -59,7 +59,10 @@ class Supervisor:
         with self._handlers(mask):
             while self._agent.running:
                 self._round(self._agent.poll(self._timeout_s()))
-            self._round(self._agent.finish(_STRAGGLERS_S))
+            until = time.monotonic() + _STRAGGLERS_S
+            while self._agent.heard and (left := until - time.monotonic()) > 0:
+                self._round(self._agent.poll(left))
+            self._round(self._agent.finish())
             for rank in range(self._screen.nproc):
                 self._screen.end(rank)
             code = self._last_words()
@@ -109,18 +112,23 @@ class Supervisor:
         elif isinstance(event, Failed):
             self._screen.log(event.rank, event.report.text)
             self._blame.add(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
-        elif isinstance(event, Exited) and event.status != 0 and self._kill_at is None:
+        else:
+            self._take_exit(event)
+
+    def _take_exit(self, event: Exited) -> None:
+        self._screen.end(event.rank)
+        if event.status != 0 and self._kill_at is None:
             self._blame.add(Failure(event.rank, event.pid, event.status, time.monotonic()))
 
     def _take_signal(self, number: int) -> None:
         if number == signal.SIGWINCH:
             self._screen.resized()
             self._agent.resize(*self._screen.size())
-        elif self._kill_at is not None:
-            self._kill("")  # asked twice
-        else:
+        elif self._kill_at is None:
             self._signalled = number
             self._stop(number, self._agent.running)
+        elif number == signal.SIGINT:  # asked again; batch systems and closed terminals repeat the others themselves
+            self._kill("")
 
     def _stop(self, number: int, ranks: list[int]) -> None:
         self._stopped_at = time.monotonic()
@@ -141,9 +149,11 @@ class Supervisor:
             return
         try:
             self._screen.flush()
-        except BrokenPipeError:  # as if we had got the signal that python ignores
+        except BrokenPipeError:  # what SIGPIPE would tell, which python ignores
             self._reader_gone = True
-            self._received.append(signal.SIGPIPE)
+            if self._kill_at is None:
+                self._signalled = signal.SIGPIPE
+                self._stop(signal.SIGTERM, self._agent.running)
 
     def _last_words(self) -> int:
         failures = sorted(self._blame.failures.values(), key=lambda failure: failure.rank)

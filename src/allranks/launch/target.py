@@ -15,7 +15,7 @@ from typing import Literal
 
 from allranks._errors import ConfigError
 
-__all__ = ["Kind", "Target", "check"]
+__all__ = ["Kind", "Target", "check", "set_first_path"]
 
 Kind = Literal["script", "module", "command"]
 
@@ -55,6 +55,8 @@ def _check_script(name: str) -> None:
     if not os.path.exists(name):
         hint = f"; to run a command, put -- before it: -- {name}" if shutil.which(name) else ""
         raise ConfigError(f"there is no script {name!r} in {os.getcwd()}{hint}")
+    if not os.path.isfile(name):
+        raise ConfigError(f"{name!r} is not a regular file, which all ranks could read")
     try:
         with open(name, "rb") as file:
             head = file.read(4)
@@ -65,12 +67,18 @@ def _check_script(name: str) -> None:
 
 
 def _check_module(name: str) -> None:
-    sys.path[0] = os.getcwd()  # as python -m does; a rank does the same
+    set_first_path(os.getcwd())
     spec = _find(name)
     if spec is None:
         raise ConfigError(f"there is no python module {name!r}")
     if spec.submodule_search_locations is not None and _find(f"{name}.__main__") is None:
         raise ConfigError(f"{name!r} is a package without a __main__ module; it cannot be run with -m")
+
+
+def set_first_path(folder: str) -> None:
+    """Puts the program's folder where python puts it, unless it was told not to (``-P``, ``-I``)."""
+    if not getattr(sys.flags, "safe_path", bool(sys.flags.isolated)):
+        sys.path[0] = folder
 
 
 def _find(name: str) -> ModuleSpec | None:

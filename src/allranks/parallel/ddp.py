@@ -57,7 +57,7 @@ _MB = 1024 * 1024
 # A bucket's first all-reduce can start early if it is small (torch's figure).
 _FIRST_BUCKET_BYTES = _MB
 
-# From this size on, flattening costs more than an all-reduce of its own.
+# From this size on, copying into a flat buffer and back costs more than an all-reduce of its own.
 _ALONE_BYTES = _MB
 
 _LATER = "is not supported yet by allranks' DistributedDataParallel; leave it out"
@@ -99,13 +99,14 @@ class DistributedDataParallel(nn.Module):
         device_mesh: Not yet.
 
     Raises:
-        UsageError: An argument that is not supported, or nothing to train.
-        MismatchError: The ranks' models differ; raised on every rank, naming the first parameter
-            that differs. In a backward (as UsageError): a parameter got no gradient, or two.
+        UsageError: An argument that is not supported, or nothing to train. From ``backward()``:
+            parameters got no gradient (names them), or a second one.
+        MismatchError: The ranks' models differ in more than values. Raised on every rank; on the
+            one that differs it names the first parameter that does.
         NotInitializedError: There is no process group yet.
 
-    Cost: Construction: one broadcast of the model. Step: one all-reduce of the gradients; small
-    parameters are copied in and out once.
+    Cost: Construction: one broadcast of the model. Step: one all-reduce of the gradients; those of
+    parameters under 1 MiB are copied in and out once more.
     """
 
     def __init__(
@@ -375,6 +376,7 @@ class _Reducer:
         self._started = 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.indices)
+        for bucket in self._buckets:
             bucket.drain()
 
 
@@ -421,6 +423,8 @@ def _broadcast(tensors: list[Tensor], group: ProcessGroup | None) -> None:
         for tensor in tensors:
             if tensor.numel() * tensor.element_size() >= _ALONE_BYTES and tensor.is_contiguous():
                 _broadcast_bytes(tensor.detach(), group)
+                # As copy_ does below: a graph that still needs the old values must notice.
+                torch.autograd.graph.increment_version(tensor)
             else:
                 small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for same in small.values():

@@ -1,0 +1,42 @@
+"""The key-value store where ranks meet: small values, blocking reads, nothing polled.
+
+A store is for meeting (addresses, counters, verdicts), not for bulk data. Why not torch's TCPStore: it has no
+authentication, opens a TCP port even on one host, hangs when something else answers on its port, and needs
+torch, which the launcher must not import. Who listens where, and what the keys mean, is ``_rendezvous``'s
+business; what a secret may be handed over by is the launcher's.
+
+The map, from pure to worldly, so that each layer can be tested alone:
+
+- ``wire``    frames, the handshake, requests and replies: bytes in, bytes out
+- ``table``   ``KeyTable``: the values, and who waits for which; time comes in as an argument
+- ``stores``  ``Store`` and the kinds without a connection: ``MemoryStore``, ``PrefixStore``, ``ForeignStore``
+- ``client``  ``StoreClient``: the kind that asks a server
+- ``server``  ``StoreServer``: one thread, one selector, any number of clients
+- ``secret``  ``load_secret``: what both sides of a TCP connection must know
+
+Nothing is encrypted. On TCP both sides prove that they know the secret; on a unix socket the kernel vouches for
+the peer's user, and the secret may be empty.
+"""
+
+from __future__ import annotations
+
+from allranks._errors import SecretError, StoreLostError
+from allranks._store.client import StoreClient, reason
+from allranks._store.secret import load_secret
+from allranks._store.server import StoreServer
+from allranks._store.stores import ForeignStore, MemoryStore, PrefixStore, Store
+from allranks._store.wire import FRAME_LIMIT
+
+__all__ = [
+    "FRAME_LIMIT",
+    "ForeignStore",
+    "MemoryStore",
+    "PrefixStore",
+    "SecretError",
+    "Store",
+    "StoreClient",
+    "StoreLostError",
+    "StoreServer",
+    "load_secret",
+    "reason",
+]

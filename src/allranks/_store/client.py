@@ -1,0 +1,269 @@
+"""The client of a store server: an address in, a ``Store`` out.
+
+A request that waits keeps its connection to itself, so each thread that asks at the same time gets its own.
+Whatever answers is checked before it is believed: on a unix socket the kernel vouches for the peer's user, on TCP
+the handshake does; a stranger on the port is told apart from a server that is not there yet.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import math
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from allranks._env import split_host_port
+from allranks._errors import ConfigError, JoinError, SecretError, StoreLostError, TimeoutError, UsageError
+from allranks._store.stores import AskingStore
+from allranks._store.wire import (
+    FRAME_LIMIT,
+    GREETING_LIMIT,
+    GREETING_S,
+    KNOCK,
+    LONGEST_S,
+    NONCE,
+    SHARE_SECRET,
+    VERSION,
+    FrameDecoder,
+    Reply,
+    Request,
+    Wait,
+    WireError,
+    answer_greeting,
+    decode_reply,
+    encode,
+    pack_frame,
+)
+
+__all__ = ["StoreClient", "credentials", "reason"]
+
+_GRACE_S = 0.5  # the server ends a wait first; a client that hears nothing gives up this much later
+
+
+class _Line:
+    """One connection of a client: a request and its reply at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._decoder = FrameDecoder(GREETING_LIMIT)
+
+    def ask(self, payload: bytes, deadline: float) -> bytes:
+        self._patience(deadline)
+        self.sock.sendall(pack_frame(payload))
+        return self._receive(deadline)
+
+    def greet(self, secret: bytes, deadline: float) -> None:
+        nonce = os.urandom(NONCE)
+        frame = self.ask(VERSION + nonce + KNOCK, deadline)
+        proof, right = answer_greeting(secret, nonce, frame)
+        self.sock.sendall(pack_frame(proof))  # also where it is wrong, so that the server can say why, too
+        if not right:
+            raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
+        self._decoder.limit = FRAME_LIMIT
+
+    def _receive(self, deadline: float) -> bytes:
+        while (frame := self._decoder.next()) is None:
+            self._patience(deadline)
+            data = self.sock.recv(1 << 16)
+            if not data:
+                raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+            self._decoder.feed(data)
+        return frame
+
+    def _patience(self, deadline: float) -> None:
+        self.sock.settimeout(min(max(deadline - time.monotonic(), 0.001), LONGEST_S))
+
+
+class StoreClient(AskingStore):
+    """A store that a ``StoreServer`` holds. Each thread that asks at the same time gets its own connection.
+
+    Attributes:
+        address: where the server is.
+        deadline: a moment (``time.monotonic``) that no request outlasts, however long its own timeout.
+    """
+
+    def __init__(self, address: str, secret: bytes, timeout_s: float) -> None:
+        self.address = address
+        self.deadline = math.inf
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._idle: list[_Line] = []
+        self._busy: set[_Line] = set()
+        self._closed = False
+
+    @classmethod
+    def connect(cls, address: str, secret: bytes = b"", timeout_s: float = 300.0, *, retry: bool = True) -> StoreClient:
+        """Connects; tries again while nobody listens there yet.
+
+        Args:
+            address: ``unix:@name`` or ``tcp:host:port``.
+            secret: what the server was given; may be empty for a unix socket.
+            timeout_s: how long to try, and the longest time any single request may take.
+            retry: whether to try again.
+
+        Raises:
+            JoinError: nobody answered in time.
+            ConfigError: what answers is no allranks store, has another version or (SecretError) another secret.
+        """
+        client = cls(address, secret, timeout_s)
+        client._idle.append(client._dial(time.monotonic() + timeout_s, retry))
+        return client
+
+    def __str__(self) -> str:
+        return f"the store at {self.address}"
+
+    def close(self) -> None:
+        """Closes all connections; a call in another thread ends with StoreLostError."""
+        with self._lock:
+            self._closed = True
+            for line in self._idle:
+                line.sock.close()
+            self._idle.clear()
+            for line in self._busy:
+                with suppress(OSError):  # already broken: its user is about to notice
+                    line.sock.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self, request: Request) -> Reply:
+        payload = encode(request)
+        if len(payload) > FRAME_LIMIT:
+            raise UsageError(
+                f"{self}: {len(payload)} bytes, the limit is {FRAME_LIMIT}. Data travels by send or broadcast."
+            )
+        began = time.monotonic()
+        patience_s = self._timeout_s
+        if isinstance(request, Wait) and request.timeout_s > 0:
+            patience_s = request.timeout_s + _GRACE_S
+        deadline = min(began + patience_s, self.deadline)
+        kept = False
+        line = self._take_line(deadline)
+        try:
+            reply = decode_reply(line.ask(payload, deadline))
+            kept = True
+        except builtins.TimeoutError:
+            raise TimeoutError(
+                f"{self} did not answer for {time.monotonic() - began:.1f} s.\n"
+                "  Its process (rank 0, or the launcher) is stopped, overloaded or unreachable: look at its host."
+            ) from None
+        except (OSError, WireError, msgspec.MsgspecError) as error:
+            why = "this client was closed" if self._closed else reason(error)
+            raise StoreLostError(
+                f"{self}: the connection broke ({why}).\n"
+                "  Its process (rank 0, or the launcher) ended: look at the end of its output."
+            ) from error
+        finally:
+            with self._lock:
+                self._busy.discard(line)
+                if kept and not self._closed:
+                    self._idle.append(line)
+                else:  # a reply may still be on its way: nobody else may read it
+                    line.sock.close()
+        return reply
+
+    def _take_line(self, deadline: float) -> _Line:
+        with self._lock:
+            line = self._idle.pop() if self._idle else None
+            closed = self._closed
+        if line is None and not closed:
+            line = self._dial(deadline)
+        with self._lock:
+            if line is not None and not self._closed:
+                self._busy.add(line)
+                return line
+        if line is not None:
+            line.sock.close()
+        raise StoreLostError(f"{self}: this client was closed.")
+
+    def _dial(self, deadline: float, retry: bool = True) -> _Line:
+        began, pause_s = time.monotonic(), 0.01
+        while True:
+            try:
+                return self._dial_once(deadline)
+            except OSError as error:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not retry:
+                    raise JoinError(
+                        f"{self} did not answer for {time.monotonic() - began:.1f} s (last: {reason(error)}).\n"
+                        "  Is its process (rank 0, or the launcher) running, and can this host reach it?"
+                        "    Longer: init_process_group(timeout=...)"
+                    ) from error
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(pause_s * 1.5, 0.2)
+
+    def _dial_once(self, deadline: float) -> _Line:
+        trouble: OSError = OSError(errno.EADDRNOTAVAIL, "its name has no address")
+        stranger: Exception | None = None
+        for family, target in _resolve(self.address):
+            line = _Line(socket.socket(family, socket.SOCK_STREAM))
+            try:
+                now = time.monotonic()
+                line.sock.settimeout(min(max(deadline - now, 0.001), 3.0))
+                line.sock.connect(target)
+                _check_peer(line.sock)
+                line.greet(self._secret, min(deadline, now + GREETING_S))
+                return line
+            except OSError as error:
+                trouble = error
+            except (WireError, ConfigError) as error:
+                stranger = error
+            except BaseException:
+                line.sock.close()
+                raise
+            line.sock.close()
+        if isinstance(stranger, ConfigError):
+            raise type(stranger)(f"{self}: {stranger}.")
+        if stranger:
+            raise ConfigError(
+                f"{self}: something answers there, but it is not an allranks store ({stranger}).\n"
+                "  Another program holds that port: choose another one (MASTER_PORT), the same on all ranks."
+            )
+        raise trouble
+
+
+def reason(error: BaseException) -> str:
+    """Says in a few words what the system said."""
+    if isinstance(error, builtins.TimeoutError):
+        return "no answer"
+    return str(getattr(error, "strerror", None) or error).lower()
+
+
+def _resolve(address: str) -> list[tuple[int, Any]]:
+    kind, _, rest = address.partition(":")
+    if kind == "unix" and rest.startswith("@"):
+        return [(socket.AF_UNIX, "\0" + rest[1:])]
+    host, port = split_host_port(rest, "the store's address")
+    if kind != "tcp" or not host or port is None:
+        raise ConfigError(f"{address!r} is not the address of a store. Expected unix:@NAME or tcp:HOST:PORT.")
+    try:
+        # The server binds 127.0.0.1 for this name; ::1 may be somebody else's.
+        found = socket.getaddrinfo("127.0.0.1" if host == "localhost" else host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:
+        raise ConfigError(f"{host!r} is not a host name ({error}). Expected one such as node0.") from None
+    return [(family, target) for family, _, _, _, target in found]
+
+
+def _check_peer(sock: socket.socket) -> None:
+    if sock.family == socket.AF_UNIX:
+        _, uid, _ = credentials(sock)
+        if uid != os.geteuid():
+            raise ConfigError(f"belongs to user {uid}, this process to user {os.geteuid()}")
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Retrying towards a local port that nobody listens on may meet itself, as TCP's simultaneous open.
+    if sock.getsockname() == sock.getpeername():
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+
+def credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Returns the pid, user and group at the other end of a unix socket, as the kernel knows them."""
+    pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid, gid

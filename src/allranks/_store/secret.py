@@ -1,0 +1,81 @@
+"""The secret that guards TCP stores: from the environment, a file, or made on first use.
+
+Nobody has to set anything up on one host, or on hosts that share a home; elsewhere one file is copied. A secret
+that others can read is refused, as it guards nothing. By what else it may be handed over is the launcher's
+business.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from allranks._errors import ConfigError
+from allranks._store.client import reason
+
+__all__ = ["load_secret"]
+
+
+def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:
+    """Returns the secret that guards TCP stores.
+
+    It is ALLRANKS_SECRET, or what ALLRANKS_SECRET_FILE holds, or this user's own, which is made on first use in
+    ``$XDG_CONFIG_HOME`` (else ``~/.config``) ``/allranks/secret``, and which hosts with one home share.
+
+    Raises:
+        ConfigError: it is too short, cannot be read, or others can read it.
+    """
+    if secret := environ.get("ALLRANKS_SECRET", "").strip():
+        return _checked(secret.encode(), "ALLRANKS_SECRET")
+    if name := environ.get("ALLRANKS_SECRET_FILE"):
+        return _read_secret(Path(name))
+    config = environ.get("XDG_CONFIG_HOME", "")
+    try:
+        path = (Path(config) if os.path.isabs(config) else Path.home() / ".config") / "allranks" / "secret"
+        if not path.exists():
+            _make_secret(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        raise ConfigError(
+            f"Cannot make this user's secret in {config or '~/.config'}/allranks: {reason(error)}."
+            " Set ALLRANKS_SECRET, the same on all ranks, or XDG_CONFIG_HOME."
+        ) from None
+    return _read_secret(path)
+
+
+def _make_secret(path: Path) -> None:
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    draft = path.with_name(f"secret.{os.getpid()}.{os.urandom(4).hex()}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(os.urandom(32).hex() + "\n")
+        # Unlike a rename, a link leaves alone what another rank, starting at the same moment, has made.
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+
+
+def _read_secret(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            secret = file.read(4096).strip()
+    except OSError as error:
+        raise ConfigError(f"Cannot read the secret in {path}: {reason(error)}.") from None
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o077:
+        raise ConfigError(
+            f"The secret in {path} is not safe: owner {status.st_uid}, mode {status.st_mode & 0o777:04o}."
+            f" Expected owner {os.geteuid()}, mode 0600.\n"
+            f"  Run chmod 600 {path}, or, if others may have read it, remove it: a new one is made."
+        )
+    return _checked(secret, str(path))
+
+
+def _checked(secret: bytes, source: str) -> bytes:
+    if len(secret) < 16:
+        raise ConfigError(f"The secret in {source} has {len(secret)} bytes. Expected 16 or more: openssl rand -hex 32")
+    return secret

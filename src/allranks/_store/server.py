@@ -1,0 +1,325 @@
+"""The server of a store: one thread, one selector, any number of clients.
+
+It outlives strangers, junk, crowds and readers that do not read: who has not proved itself may keep little and
+only for a short time, and no peer can make the server wait or hoard. The values themselves are ``table``'s.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Hashable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from allranks._errors import ConfigError, SecretError, UsageError
+from allranks._store.client import credentials, reason
+from allranks._store.table import KeyTable
+from allranks._store.wire import (
+    FRAME_LIMIT,
+    GREETING_LIMIT,
+    GREETING_S,
+    NONCE,
+    VERSION,
+    Failed,
+    FrameDecoder,
+    Greeting,
+    Reply,
+    WireError,
+    decode_request,
+    encode,
+    pack_frame,
+)
+
+__all__ = ["StoreServer"]
+
+_GREETING_PEERS = 64
+_log = logging.getLogger("allranks.store")
+
+
+class _Peer:
+    def __init__(self, sock: socket.socket, name: str, greeting: Greeting, since: float) -> None:
+        self.sock = sock
+        self.name = name
+        self.greeting: Greeting | None = greeting
+        self.since = since
+        self.decoder = FrameDecoder(GREETING_LIMIT)
+        self.out = bytearray()
+        self.events = selectors.EVENT_READ
+
+
+class StoreServer:
+    """Holds a store's values and serves them from one thread.
+
+    Made by ``unix`` or ``tcp``, which bind and listen but start nothing, so that a process can fork its ranks
+    before it has a thread. A forked child that does not serve calls ``close``, which leaves the parent's alone.
+
+    Attributes:
+        address: what clients connect to.
+        refusals: one line for each host that came with another secret or version.
+    """
+
+    def __init__(self, listener: socket.socket, address: str, secret: bytes) -> None:
+        self.address = address
+        self.refusals: dict[str, str] = {}
+        self._secret = secret
+        self._listener = listener
+        self._owner = os.getpid()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread: threading.Thread | None = None
+        self._stop_at: float | None = None
+        self._table = KeyTable()
+        self._peers: dict[_Peer, None] = {}
+        self._strangers: dict[_Peer, None] = {}  # the peers that have not proved themselves yet
+
+    @classmethod
+    def unix(cls, secret: bytes = b"") -> StoreServer:
+        """Listens on an abstract unix socket with an unguessable name; only this user's processes get in."""
+        name = f"allranks-{os.urandom(16).hex()}"
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind("\0" + name)
+        listener.listen(1024)
+        return cls(listener, f"unix:@{name}", secret)
+
+    @classmethod
+    def tcp(cls, host: str, port: int, secret: bytes) -> StoreServer:
+        """Listens on a TCP port; only holders of the secret get in.
+
+        Args:
+            host: a loopback address to listen there only. For any other name or address the server listens on
+                all interfaces, as a host's own name often resolves to 127.0.1.1 on the host itself.
+            port: the port; 0 for a free one.
+            secret: what clients must know.
+
+        Raises:
+            ConfigError: the port cannot be had; says who holds it, if that can be seen.
+        """
+        if not secret:
+            raise UsageError("StoreServer.tcp needs a secret: see load_secret.")
+        loopback = "127.0.0.1" if host == "localhost" else host if host == "::1" or host.startswith("127.") else ""
+        dual = not loopback and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual or ":" in loopback else socket.AF_INET
+        try:
+            listener = socket.create_server((loopback, port), family=family, backlog=1024, dualstack_ipv6=dual)
+        except OSError as error:
+            holder = _port_holder(port) if error.errno == errno.EADDRINUSE else ""
+            why = reason(error).partition(" (while")[0]  # create_server adds what is said here anyway
+            raise ConfigError(
+                f"Cannot listen on port {port} ({loopback or 'all interfaces'}): {why}{holder}.\n"
+                "  Choose another port (MASTER_PORT), the same on all ranks, or end the program that holds it."
+            ) from None
+        port = listener.getsockname()[1]
+        shown = loopback or host or socket.gethostname()
+        return cls(listener, f"tcp:[{shown}]:{port}" if ":" in shown else f"tcp:{shown}:{port}", secret)
+
+    @property
+    def here(self) -> str:
+        """The address for clients on this host, which needs no name service."""
+        if self._listener.family == socket.AF_UNIX or self.address.startswith(("tcp:127.", "tcp:[::1]")):
+            return self.address
+        return f"tcp:127.0.0.1:{self.address.rpartition(':')[2]}"
+
+    def start(self) -> StoreServer:
+        """Starts the thread that serves."""
+        self._thread = threading.Thread(target=self._run, name="allranks-store", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Stops listening, waits up to ``linger_s`` for the clients to go, and ends the thread. Idempotent."""
+        if self._stop_at is not None:
+            return
+        self._stop_at = time.monotonic() + linger_s
+        if self._owner == os.getpid():
+            if self._thread is not None:
+                os.eventfd_write(self._wake, 1)
+                self._thread.join()
+            else:
+                self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        os.close(self._wake)
+
+    def __enter__(self) -> StoreServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        self._listener.setblocking(False)
+        with selectors.DefaultSelector() as self._selector:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._wake, selectors.EVENT_READ)
+            try:
+                while self._stop_at is None:
+                    self._turn()
+                # Also wakes whoever shares this socket after a fork, and frees the port although they hold it.
+                self._selector.unregister(self._listener)
+                self._selector.unregister(self._wake)
+                self._listener.shutdown(socket.SHUT_RDWR)
+                while time.monotonic() < self._stop_at and any(
+                    peer.greeting is None or peer.greeting.begun for peer in self._peers
+                ):
+                    self._turn()
+            finally:
+                for peer in list(self._peers):
+                    self._drop(peer)
+                self._listener.close()
+
+    def _turn(self) -> None:
+        deadlines = [self._table.next_deadline(), self._stop_at, *(p.since + GREETING_S for p in self._strangers)]
+        first = min((d for d in deadlines if d is not None), default=None)
+        for key, events in self._selector.select(None if first is None else max(0.0, first - time.monotonic())):
+            peer = key.data
+            if key.fileobj is self._listener:
+                self._accept()
+            elif peer in self._peers:
+                if events & selectors.EVENT_WRITE:
+                    self._flush(peer)
+                if events & selectors.EVENT_READ and peer in self._peers:
+                    self._read(peer)
+        now = time.monotonic()
+        self._reply(self._table.expire(now))
+        for peer in [p for p in self._strangers if p.since + GREETING_S <= now]:
+            self._drop(peer, "said nothing that makes sense in time")
+
+    def _accept(self) -> None:
+        for _ in range(_GREETING_PEERS):
+            try:
+                sock, where = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptors left
+                _log.warning("%s cannot accept a connection: %s", self.address, error)
+                self._evict() if self._strangers else time.sleep(0.05)
+                return
+            sock.setblocking(False)
+            if sock.family == socket.AF_UNIX:
+                pid, uid, _ = credentials(sock)
+                name = f"pid {pid}"
+                if uid != os.geteuid():
+                    _log.warning("%s refused %s of user %d", self.address, name, uid)
+                    sock.close()
+                    continue
+            else:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                name = str(where[0]).removeprefix("::ffff:")
+            if len(self._strangers) >= _GREETING_PEERS:
+                self._evict()
+            peer = _Peer(sock, name, Greeting(self._secret, os.urandom(NONCE)), time.monotonic())
+            self._peers[peer] = self._strangers[peer] = None
+            self._selector.register(sock, peer.events, peer)
+            self._read(peer)  # a real client has spoken by now, and is through before the next idle one comes
+
+    def _evict(self) -> None:
+        def worth(peer: _Peer) -> tuple[bool, float]:
+            return peer.greeting is not None and peer.greeting.begun, peer.since
+
+        self._drop(min(self._strangers, key=worth), "had to make room")
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.sock.recv(1 << 16 if peer.greeting is None else 1 << 12)
+            if not data:
+                raise WireError("it closed the connection")
+            peer.decoder.feed(data)
+            while peer in self._peers and (frame := peer.decoder.next()) is not None:
+                if peer.greeting is None:
+                    self._serve(peer, frame)
+                else:
+                    self._greet(peer, peer.greeting, frame)
+        except BlockingIOError:
+            return
+        except ConfigError as error:
+            self._refuse(peer, str(error))
+        except (OSError, WireError, msgspec.MsgspecError, RecursionError) as error:
+            self._drop(peer, str(error))
+
+    def _greet(self, peer: _Peer, greeting: Greeting, frame: bytes) -> None:
+        try:
+            answer = greeting.step(frame)
+        except SecretError:
+            raise
+        except ConfigError:
+            self._send(peer, VERSION)  # so that the other side can say so, too
+            raise
+        if answer is not None:
+            self._send(peer, answer)
+        else:
+            peer.greeting = None
+            peer.decoder.limit = FRAME_LIMIT
+            del self._strangers[peer]
+
+    def _serve(self, peer: _Peer, frame: bytes) -> None:
+        if self._table.waits(peer) or peer.out:
+            raise WireError("a request before the reply to the last one")
+        try:
+            due = self._table.handle(peer, decode_request(frame), time.monotonic())
+        except msgspec.ValidationError as error:
+            due = [(peer, Failed(f"a wrong argument: {error}"))]
+        self._reply(due)
+
+    def _reply(self, due: list[tuple[Hashable, Reply]]) -> None:
+        for who, reply in due:
+            if isinstance(who, _Peer) and who in self._peers:
+                payload = encode(reply)
+                if len(payload) > FRAME_LIMIT:
+                    payload = encode(Failed(f"a reply of {len(payload)} bytes, the limit is {FRAME_LIMIT}"))
+                self._send(who, payload)
+
+    def _send(self, peer: _Peer, payload: bytes) -> None:
+        peer.out += pack_frame(payload)
+        self._flush(peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        try:
+            del peer.out[: peer.sock.send(peer.out)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._drop(peer, str(error))
+            return
+        # A peer that does not take its replies is not heard either: it cannot make the server hoard them.
+        events = selectors.EVENT_WRITE if peer.out else selectors.EVENT_READ
+        if events != peer.events:
+            peer.events = events
+            self._selector.modify(peer.sock, events, peer)
+
+    def _refuse(self, peer: _Peer, why: str) -> None:
+        if peer.name not in self.refusals and len(self.refusals) < 16:
+            self.refusals[peer.name] = f"{peer.name} was refused: {why}"
+            _log.warning("%s: %s was refused: %s", self.address, peer.name, why)
+        self._drop(peer)
+
+    def _drop(self, peer: _Peer, why: str = "the server ends") -> None:
+        if peer not in self._peers:  # its answer could not be sent, and then it had been wrong, too
+            return
+        _log.debug("%s: %s is dropped: %s", self.address, peer.name, why)
+        del self._peers[peer]
+        self._strangers.pop(peer, None)
+        self._table.forget(peer)
+        self._selector.unregister(peer.sock)
+        peer.sock.close()
+
+
+def _port_holder(port: int) -> str:
+    sockets = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                sockets.add(f"socket:[{fields[9]}]")
+    for pid in filter(str.isdecimal, os.listdir("/proc")) if sockets else ():
+        with suppress(OSError):  # another user's process, or one that has just ended
+            if any(os.readlink(f"/proc/{pid}/fd/{fd}") in sockets for fd in os.listdir(f"/proc/{pid}/fd")):
+                return f", held by pid {pid} ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+    return ""

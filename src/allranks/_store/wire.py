@@ -1,0 +1,222 @@
+"""What travels between a store's client and server: frames, the handshake, requests and replies.
+
+Bytes in, bytes out: no socket and no clock, so that all of it can be tested on any input.
+
+Every frame is a 4-byte big-endian length and a payload. The first three are the handshake: version and nonce;
+version, nonce and the server's proof; the client's proof. A proof is an HMAC-SHA256 over the version, the
+prover's role and both nonces, so neither a replayed nor a reflected one is worth anything. After it come typed
+msgspec structs.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from collections.abc import Callable
+
+import msgspec
+
+from allranks._errors import ConfigError, SecretError
+
+__all__ = [
+    "Add",
+    "CompareSet",
+    "Delete",
+    "Done",
+    "FRAME_LIMIT",
+    "Failed",
+    "Found",
+    "FrameDecoder",
+    "GREETING_LIMIT",
+    "GREETING_S",
+    "Greeting",
+    "KNOCK",
+    "LONGEST_S",
+    "Late",
+    "NONCE",
+    "Peek",
+    "Reply",
+    "Request",
+    "SHARE_SECRET",
+    "Set",
+    "VERSION",
+    "Wait",
+    "WireError",
+    "answer_greeting",
+    "decode_reply",
+    "decode_request",
+    "encode",
+    "pack_frame",
+]
+
+FRAME_LIMIT = 16 << 20
+"""Largest frame, and so about the largest value, between peers that have proved themselves."""
+
+GREETING_LIMIT = 256
+"""The same before they have."""
+
+GREETING_S = 5.0
+"""How long either side lets the handshake take."""
+
+LONGEST_S = 1e8
+"""The longest wait that select and settimeout take; three years."""
+
+_PROTOCOL = b"allranks-store/"
+VERSION = _PROTOCOL + b"1"
+NONCE = 32
+KNOCK = b"\r\n\r\n"  # ends the first frame: a stranger who reads lines (HTTP, SMTP, Redis) answers at once
+
+SHARE_SECRET = (
+    "give both sides the same one: set ALLRANKS_SECRET, or ALLRANKS_SECRET_FILE, or copy the file"
+    " ~/.config/allranks/secret (mode 0600) from one host to the other"
+)
+
+
+class WireError(Exception):
+    """A peer broke the protocol. Internal: its connection is dropped."""
+
+
+# --- frames and the handshake: pure ---------------------------------------------------------------------------
+
+
+def pack_frame(payload: bytes) -> bytes:
+    """Puts the length in front."""
+    return struct.pack(">I", len(payload)) + payload
+
+
+class FrameDecoder:
+    """Turns bytes, cut anywhere, into frames. Keeps no more than it was fed, whatever length a peer announces."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        """Takes the next bytes of the stream."""
+        self._buffer += data
+
+    def next(self) -> bytes | None:
+        """Returns the next whole frame, or None until more is fed.
+
+        Raises:
+            WireError: a frame longer than the limit is announced.
+        """
+        if len(self._buffer) < 4:
+            return None
+        (length,) = struct.unpack_from(">I", self._buffer)
+        if length > self.limit:
+            raise WireError(f"a frame of {length} bytes is announced, the limit is {self.limit}")
+        if len(self._buffer) < 4 + length:
+            return None
+        frame = bytes(self._buffer[4 : 4 + length])
+        del self._buffer[: 4 + length]
+        return frame
+
+
+def _proof(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    return hmac.digest(secret, VERSION + b"|" + role + b"|" + client_nonce + server_nonce, "sha256")
+
+
+class Greeting:
+    """The server's half of the handshake."""
+
+    def __init__(self, secret: bytes, nonce: bytes) -> None:
+        self._secret = secret
+        self._nonce = nonce
+        self._expected = b""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the peer has said something that makes sense."""
+        return bool(self._expected)
+
+    def step(self, frame: bytes) -> bytes | None:
+        """Takes the peer's next frame; returns the answer, or None when the peer has proved itself.
+
+        Raises:
+            WireError: not an allranks client.
+            ConfigError: one of another version, or (SecretError) with another secret.
+        """
+        if self._expected:
+            if not hmac.compare_digest(frame, self._expected):
+                raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
+            return None
+        version, nonce = frame[: -NONCE - len(KNOCK)], frame[-NONCE - len(KNOCK) : -len(KNOCK)]
+        if not version.startswith(_PROTOCOL):
+            raise WireError("not an allranks client")
+        if version != VERSION:
+            raise ConfigError(f"it speaks {version!r}, we speak {VERSION!r}; install one version on all hosts")
+        self._expected = _proof(self._secret, b"client", nonce, self._nonce)
+        return VERSION + self._nonce + _proof(self._secret, b"server", nonce, self._nonce)
+
+
+def answer_greeting(secret: bytes, nonce: bytes, frame: bytes) -> tuple[bytes, bool]:
+    """The client's half: returns its proof, and whether the server's was right."""
+    if not frame.startswith(_PROTOCOL):
+        raise WireError("what it says is not allranks")
+    version, server_nonce, proof = frame[: -2 * NONCE], frame[-2 * NONCE : -NONCE], frame[-NONCE:]
+    if version != VERSION:
+        raise ConfigError(f"speaks another version ({frame[:24]!r}, we speak {VERSION!r}): install one on all hosts")
+    right = hmac.compare_digest(proof, _proof(secret, b"server", nonce, server_nonce))
+    return _proof(secret, b"client", nonce, server_nonce), right
+
+
+# --- requests and replies -------------------------------------------------------------------------------------
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Set(_Message, frozen=True):
+    key: str
+    value: bytes
+
+
+class Add(_Message, frozen=True):
+    key: str
+    amount: int
+
+
+class Peek(_Message, frozen=True):
+    keys: list[str]
+
+
+class Wait(_Message, frozen=True):
+    keys: list[str]
+    timeout_s: float
+    values: bool
+
+
+class Delete(_Message, frozen=True):
+    key: str
+
+
+class CompareSet(_Message, frozen=True):
+    key: str
+    expected: bytes
+    desired: bytes
+
+
+class Done(_Message, frozen=True):
+    number: int = 0
+
+
+class Found(_Message, frozen=True):
+    values: list[bytes | None]
+
+
+class Late(_Message, frozen=True):
+    missing: list[str]
+
+
+class Failed(_Message, frozen=True):
+    text: str
+
+
+Request = Set | Add | Peek | Wait | Delete | CompareSet
+Reply = Done | Found | Late | Failed
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request: Callable[[bytes], Request] = msgspec.msgpack.Decoder(Request).decode
+decode_reply: Callable[[bytes], Reply] = msgspec.msgpack.Decoder(Reply).decode

@@ -1,0 +1,76 @@
+"""What the documents show is run as it stands there."""
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import allranks._collectives
+import allranks._world
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+
+
+def readme_program(name: str) -> str:
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
+        if block.startswith(f"# {name}\n"):
+            return block
+    raise AssertionError(f"README.md has no program {name}")
+
+
+@pytest.mark.parametrize("module", [allranks._collectives, allranks._world], ids=lambda m: m.__name__)
+def test_examples_in_docstrings(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_readme_program_with_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text(readme_program("hello.py"))
+    done = subprocess.run(
+        [sys.executable, "-m", "allranks", "run", "-n", "2", "hello.py"],
+        cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert sorted(done.stdout.splitlines()) == [
+        "[0] rank 0 of 2: [3.0, 3.0, 3.0]",
+        "[1] rank 1 of 2: [3.0, 3.0, 3.0]",
+    ]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("master", ["apart", "together"])
+def test_readme_program_by_hand(tmp_path: Path, master: str) -> None:
+    (tmp_path / "hello.py").write_text(readme_program("hello.py"))
+    port = 29400 + os.getpid() % 1000
+    where = (
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if master == "apart"
+        else {"MASTER_ADDR": f"127.0.0.1:{port}"}
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "hello.py"],
+            cwd=tmp_path,
+            env={**ENVIRONMENT, "WORLD_SIZE": "2", "RANK": str(rank), "XDG_CONFIG_HOME": str(tmp_path), **where},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert outputs == [f"rank {r} of 2: [3.0, 3.0, 3.0]\n" for r in range(2)]
+
+
+def test_readme_program_from_python(tmp_path: Path) -> None:
+    (tmp_path / "spawned.py").write_text(readme_program("spawned.py"))
+    done = subprocess.run(
+        [sys.executable, "spawned.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]

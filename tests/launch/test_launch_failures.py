@@ -1,0 +1,142 @@
+"""One rank fails: it is named, the others are stopped, and the exit code is its own."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from conftest import Launcher
+
+STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
+PROLOGUE = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+from allranks._errors import PeerLostError
+"""
+
+
+def failing(launcher: Launcher, body: str, *options: str) -> tuple[int, list[str], str, float]:
+    """Runs a script; returns exit code, lines of stderr, stdout and seconds."""
+    path = launcher.write(PROLOGUE + body)
+    begin = time.monotonic()
+    done = launcher.run(*options, str(path))
+    return done.code, done.err.splitlines(), done.out, time.monotonic() - begin
+
+
+@STARTS
+def test_failed_rank_is_named_and_the_others_are_stopped(launcher: Launcher, start: str) -> None:
+    body = "if rank == 1: print('last words'); raise ValueError('boom')\ntime.sleep(60)"
+    code, err, out, seconds = failing(launcher, body, "-n", "3", "--start", start)
+    assert code == 1
+    assert re.fullmatch(r"allranks run: rank 1 \(pid \d+\) exited with code 1", err[0])
+    assert err[-1] == "ValueError: boom"
+    assert out == "[1] last words\n"
+    assert seconds < 10
+
+
+def test_killed_rank_is_named(launcher: Launcher) -> None:
+    body = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    code, err, _, _ = failing(launcher, body, "-n", "2", "--start", "spawn")
+    assert code == 137
+    assert len(err) == 1
+    assert re.fullmatch(r"allranks run: rank 1 \(pid \d+\) was killed by SIGKILL", err[0])
+
+
+def test_rank_that_ends_well_does_not_end_the_others(launcher: Launcher) -> None:
+    code, err, out, _ = failing(launcher, "time.sleep(0.5 * rank); print('end')", "-n", "2", "--start", "spawn")
+    assert (code, err) == (0, [])
+    assert out.splitlines() == ["[0] end", "[1] end"]
+
+
+@STARTS
+@pytest.mark.parametrize("how", ["raise lost", "raise ValueError('later') from lost", "sys.exit(9)"])
+def test_echo_is_not_the_cause(launcher: Launcher, start: str, how: str) -> None:
+    # As in a collective: rank 0 notices at once that rank 1 is on its way out; rank 1's own failure is seen later.
+    body = f"""
+if rank == 0:
+    try: raise PeerLostError("rank 1 died", 1)
+    except PeerLostError as lost: {how}
+time.sleep(0.15)
+if rank == 1: os._exit(7)
+time.sleep(60)
+"""
+    code, err, _, _ = failing(launcher, body, "-n", "3", "--start", start)
+    assert code == 7
+    assert len(err) == 1
+    assert "rank 1" in err[0]
+
+
+def test_echo_without_a_cause_is_named_itself(launcher: Launcher) -> None:
+    body = "if rank == 1: raise PeerLostError('rank 0 went', 0)\ntime.sleep(60)"
+    code, err, _, _ = failing(launcher, body, "-n", "2", "--start", "spawn")
+    assert code == 1
+    assert "rank 1" in err[0]
+    assert err[-1] == "allranks._errors.PeerLostError: rank 0 went"
+
+
+def test_failure_is_told_before_exit_handlers_run(launcher: Launcher) -> None:
+    body = """
+import atexit, threading
+if rank == 1:
+    atexit.register(lambda: (time.sleep(1.5), print("handled")))
+    raise ValueError("boom")
+begin = time.monotonic()
+def stop(number, frame):
+    print(time.monotonic() - begin < 1)
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+time.sleep(60)
+"""
+    code, err, out, _ = failing(launcher, body, "-n", "2", "--start", "spawn")
+    assert (code, err[-1]) == (1, "ValueError: boom")
+    assert sorted(out.splitlines()) == ["[0] True", "[1] handled"]
+
+
+def test_ranks_that_do_not_end_are_killed_after_the_grace(launcher: Launcher) -> None:
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 2: time.sleep(0.5); sys.exit(5)\ntime.sleep(60)"
+    code, err, _, seconds = failing(launcher, body, "-n", "3", "--start", "spawn", "--grace", "0.5")
+    assert code == 5
+    assert err[0] == "allranks run: ranks 0-1 did not end within 0.5 s and were killed"
+    assert "rank 2" in err[1]
+    assert seconds < 10
+
+
+def test_stopped_rank_is_ended_too(launcher: Launcher) -> None:
+    body = "if rank == 0: os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(0.3); sys.exit(5)"
+    code, err, _, seconds = failing(launcher, body, "-n", "2", "--start", "spawn")
+    assert (code, len(err)) == (5, 1)
+    assert seconds < 8
+
+
+def test_ranks_that_fail_alike_are_told_in_one_line(launcher: Launcher) -> None:
+    body = "time.sleep(max(0, float(sys.argv[1]) - time.time())); raise ValueError('same')"
+    path = launcher.write(PROLOGUE + body)
+    done = launcher.run("-n", "3", "--start", "spawn", str(path), str(time.time() + 1))
+    assert done.err.count("Traceback") == 1
+    assert 1 <= done.err.count("ValueError: same") <= 2
+    assert len([line for line in done.err.splitlines() if line.startswith("allranks run: also failed")]) <= 1
+
+
+def test_very_long_traceback(launcher: Launcher) -> None:
+    code, err, _, _ = failing(launcher, "raise ValueError('x' * 300000)", "--start", "spawn")
+    assert code == 1
+    assert err[-1] == "ValueError: " + "x" * 300000
+
+
+@STARTS
+def test_what_a_rank_left_behind_does_not_keep_the_launcher(launcher: Launcher, start: str) -> None:
+    body = "import subprocess; subprocess.Popen(['sleep', '60']); print('done')"
+    code, _, out, seconds = failing(launcher, body, "--start", start)
+    assert (code, out) == (0, "[0] done\n")
+    assert seconds < 8
+    assert launcher.wait_gone() == []
+
+
+def test_what_a_rank_left_behind_that_writes_on_does_not_keep_the_launcher(launcher: Launcher) -> None:
+    body = "import subprocess; subprocess.Popen(['yes'])"
+    code, _, out, seconds = failing(launcher, body, "--start", "spawn")
+    assert code == 0
+    assert out.startswith("[0] y\n")
+    assert seconds < 15
+    assert launcher.wait_gone() == []

@@ -1,0 +1,167 @@
+"""Signals to the launcher: passed on, and nothing is left behind whatever happens to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import Launcher, wait_for
+
+WAITING = """
+import os, signal, sys, time
+from pathlib import Path
+def ready(): Path(f"ready{os.environ['RANK']}").touch()
+"""
+
+
+def start(launcher: Launcher, body: str, *options: str, nproc: int = 2) -> subprocess.Popen[bytes]:
+    """Starts a script and waits until each rank has called ``ready``."""
+    path = launcher.write(WAITING + body)
+    process = launcher.start("-n", str(nproc), "--start", "spawn", *options, str(path))
+    wait_for(lambda: len(list(launcher.folder.glob("ready*"))) == nproc)
+    return process
+
+
+def end(process: subprocess.Popen[bytes]) -> tuple[int, list[str], list[str]]:
+    out, err = process.communicate(timeout=30)
+    return process.returncode, sorted(out.decode().splitlines()), err.decode().splitlines()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_signal_is_passed_on(launcher: Launcher, number: signal.Signals, code: int) -> None:
+    body = f"""
+def stop(number, frame):
+    print(signal.Signals(number).name)
+    sys.exit(0)
+signal.signal({int(number)}, stop)
+ready()
+time.sleep(60)
+"""
+    process = start(launcher, body)
+    process.send_signal(number)
+    name = number.name
+    assert end(process) == (code, [f"[0] {name}", f"[1] {name}"], [f"allranks run: stopped by {name}"])
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_ctrl_c_says_where_the_ranks_were(launcher: Launcher, how: str) -> None:
+    process = start(launcher, "def step():\n    ready()\n    time.sleep(60)\nstep()", "--start", how)
+    process.send_signal(signal.SIGINT)
+    code, _, err = end(process)
+    assert code == 130
+    assert err == ["allranks run: stopped by SIGINT", "allranks run: ranks 0-1: at script.py:7 in step"]
+
+
+def test_program_has_time_to_end(launcher: Launcher) -> None:
+    body = """
+try:
+    ready()
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)
+    print("saved")
+"""
+    process = start(launcher, body)
+    process.send_signal(signal.SIGINT)
+    assert end(process)[:2] == (130, ["[0] saved", "[1] saved"])
+
+
+def test_second_ctrl_c_kills(launcher: Launcher) -> None:
+    process = start(
+        launcher, "signal.signal(signal.SIGINT, lambda *_: print('no'))\nready()\nwhile True: time.sleep(1)"
+    )
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert end(process)[:2] == (130, ["[0] no", "[1] no"])
+    assert time.monotonic() - begin < 5
+
+
+def test_repeated_sigterm_does_not_kill(launcher: Launcher) -> None:
+    body = """
+def stop(number, frame):
+    time.sleep(0.5)
+    print("saved")
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+ready()
+time.sleep(60)
+"""
+    process = start(launcher, body)
+    for _ in range(3):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    assert end(process)[:2] == (143, ["[0] saved", "[1] saved"])
+
+
+def test_rank_that_ignores_the_signal_is_killed_after_the_grace(launcher: Launcher) -> None:
+    process = start(
+        launcher, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\ntime.sleep(60)", "--grace", "0.5"
+    )
+    process.send_signal(signal.SIGTERM)
+    code, _, err = end(process)
+    assert code == 143
+    assert err[0] == "allranks run: ranks 0-1 did not end within 0.5 s and were killed"
+
+
+def test_ctrl_c_while_torch_is_imported(launcher: Launcher) -> None:
+    launcher.environ()
+    launcher.write("import time; open('importing', 'w').close(); time.sleep(60)", "fake/torch.py")
+    process = launcher.start(str(launcher.write("")))
+    wait_for(lambda: (launcher.folder / "importing").exists())
+    process.send_signal(signal.SIGINT)
+    assert end(process) == (130, [], [])
+
+
+def test_children_of_ranks_get_the_signal_too(launcher: Launcher) -> None:
+    command = "touch ready$RANK; sleep 60"
+    process = launcher.start("-n", "2", "--", "sh", "-c", command)
+    wait_for(lambda: len(list(launcher.folder.glob("ready*"))) == 2)
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 143
+    assert launcher.wait_gone() == []
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_killed_launcher_leaves_nothing(launcher: Launcher, how: str) -> None:
+    body = "import subprocess; subprocess.Popen(['sleep', '60'], env=os.environ)\nready()\ntime.sleep(60)"
+    shared = set(os.listdir("/dev/shm"))
+    process = start(launcher, body, "--start", how, nproc=3)
+    assert len(launcher.alive()) >= 1 + 3 + 3
+    process.kill()
+    process.wait()
+    assert launcher.wait_gone() == []
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert sorted(p.name for p in launcher.folder.iterdir()) == ["fake", "ready0", "ready1", "ready2", "script.py"]
+
+
+def test_killed_launcher_leaves_no_child_of_a_command(launcher: Launcher) -> None:
+    process = launcher.start("-n", "2", "--", "sh", "-c", "trap '' TERM HUP INT; touch ready$RANK; sleep 60; true")
+    wait_for(lambda: len(list(launcher.folder.glob("ready*"))) == 2)
+    process.kill()
+    process.wait()
+    assert launcher.wait_gone() == []
+
+
+def test_whoever_reads_the_output_goes(launcher: Launcher) -> None:
+    process = start(launcher, "ready()\nwhile True: print('x'); time.sleep(0.01)")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    assert process.wait(20) == 141
+
+
+def test_ignored_hangup_stays_ignored(launcher: Launcher) -> None:
+    path = launcher.write(WAITING + "ready()\ntime.sleep(1)")
+    command = ["sh", "-c", "trap '' HUP; exec \"$@\"", "-", *launcher.command("--start", "spawn", str(path))]
+    process = subprocess.Popen(command, cwd=launcher.folder, env=launcher.environ())
+    launcher.started.append(process)
+    wait_for(lambda: (launcher.folder / "ready0").exists())
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(20) == 0
