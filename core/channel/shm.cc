@@ -8,8 +8,8 @@ namespace allranks {
 namespace {
 
 constexpr int64_t kSliceNs = 50'000'000;
-constexpr int64_t kYieldNs = 50'000;
-constexpr int kBriefSpins = 60;  // about 2 us, with the caller's locks held
+constexpr int64_t kAwakeNs = 100'000;  // about twice what a futex wake-up may cost
+constexpr int kBriefSpins = 60;        // about 2 us, with the caller's locks held
 
 }  // namespace
 
@@ -76,20 +76,21 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
   patience.caller.release();
   const int64_t began = sys::now_ns();
   if (patience.deadline_ns == 0) patience.deadline_ns = began + patience.timeout_ns;
-  if (patience.spin_ns > 0) {
-    do {
-      for (int i = 0; i < 16; i++) {
+  // Pure spinning is the quickest way to notice, and in vain where the rank that is waited for needs
+  // this CPU; a yield costs little more when nobody else wants the CPU, and gives it away when
+  // somebody does.
+  for (bool spinning = patience.spin_ns > 0;;) {
+    for (int i = 0; i < 16; i++) {
+      if (spinning) {
         sys::pause();
-        if (ready(context) < 0) return;
+      } else {
+        sys::yield();
       }
-    } while (sys::now_ns() - began < patience.spin_ns);
-  }
-  if (patience.spin_ns <= 0) {
-    // More ranks than CPUs: whoever this rank waits for may be waiting for this CPU.
-    do {
-      sys::yield();
       if (ready(context) < 0) return;
-    } while (sys::now_ns() - began < kYieldNs);
+    }
+    const int64_t waited = sys::now_ns() - began;
+    if (waited >= kAwakeNs) break;
+    spinning = waited < patience.spin_ns;
   }
   for (;;) {
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);

@@ -269,13 +269,17 @@ def test_much_output_is_whole(launcher: Launcher) -> None:
 
 def test_show_and_logs(launcher: Launcher, tmp_path: Path) -> None:
     script = """
-        import os, sys
+        import os, sys, time
         print("out", os.environ["RANK"]); print("err", file=sys.stderr)
+        if os.environ["RANK"] == "0":
+            open("printed", "w").close()
+        while not os.path.exists("printed"):
+            time.sleep(0.01)
         sys.exit(os.environ["RANK"] == "1")
         """
     done = launcher.script(script, "-n", "2", "--start", "spawn", "--show", "0", "--logs", "a/b")
-    assert done.out == "[0] out 0\n"
-    assert "[0] err" in done.err
+    assert done.out == "out 0\n"
+    assert "err" in done.err.splitlines()
     assert done.err.splitlines()[-3:][0].endswith("exited with code 1")
     assert sorted(done.err.splitlines()[-2:]) == ["err", "out 1"]  # hidden, so shown with the failure
     assert sorted((tmp_path / "a/b/rank1.log").read_text().splitlines()) == ["err", "out 1"]

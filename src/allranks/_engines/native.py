@@ -35,9 +35,9 @@ __all__ = ["NativeEngine"]
 
 _CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
 
-# How long a waiting rank spins before it sleeps. A futex wake-up costs 5 to 50 us here; spinning
-# about twice that is repaid. With more ranks than CPUs a spinning rank only keeps the others from running.
-_SPIN_US = 100.0
+# How long a waiting rank spins before it yields its CPU, and then sleeps (core/channel/shm.cc). With more ranks
+# than CPUs it does not spin at all.
+_SPIN_US = 20.0
 
 
 class NativeWork(Work):

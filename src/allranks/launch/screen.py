@@ -35,7 +35,7 @@ def ensure_standard_streams() -> None:
 
 
 class Screen:
-    """Writes what the ranks write, each line behind its rank's number.
+    """Writes what the ranks write, each line behind its rank's number (unless only rank 0 is shown).
 
     Args:
         nproc: number of ranks.
@@ -54,8 +54,11 @@ class Screen:
         colour = self._capable and not environ.get("NO_COLOR")
         self._merged = os.path.sameopenfile(1, 2)
         self._renderers: dict[int, Renderer] = {}
+        # One rank's output alone needs no telling apart: it passes as that rank writes it.
+        alone = show == "0"
+        self._prefix_width = 0 if alone else len(prefixes(nproc)[0])
         for fd in (1,) if self._merged else (1, 2):
-            names = prefixes(nproc, colour=colour and os.isatty(fd))
+            names = [b""] * nproc if alone else prefixes(nproc, colour=colour and os.isatty(fd))
             self._renderers[fd] = Live(names, _window(fd)[1]) if self._live(fd) else Plain(names)
         self._pending: dict[int, bytearray] = {fd: bytearray() for fd in self._renderers}
         hidden = [rank for rank in range(nproc) if rank not in self._shown]
@@ -75,7 +78,7 @@ class Screen:
     def size(self) -> tuple[int, int]:
         """Rows and columns that a rank has for itself."""
         rows, columns = _window(1 if self._live(1) else 2)
-        return rows, max(10, columns - len(prefixes(self.nproc)[0]))
+        return rows, max(10, columns - self._prefix_width)
 
     def resized(self) -> None:
         """Takes it that the terminal's size has changed."""
