@@ -64,7 +64,7 @@ Call describe(const Fingerprint& f) {
 
 void raise(const Error& error) {
   const Failure& f = error.failure;
-  if (f.kind == Kind::interrupted && PyErr_Occurred() != nullptr) return;  // KeyboardInterrupt is set
+  if (error.signalled) return;  // KeyboardInterrupt, or what the signal's handler raised, is set
   std::vector<Call> calls;
   for (const auto& fingerprint : error.calls) calls.push_back(describe(fingerprint));
   const nb::tuple args = nb::make_tuple(kKinds.at(static_cast<size_t>(f.kind)), f.peer, f.reporter, f.call,

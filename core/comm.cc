@@ -147,10 +147,14 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t 
   bool interrupted = false;
   std::exception_ptr error;
   try {
-    execute(request->operation, caller, spin_ns);
-  } catch (const Error& e) {
+    try {
+      execute(request->operation, caller, spin_ns);
+    } catch (const Error& e) {
+      interrupted = e.signalled;
+      throw;
+    }
+  } catch (...) {
     error = std::current_exception();
-    interrupted = e.failure.kind == Kind::interrupted && e.failure.peer == rank();
   }
   request->error = error;
   request->done.store(true, std::memory_order_release);
@@ -188,8 +192,15 @@ void Comm::wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t
       failure.fingerprint = request->operation.fingerprint;
       failure.seconds = static_cast<double>(sys::now_ns() - began) * 1e-9;
       if (caller.interrupted()) {
+        // The caller's tensor may vanish as soon as this returns: the request must have ended, and
+        // the only way to end it on all ranks is to end the group.
         failure.kind = Kind::interrupted;
-        throw Error(failure);
+        shm_->condemn(failure);
+        lock.lock();
+        queue_changed_.wait(lock, done);
+        Error error(failure);
+        error.signalled = true;
+        throw error;
       }
       if (timeout_ns >= 0 && sys::now_ns() - began >= timeout_ns) {
         failure.kind = Kind::timeout;

@@ -61,7 +61,8 @@ class Comm {
 
   std::shared_ptr<Request> start(const Operation& operation);
   // Throws the request's error, or a timeout after timeout_ns (< 0: the group's own deadlines
-  // decide), in which case the request goes on.
+  // decide), in which case the request goes on. An interrupted wait ends the group, as an interrupted
+  // blocking call does.
   void wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns);
 
   void send(Buffer buffer, int to, int32_t tag, Caller& caller);

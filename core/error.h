@@ -40,6 +40,7 @@ class Error : public std::exception {
 
   Failure failure;
   std::vector<Fingerprint> calls;  // mismatch: what each rank called (send, recv: the sender, the receiver)
+  bool signalled = false;          // interrupted, and by this caller's own signal
   std::vector<int> waiting_for;    // timeout: every rank that had not come
   std::string text;
 };

@@ -143,7 +143,11 @@ void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, c
     }
   }
   condemn(failure);
-  if (failure.kind == Kind::interrupted) throw Error(failure);
+  if (failure.kind == Kind::interrupted) {
+    Error error(failure);
+    error.signalled = true;
+    throw error;
+  }
   check_verdict();
 }
 

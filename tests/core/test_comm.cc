@@ -354,3 +354,21 @@ TEST(call_numbers_wrap) {
     CHECK(v[2999] == 8.0f);
   });
 }
+
+TEST(an_interrupted_wait_ends_the_request_first) {
+  // The request is in the progress thread's hands when the signal comes.
+  struct Interrupted : Caller {
+    bool interrupted() override { return true; }
+  };
+  Ranks ranks(2);
+  ranks.each([&](Comm& comm) {
+    if (comm.rank() == 1) return;
+    std::vector<float> v(1);
+    const auto running = comm.start(all_reduce(v));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    const auto queued = comm.start(all_reduce(v));
+    Interrupted caller;
+    CHECK(kind_of([&] { comm.wait(queued, caller, -1); }) == Kind::interrupted);
+    CHECK(queued->done && running->done);
+  });
+}

@@ -47,7 +47,7 @@ class Launcher:
         path.write_text(textwrap.dedent(script))
         return path
 
-    def environ(self, real_torch: bool = False, **more: str) -> dict[str, str]:
+    def environ(self, real_torch: bool = False) -> dict[str, str]:
         """The environment of the command, marked with the token."""
         path = [str(SOURCE)]
         if not real_torch:
@@ -56,18 +56,20 @@ class Launcher:
             (fake / "torch.py").touch()
             path.insert(0, str(fake))
         clean = {name: value for name, value in os.environ.items() if name not in _JOB_VARIABLES}
-        return clean | {"PYTHONPATH": os.pathsep.join(path), "TOKEN": self.token, **more}
+        return clean | {"PYTHONPATH": os.pathsep.join(path), "TOKEN": self.token}
 
     def command(self, *words: str) -> list[str]:
         """The command line."""
         return [sys.executable, "-m", "allranks", "run", *words]
 
-    def start(self, *words: str, real_torch: bool = False, **environ: str) -> subprocess.Popen[bytes]:
+    def start(
+        self, *words: str, real_torch: bool = False, environ: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         """Starts the command with the given words."""
         process = subprocess.Popen(
             self.command(*words),
             cwd=self.folder,
-            env=self.environ(real_torch, **environ),
+            env=self.environ(real_torch) | (environ or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -75,15 +77,22 @@ class Launcher:
         self.started.append(process)
         return process
 
-    def run(self, *words: str, real_torch: bool = False, timeout_s: float = 60, **environ: str) -> Done:
+    def run(self, *words: str, real_torch: bool = False, environ: dict[str, str] | None = None) -> Done:
         """Runs the command to its end."""
-        process = self.start(*words, real_torch=real_torch, **environ)
-        out, err = process.communicate(timeout=timeout_s)
+        process = self.start(*words, real_torch=real_torch, environ=environ)
+        out, err = process.communicate(timeout=60)
         return Done(process.returncode, out.decode(errors="surrogateescape"), err.decode(errors="surrogateescape"))
 
-    def script(self, script: str, *options: str, args: tuple[str, ...] = (), **more: str | bool) -> Done:
+    def script(
+        self,
+        script: str,
+        *options: str,
+        args: tuple[str, ...] = (),
+        real_torch: bool = False,
+        environ: dict[str, str] | None = None,
+    ) -> Done:
         """Runs a script's text."""
-        return self.run(*options, str(self.write(script)), *args, **more)  # type: ignore[arg-type]
+        return self.run(*options, str(self.write(script)), *args, real_torch=real_torch, environ=environ)
 
     def alive(self) -> list[int]:
         """All processes that carry the token."""

@@ -13,6 +13,10 @@ PROLOGUE = """
 import os, signal, sys, time
 rank = int(os.environ["RANK"])
 from allranks._errors import PeerLostError
+from pathlib import Path
+def ready(): Path(f"ready{rank}").touch()
+def wait_for(other):
+    while not Path(f"ready{other}").exists(): time.sleep(0.001)
 """
 
 
@@ -54,10 +58,12 @@ def test_rank_that_ends_well_does_not_end_the_others(launcher: Launcher) -> None
 def test_echo_is_not_the_cause(launcher: Launcher, start: str, how: str) -> None:
     # As in a collective: rank 0 notices at once that rank 1 is on its way out; rank 1's own failure is seen later.
     body = f"""
+if rank == 1: ready()
 if rank == 0:
+    wait_for(1)
     try: raise PeerLostError("rank 1 died", 1)
     except PeerLostError as lost: {how}
-time.sleep(0.15)
+time.sleep(0.1)
 if rank == 1: os._exit(7)
 time.sleep(60)
 """
@@ -79,13 +85,15 @@ def test_failure_is_told_before_exit_handlers_run(launcher: Launcher) -> None:
     body = """
 import atexit, threading
 if rank == 1:
-    atexit.register(lambda: (time.sleep(1.5), print("handled")))
+    wait_for(0)
+    atexit.register(lambda: (time.sleep(1), print("handled")))
     raise ValueError("boom")
 begin = time.monotonic()
 def stop(number, frame):
-    print(time.monotonic() - begin < 1)
+    print(time.monotonic() - begin < 0.9)
     os._exit(0)
 signal.signal(signal.SIGTERM, stop)
+ready()
 time.sleep(60)
 """
     code, err, out, _ = failing(launcher, body, "-n", "2", "--start", "spawn")
@@ -94,7 +102,13 @@ time.sleep(60)
 
 
 def test_ranks_that_do_not_end_are_killed_after_the_grace(launcher: Launcher) -> None:
-    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 2: time.sleep(0.5); sys.exit(5)\ntime.sleep(60)"
+    body = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ready()
+if rank == 2:
+    wait_for(0); wait_for(1); sys.exit(5)
+time.sleep(60)
+"""
     code, err, _, seconds = failing(launcher, body, "-n", "3", "--start", "spawn", "--grace", "0.5")
     assert code == 5
     assert err[0] == "allranks run: ranks 0-1 did not end within 0.5 s and were killed"

@@ -61,7 +61,7 @@ try:
     ready()
     time.sleep(60)
 except KeyboardInterrupt:
-    time.sleep(1)
+    time.sleep(0.5)
     print("saved")
 """
     process = start(launcher, body)
@@ -158,7 +158,7 @@ def test_whoever_reads_the_output_goes(launcher: Launcher) -> None:
 
 
 def test_ignored_hangup_stays_ignored(launcher: Launcher) -> None:
-    path = launcher.write(WAITING + "ready()\ntime.sleep(1)")
+    path = launcher.write(WAITING + "ready()\ntime.sleep(0.5)")
     command = ["sh", "-c", "trap '' HUP; exec \"$@\"", "-", *launcher.command("--start", "spawn", str(path))]
     process = subprocess.Popen(command, cwd=launcher.folder, env=launcher.environ())
     launcher.started.append(process)

@@ -22,7 +22,14 @@ pytestmark = pytest.mark.timeout(40)
 class Session:
     """The command on a terminal of its own, and what is seen there."""
 
-    def __init__(self, launcher: Launcher, script: str, *options: str, err_tty: bool = True, **environ: str) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        script: str,
+        *options: str,
+        err_tty: bool = True,
+        environ: dict[str, str] | None = None,
+    ) -> None:
         self.terminal = Terminal(COLUMNS)
         self.raw = b""
         self._master, slave = pty.openpty()
@@ -30,7 +37,7 @@ class Session:
         self.process = subprocess.Popen(
             launcher.command("--start", "spawn", *options, str(launcher.write(script))),
             cwd=launcher.folder,
-            env=launcher.environ(**{"TERM": "xterm", **environ}),
+            env=launcher.environ() | {"TERM": "xterm"} | (environ or {}),
             stdin=slave,
             stdout=slave,
             stderr=slave if err_tty else subprocess.PIPE,
@@ -61,7 +68,7 @@ def test_ranks_are_on_terminals(launcher: Launcher) -> None:
         print([os.isatty(n) for n in range(3)], tuple(os.get_terminal_size()), shutil.get_terminal_size().columns)
         print("raw", termios.tcgetattr(1)[1] & termios.OPOST, os.environ.get("LINES"), os.environ.get("COLUMNS"))
         """
-    session = Session(launcher, script, LINES="99", COLUMNS="99")
+    session = Session(launcher, script, environ={"LINES": "99", "COLUMNS": "99"})
     assert session.watch() == [
         "[0] [False, True, True] (56, 30) 56",
         "[0] raw 0 30 56",
@@ -128,7 +135,7 @@ def test_bar_of_a_killed_rank(launcher: Launcher) -> None:
     [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
 )
 def test_colour(launcher: Launcher, environ: dict[str, str], coloured: bool) -> None:
-    session = Session(launcher, "print('x')", **environ)
+    session = Session(launcher, "print('x')", environ=environ)
     session.watch()
     assert (b"\x1b[" in session.raw) == coloured
     assert session.terminal.rows == ["[0] x"]

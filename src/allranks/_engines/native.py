@@ -419,9 +419,13 @@ def _meet_peers(
             connection.settimeout(left())
             if connection.recv(1) != b"!":
                 raise JoinError(f"rank {rank}: another rank broke off while the ranks were connecting")
-    except builtins.TimeoutError as error:
+    except OSError as error:
         missing = [r for r in range(size) if r != rank and segments[r] < 0]
-        raise JoinError(f"rank {rank}: no connection with {_ranks(missing)} in time") from error
+        why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
+        raise JoinError(
+            f"rank {rank}: no connection with {_ranks(missing or list(sockets))} {why}. Did a rank end while the ranks "
+            "were connecting? Look at the end of its output"
+        ) from error
 
 
 def _hear(connection: socket.socket, token: bytes) -> tuple[int, int]:

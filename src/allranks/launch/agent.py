@@ -107,6 +107,7 @@ class Agent:
             pid = os.fork()
             if pid == 0:
                 try:
+                    self._guard.protect(os.getpid())  # by the rank, as we may be killed right here
                     inherited = {fd for p in self._processes for fd in (p.pidfd, *p.wires.near())}
                     inherited |= {self._guard.fd, self._ear, self.wake, *wires.near()}
                     become_rank(parent, (wires.out, wires.err), tuple(inherited), mask, files)
@@ -117,7 +118,6 @@ class Agent:
                         os._exit(1)
                 return child
             wires.close_far()
-            self._guard.protect(pid)
             self._processes.append(_Process(rank, pid, os.pidfd_open(pid), wires))
         self._listen()
         return None

@@ -18,7 +18,7 @@ class Guard:
     """A process that outlives the launcher by a moment.
 
     Attributes:
-        fd: the launcher's end of the pipe; a forked rank must close it.
+        fd: the launcher's end of the pipe; a forked rank must close it, after ``protect``.
         pid: the guard's process.
     """
 
@@ -34,7 +34,7 @@ class Guard:
         os.close(ear)
 
     def protect(self, pid: int) -> None:
-        """Adds a process group."""
+        """Adds a process group, which must exist when the caller closes ``fd``."""
         os.write(self.fd, b"%d\n" % pid)
 
     def dismiss(self) -> None:

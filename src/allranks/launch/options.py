@@ -103,7 +103,12 @@ def _parser() -> argparse.ArgumentParser:
         default="fork",
         help="fork ranks from a process that has imported torch, or start fresh interpreters (default fork)",
     )
-    add("--show", choices=("0", "all", "none"), default="all", help="whose output to print: 0 is rank 0's, unprefixed (default all)")
+    add(
+        "--show",
+        choices=("0", "all", "none"),
+        default="all",
+        help="whose output to print: 0 is rank 0's, unprefixed (default all)",
+    )
     add("--logs", type=Path, metavar="DIR", help="also write each rank's output to DIR/rankN.log")
     add("--grace", type=_seconds, default=10.0, metavar="SECONDS", help="between SIGTERM and SIGKILL (default 10)")
     add("--threads", type=_threads, metavar="N", help="OMP_NUM_THREADS per rank, or auto: CPUs / ranks (default auto)")
