@@ -39,11 +39,12 @@ TEST(all_reduce_every_path) {
           auto v = operand(comm.rank(), count);
           Caller caller;
           comm.run(all_reduce(v), caller);
-          for (size_t i = 0; i < count; i++) {
-            float expected = 0;
-            for (int r = 0; r < n; r++) expected += operand(r, i + 1)[i];
-            CHECK(v[i] == expected);
+          std::vector<float> expected(count);
+          for (int r = 0; r < n; r++) {
+            const auto theirs = operand(r, count);
+            for (size_t i = 0; i < count; i++) expected[i] += theirs[i];
           }
+          CHECK(v == expected);
         });
       }
     }

@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from conftest import Launcher
+from launcher_process import Launcher
 
 STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 PROLOGUE = """

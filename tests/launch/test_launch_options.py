@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import Launcher
+from launcher_process import Launcher
 
 from allranks._host import usable_cpus
 from allranks.launch import environ

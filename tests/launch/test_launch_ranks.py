@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import Launcher
+from launcher_process import Launcher
 
 STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 

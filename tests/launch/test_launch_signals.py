@@ -8,7 +8,7 @@ import subprocess
 import time
 
 import pytest
-from conftest import Launcher, wait_for
+from launcher_process import Launcher, wait_for
 
 WAITING = """
 import os, signal, sys, time

@@ -12,7 +12,7 @@ import termios
 from collections.abc import Callable
 
 import pytest
-from conftest import Launcher
+from launcher_process import Launcher
 from terminal_model import Terminal
 
 ROWS, COLUMNS = 30, 60
