@@ -41,7 +41,13 @@ def test_wheel(tmp_path: Path) -> None:
         name for name in libraries if not name.startswith(("libstdc++", "libm.", "libgcc_s", "libc.", "ld-linux"))
     ]
     # It works where it lies, without torch being imported.
-    code = "import sys; from allranks import _core; _core.create_segment(0, 1, _core.Sizes()); assert 'torch' not in sys.modules"
+    code = """
+import sys
+from allranks import _core
+
+_core.create_segment(0, 1, _core.Sizes())
+assert 'torch' not in sys.modules
+"""
     subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "installed")}, cwd=tmp_path, check=True
     )
