@@ -18,6 +18,7 @@ bytes, seconds) and what to do next. The tree::
 from __future__ import annotations
 
 import builtins
+from collections.abc import Sequence
 
 __all__ = [
     "AllranksError",
@@ -82,3 +83,15 @@ class StoreLostError(AllranksError):
 
 class MismatchError(AllranksError):
     """The ranks called different things: verb, element count, dtype, reduce op, root. Names them."""
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """How errors name several ranks: ``rank 1``, ``ranks 0-3, 7``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

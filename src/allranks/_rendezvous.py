@@ -27,7 +27,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 import msgspec
 
 from allranks._env import read_env, read_int, split_host_port
-from allranks._errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError
+from allranks._errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError, rank_list
 from allranks._store import (
     ForeignStore,
     MemoryStore,
@@ -338,7 +338,7 @@ class _Attempt:
             return _Verdict("", members)
         missing = [rank for rank, value in enumerate(found) if value is None]
         lines = [
-            f"{len(missing)} of {size} ranks did not join in {self.timeout_s:.1f} s: missing {_ranges(missing)}.",
+            f"{len(missing)} of {size} ranks did not join in {self.timeout_s:.1f} s: missing {rank_list(missing)}.",
             f"Joined: {', '.join(map(str, members[:8]))}{' and others' if len(members) > 8 else ''}.",
             *(self.server.refusals.values() if self.server is not None else ()),
             "Look at the output of those that are missing.    Longer: init_process_group(timeout=...)",
@@ -423,17 +423,6 @@ def _tcp_target(url: SplitResult, me: Member) -> tuple[str, int]:
 def _given(value: int, query: Mapping[str, str], name: str, low: int) -> int:
     found = read_int(query, name, low) if value == -1 else value
     return -1 if found is None else found
-
-
-def _ranges(numbers: list[int]) -> str:
-    """1, 3, 4, 5 -> "1, 3-5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
 
 
 def _boot_id() -> str:

@@ -73,4 +73,5 @@ def test_readme_program_from_python(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "spawned.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
-    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2", "rank 1 of 2"]
+    # Nobody keeps the two processes' lines apart here.
+    assert done.stdout.count("rank 0 of 2") == done.stdout.count("rank 1 of 2") == 1

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from allranks._errors import PeerLostError
-from allranks.launch.blame import SETTLE_S, Blame, Failure, describe_failure, describe_interrupt, rank_list
+from allranks.launch.blame import SETTLE_S, Blame, Failure, describe_failure, describe_interrupt
 from allranks.launch.messages import Report
 from allranks.launch.rank import is_echo
 
@@ -98,11 +98,6 @@ def test_an_interrupt_says_where_each_rank_was() -> None:
         "Oops",
         "allranks run: ranks 0-1: at train.py:7 in step",
     ]
-
-
-def test_rank_list() -> None:
-    assert rank_list([3]) == "rank 3"
-    assert rank_list([3, 0, 1, 7, 2]) == "ranks 0-3, 7"
 
 
 def caught(outer: BaseException, cause: BaseException | None = None, context: BaseException | None = None) -> bool:

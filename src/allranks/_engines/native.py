@@ -23,7 +23,15 @@ import torch
 
 from allranks import _core
 from allranks._engines.base import Engine
-from allranks._errors import AllranksError, JoinError, MismatchError, PeerLostError, TimeoutError, UsageError
+from allranks._errors import (
+    AllranksError,
+    JoinError,
+    MismatchError,
+    PeerLostError,
+    TimeoutError,
+    UsageError,
+    rank_list,
+)
 from allranks._host import usable_cpus
 from allranks._types import ReduceOp, Stats
 from allranks._work import Work, seconds_of
@@ -291,7 +299,7 @@ class NativeEngine(Engine):
         ranks_of: dict[_core.Call, list[int]] = {}
         for rank, fingerprint in enumerate(calls):
             ranks_of.setdefault(fingerprint, []).append(rank)
-        said = [f"{_ranks(ranks)} called {_call(fingerprint)}" for fingerprint, ranks in ranks_of.items()]
+        said = [f"{rank_list(ranks)} called {_call(fingerprint)}" for fingerprint, ranks in ranks_of.items()]
         return f"call #{call} on group '{self._group_name}': {', '.join(said)}. No tensor was changed."
 
 
@@ -304,17 +312,6 @@ def _call(fingerprint: _core.Call) -> str:
     if verb == "barrier":
         return verb
     return f"{verb}({_amount(fingerprint)}, {op if verb == 'all_reduce' else f'src={root}'})"
-
-
-def _ranks(ranks: list[int]) -> str:
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -423,8 +420,8 @@ def _meet_peers(
         missing = [r for r in range(size) if r != rank and segments[r] < 0]
         why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
         raise JoinError(
-            f"rank {rank}: no connection with {_ranks(missing or list(sockets))} {why}. Did a rank end while the ranks "
-            "were connecting? Look at the end of its output"
+            f"rank {rank}: no connection with {rank_list(missing or list(sockets))} {why}.\n"
+            "  Did a rank end while the ranks were connecting? Look at the end of its output"
         ) from error
 
 

@@ -12,9 +12,10 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from allranks._errors import rank_list
 from allranks.launch.messages import Report
 
-__all__ = ["SETTLE_S", "Blame", "Failure", "describe_failure", "describe_interrupt", "rank_list"]
+__all__ = ["SETTLE_S", "Blame", "Failure", "describe_failure", "describe_interrupt"]
 
 SETTLE_S = 0.3
 _COMMAND = "allranks run"
@@ -131,15 +132,3 @@ def describe_interrupt(name: str, failures: Sequence[Failure], quiet: bool) -> b
     if not quiet:
         lines += [f"{_COMMAND}: {rank_list(ranks)}: at {where}".encode() for where, ranks in places.items()]
     return b"\n".join(lines)
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0-3, 7``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

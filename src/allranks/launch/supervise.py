@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Iterator, Set
 from types import FrameType
 
+from allranks._errors import rank_list
 from allranks.launch.agent import Agent
-from allranks.launch.blame import Blame, Failure, describe_failure, describe_interrupt, rank_list
+from allranks.launch.blame import Blame, Failure, describe_failure, describe_interrupt
 from allranks.launch.messages import Event, Exited, Failed, Output
 from allranks.launch.screen import Screen
 
