@@ -35,6 +35,8 @@ bench: $(VENV)/installed
 	$(BIN)/allranks bench all_reduce -n 2 --against gloo --json benchmarks/all_reduce_2.json --plot docs/all_reduce_2.png
 	$(BIN)/allranks bench all_reduce -n 4 --against gloo --json benchmarks/all_reduce_4.json --plot docs/all_reduce_4.png
 	$(BIN)/allranks run -n 2 benchmarks/ddp_step.py --json benchmarks/ddp_step.json
+	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
+	$(BIN)/python benchmarks/figures.py
 
 # The core's own tests, ranks as threads: plain, and under two sanitizers. gcc 12's thread
 # sanitizer knows only memory layouts with little randomisation, hence setarch.

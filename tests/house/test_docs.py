@@ -75,3 +75,7 @@ def test_readme_program_from_python(tmp_path: Path) -> None:
     )
     # Nobody keeps the two processes' lines apart here.
     assert done.stdout.count("rank 0 of 2") == done.stdout.count("rank 1 of 2") == 1
+
+
+def test_readme_figures_are_those_that_the_benchmarks_wrote() -> None:
+    subprocess.run([sys.executable, "benchmarks/figures.py", "--check"], cwd=ROOT, check=True)

@@ -310,16 +310,25 @@ def _plot(report: Report, file: Path) -> None:
     axes.set(
         xscale="log",
         yscale="log",
-        xlabel="tensor size (bytes)",
+        xlabel="tensor size",
         ylabel="time per call (us)",
         title=f"{report.verb} {report.op} {report.dtype}, {report.ranks} ranks on {report.cpus} CPUs",
     )
     axes.margins(y=0.12)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [_human(n) for n in sizes])
+    axes.minorticks_off()
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(title="median; band: all blocks")
     figure.savefig(file, dpi=150)
     plt.close(figure)
+
+
+def _human(nbytes: int) -> str:
+    for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:g} {name}"
+    return f"{nbytes} B"
 
 
 def _processor() -> str:
