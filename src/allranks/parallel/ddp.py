@@ -227,7 +227,7 @@ class _Bucket:
         self._copy_back = False
         self._work: Work | None = None
 
-    def start(self, group: ProcessGroup | None, as_view: bool) -> None:
+    def start(self, group: ProcessGroup | None, as_view: bool, async_op: bool) -> None:
         """Sends the gradients off. They must not be touched until `finish`."""
         gradients: list[Tensor] = []
         for parameter in self.parameters:
@@ -239,7 +239,7 @@ class _Bucket:
         in_place = len(gradients) == 1 and gradients[0].is_contiguous()
         self._copy_back = not in_place and not as_view
         message = gradients[0] if in_place else self._gather(gradients, as_view)
-        self._work = _collectives.all_reduce(message, ReduceOp.AVG, group, async_op=True)
+        self._work = _collectives.all_reduce(message, ReduceOp.AVG, group, async_op)
 
     def finish(self) -> None:
         """Waits; then the mean is in every ``.grad``."""
@@ -289,8 +289,8 @@ class _Reducer:
         self._ready: set[int] = set()
         self._started = 0
         # Reducing beside the backward takes a CPU that has nothing else to do. Without one, rank and
-        # progress thread only take turns, and each bucket waits for the slower rank: 5 % of a step
-        # of benchmarks/ddp_step.py. Ranks may differ in this; the order of calls is the same.
+        # progress thread only take turns, which made a step of benchmarks/ddp_step.py on two CPUs
+        # 5 to 8 % longer than reducing after it. Ranks may differ in this: the calls are the same.
         self.overlap = usable_cpus() > _world.get_world_size(group) * torch.get_num_threads()
 
         # Weakly: a parameter outlives its wrappers, and must neither keep them nor obey them then.
@@ -348,7 +348,7 @@ class _Reducer:
 
     def _start_complete(self) -> None:
         while self._started < len(self._buckets) and not self._buckets[self._started].missing:
-            self._buckets[self._started].start(self._group, self._as_view)
+            self._buckets[self._started].start(self._group, self._as_view, async_op=self.overlap)
             self._started += 1
 
     def _end(self) -> None:
