@@ -43,13 +43,14 @@ class PythonCaller final : public Caller {
   PyThreadState* saved_ = nullptr;
 };
 
-constexpr std::array kVerbs = {"none", "all_reduce", "broadcast", "barrier", "send", "recv"};
+constexpr std::array kVerbs = {"none",    "all_reduce",     "reduce",     "broadcast", "all_gather", "gather",
+                               "scatter", "reduce_scatter", "all_to_all", "barrier",   "send",       "recv"};
 constexpr std::array kDTypeNames = {"uint8",      "int8",          "int16",       "int32",           "int64",
-                                    "float16",    "bfloat16",      "float32",     "float64",         "bool",
-                                    "uint16",     "uint32",        "uint64",      "complex32",       "complex64",
+                                    "uint16",     "uint32",        "uint64",      "float16",         "bfloat16",
+                                    "float32",    "float64",       "bool",        "complex32",       "complex64",
                                     "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"};
 static_assert(kDTypeNames.size() == kDTypes);
-constexpr std::array kReduceOpNames = {"SUM", "AVG", "PROD", "MIN", "MAX"};
+constexpr std::array kReduceOpNames = {"SUM", "AVG", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR"};
 static_assert(kReduceOpNames.size() == kReduceOps);
 constexpr std::array kKinds = {"", "timeout", "died", "left", "interrupted", "mismatch", "closed", "system"};
 
@@ -74,28 +75,99 @@ void raise(const Error& error) {
 
 std::vector<sys::Fd> own(const std::vector<int>& fds) { return {fds.begin(), fds.end()}; }
 
-Operation operation(Verb verb, uintptr_t data, size_t count, int dtype, int op, int root) {
-  const auto d = static_cast<DType>(dtype);
-  return {{.verb = verb, .dtype = d, .op = static_cast<ReduceOp>(op), .root = root, .count = count},
-          {reinterpret_cast<void*>(data), count, d}};
+using Address = uintptr_t;
+using MaybeRequest = std::shared_ptr<Request>;  // None where the call has blocked
+
+std::byte* bytes(Address address) { return reinterpret_cast<std::byte*>(address); }
+
+Buffer buffer(Address data, size_t count, int dtype) { return {bytes(data), count, static_cast<DType>(dtype)}; }
+
+std::vector<std::byte*> pieces(const std::vector<Address>& addresses) {
+  std::vector<std::byte*> all;
+  for (const Address a : addresses) all.push_back(bytes(a));
+  return all;
 }
 
-Operation all_reduce(uintptr_t data, size_t count, int dtype, int op) {
-  return operation(Verb::all_reduce, data, count, dtype, op, -1);
+Operation operation(Verb verb, Buffer buffer, int op = 0, int root = -1) {
+  return {.fingerprint = {.verb = verb,
+                          .dtype = buffer.dtype,
+                          .op = static_cast<ReduceOp>(op),
+                          .root = root,
+                          .count = buffer.count},
+          .buffer = buffer};
 }
-Operation broadcast(uintptr_t data, size_t count, int dtype, int root) {
-  return operation(Verb::broadcast, data, count, dtype, 0, root);
-}
-Operation barrier() { return operation(Verb::barrier, 0, 0, 0, 0, -1); }
 
-void run(Comm& comm, const Operation& op) {
+MaybeRequest call(Comm& comm, Operation op, bool async_op) {
+  if (async_op) return comm.start(std::move(op));
   PythonCaller caller;
   comm.run(op, caller);
+  return nullptr;
+}
+
+MaybeRequest all_reduce(Comm& comm, Address data, size_t n, int dtype, int op, bool async_op) {
+  return call(comm, operation(Verb::all_reduce, buffer(data, n, dtype), op), async_op);
+}
+
+MaybeRequest reduce(Comm& comm, Address data, size_t n, int dtype, int op, int root, bool async_op) {
+  return call(comm, operation(Verb::reduce, buffer(data, n, dtype), op, root), async_op);
+}
+
+MaybeRequest broadcast(Comm& comm, Address data, size_t n, int dtype, int root, bool async_op) {
+  return call(comm, operation(Verb::broadcast, buffer(data, n, dtype), 0, root), async_op);
+}
+
+MaybeRequest all_gather(Comm& comm, Address data, size_t n, int dtype, const std::vector<Address>& outs,
+                        bool async_op) {
+  Operation op = operation(Verb::all_gather, buffer(data, n, dtype));
+  op.outs = pieces(outs);
+  return call(comm, std::move(op), async_op);
+}
+
+MaybeRequest gather(Comm& comm, Address data, size_t n, int dtype, const std::vector<Address>& outs, int root,
+                    bool async_op) {
+  Operation op = operation(Verb::gather, buffer(data, n, dtype), 0, root);
+  op.outs = pieces(outs);
+  return call(comm, std::move(op), async_op);
+}
+
+MaybeRequest scatter(Comm& comm, Address data, size_t n, int dtype, const std::vector<Address>& ins, int root,
+                     bool async_op) {
+  Operation op = operation(Verb::scatter, buffer(data, n, dtype), 0, root);
+  op.ins = pieces(ins);
+  return call(comm, std::move(op), async_op);
+}
+
+MaybeRequest reduce_scatter(Comm& comm, Address data, size_t n, int dtype, const std::vector<Address>& ins,
+                            int reduce_op, bool async_op) {
+  Operation op = operation(Verb::reduce_scatter, buffer(data, n, dtype), reduce_op);
+  op.ins = pieces(ins);
+  return call(comm, std::move(op), async_op);
+}
+
+// The element counts may differ from rank to rank, so that they are no part of the fingerprint.
+MaybeRequest all_to_all(Comm& comm, int dtype, const std::vector<Address>& ins, const std::vector<size_t>& in_bytes,
+                        const std::vector<Address>& outs, const std::vector<size_t>& out_bytes, bool async_op) {
+  Operation op = operation(Verb::all_to_all, buffer(0, 0, dtype));
+  op.ins = pieces(ins);
+  op.outs = pieces(outs);
+  op.in_bytes = in_bytes;
+  op.out_bytes = out_bytes;
+  return call(comm, std::move(op), async_op);
+}
+
+MaybeRequest barrier(Comm& comm, bool async_op) { return call(comm, operation(Verb::barrier, {}), async_op); }
+
+MaybeRequest send(Comm& comm, Address data, size_t n, int dtype, int to, int tag, bool async_op) {
+  PythonCaller caller;
+  if (async_op) return comm.start_send(buffer(data, n, dtype), to, tag, caller);
+  comm.send(buffer(data, n, dtype), to, tag, caller);
+  return nullptr;
 }
 
 }  // namespace
 
 NB_MODULE(_core, m) {
+  nb::set_leak_warnings(false);  // a rank that ends with a live traceback still holds its group
   m.doc() = "The C++ core of allranks: one rank of one group, over shared memory.";
 
   failure_type = PyErr_NewException("allranks._core.Failure", PyExc_Exception, nullptr);
@@ -133,9 +205,15 @@ NB_MODULE(_core, m) {
       [](int rank, int size, const Sizes& sizes) { return Shm::create_segment(rank, size, sizes).release(); },
       nb::arg("rank"), nb::arg("size"), nb::arg("sizes"), "A file descriptor of a new segment; the caller closes it.");
 
-  nb::class_<Request>(m, "Request").def("done", [](const Request& r) {
-    return r.done.load(std::memory_order_acquire);
-  });
+  nb::class_<Request>(m, "Request")
+      .def("done", [](const Request& r) { return r.done.load(std::memory_order_acquire); })
+      .def(
+          "source",
+          [](const Request& r) {
+            const auto* parcel = dynamic_cast<const Parcel*>(&r);
+            return parcel != nullptr ? parcel->peer : -1;
+          },
+          "The rank that sent, of a recv that is done.");
 
   nb::class_<Comm>(m, "Comm")
       .def(
@@ -149,30 +227,30 @@ NB_MODULE(_core, m) {
           },
           nb::arg("rank"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"), nb::arg("timeout_s"),
           nb::arg("spin_us"), nb::arg("spin_progress_us"), "Takes over the descriptors.")
-      .def("all_reduce",
-           [](Comm& c, uintptr_t data, size_t n, int dtype, int op) { run(c, all_reduce(data, n, dtype, op)); })
-      .def("broadcast",
-           [](Comm& c, uintptr_t data, size_t n, int dtype, int root) { run(c, broadcast(data, n, dtype, root)); })
-      .def("barrier", [](Comm& c) { run(c, barrier()); })
-      .def("start_all_reduce",
-           [](Comm& c, uintptr_t data, size_t n, int dtype, int op) { return c.start(all_reduce(data, n, dtype, op)); })
-      .def("start_broadcast", [](Comm& c, uintptr_t data, size_t n, int dtype,
-                                 int root) { return c.start(broadcast(data, n, dtype, root)); })
-      .def("start_barrier", [](Comm& c) { return c.start(barrier()); })
+      .def("all_reduce", all_reduce)
+      .def("reduce", reduce)
+      .def("broadcast", broadcast)
+      .def("all_gather", all_gather)
+      .def("gather", gather)
+      .def("scatter", scatter)
+      .def("reduce_scatter", reduce_scatter)
+      .def("all_to_all", all_to_all)
+      .def("barrier", barrier)
+      .def("send", send)
+      .def("recv",
+           [](Comm& c, Address data, size_t n, int dtype, int from, int tag) {
+             PythonCaller caller;
+             return c.recv(buffer(data, n, dtype), from, tag, caller);
+           })
+      .def("start_recv",
+           [](Comm& c, Address data, size_t n, int dtype, int from, int tag) {
+             PythonCaller caller;
+             return c.start_recv(buffer(data, n, dtype), from, tag, caller);
+           })
       .def("wait",
            [](Comm& c, const std::shared_ptr<Request>& r, double timeout_s) {
              PythonCaller caller;
              c.wait(r, caller, timeout_s < 0 ? -1 : static_cast<int64_t>(timeout_s * 1e9));
-           })
-      .def("send",
-           [](Comm& c, uintptr_t data, size_t n, int dtype, int to, int tag) {
-             PythonCaller caller;
-             c.send({reinterpret_cast<void*>(data), n, static_cast<DType>(dtype)}, to, tag, caller);
-           })
-      .def("recv",
-           [](Comm& c, uintptr_t data, size_t n, int dtype, int from, int tag) {
-             PythonCaller caller;
-             return c.recv({reinterpret_cast<void*>(data), n, static_cast<DType>(dtype)}, from, tag, caller);
            })
       .def("last_calls",
            [](Comm& c) {

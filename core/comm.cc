@@ -14,39 +14,26 @@ namespace {
 
 // From this size on a call takes long enough that other threads should run meanwhile.
 constexpr size_t kReleaseBytes = 32 << 10;
-constexpr size_t kSmallMessage = 4 << 10;
 constexpr auto kWaitSlice = std::chrono::milliseconds(50);
 
 // Counters wrap: `a` has reached `b` when it is not behind it.
 bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
-
-// A lock may be held by a thread that needs the caller's own locks (the GIL) to go on.
-std::unique_lock<std::mutex> lock_politely(std::mutex& mutex, Caller& caller) {
-  std::unique_lock lock(mutex, std::try_to_lock);
-  if (!lock.owns_lock()) {
-    caller.release();
-    lock.lock();
-  }
-  return lock;
-}
 
 }  // namespace
 
 Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
     : shm_(std::move(shm)),
       settings_(settings),
-      owner_pid_(getpid()),
-      send_locks_(static_cast<size_t>(size())),
-      sent_(static_cast<size_t>(size())),
-      recv_locks_(static_cast<size_t>(size())),
-      unexpected_(static_cast<size_t>(size())) {}
+      mail_(*shm_, static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns, settings.spin_progress_ns),
+      owner_pid_(getpid()) {}
 
 Comm::~Comm() {
   if (getpid() == owner_pid_) {
     close();
-  } else if (progress_.joinable()) {
-    progress_.detach();  // a forked child: the thread runs in the parent only
+    return;
   }
+  mail_.abandon();
+  if (progress_.joinable()) progress_.detach();  // it runs in the parent only
 }
 
 void Comm::close() {
@@ -57,14 +44,14 @@ void Comm::close() {
     shm_->leave();
     queue_changed_.notify_all();
   }
+  mail_.close();
   if (progress_.joinable()) progress_.join();
   std::unique_lock lock(queue_lock_);
   queue_changed_.wait(lock, [this] { return !running_; });
   for (auto& request : queue_) {
     Failure failure{.kind = Kind::closed, .peer = rank(), .reporter = rank()};
     failure.fingerprint = request->operation.fingerprint;
-    request->error = std::make_exception_ptr(Error(failure));
-    request->done.store(true, std::memory_order_release);
+    request->finish(std::make_exception_ptr(Error(failure)));
   }
   queue_.clear();
   shm_->drop_liveness();
@@ -125,12 +112,12 @@ void Comm::finish() {
   queue_changed_.notify_all();
 }
 
-std::shared_ptr<Request> Comm::start(const Operation& operation) {
-  auto request = std::make_shared<Request>(operation);
+std::shared_ptr<Request> Comm::start(Operation operation) {
+  auto request = std::make_shared<Queued>(std::move(operation));
   std::lock_guard lock(queue_lock_);
   if (stopping_) {
     Failure failure{.kind = Kind::closed, .peer = rank(), .reporter = rank()};
-    failure.fingerprint = operation.fingerprint;
+    failure.fingerprint = request->operation.fingerprint;
     throw Error(failure);
   }
   if (!progress_.joinable()) progress_ = std::thread([this] { progress(); });
@@ -141,7 +128,7 @@ std::shared_ptr<Request> Comm::start(const Operation& operation) {
 
 void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns) {
   running_ = true;
-  const std::shared_ptr<Request> request = std::move(queue_.front());
+  const std::shared_ptr<Queued> request = std::move(queue_.front());
   queue_.pop_front();
   lock.unlock();
   bool interrupted = false;
@@ -156,8 +143,7 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t 
   } catch (...) {
     error = std::current_exception();
   }
-  request->error = error;
-  request->done.store(true, std::memory_order_release);
+  request->finish(error);
   lock = lock_politely(queue_lock_, caller);
   finish();
   if (interrupted) std::rethrow_exception(error);  // the signal is the caller's, whosever request it hit
@@ -174,8 +160,16 @@ void Comm::progress() {
 }
 
 void Comm::wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns) {
+  if (const auto parcel = std::dynamic_pointer_cast<Parcel>(request)) {
+    mail_.wait(parcel, caller, timeout_ns);
+  } else {
+    wait_queued(static_cast<const Queued&>(*request), caller, timeout_ns);
+  }
+}
+
+void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns) {
   const int64_t began = sys::now_ns();
-  const auto done = [&request] { return request->done.load(std::memory_order_acquire); };
+  const auto done = [&request] { return request.done.load(std::memory_order_acquire); };
   if (!done()) {
     auto lock = lock_politely(queue_lock_, caller);
     while (!done()) {
@@ -189,7 +183,7 @@ void Comm::wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t
       if (done()) break;
       lock.unlock();
       Failure failure{.peer = rank(), .reporter = rank()};
-      failure.fingerprint = request->operation.fingerprint;
+      failure.fingerprint = request.operation.fingerprint;
       failure.seconds = static_cast<double>(sys::now_ns() - began) * 1e-9;
       if (caller.interrupted()) {
         // The caller's tensor may vanish as soon as this returns: the request must have ended, and
@@ -210,7 +204,7 @@ void Comm::wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t
       lock.lock();
     }
   }
-  if (request->error) std::rethrow_exception(request->error);
+  if (request.error) std::rethrow_exception(request.error);
 }
 
 void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) {
@@ -231,6 +225,24 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) 
       break;
     case Verb::barrier:
       algorithms::barrier(*this, call);
+      break;
+    case Verb::reduce:
+      algorithms::reduce(*this, call, operation.buffer, operation.fingerprint.op, operation.fingerprint.root);
+      break;
+    case Verb::all_gather:
+      algorithms::all_gather(*this, call, operation.buffer, operation.outs);
+      break;
+    case Verb::gather:
+      algorithms::gather(*this, call, operation.buffer, operation.outs);
+      break;
+    case Verb::scatter:
+      algorithms::scatter(*this, call, operation.ins, operation.buffer, operation.fingerprint.root);
+      break;
+    case Verb::reduce_scatter:
+      algorithms::reduce_scatter(*this, call, operation.ins, operation.buffer, operation.fingerprint.op);
+      break;
+    case Verb::all_to_all:
+      algorithms::all_to_all(*this, call, operation.ins, operation.in_bytes, operation.outs, operation.out_bytes);
       break;
     case Verb::none:
     case Verb::send:
@@ -308,138 +320,34 @@ void Comm::wait_step_of(Call& call, int rank, uint32_t done) {
              [&] { return reached(shm_->step_line(rank).done.load(std::memory_order_seq_cst), done) ? -1 : rank; });
 }
 
-// --- point to point ---
+// --- messages ---
 
-void Comm::write_pipe(int to, const void* data, size_t nbytes, Patience& patience, const Failure& about) {
-  PipeControl& control = shm_->pipe_control(rank(), to);
-  std::byte* pipe = shm_->pipe(rank(), to);
-  const size_t capacity = shm_->sizes().pipe;
-  const auto* from = static_cast<const std::byte*>(data);
-  uint64_t written = control.written.load(std::memory_order_relaxed);
-  while (nbytes > 0) {
-    const auto space = [&] { return capacity - (written - control.read.load(std::memory_order_seq_cst)); };
-    shm_->wait(shm_->bell(rank()), patience, about, [&] { return space() > 0 ? -1 : to; });
-    const size_t offset = written % capacity;
-    // Quarters, so that the receiver copies out while this rank copies in.
-    const size_t n = std::min({nbytes, space(), capacity - offset, capacity / 4});
-    std::memcpy(pipe + offset, from, n);
-    from += n;
-    nbytes -= n;
-    written += n;
-    control.written.store(written, std::memory_order_seq_cst);
-    Shm::ring(shm_->bell(to));
-  }
+std::shared_ptr<Request> Comm::start_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
+  auto parcel = mail_.post_send(buffer, to, tag, caller);
+  if (!parcel->done.load(std::memory_order_acquire)) mail_.in_background();
+  return parcel;
 }
 
-void Comm::read_pipe(int from, void* data, size_t nbytes, Patience& patience, const Failure& about) {
-  PipeControl& control = shm_->pipe_control(from, rank());
-  const std::byte* pipe = shm_->pipe(from, rank());
-  const size_t capacity = shm_->sizes().pipe;
-  auto* to = static_cast<std::byte*>(data);
-  uint64_t read = control.read.load(std::memory_order_relaxed);
-  while (nbytes > 0) {
-    const auto there = [&] { return control.written.load(std::memory_order_seq_cst) - read; };
-    shm_->wait(shm_->bell(rank()), patience, about, [&] { return there() > 0 ? -1 : from; });
-    const size_t offset = read % capacity;
-    const size_t n = std::min({nbytes, static_cast<size_t>(there()), capacity - offset, capacity / 4});
-    if (to != nullptr) {
-      std::memcpy(to, pipe + offset, n);
-      to += n;
-    }
-    nbytes -= n;
-    read += n;
-    control.read.store(read, std::memory_order_seq_cst);
-    Shm::ring(shm_->bell(from));
-  }
+std::shared_ptr<Request> Comm::start_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
+  auto parcel = mail_.post_recv(buffer, from, tag, caller);
+  if (!parcel->done.load(std::memory_order_acquire)) mail_.in_background();
+  return parcel;
 }
 
 void Comm::send(Buffer buffer, int to, int32_t tag, Caller& caller) {
   const int64_t began = sys::now_ns();
-  shm_->check_verdict();
   if (buffer.nbytes() >= kReleaseBytes) caller.release();
-  const auto lock = lock_politely(send_locks_[static_cast<size_t>(to)], caller);
-  Frame frame{.fingerprint = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count},
-              .tag = tag,
-              .sequence = ++sent_[static_cast<size_t>(to)]};
-  const Failure about{.reporter = rank(), .fingerprint = frame.fingerprint};
-  Patience patience{
-      .caller = caller, .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9), .spin_ns = settings_.spin_ns};
-  const size_t n = buffer.nbytes();
-  if (n <= kSmallMessage) {
-    // In one piece: the receiver is woken once.
-    std::byte whole[sizeof(frame) + kSmallMessage];
-    std::memcpy(whole, &frame, sizeof(frame));
-    if (n > 0) std::memcpy(whole + sizeof(frame), buffer.data, n);
-    write_pipe(to, whole, sizeof(frame) + n, patience, about);
-  } else {
-    write_pipe(to, &frame, sizeof(frame), patience, about);
-    write_pipe(to, buffer.data, n, patience, about);
-  }
+  mail_.wait(mail_.post_send(buffer, to, tag, caller), caller, -1);
   count(buffer.nbytes(), began);
-}
-
-bool Comm::take_unexpected(const Buffer& buffer, int from, int32_t tag, const Fingerprint& wanted) {
-  auto& list = unexpected_[static_cast<size_t>(from)];
-  const auto it = std::find_if(list.begin(), list.end(), [tag](const Unexpected& u) { return u.frame.tag == tag; });
-  if (it == list.end()) return false;
-  const Unexpected message = std::move(*it);
-  list.erase(it);
-  if (message.frame.fingerprint.dtype != buffer.dtype || message.frame.fingerprint.count != buffer.count) {
-    throw Error(Failure{.kind = Kind::mismatch, .peer = from, .reporter = rank(), .fingerprint = wanted},
-                {message.frame.fingerprint, wanted});
-  }
-  if (!message.payload.empty()) std::memcpy(buffer.data, message.payload.data(), message.payload.size());
-  return true;
 }
 
 int Comm::recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
   const int64_t began = sys::now_ns();
-  shm_->check_verdict();
   if (buffer.nbytes() >= kReleaseBytes) caller.release();
-  const int first = from < 0 ? 0 : from;
-  const int last = from < 0 ? size() - 1 : from;
-  std::vector<std::unique_lock<std::mutex>> locks;
-  for (int r = first; r <= last; r++) locks.push_back(lock_politely(recv_locks_[static_cast<size_t>(r)], caller));
-  const Fingerprint wanted{.verb = Verb::recv, .dtype = buffer.dtype, .count = buffer.count};
-  const Failure about{.reporter = rank(), .fingerprint = wanted};
-  Patience patience{
-      .caller = caller, .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9), .spin_ns = settings_.spin_ns};
-  for (int r = first; r <= last; r++) {
-    if (take_unexpected(buffer, r, tag, wanted)) {
-      count(buffer.nbytes(), began);
-      return r;
-    }
-  }
-  for (;;) {
-    int sender = -1;
-    shm_->wait(shm_->bell(rank()), patience, about, [&] {
-      for (int r = first; r <= last; r++) {
-        const PipeControl& control = shm_->pipe_control(r, rank());
-        if (control.written.load(std::memory_order_seq_cst) != control.read.load(std::memory_order_relaxed)) {
-          sender = r;
-          return -1;
-        }
-      }
-      return from < 0 ? (rank() == 0 ? 1 : 0) : from;
-    });
-    Frame frame;
-    read_pipe(sender, &frame, sizeof(frame), patience, about);
-    const Buffer message{nullptr, frame.fingerprint.count, frame.fingerprint.dtype};
-    if (frame.tag != tag) {
-      Unexpected& kept = unexpected_[static_cast<size_t>(sender)].emplace_back(
-          Unexpected{frame, std::vector<std::byte>(message.nbytes())});
-      read_pipe(sender, kept.payload.data(), kept.payload.size(), patience, about);
-      continue;
-    }
-    if (message.dtype != buffer.dtype || message.count != buffer.count) {
-      read_pipe(sender, nullptr, message.nbytes(), patience, about);  // the next message must be found
-      throw Error(Failure{.kind = Kind::mismatch, .peer = sender, .reporter = rank(), .fingerprint = wanted},
-                  {frame.fingerprint, wanted});
-    }
-    read_pipe(sender, buffer.data, buffer.nbytes(), patience, about);
-    count(buffer.nbytes(), began);
-    return sender;
-  }
+  const auto parcel = mail_.post_recv(buffer, from, tag, caller);
+  mail_.wait(parcel, caller, -1);
+  count(buffer.nbytes(), began);
+  return parcel->peer;
 }
 
 }  // namespace allranks

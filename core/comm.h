@@ -4,19 +4,19 @@
 // by call number. A blocking collective runs in its caller's thread when nothing is queued. An
 // asynchronous one is queued for the progress thread, which is started by the first; whoever waits
 // for a request runs the head of the queue itself instead of waiting for that thread to be
-// scheduled. send and recv are not numbered and go past the queue.
+// scheduled. Messages (send, recv) are not numbered and go past the queue: see mail.h.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <deque>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #include "channel/shm.h"
+#include "mail.h"
 #include "types.h"
 #include "waiting.h"
 
@@ -24,15 +24,19 @@ namespace allranks {
 
 struct Operation {
   Fingerprint fingerprint;
-  Buffer buffer;
+  Buffer buffer;  // the operand; of reduce_scatter and scatter: the result
+  // Pieces by rank, of verbs that have them: what goes to each, what comes from each.
+  std::vector<std::byte*> ins = {};
+  std::vector<std::byte*> outs = {};
+  // all_to_all: their sizes in bytes, which may all differ.
+  std::vector<size_t> in_bytes = {};
+  std::vector<size_t> out_bytes = {};
 };
 
-// An asynchronous collective. `done` is set once, after `error`.
-struct Request {
-  explicit Request(Operation operation) : operation(operation) {}
+// An asynchronous collective.
+struct Queued : Request {
+  explicit Queued(Operation operation) : operation(std::move(operation)) {}
   Operation operation;
-  std::atomic<bool> done = false;
-  std::exception_ptr error;
 };
 
 struct Stats {
@@ -59,15 +63,18 @@ class Comm {
   // Blocking collectives. Throws Error.
   void run(const Operation& operation, Caller& caller);
 
-  std::shared_ptr<Request> start(const Operation& operation);
-  // Throws the request's error, or a timeout after timeout_ns (< 0: the group's own deadlines
-  // decide), in which case the request goes on. An interrupted wait ends the group, as an interrupted
-  // blocking call does.
-  void wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns);
+  std::shared_ptr<Request> start(Operation operation);
 
   void send(Buffer buffer, int to, int32_t tag, Caller& caller);
   // from < 0: any rank. Returns the sender.
   int recv(Buffer buffer, int from, int32_t tag, Caller& caller);
+  std::shared_ptr<Request> start_send(Buffer buffer, int to, int32_t tag, Caller& caller);
+  std::shared_ptr<Request> start_recv(Buffer buffer, int from, int32_t tag, Caller& caller);
+
+  // Throws the request's error, or a timeout after timeout_ns (< 0: the group's own deadlines
+  // decide), in which case the request goes on. An interrupted wait ends the group, as an interrupted
+  // blocking call does.
+  void wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns);
 
   // Leaves the group: the others' pending and later calls that need this rank fail. Returns always.
   void close();
@@ -101,12 +108,7 @@ class Comm {
   uint32_t base_step = 0;
 
  private:
-  // Received before it was asked for: its tag was not the wanted one.
-  struct Unexpected {
-    Frame frame;
-    std::vector<std::byte> payload;
-  };
-
+  void wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns);
   void execute(const Operation& operation, Caller& caller, int64_t spin_ns);
   void finish();  // with queue_lock_ held
   void run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns);
@@ -114,27 +116,19 @@ class Comm {
   void count(size_t nbytes, int64_t began_ns);
   bool all_at_step(uint32_t done);
 
-  void write_pipe(int to, const void* data, size_t nbytes, Patience& patience, const Failure& about);
-  void read_pipe(int from, void* data, size_t nbytes, Patience& patience, const Failure& about);
-  bool take_unexpected(const Buffer& buffer, int from, int32_t tag, const Fingerprint& wanted);
-
   std::unique_ptr<Shm> shm_;
   Settings settings_;
+  Mail mail_;
   int owner_pid_;
 
   std::mutex queue_lock_;
   std::condition_variable queue_changed_;
-  std::deque<std::shared_ptr<Request>> queue_;
+  std::deque<std::shared_ptr<Queued>> queue_;
   bool running_ = false;  // somebody runs a collective
   bool stopping_ = false;
   std::thread progress_;
 
   uint32_t calls_ = 0;
-
-  std::vector<std::mutex> send_locks_;
-  std::vector<uint32_t> sent_;
-  std::vector<std::mutex> recv_locks_;
-  std::vector<std::list<Unexpected>> unexpected_;
 
   std::atomic<uint64_t> count_calls_ = 0;
   std::atomic<uint64_t> count_bytes_ = 0;

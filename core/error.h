@@ -20,10 +20,12 @@ enum class Kind : uint32_t {
   system,       // the operating system refused: see `text`
 };
 
+constexpr int32_t kAnyPeer = -2;
+
 // The wire of an Error inside the group's shared memory, so that one rank's failure is every rank's.
 struct Failure {
   Kind kind = Kind::closed;
-  int32_t peer = -1;        // the rank that the failure is about
+  int32_t peer = -1;        // the rank that the failure is about, or kAnyPeer
   int32_t reporter = -1;    // the rank that noticed it
   uint32_t call = 0;        // the number of the collective in which it was noticed; 0: send or recv
   Fingerprint fingerprint;  // of that call, on the reporter

@@ -15,7 +15,7 @@ namespace allranks {
 // dst may be one of srcs; otherwise nothing overlaps.
 using Kernel = void (*)(void* dst, const void* const* srcs, int nsrcs, size_t count);
 
-// nullptr: this pair does not exist (AVG of integers, dtypes that are only moved).
+// nullptr: this pair does not exist (AVG of integers, MAX of complex, dtypes that are only moved).
 Kernel kernel_for(DType dtype, ReduceOp op);
 
 const char* kernel_isa();  // "baseline", "avx2" or "avx512": for doctor and bench

@@ -135,6 +135,25 @@ struct Max {
   }
 };
 
+struct And {
+  template <class A>
+  static A combine(A a, A b) {
+    return static_cast<A>(a & b);
+  }
+};
+struct Or {
+  template <class A>
+  static A combine(A a, A b) {
+    return static_cast<A>(a | b);
+  }
+};
+struct Xor {
+  template <class A>
+  static A combine(A a, A b) {
+    return static_cast<A>(a ^ b);
+  }
+};
+
 template <class T>
 void widen_tile(typename Acc<T>::type* acc, const T* src, size_t n) {
   for (size_t i = 0; i < n; i++) acc[i] = load(src[i]);
@@ -206,6 +225,12 @@ void reduce(void* dst_, const void* const* srcs, int nsrcs, size_t count) {
   }
 }
 
+// Complex numbers are summed as pairs of reals.
+template <class T, class Op, bool kAverage>
+void reduce_pairs(void* dst, const void* const* srcs, int nsrcs, size_t count) {
+  reduce<T, Op, kAverage>(dst, srcs, nsrcs, 2 * count);
+}
+
 template <class T>
 void fill(KernelTable& table, DType dtype) {
   auto& row = table.at(static_cast<size_t>(dtype));
@@ -214,7 +239,20 @@ void fill(KernelTable& table, DType dtype) {
   put(ReduceOp::prod, reduce<T, Prod, false>);
   put(ReduceOp::min, reduce<T, Min, false>);
   put(ReduceOp::max, reduce<T, Max, false>);
-  if constexpr (!std::is_integral_v<T>) put(ReduceOp::avg, reduce<T, Sum, true>);
+  if constexpr (std::is_integral_v<T>) {
+    put(ReduceOp::band, reduce<T, And, false>);
+    put(ReduceOp::bor, reduce<T, Or, false>);
+    put(ReduceOp::bxor, reduce<T, Xor, false>);
+  } else {
+    put(ReduceOp::avg, reduce<T, Sum, true>);
+  }
+}
+
+template <class T>
+void fill_complex(KernelTable& table, DType dtype) {
+  auto& row = table.at(static_cast<size_t>(dtype));
+  row.at(static_cast<size_t>(ReduceOp::sum)) = reduce_pairs<T, Sum, false>;
+  row.at(static_cast<size_t>(ReduceOp::avg)) = reduce_pairs<T, Sum, true>;
 }
 
 }  // namespace
@@ -226,11 +264,17 @@ KernelTable kernels() {
   fill<int16_t>(table, DType::i16);
   fill<int32_t>(table, DType::i32);
   fill<int64_t>(table, DType::i64);
+  fill<uint16_t>(table, DType::u16);
+  fill<uint32_t>(table, DType::u32);
+  fill<uint64_t>(table, DType::u64);
   fill<f16>(table, DType::f16);
   fill<bf16>(table, DType::bf16);
   fill<float>(table, DType::f32);
   fill<double>(table, DType::f64);
   fill<bool>(table, DType::boolean);
+  fill_complex<f16>(table, DType::c32);
+  fill_complex<float>(table, DType::c64);
+  fill_complex<double>(table, DType::c128);
   return table;
 }
 

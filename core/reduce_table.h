@@ -7,7 +7,7 @@
 
 namespace allranks {
 
-using KernelTable = std::array<std::array<Kernel, kReduceOps>, kReducedDTypes>;
+using KernelTable = std::array<std::array<Kernel, kReduceOps>, kDTypes>;
 
 namespace baseline {
 KernelTable kernels();

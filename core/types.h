@@ -10,39 +10,49 @@
 namespace allranks {
 
 enum class DType : uint8_t {
-  // Reduced and moved.
   u8,
   i8,
   i16,
   i32,
   i64,
+  u16,
+  u32,
+  u64,
   f16,
   bf16,
   f32,
   f64,
   boolean,
-  // Only moved, for now.
-  u16,
-  u32,
-  u64,
   c32,
   c64,
   c128,
   f8_e4m3fn,
   f8_e5m2,
   f8_e4m3fnuz,
-  f8_e5m2fnuz,
+  f8_e5m2fnuz,  // only moved
 };
-constexpr int kReducedDTypes = 10;
 constexpr int kDTypes = 20;
 
-enum class ReduceOp : uint8_t { sum, avg, prod, min, max };
-constexpr int kReduceOps = 5;
+enum class ReduceOp : uint8_t { sum, avg, prod, min, max, band, bor, bxor };
+constexpr int kReduceOps = 8;
 
-enum class Verb : uint8_t { none, all_reduce, broadcast, barrier, send, recv };
+enum class Verb : uint8_t {
+  none,
+  all_reduce,
+  reduce,
+  broadcast,
+  all_gather,
+  gather,
+  scatter,
+  reduce_scatter,
+  all_to_all,
+  barrier,
+  send,
+  recv,
+};
 
 constexpr size_t size_of(DType dtype) {
-  constexpr size_t sizes[kDTypes] = {1, 1, 2, 4, 8, 2, 2, 4, 8, 1, 2, 4, 8, 4, 8, 16, 1, 1, 1, 1};
+  constexpr size_t sizes[kDTypes] = {1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 1, 4, 8, 16, 1, 1, 1, 1};
   return sizes[static_cast<int>(dtype)];
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 
 namespace allranks {
 
@@ -14,12 +15,23 @@ class Caller {
   virtual bool interrupted() { return false; }  // now and then while blocked: should the call give up?
 };
 
+// A lock may be held by a thread that needs the caller's own locks (the GIL) to go on.
+inline std::unique_lock<std::mutex> lock_politely(std::mutex& mutex, Caller& caller) {
+  std::unique_lock lock(mutex, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    caller.release();
+    lock.lock();
+  }
+  return lock;
+}
+
 // One call's patience. The clock is first read when something is not there at once.
 struct Patience {
   Caller& caller;
   int64_t timeout_ns;
   int64_t spin_ns;          // how long to spin before sleeping
   int64_t deadline_ns = 0;  // absolute; 0: not computed yet
+  bool final = true;        // whether a missed deadline ends the group, or only this wait
 };
 
 }  // namespace allranks

@@ -1,4 +1,5 @@
 // all_reduce: everybody ends with the element-wise reduction of everybody's operand.
+// reduce: only the root does; the others' operands stay as they are.
 //
 //   one-shot    each rank puts its operand where all can read it (up to 100 bytes in its call line,
 //               up to a slot in its slot) and reduces all P operands itself.
@@ -26,7 +27,10 @@ namespace allranks::algorithms {
 
 namespace {
 
-void one_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel reduce, bool in_line) {
+constexpr int kEverybody = -1;
+
+// `root`: who gets the result.
+void one_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int root, bool in_line) {
   Shm& shm = comm.shm();
   const size_t n = buffer.nbytes();
   if (in_line) {
@@ -35,6 +39,7 @@ void one_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel reduce, bool i
     std::memcpy(shm.slot(comm.rank(), call.number), buffer.data, n);
     comm.arrive(call);
   }
+  if (root != kEverybody && root != comm.rank()) return;
   const void* few[16];
   std::vector<const void*> many;
   const void** operands = few;
@@ -47,13 +52,13 @@ void one_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel reduce, bool i
                   : in_line        ? static_cast<const void*>(shm.call_line(r, call.number).payload.data())
                                    : static_cast<const void*>(shm.slot(r, call.number));
   }
-  reduce(buffer.data, operands, comm.size(), buffer.count);
+  kernel(buffer.data, operands, comm.size(), buffer.count);
 }
 
 // The pieces of a large operand. Shards end on cache lines, so that no two ranks write to one.
-class Pieces {
+class Shards {
  public:
-  Pieces(Buffer buffer, size_t chunk_bytes, int ranks)
+  Shards(Buffer buffer, size_t chunk_bytes, int ranks)
       : buffer_(buffer),
         element_(size_of(buffer.dtype)),
         ranks_(static_cast<size_t>(ranks)),
@@ -84,36 +89,42 @@ class Pieces {
   size_t chunk_;
 };
 
-void two_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel reduce) {
+void two_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int root) {
   comm.arrive(call);
   Shm& shm = comm.shm();
   const auto ranks = static_cast<size_t>(comm.size());
   const auto me = static_cast<size_t>(comm.rank());
-  const Pieces pieces(buffer, shm.sizes().chunk, comm.size());
-  const auto chunks = static_cast<uint32_t>(pieces.chunks());
+  const Shards shards(buffer, shm.sizes().chunk, comm.size());
+  const auto chunks = static_cast<uint32_t>(shards.chunks());
   const uint32_t base = comm.base_step;
+  const bool gets_result = root == kEverybody || root == comm.rank();
   std::vector<const void*> operands(ranks);
   for (uint32_t s = 0; s < chunks + 2; s++) {
     if (s < chunks) {
       // This chunk of the ring held chunk s - depth, which everybody copied out in step
       // s - depth + 2; step s - 2 of everybody was seen in the turn before: a depth of 4 is enough.
       for (size_t r = 0; r < ranks; r++) {
-        const auto piece = pieces.shard(s, r);
+        const auto piece = shards.shard(s, r);
         if (r != me) std::memcpy(shm.chunk(comm.rank(), s) + piece.offset, piece.data, piece.nbytes);
       }
     }
     if (s >= 1) comm.wait_step_of_all(call, base + s);
     if (s >= 1 && s <= chunks) {
-      const auto piece = pieces.shard(s - 1, me);
+      const auto piece = shards.shard(s - 1, me);
       for (size_t r = 0; r < ranks; r++) {
         operands[r] = r == me ? piece.data : shm.chunk(static_cast<int>(r), s - 1) + piece.offset;
       }
-      reduce(piece.data, operands.data(), comm.size(), piece.count);
-      std::memcpy(shm.chunk(comm.rank(), s - 1) + piece.offset, piece.data, piece.nbytes);
+      std::byte* shared = shm.chunk(comm.rank(), s - 1) + piece.offset;
+      if (gets_result) {
+        kernel(piece.data, operands.data(), comm.size(), piece.count);
+        if (root == kEverybody) std::memcpy(shared, piece.data, piece.nbytes);
+      } else {
+        kernel(shared, operands.data(), comm.size(), piece.count);
+      }
     }
-    if (s >= 2) {
+    if (s >= 2 && gets_result) {
       for (size_t r = 0; r < ranks; r++) {
-        const auto piece = pieces.shard(s - 2, r);
+        const auto piece = shards.shard(s - 2, r);
         if (r != me) std::memcpy(piece.data, shm.chunk(static_cast<int>(r), s - 2) + piece.offset, piece.nbytes);
       }
     }
@@ -122,19 +133,27 @@ void two_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel reduce) {
   comm.base_step = base + chunks + 1;
 }
 
+void choose(Comm& comm, Comm::Call& call, Buffer buffer, ReduceOp op, int root) {
+  const Kernel kernel = kernel_for(buffer.dtype, op);
+  if (kernel == nullptr) throw Error("no kernel reduces this dtype with this op");
+  const size_t n = buffer.nbytes();
+  if (n <= CallLine::kInline) {
+    one_shot(comm, call, buffer, kernel, root, true);
+  } else if (n <= comm.shm().sizes().slot) {
+    one_shot(comm, call, buffer, kernel, root, false);
+  } else {
+    two_shot(comm, call, buffer, kernel, root);
+  }
+}
+
 }  // namespace
 
 void all_reduce(Comm& comm, Comm::Call& call, Buffer buffer, ReduceOp op) {
-  const Kernel reduce = kernel_for(buffer.dtype, op);
-  if (reduce == nullptr) throw Error("no kernel reduces this dtype with this op");
-  const size_t n = buffer.nbytes();
-  if (n <= CallLine::kInline) {
-    one_shot(comm, call, buffer, reduce, true);
-  } else if (n <= comm.shm().sizes().slot) {
-    one_shot(comm, call, buffer, reduce, false);
-  } else {
-    two_shot(comm, call, buffer, reduce);
-  }
+  choose(comm, call, buffer, op, kEverybody);
+}
+
+void reduce(Comm& comm, Comm::Call& call, Buffer buffer, ReduceOp op, int root) {
+  choose(comm, call, buffer, op, root);
 }
 
 }  // namespace allranks::algorithms

@@ -98,11 +98,11 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
     bool rung = true;
     // A group that is condemned rings every bell after it has written its verdict: seen either here
     // or by futex_wait, which then finds another word than `seen`.
-    const bool condemned = at<Verdict>(0, layout_.verdict()).state.load(std::memory_order_seq_cst) != 0;
-    if (!condemned && ready(context) >= 0) rung = sys::futex_wait(bell.word, seen, kSliceNs);
+    const bool ended = condemned();
+    if (!ended && ready(context) >= 0) rung = sys::futex_wait(bell.word, seen, kSliceNs);
     bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (ready(context) < 0) return;
-    if (!rung || condemned) {
+    if (!rung || ended) {
       look_around(patience, about, ready, context, began);
     }
   }
@@ -138,10 +138,12 @@ void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, c
       failure.kind = Kind::timeout;
       failure.peer = ready(context);
       if (failure.peer < 0) return;
+      if (failure.peer == kAnyRank) failure.peer = kAnyPeer;
     } else {
       return;
     }
   }
+  if (failure.kind == Kind::timeout && !patience.final) throw Error(failure);
   condemn(failure);
   if (failure.kind == Kind::interrupted) {
     Error error(failure);
@@ -165,6 +167,8 @@ void Shm::condemn(const Failure& failure) {
     for (int r = 0; r < size(); r++) wake(bell(r));
   }
 }
+
+bool Shm::condemned() { return at<Verdict>(0, layout_.verdict()).state.load(std::memory_order_seq_cst) != 0; }
 
 void Shm::check_verdict() {
   auto& verdict = at<Verdict>(0, layout_.verdict());

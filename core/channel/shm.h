@@ -45,6 +45,9 @@ class Shm {
 
   static void ring(Bell& bell);
 
+  // Stands for "whoever comes first" where a rank that is waited for is named.
+  static constexpr int kAnyRank = 1 << 20;
+
   // Returns when ready() < 0. Until then ready() names the rank that is waited for. `about` says
   // what the caller is doing, for the failure. Throws Error.
   template <class Ready>
@@ -60,6 +63,7 @@ class Shm {
   // earlier one, if there is one).
   void condemn(const Failure& failure);
   void check_verdict();  // throws if the group is condemned
+  bool condemned();
 
   void leave();          // tell the others that this rank goes on purpose; ends this rank's blocked calls
   void drop_liveness();  // in a forked child: the sockets are the parent's to keep

@@ -4,7 +4,8 @@
 meaning, over allranks' own channel. The map of the package:
 
     _world         init_process_group, destroy_process_group, the default group
-    _collectives   all_reduce, broadcast, barrier, send, recv
+    _collectives   all_reduce and the other collectives, send, recv, isend, irecv
+    _groups        new_group and its kin
     _group         ProcessGroup: what the functions above call
     _types         ReduceOp, Stats
     _errors        every error, as a tree
@@ -39,8 +40,42 @@ from allranks._errors import (
 
 if TYPE_CHECKING:
     from allranks import checkpoint, data, launch, multiprocessing, nn, parallel, testing, tools
-    from allranks._collectives import all_reduce, barrier, broadcast, recv, send
+    from allranks._collectives import (
+        P2POp,
+        all_gather,
+        all_gather_coalesced,
+        all_gather_into_tensor,
+        all_gather_single,
+        all_reduce,
+        all_reduce_coalesced,
+        all_to_all,
+        all_to_all_single,
+        barrier,
+        batch_isend_irecv,
+        broadcast,
+        gather,
+        irecv,
+        isend,
+        monitored_barrier,
+        recv,
+        reduce,
+        reduce_scatter,
+        reduce_scatter_single,
+        reduce_scatter_tensor,
+        scatter,
+        send,
+    )
     from allranks._group import ProcessGroup
+    from allranks._groups import (
+        get_global_rank,
+        get_group_rank,
+        get_node_local_rank,
+        get_process_group_ranks,
+        new_group,
+        new_subgroups,
+        new_subgroups_by_enumeration,
+        split_group,
+    )
     from allranks._types import ReduceOp, Stats, reduce_op
     from allranks._work import Work
     from allranks._world import (
@@ -60,8 +95,42 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "_collectives": ("all_reduce", "barrier", "broadcast", "recv", "send"),
+    "_collectives": (
+        "P2POp",
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_single",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "batch_isend_irecv",
+        "broadcast",
+        "gather",
+        "irecv",
+        "isend",
+        "monitored_barrier",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+        "scatter",
+        "send",
+    ),
     "_group": ("ProcessGroup",),
+    "_groups": (
+        "get_global_rank",
+        "get_group_rank",
+        "get_node_local_rank",
+        "get_process_group_ranks",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "split_group",
+    ),
     "_types": ("ReduceOp", "Stats", "reduce_op"),
     "_work": ("Work",),
     "_world": (
@@ -89,6 +158,7 @@ __all__ = [
     "JoinError",
     "MismatchError",
     "NotInitializedError",
+    "P2POp",
     "PeerLostError",
     "ProcessGroup",
     "ReduceOp",
@@ -98,26 +168,51 @@ __all__ = [
     "TimeoutError",
     "UsageError",
     "Work",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "checkpoint",
     "data",
     "destroy_process_group",
+    "gather",
     "get_backend",
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
+    "get_process_group_ranks",
     "get_rank",
     "get_world_size",
     "group",
     "init_process_group",
+    "irecv",
     "is_available",
     "is_initialized",
+    "isend",
     "launch",
+    "monitored_barrier",
     "multiprocessing",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
     "nn",
     "parallel",
     "recv",
+    "reduce",
     "reduce_op",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
     "send",
+    "split_group",
     "stats",
     "testing",
     "tools",

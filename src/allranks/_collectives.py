@@ -1,31 +1,62 @@
-"""The collectives as functions, with torch.distributed's names, arguments and in-place meaning.
+"""The collectives and messages as functions, with torch.distributed's names, arguments and in-place meaning.
 
-Each resolves its group and leaves the rest to it.
+Each resolves its group, translates the world's ranks to the group's, and leaves the rest to the group.
 
-All of them are called by every rank of the group, in the same order. A call is also a
-synchronisation: no rank leaves it before every rank has entered it. Ranks that call different
-things (verb, element count, dtype, reduce op, root) get a MismatchError, on every rank, with no
-tensor touched.
+Collectives are called by every rank of the group, in the same order. A call is also a synchronisation: no rank leaves
+it before every rank has entered it. Ranks that call different things (verb, element count, dtype, reduce op, root)
+get a MismatchError, on every rank, with no tensor touched.
+
+All raise: MismatchError as above; PeerLostError when a rank died or left; TimeoutError when one did not call within
+the group's timeout; UsageError for tensors and arguments that cannot be; NotInitializedError without a group. On a
+rank that is not in the group they warn and do nothing, as torch's do.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
+from allranks._errors import UsageError
 from allranks._types import ReduceOp
-from allranks._world import resolve_group
+from allranks._work import Work
+from allranks._world import GroupMember, resolve_group
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from allranks._group import ProcessGroup
-    from allranks._work import Work
 
-__all__ = ["all_reduce", "barrier", "broadcast", "recv", "send"]
+__all__ = [
+    "P2POp",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "gather",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+]
 
 
 def all_reduce(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -33,8 +64,8 @@ def all_reduce(
     """Reduces ``tensor`` over all ranks, in place; every rank ends with the same bits.
 
     Args:
-        tensor: a CPU tensor of float16, bfloat16, float32, float64, int8 to int64, uint8 or bool.
-        op: SUM, AVG, PROD, MIN or MAX.
+        tensor: a CPU tensor of integers, floating point, bool or complex numbers.
+        op: SUM, AVG, PROD, MIN, MAX, BAND, BOR or BXOR; see ReduceOp for what takes which.
         group: None is the world.
         async_op: return at once, with a Work.
 
@@ -67,17 +98,59 @@ def all_reduce(
         tensor([ 1., -1.])
         >>> dist.destroy_process_group()
     """
+    if group is not None and _outside(group, "all_reduce"):
+        return None
     return resolve_group(group).all_reduce(tensor, op, async_op)
 
 
-def broadcast(tensor: torch.Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def reduce(
+    tensor: Tensor,
+    dst: int | None = None,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Reduces ``tensor`` over all ranks; rank ``dst`` gets the result, in place. The others' tensors stay.
+
+    Args:
+        tensor: as ``all_reduce``'s.
+        dst: who gets the result, as a rank of the world.
+        op: as ``all_reduce``'s.
+        group: None is the world.
+        async_op: return at once, with a Work.
+        group_dst: who gets the result, as a rank of the group, in place of ``dst``.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Cost:
+        as ``all_reduce``; the work of reducing is shared by all ranks above 128 KiB.
+    """
+    if _outside(group, "reduce"):
+        return None
+    resolved = resolve_group(group)
+    return resolved.reduce(tensor, _root(resolved, dst, group_dst, "dst"), op, async_op)
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
     """Copies ``tensor`` of rank ``src`` into the ``tensor`` of every rank.
 
     Args:
-        tensor: the data on ``src``; overwritten elsewhere. Any dtype of torch's CPU tensors.
-        src: the rank that has the data.
+        tensor: the data on ``src``; overwritten elsewhere. Any dtype.
+        src: who has the data, as a rank of the world.
         group: None is the world.
         async_op: return at once, with a Work.
+        group_src: who has the data, as a rank of the group, in place of ``src``.
 
     Returns:
         A Work if ``async_op``, else None.
@@ -94,15 +167,307 @@ def broadcast(tensor: torch.Tensor, src: int, group: ProcessGroup | None = None,
     Source:
         a ring of chunks in shared memory, written by ``src`` while the others read.
     """
-    return resolve_group(group).broadcast(tensor, src, async_op)
+    if _outside(group, "broadcast"):
+        return None
+    resolved = resolve_group(group)
+    return resolved.broadcast(tensor, _root(resolved, src, group_src, "src"), async_op)
 
 
-def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+def all_gather(
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """Gathers every rank's ``tensor`` on every rank.
+
+    Args:
+        tensor_list: written: one tensor per rank, in the order of the ranks.
+        tensor: what this rank gives.
+        group: None is the world.
+        async_op: return at once, with a Work.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Shape:
+        every tensor has as many elements as ``tensor``, on all ranks.
+
+    Cost:
+        n bytes written and (P-1) n read per rank, one latency (above 128 KiB one per chunk).
+    """
+    if _outside(group, "all_gather"):
+        return None
+    return resolve_group(group).all_gather(_list(tensor_list, "tensor_list"), tensor, async_op)
+
+
+def all_gather_single(
+    output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """Gathers every rank's ``input_tensor`` in one tensor on every rank.
+
+    Args:
+        output_tensor: written: P times the elements of ``input_tensor``, concatenated or stacked.
+        input_tensor: what this rank gives; may be its own place in ``output_tensor``.
+        group: None is the world.
+        async_op: return at once, with a Work.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Cost:
+        as ``all_gather``.
+    """
+    if _outside(group, "all_gather_single"):
+        return None
+    return resolve_group(group).all_gather(output_tensor, input_tensor, async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """``all_gather_single`` by its name in torch before 2.13.
+
+    Args:
+        output_tensor: see there.
+        input_tensor: see there.
+        group: None is the world.
+        async_op: return at once, with a Work.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+    """
+    return all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+def gather(
+    tensor: Tensor,
+    gather_list: Sequence[Tensor] | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Gathers every rank's ``tensor`` on rank ``dst``.
+
+    Args:
+        tensor: what this rank gives.
+        gather_list: on ``dst`` only: written, one tensor per rank.
+        dst: who gets them, as a rank of the world; 0 if neither it nor ``group_dst`` is given.
+        group: None is the world.
+        async_op: return at once, with a Work.
+        group_dst: who gets them, as a rank of the group, in place of ``dst``.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Cost:
+        n bytes written per rank, (P-1) n read by ``dst``, one latency (above 128 KiB one per chunk).
+    """
+    if _outside(group, "gather"):
+        return None
+    resolved = resolve_group(group)
+    outputs = _list(gather_list, "gather_list") if gather_list else None
+    return resolved.gather(tensor, outputs, _root(resolved, dst, group_dst, "dst", default=0), async_op)
+
+
+def scatter(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = None,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Gives each rank its tensor of rank ``src``'s list.
+
+    Args:
+        tensor: written: what this rank gets.
+        scatter_list: on ``src`` only: one tensor per rank.
+        src: who has the list, as a rank of the world; 0 if neither it nor ``group_src`` is given.
+        group: None is the world.
+        async_op: return at once, with a Work.
+        group_src: who has the list, as a rank of the group, in place of ``src``.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Cost:
+        (P-1) n bytes written by ``src``, n read by each other rank, one latency (large ones: one per chunk).
+    """
+    if _outside(group, "scatter"):
+        return None
+    resolved = resolve_group(group)
+    inputs = _list(scatter_list, "scatter_list") if scatter_list else None
+    return resolved.scatter(tensor, inputs, _root(resolved, src, group_src, "src", default=0), async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input_list: Sequence[Tensor],
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduces every rank's lists, and gives each rank its part of the result.
+
+    Args:
+        output: written: the reduction of all ranks' tensors for this rank.
+        input_list: one tensor per rank.
+        op: as ``all_reduce``'s.
+        group: None is the world.
+        async_op: return at once, with a Work.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Cost:
+        (P-1) n bytes written and P n read per rank, one latency (large ones: one per chunk).
+    """
+    if _outside(group, "reduce_scatter"):
+        return None
+    return resolve_group(group).reduce_scatter(output, _list(input_list, "input_list"), op, async_op)
+
+
+def reduce_scatter_single(
+    output: Tensor,
+    input: Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduces every rank's ``input``, and gives each rank its part of the result.
+
+    Args:
+        output: written: this rank's part.
+        input: P times the elements of ``output``: the part for rank 0, then for rank 1, ...
+        op: as ``all_reduce``'s.
+        group: None is the world.
+        async_op: return at once, with a Work.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Cost:
+        as ``reduce_scatter``.
+    """
+    if _outside(group, "reduce_scatter_single"):
+        return None
+    return resolve_group(group).reduce_scatter(output, input, op, async_op)
+
+
+def reduce_scatter_tensor(
+    output: Tensor,
+    input: Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """``reduce_scatter_single`` by its name in torch before 2.13.
+
+    Args:
+        output: see there.
+        input: see there.
+        op: as ``all_reduce``'s.
+        group: None is the world.
+        async_op: return at once, with a Work.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+    """
+    return reduce_scatter_single(output, input, op, group, async_op)
+
+
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Gives tensor q of every rank's list to rank q.
+
+    Args:
+        output_tensor_list: written: one tensor per rank, from that rank.
+        input_tensor_list: one tensor per rank, for that rank. Sizes may all differ.
+        group: None is the world.
+        async_op: return at once, with a Work.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        MismatchError: two ranks disagree on the size of what goes from one to the other; on every rank.
+        PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Cost:
+        what a rank sends is written once, what it gets read once; one latency (large ones: one per chunk).
+    """
+    if _outside(group, "all_to_all"):
+        return None
+    outputs, inputs = _list(output_tensor_list, "output_tensor_list"), _list(input_tensor_list, "input_tensor_list")
+    return resolve_group(group).all_to_all(outputs, inputs, async_op)
+
+
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Cuts ``input`` along its first dimension and gives piece q to rank q; ``output`` is made of what comes.
+
+    Args:
+        output: written: the pieces from rank 0, rank 1, ... one after the other.
+        input: the pieces for rank 0, rank 1, ...
+        output_split_sizes: rows from each rank; None: equal.
+        input_split_sizes: rows for each rank; None: equal.
+        group: None is the world.
+        async_op: return at once, with a Work.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_to_all``.
+
+    Cost:
+        as ``all_to_all``.
+    """
+    if _outside(group, "all_to_all_single"):
+        return None
+    return resolve_group(group).all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
+
+
+def barrier(
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+) -> Work | None:
     """Returns when every rank of the group has called it.
 
     Args:
         group: None is the world.
         async_op: return at once, with a Work.
+        device_ids: for torch's signature; CPU groups have no devices.
+        timeout: of this call; None: the group's.
 
     Returns:
         A Work if ``async_op``, else None.
@@ -113,20 +478,52 @@ def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work |
     Cost:
         one latency: each rank writes one cache line, which the others read.
     """
-    return resolve_group(group).barrier(async_op)
+    if _outside(group, "barrier"):
+        return None
+    if timeout is None or async_op:
+        return resolve_group(group).barrier(async_op)
+    work = resolve_group(group).barrier(True)
+    assert work is not None
+    work.wait(timeout)
+    return None
 
 
-def send(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
+def monitored_barrier(
+    group: ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """A barrier that names the ranks that did not come. (So does every other call here.)
+
+    Args:
+        group: None is the world.
+        timeout: of this call; None: the group's.
+        wait_all_ranks: for torch's signature; all missing ranks are always named.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+    """
+    barrier(group, timeout=timeout)
+
+
+def send(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
     """Sends ``tensor`` to rank ``dst``.
 
-    Returns when the tensor may be changed again, which for up to 256 KiB of unreceived messages is
-    at once: two ranks may both send first.
+    Returns when the tensor may be changed again, which for up to 256 KiB of unreceived messages (less in groups of
+    more than four) is at once: two ranks may both send first.
 
     Args:
         tensor: any CPU tensor.
-        dst: another rank of the group.
+        dst: another rank, of the world.
         group: None is the world.
         tag: must equal the receiver's. Messages of one tag are received in the order sent.
+        group_dst: another rank, of the group, in place of ``dst``.
 
     Raises:
         PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
@@ -134,23 +531,274 @@ def send(tensor: torch.Tensor, dst: int, group: ProcessGroup | None = None, tag:
     Cost:
         n bytes copied into shared memory and n bytes out of it, in pieces that overlap.
     """
-    resolve_group(group).send(tensor, dst, tag)
+    if _outside(group, "send"):
+        return
+    resolved = resolve_group(group)
+    resolved.send(tensor, _root(resolved, dst, group_dst, "dst"), tag)
 
 
-def recv(tensor: torch.Tensor, src: int | None = None, group: ProcessGroup | None = None, tag: int = 0) -> int:
+def recv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
     """Receives a tensor into ``tensor``.
 
     Args:
         tensor: overwritten; dtype and element count must be those that were sent.
-        src: the sending rank; None: whoever sends first.
+        src: the sending rank, of the world; None: whoever sends first.
         group: None is the world.
         tag: must equal the sender's.
+        group_src: the sending rank, of the group, in place of ``src``.
 
     Returns:
-        The rank that sent.
+        The rank of the world that sent; -1 if this rank is not in the group.
 
     Raises:
         MismatchError: the message has another dtype or element count. It is dropped.
         PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
     """
-    return resolve_group(group).recv(tensor, src, tag)
+    if _outside(group, "recv"):
+        return -1
+    resolved = resolve_group(group)
+    return resolved.ranks[resolved.recv(tensor, _source(resolved, src, group_src), tag)]
+
+
+def isend(
+    tensor: Tensor,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work | None:
+    """``send`` that returns at once. The tensor must not be changed before the Work is complete.
+
+    Args:
+        tensor: any CPU tensor.
+        dst: another rank, of the world.
+        group: None is the world.
+        tag: must equal the receiver's.
+        group_dst: another rank, of the group, in place of ``dst``.
+
+    Returns:
+        A Work (None if this rank is not in the group).
+
+    Raises:
+        PeerLostError, UsageError: as ``all_reduce``.
+    """
+    if _outside(group, "isend"):
+        return None
+    resolved = resolve_group(group)
+    return resolved.isend(tensor, _root(resolved, dst, group_dst, "dst"), tag)
+
+
+def irecv(
+    tensor: Tensor,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work | None:
+    """``recv`` that returns at once. The tensor must not be used before the Work is complete.
+
+    Args:
+        tensor: overwritten.
+        src: the sending rank, of the world; None: whoever sends first (``Work.source_rank`` tells).
+        group: None is the world.
+        tag: must equal the sender's.
+        group_src: the sending rank, of the group, in place of ``src``.
+
+    Returns:
+        A Work (None if this rank is not in the group).
+
+    Raises:
+        PeerLostError, UsageError: as ``all_reduce``.
+    """
+    if _outside(group, "irecv"):
+        return None
+    resolved = resolve_group(group)
+    return resolved.irecv(tensor, _source(resolved, src, group_src), tag)
+
+
+class P2POp:
+    """One message for ``batch_isend_irecv``.
+
+    Attributes:
+        op: ``isend`` or ``irecv``.
+        tensor: what is sent or overwritten.
+        peer: the other rank, of the world.
+        group: None is the world.
+        tag: must be equal on both sides.
+        group_peer: the other rank, of the group.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: Tensor,
+        peer: int | None = None,
+        group: ProcessGroup | None = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op not in (isend, irecv):
+            raise UsageError(f"P2POp: op must be isend or irecv, not {op!r}")
+        resolved = resolve_group(group)
+        self.op = op
+        self.tensor = tensor
+        self.group = resolved
+        self.group_peer = _root(resolved, peer, group_peer, "peer")
+        self.peer = resolved.ranks[self.group_peer]
+        self.tag = tag
+
+    def __repr__(self) -> str:
+        return f"P2POp({self.op.__name__}, peer={self.peer}, {tuple(self.tensor.shape)}, tag={self.tag})"
+
+
+def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
+    """Starts messages together, in any order on any rank.
+
+    Args:
+        p2p_op_list: the messages, all of one group.
+
+    Returns:
+        Their Works, in order.
+
+    Raises:
+        UsageError: not a list of P2POp, or of different groups.
+    """
+    if not isinstance(p2p_op_list, list) or not all(isinstance(op, P2POp) for op in p2p_op_list):
+        raise UsageError("batch_isend_irecv: expected a list of P2POp")
+    if len({id(op.group) for op in p2p_op_list}) > 1:
+        raise UsageError("batch_isend_irecv: all messages must use one group")
+    return [
+        op.group.isend(op.tensor, op.group_peer, op.tag)
+        if op.op is isend
+        else op.group.irecv(op.tensor, op.group_peer, op.tag)
+        for op in p2p_op_list
+    ]
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """``all_reduce`` of several tensors, in place.
+
+    Args:
+        tensors: what to reduce; the same sizes on all ranks.
+        op: as ``all_reduce``'s.
+        group: None is the world.
+        async_op: return at once, with a Work for all of them.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+    """
+    if _outside(group, "all_reduce_coalesced"):
+        return None
+    resolved = resolve_group(group)
+    return _together([resolved.all_reduce(t, op, True) for t in _list(tensors, "tensors")], async_op)
+
+
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[Tensor]],
+    input_tensor_list: Sequence[Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """``all_gather`` of several tensors.
+
+    Args:
+        output_tensor_lists: written: for each rank the tensors that it gives.
+        input_tensor_list: what this rank gives.
+        group: None is the world.
+        async_op: return at once, with a Work for all of them.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+    """
+    if _outside(group, "all_gather_coalesced"):
+        return None
+    resolved = resolve_group(group)
+    inputs = _list(input_tensor_list, "input_tensor_list")
+    for rank, outputs in enumerate(output_tensor_lists):
+        if len(outputs) != len(inputs):
+            raise UsageError(
+                f"all_gather_coalesced: expected {len(inputs)} tensors from rank {rank}, not {len(outputs)}"
+            )
+    works = [resolved.all_gather([row[i] for row in output_tensor_lists], t, True) for i, t in enumerate(inputs)]
+    return _together(works, async_op)
+
+
+class _Together(Work):
+    """Several calls as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for error in (work.exception() for work in self._works) if error is not None), None)
+
+    def source_rank(self) -> int:
+        raise UsageError("source_rank: not a message")
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+
+def _together(works: Sequence[Work | None], async_op: bool) -> Work | None:
+    together = _Together([work for work in works if work is not None])
+    if async_op:
+        return together
+    together.wait()
+    return None
+
+
+def _outside(group: ProcessGroup | int | None, verb: str) -> bool:
+    """Whether this rank is not a member of the group; then it says so, as torch does."""
+    if group is None or isinstance(group, type) or group != GroupMember.NON_GROUP_MEMBER:
+        return False
+    warnings.warn(f"{verb}: this rank is not in the given process group; nothing is done", stacklevel=3)
+    return True
+
+
+def _root(
+    group: ProcessGroup, world_rank: int | None, group_rank: int | None, what: str, default: int | None = None
+) -> int:
+    """The rank in the group that is meant by a rank of the world or of the group."""
+    if group_rank is not None:
+        if world_rank is not None:
+            raise UsageError(f"give either {what} or group_{what}, not both")
+        return group_rank
+    if world_rank is None:
+        if default is None:
+            raise UsageError(f"{what} or group_{what} must be given")
+        world_rank = default
+    if group is not resolve_group(None):
+        if world_rank not in group.ranks:
+            raise UsageError(f"{what}={world_rank!r}, a rank of the world, is not in group '{group.name}'")
+        return group.ranks.index(world_rank)
+    return world_rank
+
+
+def _source(group: ProcessGroup, src: int | None, group_src: int | None) -> int | None:
+    return None if src is None and group_src is None else _root(group, src, group_src, "src")
+
+
+def _list(tensors: Sequence[Tensor], what: str) -> Sequence[Tensor]:
+    if not isinstance(tensors, (list, tuple)):
+        raise TypeError(f"{what}: expected a list of tensors, not {type(tensors).__name__}")
+    return tensors

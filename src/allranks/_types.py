@@ -13,10 +13,11 @@ __all__ = ["ReduceOp", "Stats", "as_reduce_op", "reduce_op"]
 class ReduceOp(enum.IntEnum):
     """How ``all_reduce`` combines the ranks' elements; torch's names.
 
-    ``SUM, PROD, MIN, MAX`` take every dtype of ``all_reduce``; ``AVG`` (the sum, divided by the
-    number of ranks) takes floating-point dtypes. On bool, SUM and MAX are "or", PROD and MIN
-    are "and". MIN and MAX propagate NaN, integers wrap; float16 and bfloat16 are accumulated
-    in float32 and rounded once.
+    ``SUM, PROD, MIN, MAX`` take integers, floating point and bool; ``AVG`` (the sum, divided by
+    the number of ranks) takes floating point; ``SUM`` and ``AVG`` take complex numbers too;
+    ``BAND, BOR, BXOR`` take integers and bool. On bool, SUM and MAX are "or", PROD and MIN are
+    "and". MIN and MAX propagate NaN, integers wrap; float16 and bfloat16 are accumulated in
+    float32 and rounded once. Elements are combined in the order of the ranks, 0 to P - 1.
     """
 
     # The numbers are the core's (core/types.h); tests/collectives holds them to it.
@@ -25,6 +26,9 @@ class ReduceOp(enum.IntEnum):
     PROD = 2
     MIN = 3
     MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
 
 
 reduce_op = ReduceOp  # the spelling of torch before 1.0

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import abc
+import threading
 from datetime import timedelta
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Work", "seconds_of"]
 
@@ -14,14 +19,14 @@ def seconds_of(timeout: timedelta | float) -> float:
 
 
 class Work(abc.ABC):
-    """What an asynchronous call (``async_op=True``) returns.
+    """What an asynchronous call (``async_op=True``, ``isend``, ``irecv``) returns.
 
-    Until it is complete the tensor must neither be read nor written.
+    Until it is complete its tensors must neither be read nor written.
     """
 
     @abc.abstractmethod
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Blocks until the call is complete and the tensor holds its result.
+        """Blocks until the call is complete and its tensors hold their results.
 
         Args:
             timeout: a limit for this wait; None or zero: the group's timeout decides.
@@ -42,6 +47,39 @@ class Work(abc.ABC):
     def exception(self) -> BaseException | None:
         """The error of a call that has ended and failed, else None."""
 
+    @abc.abstractmethod
+    def source_rank(self) -> int:
+        """The rank that sent, of an ``irecv`` that is complete (in the group's numbering)."""
+
+    @abc.abstractmethod
+    def result(self) -> list[torch.Tensor]:
+        """Waits; returns the tensors that the call has written."""
+
     def is_success(self) -> bool:
         """Whether the call has ended well."""
         return self.is_completed() and self.exception() is None
+
+    def synchronize(self) -> None:
+        """``wait`` by torch's other name."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of ``result()``.
+
+        Cost:
+            a thread of its own, because a callback may wait for other work.
+        """
+        import torch
+
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+        def complete() -> None:
+            try:
+                tensors = self.result()
+            except Exception as error:  # noqa: BLE001 - it is the future's to raise
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
+            else:
+                future.set_result(tensors)
+
+        threading.Thread(target=complete, name="allranks-future", daemon=True).start()
+        return future

@@ -25,6 +25,7 @@ __all__ = [
     "init_process_group",
     "is_available",
     "is_initialized",
+    "register",
     "resolve_group",
     "stats",
 ]
@@ -32,6 +33,7 @@ __all__ = [
 DEFAULT_TIMEOUT_S = 1800.0  # torch's
 
 _world: ProcessGroup | None = None
+_groups: list[ProcessGroup] = []  # made by new_group and its kin; they end with the world
 
 
 class _GroupNames(type):
@@ -45,24 +47,37 @@ class group(metaclass=_GroupNames):
 
 
 class GroupMember(metaclass=_GroupNames):
-    """``GroupMember.WORLD``: torch's other name for ``group.WORLD``."""
+    """``GroupMember.WORLD``: torch's other name for ``group.WORLD``.
+
+    ``GroupMember.NON_GROUP_MEMBER`` is what ``new_group`` returns to a rank that is not in the group.
+    """
+
+    NON_GROUP_MEMBER = -100  # torch's
 
 
-def resolve_group(given: ProcessGroup | None) -> ProcessGroup:
-    """The group that a call means; None is the world.
+def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
+    """The group that a call means; None, and THD's 0, are the world.
 
     Raises:
         NotInitializedError: there is no world.
+        UsageError: not a group, or one that this rank is not in.
     """
-    if given is None:
+    if given is None or (given == 0 and type(given) is int):
         if _world is None:
             raise NotInitializedError(
                 "the default process group has not been initialized: call allranks.init_process_group() first"
             )
         return _world
-    if not isinstance(given, ProcessGroup):
-        raise UsageError(f"group must be a ProcessGroup or None, not {type(given).__name__}")
-    return given
+    if isinstance(given, ProcessGroup):
+        return given
+    if given == GroupMember.NON_GROUP_MEMBER:
+        raise UsageError("this rank is not a member of the group")
+    raise UsageError(f"group must be a ProcessGroup or None, not {type(given).__name__}")
+
+
+def register(made: ProcessGroup) -> None:
+    """Lets a group end with the world."""
+    _groups.append(made)
 
 
 def init_process_group(
@@ -120,26 +135,35 @@ def init_process_group(
     name = group_name or "world"
     meeting = _rendezvous.join(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s, store=store)
     try:
-        engine = _engines.make_engine(engine_name, meeting, name, timeout_s)
+
+        def exchange(record: bytes) -> list[bytes]:
+            meeting.store.set(f"native/{meeting.rank}", record)
+            return [meeting.store.get(f"native/{r}", timeout_s) for r in range(meeting.world_size)]
+
+        engine = _engines.make_engine(engine_name, meeting.rank, meeting.members, exchange, name, timeout_s)
     finally:
         meeting.close()
-    _world = ProcessGroup(engine, name, meeting.rank, meeting.world_size)
+    _world = ProcessGroup(engine, name, meeting.rank, meeting.members, timeout_s)
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """Leaves the group (None: the world). Always returns.
 
     Other ranks that later need this one get a PeerLostError. Calls of this rank that are still
-    pending fail.
+    pending fail. The world takes all other groups with it.
 
     Raises:
         NotInitializedError: there is no such group.
     """
     global _world
     leaving = resolve_group(group)
-    leaving.close()
     if leaving is _world:
+        _close_all()
         _world = None
+    else:
+        leaving.close()
+        if leaving in _groups:
+            _groups.remove(leaving)
 
 
 def is_available() -> bool:
@@ -152,22 +176,22 @@ def is_initialized() -> bool:
     return _world is not None
 
 
-def get_rank(group: ProcessGroup | None = None) -> int:
-    """This process' rank in the group (None: the world).
+def get_rank(group: ProcessGroup | int | None = None) -> int:
+    """This process' rank in the group (None: the world); -1 if it is not a member.
 
     Raises:
         NotInitializedError: there is no such group.
     """
-    return resolve_group(group).rank
+    return -1 if group == GroupMember.NON_GROUP_MEMBER else resolve_group(group).rank()
 
 
-def get_world_size(group: ProcessGroup | None = None) -> int:
-    """The number of ranks in the group (None: the world).
+def get_world_size(group: ProcessGroup | int | None = None) -> int:
+    """The number of ranks in the group (None: the world); -1 if this process is not a member.
 
     Raises:
         NotInitializedError: there is no such group.
     """
-    return resolve_group(group).size
+    return -1 if group == GroupMember.NON_GROUP_MEMBER else resolve_group(group).size()
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:
@@ -188,18 +212,22 @@ def stats(group: ProcessGroup | None = None) -> Stats:
     return resolve_group(group).stats()
 
 
-def _leave_at_exit() -> None:
-    # A process that just ends leaves on purpose: the others are told so, rather than that it died.
-    if _world is not None:
-        _world.close()
+def _close_all() -> None:
+    for made in (*_groups, _world):
+        if made is not None:
+            made.close()
+    _groups.clear()
 
 
 def _forget_in_child() -> None:
     global _world
-    if _world is not None:
-        _world.abandon()
-        _world = None
+    for made in (*_groups, _world):
+        if made is not None:
+            made.abandon()
+    _groups.clear()
+    _world = None
 
 
-atexit.register(_leave_at_exit)
+# A process that just ends leaves on purpose: the others are told so, rather than that it died.
+atexit.register(_close_all)
 os.register_at_fork(after_in_child=_forget_in_child)

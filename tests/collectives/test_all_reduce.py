@@ -20,7 +20,23 @@ DTYPES = [
     torch.float32,
     torch.float64,
     torch.bool,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.complex64,
+    torch.complex128,
 ]
+BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+
+
+def defined(op: ReduceOp, dtype: torch.dtype) -> bool:
+    if dtype.is_complex:
+        return op in (ReduceOp.SUM, ReduceOp.AVG)
+    if dtype.is_floating_point:
+        return op not in BITWISE
+    return op != ReduceOp.AVG
+
+
 # Elements: none, one, inside a call line, a slot, and more than a slot for every dtype.
 COUNTS = [0, 1, 13, 1000, 300_001]
 
@@ -29,17 +45,34 @@ def operand(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + 7)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
+    if dtype.is_complex:
+        return torch.randn(count, generator=generator, dtype=dtype)
     if dtype.is_floating_point:
         values = torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
         values[::17] = float("nan") if rank == 1 else float("inf")
         return values
-    info = torch.iinfo(dtype)
-    return torch.randint(info.min, info.max, (count,), generator=generator, dtype=dtype)
+    bits = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    return bits.view(dtype)
 
 
 def expected(operands: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     """The same reduction by torch's own element-wise functions, in the order of the ranks."""
     dtype = operands[0].dtype
+    # torch's arithmetic on the wider unsigned integers is incomplete; numpy's wraps as ours does.
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        step = {
+            ReduceOp.SUM: np.add,
+            ReduceOp.PROD: np.multiply,
+            ReduceOp.MIN: np.minimum,
+            ReduceOp.MAX: np.maximum,
+            ReduceOp.BAND: np.bitwise_and,
+            ReduceOp.BOR: np.bitwise_or,
+            ReduceOp.BXOR: np.bitwise_xor,
+        }[op]
+        whole = operands[0].numpy()
+        for each in operands[1:]:
+            whole = step(whole, each.numpy())
+        return torch.from_numpy(whole)
     # float16 and bfloat16 are summed in float32 and rounded once.
     wide = [t.float() if dtype in (torch.float16, torch.bfloat16) else t for t in operands]
     steps = {
@@ -48,12 +81,19 @@ def expected(operands: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
         ReduceOp.PROD: torch.logical_and if dtype == torch.bool else torch.mul,
         ReduceOp.MIN: torch.minimum,
         ReduceOp.MAX: torch.maximum,
+        ReduceOp.BAND: torch.bitwise_and,
+        ReduceOp.BOR: torch.bitwise_or,
+        ReduceOp.BXOR: torch.bitwise_xor,
     }
     result = wide[0]
     for other in wide[1:]:
         result = steps[op](result, other)
     if op == ReduceOp.AVG:
-        result = result / len(operands)
+        # Part by part: torch divides complex numbers by way of a reciprocal.
+        parts = torch.view_as_real(result) if dtype.is_complex else result
+        result = parts / len(operands)
+        if dtype.is_complex:
+            result = torch.view_as_complex(result)
     return result.to(dtype)
 
 
@@ -73,7 +113,7 @@ def test_against_torch(ranks: int) -> None:
         wrong = []
         for dtype in DTYPES:
             for op in ReduceOp:
-                if op == ReduceOp.AVG and not dtype.is_floating_point:
+                if not defined(op, dtype):
                     continue
                 for count in COUNTS:
                     operands = [operand(r, count, dtype) for r in range(dist.get_world_size())]
@@ -188,8 +228,12 @@ def test_what_cannot_be_reduced() -> None:
     def body() -> None:
         with pytest.raises(dist.UsageError, match=r"AVG of torch\.int32"):
             dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
-        with pytest.raises(dist.UsageError, match=r"SUM of torch\.complex64"):
-            dist.all_reduce(torch.ones(2, dtype=torch.complex64))
+        with pytest.raises(dist.UsageError, match=r"MAX of torch\.complex64"):
+            dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX)
+        with pytest.raises(dist.UsageError, match=r"BAND of torch\.float32"):
+            dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
+        with pytest.raises(dist.UsageError, match=r"SUM of torch\.float8_e4m3fn"):
+            dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))
         with pytest.raises(dist.UsageError, match="on meta"):
             dist.all_reduce(torch.ones(2, device="meta"))
         with pytest.raises(dist.UsageError, match="expanded"):

@@ -44,8 +44,12 @@ def test_barrier_holds_everybody() -> None:
 
 def test_wrong_ranks() -> None:
     def body() -> None:
-        for src in (-1, 2, "0", 0.0, None):
+        for src in (-1, 2, "0", 0.0):
             with pytest.raises(dist.UsageError, match="is not a rank of group 'world': expected 0 to 1"):
                 dist.broadcast(torch.ones(1), src)
+        with pytest.raises(dist.UsageError, match="src or group_src must be given"):
+            dist.broadcast(torch.ones(1))
+        with pytest.raises(dist.UsageError, match="not both"):
+            dist.broadcast(torch.ones(1), 0, group_src=0)
 
     run_ranks(2, body)

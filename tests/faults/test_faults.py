@@ -81,7 +81,7 @@ def test_a_rank_that_ends_is_named() -> None:
             dist.barrier()
         return str(caught.value)
 
-    assert "had not called anything" in run_ranks(2, body)[0]
+    assert "had not called any collective" in run_ranks(2, body)[0]
 
 
 def test_a_child_that_holds_the_sockets_does_not_hide_a_death() -> None:

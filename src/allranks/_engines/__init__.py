@@ -5,13 +5,15 @@ An engine belongs to one group. To add one: a file beside this one, and an entry
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from allranks._errors import ConfigError
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine
-    from allranks._rendezvous import Meeting
+    from allranks._engines.native_connect import Exchange
+    from allranks._rendezvous import Member
 
 __all__ = ["ENGINES", "check_backend", "make_engine"]
 
@@ -36,9 +38,20 @@ def check_backend(backend: str | None) -> str:
     raise ConfigError(f"unknown backend {backend!r}: expected {known} (or None, which means 'native')")
 
 
-def make_engine(name: str, meeting: Meeting, group_name: str, timeout_s: float) -> Engine:
-    """Connects an engine with the other ranks of the meeting."""
+def make_engine(
+    name: str, rank: int, members: Sequence[Member], exchange: Exchange, group_name: str, timeout_s: float
+) -> Engine:
+    """Connects an engine with the other members of a group.
+
+    Args:
+        name: one of ENGINES.
+        rank: this process in the group.
+        members: who is in the group, by rank.
+        exchange: how they hear of each other.
+        group_name: for errors.
+        timeout_s: of the connecting and of every later call.
+    """
     assert name == "native"
     from allranks._engines.native import NativeEngine
 
-    return NativeEngine(meeting, group_name, timeout_s)
+    return NativeEngine(rank, members, exchange, group_name, timeout_s)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from allranks._types import ReduceOp, Stats
     from allranks._work import Work
@@ -17,27 +18,52 @@ __all__ = ["Engine"]
 class Engine(abc.ABC):
     """Moves the tensors of one group.
 
-    Ranks are the group's, already checked; tensors are not. Methods block and return None unless
-    ``async_op``.
+    Ranks are the group's, already checked, as are the lengths of all_to_all's lists; other tensors are not.
+    Methods block and return None unless ``async_op``. Where pieces are given by rank, a sequence holds one tensor
+    each, and a single tensor holds all of them in turn.
     """
 
     name: str
 
     @abc.abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work | None: ...
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool) -> Work | None: ...
 
     @abc.abstractmethod
-    def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work | None: ...
+    def reduce(self, tensor: Tensor, root: int, op: ReduceOp, async_op: bool) -> Work | None: ...
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None: ...
+
+    @abc.abstractmethod
+    def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None: ...
+
+    @abc.abstractmethod
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None: ...
+
+    @abc.abstractmethod
+    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None: ...
+
+    @abc.abstractmethod
+    def reduce_scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp, async_op: bool
+    ) -> Work | None: ...
+
+    @abc.abstractmethod
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None: ...
 
     @abc.abstractmethod
     def barrier(self, async_op: bool) -> Work | None: ...
 
     @abc.abstractmethod
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None: ...
+    def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None: ...
 
     @abc.abstractmethod
-    def recv(self, tensor: torch.Tensor, source: int, tag: int) -> int:
+    def recv(self, tensor: Tensor, source: int, tag: int) -> int:
         """``source`` < 0: any rank. Returns the sender."""
+
+    @abc.abstractmethod
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        """As ``recv``, asynchronous."""
 
     @abc.abstractmethod
     def stats(self) -> Stats: ...

@@ -1,43 +1,32 @@
-"""The native engine: tensors to addresses, and the core's facts to errors for people.
+"""The native engine: tensors to addresses.
 
-The core (core/) moves bytes and knows neither Python nor torch. This file connects the ranks
-(sockets and segments), keeps tensors alive while the core uses them, handles those whose elements
-do not lie in one piece, and words the failures.
+The core (core/) moves bytes and knows neither Python nor torch. This file checks tensors, keeps them alive while the
+core uses them, and handles those whose elements do not lie in one piece. How the ranks are connected is
+`native_connect`'s business; how failures are worded, `native_errors`'.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import os
-import secrets
-import socket
-import struct
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from allranks import _core
 from allranks._engines.base import Engine
-from allranks._errors import (
-    AllranksError,
-    JoinError,
-    MismatchError,
-    PeerLostError,
-    TimeoutError,
-    UsageError,
-    rank_list,
-)
+from allranks._engines.native_connect import Exchange, connect
+from allranks._engines.native_errors import explain
+from allranks._errors import AllranksError, UsageError
 from allranks._host import usable_cpus
 from allranks._types import ReduceOp, Stats
 from allranks._work import Work, seconds_of
 
 if TYPE_CHECKING:
-    from allranks._rendezvous import Meeting, Member
+    from allranks._rendezvous import Member
 
 __all__ = ["NativeEngine"]
 
@@ -47,17 +36,318 @@ _CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if h
 # than CPUs it does not spin at all.
 _SPIN_US = 20.0
 
+# The pipes for send and recv, one to each other rank, share this much of a rank's segment.
+_PIPES_BYTES = 1 << 20
+_PIPE_BYTES = (16 << 10, 256 << 10)
+
+
+class NativeEngine(Engine):
+    """Collectives and messages over shared memory, between ranks of one host."""
+
+    name = "native"
+
+    def __init__(
+        self, rank: int, members: Sequence[Member], exchange: Exchange, group_name: str, timeout_s: float
+    ) -> None:
+        self._rank = rank
+        self._members = members
+        self._group_name = group_name
+        # Works whose tensors the core may still use, although the caller may have dropped all of them.
+        self._pending: deque[NativeWork] = deque()
+        size = len(members)
+        sizes = _core.Sizes()
+        sizes.pipe = min(max(_PIPES_BYTES // size // 4096 * 4096, _PIPE_BYTES[0]), _PIPE_BYTES[1])
+        segments, liveness = connect(rank, members, exchange, sizes, timeout_s)
+        spare = usable_cpus() - size
+        self.comm = _core.Comm(
+            rank,
+            sizes,
+            segments,
+            liveness,
+            timeout_s,
+            _SPIN_US if spare >= 0 else 0.0,
+            _SPIN_US if spare >= size else 0.0,
+        )
+
+    # --- verbs ---
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool) -> Work | None:
+        code = self._check_reduced(tensor, op, "all_reduce")
+        operands = None if _plain(tensor) else _Operands("all_reduce")
+        work = tensor if operands is None else operands.write(tensor)
+        try:
+            request = self.comm.all_reduce(work.data_ptr(), work.numel(), code, op, async_op)
+        except _core.Failure as failure:
+            raise self.explain(failure, "all_reduce") from None
+        return self._outcome("all_reduce", request, operands, work)
+
+    def reduce(self, tensor: Tensor, root: int, op: ReduceOp, async_op: bool) -> Work | None:
+        code = self._check_reduced(tensor, op, "reduce")
+        operands = _Operands("reduce")
+        work = operands.write(tensor) if root == self._rank else operands.read(tensor)
+        try:
+            request = self.comm.reduce(work.data_ptr(), work.numel(), code, op, root, async_op)
+        except _core.Failure as failure:
+            raise self.explain(failure, "reduce") from None
+        return self._outcome("reduce", request, operands)
+
+    def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
+        code = self._check(tensor, "broadcast")
+        operands = _Operands("broadcast")
+        work = operands.read(tensor) if root == self._rank else operands.write(tensor)
+        try:
+            request = self.comm.broadcast(work.data_ptr(), work.numel(), code, root, async_op)
+        except _core.Failure as failure:
+            raise self.explain(failure, "broadcast") from None
+        return self._outcome("broadcast", request, operands)
+
+    def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
+        code = self._check(tensor, "all_gather")
+        operands = _Operands("all_gather")
+        work = operands.read(tensor)
+        outs = self._pieces(outputs, tensor, operands.write, "all_gather")
+        try:
+            request = self.comm.all_gather(work.data_ptr(), work.numel(), code, outs, async_op)
+        except _core.Failure as failure:
+            raise self.explain(failure, "all_gather") from None
+        return self._outcome("all_gather", request, operands)
+
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
+        code = self._check(tensor, "gather")
+        operands = _Operands("gather")
+        work = operands.read(tensor)
+        outs = [] if outputs is None else self._pieces(outputs, tensor, operands.write, "gather")
+        try:
+            request = self.comm.gather(work.data_ptr(), work.numel(), code, outs, root, async_op)
+        except _core.Failure as failure:
+            raise self.explain(failure, "gather") from None
+        return self._outcome("gather", request, operands)
+
+    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
+        code = self._check(tensor, "scatter")
+        operands = _Operands("scatter")
+        ins = [] if inputs is None else self._pieces(inputs, tensor, operands.read, "scatter")
+        work = operands.write(tensor)
+        try:
+            request = self.comm.scatter(work.data_ptr(), work.numel(), code, ins, root, async_op)
+        except _core.Failure as failure:
+            raise self.explain(failure, "scatter") from None
+        return self._outcome("scatter", request, operands)
+
+    def reduce_scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp, async_op: bool
+    ) -> Work | None:
+        code = self._check_reduced(tensor, op, "reduce_scatter")
+        operands = _Operands("reduce_scatter")
+        ins = self._pieces(inputs, tensor, operands.read, "reduce_scatter")
+        work = operands.write(tensor)
+        try:
+            request = self.comm.reduce_scatter(work.data_ptr(), work.numel(), code, ins, op, async_op)
+        except _core.Failure as failure:
+            raise self.explain(failure, "reduce_scatter") from None
+        return self._outcome("reduce_scatter", request, operands)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
+        code = self._check(inputs[0], "all_to_all")
+        for tensor in (*inputs, *outputs):
+            if self._check(tensor, "all_to_all") != code:
+                raise UsageError(f"all_to_all: tensors of {inputs[0].dtype} and {tensor.dtype} together")
+        operands = _Operands("all_to_all")
+        ins = [operands.read(tensor) for tensor in inputs]
+        outs = [operands.write(tensor) for tensor in outputs]
+        try:
+            request = self.comm.all_to_all(
+                code,
+                [tensor.data_ptr() for tensor in ins],
+                [tensor.nbytes for tensor in ins],
+                [tensor.data_ptr() for tensor in outs],
+                [tensor.nbytes for tensor in outs],
+                async_op,
+            )
+        except _core.Failure as failure:
+            raise self.explain(failure, "all_to_all") from None
+        return self._outcome("all_to_all", request, operands)
+
+    def barrier(self, async_op: bool) -> Work | None:
+        try:
+            request = self.comm.barrier(async_op)
+        except _core.Failure as failure:
+            raise self.explain(failure, "barrier") from None
+        return self._outcome("barrier", request, None)
+
+    def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
+        code = self._check(tensor, "send")
+        operands = _Operands("send")
+        work = operands.read(tensor)
+        try:
+            request = self.comm.send(work.data_ptr(), work.numel(), code, to, tag, async_op)
+        except _core.Failure as failure:
+            raise self.explain(failure, "send") from None
+        return self._outcome("send", request, operands)
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> int:
+        code, operands = self._check(tensor, "recv"), _Operands("recv")
+        work = operands.write(tensor)
+        try:
+            sender = self.comm.recv(work.data_ptr(), work.numel(), code, source, tag)
+        except _core.Failure as failure:
+            raise self.explain(failure, "recv") from None
+        operands.finish()
+        return sender
+
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        code, operands = self._check(tensor, "recv"), _Operands("recv")
+        work = operands.write(tensor)
+        try:
+            request = self.comm.start_recv(work.data_ptr(), work.numel(), code, source, tag)
+        except _core.Failure as failure:
+            raise self.explain(failure, "recv") from None
+        return self._started("recv", request, operands)
+
+    # --- the rest of an engine ---
+
+    def stats(self) -> Stats:
+        return Stats(*self.comm.stats())
+
+    def close(self) -> None:
+        self.comm.close()
+        self._pending.clear()
+
+    def abandon(self) -> None:
+        self.comm.abandon()
+
+    def explain(self, failure: _core.Failure, verb: str) -> AllranksError:
+        """The error for people that the core's facts amount to."""
+        return explain(
+            failure,
+            verb,
+            group=self._group_name,
+            rank=self._rank,
+            members=self._members,
+            last_calls=self.comm.last_calls(),
+        )
+
+    # --- tensors ---
+
+    def _check(self, tensor: Tensor, verb: str) -> int:
+        """The core's code of the dtype, of a tensor whose elements the core can reach."""
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
+        if not tensor.is_cpu:
+            raise UsageError(
+                f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on {tensor.device}, "
+                "but the native engine moves CPU tensors. Call .cpu() first"
+            )
+        code = _CODES.get(tensor.dtype)
+        if code is None or tensor.layout is not torch.strided:
+            raise UsageError(f"{verb}: cannot take a tensor of {tensor.dtype}, {tensor.layout}")
+        return code
+
+    def _check_reduced(self, tensor: Tensor, op: ReduceOp, verb: str) -> int:
+        code = self._check(tensor, verb)
+        if not _core.reduces(code, op):
+            raise UsageError(f"{verb}: {op.name} of {tensor.dtype} tensors is not defined")
+        return code
+
+    def _pieces(
+        self, pieces: Sequence[Tensor] | Tensor, like: Tensor, use: Callable[[Tensor], Tensor], verb: str
+    ) -> list[int]:
+        """Addresses of one piece per rank, each like ``like``: of a list, or of one tensor that holds them in turn."""
+        size = len(self._members)
+        if isinstance(pieces, Tensor):
+            self._check(pieces, verb)
+            if pieces.dtype != like.dtype or pieces.numel() != size * like.numel():
+                raise UsageError(
+                    f"{verb}: expected {size} x {like.numel()} elements of {like.dtype} in one tensor, "
+                    f"not {pieces.numel()} of {pieces.dtype}"
+                )
+            first = use(pieces).data_ptr()
+            return [first + i * like.nbytes for i in range(size)]
+        if len(pieces) != size:
+            raise UsageError(f"{verb}: expected a list of {size} tensors, one per rank, not {len(pieces)}")
+        for rank, piece in enumerate(pieces):
+            self._check(piece, verb)
+            if piece.dtype != like.dtype or piece.numel() != like.numel():
+                raise UsageError(
+                    f"{verb}: expected {like.numel()} elements of {like.dtype} in the tensor for rank {rank}, "
+                    f"not {piece.numel()} of {piece.dtype}"
+                )
+        return [use(piece).data_ptr() for piece in pieces]
+
+    def _outcome(
+        self, verb: str, request: _core.Request | None, operands: _Operands | None, tensor: Tensor | None = None
+    ) -> Work | None:
+        if request is None:
+            if operands is not None:
+                operands.finish()
+            return None
+        if operands is None:
+            operands = _Operands(verb)
+            if tensor is not None:
+                operands.keep.append(tensor)
+                operands.results.append(tensor)
+        return self._started(verb, request, operands)
+
+    def _started(self, verb: str, request: _core.Request, operands: _Operands) -> NativeWork:
+        while self._pending and self._pending[0].done():
+            self._pending.popleft()
+        work = NativeWork(self, verb, request, operands)
+        if not request.done():
+            self._pending.append(work)
+        return work
+
+
+class _Operands:
+    """The tensors of one call, in the shape that the core takes: contiguous, in memory as they read."""
+
+    __slots__ = ("_back", "_verb", "keep", "results")
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+        self._back: list[tuple[Tensor, Tensor]] = []
+        self.keep: list[Tensor] = []
+        self.results: list[Tensor] = []
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """What the core reads in place of ``tensor``."""
+        work = tensor if _plain(tensor) else _elements(tensor)
+        self.keep.append(work)
+        return work
+
+    def write(self, tensor: Tensor) -> Tensor:
+        """What the core writes in place of ``tensor``; ``finish`` brings it there."""
+        self.results.append(tensor)
+        if _plain(tensor):
+            self.keep.append(tensor)
+            return tensor
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise UsageError(
+                f"{self._verb}: the tensor is expanded (shape {tuple(tensor.shape)}, strides {tensor.stride()}): "
+                "several of its elements share memory, so that no result can be written to it. "
+                "Call .contiguous() first"
+            )
+        work = _elements(tensor)
+        self._back.append((tensor, work))
+        self.keep.append(work)
+        return work
+
+    def finish(self) -> None:
+        back, self._back = self._back, []
+        self.keep.clear()
+        if back:
+            with torch.no_grad():
+                for tensor, work in back:
+                    tensor.copy_(work)
+
 
 class NativeWork(Work):
     """An asynchronous call on the native engine."""
 
-    def __init__(
-        self, engine: NativeEngine, verb: str, request: _core.Request, finish: Callable[[], None] | None
-    ) -> None:
+    def __init__(self, engine: NativeEngine, verb: str, request: _core.Request, operands: _Operands) -> None:
         self._engine = engine
         self._verb = verb
         self._request = request
-        self._finish = finish  # copies a result back into a non-contiguous tensor
+        self._operands = operands
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -71,7 +361,7 @@ class NativeWork(Work):
             if self._request.done():
                 self._error = error
             raise error from None
-        self._copy_back()
+        self._operands.finish()
         return True
 
     def is_completed(self) -> bool:
@@ -85,355 +375,22 @@ class NativeWork(Work):
     def exception(self) -> BaseException | None:
         return self._error if self.is_completed() else None
 
+    def source_rank(self) -> int:
+        return self._request.source()
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._operands.results
+
     def done(self) -> bool:
-        """Whether the core no longer uses the tensor."""
+        """Whether the core no longer uses the tensors."""
         return self._request.done()
 
-    def _copy_back(self) -> None:
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
 
-
-class NativeEngine(Engine):
-    """Collectives over shared memory, between ranks of one host."""
-
-    name = "native"
-
-    def __init__(self, meeting: Meeting, group_name: str, timeout_s: float) -> None:
-        self._members = meeting.members
-        self._rank = meeting.rank
-        self._size = meeting.world_size
-        self._group_name = group_name
-        # Works whose tensor the core may still use, although the caller may have dropped both.
-        self._pending: deque[tuple[NativeWork, torch.Tensor]] = deque()
-        spare = usable_cpus() - self._size
-        sizes = _core.Sizes()
-        segments, liveness = _connect(meeting, sizes, timeout_s)
-        self.comm = _core.Comm(
-            self._rank,
-            sizes,
-            segments,
-            liveness,
-            timeout_s,
-            _SPIN_US if spare >= 0 else 0.0,
-            _SPIN_US if spare >= self._size else 0.0,
-        )
-
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, async_op: bool) -> Work | None:
-        code = self._check(tensor, "all_reduce")
-        if not _core.reduces(code, op):
-            raise UsageError(f"all_reduce: {op.name} of {tensor.dtype} tensors is not defined")
-        work, finish = (tensor, None) if _plain(tensor) else self._packed(tensor, "all_reduce")
-        try:
-            if not async_op:
-                self.comm.all_reduce(work.data_ptr(), work.numel(), code, op)
-                if finish is not None:
-                    finish()
-                return None
-            return self._started(
-                "all_reduce", self.comm.start_all_reduce(work.data_ptr(), work.numel(), code, op), work, finish
-            )
-        except _core.Failure as failure:
-            raise self.explain(failure, "all_reduce") from None
-
-    def broadcast(self, tensor: torch.Tensor, root: int, async_op: bool) -> Work | None:
-        code = self._check(tensor, "broadcast")
-        work, finish = (tensor, None) if _plain(tensor) else self._packed(tensor, "broadcast")
-        if root == self._rank:
-            finish = None
-        try:
-            if not async_op:
-                self.comm.broadcast(work.data_ptr(), work.numel(), code, root)
-                if finish is not None:
-                    finish()
-                return None
-            return self._started(
-                "broadcast", self.comm.start_broadcast(work.data_ptr(), work.numel(), code, root), work, finish
-            )
-        except _core.Failure as failure:
-            raise self.explain(failure, "broadcast") from None
-
-    def barrier(self, async_op: bool) -> Work | None:
-        try:
-            if not async_op:
-                self.comm.barrier()
-                return None
-            return self._started("barrier", self.comm.start_barrier(), torch.empty(0), None)
-        except _core.Failure as failure:
-            raise self.explain(failure, "barrier") from None
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> None:
-        code = self._check(tensor, "send")
-        work = tensor if _plain(tensor) else _elements(tensor)
-        try:
-            self.comm.send(work.data_ptr(), work.numel(), code, to, tag)
-        except _core.Failure as failure:
-            raise self.explain(failure, "send") from None
-
-    def recv(self, tensor: torch.Tensor, source: int, tag: int) -> int:
-        code = self._check(tensor, "recv")
-        if self._size == 1:
-            raise UsageError("recv: this rank is alone in its group")
-        work, finish = (tensor, None) if _plain(tensor) else self._packed(tensor, "recv")
-        try:
-            sender: int = self.comm.recv(work.data_ptr(), work.numel(), code, source, tag)
-        except _core.Failure as failure:
-            raise self.explain(failure, "recv") from None
-        if finish is not None:
-            finish()
-        return sender
-
-    def stats(self) -> Stats:
-        return Stats(*self.comm.stats())
-
-    def close(self) -> None:
-        self.comm.close()
-        self._pending.clear()
-
-    def abandon(self) -> None:
-        self.comm.abandon()
-
-    # --- tensors ---
-
-    def _check(self, tensor: torch.Tensor, verb: str) -> int:
-        """The core's code of the dtype, of a tensor whose elements the core can reach."""
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
-        if not tensor.is_cpu:
-            raise UsageError(
-                f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on {tensor.device}, "
-                "but the native engine moves CPU tensors. Call .cpu() first"
-            )
-        code = _CODES.get(tensor.dtype)
-        if code is None or tensor.layout is not torch.strided:
-            raise UsageError(f"{verb}: cannot take a tensor of {tensor.dtype}, {tensor.layout}")
-        return code
-
-    def _packed(self, tensor: torch.Tensor, verb: str) -> tuple[torch.Tensor, Callable[[], None]]:
-        """A contiguous copy to work on, and what brings the result back."""
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-            raise UsageError(
-                f"{verb}: the tensor is expanded (shape {tuple(tensor.shape)}, strides {tensor.stride()}): several of "
-                "its elements share memory, so that no result can be written to it. Call .contiguous() first"
-            )
-        work = _elements(tensor)
-
-        def finish() -> None:
-            with torch.no_grad():
-                tensor.copy_(work)
-
-        return work, finish
-
-    def _started(
-        self, verb: str, request: _core.Request, tensor: torch.Tensor, finish: Callable[[], None] | None
-    ) -> NativeWork:
-        while self._pending and self._pending[0][0].done():
-            self._pending.popleft()
-        work = NativeWork(self, verb, request, finish)
-        self._pending.append((work, tensor))
-        return work
-
-    # --- failures ---
-
-    def explain(self, failure: _core.Failure, verb: str) -> AllranksError:
-        """The error for people that the core's facts amount to.
-
-        ``verb`` is what this rank called; the failure may have been noticed by another rank, in another call.
-        """
-        kind, peer, reporter, call, theirs, seconds, calls, waiting_for, text = failure.args
-        if kind == "system":
-            return AllranksError(text)
-        number = ""
-        noticed = ""
-        if reporter == self._rank:
-            number = f" #{call}" if call else ""
-        elif reporter >= 0:
-            noticed = f"\n  noticed by {self._who(reporter)} in {theirs[0]}{f' #{call}' if call else ''}"
-        here = f"{verb}{number} on group '{self._group_name}' (rank {self._rank} of {self._size})"
-        if kind == "mismatch":
-            return MismatchError(self._explain_mismatch(theirs[0], call, peer, calls))
-        if kind == "timeout":
-            if peer < 0:
-                return TimeoutError(
-                    f"{here}: not complete after {seconds:.1f} s. It goes on; wait() may be called again"
-                )
-            missing = waiting_for or [peer]
-            lines = [f"{here}: no data from {', '.join(map(self._who, missing))} for {seconds:.1f} s."]
-            lines += [f"  rank {r} {self._last_call(r)}" for r in missing[:4]]
-            lines.append("  Longer: init_process_group(timeout=...)")
-            return TimeoutError("\n".join(lines) + noticed)
-        if kind == "closed":
-            return UsageError(f"{here}: the group was destroyed while the call was pending")
-        if kind == "interrupted":
-            return PeerLostError(f"{here}: {self._who(peer)} was interrupted (Ctrl-C).{noticed}", peer)
-        if kind == "left":
-            return PeerLostError(
-                f"{here}: {self._who(peer)} has left the group: it called destroy_process_group or its process ended."
-                f"\n  rank {peer} {self._last_call(peer)}{noticed}",
-                peer,
-            )
-        return PeerLostError(
-            f"{here}: {self._who(peer)} died.\n  rank {peer} {self._last_call(peer)}{noticed}"
-            f"\n  Look at its output and exit code; a SIGKILL that nobody sent is often the kernel, out of memory.",
-            peer,
-        )
-
-    def _who(self, rank: int) -> str:
-        member: Member = self._members[rank]
-        return f"rank {rank} ({member.host}, pid {member.pid})"
-
-    def _last_call(self, rank: int) -> str:
-        number, (verb, *_) = self.comm.last_calls()[rank]
-        if number == 0:
-            return "had not called anything after init_process_group."
-        return f"last called {verb} #{number}."
-
-    def _explain_mismatch(self, verb: str, call: int, peer: int, calls: list[_core.Call]) -> str:
-        if verb == "recv":
-            sent, wanted = calls
-            return (
-                f"recv on group '{self._group_name}' (rank {self._rank}): {self._who(peer)} sent {_amount(sent)}, "
-                f"but the tensor to receive into holds {_amount(wanted)}. The message was dropped."
-            )
-        ranks_of: dict[_core.Call, list[int]] = {}
-        for rank, fingerprint in enumerate(calls):
-            ranks_of.setdefault(fingerprint, []).append(rank)
-        said = [f"{rank_list(ranks)} called {_call(fingerprint)}" for fingerprint, ranks in ranks_of.items()]
-        return f"call #{call} on group '{self._group_name}': {', '.join(said)}. No tensor was changed."
-
-
-def _amount(fingerprint: _core.Call) -> str:
-    return f"{fingerprint[4]} x {fingerprint[1]}"
-
-
-def _call(fingerprint: _core.Call) -> str:
-    verb, _, op, root, _ = fingerprint
-    if verb == "barrier":
-        return verb
-    return f"{verb}({_amount(fingerprint)}, {op if verb == 'all_reduce' else f'src={root}'})"
-
-
-def _plain(tensor: torch.Tensor) -> bool:
+def _plain(tensor: Tensor) -> bool:
     # A lazily conjugated or negated tensor has a flag, not other bytes.
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def _elements(tensor: torch.Tensor) -> torch.Tensor:
+def _elements(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-
-
-# --- connecting the ranks of a host ---
-
-_HELLO = struct.Struct("!16sI")
-
-
-def _connect(meeting: Meeting, sizes: _core.Sizes, timeout_s: float) -> tuple[list[int], list[int]]:
-    """Exchanges segments with every other rank, over unix sockets that stay open as liveness sockets.
-
-    Returns:
-        The segments' descriptors and the sockets' (-1 for this rank), by rank.
-    """
-    rank, size, members = meeting.rank, meeting.world_size, meeting.members
-    elsewhere = [m for m in members if m.boot_id != members[rank].boot_id]
-    if elsewhere:
-        there = ", ".join(f"rank {m.rank} on {m.host}" for m in elsewhere)
-        raise AllranksError(
-            f"rank {rank} is on {members[rank].host}, {there}: this version of allranks connects ranks of one host only"
-        )
-    deadline = time.monotonic() + timeout_s
-    with contextlib.ExitStack() as undo:
-        segment = _core.create_segment(rank, size, sizes)
-        undo.callback(os.close, segment)
-        segments = [-1] * size
-        segments[rank] = segment
-        sockets: dict[int, socket.socket] = {}
-
-        @undo.callback
-        def close_peers() -> None:
-            for connection in sockets.values():
-                connection.close()
-            for peer in set(range(size)) - {rank}:
-                if segments[peer] >= 0:
-                    os.close(segments[peer])
-
-        if size > 1:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
-                _meet_peers(meeting, listener, sockets, segments, deadline)
-        undo.pop_all()
-    return segments, [sockets[r].detach() if r in sockets else -1 for r in range(size)]
-
-
-def _meet_peers(
-    meeting: Meeting,
-    listener: socket.socket,
-    sockets: dict[int, socket.socket],
-    segments: list[int],
-    deadline: float,
-) -> None:
-    rank, size, store = meeting.rank, meeting.world_size, meeting.store
-
-    def left() -> float:
-        return max(0.001, deadline - time.monotonic())
-
-    # An abstract address leaves no file behind. Its name is no secret: the token is.
-    address = f"\0allranks-{secrets.token_hex(8)}"
-    listener.bind(address)
-    listener.listen(size)
-    if rank == 0:
-        store.set("native/token", secrets.token_bytes(16))
-    store.set(f"native/address/{rank}", address.encode())
-    token = store.get("native/token", left())
-    try:
-        for peer in range(rank):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            sockets[peer] = connection
-            connection.settimeout(left())
-            connection.connect(store.get(f"native/address/{peer}", left()))
-            socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
-        while len(sockets) < size - 1:
-            listener.settimeout(left())
-            connection = listener.accept()[0]
-            connection.settimeout(min(5.0, left()))
-            try:
-                peer, segment = _hear(connection, token)
-            except OSError:
-                peer = -1
-            if not rank < peer < size or peer in sockets:
-                connection.close()  # a stranger
-                continue
-            sockets[peer], segments[peer] = connection, segment
-            socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
-        for peer in range(rank):
-            sockets[peer].settimeout(left())
-            heard, segments[peer] = _hear(sockets[peer], token)
-            if heard != peer:
-                raise JoinError(f"rank {rank}: what answers at the address of rank {peer} is not rank {peer}")
-        # Nobody goes on before everybody is connected: the store may then go away.
-        for connection in sockets.values():
-            connection.sendall(b"!")
-        for connection in sockets.values():
-            connection.settimeout(left())
-            if connection.recv(1) != b"!":
-                raise JoinError(f"rank {rank}: another rank broke off while the ranks were connecting")
-    except OSError as error:
-        missing = [r for r in range(size) if r != rank and segments[r] < 0]
-        why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
-        raise JoinError(
-            f"rank {rank}: no connection with {rank_list(missing or list(sockets))} {why}.\n"
-            "  Did a rank end while the ranks were connecting? Look at the end of its output"
-        ) from error
-
-
-def _hear(connection: socket.socket, token: bytes) -> tuple[int, int]:
-    """The rank and the segment of a peer that knows the token; (-1, -1) for anybody else."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-    if uid == os.getuid() and len(message) == _HELLO.size and len(fds) == 1:
-        said, rank = _HELLO.unpack(message)
-        if secrets.compare_digest(said, token):
-            return rank, fds[0]
-    for fd in fds:
-        os.close(fd)
-    return -1, -1

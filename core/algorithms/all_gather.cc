@@ -1,0 +1,43 @@
+// all_gather: everybody ends with everybody's bytes. gather: only those who have a place for them do.
+//
+//   up to 100 bytes    in the call lines
+//   up to a slot       in the slots
+//   above              through the rings, chunk by chunk, all ranks at once
+//
+// Cost: n bytes written, (P-1) n read per reader; one latency (one per chunk above a slot).
+#include "moves.h"
+
+namespace allranks::algorithms {
+
+void all_gather(Comm& comm, Comm::Call& call, Buffer in, const Pieces& outs) {
+  Shm& shm = comm.shm();
+  const int me = comm.rank();
+  const size_t n = in.nbytes();
+  const auto collect = [&](size_t offset, size_t bytes, auto&& from) {
+    if (outs.empty()) return;
+    for (int r = 0; r < comm.size(); r++) {
+      if (r != me) move_bytes(outs[static_cast<size_t>(r)] + offset, from(r), bytes);
+    }
+  };
+  if (n <= CallLine::kInline) {
+    comm.arrive(call, in.data, n);
+    collect(0, n, [&](int r) { return shm.call_line(r, call.number).payload.data(); });
+  } else if (n <= shm.sizes().slot) {
+    move_bytes(shm.slot(me, call.number), in.bytes(), n);
+    comm.arrive(call);
+    collect(0, n, [&](int r) { return shm.slot(r, call.number); });
+  } else {
+    comm.arrive(call);
+    const size_t chunk = shm.sizes().chunk;
+    const auto bytes = [&](size_t s) { return std::min(chunk, n - s * chunk); };
+    pipeline(
+        comm, call, static_cast<uint32_t>(steps_for(n, chunk)),
+        [&](size_t s) { move_bytes(shm.chunk(me, s), in.bytes() + s * chunk, bytes(s)); },
+        [&](size_t s) { collect(s * chunk, bytes(s), [&](int r) { return shm.chunk(r, s); }); });
+  }
+  if (!outs.empty()) move_bytes(outs[static_cast<size_t>(me)], in.bytes(), n);
+}
+
+void gather(Comm& comm, Comm::Call& call, Buffer in, const Pieces& outs) { all_gather(comm, call, in, outs); }
+
+}  // namespace allranks::algorithms

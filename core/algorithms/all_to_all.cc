@@ -1,0 +1,105 @@
+// all_to_all: rank r's piece for rank q ends on rank q, as its piece from rank r. Sizes may all differ.
+//
+// Every rank posts, at the head of its slot, the sizes that it sends and that it expects; everybody
+// compares all of them, so that a disagreement between two ranks is an error on every rank. The
+// pieces follow in the same slot where a rank's fit there; if those of all ranks do, that was it.
+// Otherwise each chunk of the rings is cut into one cell per rank, until the largest piece is through.
+// Cost: one latency (one per chunk of cells); what a rank sends is written once, what it gets read once.
+#include <string>
+
+#include "moves.h"
+
+namespace allranks::algorithms {
+
+namespace {
+
+// The head of a slot: whether the pieces follow, then what goes to each rank, then what is expected.
+class Head {
+ public:
+  Head(std::byte* slot, int ranks) : words_(reinterpret_cast<uint64_t*>(slot)), ranks_(static_cast<size_t>(ranks)) {}
+
+  uint64_t& complete() { return words_[0]; }
+  uint64_t& sends(size_t to) { return words_[1 + to]; }
+  uint64_t& expects(size_t from) { return words_[1 + ranks_ + from]; }
+  size_t bytes() const { return (1 + 2 * ranks_) * sizeof(uint64_t); }
+  // Where the piece for a rank lies.
+  size_t offset(size_t to) {
+    size_t at = bytes();
+    for (size_t r = 0; r < to; r++) at += (sends(r) + 63) / 64 * 64;
+    return at;
+  }
+
+ private:
+  uint64_t* words_;
+  size_t ranks_;
+};
+
+}  // namespace
+
+void all_to_all(Comm& comm, Comm::Call& call, const Pieces& ins, const std::vector<size_t>& in_bytes,
+                const Pieces& outs, const std::vector<size_t>& out_bytes) {
+  Shm& shm = comm.shm();
+  const auto ranks = static_cast<size_t>(comm.size());
+  const auto me = static_cast<size_t>(comm.rank());
+  const auto head = [&](size_t r) { return Head(shm.slot(static_cast<int>(r), call.number), comm.size()); };
+  std::byte* slot = shm.slot(comm.rank(), call.number);
+
+  Head mine = head(me);
+  if (mine.bytes() > shm.sizes().slot) throw Error("all_to_all: too many ranks for the slot");
+  for (size_t r = 0; r < ranks; r++) {
+    mine.sends(r) = in_bytes[r];
+    mine.expects(r) = out_bytes[r];
+  }
+  const bool fits = mine.offset(ranks) <= shm.sizes().slot;
+  mine.complete() = fits ? 1 : 0;
+  if (fits) {
+    for (size_t r = 0; r < ranks; r++) {
+      if (r != me) move_bytes(slot + mine.offset(r), ins[r], in_bytes[r]);
+    }
+  }
+  comm.arrive(call);
+
+  bool all_fit = true;
+  size_t largest = 0;
+  for (size_t from = 0; from < ranks; from++) {
+    all_fit = all_fit && head(from).complete() == 1;
+    for (size_t to = 0; to < ranks; to++) {
+      const uint64_t sent = head(from).sends(to);
+      const uint64_t expected = head(to).expects(from);
+      if (sent != expected) {
+        Failure failure = call.about;
+        failure.kind = Kind::mismatch;
+        failure.peer = static_cast<int>(from);
+        Error error(failure);
+        error.text = "rank " + std::to_string(from) + " sends " + std::to_string(sent) + " bytes to rank " +
+                     std::to_string(to) + ", which expects " + std::to_string(expected);
+        throw error;
+      }
+      if (from != to) largest = std::max(largest, static_cast<size_t>(sent));
+    }
+  }
+  move_bytes(outs[me], ins[me], in_bytes[me]);
+  if (all_fit) {
+    for (size_t r = 0; r < ranks; r++) {
+      if (r != me) move_bytes(outs[r], shm.slot(static_cast<int>(r), call.number) + head(r).offset(me), out_bytes[r]);
+    }
+    return;
+  }
+  const size_t cell = cell_bytes(shm.sizes().chunk, comm.size());
+  const auto bytes = [&](size_t whole, size_t s) { return whole > s * cell ? std::min(cell, whole - s * cell) : 0; };
+  pipeline(
+      comm, call, static_cast<uint32_t>(steps_for(largest, cell)),
+      [&](size_t s) {
+        for (size_t r = 0; r < ranks; r++) {
+          if (r != me) move_bytes(shm.chunk(comm.rank(), s) + r * cell, ins[r] + s * cell, bytes(in_bytes[r], s));
+        }
+      },
+      [&](size_t s) {
+        for (size_t r = 0; r < ranks; r++) {
+          if (r == me) continue;
+          move_bytes(outs[r] + s * cell, shm.chunk(static_cast<int>(r), s) + me * cell, bytes(out_bytes[r], s));
+        }
+      });
+}
+
+}  // namespace allranks::algorithms

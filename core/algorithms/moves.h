@@ -1,0 +1,40 @@
+// Moves that several verbs are made of.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "algorithms.h"
+
+namespace allranks::algorithms {
+
+// A piece that may lie where it is to go.
+inline void move_bytes(std::byte* to, const std::byte* from, size_t n) {
+  if (n > 0 && to != from) std::memmove(to, from, n);
+}
+
+// A large call in steps: fill(s) writes this rank's part of step s into its ring, drain(s) reads the
+// others'. Step s is drained while step s + 1 is filled: one wait per step. A chunk is overwritten by
+// fill(s + depth) only when everybody has posted step s + 2, and so has drained s: depth >= 4.
+template <class Fill, class Drain>
+void pipeline(Comm& comm, Comm::Call& call, uint32_t steps, Fill&& fill, Drain&& drain) {
+  const uint32_t base = comm.base_step;
+  for (uint32_t s = 0; s <= steps; s++) {
+    if (s < steps) {
+      fill(s);
+      comm.post_step(base + s + 1, false);
+    }
+    if (s >= 1) {
+      comm.wait_step_of_all(call, base + s);
+      drain(s - 1);
+    }
+  }
+  comm.base_step = base + steps;
+}
+
+// Where the pieces for each rank lie in a slot or a chunk: cells of one size, each on its own lines.
+inline size_t cell_bytes(size_t room, int ranks) { return room / static_cast<size_t>(ranks) / 64 * 64; }
+
+inline size_t steps_for(size_t nbytes, size_t per_step) { return (nbytes + per_step - 1) / per_step; }
+
+}  // namespace allranks::algorithms

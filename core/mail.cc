@@ -1,0 +1,335 @@
+#include "mail.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace allranks {
+
+namespace {
+
+std::exception_ptr refused(int rank, int sender, const Fingerprint& sent, const Fingerprint& wanted) {
+  const Failure failure{.kind = Kind::mismatch, .peer = sender, .reporter = rank, .fingerprint = wanted};
+  return std::make_exception_ptr(Error(failure, {sent, wanted}));
+}
+
+bool fits(const Frame& frame, const Buffer& buffer) {
+  return frame.fingerprint.dtype == buffer.dtype && frame.fingerprint.count == buffer.count;
+}
+
+size_t payload_of(const Frame& frame) { return frame.fingerprint.count * size_of(frame.fingerprint.dtype); }
+
+}  // namespace
+
+Mail::Mail(Shm& shm, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns)
+    : shm_(shm),
+      timeout_ns_(timeout_ns),
+      spin_ns_(spin_ns),
+      spin_progress_ns_(spin_progress_ns),
+      sends_(static_cast<size_t>(shm.size())),
+      incoming_(static_cast<size_t>(shm.size())),
+      unexpected_(static_cast<size_t>(shm.size())),
+      sent_(static_cast<size_t>(shm.size())) {}
+
+Mail::~Mail() {
+  if (thread_.joinable()) thread_.join();
+}
+
+std::shared_ptr<Parcel> Mail::post_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
+  shm_.check_verdict();
+  const auto lock = lock_politely(lock_, caller);
+  const auto peer = static_cast<size_t>(to);
+  auto parcel = std::make_shared<Parcel>();
+  parcel->buffer = buffer;
+  parcel->peer = to;
+  parcel->tag = tag;
+  parcel->frame = {.fingerprint = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count},
+                   .tag = tag,
+                   .sequence = ++sent_[peer]};
+  parcel->about = parcel->frame.fingerprint;
+  sends_[peer].push_back(parcel);
+  push(to);
+  return parcel;
+}
+
+std::shared_ptr<Parcel> Mail::post_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
+  shm_.check_verdict();
+  const auto lock = lock_politely(lock_, caller);
+  auto parcel = std::make_shared<Parcel>();
+  parcel->buffer = buffer;
+  parcel->peer = from;
+  parcel->tag = tag;
+  parcel->about = {.verb = Verb::recv, .dtype = buffer.dtype, .count = buffer.count};
+  const int first = from < 0 ? 0 : from;
+  const int last = from < 0 ? shm_.size() - 1 : from;
+  for (int r = first; r <= last; r++) {
+    auto& kept = unexpected_[static_cast<size_t>(r)];
+    const auto it = std::find_if(kept.begin(), kept.end(),
+                                 [tag](const Unexpected& u) { return u.frame.tag == tag && u.claimed == nullptr; });
+    if (it == kept.end()) continue;
+    parcel->peer = r;
+    if (!it->complete) {
+      it->claimed = parcel;
+      claimed_++;
+    } else {
+      if (!fits(it->frame, buffer)) {
+        finish(*parcel, refused(shm_.rank(), r, it->frame.fingerprint, parcel->about));
+      } else {
+        if (!it->payload.empty()) std::memcpy(buffer.data, it->payload.data(), it->payload.size());
+        finish(*parcel);
+      }
+      kept.erase(it);
+    }
+    return parcel;
+  }
+  recvs_.push_back(parcel);
+  progress();
+  return parcel;
+}
+
+void Mail::wait(const std::shared_ptr<Parcel>& parcel, Caller& caller, int64_t timeout_ns) {
+  if (!parcel->done.load(std::memory_order_acquire)) {
+    Patience patience{.caller = caller,
+                      .timeout_ns = timeout_ns >= 0 ? timeout_ns : timeout_ns_,
+                      .spin_ns = spin_ns_,
+                      .final = timeout_ns < 0};
+    const Failure about{.reporter = shm_.rank(), .fingerprint = parcel->about};
+    try {
+      shm_.wait(shm_.bell(shm_.rank()), patience, about, [&] {
+        if (parcel->done.load(std::memory_order_acquire)) return -1;
+        // Held by a thread that moves everything, this parcel too, and rings when it is done.
+        if (std::unique_lock lock(lock_, std::try_to_lock); lock.owns_lock()) progress();
+        if (parcel->done.load(std::memory_order_acquire)) return -1;
+        return parcel->peer < 0 ? Shm::kAnyRank : parcel->peer;
+      });
+    } catch (const Error& error) {
+      if (error.failure.kind == Kind::timeout && !patience.final) throw;
+      // The group has ended; tensors may vanish as soon as their owners hear of it.
+      const auto lock = lock_politely(lock_, caller);
+      fail_all(std::current_exception());
+      throw;
+    }
+  }
+  if (parcel->error) std::rethrow_exception(parcel->error);
+}
+
+void Mail::in_background() {
+  const std::lock_guard lock(lock_);
+  if (stopping_ || idle()) return;
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  posted_.notify_one();
+}
+
+void Mail::run() {
+  Caller nobody;
+  for (;;) {
+    {
+      std::unique_lock lock(lock_);
+      posted_.wait(lock, [this] { return stopping_ || !idle(); });
+      if (stopping_) return;
+    }
+    Patience patience{.caller = nobody, .timeout_ns = timeout_ns_, .spin_ns = spin_progress_ns_, .final = false};
+    try {
+      shm_.wait(shm_.bell(shm_.rank()), patience, Failure{.reporter = shm_.rank()}, [&] {
+        if (stopping_) return -1;
+        const std::unique_lock lock(lock_, std::try_to_lock);
+        if (!lock.owns_lock()) return Shm::kAnyRank;
+        progress();
+        return idle() ? -1 : awaited();
+      });
+    } catch (const Error& error) {
+      // Whoever waits for a parcel minds its deadline.
+      if (error.failure.kind == Kind::timeout && error.failure.reporter == shm_.rank() && !patience.final &&
+          !shm_.condemned()) {
+        continue;
+      }
+      const std::lock_guard lock(lock_);
+      fail_all(std::current_exception());
+    }
+  }
+}
+
+void Mail::close() {
+  {
+    const std::lock_guard lock(lock_);
+    stopping_ = true;
+    posted_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+  const std::lock_guard lock(lock_);
+  const Failure failure{.kind = Kind::closed, .peer = shm_.rank(), .reporter = shm_.rank()};
+  fail_all(std::make_exception_ptr(Error(failure)));
+}
+
+void Mail::abandon() {
+  if (thread_.joinable()) thread_.detach();  // it runs in the parent only
+}
+
+bool Mail::idle() const {
+  return recvs_.empty() && claimed_ == 0 &&
+         std::all_of(sends_.begin(), sends_.end(), [](const auto& queue) { return queue.empty(); });
+}
+
+int Mail::awaited() const {
+  for (size_t r = 0; r < sends_.size(); r++) {
+    if (!sends_[r].empty()) return static_cast<int>(r);
+  }
+  for (const auto& parcel : recvs_) {
+    if (parcel->peer >= 0) return parcel->peer;
+  }
+  return Shm::kAnyRank;
+}
+
+void Mail::finish(Parcel& parcel, std::exception_ptr error) {
+  parcel.finish(std::move(error));
+  Shm::ring(shm_.bell(shm_.rank()));  // another thread of this process may wait for it
+}
+
+void Mail::fail_all(const std::exception_ptr& error) {
+  const auto fail = [&](const std::shared_ptr<Parcel>& parcel) {
+    if (parcel != nullptr && !parcel->done.load(std::memory_order_relaxed)) finish(*parcel, error);
+  };
+  for (auto& queue : sends_) {
+    for (const auto& parcel : queue) fail(parcel);
+    queue.clear();
+  }
+  for (const auto& parcel : recvs_) fail(parcel);
+  recvs_.clear();
+  for (auto& in : incoming_) {
+    fail(in.parcel);
+    if (in.parcel != nullptr) in.target = nullptr;
+    in.parcel = nullptr;
+  }
+  for (auto& kept : unexpected_) {
+    for (auto& message : kept) {
+      fail(message.claimed);
+      message.claimed = nullptr;
+    }
+  }
+  claimed_ = 0;
+}
+
+void Mail::progress() {
+  for (int r = 0; r < shm_.size(); r++) {
+    if (r == shm_.rank()) continue;
+    if (!sends_[static_cast<size_t>(r)].empty()) push(r);
+    pull(r);
+  }
+}
+
+void Mail::push(int peer) {
+  auto& queue = sends_[static_cast<size_t>(peer)];
+  PipeControl& control = shm_.pipe_control(shm_.rank(), peer);
+  std::byte* pipe = shm_.pipe(shm_.rank(), peer);
+  const size_t capacity = shm_.sizes().pipe;
+  uint64_t written = control.written.load(std::memory_order_relaxed);
+  while (!queue.empty()) {
+    Parcel& parcel = *queue.front();
+    const size_t total = sizeof(Frame) + parcel.buffer.nbytes();
+    // Quarters of the pipe, so that the receiver copies out while this rank copies in.
+    for (size_t burst = 0; parcel.moved < total && burst < capacity / 4;) {
+      const size_t space = capacity - (written - control.read.load(std::memory_order_seq_cst));
+      const bool header = parcel.moved < sizeof(Frame);
+      const auto* from = header ? reinterpret_cast<const std::byte*>(&parcel.frame) + parcel.moved
+                                : parcel.buffer.bytes() + (parcel.moved - sizeof(Frame));
+      const size_t left = (header ? sizeof(Frame) : total) - parcel.moved;
+      const size_t n = std::min({left, space, capacity - written % capacity, capacity / 4});
+      if (n == 0) break;
+      std::memcpy(pipe + written % capacity, from, n);
+      parcel.moved += n;
+      written += n;
+      burst += n;
+    }
+    const bool all = parcel.moved == total;
+    const bool some = written != control.written.load(std::memory_order_relaxed);
+    if (some) {
+      control.written.store(written, std::memory_order_seq_cst);
+      Shm::ring(shm_.bell(peer));
+    }
+    if (all) {
+      const auto done = std::move(queue.front());
+      queue.pop_front();
+      finish(*done);
+    } else if (!some) {
+      return;  // the pipe is full
+    }
+  }
+}
+
+void Mail::pull(int peer) {
+  PipeControl& control = shm_.pipe_control(peer, shm_.rank());
+  const std::byte* pipe = shm_.pipe(peer, shm_.rank());
+  const size_t capacity = shm_.sizes().pipe;
+  Incoming& in = incoming_[static_cast<size_t>(peer)];
+  uint64_t read = control.read.load(std::memory_order_relaxed);
+  for (;;) {
+    const auto there = static_cast<size_t>(control.written.load(std::memory_order_seq_cst) - read);
+    if (there == 0) return;
+    const bool header = in.header < sizeof(Frame);
+    const size_t left = header ? sizeof(Frame) - in.header : payload_of(in.frame) - in.payload;
+    const size_t n = std::min({left, there, capacity - static_cast<size_t>(read % capacity), capacity / 4});
+    const std::byte* from = pipe + read % capacity;
+    if (header) {
+      std::memcpy(reinterpret_cast<std::byte*>(&in.frame) + in.header, from, n);
+      in.header += n;
+    } else {
+      if (in.target != nullptr) std::memcpy(in.target + in.payload, from, n);
+      in.payload += n;
+    }
+    read += n;
+    control.read.store(read, std::memory_order_seq_cst);
+    Shm::ring(shm_.bell(peer));
+    if (header && in.header == sizeof(Frame)) dispatch(peer);
+    if (in.header == sizeof(Frame) && in.payload == payload_of(in.frame)) complete(peer);
+  }
+}
+
+// A frame is there: who has asked for it?
+void Mail::dispatch(int peer) {
+  Incoming& in = incoming_[static_cast<size_t>(peer)];
+  const auto it = std::find_if(recvs_.begin(), recvs_.end(), [&](const std::shared_ptr<Parcel>& parcel) {
+    return (parcel->peer < 0 || parcel->peer == peer) && parcel->tag == in.frame.tag;
+  });
+  if (it == recvs_.end()) {
+    Unexpected& kept = unexpected_[static_cast<size_t>(peer)].emplace_back();
+    kept.frame = in.frame;
+    kept.payload.resize(payload_of(in.frame));
+    in.unexpected = &kept;
+    in.target = kept.payload.data();
+    return;
+  }
+  const std::shared_ptr<Parcel> parcel = *it;
+  recvs_.erase(it);
+  parcel->peer = peer;
+  if (!fits(in.frame, parcel->buffer)) {
+    // Dropped, so that the next message is found.
+    finish(*parcel, refused(shm_.rank(), peer, in.frame.fingerprint, parcel->about));
+    return;
+  }
+  in.parcel = parcel;
+  in.target = parcel->buffer.bytes();
+  claimed_++;
+}
+
+// All of a message is there.
+void Mail::complete(int peer) {
+  Incoming in = std::exchange(incoming_[static_cast<size_t>(peer)], Incoming{});
+  if (in.parcel != nullptr) {
+    claimed_--;
+    finish(*in.parcel);
+  }
+  if (in.unexpected == nullptr) return;
+  in.unexpected->complete = true;
+  const std::shared_ptr<Parcel> parcel = in.unexpected->claimed;
+  if (parcel == nullptr) return;
+  claimed_--;
+  if (!fits(in.frame, parcel->buffer)) {
+    finish(*parcel, refused(shm_.rank(), peer, in.frame.fingerprint, parcel->about));
+  } else {
+    const auto& payload = in.unexpected->payload;
+    if (!payload.empty()) std::memcpy(parcel->buffer.data, payload.data(), payload.size());
+    finish(*parcel);
+  }
+  unexpected_[static_cast<size_t>(peer)].remove_if([&](const Unexpected& u) { return &u == in.unexpected; });
+}
+
+}  // namespace allranks

@@ -1,0 +1,151 @@
+"""Connects the native engine's ranks of one host: each hands its segment to every other.
+
+Over unix sockets in the abstract namespace, which leave no file behind. The sockets stay open as liveness sockets:
+the end of one says that its rank is gone. How the ranks hear of each other's addresses is the caller's
+business (`Exchange`): a store for the world, the parent group for a group made later.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from allranks import _core
+from allranks._errors import AllranksError, JoinError, rank_list
+
+if TYPE_CHECKING:
+    from allranks._rendezvous import Member
+
+__all__ = ["RECORD_BYTES", "Exchange", "connect"]
+
+Exchange: TypeAlias = Callable[[bytes], list[bytes]]
+"""Gives every rank of the group every rank's record, by rank."""
+
+# A record: the address's random name, and a token. The name can be seen by everybody on the host (/proc/net/unix);
+# the token, rank 0's, is what proves that a peer belongs to the group.
+_NAME_BYTES, _TOKEN_BYTES = 8, 16
+RECORD_BYTES = _NAME_BYTES + _TOKEN_BYTES
+_HELLO = struct.Struct(f"!{_TOKEN_BYTES}sI")
+
+
+def connect(
+    rank: int, members: Sequence[Member], exchange: Exchange, sizes: _core.Sizes, timeout_s: float
+) -> tuple[list[int], list[int]]:
+    """Exchanges segments with every other rank.
+
+    Returns:
+        The segments' descriptors and the liveness sockets' (-1 for this rank), by rank.
+
+    Raises:
+        AllranksError: ranks are on different hosts.
+        JoinError: a rank could not be reached in time.
+    """
+    size = len(members)
+    elsewhere = [m for m in members if m.boot_id != members[rank].boot_id]
+    if elsewhere:
+        there = ", ".join(f"rank {m.rank} on {m.host}" for m in elsewhere)
+        raise AllranksError(
+            f"rank {rank} is on {members[rank].host}, {there}: this version of allranks connects ranks of one host only"
+        )
+    with contextlib.ExitStack() as undo:
+        segments = [-1] * size
+        sockets: dict[int, socket.socket] = {}
+
+        @undo.callback
+        def close_all() -> None:
+            for connection in sockets.values():
+                connection.close()
+            for segment in segments:
+                if segment >= 0:
+                    os.close(segment)
+
+        segments[rank] = _core.create_segment(rank, size, sizes)
+        if size > 1:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
+                name = secrets.token_bytes(_NAME_BYTES)
+                listener.bind(_address(name))
+                listener.listen(size)
+                records = exchange(name + secrets.token_bytes(_TOKEN_BYTES))
+                _meet(rank, records, listener, sockets, segments, time.monotonic() + timeout_s)
+        undo.pop_all()
+    return segments, [sockets[r].detach() if r in sockets else -1 for r in range(size)]
+
+
+def _address(name: bytes) -> str:
+    return f"\0allranks-{name.hex()}"
+
+
+def _meet(
+    rank: int,
+    records: list[bytes],
+    listener: socket.socket,
+    sockets: dict[int, socket.socket],
+    segments: list[int],
+    deadline: float,
+) -> None:
+    size = len(records)
+    token = records[0][_NAME_BYTES:]
+
+    def left() -> float:
+        return max(0.001, deadline - time.monotonic())
+
+    try:
+        for peer in range(rank):
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            sockets[peer] = connection
+            connection.settimeout(left())
+            connection.connect(_address(records[peer][:_NAME_BYTES]))
+            socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
+        while len(sockets) < size - 1:
+            listener.settimeout(left())
+            connection = listener.accept()[0]
+            connection.settimeout(min(5.0, left()))
+            try:
+                peer, segment = _hear(connection, token)
+            except OSError:
+                peer = -1
+            if not rank < peer < size or peer in sockets:
+                connection.close()  # a stranger
+                continue
+            sockets[peer], segments[peer] = connection, segment
+            socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
+        for peer in range(rank):
+            sockets[peer].settimeout(left())
+            heard, segments[peer] = _hear(sockets[peer], token)
+            if heard != peer:
+                raise JoinError(f"rank {rank}: what answers at the address of rank {peer} is not rank {peer}")
+        # Nobody goes on before everybody is connected: the way they heard of each other may then go away.
+        for connection in sockets.values():
+            connection.sendall(b"!")
+        for connection in sockets.values():
+            connection.settimeout(left())
+            if connection.recv(1) != b"!":
+                raise JoinError(f"rank {rank}: another rank broke off while the ranks were connecting")
+    except OSError as error:
+        missing = [r for r in range(size) if r != rank and segments[r] < 0]
+        why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
+        raise JoinError(
+            f"rank {rank}: no connection with {rank_list(missing or list(sockets))} {why}.\n"
+            "  Did a rank end while the ranks were connecting? Look at the end of its output"
+        ) from error
+
+
+def _hear(connection: socket.socket, token: bytes) -> tuple[int, int]:
+    """The rank and the segment of a peer that knows the token; (-1, -1) for anybody else."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    _, uid, _ = struct.unpack("3i", credentials)
+    message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+    if uid == os.getuid() and len(message) == _HELLO.size and len(fds) == 1:
+        said, rank = _HELLO.unpack(message)
+        if secrets.compare_digest(said, token):
+            return rank, fds[0]
+    for fd in fds:
+        os.close(fd)
+    return -1, -1

@@ -1,0 +1,123 @@
+"""The native engine's failures in words: the core's facts, with hosts and names, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from allranks import _core
+from allranks._errors import AllranksError, MismatchError, PeerLostError, TimeoutError, UsageError, rank_list
+
+if TYPE_CHECKING:
+    from allranks._rendezvous import Member
+
+__all__ = ["explain"]
+
+
+def explain(
+    failure: _core.Failure,
+    verb: str,
+    *,
+    group: str,
+    rank: int,
+    members: Sequence[Member],
+    last_calls: Sequence[tuple[int, _core.Call]],
+) -> AllranksError:
+    """The error that the core's facts amount to.
+
+    Args:
+        failure: the facts. They may have been noticed by another rank, in another call.
+        verb: what this rank called.
+        group: the group's name.
+        rank: this rank.
+        members: the ranks of the group.
+        last_calls: number and fingerprint of each rank's last collective.
+    """
+    kind, peer, reporter, call, theirs, seconds, calls, waiting_for, text = failure.args
+
+    def who(other: int) -> str:
+        return f"rank {other} ({members[other].host}, pid {members[other].pid})" if other >= 0 else "any rank"
+
+    def last_call(other: int) -> str:
+        number, (last, *_) = last_calls[other]
+        said = f"last called {last} #{number}" if number else "had not called any collective"
+        return f"  rank {other} {said}."
+
+    if kind == "system":
+        return AllranksError(text)
+    number, noticed = "", ""
+    if reporter == rank:
+        number = f" #{call}" if call else ""
+    elif reporter >= 0:
+        noticed = f"\n  noticed by {who(reporter)} in {theirs[0]}{f' #{call}' if call else ''}"
+    here = f"{verb}{number} on group '{group}' (rank {rank} of {len(members)})"
+    if kind == "mismatch":
+        return MismatchError(_mismatch(theirs[0], call, peer, calls, text, group, rank, who))
+    if kind == "timeout":
+        missing = waiting_for or [peer]
+        hint = "  Longer: init_process_group(timeout=...)"
+        if peer == -1:  # a wait with a timeout of its own: who is behind in its calls?
+            begun = last_calls[rank][0]
+            missing = [
+                other for other, (number, _) in enumerate(last_calls) if 0 < (begun - number) % (1 << 32) < 1 << 31
+            ]
+            hint = "  The call goes on: wait() may be called again."
+        lines = [f"{here}: no data from {', '.join(map(who, missing)) or 'other ranks'} for {seconds:.1f} s."]
+        lines += [last_call(other) for other in missing[:4] if other >= 0]
+        return TimeoutError("\n".join([*lines, hint]) + noticed)
+    if kind == "closed":
+        return UsageError(f"{here}: the group was destroyed while the call was pending")
+    if kind == "interrupted":
+        return PeerLostError(f"{here}: {who(peer)} was interrupted (Ctrl-C).{noticed}", peer)
+    if kind == "left":
+        return PeerLostError(
+            f"{here}: {who(peer)} has left the group: it called destroy_process_group or its process ended."
+            f"\n{last_call(peer)}{noticed}",
+            peer,
+        )
+    return PeerLostError(
+        f"{here}: {who(peer)} died.\n{last_call(peer)}{noticed}"
+        "\n  Look at its output and exit code; a SIGKILL that nobody sent is often the kernel, out of memory.",
+        peer,
+    )
+
+
+def _mismatch(
+    verb: str,
+    call: int,
+    peer: int,
+    calls: list[_core.Call],
+    text: str,
+    group: str,
+    rank: int,
+    who: object,
+) -> str:
+    if verb == "recv":
+        sent, wanted = calls
+        return (
+            f"recv on group '{group}' (rank {rank}): {who(peer)} sent {_amount(sent)}, "  # type: ignore[operator]
+            f"but the tensor to receive into holds {_amount(wanted)}. The message was dropped."
+        )
+    if text:
+        return f"call #{call} on group '{group}': {verb}: {text}. No tensor was changed."
+    ranks_of: dict[_core.Call, list[int]] = {}
+    for other, fingerprint in enumerate(calls):
+        ranks_of.setdefault(fingerprint, []).append(other)
+    said = [f"{rank_list(ranks)} called {_call(fingerprint)}" for fingerprint, ranks in ranks_of.items()]
+    return f"call #{call} on group '{group}': {', '.join(said)}. No tensor was changed."
+
+
+def _amount(fingerprint: _core.Call) -> str:
+    return f"{fingerprint[4]} x {fingerprint[1]}"
+
+
+def _call(fingerprint: _core.Call) -> str:
+    verb, dtype, op, root, _ = fingerprint
+    if verb == "barrier":
+        return verb
+    said = [dtype if verb == "all_to_all" else _amount(fingerprint)]
+    if verb in ("all_reduce", "reduce", "reduce_scatter"):
+        said.append(op)
+    if root >= 0:
+        said.append(f"{'dst' if verb in ('reduce', 'gather') else 'src'}={root}")
+    return f"{verb}({', '.join(said)})"

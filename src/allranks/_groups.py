@@ -1,0 +1,325 @@
+"""Groups of some of the ranks: new_group and its kin, and who is who in them.
+
+The members of a new group hear of each other through a group that exists: all of its ranks take part in one small
+all_gather, which also compares what they ask for. No store and no port is needed after init_process_group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from allranks import _engines, _world
+from allranks._engines.native_connect import RECORD_BYTES
+from allranks._errors import ConfigError, MismatchError, UsageError, rank_list
+from allranks._group import ProcessGroup
+from allranks._work import seconds_of
+from allranks._world import GroupMember, resolve_group
+
+__all__ = [
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
+    "get_process_group_ranks",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+]
+
+_DIGEST_BYTES = 16
+_LOCAL_TAG = (1 << 31) - 1  # and 65535 below: messages of groups that only their members make
+
+_made = 0  # names groups; the same on all ranks that make the same groups
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: torch.device | None = None,
+    sort_ranks: bool = True,
+) -> ProcessGroup | int:
+    """Makes a group of some ranks. Called by all ranks of the world, in the same order.
+
+    Args:
+        ranks: its members, as ranks of the world; None: all.
+        timeout: of its calls; None: the world's.
+        backend: its engine; None: the default.
+        pg_options: none are known.
+        use_local_synchronization: only the members call.
+        group_desc: how errors call it.
+        device_id: for torch's signature; CPU groups are bound to no device.
+        sort_ranks: number the members by their rank in the world, not in the order of ``ranks``.
+
+    Returns:
+        The group; on other ranks ``GroupMember.NON_GROUP_MEMBER``.
+
+    Raises:
+        UsageError: wrong ranks.
+        MismatchError: the ranks ask for different groups; on every rank.
+
+    Cost:
+        one all_gather of 40 bytes, a connection between each two members, and a segment of about 2 MiB per member.
+    """
+    world = resolve_group(None)
+    members = _checked(range(world.size()) if ranks is None else ranks, world.size(), "ranks")
+    if sort_ranks:
+        members = sorted(members)
+    engine = _engines.check_backend(backend)
+    if pg_options is not None:
+        raise UsageError(f"new_group: pg_options {pg_options!r} is not known to the {engine} engine")
+    if use_local_synchronization and world.rank() not in members:
+        return GroupMember.NON_GROUP_MEMBER
+    made = _make(world, [members], timeout, engine, group_desc, use_local_synchronization)
+    return GroupMember.NON_GROUP_MEMBER if made is None else made
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | float | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Splits a group into disjoint ones, at once. Called by all its ranks.
+
+    Args:
+        parent_pg: the group to split; None: the world.
+        split_ranks: the members of each part, as ranks of ``parent_pg``.
+        timeout: of the parts' calls; None: the parent's.
+        pg_options: none are known.
+        group_desc: how errors call this rank's part.
+        backend: the parts' engine; None: the default.
+
+    Returns:
+        The part that this rank is in, or None.
+
+    Raises:
+        UsageError: wrong ranks, or one in two parts.
+        MismatchError: the ranks ask for different parts; on every rank.
+    """
+    parent = resolve_group(parent_pg)
+    if not split_ranks:
+        raise UsageError("split_group: split_ranks must name at least one part")
+    if pg_options is not None:
+        raise UsageError(f"split_group: pg_options {pg_options!r} is not known")
+    parts = [sorted(_checked(part, parent.size(), "split_ranks")) for part in split_ranks]
+    together = [rank for part in parts for rank in part]
+    if len(set(together)) < len(together):
+        raise UsageError("split_group: a rank is in more than one part")
+    world_parts = [[parent.ranks[rank] for rank in part] for part in parts]
+    return _make(parent, world_parts, timeout, _engines.check_backend(backend), group_desc, False)
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: ProcessGroup | None = None,
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | int | None, list[ProcessGroup | int]]:
+    """Cuts the world (or ``group``) into groups of neighbours, all of one size.
+
+    Args:
+        group_size: ranks in each; None: those of one host (LOCAL_WORLD_SIZE).
+        group: what is cut; None: the world.
+        timeout: see ``new_group``.
+        backend: see ``new_group``.
+        pg_options: see ``new_group``.
+        group_desc: see ``new_group``.
+
+    Returns:
+        This rank's group, and all of them in order.
+
+    Raises:
+        UsageError: the size does not divide the number of ranks.
+    """
+    cut = resolve_group(group)
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", cut.size())) if group_size is None else group_size
+    if not 0 < size <= cut.size() or cut.size() % size:
+        raise UsageError(f"new_subgroups: group_size {size} does not divide the {cut.size()} ranks")
+    parts = [list(cut.ranks[i : i + size]) for i in range(0, cut.size(), size)]
+    return new_subgroups_by_enumeration(parts, timeout, backend, pg_options, group_desc)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: timedelta | float | None = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[ProcessGroup | int | None, list[ProcessGroup | int]]:
+    """Makes disjoint groups, one after the other.
+
+    Args:
+        ranks_per_subgroup_list: the members of each, as ranks of the world.
+        timeout: see ``new_group``.
+        backend: see ``new_group``.
+        pg_options: see ``new_group``.
+        group_desc: see ``new_group``.
+
+    Returns:
+        This rank's group (None if it is in none), and all of them in order.
+
+    Raises:
+        UsageError: no group, wrong ranks, or one in two groups.
+    """
+    if not ranks_per_subgroup_list:
+        raise UsageError("new_subgroups_by_enumeration: no group is given")
+    together = [rank for ranks in ranks_per_subgroup_list for rank in ranks]
+    if len(set(together)) < len(together):
+        raise UsageError("new_subgroups_by_enumeration: a rank is in more than one group")
+    groups = [
+        new_group(ranks, timeout=timeout, backend=backend, pg_options=pg_options, group_desc=group_desc)
+        for ranks in ranks_per_subgroup_list
+    ]
+    mine = next((made for made in groups if made != GroupMember.NON_GROUP_MEMBER), None)
+    return mine, groups
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """The rank in ``group`` of a rank of the world.
+
+    Args:
+        group: the group.
+        global_rank: a rank of the world.
+
+    Raises:
+        UsageError: it is not a member.
+    """
+    resolved = resolve_group(group)
+    if global_rank not in resolved.ranks:
+        raise UsageError(f"rank {global_rank} of the world is not in group '{resolved.name}'")
+    return resolved.ranks.index(global_rank)
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """The rank in the world of a rank of ``group``.
+
+    Args:
+        group: the group.
+        group_rank: a rank of it.
+
+    Raises:
+        UsageError: there is no such rank.
+    """
+    resolved = resolve_group(group)
+    if not 0 <= group_rank < resolved.size():
+        raise UsageError(f"group '{resolved.name}' has no rank {group_rank}: expected 0 to {resolved.size() - 1}")
+    return resolved.ranks[group_rank]
+
+
+def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
+    """The members of a group (None: the world), as ranks of the world, by their rank in it.
+
+    Raises:
+        NotInitializedError: there is no such group.
+    """
+    return list(resolve_group(group).ranks)
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This process' number on its host (LOCAL_RANK).
+
+    Args:
+        fallback_rank: what to return where no launcher has set it.
+
+    Raises:
+        ConfigError: it is not set, and there is no fallback.
+    """
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    if fallback_rank is None:
+        raise ConfigError("LOCAL_RANK is not set: start with `allranks run`, or pass fallback_rank")
+    return int(fallback_rank)
+
+
+def _checked(ranks: Sequence[int], size: int, what: str) -> list[int]:
+    members = list(ranks)
+    for rank in members:
+        if not isinstance(rank, int) or not 0 <= rank < size:
+            raise UsageError(f"{what}: {rank!r} is not a rank; expected 0 to {size - 1}")
+    if not members:
+        raise UsageError(f"{what}: a group needs at least one member")
+    if len(set(members)) < len(members):
+        raise UsageError(f"{what}: a rank stands twice in {members}")
+    return members
+
+
+def _make(
+    parent: ProcessGroup,
+    parts: list[list[int]],
+    timeout: timedelta | float | None,
+    engine_name: str,
+    description: str | None,
+    local: bool,
+) -> ProcessGroup | None:
+    """The part that this rank is in, if any. The parts' members are ranks of the world."""
+    global _made
+    _made += 1
+    timeout_s = parent.timeout_s if timeout is None else seconds_of(timeout)
+    if timeout_s <= 0:
+        raise UsageError(f"timeout must be positive, not {timeout!r}")
+    digest = hashlib.sha256(repr((parts, engine_name)).encode()).digest()[:_DIGEST_BYTES]
+    me = parent.ranks[parent.rank()]
+    mine = next((part for part in parts if me in part), None)
+
+    def exchange(record: bytes) -> list[bytes]:
+        rows = _exchange_locally(parent, parts[0], record) if local else _gather_rows(parent, record + digest)
+        if not local:
+            different = [rank for rank, row in enumerate(rows) if row[RECORD_BYTES:] != rows[0][RECORD_BYTES:]]
+            if different:
+                raise MismatchError(
+                    f"new group on '{parent.name}': {rank_list(different)} asked for other members than rank 0 "
+                    f"(this is rank {parent.rank()}, which asked for {parts})"
+                )
+        wanted = mine or []
+        return [rows[wanted.index(r) if local else parent.ranks.index(r)][:RECORD_BYTES] for r in wanted]
+
+    if mine is None or (len(mine) == 1 and not local):
+        exchange(bytes(RECORD_BYTES))  # this rank takes part for the others' sake
+    if mine is None:
+        return None
+    members = [parent.members[parent.ranks.index(rank)] for rank in mine]
+    name = description or f"group {_made}"
+    engine = _engines.make_engine(engine_name, mine.index(me), members, exchange, name, timeout_s)
+    made = ProcessGroup(engine, name, mine.index(me), members, timeout_s)
+    _world.register(made)
+    return made
+
+
+def _gather_rows(parent: ProcessGroup, row: bytes) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    rows = torch.empty(parent.size() * len(row), dtype=torch.uint8)
+    parent.all_gather(rows, mine)
+    data = rows.numpy().tobytes()
+    return [data[i : i + len(row)] for i in range(0, len(data), len(row))]
+
+
+def _exchange_locally(world: ProcessGroup, members: list[int], record: bytes) -> list[bytes]:
+    """Among the members only: to the first of them, and back from it."""
+    tag = _LOCAL_TAG - int.from_bytes(hashlib.sha256(repr(members).encode()).digest()[:2], "big")
+    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    rows = torch.empty(len(members), len(record), dtype=torch.uint8)
+    first, *others = members
+    if world.rank() == first:
+        rows[0] = mine
+        for i, other in enumerate(others, 1):
+            world.recv(rows[i], other, tag)
+        for other in others:
+            world.send(rows, other, tag)
+    else:
+        world.send(mine, first, tag)
+        world.recv(rows, first, tag)
+    return [row.numpy().tobytes() for row in rows]

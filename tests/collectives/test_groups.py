@@ -1,0 +1,215 @@
+"""Groups of some of the ranks."""
+
+import os
+import threading
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks.testing import run_ranks
+
+
+def test_a_group_of_some() -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        pair = dist.new_group([2, 0])
+        if me == 1:
+            assert pair == dist.GroupMember.NON_GROUP_MEMBER
+            assert dist.get_rank(pair) == dist.get_world_size(pair) == -1
+            tensor = torch.ones(1)
+            with pytest.warns(UserWarning, match="not in the given process group"):
+                assert dist.all_reduce(tensor, group=pair) is None
+            assert tensor.item() == 1
+        else:
+            assert (dist.get_rank(pair), dist.get_world_size(pair)) == (me // 2, 2)
+            assert dist.get_process_group_ranks(pair) == [0, 2]
+            assert dist.get_group_rank(pair, 2) == 1
+            assert dist.get_global_rank(pair, 1) == 2
+            tensor = torch.tensor([float(me + 1)])
+            dist.all_reduce(tensor, group=pair)
+            assert tensor.item() == 4
+            tensor = torch.tensor([float(me)])
+            dist.broadcast(tensor, 2, group=pair)  # src counts in the world
+            assert tensor.item() == 2
+            tensor = torch.tensor([float(me)])
+            dist.broadcast(tensor, group=pair, group_src=0)
+            assert tensor.item() == 0
+            with pytest.raises(dist.UsageError, match="is not in group 'group 1'"):
+                dist.broadcast(tensor, 1, group=pair)
+            other = 2 - me
+            received = torch.zeros(1)
+            dist.send(torch.tensor([float(me)]), other, group=pair)
+            assert dist.recv(received, group=pair) == other
+            assert received.item() == other
+            outs = [torch.zeros(1), torch.zeros(1)]
+            dist.gather(torch.tensor([float(me)]), outs if me == 2 else None, dst=2, group=pair)
+            assert me != 2 or [t.item() for t in outs] == [0, 2]
+        dist.barrier()
+        turned = dist.new_group([2, 0, 1], sort_ranks=False)
+        assert dist.get_process_group_ranks(turned) == [2, 0, 1]
+        assert dist.get_rank(turned) == [1, 2, 0][me]
+        alone = dist.new_group([me], use_local_synchronization=True)
+        dist.barrier(alone)
+        dist.all_reduce(torch.ones(3), group=alone)
+
+    run_ranks(3, body)
+
+
+def test_subgroups_and_splits() -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        mine, groups = dist.new_subgroups(2)
+        assert len(groups) == 2
+        assert dist.get_process_group_ranks(mine) == [me // 2 * 2, me // 2 * 2 + 1]
+        mine, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+        tensor = torch.tensor([me])
+        dist.all_reduce(tensor, group=mine)
+        assert tensor.item() == 3
+        part = dist.split_group(mine, [[0], [1]])
+        assert part.size() == 1
+        three = dist.split_group(None, [[1, 2, 3]])
+        assert (three is None) == (me == 0)
+        if three is not None:
+            assert three.ranks == (1, 2, 3)
+            dist.barrier(three)
+        with pytest.raises(dist.UsageError, match="does not divide"):
+            dist.new_subgroups(3)
+        with pytest.raises(dist.UsageError, match="more than one"):
+            dist.new_subgroups_by_enumeration([[0, 1], [1, 2]])
+
+    run_ranks(4, body)
+
+
+def test_local_synchronisation() -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        if me != 1:
+            pair = dist.new_group([0, 2], use_local_synchronization=True)
+            tensor = torch.tensor([me])
+            dist.all_reduce(tensor, group=pair)
+            assert tensor.item() == 2
+        dist.barrier()
+
+    run_ranks(3, body)
+
+
+def test_disagreement_is_an_error_on_every_rank() -> None:
+    def body() -> None:
+        with pytest.raises(dist.MismatchError, match="rank 2 asked for other members than rank 0"):
+            dist.new_group([0, 1] if dist.get_rank() < 2 else [0, 2])
+        dist.barrier()
+        for ranks, words in (([0, 3], "3 is not a rank"), ([0, 0], "twice"), ([], "at least one"), (["0"], "'0'")):
+            with pytest.raises(dist.UsageError, match=words):
+                dist.new_group(ranks)
+        dist.barrier()
+
+    run_ranks(3, body)
+
+
+def test_overlapping_groups_at_once_from_threads() -> None:
+    def body() -> None:
+        me, size = dist.get_rank(), dist.get_world_size()
+        groups = [dist.new_group() for _ in range(3)]
+        pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+        works = []
+        tensors = []
+        for _ in range(20):
+            for made in (*groups, *pairs):
+                if made == dist.GroupMember.NON_GROUP_MEMBER:
+                    continue
+                tensors.append((torch.ones(1000), dist.get_world_size(made)))
+                works.append(dist.all_reduce(tensors[-1][0], group=made, async_op=True))
+        for work in reversed(works):
+            work.wait()
+        assert all(bool((tensor == n).all()) for tensor, n in tensors)
+
+        errors = []
+
+        def use(made: dist.ProcessGroup, value: float) -> None:
+            try:
+                for _ in range(50):
+                    tensor = torch.full((3000,), value)
+                    dist.all_reduce(tensor, group=made)
+                    assert bool((tensor == size * value).all())
+            except BaseException as error:  # noqa: BLE001 - raised in the main thread
+                errors.append(error)
+
+        threads = [threading.Thread(target=use, args=(made, float(i))) for i, made in enumerate(groups)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        assert me in range(size)
+
+    run_ranks(3, body)
+
+
+def test_made_and_destroyed_a_hundred_times() -> None:
+    def body() -> tuple[int, int, int]:
+        def held() -> tuple[int, int]:
+            with open("/proc/self/maps") as maps:
+                return len(os.listdir("/proc/self/fd")), sum(1 for line in maps if "memfd:allranks" in line)
+
+        before = held()
+        for _ in range(100):
+            made = dist.new_group([0, 1])
+            if dist.get_rank() < 2:
+                dist.all_reduce(torch.ones(1), group=made)
+                dist.destroy_process_group(made)
+                with pytest.raises(dist.NotInitializedError, match="was destroyed"):
+                    dist.barrier(made)
+        dist.barrier()
+        after = held()
+        return after[0] - before[0], after[1] - before[1], before[1]
+
+    for more_descriptors, more_mappings, mapped in run_ranks(3, body):
+        assert more_descriptors == more_mappings == 0
+        assert mapped == 3
+
+
+def test_a_death_ends_the_groups_that_need_the_rank_and_no_other() -> None:
+    def body() -> None:
+        without = dist.new_group([0, 1])
+        with_it = dist.new_group([0, 2])
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), 9)
+        if dist.get_rank() == 0:
+            with pytest.raises(dist.PeerLostError, match=r"rank 1 \(.*\) died"):  # its rank in the group
+                dist.barrier(with_it)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(10):
+                dist.barrier(without)
+
+    run_ranks(3, body, may_die={2})
+
+
+def test_the_world_by_other_names() -> None:
+    def body() -> None:
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=0)  # THD's
+        dist.all_reduce(tensor, group=dist.group.WORLD)
+        dist.all_reduce(tensor, group=dist.GroupMember.WORLD)
+        assert tensor.item() == 8
+        assert dist.get_process_group_ranks(None) == [0, 1]
+        assert dist.get_node_local_rank() == dist.get_rank()
+        dist.monitored_barrier()
+
+    run_ranks(2, body)
+
+
+def test_a_missing_rank_is_named_by_a_barrier_with_a_timeout() -> None:
+    def body() -> str:
+        if dist.get_rank() == 1:
+            time.sleep(1)
+            return ""
+        with pytest.raises(dist.TimeoutError) as caught:
+            dist.monitored_barrier(timeout=timedelta(seconds=0.3))
+        return str(caught.value)
+
+    assert "rank 1 (" in run_ranks(3, body)[0]

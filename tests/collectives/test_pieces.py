@@ -1,0 +1,216 @@
+"""The verbs that deal in one piece per rank: against the same written with torch's own indexing."""
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks.testing import run_ranks
+
+DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn]
+# Elements of a piece: none, one, in a call line, in a slot, in several chunks.
+COUNTS = [0, 1, 7, 1000, 70_001]
+
+
+def piece(source: int, target: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return ((torch.arange(count) * 3 + source * 5 + target * 2) % 7).to(dtype)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gathering(ranks: int) -> None:
+    def body() -> None:
+        me, size = dist.get_rank(), dist.get_world_size()
+        for dtype in DTYPES:
+            for count in COUNTS:
+                mine = piece(me, 0, count, dtype)
+                want = [piece(r, 0, count, dtype) for r in range(size)]
+                outs = [torch.zeros_like(mine) for _ in range(size)]
+                dist.all_gather(outs, mine)
+                assert all(map(equal, outs, want))
+                for gather in (dist.all_gather_single, dist.all_gather_into_tensor):
+                    whole = torch.zeros(size * count, dtype=dtype)
+                    gather(whole, mine)
+                    assert equal(whole, torch.cat(want))
+                stacked = torch.zeros(size, count, dtype=dtype)
+                stacked[me] = mine
+                dist.all_gather_single(stacked, stacked[me])  # in place
+                assert equal(stacked, torch.stack(want))
+                for root in range(size):
+                    outs = [torch.zeros_like(mine) for _ in range(size)]
+                    dist.gather(mine, outs if me == root else None, dst=root)
+                    assert me != root or all(map(equal, outs, want))
+
+    run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_scattering(ranks: int) -> None:
+    def body() -> None:
+        me, size = dist.get_rank(), dist.get_world_size()
+        for dtype in DTYPES:
+            for count in COUNTS:
+                ins = [piece(me, r, count, dtype) for r in range(size)]
+                for root in range(size):
+                    out = torch.zeros(count, dtype=dtype)
+                    dist.scatter(out, ins if me == root else None, src=root)
+                    assert equal(out, piece(root, me, count, dtype))
+                if dtype in (torch.bool, torch.float8_e4m3fn):
+                    continue
+                want = sum(piece(r, me, count, dtype) for r in range(size))
+                out = torch.zeros(count, dtype=dtype)
+                dist.reduce_scatter(out, ins)
+                assert equal(out, want)
+                for scatter in (dist.reduce_scatter_single, dist.reduce_scatter_tensor):
+                    out = torch.zeros(count, dtype=dtype)
+                    scatter(out, torch.cat(ins))
+                    assert equal(out, want)
+
+    run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_reduce(ranks: int) -> None:
+    def body() -> None:
+        me, size = dist.get_rank(), dist.get_world_size()
+        for count in COUNTS:
+            for root in range(size):
+                tensor = piece(me, 0, count, torch.float64)
+                dist.reduce(tensor, root, dist.ReduceOp.MAX)
+                want = torch.stack([piece(r, 0, count, torch.float64) for r in range(size)]).amax(0)
+                assert equal(tensor, want if me == root else piece(me, 0, count, torch.float64))
+
+    run_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_all_to_all(ranks: int) -> None:
+    def body() -> None:
+        me, size = dist.get_rank(), dist.get_world_size()
+        for dtype in DTYPES:
+            for count in COUNTS:
+                ins = [piece(me, r, count, dtype) for r in range(size)]
+                want = [piece(r, me, count, dtype) for r in range(size)]
+                outs = [torch.zeros_like(t) for t in ins]
+                dist.all_to_all(outs, ins)
+                assert all(map(equal, outs, want))
+                out = torch.zeros(size * count, dtype=dtype)
+                dist.all_to_all_single(out, torch.cat(ins))
+                assert equal(out, torch.cat(want))
+
+                def uneven(source: int, target: int, count: int = count) -> int:
+                    return count * ((source + 2 * target) % 3)
+
+                ins = [piece(me, r, uneven(me, r), dtype) for r in range(size)]
+                want = [piece(r, me, uneven(r, me), dtype) for r in range(size)]
+                outs = [torch.zeros_like(t) for t in want]
+                dist.all_to_all(outs, ins)
+                assert all(map(equal, outs, want))
+                out = torch.zeros(sum(map(len, want)), dtype=dtype)
+                dist.all_to_all_single(out, torch.cat(ins), list(map(len, want)), list(map(len, ins)))
+                assert equal(out, torch.cat(want))
+        rows = torch.arange(size * 4.0).reshape(size * 2, 2) + 100 * me
+        out = torch.zeros_like(rows)
+        dist.all_to_all_single(out, rows)
+        assert torch.equal(out, torch.cat([torch.arange(4.0).reshape(2, 2) + 4 * me + 100 * r for r in range(size)]))
+
+    run_ranks(ranks, body)
+
+
+def test_layouts_and_async() -> None:
+    def body() -> None:
+        me, size = dist.get_rank(), dist.get_world_size()
+        grid = (torch.arange(6.0).reshape(2, 3) + 10 * me).t()  # not contiguous
+        outs = [torch.zeros(2, 3).t() for _ in range(size)]
+        works = [dist.all_gather(outs, grid, async_op=True)]
+        whole = torch.zeros(2, 3, size).permute(2, 1, 0)
+        works.append(dist.all_gather_single(whole, grid, async_op=True))
+        mine = torch.zeros(3, 2)
+        works.append(dist.scatter(mine, [grid + r for r in range(size)] if me == 1 else None, src=1, async_op=True))
+        total = torch.zeros(2, 3).t()
+        works.append(dist.reduce_scatter(total, [grid] * size, async_op=True))
+        crossed = [torch.zeros(2, 3).t() for _ in range(size)]
+        works.append(dist.all_to_all(crossed, [grid + r for r in range(size)], async_op=True))
+        reduced = grid.clone()
+        works.append(dist.reduce(reduced, 0, async_op=True))
+        for work in reversed(works):
+            assert work.wait()
+        base = torch.arange(6.0).reshape(2, 3).t()
+        for r in range(size):
+            assert torch.equal(outs[r], base + 10 * r)
+            assert torch.equal(whole[r], base + 10 * r)
+            assert torch.equal(crossed[r], base + 10 * r + me)
+        assert torch.equal(mine, base + 10 + me)
+        assert torch.equal(total, size * base + 10 * sum(range(size)))
+        assert torch.equal(works[0].result()[1], base + 10)
+        future = dist.all_gather(outs, grid, async_op=True).get_future()
+        assert torch.equal(future.wait()[0], base)
+
+    run_ranks(3, body)
+
+
+def test_coalesced() -> None:
+    def body() -> None:
+        me, size = dist.get_rank(), dist.get_world_size()
+        tensors = [torch.full((n,), float(me)) for n in (1, 5, 40_000)]
+        dist.all_reduce_coalesced(tensors)
+        assert all(bool((t == 3).all()) for t in tensors)
+        mine = [torch.full((n,), me) for n in (2, 3)]
+        lists = [[torch.zeros(n, dtype=torch.int64) for n in (2, 3)] for _ in range(size)]
+        work = dist.all_gather_coalesced(lists, mine, async_op=True)
+        assert work.wait()
+        assert work.is_success()
+        assert [[int(t[0]) for t in row] for row in lists] == [[r, r] for r in range(size)]
+
+    run_ranks(3, body)
+
+
+def test_wrong_arguments() -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        one, two = torch.ones(1), torch.ones(2)
+        integer = torch.ones(1, dtype=torch.int64)
+        for call, words in (
+            (lambda: dist.all_gather([one], one), "a list of 2 tensors"),
+            (lambda: dist.all_gather([one, two], one), "for rank 1"),
+            (lambda: dist.all_gather([one, integer], one), "for rank 1"),
+            (lambda: dist.all_gather_single(torch.ones(3), one), "2 x 1 elements"),
+            (lambda: dist.reduce_scatter(one, [one]), "a list of 2 tensors"),
+            (lambda: dist.reduce_scatter_single(one, torch.ones(3)), "2 x 1 elements"),
+            (lambda: dist.all_to_all([one], [one, one]), "2 output tensors"),
+            (lambda: dist.all_to_all([one, one], [one, integer]), "together"),
+            (lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)), "equal parts"),
+            (lambda: dist.all_to_all_single(two, two, [1, 2], [1, 1]), "sum up to 2"),
+            (lambda: dist.gather(one, [one, one], dst=1 - me), "must not be given"),
+            (lambda: dist.gather(one, None, dst=me), "must be given"),
+            (lambda: dist.scatter(one, None, src=me), "must be given"),
+            (lambda: dist.reduce(one), "dst or group_dst"),
+            (lambda: dist.reduce(one, 5), "expected 0 to 1"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+        with pytest.raises(TypeError, match="tensor_list: expected a list"):
+            dist.all_gather(one, one)
+        dist.barrier()
+
+    run_ranks(2, body)
+
+
+def test_mismatches() -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        size = 4 if me == 2 else 3
+        one = torch.ones(size)
+        with pytest.raises(dist.MismatchError, match=r"rank 2 called all_gather\(4 x float32\)"):
+            dist.all_gather([torch.ones(size) for _ in range(3)], one)
+        with pytest.raises(dist.MismatchError, match=r"rank 0 called reduce\(1 x float32, SUM, dst=1\)"):
+            dist.reduce(torch.ones(1), 1 if me == 0 else 2)
+        with pytest.raises(dist.MismatchError, match="rank 0 sends 4 bytes to rank 1, which expects 8"):
+            dist.all_to_all(
+                [torch.ones(2 if (me, r) == (1, 0) else 1) for r in range(3)], [torch.ones(1) for _ in range(3)]
+            )
+        dist.barrier()
+
+    run_ranks(3, body)
