@@ -2,7 +2,7 @@
 #
 # The environment is .venv; torch is pinned by constraints.txt. `build/` holds what is compiled.
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 CORE := $(shell find core -type f) CMakeLists.txt
@@ -56,12 +56,14 @@ $(BIN)/python:
 	  { rm -rf $(VENV); echo 'No virtual environment could be made: on Debian, apt-get install python3-venv'; exit 1; }
 
 $(VENV)/tools: constraints.txt | $(BIN)/python
+	@echo 'Installing torch and the build tools into $(VENV) (once; some minutes where torch is downloaded)'
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 	  torch 'scikit-build-core>=1.0' 'nanobind>=3.1' 'cmake>=3.20' ninja
 	touch $@
 
 # An editable install: Python files are used where they are; a changed core is compiled again.
 $(VENV)/installed: pyproject.toml $(CORE) | $(VENV)/tools
+	@echo 'Compiling the core, installing allranks and what its examples and tests need'
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt \
 	  --no-build-isolation --editable '.[test]'
 	touch $@

@@ -2,12 +2,14 @@
 //
 // Tensors are turned into addresses in Python (allranks/_engines/native.py), so that this module
 // links with no torch and one build works with every version of it.
+#include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <array>
 #include <tuple>
@@ -26,13 +28,13 @@ class PythonCaller final : public Caller {
   PythonCaller() = default;
   PythonCaller(const PythonCaller&) = delete;
   ~PythonCaller() override {
-    if (saved_ != nullptr) PyEval_RestoreThread(saved_);
+    if (saved_ != nullptr) acquire();
   }
   void release() override {
     if (saved_ == nullptr) saved_ = PyEval_SaveThread();
   }
   bool interrupted() override {
-    if (saved_ != nullptr) PyEval_RestoreThread(std::exchange(saved_, nullptr));
+    if (saved_ != nullptr) acquire();
     // On true the exception of the signal handler is set, and the GIL stays with us to raise it.
     if (PyErr_CheckSignals() != 0) return true;
     release();
@@ -40,6 +42,15 @@ class PythonCaller final : public Caller {
   }
 
  private:
+  // Before 3.14 a thread that comes back while Python ends is ended by pthread_exit, whose unwinding ends the
+  // process at the first noexcept frame. It may as well stay here.
+  void acquire() {
+    try {
+      PyEval_RestoreThread(std::exchange(saved_, nullptr));
+    } catch (const abi::__forced_unwind&) {
+      for (;;) pause();
+    }
+  }
   PyThreadState* saved_ = nullptr;
 };
 

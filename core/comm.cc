@@ -34,6 +34,8 @@ Comm::~Comm() {
   }
   mail_.abandon();
   if (progress_.joinable()) progress_.detach();  // it runs in the parent only
+  // A copy of the parent's: its destructor would wait for the parent's waiters, for ever.
+  new (&queue_changed_) std::condition_variable;
 }
 
 void Comm::close() {
@@ -47,7 +49,8 @@ void Comm::close() {
   mail_.close();
   if (progress_.joinable()) progress_.join();
   std::unique_lock lock(queue_lock_);
-  queue_changed_.wait(lock, [this] { return !running_; });
+  // A signal handler, called from within a collective of this thread, cannot wait for its end.
+  queue_changed_.wait(lock, [this] { return !running_ || runner_ == std::this_thread::get_id(); });
   for (auto& request : queue_) {
     Failure failure{.kind = Kind::closed, .peer = rank(), .reporter = rank()};
     failure.fingerprint = request->operation.fingerprint;
@@ -91,6 +94,7 @@ void Comm::run(const Operation& operation, Caller& caller) {
     auto lock = lock_politely(queue_lock_, caller);
     if (!running_ && queue_.empty() && !stopping_) {
       running_ = true;
+      runner_ = std::this_thread::get_id();
       lock.unlock();
       try {
         execute(operation, caller, settings_.spin_ns);
@@ -102,6 +106,9 @@ void Comm::run(const Operation& operation, Caller& caller) {
       lock = lock_politely(queue_lock_, caller);
       finish();
       return;
+    }
+    if (running_ && runner_ == std::this_thread::get_id()) {
+      throw Error("a collective was called from a signal handler that has interrupted another one of this group");
     }
   }
   wait(start(operation), caller, -1);
@@ -128,17 +135,19 @@ std::shared_ptr<Request> Comm::start(Operation operation) {
 
 void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns) {
   running_ = true;
+  runner_ = std::this_thread::get_id();
   const std::shared_ptr<Queued> request = std::move(queue_.front());
   queue_.pop_front();
   lock.unlock();
-  bool interrupted = false;
   std::exception_ptr error;
+  std::exception_ptr signal;  // the caller's, whosever request it hit
   try {
-    try {
-      execute(request->operation, caller, spin_ns);
-    } catch (const Error& e) {
-      interrupted = e.signalled;
-      throw;
+    execute(request->operation, caller, spin_ns);
+  } catch (const Error& e) {
+    error = std::current_exception();
+    if (e.signalled) {
+      signal = error;
+      error = std::make_exception_ptr(Error(e.failure));
     }
   } catch (...) {
     error = std::current_exception();
@@ -146,7 +155,7 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t 
   request->finish(error);
   lock = lock_politely(queue_lock_, caller);
   finish();
-  if (interrupted) std::rethrow_exception(error);  // the signal is the caller's, whosever request it hit
+  if (signal) std::rethrow_exception(signal);
 }
 
 void Comm::progress() {
@@ -190,6 +199,7 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
         // the only way to end it on all ranks is to end the group.
         failure.kind = Kind::interrupted;
         shm_->condemn(failure);
+        caller.release();  // who runs the request may need the GIL to see that it has ended
         lock.lock();
         queue_changed_.wait(lock, done);
         Error error(failure);
@@ -215,6 +225,8 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) 
       .number = number,
       .patience = {.caller = caller, .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9), .spin_ns = spin_ns},
       .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint}};
+  shm_->check_verdict();  // before a slot is written that a slow rank still reads, and before the operand is read
+  const sys::DefaultFloatMode same_rounding_on_all_ranks;
   if (nbytes >= kReleaseBytes) caller.release();
   switch (operation.fingerprint.verb) {
     case Verb::all_reduce:

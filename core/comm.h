@@ -124,7 +124,8 @@ class Comm {
   std::mutex queue_lock_;
   std::condition_variable queue_changed_;
   std::deque<std::shared_ptr<Queued>> queue_;
-  bool running_ = false;  // somebody runs a collective
+  bool running_ = false;    // somebody runs a collective
+  std::thread::id runner_;  // who, while running_
   bool stopping_ = false;
   std::thread progress_;
 

@@ -35,9 +35,12 @@ Mail::~Mail() {
 }
 
 std::shared_ptr<Parcel> Mail::post_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
-  shm_.check_verdict();
   const auto lock = lock_politely(lock_, caller);
+  shm_.check_verdict();
   const auto peer = static_cast<size_t>(to);
+  if (shm_.has_left(to)) {
+    throw Error(Failure{.kind = Kind::left, .peer = to, .reporter = shm_.rank(), .fingerprint = {.verb = Verb::send}});
+  }
   auto parcel = std::make_shared<Parcel>();
   parcel->buffer = buffer;
   parcel->peer = to;
@@ -52,8 +55,8 @@ std::shared_ptr<Parcel> Mail::post_send(Buffer buffer, int to, int32_t tag, Call
 }
 
 std::shared_ptr<Parcel> Mail::post_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
-  shm_.check_verdict();
   const auto lock = lock_politely(lock_, caller);
+  shm_.check_verdict();
   auto parcel = std::make_shared<Parcel>();
   parcel->buffer = buffer;
   parcel->peer = from;
@@ -105,7 +108,7 @@ void Mail::wait(const std::shared_ptr<Parcel>& parcel, Caller& caller, int64_t t
       if (error.failure.kind == Kind::timeout && !patience.final) throw;
       // The group has ended; tensors may vanish as soon as their owners hear of it.
       const auto lock = lock_politely(lock_, caller);
-      fail_all(std::current_exception());
+      fail_all(error.signalled ? std::make_exception_ptr(Error(error.failure)) : std::current_exception());
       throw;
     }
   }
@@ -162,6 +165,7 @@ void Mail::close() {
 
 void Mail::abandon() {
   if (thread_.joinable()) thread_.detach();  // it runs in the parent only
+  new (&posted_) std::condition_variable;    // as Comm's
 }
 
 bool Mail::idle() const {

@@ -5,7 +5,7 @@
 // whichever rank runs it and whatever piece of the tensor it is handed: this is what makes
 // results bit-identical on all ranks and in every run. float16 and bfloat16 are accumulated in
 // float32 and rounded once, to nearest even. MIN and MAX propagate NaN, as torch's do.
-// bool: SUM and MAX are "or", PROD and MIN are "and".
+// bool: SUM and MAX are "or", PROD and MIN are "and"; any byte but 0 is true.
 #pragma once
 
 #include "types.h"

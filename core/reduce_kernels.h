@@ -62,6 +62,11 @@ inline f16 narrow_f16(float x) {
   return {static_cast<uint16_t>(sign | out)};
 }
 
+// Any byte but 0 is true, as for torch.
+struct boolean {
+  uint8_t bits;
+};
+
 // Accumulators: the type in which a dtype is summed.
 template <class T>
 struct Acc {
@@ -76,10 +81,17 @@ struct Acc<bf16> {
   using type = float;
 };
 
+template <>
+struct Acc<boolean> {
+  using type = uint8_t;
+};
+
 template <class T>
 inline typename Acc<T>::type load(T x) {
   if constexpr (std::is_same_v<T, f16> || std::is_same_v<T, bf16>) {
     return widen(x);
+  } else if constexpr (std::is_same_v<T, boolean>) {
+    return x.bits != 0;
   } else {
     return x;
   }
@@ -91,6 +103,8 @@ inline T store(typename Acc<T>::type x) {
     return narrow_f16(x);
   } else if constexpr (std::is_same_v<T, bf16>) {
     return narrow_bf16(x);
+  } else if constexpr (std::is_same_v<T, boolean>) {
+    return {x};
   } else {
     return x;
   }
@@ -99,9 +113,7 @@ inline T store(typename Acc<T>::type x) {
 struct Sum {
   template <class A>
   static A combine(A a, A b) {
-    if constexpr (std::is_same_v<A, bool>) {
-      return a | b;
-    } else if constexpr (std::is_integral_v<A>) {
+    if constexpr (std::is_integral_v<A>) {
       using U = std::make_unsigned_t<A>;  // overflow wraps, as torch's does
       return static_cast<A>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
     } else {
@@ -112,9 +124,7 @@ struct Sum {
 struct Prod {
   template <class A>
   static A combine(A a, A b) {
-    if constexpr (std::is_same_v<A, bool>) {
-      return a & b;
-    } else if constexpr (std::is_integral_v<A>) {
+    if constexpr (std::is_integral_v<A>) {
       // 64 bits: a product of two uint16 would be computed, and overflow, as int.
       return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
     } else {
@@ -248,6 +258,17 @@ void fill(KernelTable& table, DType dtype) {
   }
 }
 
+void fill_boolean(KernelTable& table) {
+  auto& row = table.at(static_cast<size_t>(DType::boolean));
+  for (const auto op : {ReduceOp::sum, ReduceOp::max, ReduceOp::bor}) {
+    row.at(static_cast<size_t>(op)) = reduce<boolean, Or, false>;
+  }
+  for (const auto op : {ReduceOp::prod, ReduceOp::min, ReduceOp::band}) {
+    row.at(static_cast<size_t>(op)) = reduce<boolean, And, false>;
+  }
+  row.at(static_cast<size_t>(ReduceOp::bxor)) = reduce<boolean, Xor, false>;
+}
+
 template <class T>
 void fill_complex(KernelTable& table, DType dtype) {
   auto& row = table.at(static_cast<size_t>(dtype));
@@ -271,7 +292,7 @@ KernelTable kernels() {
   fill<bf16>(table, DType::bf16);
   fill<float>(table, DType::f32);
   fill<double>(table, DType::f64);
-  fill<bool>(table, DType::boolean);
+  fill_boolean(table);
   fill_complex<f16>(table, DType::c32);
   fill_complex<float>(table, DType::c64);
   fill_complex<double>(table, DType::c128);

@@ -15,7 +15,7 @@ inline void move_bytes(std::byte* to, const std::byte* from, size_t n) {
 
 // A large call in steps: fill(s) writes this rank's part of step s into its ring, drain(s) reads the
 // others'. Step s is drained while step s + 1 is filled: one wait per step. A chunk is overwritten by
-// fill(s + depth) only when everybody has posted step s + 2, and so has drained s: depth >= 4.
+// fill(s + depth) only when everybody has posted step s + 3, and so has drained s: depth >= 4.
 template <class Fill, class Drain>
 void pipeline(Comm& comm, Comm::Call& call, uint32_t steps, Fill&& fill, Drain&& drain) {
   const uint32_t base = comm.base_step;

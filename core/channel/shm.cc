@@ -92,7 +92,7 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
     if (waited >= kAwakeNs) break;
     spinning = waited < patience.spin_ns;
   }
-  for (;;) {
+  for (int64_t looked = began;;) {
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = bell.word.load(std::memory_order_seq_cst);
     bool rung = true;
@@ -102,7 +102,9 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
     if (!ended && ready(context) >= 0) rung = sys::futex_wait(bell.word, seen, kSliceNs);
     bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (ready(context) < 0) return;
-    if (!rung || ended) {
+    // Also where the bell rings all the time for others.
+    if (const int64_t now = sys::now_ns(); !rung || ended || now - looked >= kSliceNs) {
+      looked = now;
       look_around(patience, about, ready, context, began);
     }
   }
@@ -117,14 +119,17 @@ void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, c
     failure.peer = rank_;
     throw Error(failure);  // the others see that this rank has left
   }
+  int gone = 0;
   for (int r = 0; r < size(); r++) {
     if (r == rank_ || liveness_[static_cast<size_t>(r)].get() < 0) continue;
     if (!sys::hung_up(liveness_[static_cast<size_t>(r)].get())) continue;
-    const bool left = at<Header>(r, layout_.header()).left.load(std::memory_order_acquire) != 0;
+    gone++;
     // Its last words may be what we wait for: look again, now that it cannot say more.
     const int missing = ready(context);
     if (missing < 0) return;
-    if (left && missing != r) continue;  // it has done its part
+    const bool left = has_left(r);
+    // Who has left has done its part, unless it is the one that is waited for, or the last that could be.
+    if (left && missing != r && !(missing == kAnyRank && gone == size() - 1)) continue;
     failure.kind = left ? Kind::left : Kind::died;
     failure.peer = r;
   }

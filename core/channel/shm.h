@@ -65,6 +65,7 @@ class Shm {
   void check_verdict();  // throws if the group is condemned
   bool condemned();
 
+  bool has_left(int rank) { return at<Header>(rank, layout_.header()).left.load(std::memory_order_acquire) != 0; }
   void leave();          // tell the others that this rank goes on purpose; ends this rank's blocked calls
   void drop_liveness();  // in a forked child: the sockets are the parent's to keep
 

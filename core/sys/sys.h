@@ -27,6 +27,35 @@ inline void yield() { sched_yield(); }
 bool futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t timeout_ns);
 void futex_wake_all(std::atomic<uint32_t>& word);
 
+// Rounding to nearest and denormals as they are, whatever the calling thread has set: results must not
+// depend on which thread reduces.
+class DefaultFloatMode {
+ public:
+#if defined(__x86_64__)
+  DefaultFloatMode() : before_(__builtin_ia32_stmxcsr()) {
+    if (before_ != kDefault) __builtin_ia32_ldmxcsr(kDefault);
+  }
+  ~DefaultFloatMode() {
+    if (before_ != kDefault) __builtin_ia32_ldmxcsr(before_);
+  }
+
+ private:
+  static constexpr unsigned kDefault = 0x1f80;
+  unsigned before_;
+#elif defined(__aarch64__)
+  DefaultFloatMode() {
+    asm volatile("mrs %0, fpcr" : "=r"(before_));
+    if (before_ != 0) asm volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
+  }
+  ~DefaultFloatMode() {
+    if (before_ != 0) asm volatile("msr fpcr, %0" ::"r"(before_));
+  }
+
+ private:
+  uint64_t before_;
+#endif
+};
+
 class Fd {
  public:
   Fd() = default;

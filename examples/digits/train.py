@@ -233,7 +233,7 @@ def main():
     parser.add_argument("--plot", type=Path, help="PNG of the curves (default: OUT/curves.png)")
     parser.add_argument("--save-every", type=positive(int), default=5, metavar="EPOCHS")
     parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
-    parser.add_argument("--backend", help="native, tcp, gloo, ... (default: native)")
+    parser.add_argument("--backend", help="the engine (default: native)")
     parser.add_argument("--threads", type=positive(int), default=1, help="per rank; the model is too small for more")
     parser.add_argument("--init-method", help="without launcher: tcp://HOST:PORT or file:///PATH")
     parser.add_argument("--world-size", type=int, default=-1, help="without launcher: how many ranks")
@@ -261,7 +261,9 @@ def main():
     if rank == 0:
         ranks = f"{world_size} rank{'s' * (world_size > 1)}"
         accuracy = f"test accuracy {history[-1]['test_accuracy']:.2%}"
-        plot(history, f"LeNet on 8 x 8 digits, {ranks}: {accuracy}", args.plot or args.out / "curves.png")
+        picture = args.plot or args.out / "curves.png"
+        plot(history, f"LeNet on 8 x 8 digits, {ranks}: {accuracy}", picture)
+        print(f"checkpoint in {args.out / 'checkpoint.pt'}, curves in {picture}")
         print(f"{accuracy}, {ranks}, {seconds:.1f} s, {share:.1%} of it communicating, weights {fingerprint(model)}")
 
 

@@ -148,6 +148,15 @@ _HOME = {
     "parallel": ("DistributedDataParallel",),
 }
 _MODULES = ("checkpoint", "data", "launch", "multiprocessing", "nn", "parallel", "testing", "tools")
+_LATER = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "init_device_mesh",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+)
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
@@ -226,6 +235,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"allranks.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
+    if name in _LATER:
+        raise AttributeError(f"allranks.{name}: torch.distributed has it, this version of allranks does not yet")
     raise AttributeError(f"module 'allranks' has no attribute {name!r}")
 
 

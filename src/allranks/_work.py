@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 __all__ = ["Work", "seconds_of"]
 
 
+_LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
+
+
 def seconds_of(timeout: timedelta | float) -> float:
     """A timeout given as torch gives it (timedelta) or as a number of seconds."""
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    return min(seconds, _LONGEST_S)
 
 
 class Work(abc.ABC):

@@ -20,11 +20,12 @@ import io
 import os
 import re
 import secrets
+import zipfile
 from typing import Any
 
 import torch
 
-from allranks._errors import UsageError
+from allranks._errors import AllranksError, UsageError
 
 __all__ = ["load", "save"]
 
@@ -99,8 +100,12 @@ def load(path: PathLike, map_location: Any = "cpu", weights_only: bool = True) -
 
     Raises:
         OSError: The file cannot be read; FileNotFoundError where there is none.
+        AllranksError: The file is damaged, or none that `save` wrote.
         pickle.UnpicklingError: It holds objects that ``weights_only=True`` refuses.
     """
+    with open(path, "rb") as file:  # where there is none, Python's own words
+        if not zipfile.is_zipfile(file):
+            raise AllranksError(f"{os.fspath(path)} is damaged or not a checkpoint ({os.path.getsize(path)} bytes)")
     return torch.load(path, map_location=map_location, weights_only=weights_only)
 
 

@@ -211,6 +211,16 @@ def test_async() -> None:
     run_ranks(3, body)
 
 
+def test_any_byte_but_zero_is_true() -> None:
+    def body() -> None:
+        for op in (dist.ReduceOp.PROD, dist.ReduceOp.SUM, dist.ReduceOp.BXOR):
+            tensor = torch.tensor([1 + dist.get_rank(), 0], dtype=torch.uint8).view(torch.bool)  # bytes 1 and 2
+            dist.all_reduce(tensor, op)
+            assert tensor.view(torch.uint8).tolist() == [op != dist.ReduceOp.BXOR, 0]
+
+    run_ranks(2, body)
+
+
 def test_old_and_foreign_spellings() -> None:
     def body() -> None:
         import torch.distributed as peer

@@ -200,3 +200,95 @@ def test_nothing_is_left_in_shared_memory() -> None:
 
     run_ranks(2, body, may_die={0})
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_child_forked_after_an_asynchronous_call_ends() -> None:
+    """Its copy of the core's condition variables has waiters that exist only in the parent."""
+
+    def body() -> int:
+        work = dist.all_reduce(torch.ones(100_000), async_op=True)
+        receiving = dist.irecv(torch.ones(1), 1 - dist.get_rank())
+        pid = os.fork()
+        if pid == 0:
+            try:
+                import gc
+
+                work.wait() if work.is_completed() else None
+                with pytest.raises(dist.NotInitializedError, match="a forked child cannot wait"):
+                    receiving.wait()
+                del work, receiving
+                gc.collect()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        deadline = time.monotonic() + 10
+        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if ended[0] == 0:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return -1
+        work.wait()
+        dist.send(torch.ones(1), 1 - dist.get_rank())
+        receiving.wait()
+        return os.waitstatus_to_exitcode(ended[1])
+
+    assert run_ranks(2, body) == [0, 0]
+
+
+def test_destroy_in_a_signal_handler() -> None:
+    def body() -> str:
+        if dist.get_rank() == 1:
+            time.sleep(1)
+            return ""
+        signal.signal(signal.SIGUSR2, lambda *_: dist.destroy_process_group())
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        began = time.monotonic()
+        with pytest.raises(dist.AllranksError) as caught:
+            dist.barrier()
+        assert time.monotonic() - began < 0.8
+        return str(caught.value)
+
+    assert "destroyed while the call was pending" in run_ranks(2, body)[0]
+
+
+def test_a_deadline_is_kept_while_others_talk() -> None:
+    """Rank 2's messages wake rank 0 all the time; it waits for rank 1, which never sends."""
+
+    def body() -> float:
+        me = dist.get_rank()
+        dist.destroy_process_group()
+        dist.init_process_group(timeout=0.5)
+        if me == 1:
+            time.sleep(1.5)
+        elif me == 2:
+
+            def talk() -> None:
+                for _ in range(300):
+                    dist.send(torch.ones(1), 0, tag=1)
+                    time.sleep(0.005)
+
+            with pytest.raises(dist.AllranksError):
+                talk()
+        else:
+            began = time.monotonic()
+            with pytest.raises(dist.TimeoutError, match="rank 1"):
+                dist.recv(torch.ones(1), 1)
+            return time.monotonic() - began
+        return 0.0
+
+    assert run_ranks(3, body)[0] < 0.9
+
+
+def test_messages_and_ranks_that_have_left() -> None:
+    def body() -> None:
+        if dist.get_rank() > 0:
+            dist.destroy_process_group()
+            return
+        time.sleep(0.3)
+        with pytest.raises(dist.PeerLostError, match="rank 1"):
+            dist.send(torch.ones(1), 1)
+        with pytest.raises(dist.PeerLostError, match="has left the group"):
+            dist.recv(torch.ones(1))
+
+    run_ranks(3, body)

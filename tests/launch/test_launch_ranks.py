@@ -301,9 +301,10 @@ def test_program_that_breaks_torch_s_import_meets_the_error_itself(launcher: Lau
 
 
 def test_closed_standard_streams(launcher: Launcher) -> None:
-    path = launcher.write("import os; print('x'); os.write(1, b'y'); open('done', 'w').close()")
+    path = launcher.write("import os; print('x'); os.write(1, b'y'); open(__file__ + '.done', 'w').close()")
     command = " ".join(launcher.command("--start", "fork", str(path)))
     assert os.spawnve(os.P_WAIT, "/bin/sh", ["sh", "-c", f"exec {command} <&- >&- 2>&-"], launcher.environ()) == 0
+    assert path.with_name(path.name + ".done").exists()
 
 
 def test_real_torch_is_imported_once_and_ranks_differ_in_random_state(launcher: Launcher) -> None:

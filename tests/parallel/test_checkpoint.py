@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from allranks import checkpoint
-from allranks._errors import UsageError
+from allranks._errors import AllranksError, UsageError
 
 
 def run_python(program, *args, timeout_s=100):
@@ -171,3 +171,10 @@ def test_load_refuses_code_unless_told(tmp_path):
     assert checkpoint.load(path, weights_only=False) == {"path": Path("x")}
     with pytest.raises(FileNotFoundError):
         checkpoint.load(tmp_path / "none.pt")
+
+
+def test_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(AllranksError, match=r"checkpoint\.pt is damaged or not a checkpoint \(16 bytes\)"):
+        checkpoint.load(path)

@@ -8,10 +8,9 @@ core uses them, and handles those whose elements do not lie in one piece. How th
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from allranks import _core
 from allranks._engines.base import Engine
 from allranks._engines.native_connect import Exchange, connect
 from allranks._engines.native_errors import explain
-from allranks._errors import AllranksError, UsageError
+from allranks._errors import AllranksError, NotInitializedError, UsageError
 from allranks._host import usable_cpus
 from allranks._types import ReduceOp, Stats
 from allranks._work import Work, seconds_of
@@ -35,6 +34,9 @@ _CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if h
 # How long a waiting rank spins before it yields its CPU, and then sleeps (core/channel/shm.cc). With more ranks
 # than CPUs it does not spin at all.
 _SPIN_US = 20.0
+
+# Finished works that nobody has waited for are looked for when so many are there.
+_MANY_PENDING = 64
 
 # The pipes for send and recv, one to each other rank, share this much of a rank's segment.
 _PIPES_BYTES = 1 << 20
@@ -52,8 +54,10 @@ class NativeEngine(Engine):
         self._rank = rank
         self._members = members
         self._group_name = group_name
-        # Works whose tensors the core may still use, although the caller may have dropped all of them.
-        self._pending: deque[NativeWork] = deque()
+        # Works whose tensors the core may still use, although the caller may have dropped all of them. Entered
+        # before the core hears of them, so that no exception in between can let a tensor go.
+        self._pending: set[NativeWork] = set()
+        self._abandoned = False
         size = len(members)
         sizes = _core.Sizes()
         sizes.pipe = min(max(_PIPES_BYTES // size // 4096 * 4096, _PIPE_BYTES[0]), _PIPE_BYTES[1])
@@ -73,66 +77,48 @@ class NativeEngine(Engine):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool) -> Work | None:
         code = self._check_reduced(tensor, op, "all_reduce")
-        operands = None if _plain(tensor) else _Operands("all_reduce")
-        work = tensor if operands is None else operands.write(tensor)
-        try:
-            request = self.comm.all_reduce(work.data_ptr(), work.numel(), code, op, async_op)
-        except _core.Failure as failure:
-            raise self.explain(failure, "all_reduce") from None
-        return self._outcome("all_reduce", request, operands, work)
+        if not async_op and _plain(tensor):  # nothing to keep, nothing to copy: the path that must be short
+            try:
+                self.comm.all_reduce(tensor.data_ptr(), tensor.numel(), code, op, False)
+            except _core.Failure as failure:
+                raise self.explain(failure, "all_reduce") from None
+            return None
+        operands = _Operands("all_reduce")
+        work = operands.write(tensor)
+        return self._call(operands, async_op, self.comm.all_reduce, work.data_ptr(), work.numel(), code, op)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp, async_op: bool) -> Work | None:
         code = self._check_reduced(tensor, op, "reduce")
         operands = _Operands("reduce")
         work = operands.write(tensor) if root == self._rank else operands.read(tensor)
-        try:
-            request = self.comm.reduce(work.data_ptr(), work.numel(), code, op, root, async_op)
-        except _core.Failure as failure:
-            raise self.explain(failure, "reduce") from None
-        return self._outcome("reduce", request, operands)
+        return self._call(operands, async_op, self.comm.reduce, work.data_ptr(), work.numel(), code, op, root)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
         code = self._check(tensor, "broadcast")
         operands = _Operands("broadcast")
         work = operands.read(tensor) if root == self._rank else operands.write(tensor)
-        try:
-            request = self.comm.broadcast(work.data_ptr(), work.numel(), code, root, async_op)
-        except _core.Failure as failure:
-            raise self.explain(failure, "broadcast") from None
-        return self._outcome("broadcast", request, operands)
+        return self._call(operands, async_op, self.comm.broadcast, work.data_ptr(), work.numel(), code, root)
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
         code = self._check(tensor, "all_gather")
         operands = _Operands("all_gather")
         work = operands.read(tensor)
         outs = self._pieces(outputs, tensor, operands.write, "all_gather")
-        try:
-            request = self.comm.all_gather(work.data_ptr(), work.numel(), code, outs, async_op)
-        except _core.Failure as failure:
-            raise self.explain(failure, "all_gather") from None
-        return self._outcome("all_gather", request, operands)
+        return self._call(operands, async_op, self.comm.all_gather, work.data_ptr(), work.numel(), code, outs)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         code = self._check(tensor, "gather")
         operands = _Operands("gather")
         work = operands.read(tensor)
         outs = [] if outputs is None else self._pieces(outputs, tensor, operands.write, "gather")
-        try:
-            request = self.comm.gather(work.data_ptr(), work.numel(), code, outs, root, async_op)
-        except _core.Failure as failure:
-            raise self.explain(failure, "gather") from None
-        return self._outcome("gather", request, operands)
+        return self._call(operands, async_op, self.comm.gather, work.data_ptr(), work.numel(), code, outs, root)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         code = self._check(tensor, "scatter")
         operands = _Operands("scatter")
         ins = [] if inputs is None else self._pieces(inputs, tensor, operands.read, "scatter")
         work = operands.write(tensor)
-        try:
-            request = self.comm.scatter(work.data_ptr(), work.numel(), code, ins, root, async_op)
-        except _core.Failure as failure:
-            raise self.explain(failure, "scatter") from None
-        return self._outcome("scatter", request, operands)
+        return self._call(operands, async_op, self.comm.scatter, work.data_ptr(), work.numel(), code, ins, root)
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp, async_op: bool
@@ -141,11 +127,7 @@ class NativeEngine(Engine):
         operands = _Operands("reduce_scatter")
         ins = self._pieces(inputs, tensor, operands.read, "reduce_scatter")
         work = operands.write(tensor)
-        try:
-            request = self.comm.reduce_scatter(work.data_ptr(), work.numel(), code, ins, op, async_op)
-        except _core.Failure as failure:
-            raise self.explain(failure, "reduce_scatter") from None
-        return self._outcome("reduce_scatter", request, operands)
+        return self._call(operands, async_op, self.comm.reduce_scatter, work.data_ptr(), work.numel(), code, ins, op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
         code = self._check(inputs[0], "all_to_all")
@@ -155,35 +137,25 @@ class NativeEngine(Engine):
         operands = _Operands("all_to_all")
         ins = [operands.read(tensor) for tensor in inputs]
         outs = [operands.write(tensor) for tensor in outputs]
-        try:
-            request = self.comm.all_to_all(
-                code,
-                [tensor.data_ptr() for tensor in ins],
-                [tensor.nbytes for tensor in ins],
-                [tensor.data_ptr() for tensor in outs],
-                [tensor.nbytes for tensor in outs],
-                async_op,
-            )
-        except _core.Failure as failure:
-            raise self.explain(failure, "all_to_all") from None
-        return self._outcome("all_to_all", request, operands)
+        return self._call(
+            operands,
+            async_op,
+            self.comm.all_to_all,
+            code,
+            [tensor.data_ptr() for tensor in ins],
+            [tensor.nbytes for tensor in ins],
+            [tensor.data_ptr() for tensor in outs],
+            [tensor.nbytes for tensor in outs],
+        )
 
     def barrier(self, async_op: bool) -> Work | None:
-        try:
-            request = self.comm.barrier(async_op)
-        except _core.Failure as failure:
-            raise self.explain(failure, "barrier") from None
-        return self._outcome("barrier", request, None)
+        return self._call(_Operands("barrier"), async_op, self.comm.barrier)
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
         code = self._check(tensor, "send")
         operands = _Operands("send")
         work = operands.read(tensor)
-        try:
-            request = self.comm.send(work.data_ptr(), work.numel(), code, to, tag, async_op)
-        except _core.Failure as failure:
-            raise self.explain(failure, "send") from None
-        return self._outcome("send", request, operands)
+        return self._call(operands, async_op, self.comm.send, work.data_ptr(), work.numel(), code, to, tag)
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> int:
         code, operands = self._check(tensor, "recv"), _Operands("recv")
@@ -198,11 +170,7 @@ class NativeEngine(Engine):
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         code, operands = self._check(tensor, "recv"), _Operands("recv")
         work = operands.write(tensor)
-        try:
-            request = self.comm.start_recv(work.data_ptr(), work.numel(), code, source, tag)
-        except _core.Failure as failure:
-            raise self.explain(failure, "recv") from None
-        return self._started("recv", request, operands)
+        return self._started(operands, self.comm.start_recv, work.data_ptr(), work.numel(), code, source, tag)
 
     # --- the rest of an engine ---
 
@@ -214,6 +182,7 @@ class NativeEngine(Engine):
         self._pending.clear()
 
     def abandon(self) -> None:
+        self._abandoned = True
         self.comm.abandon()
 
     def explain(self, failure: _core.Failure, verb: str) -> AllranksError:
@@ -274,36 +243,56 @@ class NativeEngine(Engine):
                 )
         return [use(piece).data_ptr() for piece in pieces]
 
-    def _outcome(
-        self, verb: str, request: _core.Request | None, operands: _Operands | None, tensor: Tensor | None = None
-    ) -> Work | None:
-        if request is None:
-            if operands is not None:
-                operands.finish()
-            return None
-        if operands is None:
-            operands = _Operands(verb)
-            if tensor is not None:
-                operands.keep.append(tensor)
-                operands.results.append(tensor)
-        return self._started(verb, request, operands)
+    # --- calls ---
 
-    def _started(self, verb: str, request: _core.Request, operands: _Operands) -> NativeWork:
-        while self._pending and self._pending[0].done():
-            self._pending.popleft()
-        work = NativeWork(self, verb, request, operands)
-        if not request.done():
-            self._pending.append(work)
+    def _call(
+        self, operands: _Operands, async_op: bool, method: Callable[..., _core.Request | None], *args: Any
+    ) -> Work | None:
+        if async_op:
+            return self._started(operands, method, *args, True)
+        try:
+            method(*args, False)
+        except _core.Failure as failure:
+            raise self.explain(failure, operands.verb) from None
+        operands.finish()
+        return None
+
+    def _started(self, operands: _Operands, method: Callable[..., _core.Request | None], *args: Any) -> NativeWork:
+        if len(self._pending) > _MANY_PENDING:
+            for done in [work for work in tuple(self._pending) if work.done()]:
+                self._pending.discard(done)
+        work = NativeWork(self, operands)
+        self._pending.add(work)
+        try:
+            work.request = method(*args)
+        except _core.Failure as failure:
+            self._pending.discard(work)
+            raise self.explain(failure, operands.verb) from None
         return work
+
+    def wait(self, work: NativeWork, timeout_s: float) -> None:
+        """Blocks until the core no longer uses the work's tensors; raises its error."""
+        if self._abandoned:
+            raise NotInitializedError(
+                f"{work.verb} on group '{self._group_name}' is the parent process's; a forked child cannot wait for it"
+            )
+        assert work.request is not None
+        try:
+            self.comm.wait(work.request, timeout_s)
+        except _core.Failure as failure:
+            raise self.explain(failure, work.verb) from None
+        finally:
+            if work.done():
+                self._pending.discard(work)
 
 
 class _Operands:
     """The tensors of one call, in the shape that the core takes: contiguous, in memory as they read."""
 
-    __slots__ = ("_back", "_verb", "keep", "results")
+    __slots__ = ("_back", "keep", "results", "verb")
 
     def __init__(self, verb: str) -> None:
-        self._verb = verb
+        self.verb = verb
         self._back: list[tuple[Tensor, Tensor]] = []
         self.keep: list[Tensor] = []
         self.results: list[Tensor] = []
@@ -322,7 +311,7 @@ class _Operands:
             return tensor
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise UsageError(
-                f"{self._verb}: the tensor is expanded (shape {tuple(tensor.shape)}, strides {tensor.stride()}): "
+                f"{self.verb}: the tensor is expanded (shape {tuple(tensor.shape)}, strides {tensor.stride()}): "
                 "several of its elements share memory, so that no result can be written to it. "
                 "Call .contiguous() first"
             )
@@ -343,29 +332,27 @@ class _Operands:
 class NativeWork(Work):
     """An asynchronous call on the native engine."""
 
-    def __init__(self, engine: NativeEngine, verb: str, request: _core.Request, operands: _Operands) -> None:
+    def __init__(self, engine: NativeEngine, operands: _Operands) -> None:
+        self.verb = operands.verb
+        self.request: _core.Request | None = None  # until the core has it
         self._engine = engine
-        self._verb = verb
-        self._request = request
         self._operands = operands
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if self._error is not None:
             raise self._error
-        timeout_s = seconds_of(timeout) if timeout else -1.0
         try:
-            self._engine.comm.wait(self._request, timeout_s)
-        except _core.Failure as failure:
-            error = self._engine.explain(failure, self._verb)
-            if self._request.done():
+            self._engine.wait(self, seconds_of(timeout) if timeout else -1.0)
+        except AllranksError as error:
+            if self.done():
                 self._error = error
-            raise error from None
+            raise
         self._operands.finish()
         return True
 
     def is_completed(self) -> bool:
-        if not self._request.done():
+        if not self.done():
             return False
         if self._error is None:
             with contextlib.suppress(AllranksError):  # wait and exception() report it
@@ -376,7 +363,8 @@ class NativeWork(Work):
         return self._error if self.is_completed() else None
 
     def source_rank(self) -> int:
-        return self._request.source()
+        assert self.request is not None
+        return self.request.source()
 
     def result(self) -> list[Tensor]:
         self.wait()
@@ -384,7 +372,7 @@ class NativeWork(Work):
 
     def done(self) -> bool:
         """Whether the core no longer uses the tensors."""
-        return self._request.done()
+        return self.request is not None and self.request.done()
 
 
 def _plain(tensor: Tensor) -> bool:
