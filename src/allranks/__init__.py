@@ -6,6 +6,7 @@ meaning, over allranks' own channel. The map of the package:
     _world         init_process_group, destroy_process_group, the default group
     _collectives   all_reduce and the other collectives, send, recv, isend, irecv
     _groups        new_group and its kin
+    _objects       all_gather_object and its kin
     _group         ProcessGroup: what the functions above call
     _types         ReduceOp, Stats
     _errors        every error, as a tree
@@ -76,6 +77,14 @@ if TYPE_CHECKING:
         new_subgroups_by_enumeration,
         split_group,
     )
+    from allranks._objects import (
+        all_gather_object,
+        broadcast_object_list,
+        gather_object,
+        recv_object_list,
+        scatter_object_list,
+        send_object_list,
+    )
     from allranks._types import ReduceOp, Stats, reduce_op
     from allranks._work import Work
     from allranks._world import (
@@ -131,6 +140,14 @@ _HOME = {
         "new_subgroups_by_enumeration",
         "split_group",
     ),
+    "_objects": (
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "recv_object_list",
+        "scatter_object_list",
+        "send_object_list",
+    ),
     "_types": ("ReduceOp", "Stats", "reduce_op"),
     "_work": ("Work",),
     "_world": (
@@ -149,13 +166,9 @@ _HOME = {
 }
 _MODULES = ("checkpoint", "data", "launch", "multiprocessing", "nn", "parallel", "testing", "tools")
 _LATER = (
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
+    "all_reduce_multigpu",
     "init_device_mesh",
-    "recv_object_list",
-    "scatter_object_list",
-    "send_object_list",
+    "shrink_group",
 )
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
@@ -180,6 +193,7 @@ __all__ = [
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_object",
     "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
@@ -188,10 +202,12 @@ __all__ = [
     "barrier",
     "batch_isend_irecv",
     "broadcast",
+    "broadcast_object_list",
     "checkpoint",
     "data",
     "destroy_process_group",
     "gather",
+    "gather_object",
     "get_backend",
     "get_global_rank",
     "get_group_rank",
@@ -214,13 +230,16 @@ __all__ = [
     "nn",
     "parallel",
     "recv",
+    "recv_object_list",
     "reduce",
     "reduce_op",
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
+    "scatter_object_list",
     "send",
+    "send_object_list",
     "split_group",
     "stats",
     "testing",

@@ -45,13 +45,16 @@ __all__ = [
     "irecv",
     "isend",
     "monitored_barrier",
+    "outside",
     "recv",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "root_of",
     "scatter",
     "send",
+    "source_of",
 ]
 
 
@@ -98,7 +101,7 @@ def all_reduce(
         tensor([ 1., -1.])
         >>> dist.destroy_process_group()
     """
-    if group is not None and _outside(group, "all_reduce"):
+    if group is not None and outside(group, "all_reduce"):
         return None
     return resolve_group(group).all_reduce(tensor, op, async_op)
 
@@ -130,10 +133,10 @@ def reduce(
     Cost:
         as ``all_reduce``; the work of reducing is shared by all ranks above 128 KiB.
     """
-    if _outside(group, "reduce"):
+    if outside(group, "reduce"):
         return None
     resolved = resolve_group(group)
-    return resolved.reduce(tensor, _root(resolved, dst, group_dst, "dst"), op, async_op)
+    return resolved.reduce(tensor, root_of(resolved, dst, group_dst, "dst"), op, async_op)
 
 
 def broadcast(
@@ -167,10 +170,10 @@ def broadcast(
     Source:
         a ring of chunks in shared memory, written by ``src`` while the others read.
     """
-    if _outside(group, "broadcast"):
+    if outside(group, "broadcast"):
         return None
     resolved = resolve_group(group)
-    return resolved.broadcast(tensor, _root(resolved, src, group_src, "src"), async_op)
+    return resolved.broadcast(tensor, root_of(resolved, src, group_src, "src"), async_op)
 
 
 def all_gather(
@@ -196,7 +199,7 @@ def all_gather(
     Cost:
         n bytes written and (P-1) n read per rank, one latency (above 128 KiB one per chunk).
     """
-    if _outside(group, "all_gather"):
+    if outside(group, "all_gather"):
         return None
     return resolve_group(group).all_gather(_list(tensor_list, "tensor_list"), tensor, async_op)
 
@@ -221,7 +224,7 @@ def all_gather_single(
     Cost:
         as ``all_gather``.
     """
-    if _outside(group, "all_gather_single"):
+    if outside(group, "all_gather_single"):
         return None
     return resolve_group(group).all_gather(output_tensor, input_tensor, async_op)
 
@@ -270,11 +273,11 @@ def gather(
     Cost:
         n bytes written per rank, (P-1) n read by ``dst``, one latency (above 128 KiB one per chunk).
     """
-    if _outside(group, "gather"):
+    if outside(group, "gather"):
         return None
     resolved = resolve_group(group)
     outputs = _list(gather_list, "gather_list") if gather_list else None
-    return resolved.gather(tensor, outputs, _root(resolved, dst, group_dst, "dst", default=0), async_op)
+    return resolved.gather(tensor, outputs, root_of(resolved, dst, group_dst, "dst", default=0), async_op)
 
 
 def scatter(
@@ -304,11 +307,11 @@ def scatter(
     Cost:
         (P-1) n bytes written by ``src``, n read by each other rank, one latency (large ones: one per chunk).
     """
-    if _outside(group, "scatter"):
+    if outside(group, "scatter"):
         return None
     resolved = resolve_group(group)
     inputs = _list(scatter_list, "scatter_list") if scatter_list else None
-    return resolved.scatter(tensor, inputs, _root(resolved, src, group_src, "src", default=0), async_op)
+    return resolved.scatter(tensor, inputs, root_of(resolved, src, group_src, "src", default=0), async_op)
 
 
 def reduce_scatter(
@@ -336,7 +339,7 @@ def reduce_scatter(
     Cost:
         (P-1) n bytes written and P n read per rank, one latency (large ones: one per chunk).
     """
-    if _outside(group, "reduce_scatter"):
+    if outside(group, "reduce_scatter"):
         return None
     return resolve_group(group).reduce_scatter(output, _list(input_list, "input_list"), op, async_op)
 
@@ -366,7 +369,7 @@ def reduce_scatter_single(
     Cost:
         as ``reduce_scatter``.
     """
-    if _outside(group, "reduce_scatter_single"):
+    if outside(group, "reduce_scatter_single"):
         return None
     return resolve_group(group).reduce_scatter(output, input, op, async_op)
 
@@ -417,7 +420,7 @@ def all_to_all(
     Cost:
         what a rank sends is written once, what it gets read once; one latency (large ones: one per chunk).
     """
-    if _outside(group, "all_to_all"):
+    if outside(group, "all_to_all"):
         return None
     outputs, inputs = _list(output_tensor_list, "output_tensor_list"), _list(input_tensor_list, "input_tensor_list")
     return resolve_group(group).all_to_all(outputs, inputs, async_op)
@@ -450,7 +453,7 @@ def all_to_all_single(
     Cost:
         as ``all_to_all``.
     """
-    if _outside(group, "all_to_all_single"):
+    if outside(group, "all_to_all_single"):
         return None
     return resolve_group(group).all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
 
@@ -478,7 +481,7 @@ def barrier(
     Cost:
         one latency: each rank writes one cache line, which the others read.
     """
-    if _outside(group, "barrier"):
+    if outside(group, "barrier"):
         return None
     if timeout is None or async_op:
         return resolve_group(group).barrier(async_op)
@@ -531,10 +534,10 @@ def send(
     Cost:
         n bytes copied into shared memory and n bytes out of it, in pieces that overlap.
     """
-    if _outside(group, "send"):
+    if outside(group, "send"):
         return
     resolved = resolve_group(group)
-    resolved.send(tensor, _root(resolved, dst, group_dst, "dst"), tag)
+    resolved.send(tensor, root_of(resolved, dst, group_dst, "dst"), tag)
 
 
 def recv(
@@ -560,10 +563,10 @@ def recv(
         MismatchError: the message has another dtype or element count. It is dropped.
         PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
     """
-    if _outside(group, "recv"):
+    if outside(group, "recv"):
         return -1
     resolved = resolve_group(group)
-    return resolved.ranks[resolved.recv(tensor, _source(resolved, src, group_src), tag)]
+    return resolved.ranks[resolved.recv(tensor, source_of(resolved, src, group_src), tag)]
 
 
 def isend(
@@ -588,10 +591,10 @@ def isend(
     Raises:
         PeerLostError, UsageError: as ``all_reduce``.
     """
-    if _outside(group, "isend"):
+    if outside(group, "isend"):
         return None
     resolved = resolve_group(group)
-    return resolved.isend(tensor, _root(resolved, dst, group_dst, "dst"), tag)
+    return resolved.isend(tensor, root_of(resolved, dst, group_dst, "dst"), tag)
 
 
 def irecv(
@@ -616,10 +619,10 @@ def irecv(
     Raises:
         PeerLostError, UsageError: as ``all_reduce``.
     """
-    if _outside(group, "irecv"):
+    if outside(group, "irecv"):
         return None
     resolved = resolve_group(group)
-    return resolved.irecv(tensor, _source(resolved, src, group_src), tag)
+    return resolved.irecv(tensor, source_of(resolved, src, group_src), tag)
 
 
 class P2POp:
@@ -649,7 +652,7 @@ class P2POp:
         self.op = op
         self.tensor = tensor
         self.group = resolved
-        self.group_peer = _root(resolved, peer, group_peer, "peer")
+        self.group_peer = root_of(resolved, peer, group_peer, "peer")
         self.peer = resolved.ranks[self.group_peer]
         self.tag = tag
 
@@ -698,7 +701,7 @@ def all_reduce_coalesced(
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
     """
-    if _outside(group, "all_reduce_coalesced"):
+    if outside(group, "all_reduce_coalesced"):
         return None
     resolved = resolve_group(group)
     return _together([resolved.all_reduce(t, op, True) for t in _list(tensors, "tensors")], async_op)
@@ -724,7 +727,7 @@ def all_gather_coalesced(
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
     """
-    if _outside(group, "all_gather_coalesced"):
+    if outside(group, "all_gather_coalesced"):
         return None
     resolved = resolve_group(group)
     inputs = _list(input_tensor_list, "input_tensor_list")
@@ -767,7 +770,7 @@ def _together(works: Sequence[Work | None], async_op: bool) -> Work | None:
     return None
 
 
-def _outside(group: ProcessGroup | int | None, verb: str) -> bool:
+def outside(group: ProcessGroup | int | None, verb: str) -> bool:
     """Whether this rank is not a member of the group; then it says so, as torch does."""
     if group is None or isinstance(group, type) or group != GroupMember.NON_GROUP_MEMBER:
         return False
@@ -775,10 +778,14 @@ def _outside(group: ProcessGroup | int | None, verb: str) -> bool:
     return True
 
 
-def _root(
+def root_of(
     group: ProcessGroup, world_rank: int | None, group_rank: int | None, what: str, default: int | None = None
 ) -> int:
-    """The rank in the group that is meant by a rank of the world or of the group."""
+    """The rank in the group that is meant by a rank of the world or of the group.
+
+    Raises:
+        UsageError: both are given, or neither, or it is not a member.
+    """
     if group_rank is not None:
         if world_rank is not None:
             raise UsageError(f"give either {what} or group_{what}, not both")
@@ -794,8 +801,9 @@ def _root(
     return world_rank
 
 
-def _source(group: ProcessGroup, src: int | None, group_src: int | None) -> int | None:
-    return None if src is None and group_src is None else _root(group, src, group_src, "src")
+def source_of(group: ProcessGroup, src: int | None, group_src: int | None) -> int | None:
+    """The sending rank in the group; None: any."""
+    return None if src is None and group_src is None else root_of(group, src, group_src, "src")
 
 
 def _list(tensors: Sequence[Tensor], what: str) -> Sequence[Tensor]:

@@ -1,0 +1,274 @@
+"""Collectives of Python objects, with torch.distributed's names: pickled, sent as bytes, unpickled.
+
+Unpickling runs code that the sender chose. That is safe between ranks of one job, which are connected only after
+they have proved that they belong to it; never unpickle what comes from elsewhere.
+
+Cost: each is a collective of the lengths and one of the bytes, and the pickling, which is most of it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allranks._collectives import outside, root_of, source_of
+from allranks._errors import UsageError
+from allranks._world import resolve_group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from allranks._group import ProcessGroup
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+]
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | None = None) -> None:
+    """Gathers every rank's ``obj`` on every rank.
+
+    Args:
+        object_list: written: one object per rank, in the order of the ranks.
+        obj: what this rank gives.
+        group: None is the world.
+
+    Raises:
+        UsageError: ``object_list`` has another length than the group.
+        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+    """
+    if outside(group, "all_gather_object"):
+        return
+    resolved = resolve_group(group)
+    _check_length(object_list, resolved.size(), "object_list")
+    mine = _pack(obj)
+    lengths = _all_lengths(resolved, mine)
+    # Padded to the longest: one collective, and the core needs one size.
+    rows = torch.empty(resolved.size(), max(lengths), dtype=torch.uint8)
+    resolved.all_gather(rows, _padded(mine, max(lengths)))
+    object_list[:] = [_unpack(rows[r, : lengths[r]]) for r in range(resolved.size())]
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: list[Any] | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    group_dst: int | None = None,
+) -> None:
+    """Gathers every rank's ``obj`` on rank ``dst``.
+
+    Args:
+        obj: what this rank gives.
+        object_gather_list: on ``dst`` only: written, one object per rank.
+        dst: who gets them, as a rank of the world; 0 if neither it nor ``group_dst`` is given.
+        group: None is the world.
+        group_dst: who gets them, as a rank of the group, in place of ``dst``.
+
+    Raises:
+        UsageError: the list is missing, too many or of another length than the group.
+        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+    """
+    if outside(group, "gather_object"):
+        return
+    resolved = resolve_group(group)
+    root = root_of(resolved, dst, group_dst, "dst", default=0)
+    here = resolved.rank() == root
+    if here != bool(object_gather_list):
+        raise UsageError(f"object_gather_list must be given on the dst rank ({root}) and only there")
+    if here and object_gather_list is not None:
+        _check_length(object_gather_list, resolved.size(), "object_gather_list")
+    mine = _pack(obj)
+    lengths = _all_lengths(resolved, mine)
+    rows = [torch.empty(max(lengths), dtype=torch.uint8) for _ in lengths] if here else None
+    resolved.gather(_padded(mine, max(lengths)), rows, root)
+    if rows is not None and object_gather_list is not None:
+        object_gather_list[:] = [_unpack(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Copies the objects of rank ``src``'s list into every rank's list.
+
+    Args:
+        object_list: the objects on ``src``; overwritten elsewhere. As long on all ranks.
+        src: who has the objects, as a rank of the world; 0 if neither it nor ``group_src`` is given.
+        group: None is the world.
+        device: for torch's signature; the bytes travel through the CPU.
+        group_src: who has the objects, as a rank of the group, in place of ``src``.
+
+    Raises:
+        UsageError: the list is empty, or longer or shorter than ``src``'s.
+        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+    """
+    if outside(group, "broadcast_object_list"):
+        return
+    _check_list(object_list, "object_list")
+    resolved = resolve_group(group)
+    root = root_of(resolved, src, group_src, "src", default=0)
+    here = resolved.rank() == root
+    packed = _pack(list(object_list)) if here else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([packed.numel(), len(object_list)])
+    resolved.broadcast(length, root)
+    if not here:
+        packed = torch.empty(int(length[0]), dtype=torch.uint8)
+    resolved.broadcast(packed, root)
+    if not here:
+        _fill(object_list, packed, int(length[1]))
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Gives each rank its object of rank ``src``'s list.
+
+    Args:
+        scatter_object_output_list: its first element is overwritten with this rank's object.
+        scatter_object_input_list: on ``src`` only: one object per rank.
+        src: who has the list, as a rank of the world; 0 if neither it nor ``group_src`` is given.
+        group: None is the world.
+        group_src: who has the list, as a rank of the group, in place of ``src``.
+
+    Raises:
+        UsageError: a list is missing, empty or of another length than the group.
+        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+    """
+    if outside(group, "scatter_object_list"):
+        return
+    _check_list(scatter_object_output_list, "scatter_object_output_list")
+    resolved = resolve_group(group)
+    root = root_of(resolved, src, group_src, "src", default=0)
+    pieces: list[Tensor] | None = None
+    lengths = torch.zeros(resolved.size(), dtype=torch.int64)
+    if resolved.rank() == root:
+        _check_length(scatter_object_input_list, resolved.size(), "scatter_object_input_list")
+        assert scatter_object_input_list is not None
+        pieces = [_pack(obj) for obj in scatter_object_input_list]
+        lengths = torch.tensor([piece.numel() for piece in pieces])
+    resolved.broadcast(lengths, root)
+    longest = int(lengths.max())
+    mine = torch.empty(longest, dtype=torch.uint8)
+    resolved.scatter(mine, None if pieces is None else [_padded(piece, longest) for piece in pieces], root)
+    scatter_object_output_list[0] = _unpack(mine[: int(lengths[resolved.rank()])])
+
+
+def send_object_list(
+    object_list: list[Any],
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> None:
+    """Sends the objects of a list to rank ``dst``.
+
+    Args:
+        object_list: the objects.
+        dst: another rank, of the world.
+        group: None is the world.
+        device: for torch's signature; the bytes travel through the CPU.
+        group_dst: another rank, of the group, in place of ``dst``.
+        use_batch: for torch's signature; there is nothing to batch here.
+
+    Raises:
+        UsageError: the list is empty, or ``dst`` is no other rank.
+        PeerLostError, TimeoutError: as ``all_reduce``.
+    """
+    if outside(group, "send_object_list"):
+        return
+    _check_list(object_list, "object_list")
+    resolved = resolve_group(group)
+    to = root_of(resolved, dst, group_dst, "dst")
+    packed = _pack(list(object_list))
+    resolved.send(torch.tensor([packed.numel(), len(object_list)]), to)
+    resolved.send(packed, to)
+
+
+def recv_object_list(
+    object_list: list[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> int:
+    """Receives what another rank's ``send_object_list`` sends.
+
+    Args:
+        object_list: overwritten; as long as the sender's.
+        src: the sending rank, of the world; None: whoever sends first.
+        group: None is the world.
+        device: for torch's signature; the bytes travel through the CPU.
+        group_src: the sending rank, of the group, in place of ``src``.
+        use_batch: for torch's signature; there is nothing to batch here.
+
+    Returns:
+        The rank of the world that sent; -1 if this rank is not in the group.
+
+    Raises:
+        UsageError: the list is empty, or longer or shorter than the sender's.
+        MismatchError, PeerLostError, TimeoutError: as ``recv``.
+    """
+    if outside(group, "recv_object_list"):
+        return -1
+    _check_list(object_list, "object_list")
+    resolved = resolve_group(group)
+    length = torch.zeros(2, dtype=torch.int64)
+    sender = resolved.recv(length, source_of(resolved, src, group_src))
+    packed = torch.empty(int(length[0]), dtype=torch.uint8)
+    resolved.recv(packed, sender)
+    _fill(object_list, packed, int(length[1]))
+    return resolved.ranks[sender]
+
+
+def _pack(obj: Any) -> Tensor:
+    buffer = io.BytesIO()
+    pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def _unpack(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
+
+
+def _padded(data: Tensor, length: int) -> Tensor:
+    return torch.nn.functional.pad(data, (0, length - data.numel())) if data.numel() < length else data
+
+
+def _all_lengths(group: ProcessGroup, data: Tensor) -> list[int]:
+    lengths = torch.empty(group.size(), dtype=torch.int64)
+    group.all_gather(lengths, torch.tensor([data.numel()]))
+    return [int(length) for length in lengths]
+
+
+def _fill(objects: list[Any], packed: Tensor, count: int) -> None:
+    if len(objects) != count:
+        raise UsageError(f"object_list holds {len(objects)} objects here, but {count} on the sending rank")
+    objects[:] = _unpack(packed)
+
+
+def _check_list(objects: Any, what: str) -> None:
+    if not isinstance(objects, list) or not objects:
+        raise UsageError(f"{what} must be a list with at least one element")
+
+
+def _check_length(objects: Any, size: int, what: str) -> None:
+    if not isinstance(objects, list) or len(objects) != size:
+        raise UsageError(f"{what} must be a list of {size} objects, one per rank")
