@@ -8,6 +8,7 @@ meaning, over allranks' own channel. The map of the package:
     _groups        new_group and its kin
     _objects       all_gather_object and its kin
     _group         ProcessGroup: what the functions above call
+    _older         names of THD and of earlier torch
     _types         ReduceOp, Stats
     _errors        every error, as a tree
     data           DistributedSampler
@@ -85,6 +86,24 @@ if TYPE_CHECKING:
         scatter_object_list,
         send_object_list,
     )
+    from allranks._older import (
+        default_pg_timeout,
+        gather_recv,
+        gather_send,
+        get_backend_config,
+        get_default_backend_for_device,
+        get_num_processes,
+        is_backend_available,
+        is_gloo_available,
+        is_mpi_available,
+        is_nccl_available,
+        is_torchelastic_launched,
+        is_ucc_available,
+        is_xccl_available,
+        scatter_recv,
+        scatter_send,
+        supports_complex,
+    )
     from allranks._types import ReduceOp, Stats, reduce_op
     from allranks._work import Work
     from allranks._world import (
@@ -148,6 +167,24 @@ _HOME = {
         "scatter_object_list",
         "send_object_list",
     ),
+    "_older": (
+        "default_pg_timeout",
+        "gather_recv",
+        "gather_send",
+        "get_backend_config",
+        "get_default_backend_for_device",
+        "get_num_processes",
+        "is_backend_available",
+        "is_gloo_available",
+        "is_mpi_available",
+        "is_nccl_available",
+        "is_torchelastic_launched",
+        "is_ucc_available",
+        "is_xccl_available",
+        "scatter_recv",
+        "scatter_send",
+        "supports_complex",
+    ),
     "_types": ("ReduceOp", "Stats", "reduce_op"),
     "_work": ("Work",),
     "_world": (
@@ -205,13 +242,19 @@ __all__ = [
     "broadcast_object_list",
     "checkpoint",
     "data",
+    "default_pg_timeout",
     "destroy_process_group",
     "gather",
     "gather_object",
+    "gather_recv",
+    "gather_send",
     "get_backend",
+    "get_backend_config",
+    "get_default_backend_for_device",
     "get_global_rank",
     "get_group_rank",
     "get_node_local_rank",
+    "get_num_processes",
     "get_process_group_ranks",
     "get_rank",
     "get_world_size",
@@ -219,7 +262,14 @@ __all__ = [
     "init_process_group",
     "irecv",
     "is_available",
+    "is_backend_available",
+    "is_gloo_available",
     "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
     "isend",
     "launch",
     "monitored_barrier",
@@ -238,10 +288,13 @@ __all__ = [
     "reduce_scatter_tensor",
     "scatter",
     "scatter_object_list",
+    "scatter_recv",
+    "scatter_send",
     "send",
     "send_object_list",
     "split_group",
     "stats",
+    "supports_complex",
     "testing",
     "tools",
 ]

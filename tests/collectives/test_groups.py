@@ -213,3 +213,28 @@ def test_a_missing_rank_is_named_by_a_barrier_with_a_timeout() -> None:
         return str(caught.value)
 
     assert "rank 1 (" in run_ranks(3, body)[0]
+
+
+def test_thd_s_names() -> None:
+    def body() -> None:
+        me, size = dist.get_rank(), dist.get_num_processes()
+        mine = torch.tensor([me])
+        if me == 1:
+            gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+            dist.gather_recv(gathered, mine)
+            assert [int(t) for t in gathered] == [0, 1, 2]
+            dist.scatter_send([t * 10 for t in gathered], mine)
+        else:
+            dist.gather_send(mine, 1)
+            dist.scatter_recv(mine, 1)
+        assert mine.item() == 10 * me
+        assert dist.get_backend_config() == "cpu:native"
+
+    run_ranks(3, body)
+    assert dist.is_backend_available("native")
+    assert not dist.is_mpi_available()
+    assert dist.supports_complex(dist.ReduceOp.SUM)
+    assert not dist.supports_complex(dist.ReduceOp.MAX)
+    assert dist.get_default_backend_for_device("cpu:0") == "native"
+    with pytest.raises(dist.ConfigError, match="no engine for tensors on cuda"):
+        dist.get_default_backend_for_device("cuda")

@@ -1,0 +1,172 @@
+"""Names of THD and of earlier torch that still mean something, and questions about what is there.
+
+THD had no lists in its collectives: one call gathered or scattered on the root, another elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from allranks import _collectives, _engines, _world
+from allranks._errors import ConfigError
+from allranks._types import ReduceOp, as_reduce_op
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from allranks._group import ProcessGroup
+
+__all__ = [
+    "default_pg_timeout",
+    "gather_recv",
+    "gather_send",
+    "get_backend_config",
+    "get_default_backend_for_device",
+    "get_num_processes",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+    "scatter_recv",
+    "scatter_send",
+    "supports_complex",
+]
+
+default_pg_timeout = timedelta(seconds=_world.DEFAULT_TIMEOUT_S)
+
+
+def get_num_processes(group: ProcessGroup | None = None) -> int:
+    """``get_world_size`` by THD's name.
+
+    Raises:
+        NotInitializedError: there is no such group.
+    """
+    return _world.get_world_size(group)
+
+
+def gather_send(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> None:
+    """``gather`` on a rank that is not ``dst``.
+
+    Args:
+        tensor: what this rank gives.
+        dst: who gets it, as a rank of the world.
+        group: None is the world.
+
+    Raises:
+        UsageError, MismatchError, PeerLostError, TimeoutError: as ``gather``.
+    """
+    _collectives.gather(tensor, None, dst, group)
+
+
+def gather_recv(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None) -> None:
+    """``gather`` on the rank that gets the tensors.
+
+    Args:
+        tensor_list: written: one tensor per rank.
+        tensor: what this rank gives.
+        group: None is the world.
+
+    Raises:
+        UsageError, MismatchError, PeerLostError, TimeoutError: as ``gather``.
+    """
+    _collectives.gather(tensor, tensor_list, None, group, group_dst=_world.get_rank(group))
+
+
+def scatter_send(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None) -> None:
+    """``scatter`` on the rank that has the tensors.
+
+    Args:
+        tensor_list: one tensor per rank.
+        tensor: written: this rank's own.
+        group: None is the world.
+
+    Raises:
+        UsageError, MismatchError, PeerLostError, TimeoutError: as ``scatter``.
+    """
+    _collectives.scatter(tensor, tensor_list, None, group, group_src=_world.get_rank(group))
+
+
+def scatter_recv(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> None:
+    """``scatter`` on a rank that is not ``src``.
+
+    Args:
+        tensor: written: what this rank gets.
+        src: who has the tensors, as a rank of the world.
+        group: None is the world.
+
+    Raises:
+        UsageError, MismatchError, PeerLostError, TimeoutError: as ``scatter``.
+    """
+    _collectives.scatter(tensor, None, src, group)
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether this version of allranks has the engine."""
+    return backend.lower() in _engines.ENGINES
+
+
+def is_gloo_available() -> bool:
+    """Whether this version of allranks has the gloo engine."""
+    return is_backend_available("gloo")
+
+
+def is_nccl_available() -> bool:
+    """Whether this version of allranks has the nccl engine."""
+    return is_backend_available("nccl")
+
+
+def is_mpi_available() -> bool:
+    """Whether this version of allranks has the mpi engine."""
+    return is_backend_available("mpi")
+
+
+def is_ucc_available() -> bool:
+    """Whether this version of allranks has the ucc engine."""
+    return is_backend_available("ucc")
+
+
+def is_xccl_available() -> bool:
+    """Whether this version of allranks has the xccl engine."""
+    return is_backend_available("xccl")
+
+
+def is_torchelastic_launched() -> bool:
+    """Whether torchrun, or a launcher that sets its variables, has started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def get_backend_config(group: ProcessGroup | None = None) -> str:
+    """The engine by device type: ``cpu:native``.
+
+    Raises:
+        NotInitializedError: there is no such group.
+    """
+    return f"cpu:{_world.get_backend(group)}"
+
+
+def get_default_backend_for_device(device: str | torch.device) -> str:
+    """The engine that tensors on a device use.
+
+    Raises:
+        ConfigError: this version has none for it.
+    """
+    kind = str(device).partition(":")[0]
+    if kind != "cpu":
+        raise ConfigError(f"this version of allranks has no engine for tensors on {device}")
+    return "native"
+
+
+def supports_complex(reduceOp: ReduceOp) -> bool:
+    """Whether the op takes complex numbers.
+
+    Raises:
+        UsageError: not a reduce op.
+    """
+    return as_reduce_op(reduceOp) in (ReduceOp.SUM, ReduceOp.AVG)
