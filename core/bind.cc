@@ -61,7 +61,7 @@ constexpr std::array kDTypeNames = {"uint8",      "int8",          "int16",     
                                     "float32",    "float64",       "bool",        "complex32",       "complex64",
                                     "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"};
 static_assert(kDTypeNames.size() == kDTypes);
-constexpr std::array kReduceOpNames = {"SUM", "AVG", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR"};
+constexpr std::array kReduceOpNames = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
 static_assert(kReduceOpNames.size() == kReduceOps);
 constexpr std::array kKinds = {"", "timeout", "died", "left", "interrupted", "mismatch", "closed", "system"};
 

@@ -68,7 +68,7 @@ def all_reduce(
 
     Args:
         tensor: a CPU tensor of integers, floating point, bool or complex numbers.
-        op: SUM, AVG, PROD, MIN, MAX, BAND, BOR or BXOR; see ReduceOp for what takes which.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR; see ReduceOp for what takes which.
         group: None is the world.
         async_op: return at once, with a Work.
 

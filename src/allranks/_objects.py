@@ -266,7 +266,7 @@ def _fill(objects: list[Any], packed: Tensor, count: int) -> None:
 
 def _check_list(objects: Any, what: str) -> None:
     if not isinstance(objects, list) or not objects:
-        raise UsageError(f"{what} must be a list with at least one element")
+        raise UsageError(f"Expected argument {what} to be a list of size at least 1.")
 
 
 def _check_length(objects: Any, size: int, what: str) -> None:

@@ -13,9 +13,9 @@ __all__ = ["ReduceOp", "Stats", "as_reduce_op", "reduce_op"]
 class ReduceOp(enum.IntEnum):
     """How ``all_reduce`` combines the ranks' elements; torch's names.
 
-    ``SUM, PROD, MIN, MAX`` take integers, floating point and bool; ``AVG`` (the sum, divided by
+    ``SUM, PRODUCT, MIN, MAX`` take integers, floating point and bool; ``AVG`` (the sum, divided by
     the number of ranks) takes floating point; ``SUM`` and ``AVG`` take complex numbers too;
-    ``BAND, BOR, BXOR`` take integers and bool. On bool, SUM and MAX are "or", PROD and MIN are
+    ``BAND, BOR, BXOR`` take integers and bool. On bool, SUM and MAX are "or", PRODUCT and MIN are
     "and". MIN and MAX propagate NaN, integers wrap; float16 and bfloat16 are accumulated in
     float32 and rounded once. Elements are combined in the order of the ranks, 0 to P - 1.
     """
@@ -23,7 +23,8 @@ class ReduceOp(enum.IntEnum):
     # The numbers are the core's (core/types.h); tests/collectives holds them to it.
     SUM = 0
     AVG = 1
-    PROD = 2
+    PRODUCT = 2
+    PROD = 2  # the same, shorter
     MIN = 3
     MAX = 4
     BAND = 5

@@ -55,6 +55,9 @@ class Work(abc.ABC):
     def source_rank(self) -> int:
         """The rank that sent, of an ``irecv`` that is complete (in the group's numbering)."""
 
+    def _source_rank(self) -> int:
+        return self.source_rank()  # torch's own name for it
+
     @abc.abstractmethod
     def result(self) -> list[torch.Tensor]:
         """Waits; returns the tensors that the call has written."""

@@ -66,8 +66,8 @@ def test_wrong_arguments() -> None:
         for call, words in (
             (lambda: dist.all_gather_object([None], 1), "a list of 2 objects"),
             (lambda: dist.gather_object(1, None if me == 0 else [None, None], dst=0), "only there"),
-            (lambda: dist.broadcast_object_list([], src=0), "at least one element"),
-            (lambda: dist.scatter_object_list([], [1, 2] if me == 0 else None), "at least one element"),
+            (lambda: dist.broadcast_object_list([], src=0), "a list of size at least 1"),
+            (lambda: dist.scatter_object_list([], [1, 2] if me == 0 else None), "a list of size at least 1"),
             (lambda: dist.send_object_list([1], dst=me), "is this rank itself"),
         ):
             with pytest.raises(dist.UsageError, match=words):

@@ -215,7 +215,7 @@ class NativeEngine(Engine):
     def _check_reduced(self, tensor: Tensor, op: ReduceOp, verb: str) -> int:
         code = self._check(tensor, verb)
         if not _core.reduces(code, op):
-            raise UsageError(f"{verb}: {op.name} of {tensor.dtype} tensors is not defined")
+            raise UsageError(f"{verb} does not support {op.name} of {tensor.dtype} tensors")
         return code
 
     def _pieces(

@@ -120,7 +120,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--factor", type=int, default=4, help="from one size to the next (default 4)")
     parser.add_argument("--blocks", type=int, default=15, help="timed blocks for each size (default 15)")
     parser.add_argument("--dtype", default="float32", choices=_DTYPES, metavar="T", help="default float32")
-    parser.add_argument("--op", default="SUM", choices=("SUM", "AVG", "PROD", "MIN", "MAX"))
+    parser.add_argument("--op", default="SUM", choices=("SUM", "AVG", "PRODUCT", "MIN", "MAX"))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
     options = parser.parse_args(argv)
@@ -248,7 +248,7 @@ def _check(call: Callable[[torch.Tensor], object], count: int, dtype: torch.dtyp
     expected = {
         dist.ReduceOp.SUM: lambda: stacked.sum(0),
         dist.ReduceOp.AVG: lambda: stacked.mean(0),
-        dist.ReduceOp.PROD: lambda: stacked.prod(0),
+        dist.ReduceOp.PRODUCT: lambda: stacked.prod(0),
         dist.ReduceOp.MIN: lambda: stacked.amin(0),
         dist.ReduceOp.MAX: lambda: stacked.amax(0),
     }[dist.ReduceOp(op)]()
