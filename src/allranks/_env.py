@@ -39,6 +39,9 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("NODE_RANK", "by hand, Lightning", "The same as GROUP_RANK, which wins where both are set."),
     Variable("MASTER_ADDR", _LAUNCHERS, "Host of rank 0, or host:port. Rank 0 itself may leave it out."),
     Variable("MASTER_PORT", _LAUNCHERS, "Port that rank 0 listens on. Workers need it if MASTER_ADDR has none."),
+    Variable("TORCHELASTIC_USE_AGENT_STORE", "torchrun", "True: the agent serves a store at MASTER_ADDR:MASTER_PORT."),
+    Variable("TORCHELASTIC_RUN_ID", "torchrun", "Name of the job on the agent's store."),
+    Variable("TORCHELASTIC_RESTART_COUNT", "torchrun", "How often the agent has started the ranks again."),
     Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR."),
     Variable("ALLRANKS_SECRET", "allranks run, or by hand", "Secret of the job, at least 16 characters."),
     Variable("ALLRANKS_SECRET_FILE", "by hand", "File that holds the secret (mode 0600)."),
@@ -65,6 +68,7 @@ class JobEnv:
         local_rank: number of this process on its host, if the launcher said so.
         local_world_size: number of processes on this host, if the launcher said so.
         node_rank: number of this host, if the launcher said so.
+        agent: where torchrun's agent serves a store at ``master``: what this job's keys there begin with. Else "".
     """
 
     rank: int
@@ -74,6 +78,7 @@ class JobEnv:
     local_rank: int | None = None
     local_world_size: int | None = None
     node_rank: int | None = None
+    agent: str = ""
 
 
 def read_env(
@@ -100,15 +105,17 @@ def read_env(
         return JobEnv(0, 1)
     rank, world_size = _read_rank(rank, world_size, env)
     store = env.get("ALLRANKS_STORE", "") if by_env else ""
+    master = _read_master(rank, world_size, env) if by_env and world_size > 1 and not store else None
     node_rank = read_int(env, "GROUP_RANK", 0)
     return JobEnv(
         rank,
         world_size,
-        master=_read_master(rank, world_size, env) if by_env and world_size > 1 and not store else None,
+        master=master,
         store=store,
         local_rank=read_int(env, "LOCAL_RANK", 0),
         local_world_size=read_int(env, "LOCAL_WORLD_SIZE", 1),
         node_rank=read_int(env, "NODE_RANK", 0) if node_rank is None else node_rank,
+        agent=_read_agent(env) if master else "",
     )
 
 
@@ -173,14 +180,26 @@ def _read_master(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[st
     if rank and not host:
         missing = ["MASTER_ADDR"] if addr_port or env.get("MASTER_PORT") else ["MASTER_ADDR", "MASTER_PORT"]
         raise _missing(missing, where, world_size)
-    # As in THD: what rank 0 listens on is MASTER_PORT; where the others find it is MASTER_ADDR.
-    if rank and addr_port is not None:
-        return host, addr_port
+    # As in THD, rank 0 would listen on MASTER_PORT and the others dial MASTER_ADDR's: they could never meet.
     port = read_int(env, "MASTER_PORT", 1, 65535)
+    if None not in (port, addr_port) and port != addr_port:
+        raise ConfigError(
+            f"MASTER_ADDR={address!r} and MASTER_PORT={port} name two ports ({where}). Expected one and the same,"
+            f" for example MASTER_ADDR={f'[{host}]' if ':' in host else host or 'node0'} MASTER_PORT={port}.\n"
+            "  Where the others reach rank 0 through another port than it listens on: give rank 0 only MASTER_PORT,"
+            " and the others only MASTER_ADDR=host:port."
+        )
     port = addr_port if port is None else port
     if port is None:
         raise _missing(["MASTER_PORT"], where, world_size)
     return host, port
+
+
+def _read_agent(env: Mapping[str, str]) -> str:
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the word that torchrun writes
+        return ""
+    run, restart = env.get("TORCHELASTIC_RUN_ID", "none"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"allranks/{run}/{restart}/"
 
 
 def _missing(names: list[str], known: str, world_size: int | None) -> ConfigError:

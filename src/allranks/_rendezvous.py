@@ -1,8 +1,8 @@
 """How the ranks of a job find each other: from ``init_method`` to a store that all of them share.
 
-Every way of meeting comes down to one store, either a launcher's or a user's, which outlives the meeting, or
-one that rank 0 serves for this meeting only (TCP, or a unix socket whose address stands in a file). On it the
-ranks register, and each gets the same verdict: everyone is here, or who is missing, twice, or of another
+Every way of meeting comes down to one store, either a launcher's (torchrun's too) or a user's, which outlives the
+meeting, or one that rank 0 serves for this meeting only (TCP, or a unix socket whose address stands in a file).
+On it the ranks register, and each gets the same verdict: everyone is here, or who is missing, twice, or of another
 opinion. What is done with the store afterwards (channels, groups) is the business of ``_world``; how it is
 guarded and what travels, of ``_store``.
 
@@ -13,9 +13,11 @@ that it has joined there before has met the last one, on its way out, and tries 
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -44,6 +46,7 @@ __all__ = ["Meeting", "Member", "join"]
 _SCHEMES = "env://, tcp://HOST:PORT, file:///PATH"
 _LINGER_S = 3.0  # how long rank 0, when it leaves, keeps the store for those who have not left yet
 _GRACE_S = 0.5  # to say at the end who is missing
+_NOTICE_S = 5.0  # a rank that waits longer says so, once: the timeout may be half an hour away
 _PROCESS = uuid.uuid4().hex  # with the pid, unlike the pid alone: no two processes share it, in any container
 
 
@@ -71,6 +74,7 @@ class Member(msgspec.Struct, frozen=True):
 class _Verdict(msgspec.Struct, frozen=True):
     error: str
     members: tuple[Member, ...] = ()
+    missing: tuple[int, ...] = ()
 
 
 class _Spot(msgspec.Struct, frozen=True):
@@ -166,10 +170,13 @@ def join(
             secret = b"" if env.store.startswith("unix:") else load_secret(environ)
             attempt.use_launcher(env.store, secret)
         elif url.scheme == "file":
-            attempt.meet_in_file(_file_path(url))
+            attempt.meet_in_file(_file_path(url, init_method))
         else:
-            host, port = env.master or _tcp_target(url, me)
-            attempt.meet_on_port(host, port, load_secret(environ))
+            host, port = env.master or _tcp_target(url, init_method, me)
+            if env.agent:
+                attempt.use_agent(host, port, env.agent)
+            else:
+                attempt.meet_on_port(host, port, load_secret(environ))
         members = attempt.register()
     except BaseException as error:
         attempt.leave(_GRACE_S if isinstance(error, JoinError) else 0.0)
@@ -201,6 +208,8 @@ class _Attempt:
         self.me = me
         self.deadline = deadline
         self.timeout_s = timeout_s
+        self._began = deadline - timeout_s
+        self._noticed = False
         self.client: StoreClient | None = None
         self.server: StoreServer | None = None
         self.where = ""
@@ -224,9 +233,34 @@ class _Attempt:
 
     def use_launcher(self, address: str, secret: bytes) -> None:
         """Connects to the launcher's store."""
-        self.client = StoreClient.connect(address, secret, self.timeout_s)
+        self.where = f"the launcher's store at {address}"
+        self.client = StoreClient.connect(address, secret, self.timeout_s, on_failure=self._notice_failure)
         self.client.deadline = self.deadline + _GRACE_S
-        self.use(self.client, f"the launcher's store at {address}")
+        self.use(self.client, self.where)
+
+    def use_agent(self, host: str, port: int, prefix: str) -> None:
+        """Connects to the store of torchrun's agent, which holds MASTER_PORT."""
+        self.where = f"the store of torchrun's agent at {host}:{port}"
+        store = None
+        while store is None:
+            try:
+                # torch's client tries for long, and fills stderr meanwhile: it comes when the agent is there.
+                socket.create_connection((host, port), min(max(self._left(), 0.01), 3.0)).close()
+                # By name, as a plain import would bring torch to the launcher.
+                connect = importlib.import_module("allranks._engines.torchrun").connect
+                store = connect(host, port, max(self._left(), 1.0), self.timeout_s)
+            except (OSError, RuntimeError, UnicodeError) as error:
+                trouble = reason(error).partition("\n")[0]
+                if self._left() <= 0:
+                    raise JoinError(
+                        f"{self.me}: {self.where} did not answer for {self.timeout_s:.1f} s (last: {trouble}).\n"
+                        "  Is torchrun still running there, and can this host reach it?"
+                        "    Longer: init_process_group(timeout=...)"
+                    ) from error
+                self._notice_failure(trouble)
+                time.sleep(min(0.1, max(self._left(), 0.0)))
+        # Its keys outlive the ranks: those that the agent starts again must not meet the ones that failed.
+        self.use(PrefixStore(prefix, ForeignStore(store)), self.where)
 
     def meet_on_port(self, host: str, port: int, secret: bytes) -> None:
         """Serves on a TCP port as rank 0, or finds rank 0 there."""
@@ -280,6 +314,7 @@ class _Attempt:
                     "  Is rank 0 running, with the same address, and can this host reach it?"
                     "    Longer: init_process_group(timeout=...)"
                 )
+            self._notice_failure(trouble)
             time.sleep(min(pause_s, max(self._left(), 0.0)))
             pause_s = min(pause_s * 1.5, 0.1)
 
@@ -316,14 +351,24 @@ class _Attempt:
         if board.add("joined", 1) == me.world_size:
             self._settle(board, self._roll_call(board))
         try:
-            verdict = board.get("verdict", self._left())
+            verdict = self._await_verdict(board)
         except TimeoutError:
             self._settle(board, self._roll_call(board))
             verdict = board.get("verdict", _GRACE_S)
         outcome = msgspec.msgpack.decode(verdict, type=_Verdict)
         if outcome.error:
-            raise JoinError(outcome.error)
+            listened = self.server.whereabouts() if self.server is not None and outcome.missing else ""
+            raise JoinError(outcome.error + (f"\n  Rank 0 listened {listened}." if listened else ""))
         return outcome.members
+
+    def _await_verdict(self, board: Store) -> bytes:
+        calm_s = self._began + _NOTICE_S - time.monotonic()
+        if calm_s < self._left():
+            try:
+                return board.get("verdict", max(calm_s, 0.0))
+            except TimeoutError:
+                self._notice_missing(board)
+        return board.get("verdict", self._left())
 
     def _settle(self, board: Store, verdict: _Verdict) -> None:
         # The first verdict counts, so that no rank goes on where another one has given up.
@@ -343,7 +388,34 @@ class _Attempt:
             *(self.server.refusals.values() if self.server is not None else ()),
             "Look at the output of those that are missing.    Longer: init_process_group(timeout=...)",
         ]
-        return _Verdict("\n  ".join(lines))
+        return _Verdict("\n  ".join(lines), missing=tuple(missing))
+
+    # What a rank that waits long says.
+
+    def _notice_missing(self, board: Store) -> None:
+        # One rank speaks for all that wait: rank 0, or the first that is here. Only it reads the list.
+        if self.me.rank and board.check(["member/0"]):
+            return
+        found = board.peek([f"member/{rank}" for rank in range(self.me.world_size)])
+        missing = [rank for rank, value in enumerate(found) if value is None]
+        if missing and not any(found[: self.me.rank]):
+            listens = self.server.whereabouts() if self.server is not None else ""
+            self._notice(f"for {rank_list(missing)} " + (f"(it listens {listens})" if listens else f"on {self.where}"))
+
+    def _notice_failure(self, trouble: str) -> None:
+        if not self._noticed and time.monotonic() - self._began >= _NOTICE_S:
+            self._noticed = True
+            self._notice(f"for {self.where}; last: {trouble}")
+
+    def _notice(self, facts: str) -> None:
+        waited_s = time.monotonic() - self._began
+        line = (
+            f"allranks: rank {self.me.rank} has waited {waited_s:.0f} s {facts};"
+            f" it gives up after {self.timeout_s:.0f} s, see init_process_group(timeout=...)\n"
+        )
+        if sys.stderr is not None:
+            sys.stderr.write(line)  # in one piece, as other ranks write there, too
+            sys.stderr.flush()
 
     def _duplicate(self, board: Store) -> JoinError:
         try:
@@ -407,16 +479,16 @@ def _read_spot(path: Path, me: Member) -> tuple[str, bytes]:
     return spot.address, spot.token.encode()
 
 
-def _file_path(url: SplitResult) -> Path:
+def _file_path(url: SplitResult, init_method: str | None) -> Path:
     if url.netloc not in ("", "localhost") or not url.path.startswith("/"):
-        raise ConfigError(f"init_method={url.geturl()!r} has no absolute path. Expected file:///folder/name.")
+        raise ConfigError(f"init_method={init_method!r} has no absolute path. Expected file:///folder/name.")
     return Path(url.path)
 
 
-def _tcp_target(url: SplitResult, me: Member) -> tuple[str, int]:
+def _tcp_target(url: SplitResult, init_method: str | None, me: Member) -> tuple[str, int]:
     host, port = split_host_port(url.netloc, "init_method")
     if port is None or (not host and me.rank):
-        raise ConfigError(f"init_method={url.geturl()!r} is incomplete. Expected tcp://HOST:PORT.")
+        raise ConfigError(f"init_method={init_method!r} is incomplete. Expected tcp://HOST:PORT.")
     return host, port
 
 

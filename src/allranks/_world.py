@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from datetime import timedelta
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from allranks import _engines, _rendezvous
@@ -71,7 +72,7 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
     if isinstance(given, ProcessGroup):
         return given
     if given == GroupMember.NON_GROUP_MEMBER:
-        raise UsageError("this rank is not a member of the group")
+        raise UsageError("Invalid process group specified: this rank is not a member of it")
     raise UsageError(f"group must be a ProcessGroup or None, not {type(given).__name__}")
 
 
@@ -126,14 +127,24 @@ def init_process_group(
     global _world
     if _world is not None:
         raise UsageError("the default process group exists already: call destroy_process_group() first")
+    for argument, given in (("backend", backend), ("init_method", init_method)):
+        if not isinstance(given, str | None):
+            raise UsageError(f"{argument} must be a string or None, not {given!r}")
+    for argument, number in (("world_size", world_size), ("rank", rank)):
+        if not isinstance(number, Integral):
+            raise UsageError(f"{argument} must be a whole number, not {number!r}")
+    if not isinstance(timeout, timedelta | Real | None):
+        raise UsageError(f"timeout must be a timedelta, a number of seconds or None, not {timeout!r}")
     engine_name = _engines.check_backend(backend)
     timeout_s = DEFAULT_TIMEOUT_S if timeout is None else seconds_of(timeout)
-    if timeout_s <= 0:
+    if not timeout_s > 0:  # also nan
         raise UsageError(f"timeout must be positive, not {timeout!r}")
     if store is not None and init_method is not None:
         raise UsageError("give either store or init_method, not both")
     name = group_name or "world"
-    meeting = _rendezvous.join(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s, store=store)
+    meeting = _rendezvous.join(
+        init_method, rank=int(rank), world_size=int(world_size), timeout_s=timeout_s, store=store
+    )
     try:
 
         def exchange(record: bytes) -> list[bytes]:
@@ -146,7 +157,7 @@ def init_process_group(
     _world = ProcessGroup(engine, name, meeting.rank, meeting.members, timeout_s)
 
 
-def destroy_process_group(group: ProcessGroup | None = None) -> None:
+def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     """Leaves the group (None: the world). Always returns.
 
     Other ranks that later need this one get a PeerLostError. Calls of this rank that are still
@@ -156,6 +167,8 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
         NotInitializedError: there is no such group.
     """
     global _world
+    if group == GroupMember.NON_GROUP_MEMBER:
+        return
     leaving = resolve_group(group)
     if leaving is _world:
         _close_all()

@@ -27,10 +27,27 @@ def test_thd_form() -> None:
     worker = {"WORLD_SIZE": "3", "RANK": "1", "MASTER_ADDR": "node0:29500"}
     assert read_env(environ=master).master == ("", 29500)
     assert read_env(environ=worker).master == ("node0", 29500)
-    # Workers ignore MASTER_PORT, the master ignores MASTER_ADDR's.
-    assert read_env(environ=worker | {"MASTER_PORT": "1"}).master == ("node0", 29500)
-    assert read_env(environ=master | {"MASTER_ADDR": "node0:1"}).master == ("node0", 29500)
+    assert read_env(environ=worker | {"MASTER_PORT": "29500"}).master == ("node0", 29500)
     assert read_env(environ=worker | {"RANK": "0"}).master == ("node0", 29500)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_two_ports_are_one_too_many(rank: str) -> None:
+    """By THD's rules rank 0 would listen on one of them, and the others would dial the other one."""
+    with pytest.raises(ConfigError) as caught:
+        read_env(environ=FULL | {"RANK": rank, "MASTER_ADDR": "127.0.0.1:29591", "MASTER_PORT": "29592"})
+    assert str(caught.value).startswith(
+        f"MASTER_ADDR='127.0.0.1:29591' and MASTER_PORT=29592 name two ports (rank {rank} of 4). Expected one and"
+        " the same, for example MASTER_ADDR=127.0.0.1 MASTER_PORT=29592."
+    )
+
+
+def test_torchruns_agent() -> None:
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
+    assert read_env(environ=FULL | agent).agent == "allranks/job/2/"
+    assert read_env(environ=FULL | agent | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent == ""
+    assert read_env(environ=FULL | agent | {"ALLRANKS_STORE": "unix:@x"}).agent == ""
+    assert read_env(environ=FULL | agent, by_env=False).agent == ""
 
 
 @pytest.mark.parametrize(

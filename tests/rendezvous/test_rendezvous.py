@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 from allranks import _rendezvous
 from allranks._errors import ConfigError, JoinError, UsageError
 from allranks._rendezvous import Meeting, join
-from allranks._store import MemoryStore, PrefixStore, StoreClient, StoreServer
+from allranks._store import MemoryStore, PrefixStore, StoreClient, StoreServer, address
 
 SECRET = "0123456789abcdef"
 SRC = str(Path(_rendezvous.__file__).parents[1])
@@ -248,6 +249,7 @@ def test_local_rank_is_the_launchers_where_it_says_so(launcher: dict[str, str]) 
         ("localhost:1", {}, "is not known"),
         ("tcp://[::1", {}, "is not a URL"),
         ("tcp://localhost", {"rank": 1, "world_size": 2}, "is incomplete. Expected tcp://HOST:PORT."),
+        ("tcp://", {"rank": 1, "world_size": 2}, "init_method='tcp://' is incomplete."),
         ("tcp://:29500", {"rank": 1, "world_size": 2}, "is incomplete"),
         ("tcp://localhost:99999", {"rank": 1, "world_size": 2}, "99999 is out of range"),
         ("tcp://localhost:29500", {}, "RANK and WORLD_SIZE are not set"),
@@ -424,7 +426,7 @@ def test_a_taken_port(port: int) -> None:
     assert [answer["error"] for answer in told] == ["ConfigError"] * 2
     assert f"Cannot listen on port {port}" in told[0]["text"]
     assert f"held by pid {os.getpid()} (" in told[0]["text"]
-    assert "not an allranks store" in told[1]["text"]
+    assert "it is not an allranks store (it looks like HTTP: 'HTTP/1.1 400 Bad Request')" in told[1]["text"]
     assert max(answer["took"] for answer in told) < 5.0
 
 
@@ -475,3 +477,95 @@ def test_a_failed_meeting_can_be_held_again(launcher: dict[str, str]) -> None:
             client.get("allranks/2/join/member/0", 10.0)
         for rank in [*early, pool.submit(take_part, 2)]:
             assert rank.result(10.0) == ["1 of 3 ranks did not join in 0.2 s: missing rank 2", "met"]
+
+
+# --- what a rank says while it waits --------------------------------------------------------------------------
+
+
+def test_who_waits_long_says_so_once(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_rendezvous, "_NOTICE_S", 0.3)
+    end = "; it gives up after 1 s, see init_process_group(timeout=...)"
+    for url, last in (
+        (f"tcp://no.such.host.invalid:{port}", r"tcp:no.such.host.invalid:\d+\); last: .*name"),
+        (f"tcp://localhost:{port}", rf"tcp:localhost:{port}\); last: connection refused"),
+        (f"file://{tmp_path}/meet", rf"named in {tmp_path}/meet\); last: the file is not there"),
+    ):
+        failures(url, (1, 2, 0.8), environ={"ALLRANKS_SECRET": SECRET})
+        [line] = capsys.readouterr().err.splitlines()
+        assert re.match(rf"allranks: rank 1 has waited \d s for rank 0 \(the server .*{last}", line), line
+        assert line.endswith(end)
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    [told] = failures(None, (1, 2, 0.8), environ=agent)
+    agents = f"the store of torchrun's agent at 127.0.0.1:{port}"
+    assert f"{agents} did not answer for 0.8 s (last: connection refused)" in told
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == f"allranks: rank 1 has waited 0 s for {agents}; last: connection refused{end}"
+    failures(None, (1, 2, 0.8), environ={"ALLRANKS_STORE": "unix:@allranks-nobody"})
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("for the launcher's store at unix:@allranks-nobody; last: connection refused" + end)
+
+
+def test_one_rank_speaks_for_all_that_wait_for_the_same_ranks(
+    port: int, launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_rendezvous, "_NOTICE_S", 0.3)
+    failures(f"tcp://127.0.0.1:{port}", *((i, 5, 0.8) for i in range(3)), environ={"ALLRANKS_SECRET": SECRET})
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("allranks: rank 0 has waited 0 s for ranks 3-4 (it listens on port ")
+    failures(None, *((i, 5, 0.8) for i in (4, 2, 1)), environ=launcher)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("allranks: rank 1 has waited 0 s for ranks 0, 3 on the launcher's store at unix:@")
+
+
+def test_who_is_in_time_says_nothing(
+    launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the others come just after somebody spoke."""
+    with ThreadPoolExecutor(2) as pool:
+
+        def take_part(rank: int) -> None:
+            join(None, rank=rank, world_size=2, timeout_s=20.0, environ=launcher).close()
+
+        list(pool.map(take_part, range(2)))
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(_rendezvous, "_NOTICE_S", 0.2)
+        first = pool.submit(take_part, 0)
+        time.sleep(0.6)
+        take_part(1)
+        first.result(5.0)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("allranks: rank 0 has waited 0 s for rank 1 on the launcher's store")
+
+
+@pytest.mark.parametrize(
+    ("host", "where"),
+    [
+        ("127.0.0.1", "on port {port} of 127.0.0.1, which only this host reaches."),
+        ("", "on port {port} of all interfaces."),
+        ("192.0.2.1", "on port {port} of all interfaces; '192.0.2.1' is not an address of this host ("),
+        ("no.such.host.invalid", "on port {port} of all interfaces; 'no.such.host.invalid' does not resolve"),
+    ],
+)
+def test_rank_0_says_where_it_listened(port: int, host: str, where: str) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": str(port), "ALLRANKS_SECRET": SECRET}
+    with pytest.raises(JoinError) as caught:
+        join(None, timeout_s=0.2, environ=environ)
+    assert "missing rank 1." in str(caught.value)
+    assert f"\n  Rank 0 listened {where.format(port=port)}" in str(caught.value)
+    for thread in threading.enumerate():  # a name service that does not answer is not waited for
+        if thread.name == "allranks-resolve":
+            thread.join()
+
+
+def test_a_name_service_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(address, "_look", lambda host: str(answer.wait(20.0)))
+    began = time.monotonic()
+    assert address.trouble_with("node0", 0.2) == "does not resolve in 0.2 s"
+    assert time.monotonic() - began < 2.0
+    answer.set()
+    for thread in threading.enumerate():
+        if thread.name == "allranks-resolve":
+            thread.join()

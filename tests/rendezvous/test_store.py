@@ -103,6 +103,24 @@ def test_junk_is_a_wire_error_or_a_short_frame(junk: bytes) -> None:
             assert len(frame) <= 256
 
 
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\nServer: x", "it looks like HTTP: 'HTTP/1.1 400 Bad Request'"),
+        (b"<!DOCTYPE HTML>\n<html>", "it looks like HTTP: '<!DOCTYPE HTML>'"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "it speaks text: 'SSH-2.0-OpenSSH_9.2'"),
+        (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes is announced, the limit is 256"),
+        (b"\n\n\n\n", "a frame of 168430090 bytes is announced, the limit is 256"),
+    ],
+)
+def test_another_protocol_is_told_apart(said: bytes, text: str) -> None:
+    decoder = FrameDecoder(256)
+    decoder.feed(said)
+    with pytest.raises(WireError) as caught:
+        decoder.next()
+    assert str(caught.value) == text
+
+
 @quick
 @given(st.lists(st.binary(max_size=256), min_size=1, max_size=3))
 def test_no_junk_passes_the_handshake(frames: list[bytes]) -> None:

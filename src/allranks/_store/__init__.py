@@ -11,6 +11,7 @@ The map, from pure to worldly, so that each layer can be tested alone:
 - ``table``   ``KeyTable``: the values, and who waits for which; time comes in as an argument
 - ``stores``  ``Store`` and the kinds without a connection: ``MemoryStore``, ``PrefixStore``, ``ForeignStore``
 - ``client``  ``StoreClient``: the kind that asks a server
+- ``address`` whether a host name means this host
 - ``server``  ``StoreServer``: one thread, one selector, any number of clients
 - ``secret``  ``load_secret``: what both sides of a TCP connection must know
 

@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -101,7 +102,15 @@ class StoreClient(AskingStore):
         self._closed = False
 
     @classmethod
-    def connect(cls, address: str, secret: bytes = b"", timeout_s: float = 300.0, *, retry: bool = True) -> StoreClient:
+    def connect(
+        cls,
+        address: str,
+        secret: bytes = b"",
+        timeout_s: float = 300.0,
+        *,
+        retry: bool = True,
+        on_failure: Callable[[str], None] | None = None,
+    ) -> StoreClient:
         """Connects; tries again while nobody listens there yet.
 
         Args:
@@ -109,13 +118,14 @@ class StoreClient(AskingStore):
             secret: what the server was given; may be empty for a unix socket.
             timeout_s: how long to try, and the longest time any single request may take.
             retry: whether to try again.
+            on_failure: told after each attempt that failed, before the next one, what the system said.
 
         Raises:
             JoinError: nobody answered in time.
             ConfigError: what answers is no allranks store, has another version or (SecretError) another secret.
         """
         client = cls(address, secret, timeout_s)
-        client._idle.append(client._dial(time.monotonic() + timeout_s, retry))
+        client._idle.append(client._dial(time.monotonic() + timeout_s, retry, on_failure))
         return client
 
     def __str__(self) -> str:
@@ -182,7 +192,7 @@ class StoreClient(AskingStore):
             line.sock.close()
         raise StoreLostError(f"{self}: this client was closed.")
 
-    def _dial(self, deadline: float, retry: bool = True) -> _Line:
+    def _dial(self, deadline: float, retry: bool = True, on_failure: Callable[[str], None] | None = None) -> _Line:
         began, pause_s = time.monotonic(), 0.01
         while True:
             try:
@@ -195,6 +205,8 @@ class StoreClient(AskingStore):
                         "  Is its process (rank 0, or the launcher) running, and can this host reach it?"
                         "    Longer: init_process_group(timeout=...)"
                     ) from error
+                if on_failure is not None:
+                    on_failure(reason(error))
             time.sleep(min(pause_s, left_s))
             pause_s = min(pause_s * 1.5, 0.2)
 

@@ -21,6 +21,7 @@ from types import TracebackType
 import msgspec
 
 from allranks._errors import ConfigError, SecretError, UsageError
+from allranks._store.address import trouble_with
 from allranks._store.client import credentials, reason
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
@@ -64,11 +65,13 @@ class StoreServer:
 
     Attributes:
         address: what clients connect to.
+        host: the name or address that a TCP server was given.
         refusals: one line for each host that came with another secret or version.
     """
 
-    def __init__(self, listener: socket.socket, address: str, secret: bytes) -> None:
+    def __init__(self, listener: socket.socket, address: str, secret: bytes, host: str = "") -> None:
         self.address = address
+        self.host = host
         self.refusals: dict[str, str] = {}
         self._secret = secret
         self._listener = listener
@@ -118,7 +121,7 @@ class StoreServer:
             ) from None
         port = listener.getsockname()[1]
         shown = loopback or host or socket.gethostname()
-        return cls(listener, f"tcp:[{shown}]:{port}" if ":" in shown else f"tcp:{shown}:{port}", secret)
+        return cls(listener, f"tcp:[{shown}]:{port}" if ":" in shown else f"tcp:{shown}:{port}", secret, host)
 
     @property
     def here(self) -> str:
@@ -126,6 +129,19 @@ class StoreServer:
         if self._listener.family == socket.AF_UNIX or self.address.startswith(("tcp:127.", "tcp:[::1]")):
             return self.address
         return f"tcp:127.0.0.1:{self.address.rpartition(':')[2]}"
+
+    def whereabouts(self) -> str:
+        """Where a TCP server listens, and what is wrong with the name that its clients may dial; "" on a unix socket.
+
+        Takes a second at most, where the name service does not answer.
+        """
+        if self._listener.family == socket.AF_UNIX:
+            return ""
+        host, port = self._listener.getsockname()[:2]
+        if host not in ("0.0.0.0", "::"):
+            return f"on port {port} of {host}, which only this host reaches"
+        trouble = trouble_with(self.host) if self.host else ""
+        return f"on port {port} of all interfaces" + (f"; {self.host!r} {trouble}" if trouble else "")
 
     def start(self) -> StoreServer:
         """Starts the thread that serves."""

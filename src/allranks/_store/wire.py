@@ -105,12 +105,20 @@ class FrameDecoder:
             return None
         (length,) = struct.unpack_from(">I", self._buffer)
         if length > self.limit:
-            raise WireError(f"a frame of {length} bytes is announced, the limit is {self.limit}")
+            raise WireError(_what_says(bytes(self._buffer[:80]), length, self.limit))
         if len(self._buffer) < 4 + length:
             return None
         frame = bytes(self._buffer[4 : 4 + length])
         del self._buffer[: 4 + length]
         return frame
+
+
+def _what_says(head: bytes, length: int, limit: int) -> str:
+    # A length beyond every limit is mostly the first four letters of another protocol.
+    if not all(0x20 <= byte < 0x7F for byte in head[:4]):
+        return f"a frame of {length} bytes is announced, the limit is {limit}"
+    line = head.splitlines()[0].decode("ascii", "replace")
+    return f"{'it looks like HTTP' if line.startswith(('HTTP', '<')) else 'it speaks text'}: {line!r}"
 
 
 def _proof(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:

@@ -1,0 +1,84 @@
+"""Ranks that torchrun started meet on its agent's store, as the agent itself holds MASTER_PORT."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+SUM = """
+    import os
+    import sys
+
+    import torch
+
+    import allranks as dist
+
+    dist.init_process_group(timeout=60)
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    os.write(1, f"attempt {attempt}: {total.item():.0f}\\n".encode())
+"""
+
+
+def torchrun(tmp_path: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script on two ranks under the real torchrun."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    mine = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE")
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options, str(path)],
+        env={name: value for name, value in os.environ.items() if name not in mine} | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("options", [["--standalone"], []])
+def test_two_ranks(tmp_path: Path, options: list[str]) -> None:
+    done = torchrun(tmp_path, SUM, *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["attempt 0: 3"] * 2
+
+
+def test_ranks_that_are_started_again_do_not_meet_the_failed_ones(tmp_path: Path) -> None:
+    """The keys of the first attempt, a complete meeting among them, are still on the store."""
+    fail_once = SUM + '    sys.exit(3 if attempt == "0" and dist.get_rank() == 1 else 0)\n'
+    done = torchrun(tmp_path, fail_once, "--standalone", "--max-restarts=1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["attempt 0: 3"] * 2 + ["attempt 1: 3"] * 2
+
+
+def test_joining_again_in_the_same_processes(tmp_path: Path) -> None:
+    again = """
+    dist.destroy_process_group()
+    dist.init_process_group(timeout=60)
+    dist.barrier()
+    os.write(1, b"again\\n")
+    """
+    done = torchrun(tmp_path, SUM + again, "--standalone")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["again"] * 2 + ["attempt 0: 3"] * 2
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    late = """
+        import os
+        import time
+
+        import allranks as dist
+
+        if os.environ["RANK"] == "1":
+            time.sleep(60)
+        dist.init_process_group(timeout=1)
+    """
+    done = torchrun(tmp_path, late, "--standalone")
+    assert done.returncode == 1
+    assert "1 of 2 ranks did not join in 1.0 s: missing rank 1." in done.stderr

@@ -1,0 +1,29 @@
+"""Wrong arguments of ``init_process_group`` are told before anything is opened or waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import allranks
+from allranks import UsageError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"timeout": "3"}, "timeout must be a timedelta, a number of seconds or None, not '3'"),
+        ({"timeout": float("nan")}, "timeout must be positive, not nan"),
+        ({"timeout": 0}, "timeout must be positive, not 0"),
+        ({"backend": 5}, "backend must be a string or None, not 5"),
+        ({"init_method": 5}, "init_method must be a string or None, not 5"),
+        ({"rank": "0"}, "rank must be a whole number, not '0'"),
+        ({"world_size": 2.0}, "world_size must be a whole number, not 2.0"),
+    ],
+)
+def test_arguments_of_a_wrong_type(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        allranks.init_process_group(**arguments)
+    assert str(caught.value) == text
+    assert not allranks.is_initialized()
