@@ -6,6 +6,8 @@ Each subcommand is imported only when it is asked for, so that none pays for ano
 from __future__ import annotations
 
 import importlib
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -41,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     known = ", ".join(_COMMANDS)
     wrong = f"there is no command {name!r}" if name else "a command is missing"
-    print(f"allranks: error: {wrong}; there are {known} (see allranks --help)", file=sys.stderr)
+    hint = f"there are {known} (see allranks --help)"
+    if name.endswith(".py") or os.path.isfile(name) or name in ("-n", "-np", "-m", "--"):
+        hint = f"did you mean: allranks run {shlex.join(words)}"
+    print(f"allranks: error: {wrong}; {hint}", file=sys.stderr)
     return 2
 
 

@@ -13,10 +13,14 @@ Source: torch/multiprocessing/spawn.py
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
+import multiprocessing.util
 import os
+import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from allranks._store import StoreServer
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
 
 __all__ = ["spawn", "start_processes"]
+
+_PR_SET_PDEATHSIG = 1
 
 
 def spawn(
@@ -82,11 +88,14 @@ def start_processes(
             finally:
                 if done:
                     server.close()
+                    if not any(process.is_alive() for process in self.processes):
+                        clean()
             return done
 
     server = StoreServer.unix()
     try:
-        start = _Start(fn, _environ(nprocs, server.address))
+        parent = os.getpid() if start_method in ("spawn", "fork") else None
+        start = _Start(fn, _environ(nprocs, server.address), parent)
         started = torch_start(  # type: ignore[no-untyped-call]
             start, args, nprocs, join=False, daemon=daemon, start_method=start_method
         )
@@ -94,6 +103,8 @@ def start_processes(
     except BaseException:
         server.close()
         raise
+    # Processes that outlive an interrupted join may still write theirs; multiprocessing joins them at exit.
+    clean = multiprocessing.util.Finalize(None, _unlink, (started.error_files,), exitpriority=-1)
     context = Context(started.processes, started.error_files)  # type: ignore[no-untyped-call]
     if not join:
         return context
@@ -105,15 +116,26 @@ def start_processes(
 class _Start:
     """What a new process calls: says in the environment who it is, then calls the user's function."""
 
-    def __init__(self, fn: Callable[..., object], environ: dict[str, str]) -> None:
+    def __init__(self, fn: Callable[..., object], environ: dict[str, str], parent: int | None) -> None:
         self._fn = fn
         self._environ = environ
+        self._parent = parent  # None: a fork server, which ends with whom it serves
 
     def __call__(self, number: int, *args: Any) -> None:
+        # torch asks for SIGINT, which nohup, cron and a shell's background jobs ignore.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if self._parent not in (None, os.getppid()):  # it died before the line above
+            os._exit(1)
         os.environ.update(self._environ)
         os.environ["LOCAL_RANK"] = str(number)
         os.environ.setdefault("RANK", str(number))
         self._fn(number, *args)
+
+
+def _unlink(files: Sequence[str]) -> None:
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(file)
 
 
 def _environ(nprocs: int, store: str) -> dict[str, str]:

@@ -88,6 +88,19 @@ def test_the_last_words_show_output_that_was_hidden() -> None:
     assert describe_failure(failure, [failure], [b"\xff"], quiet=False).endswith(b"code 3\n\xff")
 
 
+def test_the_last_words_explain_a_kill_that_nobody_sent() -> None:
+    failure = Failure(0, 1, -signal.SIGKILL, 0.0)
+    said = b"allranks run: rank 0 (pid 1) was killed by SIGKILL (often the kernel, out of memory)"
+    assert describe_failure(failure, [failure], [], quiet=False) == said
+    assert b"memory" not in describe_failure(Failure(0, 1, -signal.SIGTERM, 0.0), [], [], quiet=False)
+
+
+def test_the_last_words_name_who_left_before_an_echo() -> None:
+    said = b"allranks run: ranks 1-2 had already exited with code 0"
+    assert describe_failure(raised(0, 1.0, echo=True), [], [], quiet=True, left=[1, 2]).splitlines()[-1] == said
+    assert said not in describe_failure(raised(0, 1.0), [], [], quiet=False, left=[1, 2])
+
+
 def test_an_interrupt_says_where_each_rank_was() -> None:
     reports = [Report(130, where="train.py:7 in step", interrupted=True)] * 2 + [Report(1, text="Traceback\nOops\n")]
     failures = [Failure(rank, rank, report.code, 0.0, report) for rank, report in enumerate(reports)]

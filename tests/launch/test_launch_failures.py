@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -44,7 +46,9 @@ def test_killed_rank_is_named(launcher: Launcher) -> None:
     code, err, _, _ = failing(launcher, body, "-n", "2", "--start", "spawn")
     assert code == 137
     assert len(err) == 1
-    assert re.fullmatch(r"allranks run: rank 1 \(pid \d+\) was killed by SIGKILL", err[0])
+    assert re.fullmatch(
+        r"allranks run: rank 1 \(pid \d+\) was killed by SIGKILL \(often the kernel, out of memory\)", err[0]
+    )
 
 
 def test_rank_that_ends_well_does_not_end_the_others(launcher: Launcher) -> None:
@@ -154,3 +158,97 @@ def test_what_a_rank_left_behind_that_writes_on_does_not_keep_the_launcher(launc
     assert out.startswith("[0] y\n")
     assert seconds < 15
     assert launcher.wait_gone() == []
+
+
+@STARTS
+@pytest.mark.parametrize("how", ["os._exit(0)", "sys.exit(0)"])
+def test_echo_of_a_rank_that_left_with_code_0_fails_the_job(launcher: Launcher, start: str, how: str) -> None:
+    body = f"""
+if rank == 1: ready(); {how}
+wait_for(1); time.sleep(0.1); raise PeerLostError("rank 1 died", 1)
+"""
+    code, err, _, _ = failing(launcher, body, "-n", "2", "--start", start)
+    assert code == 1
+    assert re.fullmatch(r"allranks run: rank 0 \(pid \d+\) exited with code 1", err[0])
+    assert err[-2:] == [
+        "allranks._errors.PeerLostError: rank 1 died",
+        "allranks run: rank 1 had already exited with code 0",
+    ]
+
+
+def test_rank_that_leaves_before_a_collective_of_the_others(launcher: Launcher) -> None:
+    script = """
+        import os, torch
+        import allranks as dist
+        dist.init_process_group()
+        if dist.get_rank() == 1: os._exit(0)
+        dist.all_reduce(torch.ones(1))
+        """
+    done = launcher.script(script, "-n", "2", real_torch=True)
+    err = done.err.splitlines()
+    assert done.code == 1
+    assert "rank 0" in err[0]
+    assert 'script.py", line 6' in err[2]
+    assert "PeerLostError" in err[4]  # the package's own frames are left out
+    assert err[-1] == "allranks run: rank 1 had already exited with code 0"
+
+
+def test_frames_of_the_package_are_left_out_of_its_own_errors(launcher: Launcher) -> None:
+    body = "from allranks.launch.options import parse\ntry: parse([])\nexcept ValueError as e: raise KeyError(1) from e"
+    code, err, _, _ = failing(launcher, body, "--start", "spawn")
+    assert code == 1
+    files = [line for line in err if line.startswith("  File")]
+    assert len(files) == 2
+    assert all("script.py" in line for line in files)
+    assert any(line.startswith("allranks._errors.ConfigError: nothing to run") for line in err)
+
+
+def test_frames_of_the_package_are_shown_if_the_error_is_not_its_own(launcher: Launcher) -> None:
+    code, err, _, _ = failing(launcher, "from allranks._errors import rank_list; rank_list(None)", "--start", "spawn")
+    assert code == 1
+    assert any("_errors.py" in line for line in err)
+
+
+def test_who_left_early_is_told_while_the_others_go_on(launcher: Launcher) -> None:
+    path = launcher.write(PROLOGUE + "if rank == 0: time.sleep(1.5)")
+    for options, said in (
+        ((), "allranks run: rank 1 exited with code 0 before the others; rank 0 is still running\n"),
+        (("-q",), ""),
+    ):
+        words = ["-n", "2", "--start", "spawn", *options, str(path)]
+        code = "import sys; from allranks.launch import cli, supervise; supervise._LINGER_S = 0.3; "
+        code += f"sys.exit(cli.main({words!r}))"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=launcher.folder,
+            env=launcher.environ(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, said)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_full_disk(launcher: Launcher, both: bool) -> None:
+    path = launcher.write("import time\nprint('x')\ntime.sleep(60)")
+    with open("/dev/full", "wb") as full:
+        process = subprocess.Popen(
+            launcher.command("--start", "spawn", str(path)),
+            cwd=launcher.folder,
+            env=launcher.environ(),
+            stdout=full,
+            stderr=full if both else subprocess.PIPE,
+        )
+    launcher.started.append(process)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert both or err == b"allranks run: cannot write to stdout: No space left on device\n"
+
+
+def test_full_disk_of_the_logs(launcher: Launcher) -> None:
+    (launcher.folder / "logs").mkdir()
+    (launcher.folder / "logs" / "rank0.log").symlink_to("/dev/full")
+    code, err, out, _ = failing(launcher, "print('x')\ntime.sleep(60)", "--start", "spawn", "--logs", "logs")
+    assert (code, out) == (1, "[0] x\n")
+    assert err == ["allranks run: cannot write to --logs: No space left on device"]

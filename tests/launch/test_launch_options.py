@@ -12,7 +12,7 @@ from launcher_process import Launcher
 
 from allranks._host import usable_cpus
 from allranks.launch import environ
-from allranks.launch.options import parse
+from allranks.launch.options import Options, parse
 from allranks.launch.target import Target
 
 
@@ -35,10 +35,15 @@ def test_module_and_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["-n", "3"], ["-n3"], ["--nproc=3"], ["--nproc-per-node", "3"], ["--nproc_per_node=3"]]
+    "words", [["-n", "3"], ["-n3"], ["--nproc=3"], ["-np", "3"], ["--nproc-per-node", "3"], ["--nproc_per_node=3"]]
 )
 def test_spellings_of_nproc(words: list[str]) -> None:
     assert parse([*words, "--use-env", "--standalone", "x.py"]).nproc == 3
+
+
+def test_torchrun_s_options_for_one_host() -> None:
+    words = ["--nnodes=1", "--node_rank", "0", "--max-restarts", "0", "--nproc-per-node", "3", "x.py", "--nnodes"]
+    assert parse(words) == Options(Target("script", "x.py", ("--nnodes",)), nproc=3)
 
 
 def test_auto() -> None:
@@ -72,6 +77,12 @@ BAD = {
     "package": (["-m", "json"], "'json' is a package without a __main__ module"),
     "unknown command": (["--", "no-such-command"], "there is no command 'no-such-command'"),
     "script as command": (["--", "./plain.py"], "leave out the --"),
+    "not executable": (["--", "./tool.sh"], "./tool.sh is not executable: chmod +x ./tool.sh"),
+    "no path": (["--", "tool.sh"], "there is no command 'tool.sh'; the file in this folder is ./tool.sh"),
+    "hosts": (["--nnodes", "2", "plain.py"], "--nnodes 2 is torchrun's, and not in this version of allranks run"),
+    "rendezvous": (["--rdzv_backend=c10d", "plain.py"], "--rdzv_backend c10d is torchrun's, and not in this version"),
+    "no python": (["--no-python", "ls"], "use -- command"),
+    "log folder": (["--log-dir", "x", "plain.py"], "use --logs DIR"),
     "zero ranks": (["-n", "0", "plain.py"], "'0' is not a number of ranks"),
     "negative ranks": (["-n", "-1", "plain.py"], "'-1' is not a number of ranks"),
     "x ranks": (["-n", "x", "plain.py"], "'x' is not a number of ranks"),
@@ -90,6 +101,7 @@ BAD = {
 def test_wrong_arguments_cost_one_line_and_no_time(launcher: Launcher, case: str) -> None:
     (launcher.folder / "folder").mkdir()
     launcher.write("raise SystemExit('must not run')", "plain.py")
+    launcher.write("exit 3", "tool.sh")
     launcher.write("raise SystemExit('torch must not be imported')", "fake/torch.py")
     words, message = BAD[case]
     done = launcher.run(*words)
@@ -115,7 +127,12 @@ def allranks(*words: str, module: str = "allranks") -> subprocess.CompletedProce
 def test_the_command_itself() -> None:
     assert allranks("--version").stdout.startswith("allranks 0.")
     assert "bench" in allranks("--help").stdout
-    for words, said in (([], "a command is missing"), (["fly"], "there is no command 'fly'")):
+    for words, said in (
+        ([], "a command is missing"),
+        (["fly"], "there is no command 'fly'"),
+        (["hello.py", "a b"], "did you mean: allranks run hello.py 'a b'"),
+        (["-n", "2", "hello.py"], "did you mean: allranks run -n 2 hello.py"),
+    ):
         done = allranks(*words)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
         assert said in done.stderr

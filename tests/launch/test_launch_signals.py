@@ -165,3 +165,77 @@ def test_ignored_hangup_stays_ignored(launcher: Launcher) -> None:
     wait_for(lambda: (launcher.folder / "ready0").exists())
     process.send_signal(signal.SIGHUP)
     assert process.wait(20) == 0
+
+
+NOISY = """
+while True:
+    print("x" * 1000)
+    Path(f"ready{os.environ['RANK']}").touch()
+"""
+
+
+def quiet_for(launcher: Launcher, seconds: float) -> bool:
+    """True once no rank has written for so long: all wait for who does not read."""
+    times = [path.stat().st_mtime for path in launcher.folder.glob("ready*")]
+    return time.time() - max(times) > seconds
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_while_nobody_reads(launcher: Launcher, number: signal.Signals) -> None:
+    process = start(launcher, NOISY, "--grace", "1")
+    wait_for(lambda: quiet_for(launcher, 0.5))
+    process.send_signal(number)
+    assert process.wait(10) == 128 + number
+    assert process.stderr is not None
+    assert b"stopped by " + number.name.encode() in process.stderr.read()
+
+
+def test_failure_while_nobody_reads(launcher: Launcher) -> None:
+    body = """
+if os.environ["RANK"] == "1":
+    ready()
+    while not Path("go").exists(): time.sleep(0.01)
+    os._exit(7)
+"""
+    process = start(launcher, body + NOISY, "--grace", "1")
+    wait_for(lambda: quiet_for(launcher, 0.5))
+    (launcher.folder / "go").touch()
+    wait_for(lambda: len(launcher.alive()) <= 1, 5)  # the ranks and the guard go long before a reader comes
+    process.send_signal(signal.SIGTERM)  # too late to be the cause
+    assert process.wait(10) == 7
+    assert process.stderr is not None
+    assert b"rank 1" in process.stderr.read()
+
+
+def test_second_ctrl_c_while_nobody_reads(launcher: Launcher) -> None:
+    process = start(launcher, "signal.signal(signal.SIGINT, signal.SIG_IGN)" + NOISY, "--grace", "60")
+    wait_for(lambda: quiet_for(launcher, 0.5))
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    assert process.wait(10) == 130
+
+
+def test_ranks_wait_for_a_slow_reader_and_nothing_is_lost(launcher: Launcher) -> None:
+    process = start(launcher, "ready()\nfor n in range(40000): print(n, 'x' * 100)")
+    time.sleep(1)
+    assert process.poll() is None
+    assert len(launcher.alive()) >= 1 + 2
+    code, out, err = end(process)
+    assert (code, err) == (0, [])
+    assert out == sorted(f"[{rank}] {n} {'x' * 100}" for rank in range(2) for n in range(40000))
+
+
+def test_signal_after_the_ranks_ended_while_nobody_reads(launcher: Launcher) -> None:
+    process = start(launcher, "ready()\nfor n in range(2000): print('x' * 100)")
+    wait_for(lambda: len(launcher.alive()) <= 1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 143
+
+
+def test_ctrl_c_in_code_made_of_text(launcher: Launcher) -> None:
+    body = "exec(compile('def f():\\n ready()\\n time.sleep(60)', '<made>', 'exec'))\nf()"
+    process = start(launcher, body)
+    process.send_signal(signal.SIGINT)
+    assert end(process)[2][1] == "allranks run: ranks 0-1: at script.py:6 in <module>"

@@ -48,6 +48,9 @@ class Session:
     def resize(self, rows: int, columns: int) -> None:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
+    def press(self, key: bytes) -> None:
+        os.write(self._master, key)
+
     def watch(self, until: Callable[[list[str]], bool] = lambda rows: False) -> list[str]:
         """Reads until the rows are as wanted, or to the end."""
         while not until(self.terminal.rows):
@@ -125,7 +128,7 @@ def test_bar_of_a_killed_rank(launcher: Launcher) -> None:
     session = Session(launcher, script)
     rows = session.watch()
     assert rows[0] == "[0] 50%"
-    assert rows[1].endswith("was killed by SIGKILL")
+    assert "was killed by SIGKILL" in rows[1]
     assert session.terminal.cursor_visible
     assert session.process.returncode == 137
 
@@ -156,3 +159,20 @@ def test_ctrl_c_key(launcher: Launcher) -> None:
     rows = session.watch()
     assert rows[1:] == ["allranks run: stopped by SIGINT", "allranks run: rank 0: at script.py:1 in <module>"]
     assert session.process.returncode == 130
+
+
+def test_ctrl_s_does_not_make_the_launcher_deaf(launcher: Launcher) -> None:
+    session = Session(launcher, "while True: print('line')", "--grace", "1")
+    session.watch(lambda rows: "[0] line" in rows)
+    session.press(b"\x13")
+    session.process.send_signal(signal.SIGTERM)
+    assert session.process.wait(10) == 143
+
+
+def test_ctrl_q_after_ctrl_s(launcher: Launcher) -> None:
+    session = Session(launcher, "print('ready')\nfor n in range(3000): print('line', n)", environ={"NO_COLOR": "1"})
+    session.watch(lambda rows: "[0] ready" in rows)
+    session.press(b"\x13")
+    session.press(b"\x11")
+    assert session.watch()[1:] == [f"[0] line {n}" for n in range(3000)]
+    assert session.process.returncode == 0

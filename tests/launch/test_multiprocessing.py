@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
+from launcher_process import wait_for
 from torch.multiprocessing.spawn import ProcessContext, ProcessRaisedException
 
 import allranks.multiprocessing as mp
@@ -118,3 +122,64 @@ def test_the_rest_is_torch_s() -> None:
 def test_importing_it_imports_no_torch() -> None:
     code = "import sys, allranks.multiprocessing; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_failure_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nprocs: int) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ProcessRaisedException):
+        mp.start_processes(fail, nprocs=nprocs, start_method="fork")
+    assert [path.name for path in tmp_path.iterdir() if "errorfile" in path.name] == []
+
+
+SLEEPY = """
+import os, sys, time
+from pathlib import Path
+import allranks.multiprocessing as mp
+
+def sleep(number):
+    Path(f"pid{number}").write_text(str(os.getpid()))
+    Path(f"ready{number}").touch()
+    try:
+        time.sleep(60)
+    finally:
+        if "late" in sys.argv: time.sleep(1); raise ValueError("late")
+
+if __name__ == "__main__":
+    mp.start_processes(sleep, nprocs=2, start_method=sys.argv[1])
+"""
+
+
+def sleepy(folder: Path, *words: str, ignore: bool) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """Starts a parent of two processes. ``ignore``: SIGINT is ignored, as under nohup."""
+    (folder / "sleepy.py").write_text(SLEEPY)
+    command = [sys.executable, "sleepy.py", *words]
+    if ignore:
+        command = ["sh", "-c", "trap '' INT; exec \"$@\"", "-", *command]
+    environ = {**os.environ, "TMPDIR": str(folder)}
+    process = subprocess.Popen(command, cwd=folder, env=environ, stderr=subprocess.DEVNULL)
+    wait_for(lambda: len(list(folder.glob("ready*"))) == 2)
+    return process, [int(path.read_text()) for path in folder.glob("pid*")]
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_killed_parent_leaves_no_process(tmp_path: Path, how: str) -> None:
+    parent, children = sleepy(tmp_path, how, ignore=True)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not any(runs(pid) for pid in children), 10)
+
+
+def test_interrupted_join_leaves_no_file(tmp_path: Path) -> None:
+    parent, children = sleepy(tmp_path, "fork", "late", ignore=False)
+    for pid in (parent.pid, *children):  # as a terminal sends it
+        os.kill(pid, signal.SIGINT)
+    assert parent.wait(20) != 0
+    assert [path.name for path in tmp_path.iterdir() if "errorfile" in path.name] == []
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

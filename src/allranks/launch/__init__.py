@@ -10,6 +10,7 @@ works where torch is broken. Only ``job.preload`` imports it, by name, in the pr
 - ``messages``   what an agent tells its launcher: output, failure report, exit
 - ``output``     bytes of many ranks -> lines of one screen (pure)
 - ``blame``      which failure is the cause, and how it is told (pure)
+- ``outlet``     one of this process's own descriptors, written without ever blocking
 - ``screen``     this process's stdout and stderr, and the log files
 - ``wires``      the pipes and terminals between a rank and its agent
 - ``guard``      kills the ranks' process groups when the launcher is killed

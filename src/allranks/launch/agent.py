@@ -81,6 +81,9 @@ class Agent:
         os.set_blocking(self._ear, False)
         os.set_blocking(self.wake, False)
         self._selector: selectors.BaseSelector | None = None
+        self._open: set[int] = set()  # our ends that are not read to their end, and which the selector may not watch
+        self._heeded: set[int] = set()
+        self._listening = True
         self._finished = False
 
     def start(self, mask: Set[int], files: tuple[int, int]) -> Rank | None:
@@ -139,11 +142,38 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._ear, selectors.EVENT_READ, partial(self._awake))
         for process in self._processes:
-            for stream, fd in process.wires.ears.items():
-                self._selector.register(fd, selectors.EVENT_READ, partial(self._read_output, process, stream, fd))
+            self._open |= {*process.wires.near()}
+            self._hear(process)
             status = process.wires.status_ear
             self._selector.register(status, selectors.EVENT_READ, partial(self._read_status, process))
             self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._read_exit, process))
+
+    def _hear(self, process: _Process) -> None:
+        assert self._selector is not None
+        for stream, fd in process.wires.ears.items():
+            if fd in self._open:
+                self._selector.register(fd, selectors.EVENT_READ, partial(self._read_output, process, stream, fd))
+
+    def listen(self, on: bool) -> None:
+        """Reads what ranks write, or lets it wait in their pipes until they wait too. Reports and exits are heard."""
+        if on == self._listening or self._selector is None:
+            return
+        self._listening = on
+        for process in self._processes:
+            if on:
+                self._hear(process)
+            else:
+                for fd in self._open.intersection(process.wires.ears.values()):
+                    self._selector.unregister(fd)
+
+    def heed(self, fds: Set[int]) -> None:
+        """Makes ``poll`` return when one of these descriptors can be written to. Replaces those of the last call."""
+        assert self._selector is not None
+        for fd in self._heeded - fds:
+            self._selector.unregister(fd)
+        for fd in fds - self._heeded:
+            self._selector.register(fd, selectors.EVENT_WRITE, lambda events: None)
+        self._heeded = set(fds)
 
     @property
     def running(self) -> list[int]:
@@ -174,18 +204,17 @@ class Agent:
         """Sets the size of all ranks' terminals, and tells them."""
         for process in self._processes:
             for fd in process.wires.terminals:
-                if self._selector is not None and fd in self._selector.get_map():
+                if fd in self._open:
                     resize(fd, rows, columns)
         self.signal(signal.SIGWINCH, self.running)
 
     @property
     def heard(self) -> bool:
         """True if somebody may still write: ranks, or processes that they left behind."""
-        known = self._selector.get_map() if self._selector is not None else {}
-        return any(fd in known for process in self._processes for fd in process.wires.ears.values())
+        return any(fd in self._open for process in self._processes for fd in process.wires.ears.values())
 
     def finish(self) -> list[Event]:
-        """Kills all that is left of the ranks, reads what is left of their output, frees everything. Idempotent."""
+        """Kills all that is left of the ranks, reads what is left of their output. Idempotent."""
         events: list[Event] = []
         if self._finished:
             return events
@@ -198,14 +227,20 @@ class Agent:
         self._guard.dismiss()
         for process in self._processes:
             os.waitpid(process.pid, 0)
+            if self._selector is not None and process.pidfd in self._selector.get_map():
+                self._selector.unregister(process.pidfd)
             os.close(process.pidfd)
             for fd in process.wires.near():
                 self._forget(fd)
+        return events
+
+    def close(self) -> None:
+        """Does what ``finish`` does, and frees everything. To be called once."""
+        self.finish()
         if self._selector is not None:
             self._selector.close()
         os.close(self._ear)
         os.close(self.wake)
-        return events
 
     def _awake(self, events: list[Event]) -> None:
         os.read(self._ear, _CHUNK)
@@ -254,13 +289,15 @@ class Agent:
         readers |= {fd: partial(self._read_output, process, n, fd) for n, fd in process.wires.ears.items()}
         for fd, read in readers.items():
             left = _LAST_BYTES
-            while left > 0 and fd in self._selector.get_map() and (count := read(events)):
+            while left > 0 and fd in self._open and (count := read(events)):
                 left -= count
 
     def _forget(self, fd: int) -> None:
         """Closes a descriptor that is read to its end."""
         if self._selector is None:
             os.close(fd)
-        elif fd in self._selector.get_map():
-            self._selector.unregister(fd)
+        elif fd in self._open:
+            self._open.remove(fd)
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
             os.close(fd)

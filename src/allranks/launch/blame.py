@@ -88,7 +88,9 @@ class Blame:
         return min(self.failures.values(), key=key)
 
 
-def describe_failure(cause: Failure, failures: Sequence[Failure], tail: Sequence[bytes], quiet: bool) -> bytes:
+def describe_failure(
+    cause: Failure, failures: Sequence[Failure], tail: Sequence[bytes], quiet: bool, left: Sequence[int] = ()
+) -> bytes:
     """The last words of a failed job.
 
     Args:
@@ -96,11 +98,16 @@ def describe_failure(cause: Failure, failures: Sequence[Failure], tail: Sequence
         failures: all that failed before the job was stopped.
         tail: the cause's last lines of output, if they have not been on the screen.
         quiet: only what must be said.
+        left: who had exited with code 0, which may be what an echo tells of.
     """
-    lines = [f"{_COMMAND}: {cause}".encode()]
+    # No signal of the launcher's own comes before the cause.
+    hint = " (often the kernel, out of memory)" if cause.status == -signal.SIGKILL else ""
+    lines = [f"{_COMMAND}: {cause}{hint}".encode()]
     if cause.report is not None and cause.report.text:
         lines.append(cause.report.text.rstrip("\n").encode())
     lines += tail
+    if cause.echo and left:
+        lines.append(f"{_COMMAND}: {rank_list(left)} had already exited with code 0".encode())
     alike: dict[str, list[int]] = {}
     for failure in failures:
         if failure is not cause and not failure.echo:

@@ -57,13 +57,14 @@ class _Job:
 
     def run(self) -> int:
         gc.enable()
+        self.screen.open()
         supervisor = Supervisor(self.agent, self.screen, self.options.grace_s, self.options.quiet)
         with self.server:
             self.server.start()
             try:
                 return supervisor.run(self.mask)
             finally:
-                self.agent.finish()  # does nothing after a regular end
+                self.agent.close()
                 self.screen.close()
 
 
@@ -84,7 +85,7 @@ def _prepare(options: Options) -> _Job | Rank:
     try:
         rank = agent.start(mask, files)
     except OSError as error:
-        agent.finish()
+        agent.close()
         raise ConfigError(f"cannot start {options.nproc} ranks: {error.strerror}") from error
     if rank is not None:
         server.close()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from allranks._errors import ConfigError
 from allranks._host import usable_cpus
@@ -49,6 +49,49 @@ class Options:
     grace_s: float = 10.0
     threads: int | None = None
     quiet: bool = False
+
+
+# torchrun's options that are not here; the value that asks for what is so anyway, or None where the option has none.
+_SINGLE_HOST = {
+    "--nnodes": "1",
+    "--node-rank": "0",
+    "--max-restarts": "0",
+    "--rdzv-backend": "",
+    "--rdzv-endpoint": "",
+    "--rdzv-id": "",
+    "--rdzv-conf": "",
+    "--master-addr": "",
+    "--master-port": "",
+    "--local-addr": "",
+    "--monitor-interval": "",
+    "--start-method": "",
+    "--role": "",
+    "--log-dir": "",
+    "--redirects": "",
+    "--tee": "",
+    "--local-ranks-filter": "",
+    "--no-python": None,
+    "--run-path": None,
+}
+_INSTEAD = {"--log-dir": "--logs DIR", "--no-python": "-- command", "--start-method": "--start"}
+
+
+class _Elsewhere(argparse.Action):
+    """An option of torchrun's that asks for what is not there."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        if self.const is None or list(values or ()) != [self.const]:
+            option = str(option_string)
+            words = " ".join([option, *(values or ())])
+            instead = _INSTEAD.get(option.replace("_", "-"))
+            hint = f"; use {instead}" if instead else ""
+            parser.error(f"{words} is torchrun's, and not in this version of allranks run{hint}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -90,11 +133,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="allranks run",
         usage=_USAGE,
         description="Runs a program as N processes (ranks) on this host; all stop when one fails.",
+        epilog="Ranks read end-of-file from stdin: give them their input as files or arguments.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("-n", "--nproc", type=_count, default=1, metavar="N", help="number of ranks, or auto: one per CPU (default 1)")
-    for name in ("--nproc-per-node", "--nproc_per_node"):
+    for name in ("-np", "--nproc-per-node", "--nproc_per_node"):
         add(name, dest="nproc", type=_count, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("-m", "--module", action="store_true", help="run a python module, as python -m does")
     add(
@@ -116,6 +160,9 @@ def _parser() -> argparse.ArgumentParser:
     # What they ask for is so anyway.
     for name in ("--use-env", "--use_env", "--standalone"):
         add(name, action="store_true", help=argparse.SUPPRESS)
+    for name, fitting in _SINGLE_HOST.items():
+        for spelling in {name, "--" + name[2:].replace("-", "_")}:
+            add(spelling, action=_Elsewhere, nargs=0 if fitting is None else 1, const=fitting, help=argparse.SUPPRESS)
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import msgspec
 
-from allranks._errors import PeerLostError
+from allranks._errors import AllranksError, PeerLostError
 from allranks.launch.messages import Report
 from allranks.launch.target import Target, set_first_path
 
@@ -38,8 +38,8 @@ __all__ = ["Rank", "become_rank", "decode_reports", "is_echo"]
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_STDLIB = os.path.dirname(os.__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 _DEFAULT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 
 
@@ -198,6 +198,7 @@ def _report(error: BaseException, trace: TracebackType | None, with_text: bool) 
     if isinstance(error, SystemExit):
         return Report(_exit_code(error), echo=echo, at=now)
     summary = traceback.TracebackException(type(error), error, trace)
+    _trim(error, summary)
     title = list(summary.format_exception_only())[-1 if isinstance(error, SyntaxError) else 0]
     return Report(
         code=128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1,
@@ -231,10 +232,29 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def _trim(error: BaseException, summary: traceback.TracebackException) -> None:
+    """Leaves out where in this package our own errors are raised: it is the user's last line that helps."""
+    todo, seen = [(error, summary)], set()
+    while todo:
+        current, told = todo.pop()
+        if id(told) in seen:
+            continue
+        seen.add(id(told))
+        stack = told.stack
+        ours = next((n for n, frame in enumerate(reversed(stack)) if not frame.filename.startswith(_PACKAGE)), 0)
+        if ours and isinstance(current, AllranksError):
+            del stack[-ours:]
+        for link in ("__cause__", "__context__"):
+            other, other_told = getattr(current, link), getattr(told, link)
+            if other is not None and other_told is not None:
+                todo.append((other, other_told))
+
+
 def _place(trace: TracebackType | None) -> str:
     """The innermost line of a traceback that belongs to neither python, nor a library, nor us."""
     frames = traceback.extract_tb(trace)
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith((_STDLIB, _PACKAGE))]
+    alien = (_STDLIB, _PACKAGE, "<")  # "<": made of text, as dataclass does
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(alien)]
     if not frames:
         return ""
     frame = (own or frames)[-1]

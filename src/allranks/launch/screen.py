@@ -6,16 +6,17 @@ renderer for each. How lines are put together is ``output``'s business.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import select
 import sys
 from collections import deque
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from allranks.launch.messages import Output
 from allranks.launch.options import Show
+from allranks.launch.outlet import Outlet
 from allranks.launch.output import Live, Plain, Renderer, prefixes
 from allranks.launch.wires import Stdio
 
@@ -60,13 +61,18 @@ class Screen:
         for fd in (1,) if self._merged else (1, 2):
             names = [b""] * nproc if alone else prefixes(nproc, colour=colour and os.isatty(fd))
             self._renderers[fd] = Live(names, _window(fd)[1]) if self._live(fd) else Plain(names)
-        self._pending: dict[int, bytearray] = {fd: bytearray() for fd in self._renderers}
+        self._outlets: dict[int, Outlet] = {}
         hidden = [rank for rank in range(nproc) if rank not in self._shown]
         self._tails: dict[int, deque[bytes]] = {rank: deque(maxlen=_TAIL_LINES) for rank in hidden}
         self._bare = {stream: Plain([b""] * nproc) for stream in (1, 2)}  # lines for files and tails
-        self._files: list[BinaryIO] = []
+        self._files: list[FileIO] = []
         if logs is not None:
-            self._files = [open(logs / f"rank{rank}.log", "wb") for rank in range(nproc)]  # noqa: SIM115
+            self._files = [open(logs / f"rank{rank}.log", "wb", buffering=0) for rank in range(nproc)]  # noqa: SIM115
+        self._logged = [bytearray() for _ in self._files]
+
+    def open(self) -> None:
+        """Makes ready to write. After the ranks are forked, so that none keeps our reader waiting for its end."""
+        self._outlets = {fd: Outlet(fd) for fd in self._renderers}
 
     def stdio(self) -> tuple[Stdio, ...]:
         """What the ranks' stdout and stderr are to be, so that the ranks behave as if they wrote here themselves."""
@@ -90,56 +96,77 @@ class Screen:
         """Takes what a rank wrote. Written by ``flush``."""
         rank, fd = output.rank, output.stream
         if rank in self._shown:
-            self._pending[fd] += self._renderers[fd].feed(rank, output.data)
+            self._outlets[fd].put(self._renderers[fd].feed(rank, output.data))
         if self._files or rank in self._tails:
             self._keep(rank, self._bare[fd].feed(rank, output.data))
 
     def end(self, rank: int) -> None:
         """Takes it that a rank writes no more."""
         for fd, renderer in self._renderers.items():
-            self._pending[fd] += renderer.end(rank)
+            self._outlets[fd].put(renderer.end(rank))
         for bare in self._bare.values():
             self._keep(rank, bare.end(rank))
 
     def note(self, text: bytes) -> None:
         """Takes lines of the launcher's own, for stderr."""
         fd = 1 if self._merged else 2
-        self._pending[fd] += self._renderers[fd].note(text)
+        self._outlets[fd].put(self._renderers[fd].note(text))
 
     def log(self, rank: int, text: str) -> None:
         """Adds to a rank's log file only."""
         if self._files:
-            self._files[rank].write(text.encode())
+            self._logged[rank] += text.encode()
 
     def tail(self, rank: int) -> list[bytes]:
         """The last lines of a rank whose output is not shown."""
         return list(self._tails.get(rank, ()))
 
-    def flush(self) -> None:
-        """Writes what was taken.
+    def flush(self) -> list[tuple[str, OSError]]:
+        """Writes of what was taken as much as is possible without waiting.
 
-        Raises:
-            BrokenPipeError: who reads our output is gone.
+        Returns:
+            What cannot be written to any more, and why; each is named once. BrokenPipeError: its reader is gone.
         """
-        for fd, data in self._pending.items():
-            view = memoryview(bytes(data))
-            data.clear()
-            while view:
-                try:
-                    view = view[os.write(fd, view) :]
-                except BlockingIOError:  # whoever started us left it non-blocking
-                    select.select([], [fd], [])
-        for file in self._files:
-            file.flush()
+        lost: list[tuple[str, OSError]] = []
+        try:
+            for rank, waiting in enumerate(self._logged):
+                while waiting:
+                    del waiting[: self._files[rank].write(waiting)]
+        except OSError as error:
+            self._close_files()
+            lost.append(("--logs", error))
+        for fd, outlet in self._outlets.items():
+            try:
+                outlet.flush()
+            except OSError as error:
+                lost.append(("stdout" if fd == 1 else "stderr", error))
+        return lost
+
+    @property
+    def blocked(self) -> set[int]:
+        """Descriptors that must become writable before ``flush`` can write on."""
+        return {outlet.fd for outlet in self._outlets.values() if outlet.backlog}
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait for somebody to read what is before them."""
+        return sum(outlet.backlog for outlet in self._outlets.values())
 
     def close(self) -> None:
-        """Closes the log files."""
+        """Drops what is not written, and closes the log files."""
+        for outlet in self._outlets.values():
+            outlet.close()
+        self._close_files()
+
+    def _close_files(self) -> None:
         for file in self._files:
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
+        self._files, self._logged = [], []
 
     def _keep(self, rank: int, lines: bytes) -> None:
         if self._files:
-            self._files[rank].write(lines)
+            self._logged[rank] += lines
         if rank in self._tails:
             self._tails[rank].extend(lines.splitlines())
 

@@ -22,6 +22,9 @@ __all__ = ["FORWARDED", "Supervisor"]
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STRAGGLERS_S = 0.5
+_LINGER_S = 10.0  # from the first rank's end to a word about it
+_DRAIN_S = 1.0  # the least that a reader gets for what is left when a job was stopped
+_BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
 
 
 class Supervisor:
@@ -46,7 +49,10 @@ class Supervisor:
         self._stopped_at = 0.0
         self._killed = False
         self._received: deque[int] = deque()
-        self._reader_gone = False
+        self._output_lost = False
+        self._asked = False  # to end, by a signal
+        self._left: list[int] = []  # who ended well while all was well
+        self._linger_at: float | None = None
 
     def run(self, mask: Set[int]) -> int:
         """Runs the job to its end.
@@ -68,7 +74,8 @@ class Supervisor:
                 self._screen.end(rank)
             code = self._last_words()
             self._write()
-        return code
+            self._drain()
+        return code or self._own_code()
 
     @contextlib.contextmanager
     def _handlers(self, mask: Set[int]) -> Iterator[None]:
@@ -90,19 +97,22 @@ class Supervisor:
     def _timeout_s(self) -> float | None:
         if self._kill_at is not None:
             return None if self._killed else max(0.0, self._kill_at - time.monotonic())
-        settles_at = self._blame.settles_at()
-        return None if settles_at is None else max(0.0, settles_at - time.monotonic())
+        times = [at for at in (self._blame.settles_at(), self._linger_at) if at is not None]
+        return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _round(self, events: list[Event]) -> None:
         for event in events:
             self._take(event)
-        while self._received:
-            self._take_signal(self._received.popleft())
         now = time.monotonic()
         settles_at = self._blame.settles_at()
         if self._kill_at is None and settles_at is not None and now >= settles_at:
             self._cause = self._blame.cause()
             self._stop(signal.SIGTERM, [rank for rank in self._agent.running if rank != self._cause.rank])
+        while self._received:  # after the failures: one that came before is the cause
+            self._take_signal(self._received.popleft())
+        if self._kill_at is None and self._linger_at is not None and now >= self._linger_at:
+            self._linger_at = None
+            self._say_who_lingers()
         if self._kill_at is not None and now >= self._kill_at and not self._killed and self._agent.running:
             self._kill(f"did not end within {self._grace_s:g} s")
         self._write()
@@ -118,14 +128,29 @@ class Supervisor:
 
     def _take_exit(self, event: Exited) -> None:
         self._screen.end(event.rank)
-        if event.status != 0 and self._kill_at is None:
+        if self._kill_at is not None:
+            return
+        if event.status != 0:
             self._blame.add(Failure(event.rank, event.pid, event.status, time.monotonic()))
+            return
+        if not self._left:
+            self._linger_at = time.monotonic() + _LINGER_S
+        self._left.append(event.rank)
+
+    def _say_who_lingers(self) -> None:
+        """A rank that never joins leaves the others waiting for it; nobody else would say so for long."""
+        if (running := self._agent.running) and not self._quiet:
+            verb = "is" if len(running) == 1 else "are"
+            left = f"{rank_list(sorted(self._left))} exited with code 0 before the others"
+            self._screen.note(f"allranks run: {left}; {rank_list(running)} {verb} still running".encode())
 
     def _take_signal(self, number: int) -> None:
         if number == signal.SIGWINCH:
             self._screen.resized()
             self._agent.resize(*self._screen.size())
-        elif self._kill_at is None:
+            return
+        self._asked = True
+        if self._kill_at is None:
             self._signalled = number
             self._stop(number, self._agent.running)
         elif number == signal.SIGINT:  # asked again; batch systems and closed terminals repeat the others themselves
@@ -146,15 +171,29 @@ class Supervisor:
         self._agent.signal(signal.SIGKILL, running)
 
     def _write(self) -> None:
-        if self._reader_gone:
-            return
-        try:
-            self._screen.flush()
-        except BrokenPipeError:  # what SIGPIPE would tell, which python ignores
-            self._reader_gone = True
-            if self._kill_at is None:
-                self._signalled = signal.SIGPIPE
-                self._stop(signal.SIGTERM, self._agent.running)
+        while lost := self._screen.flush():
+            for name, error in lost:
+                gone = isinstance(error, BrokenPipeError)  # what SIGPIPE would tell, which python ignores
+                if not gone:
+                    self._output_lost = True
+                    self._screen.note(f"allranks run: cannot write to {name}: {error.strerror}".encode())
+                if self._kill_at is None:
+                    self._signalled = signal.SIGPIPE if gone else None
+                    self._stop(signal.SIGTERM, self._agent.running)
+        self._agent.heed(self._screen.blocked)
+        self._agent.listen(self._screen.backlog < _BACKLOG)
+
+    def _drain(self) -> None:
+        """Waits for whoever reads our output; after a failure only for the grace, after a signal hardly at all."""
+        self._asked = False
+        until = time.monotonic() + _DRAIN_S
+        if self._kill_at is not None and self._signalled is None:
+            until = max(until, self._kill_at)
+        while self._screen.backlog and not self._asked:
+            left = None if self._kill_at is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            self._round(self._agent.poll(left))
 
     def _last_words(self) -> int:
         failures = sorted(self._blame.failures.values(), key=lambda failure: failure.rank)
@@ -162,10 +201,19 @@ class Supervisor:
             if self._signalled != signal.SIGPIPE:
                 name = signal.Signals(self._signalled).name
                 self._screen.note(describe_interrupt(name, failures, self._quiet))
-            return 128 + self._signalled
+            return self._own_code()
+        if self._cause is None and failures and not self._output_lost:  # echoes, and all were gone before they settled
+            self._cause = self._blame.cause()
+            self._stopped_at = time.monotonic()
         if self._cause is None:
-            return 0
+            return self._own_code()
         before = [failure for failure in failures if failure.at < self._stopped_at]
         tail = self._screen.tail(self._cause.rank)
-        self._screen.note(describe_failure(self._cause, before, tail, self._quiet))
+        self._screen.note(describe_failure(self._cause, before, tail, self._quiet, sorted(self._left)))
         return self._cause.exit_code
+
+    def _own_code(self) -> int:
+        """The exit code where no rank is to blame."""
+        if self._signalled is not None:
+            return 128 + self._signalled
+        return 1 if self._output_lost else 0

@@ -99,5 +99,10 @@ def _find(name: str) -> ModuleSpec | None:
 
 def _check_command(name: str) -> None:
     if shutil.which(name) is None:
-        hint = "; for a python script leave out the --" if os.path.isfile(name) else ""
+        here = os.path.isfile(name)
+        if here and not name.endswith(".py"):
+            if os.sep in name:
+                raise ConfigError(f"{name} is not executable: chmod +x {name}")
+            raise ConfigError(f"there is no command {name!r}; the file in this folder is ./{name}")
+        hint = "; for a python script leave out the --" if here else ""
         raise ConfigError(f"there is no command {name!r}{hint}")

@@ -1,0 +1,82 @@
+"""One of this process's output descriptors, written without ever waiting for whoever reads it.
+
+A pipe that nobody reads, a terminal held by Ctrl-S, ``| less``: a blocking write there would make the launcher deaf
+to Ctrl-C and blind to a failed rank. ``O_NONBLOCK`` must not be set on the descriptor itself, which belongs to the
+shell and to others too; so the file is opened once more, which gives a description of its own. Where that is not
+possible (sockets, somebody else's terminal), it writes only when poll says so, and no more at once than a pipe then
+takes without blocking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import stat
+
+__all__ = ["Outlet"]
+
+_PIECE = select.PIPE_BUF
+
+
+class Outlet:
+    """Keeps what it cannot write yet.
+
+    Args:
+        fd: 1 or 2. Not closed.
+
+    Attributes:
+        fd: what to watch for writability while ``backlog`` is not 0.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._pending = bytearray()
+        self._gone = False
+        self._reopened = False
+        self._regular = stat.S_ISREG(os.fstat(fd).st_mode)  # never blocks; and its offset must stay shared
+        self.fd = fd
+        if not self._regular:
+            with contextlib.suppress(OSError):
+                self.fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
+                self._reopened = True
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that are not written yet."""
+        return len(self._pending)
+
+    def put(self, data: bytes) -> None:
+        """Takes bytes, for ``flush`` to write."""
+        if not self._gone:
+            self._pending += data
+
+    def flush(self) -> None:
+        """Writes as much as is possible at once.
+
+        Raises:
+            OSError: nothing can be written any more. Said once; from then on bytes are dropped.
+        """
+        free = self._reopened or self._regular
+        try:
+            while self._pending and (free or self._ready()):
+                with memoryview(self._pending) as view, view[: None if free else _PIECE] as piece:
+                    count = os.write(self.fd, piece)
+                del self._pending[:count]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._gone = True
+            self._pending.clear()
+            raise
+
+    def close(self) -> None:
+        """Drops what is not written."""
+        self._pending.clear()
+        if self._reopened:
+            self._reopened = False
+            os.close(self.fd)
+
+    def _ready(self) -> bool:
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        return bool(poll.poll(0))
