@@ -222,7 +222,7 @@ NB_MODULE(_core, m) {
           "source",
           [](const Request& r) {
             const auto* parcel = dynamic_cast<const Parcel*>(&r);
-            return parcel != nullptr ? parcel->peer : -1;
+            return parcel != nullptr ? parcel->peer.load() : -1;
           },
           "The rank that sent, of a recv that is done.");
 

@@ -102,7 +102,8 @@ void Mail::wait(const std::shared_ptr<Parcel>& parcel, Caller& caller, int64_t t
         // Held by a thread that moves everything, this parcel too, and rings when it is done.
         if (std::unique_lock lock(lock_, std::try_to_lock); lock.owns_lock()) progress();
         if (parcel->done.load(std::memory_order_acquire)) return -1;
-        return parcel->peer < 0 ? Shm::kAnyRank : parcel->peer;
+        const int from = parcel->peer;
+        return from < 0 ? Shm::kAnyRank : from;
       });
     } catch (const Error& error) {
       if (error.failure.kind == Kind::timeout && !patience.final) throw;
@@ -178,7 +179,7 @@ int Mail::awaited() const {
     if (!sends_[r].empty()) return static_cast<int>(r);
   }
   for (const auto& parcel : recvs_) {
-    if (parcel->peer >= 0) return parcel->peer;
+    if (const int from = parcel->peer; from >= 0) return from;
   }
   return Shm::kAnyRank;
 }

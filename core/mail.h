@@ -41,7 +41,7 @@ struct Request {
 // A send or a recv.
 struct Parcel : Request {
   Buffer buffer;
-  int peer = -1;  // recv: < 0 is any rank until one has sent
+  std::atomic<int> peer = -1;  // recv: < 0 is any rank until one has sent; read by who waits, without the lock
   int32_t tag = 0;
   Frame frame;        // send
   size_t moved = 0;   // send: bytes of frame and payload in the pipe
