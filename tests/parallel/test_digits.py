@@ -48,8 +48,10 @@ def test_defaults_reach_97_percent_and_draw_a_picture(tmp_path):
     accuracy, size, _ = LAST_LINE.findall(result.stdout)[0]
     assert float(accuracy) >= 97
     assert size == "2"
-    # No progress bar in a pipe, and nothing else but the last line.
-    assert len(result.stdout.splitlines()) == 1, result.stdout
+    # No progress bar in a pipe, and nothing else but where the files are and the last line.
+    files, last = result.stdout.splitlines()
+    assert files.endswith(f"checkpoint in {tmp_path / 'checkpoint.pt'}, curves in {tmp_path / 'curves.png'}")
+    assert last.startswith("[0] test accuracy")
     assert result.stderr == ""
     picture = (tmp_path / "curves.png").read_bytes()
     assert picture.startswith(b"\x89PNG\r\n\x1a\n")
@@ -115,7 +117,7 @@ def test_each_rank_in_a_shell_of_its_own(tmp_path):
     ]
     zero, one = (process.communicate(timeout=100)[0] for process in ranks)
     assert [process.returncode for process in ranks] == [0, 0], zero + one
-    assert LAST_LINE.fullmatch(zero.strip()).group(2) == "2"
+    assert LAST_LINE.fullmatch(zero.splitlines()[-1]).group(2) == "2"
     assert one == ""
 
 
