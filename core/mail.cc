@@ -142,10 +142,7 @@ void Mail::run() {
       });
     } catch (const Error& error) {
       // Whoever waits for a parcel minds its deadline.
-      if (error.failure.kind == Kind::timeout && error.failure.reporter == shm_.rank() && !patience.final &&
-          !shm_.condemned()) {
-        continue;
-      }
+      if (error.failure.kind == Kind::timeout && !shm_.condemned()) continue;
       const std::lock_guard lock(lock_);
       fail_all(std::current_exception());
     }
