@@ -4,6 +4,7 @@
 // links with no torch and one build works with every version of it.
 #include <cxxabi.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -12,6 +13,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <optional>
 #include <tuple>
 
 #include "comm.h"
@@ -21,6 +23,9 @@ namespace nb = nanobind;
 using namespace allranks;  // NOLINT: this file is the seam
 
 namespace {
+
+// What Python gives to tell where in the program a call stands; lives as long as the module.
+PyObject* where_function = nullptr;
 
 // Releases the GIL on demand and takes it back at the end of the call.
 class PythonCaller final : public Caller {
@@ -39,6 +44,16 @@ class PythonCaller final : public Caller {
     if (PyErr_CheckSignals() != 0) return true;
     release();
     return false;
+  }
+  std::string where() override {
+    if (saved_ != nullptr) acquire();
+    std::string site;
+    try {
+      site = nb::cast<std::string>(nb::borrow(where_function)());
+    } catch (const std::exception& error) {
+      site = error.what();
+    }
+    return site;
   }
 
  private:
@@ -61,7 +76,7 @@ constexpr std::array kDTypeNames = {"uint8",      "int8",          "int16",     
                                     "float32",    "float64",       "bool",        "complex32",       "complex64",
                                     "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"};
 static_assert(kDTypeNames.size() == kDTypes);
-constexpr std::array kReduceOpNames = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"};
+constexpr std::array kReduceOpNames = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
 static_assert(kReduceOpNames.size() == kReduceOps);
 constexpr std::array kKinds = {"", "timeout", "died", "left", "interrupted", "mismatch", "closed", "system"};
 
@@ -79,8 +94,9 @@ void raise(const Error& error) {
   if (error.signalled) return;  // KeyboardInterrupt, or what the signal's handler raised, is set
   std::vector<Call> calls;
   for (const auto& fingerprint : error.calls) calls.push_back(describe(fingerprint));
-  const nb::tuple args = nb::make_tuple(kKinds.at(static_cast<size_t>(f.kind)), f.peer, f.reporter, f.call,
-                                        describe(f.fingerprint), f.seconds, calls, error.waiting_for, error.text);
+  const nb::tuple args =
+      nb::make_tuple(kKinds.at(static_cast<size_t>(f.kind)), f.peer, f.reporter, f.call, describe(f.fingerprint),
+                     f.seconds, calls, error.waiting_for, error.sites, error.text);
   PyErr_SetObject(failure_type, args.ptr());
 }
 
@@ -93,80 +109,92 @@ std::byte* bytes(Address address) { return reinterpret_cast<std::byte*>(address)
 
 Buffer buffer(Address data, size_t count, int dtype) { return {bytes(data), count, static_cast<DType>(dtype)}; }
 
+using Mark = uint64_t;                       // a fingerprint's shape, and above it its site
+using Started = std::optional<std::string>;  // of an asynchronous call: where in the program it stands
+
 std::vector<std::byte*> pieces(const std::vector<Address>& addresses) {
   std::vector<std::byte*> all;
   for (const Address a : addresses) all.push_back(bytes(a));
   return all;
 }
 
-Operation operation(Verb verb, Buffer buffer, int op = 0, int root = -1) {
+Operation operation(Verb verb, Buffer buffer, Mark mark, int op = 0, int root = -1) {
   return {.fingerprint = {.verb = verb,
                           .dtype = buffer.dtype,
                           .op = static_cast<ReduceOp>(op),
                           .root = root,
-                          .count = buffer.count},
+                          .count = buffer.count,
+                          .shape = static_cast<uint32_t>(mark),
+                          .site = static_cast<uint32_t>(mark >> 32)},
           .buffer = buffer};
 }
 
-MaybeRequest call(Comm& comm, Operation op, bool async_op) {
-  if (async_op) return comm.start(std::move(op));
+MaybeRequest call(Comm& comm, Operation op, const Started& started) {
+  if (started) {
+    op.site = *started;
+    return comm.start(std::move(op));
+  }
   PythonCaller caller;
   comm.run(op, caller);
   return nullptr;
 }
 
-MaybeRequest all_reduce(Comm& comm, Address data, size_t n, int dtype, int op, bool async_op) {
-  return call(comm, operation(Verb::all_reduce, buffer(data, n, dtype), op), async_op);
+MaybeRequest all_reduce(Comm& comm, Address data, size_t n, int dtype, Mark mark, int op, const Started& started) {
+  return call(comm, operation(Verb::all_reduce, buffer(data, n, dtype), mark, op), started);
 }
 
-MaybeRequest reduce(Comm& comm, Address data, size_t n, int dtype, int op, int root, bool async_op) {
-  return call(comm, operation(Verb::reduce, buffer(data, n, dtype), op, root), async_op);
+MaybeRequest reduce(Comm& comm, Address data, size_t n, int dtype, Mark mark, int op, int root,
+                    const Started& started) {
+  return call(comm, operation(Verb::reduce, buffer(data, n, dtype), mark, op, root), started);
 }
 
-MaybeRequest broadcast(Comm& comm, Address data, size_t n, int dtype, int root, bool async_op) {
-  return call(comm, operation(Verb::broadcast, buffer(data, n, dtype), 0, root), async_op);
+MaybeRequest broadcast(Comm& comm, Address data, size_t n, int dtype, Mark mark, int root, const Started& started) {
+  return call(comm, operation(Verb::broadcast, buffer(data, n, dtype), mark, 0, root), started);
 }
 
-MaybeRequest all_gather(Comm& comm, Address data, size_t n, int dtype, const std::vector<Address>& outs,
-                        bool async_op) {
-  Operation op = operation(Verb::all_gather, buffer(data, n, dtype));
+MaybeRequest all_gather(Comm& comm, Address data, size_t n, int dtype, Mark mark, const std::vector<Address>& outs,
+                        const Started& started) {
+  Operation op = operation(Verb::all_gather, buffer(data, n, dtype), mark);
   op.outs = pieces(outs);
-  return call(comm, std::move(op), async_op);
+  return call(comm, std::move(op), started);
 }
 
-MaybeRequest gather(Comm& comm, Address data, size_t n, int dtype, const std::vector<Address>& outs, int root,
-                    bool async_op) {
-  Operation op = operation(Verb::gather, buffer(data, n, dtype), 0, root);
+MaybeRequest gather(Comm& comm, Address data, size_t n, int dtype, Mark mark, const std::vector<Address>& outs,
+                    int root, const Started& started) {
+  Operation op = operation(Verb::gather, buffer(data, n, dtype), mark, 0, root);
   op.outs = pieces(outs);
-  return call(comm, std::move(op), async_op);
+  return call(comm, std::move(op), started);
 }
 
-MaybeRequest scatter(Comm& comm, Address data, size_t n, int dtype, const std::vector<Address>& ins, int root,
-                     bool async_op) {
-  Operation op = operation(Verb::scatter, buffer(data, n, dtype), 0, root);
+MaybeRequest scatter(Comm& comm, Address data, size_t n, int dtype, Mark mark, const std::vector<Address>& ins,
+                     int root, const Started& started) {
+  Operation op = operation(Verb::scatter, buffer(data, n, dtype), mark, 0, root);
   op.ins = pieces(ins);
-  return call(comm, std::move(op), async_op);
+  return call(comm, std::move(op), started);
 }
 
-MaybeRequest reduce_scatter(Comm& comm, Address data, size_t n, int dtype, const std::vector<Address>& ins,
-                            int reduce_op, bool async_op) {
-  Operation op = operation(Verb::reduce_scatter, buffer(data, n, dtype), reduce_op);
+MaybeRequest reduce_scatter(Comm& comm, Address data, size_t n, int dtype, Mark mark, const std::vector<Address>& ins,
+                            int reduce_op, const Started& started) {
+  Operation op = operation(Verb::reduce_scatter, buffer(data, n, dtype), mark, reduce_op);
   op.ins = pieces(ins);
-  return call(comm, std::move(op), async_op);
+  return call(comm, std::move(op), started);
 }
 
 // The element counts may differ from rank to rank, so that they are no part of the fingerprint.
-MaybeRequest all_to_all(Comm& comm, int dtype, const std::vector<Address>& ins, const std::vector<size_t>& in_bytes,
-                        const std::vector<Address>& outs, const std::vector<size_t>& out_bytes, bool async_op) {
-  Operation op = operation(Verb::all_to_all, buffer(0, 0, dtype));
+MaybeRequest all_to_all(Comm& comm, int dtype, Mark mark, const std::vector<Address>& ins,
+                        const std::vector<size_t>& in_bytes, const std::vector<Address>& outs,
+                        const std::vector<size_t>& out_bytes, const Started& started) {
+  Operation op = operation(Verb::all_to_all, buffer(0, 0, dtype), mark);
   op.ins = pieces(ins);
   op.outs = pieces(outs);
   op.in_bytes = in_bytes;
   op.out_bytes = out_bytes;
-  return call(comm, std::move(op), async_op);
+  return call(comm, std::move(op), started);
 }
 
-MaybeRequest barrier(Comm& comm, bool async_op) { return call(comm, operation(Verb::barrier, {}), async_op); }
+MaybeRequest barrier(Comm& comm, Mark mark, const Started& started) {
+  return call(comm, operation(Verb::barrier, {}, mark), started);
+}
 
 MaybeRequest send(Comm& comm, Address data, size_t n, int dtype, int to, int tag, bool async_op) {
   PythonCaller caller;
@@ -200,6 +228,14 @@ NB_MODULE(_core, m) {
   m.attr("ISA") = kernel_isa();
 
   m.def(
+      "set_where",
+      [](const nb::object& function) {
+        PyObject* before = std::exchange(where_function, nb::object(function).release().ptr());
+        Py_XDECREF(before);
+      },
+      nb::arg("function"), "function(): where in the program the present call stands, for errors.");
+
+  m.def(
       "reduces",
       [](int dtype, int op) { return kernel_for(static_cast<DType>(dtype), static_cast<ReduceOp>(op)) != nullptr; },
       nb::arg("dtype"), nb::arg("op"), "Whether all_reduce has a kernel for this pair.");
@@ -215,6 +251,19 @@ NB_MODULE(_core, m) {
       "create_segment",
       [](int rank, int size, const Sizes& sizes) { return Shm::create_segment(rank, size, sizes).release(); },
       nb::arg("rank"), nb::arg("size"), nb::arg("sizes"), "A file descriptor of a new segment; the caller closes it.");
+
+  m.def(
+      "create_memory", [](size_t bytes) { return sys::sealed_memory("allranks", bytes).release(); }, nb::arg("bytes"),
+      "A file descriptor of new memory that other processes can map; the caller closes it.");
+
+  nb::class_<SharedBlock>(m, "SharedBlock", "One part of memory per rank, mapped by all of them.")
+      .def(
+          "__init__",
+          [](SharedBlock* self, uint64_t number, int rank, size_t bytes, const std::vector<int>& parts) {
+            new (self) SharedBlock(number, rank, bytes, own(parts));
+          },
+          nb::arg("number"), nb::arg("rank"), nb::arg("bytes"), nb::arg("parts"), "Takes over the descriptors.")
+      .def_prop_ro("address", [](const SharedBlock& b) { return reinterpret_cast<Address>(b.mine()); });
 
   nb::class_<Request>(m, "Request")
       .def("done", [](const Request& r) { return r.done.load(std::memory_order_acquire); })
@@ -247,6 +296,7 @@ NB_MODULE(_core, m) {
       .def("reduce_scatter", reduce_scatter)
       .def("all_to_all", all_to_all)
       .def("barrier", barrier)
+      .def("add_block", [](Comm& c, const std::shared_ptr<SharedBlock>& block) { c.blocks().add(block); })
       .def("send", send)
       .def("recv",
            [](Comm& c, Address data, size_t n, int dtype, int from, int tag) {

@@ -15,6 +15,7 @@ namespace {
 // From this size on a call takes long enough that other threads should run meanwhile.
 constexpr size_t kReleaseBytes = 32 << 10;
 constexpr auto kWaitSlice = std::chrono::milliseconds(50);
+constexpr int64_t kNotesNs = 1'000'000'000;  // for the ranks to say where a call stands
 
 // Counters wrap: `a` has reached `b` when it is not behind it.
 bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
@@ -224,7 +225,8 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) 
   Call call{
       .number = number,
       .patience = {.caller = caller, .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9), .spin_ns = spin_ns},
-      .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint}};
+      .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint},
+      .site = operation.site};
   shm_->check_verdict();  // before a slot is written that a slow rank still reads, and before the operand is read
   const sys::DefaultFloatMode same_rounding_on_all_ranks;
   if (nbytes >= kReleaseBytes) caller.release();
@@ -295,14 +297,87 @@ void Comm::arrive(Call& call, const void* payload, size_t nbytes) {
       throw;
     }
   }
+  compare(call);
+}
+
+void Comm::compare(Call& call) {
+  bool agree = true;
+  uint32_t sites = 0;
   for (int p = 0; p < size(); p++) {
-    if (shm_->call_line(p, call.number).fingerprint == call.about.fingerprint) continue;
-    Failure failure = call.about;
-    failure.kind = Kind::mismatch;
-    std::vector<Fingerprint> calls;
-    for (int q = 0; q < size(); q++) calls.push_back(shm_->call_line(q, call.number).fingerprint);
-    throw Error(failure, std::move(calls));
+    const Fingerprint& theirs = shm_->call_line(p, call.number).fingerprint;
+    agree = agree && theirs.agrees(call.about.fingerprint);
+    sites |= theirs.site;
   }
+  if (agree && sites == 0) return;
+  std::vector<Fingerprint> calls;
+  for (int p = 0; p < size(); p++) calls.push_back(shm_->call_line(p, call.number).fingerprint);
+  Failure failure = call.about;
+  failure.kind = Kind::mismatch;
+  if (agree) {
+    failure.peer = swaps_.see(calls).first;
+    if (failure.peer < 0) return;
+  }
+  Error error(failure, std::move(calls));
+  error.sites = exchange_notes(call);
+  throw error;
+}
+
+// All ranks have found the same mismatch and come here, unless one dies on the way.
+std::vector<std::string> Comm::exchange_notes(Call& call) {
+  const std::string site = call.site.empty() ? call.patience.caller.where() : call.site;
+  Note& mine = shm_->note(rank());
+  const size_t n = std::min(site.size(), mine.text.size() - 1);
+  mine.number.store(0, std::memory_order_seq_cst);
+  std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n, mine.text.begin());  // its end tells more
+  mine.text[n] = '\0';
+  mine.number.store(call.number, std::memory_order_seq_cst);
+  Shm::ring(shm_->gate());
+
+  std::vector<std::string> sites(static_cast<size_t>(size()));
+  Patience patience{.caller = call.patience.caller, .timeout_ns = kNotesNs, .spin_ns = 0, .final = false};
+  int r = 0;
+  const auto silent = [&] {
+    for (; r < size(); r++) {
+      if (shm_->note(r).number.load(std::memory_order_seq_cst) != call.number) return r;
+    }
+    return -1;
+  };
+  try {
+    shm_->wait(shm_->gate(), patience, call.about, silent);
+  } catch (const Error& error) {
+    if (error.failure.kind != Kind::timeout) throw;  // the mismatch is known without the notes
+  }
+  for (int p = 0; p < size(); p++) {
+    const Note& note = shm_->note(p);
+    std::string text = note.text.data();
+    // It may have gone on to another mismatch.
+    if (note.number.load(std::memory_order_seq_cst) == call.number) sites[static_cast<size_t>(p)] = std::move(text);
+  }
+  return sites;
+}
+
+std::vector<std::byte*> Comm::arrive_at(Call& call, const void* data) {
+  struct Place {
+    uint64_t block;  // 0: private memory
+    uint64_t offset;
+  };
+  const auto found = blocks_.find(data);
+  const Place mine{found.block == nullptr ? 0 : found.block->number(), found.offset};
+  arrive(call, &mine, sizeof mine);
+  if (found.block == nullptr) return {};
+  std::vector<std::byte*> addresses;
+  for (int r = 0; r < size(); r++) {
+    Place theirs;
+    std::memcpy(&theirs, shm_->call_line(r, call.number).payload.data(), sizeof theirs);
+    if (theirs.block != mine.block) return {};
+    addresses.push_back(found.block->data(r) + theirs.offset);
+  }
+  return addresses;
+}
+
+void Comm::depart(Call& call) {
+  post_step(++base_step, false);
+  wait_step_of_all(call, base_step);
 }
 
 bool Comm::all_at_step(uint32_t done) {

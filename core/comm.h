@@ -17,6 +17,8 @@
 
 #include "channel/shm.h"
 #include "mail.h"
+#include "shared.h"
+#include "swaps.h"
 #include "types.h"
 #include "waiting.h"
 
@@ -31,6 +33,7 @@ struct Operation {
   // all_to_all: their sizes in bytes, which may all differ.
   std::vector<size_t> in_bytes = {};
   std::vector<size_t> out_bytes = {};
+  std::string site = {};  // where in the program an asynchronous call stands; of a blocking one the caller tells
 };
 
 // An asynchronous collective.
@@ -92,11 +95,21 @@ class Comm {
     uint32_t number;
     Patience patience;
     Failure about;
+    const std::string& site;
   };
 
   // Posts this rank's fingerprint, with up to CallLine::kInline bytes of payload, and waits for
   // everybody's. Throws a mismatch, on every rank, unless all are equal.
   void arrive(Call& call, const void* payload = nullptr, size_t nbytes = 0);
+
+  // After a mismatch that every rank has found: where each rank's call stands.
+  std::vector<std::string> exchange_notes(Call& call);
+
+  // As arrive, for an operand of which this rank's part is `data`. If every rank's lies in the same
+  // shared block: the address of each rank's, by rank, as seen from here. Else empty.
+  std::vector<std::byte*> arrive_at(Call& call, const void* data);
+  // The end of a call whose ranks have worked in each other's memory.
+  void depart(Call& call);
 
   // The pipeline of a large call. Between arrive and the end of the call all ranks do the same
   // number of steps; `base_step` is the count before the first.
@@ -105,6 +118,7 @@ class Comm {
   void wait_step_of(Call& call, int rank, uint32_t done);
 
   Shm& shm() { return *shm_; }
+  SharedBlocks& blocks() { return blocks_; }
   uint32_t base_step = 0;
 
  private:
@@ -114,6 +128,7 @@ class Comm {
   void run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns);
   void progress();
   void count(size_t nbytes, int64_t began_ns);
+  void compare(Call& call);
   bool all_at_step(uint32_t done);
 
   std::unique_ptr<Shm> shm_;
@@ -130,6 +145,8 @@ class Comm {
   std::thread progress_;
 
   uint32_t calls_ = 0;
+  Swaps swaps_;
+  SharedBlocks blocks_;
 
   std::atomic<uint64_t> count_calls_ = 0;
   std::atomic<uint64_t> count_bytes_ = 0;

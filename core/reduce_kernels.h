@@ -246,6 +246,7 @@ void fill(KernelTable& table, DType dtype) {
   auto& row = table.at(static_cast<size_t>(dtype));
   const auto put = [&row](ReduceOp op, Kernel kernel) { row.at(static_cast<size_t>(op)) = kernel; };
   put(ReduceOp::sum, reduce<T, Sum, false>);
+  put(ReduceOp::premul_sum, reduce<T, Sum, false>);
   put(ReduceOp::prod, reduce<T, Prod, false>);
   put(ReduceOp::min, reduce<T, Min, false>);
   put(ReduceOp::max, reduce<T, Max, false>);
@@ -273,6 +274,7 @@ template <class T>
 void fill_complex(KernelTable& table, DType dtype) {
   auto& row = table.at(static_cast<size_t>(dtype));
   row.at(static_cast<size_t>(ReduceOp::sum)) = reduce_pairs<T, Sum, false>;
+  row.at(static_cast<size_t>(ReduceOp::premul_sum)) = reduce_pairs<T, Sum, false>;
   row.at(static_cast<size_t>(ReduceOp::avg)) = reduce_pairs<T, Sum, true>;
 }
 

@@ -33,8 +33,9 @@ enum class DType : uint8_t {
 };
 constexpr int kDTypes = 20;
 
-enum class ReduceOp : uint8_t { sum, avg, prod, min, max, band, bor, bxor };
-constexpr int kReduceOps = 8;
+// premul_sum: of operands that their ranks have multiplied already.
+enum class ReduceOp : uint8_t { sum, avg, prod, min, max, band, bor, bxor, premul_sum };
+constexpr int kReduceOps = 9;
 
 enum class Verb : uint8_t {
   none,
@@ -75,9 +76,15 @@ struct Fingerprint {
   uint8_t unused = 0;
   int32_t root = -1;
   uint64_t count = 0;
+  uint32_t shape = 0;  // a hash; 0: of one dimension
+  uint32_t site = 0;   // debug mode: a hash of where in the program the call stands; else 0
 
-  bool operator==(const Fingerprint&) const = default;
+  // Whether two ranks call the same thing. Ranks may do so from different lines.
+  bool agrees(const Fingerprint& other) const {
+    return verb == other.verb && dtype == other.dtype && op == other.op && root == other.root && count == other.count &&
+           shape == other.shape;
+  }
 };
-static_assert(sizeof(Fingerprint) == 16);
+static_assert(sizeof(Fingerprint) == 24);
 
 }  // namespace allranks

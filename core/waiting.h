@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <string>
 
 namespace allranks {
 
@@ -13,6 +14,7 @@ class Caller {
   virtual ~Caller() = default;
   virtual void release() {}                     // before blocking: let other threads of the process run
   virtual bool interrupted() { return false; }  // now and then while blocked: should the call give up?
+  virtual std::string where() { return {}; }    // where in the program the call stands; asked when it has failed
 };
 
 // A lock may be held by a thread that needs the caller's own locks (the GIL) to go on.

@@ -1,8 +1,9 @@
 // all_gather: everybody ends with everybody's bytes. gather: only those who have a place for them do.
 //
-//   up to 100 bytes    in the call lines
-//   up to a slot       in the slots
-//   above              through the rings, chunk by chunk, all ranks at once
+//   up to 96 bytes    in the call lines
+//   up to a slot      in the slots
+//   above             through the rings, chunk by chunk, all ranks at once; where all operands lie
+//                     in a shared block, straight from there
 //
 // Cost: n bytes written, (P-1) n read per reader; one latency (one per chunk above a slot).
 #include "moves.h"
@@ -26,8 +27,10 @@ void all_gather(Comm& comm, Comm::Call& call, Buffer in, const Pieces& outs) {
     move_bytes(shm.slot(me, call.number), in.bytes(), n);
     comm.arrive(call);
     collect(0, n, [&](int r) { return shm.slot(r, call.number); });
+  } else if (const auto operands = comm.arrive_at(call, in.data); !operands.empty()) {
+    collect(0, n, [&](int r) { return operands[static_cast<size_t>(r)]; });
+    comm.depart(call);
   } else {
-    comm.arrive(call);
     const size_t chunk = shm.sizes().chunk;
     const auto bytes = [&](size_t s) { return std::min(chunk, n - s * chunk); };
     pipeline(

@@ -1,7 +1,7 @@
 // all_reduce: everybody ends with the element-wise reduction of everybody's operand.
 // reduce: only the root does; the others' operands stay as they are.
 //
-//   one-shot    each rank puts its operand where all can read it (up to 100 bytes in its call line,
+//   one-shot    each rank puts its operand where all can read it (up to 96 bytes in its call line,
 //               up to a slot in its slot) and reduces all P operands itself.
 //               Cost: one latency; P n bytes read, 2 n written per rank.
 //   two-shot    for larger operands: reduce-scatter and all-gather through the rings, pipelined in
@@ -11,6 +11,9 @@
 //                 copies chunk s-2 out    (the shards that others have reduced),
 //               so that one wait per chunk is enough and the copies overlap with the others' work.
 //               Cost: one latency per chunk; about (3 + 2(P-1)/P - 1/P) n bytes moved per rank.
+//
+//   in place    where all operands lie in a shared block: rank r reduces shard r from everybody's
+//               memory into everybody's. Cost: two latencies; 2 n bytes moved per rank.
 //
 // All operands are combined in the order 0..P-1, whichever rank does it, so that results are
 // bit-identical on all ranks, in every run, and whichever of the two paths is taken.
@@ -89,8 +92,31 @@ class Shards {
   size_t chunk_;
 };
 
+void in_place(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int root,
+              const std::vector<std::byte*>& operands) {
+  // Small enough that what has just been reduced is still in the cache when it is copied.
+  constexpr size_t kTileBytes = 16 << 10;
+  const size_t element = size_of(buffer.dtype);
+  const size_t tile = kTileBytes / element;
+  const auto ranks = operands.size();
+  const auto me = static_cast<size_t>(comm.rank());
+  const auto piece = Shards(buffer, buffer.nbytes(), comm.size()).shard(0, me);
+  std::vector<const void*> srcs(ranks);
+  for (size_t begin = 0; begin < piece.count; begin += tile) {
+    const size_t count = std::min(tile, piece.count - begin);
+    const size_t offset = piece.offset + begin * element;
+    for (size_t r = 0; r < ranks; r++) srcs[r] = operands[r] + offset;
+    std::byte* first = operands[root == kEverybody ? me : static_cast<size_t>(root)] + offset;
+    kernel(first, srcs.data(), comm.size(), count);
+    if (root != kEverybody) continue;
+    for (size_t r = 0; r < ranks; r++) {
+      if (r != me) std::memcpy(operands[r] + offset, first, count * element);
+    }
+  }
+  comm.depart(call);
+}
+
 void two_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int root) {
-  comm.arrive(call);
   Shm& shm = comm.shm();
   const auto ranks = static_cast<size_t>(comm.size());
   const auto me = static_cast<size_t>(comm.rank());
@@ -141,6 +167,8 @@ void choose(Comm& comm, Comm::Call& call, Buffer buffer, ReduceOp op, int root) 
     one_shot(comm, call, buffer, kernel, root, true);
   } else if (n <= comm.shm().sizes().slot) {
     one_shot(comm, call, buffer, kernel, root, false);
+  } else if (const auto operands = comm.arrive_at(call, buffer.data); !operands.empty()) {
+    in_place(comm, call, buffer, kernel, root, operands);
   } else {
     two_shot(comm, call, buffer, kernel, root);
   }

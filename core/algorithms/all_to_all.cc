@@ -3,7 +3,8 @@
 // Every rank posts, at the head of its slot, the sizes that it sends and that it expects; everybody
 // compares all of them, so that a disagreement between two ranks is an error on every rank. The
 // pieces follow in the same slot where a rank's fit there; if those of all ranks do, that was it.
-// Otherwise each chunk of the rings is cut into one cell per rank, until the largest piece is through.
+// Otherwise they are read where they lie, if that is a shared block on all ranks; or else each chunk
+// of the rings is cut into one cell per rank, until the largest piece is through.
 // Cost: one latency (one per chunk of cells); what a rank sends is written once, what it gets read once.
 #include <string>
 
@@ -57,7 +58,7 @@ void all_to_all(Comm& comm, Comm::Call& call, const Pieces& ins, const std::vect
       if (r != me) move_bytes(slot + mine.offset(r), ins[r], in_bytes[r]);
     }
   }
-  comm.arrive(call);
+  const auto tensors = comm.arrive_at(call, contiguous(ins, [&](size_t r) { return in_bytes[r]; }));
 
   bool all_fit = true;
   size_t largest = 0;
@@ -73,6 +74,7 @@ void all_to_all(Comm& comm, Comm::Call& call, const Pieces& ins, const std::vect
         Error error(failure);
         error.text = "rank " + std::to_string(from) + " sends " + std::to_string(sent) + " bytes to rank " +
                      std::to_string(to) + ", which expects " + std::to_string(expected);
+        error.sites = comm.exchange_notes(call);
         throw error;
       }
       if (from != to) largest = std::max(largest, static_cast<size_t>(sent));
@@ -83,6 +85,16 @@ void all_to_all(Comm& comm, Comm::Call& call, const Pieces& ins, const std::vect
     for (size_t r = 0; r < ranks; r++) {
       if (r != me) move_bytes(outs[r], shm.slot(static_cast<int>(r), call.number) + head(r).offset(me), out_bytes[r]);
     }
+    return;
+  }
+  if (!tensors.empty()) {
+    for (size_t r = 0; r < ranks; r++) {
+      if (r == me) continue;
+      size_t offset = 0;
+      for (size_t to = 0; to < me; to++) offset += head(r).sends(to);
+      move_bytes(outs[r], tensors[r] + offset, out_bytes[r]);
+    }
+    comm.depart(call);
     return;
   }
   const size_t cell = cell_bytes(shm.sizes().chunk, comm.size());

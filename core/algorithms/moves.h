@@ -13,6 +13,20 @@ inline void move_bytes(std::byte* to, const std::byte* from, size_t n) {
   if (n > 0 && to != from) std::memmove(to, from, n);
 }
 
+// Where the pieces begin if each lies behind the one before, else nullptr.
+template <class Bytes>
+const std::byte* contiguous(const Pieces& pieces, Bytes&& bytes) {
+  const std::byte* begin = nullptr;
+  const std::byte* end = nullptr;
+  for (size_t r = 0; r < pieces.size(); r++) {
+    if (bytes(r) == 0) continue;
+    if (begin == nullptr) begin = end = pieces[r];
+    if (pieces[r] != end) return nullptr;
+    end += bytes(r);
+  }
+  return begin;
+}
+
 // A large call in steps: fill(s) writes this rank's part of step s into its ring, drain(s) reads the
 // others'. Step s is drained while step s + 1 is filled: one wait per step. A chunk is overwritten by
 // fill(s + depth) only when everybody has posted step s + 3, and so has drained s: depth >= 4.

@@ -2,6 +2,7 @@
 //
 // Each rank puts its pieces for the others into cells of its slot or of its ring's chunks, and reduces
 // the cells that are meant for it, in the order 0..P-1, its own piece where it lies.
+// Larger pieces that lie in a shared block on all ranks are reduced straight from there.
 // Cost: (P-1) n bytes written, P n read per rank; one latency (one per chunk of cells).
 #include "../reduce.h"
 #include "moves.h"
@@ -31,8 +32,11 @@ void reduce_scatter(Comm& comm, Comm::Call& call, const Pieces& ins, Buffer out,
     deal(shm.slot(comm.rank(), call.number), cell, 0, n);
     comm.arrive(call);
     combine(cell, 0, n, [&](int r) { return shm.slot(r, call.number); });
+  } else if (const auto tensors = comm.arrive_at(call, contiguous(ins, [n](size_t) { return n; })); !tensors.empty()) {
+    for (size_t r = 0; r < operands.size(); r++) operands[r] = tensors[r] + me * n;
+    kernel(out.bytes(), operands.data(), ranks, out.count);
+    comm.depart(call);
   } else {
-    comm.arrive(call);
     const size_t part = cell_bytes(shm.sizes().chunk, ranks);
     const auto bytes = [&](size_t s) { return std::min(part, n - s * part); };
     pipeline(

@@ -1,6 +1,7 @@
 // scatter: rank r ends with the root's piece r.
 //
 // The root's slot, or each chunk of its ring, is cut into one cell per rank.
+// Larger pieces in a shared block are read straight from there.
 // Cost: P n bytes written by the root, n read by each other rank; one latency (one per chunk of cells).
 #include "moves.h"
 
@@ -21,8 +22,11 @@ void scatter(Comm& comm, Comm::Call& call, const Pieces& ins, Buffer out, int ro
     if (is_root) deal(shm.slot(root, call.number), cell, 0, n);
     comm.arrive(call);
     if (!is_root) move_bytes(out.bytes(), shm.slot(root, call.number) + me * cell, n);
+  } else if (const auto tensors = comm.arrive_at(call, is_root ? contiguous(ins, [n](size_t) { return n; }) : out.data);
+             !tensors.empty()) {
+    if (!is_root) move_bytes(out.bytes(), tensors[static_cast<size_t>(root)] + me * n, n);
+    comm.depart(call);
   } else {
-    comm.arrive(call);
     const size_t part = cell_bytes(shm.sizes().chunk, ranks);
     const auto bytes = [&](size_t s) { return std::min(part, n - s * part); };
     pipeline(

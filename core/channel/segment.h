@@ -52,6 +52,12 @@ struct alignas(kLine) Verdict {
   Failure failure;
 };
 
+// Where in its program a rank has made a call that does not match the others'.
+struct alignas(kLine) Note {
+  std::atomic<uint32_t> number;  // of the call
+  std::array<char, 2 * kLine - sizeof(uint32_t)> text;
+};
+
 struct alignas(kLine) PipeControl {
   alignas(kLine) std::atomic<uint64_t> written;  // bytes, by the sender
   alignas(kLine) std::atomic<uint64_t> read;     // bytes, by the receiver
@@ -93,7 +99,8 @@ class Layout {
   size_t step() const { return 3 * kLine; }
   size_t verdict() const { return 4 * kLine; }
   size_t call(uint32_t number) const { return (5 + number % 2) * kLine; }
-  size_t pipe_control(int to) const { return 7 * kLine + static_cast<size_t>(to) * sizeof(PipeControl); }
+  size_t note() const { return 7 * kLine; }
+  size_t pipe_control(int to) const { return note() + sizeof(Note) + static_cast<size_t>(to) * sizeof(PipeControl); }
   size_t slot(uint32_t number) const { return page(pipe_control(ranks_)) + (number % 2) * page(sizes_.slot); }
   size_t ring(size_t chunk) const {
     return slot(0) + 2 * page(sizes_.slot) + (chunk % sizes_.chunks) * page(sizes_.chunk);

@@ -35,6 +35,7 @@ class Shm {
   const Sizes& sizes() const { return layout_.sizes(); }
 
   CallLine& call_line(int rank, uint32_t call) { return at<CallLine>(rank, layout_.call(call)); }
+  Note& note(int rank) { return at<Note>(rank, layout_.note()); }
   StepLine& step_line(int rank) { return at<StepLine>(rank, layout_.step()); }
   std::byte* slot(int rank, uint32_t call) { return maps_[static_cast<size_t>(rank)]->data() + layout_.slot(call); }
   std::byte* chunk(int rank, size_t step) { return maps_[static_cast<size_t>(rank)]->data() + layout_.ring(step); }

@@ -7,12 +7,14 @@ meaning, over allranks' own channel. The map of the package:
     _collectives   all_reduce and the other collectives, send, recv, isend, irecv
     _groups        new_group and its kin
     _objects       all_gather_object and its kin
+    _shared        empty_shared: tensors that collectives do not copy
     _group         ProcessGroup: what the functions above call
     _older         names of THD and of earlier torch
-    _types         ReduceOp, Stats
+    _types         ReduceOp, premul_sum, Stats
     _errors        every error, as a tree
     data           DistributedSampler
     parallel, nn   DistributedDataParallel
+    algorithms     communication hooks for it
     checkpoint     save, load
     multiprocessing  spawn
     launch         allranks run
@@ -41,7 +43,7 @@ from allranks._errors import (
 )
 
 if TYPE_CHECKING:
-    from allranks import checkpoint, data, launch, multiprocessing, nn, parallel, testing, tools
+    from allranks import algorithms, checkpoint, data, launch, multiprocessing, nn, parallel, testing, tools
     from allranks._collectives import (
         P2POp,
         all_gather,
@@ -104,7 +106,8 @@ if TYPE_CHECKING:
         scatter_send,
         supports_complex,
     )
-    from allranks._types import ReduceOp, Stats, reduce_op
+    from allranks._shared import empty_shared
+    from allranks._types import ReduceOp, Stats, premul_sum, reduce_op
     from allranks._work import Work
     from allranks._world import (
         GroupMember,
@@ -118,7 +121,7 @@ if TYPE_CHECKING:
         is_initialized,
         stats,
     )
-    from allranks.parallel import DistributedDataParallel
+    from allranks.parallel import DistributedDataParallel, GradBucket
 
 __version__ = "0.1.0"
 
@@ -185,7 +188,8 @@ _HOME = {
         "scatter_send",
         "supports_complex",
     ),
-    "_types": ("ReduceOp", "Stats", "reduce_op"),
+    "_shared": ("empty_shared",),
+    "_types": ("ReduceOp", "Stats", "premul_sum", "reduce_op"),
     "_work": ("Work",),
     "_world": (
         "GroupMember",
@@ -199,9 +203,9 @@ _HOME = {
         "is_initialized",
         "stats",
     ),
-    "parallel": ("DistributedDataParallel",),
+    "parallel": ("DistributedDataParallel", "GradBucket"),
 }
-_MODULES = ("checkpoint", "data", "launch", "multiprocessing", "nn", "parallel", "testing", "tools")
+_MODULES = ("algorithms", "checkpoint", "data", "launch", "multiprocessing", "nn", "parallel", "testing", "tools")
 _LATER = (
     "all_reduce_multigpu",
     "init_device_mesh",
@@ -213,6 +217,7 @@ __all__ = [
     "AllranksError",
     "ConfigError",
     "DistributedDataParallel",
+    "GradBucket",
     "GroupMember",
     "JoinError",
     "MismatchError",
@@ -227,6 +232,7 @@ __all__ = [
     "TimeoutError",
     "UsageError",
     "Work",
+    "algorithms",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
@@ -244,6 +250,7 @@ __all__ = [
     "data",
     "default_pg_timeout",
     "destroy_process_group",
+    "empty_shared",
     "gather",
     "gather_object",
     "gather_recv",
@@ -279,6 +286,7 @@ __all__ = [
     "new_subgroups_by_enumeration",
     "nn",
     "parallel",
+    "premul_sum",
     "recv",
     "recv_object_list",
     "reduce",

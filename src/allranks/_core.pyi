@@ -1,5 +1,6 @@
 """The C++ core (core/bind.cc). Addresses, counts and codes; see core/comm.h for what the calls mean."""
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 # verb, dtype, reduce op, root, count
@@ -10,14 +11,19 @@ REDUCE_OPS: dict[str, int]
 ISA: str
 
 class Failure(Exception):
-    # kind, peer, reporter, call number, the reporter's call, seconds, every rank's call, ranks waited for, text
-    args: tuple[str, int, int, int, Call, float, list[Call], list[int], str]
+    # kind, peer, reporter, call number, the reporter's call, seconds, every rank's call, ranks waited for, call sites,
+    # text
+    args: tuple[str, int, int, int, Call, float, list[Call], list[int], list[str], str]
 
 class Sizes:
     slot: int
     chunk: int
     chunks: int
     pipe: int
+
+class SharedBlock:
+    address: int
+    def __init__(self, number: int, rank: int, bytes: int, parts: list[int]) -> None: ...
 
 class Request:
     def done(self) -> bool: ...
@@ -34,31 +40,42 @@ class Comm:
         spin_us: float,
         spin_progress_us: float,
     ) -> None: ...
-    # With async_op a Request, else None once the call is done.
-    def all_reduce(self, data: int, count: int, dtype: int, op: int, async_op: bool, /) -> Request | None: ...
-    def reduce(self, data: int, count: int, dtype: int, op: int, root: int, async_op: bool, /) -> Request | None: ...
-    def broadcast(self, data: int, count: int, dtype: int, root: int, async_op: bool, /) -> Request | None: ...
-    def all_gather(self, data: int, count: int, dtype: int, outs: list[int], async_op: bool, /) -> Request | None: ...
+    # mark: the shape and, above 32 bits, the call site. started: of an asynchronous call, which returns a Request,
+    # where in the program it stands; None: the call blocks and returns None.
+    def all_reduce(
+        self, data: int, count: int, dtype: int, mark: int, op: int, started: str | None, /
+    ) -> Request | None: ...
+    def reduce(
+        self, data: int, count: int, dtype: int, mark: int, op: int, root: int, started: str | None, /
+    ) -> Request | None: ...
+    def broadcast(
+        self, data: int, count: int, dtype: int, mark: int, root: int, started: str | None, /
+    ) -> Request | None: ...
+    def all_gather(
+        self, data: int, count: int, dtype: int, mark: int, outs: list[int], started: str | None, /
+    ) -> Request | None: ...
     def gather(
-        self, data: int, count: int, dtype: int, outs: list[int], root: int, async_op: bool, /
+        self, data: int, count: int, dtype: int, mark: int, outs: list[int], root: int, started: str | None, /
     ) -> Request | None: ...
     def scatter(
-        self, data: int, count: int, dtype: int, ins: list[int], root: int, async_op: bool, /
+        self, data: int, count: int, dtype: int, mark: int, ins: list[int], root: int, started: str | None, /
     ) -> Request | None: ...
     def reduce_scatter(
-        self, data: int, count: int, dtype: int, ins: list[int], op: int, async_op: bool, /
+        self, data: int, count: int, dtype: int, mark: int, ins: list[int], op: int, started: str | None, /
     ) -> Request | None: ...
     def all_to_all(
         self,
         dtype: int,
+        mark: int,
         ins: list[int],
         in_bytes: list[int],
         outs: list[int],
         out_bytes: list[int],
-        async_op: bool,
+        started: str | None,
         /,
     ) -> Request | None: ...
-    def barrier(self, async_op: bool, /) -> Request | None: ...
+    def barrier(self, mark: int, started: str | None, /) -> Request | None: ...
+    def add_block(self, block: SharedBlock, /) -> None: ...
     def send(self, data: int, count: int, dtype: int, to: int, tag: int, async_op: bool, /) -> Request | None: ...
     def recv(self, data: int, count: int, dtype: int, source: int, tag: int, /) -> int: ...
     def start_recv(self, data: int, count: int, dtype: int, source: int, tag: int, /) -> Request: ...
@@ -68,5 +85,7 @@ class Comm:
     def close(self) -> None: ...
     def abandon(self) -> None: ...
 
+def set_where(function: Callable[[], str]) -> None: ...
+def create_memory(bytes: int) -> int: ...
 def create_segment(rank: int, size: int, sizes: Sizes) -> int: ...
 def reduces(dtype: int, op: int) -> bool: ...

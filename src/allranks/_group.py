@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from allranks._errors import NotInitializedError, UsageError
-from allranks._types import ReduceOp, Stats, as_reduce_op
+from allranks._types import PremulSum, ReduceOp, Stats, as_reduce_op
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,12 +61,16 @@ class ProcessGroup:
         """The name of the engine."""
         return self._live().name
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
+    def all_reduce(
+        self, tensor: Tensor, op: ReduceOp | PremulSum = ReduceOp.SUM, async_op: bool = False
+    ) -> Work | None:
         """See :func:`allranks.all_reduce`."""
         engine = self._engine or self._live()
         return engine.all_reduce(tensor, op if type(op) is ReduceOp else as_reduce_op(op), async_op)
 
-    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
+    def reduce(
+        self, tensor: Tensor, dst: int, op: ReduceOp | PremulSum = ReduceOp.SUM, async_op: bool = False
+    ) -> Work | None:
         """See :func:`allranks.reduce`."""
         return self._live().reduce(tensor, self._member(dst, "dst"), as_reduce_op(op), async_op)
 
@@ -89,7 +93,11 @@ class ProcessGroup:
         return self._live().scatter(tensor, inputs or None, src, async_op)
 
     def reduce_scatter(
-        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp = ReduceOp.SUM, async_op: bool = False
+        self,
+        tensor: Tensor,
+        inputs: Sequence[Tensor] | Tensor,
+        op: ReduceOp | PremulSum = ReduceOp.SUM,
+        async_op: bool = False,
     ) -> Work | None:
         """See :func:`allranks.reduce_scatter` (a list) and :func:`allranks.reduce_scatter_single` (one tensor)."""
         return self._live().reduce_scatter(tensor, inputs, as_reduce_op(op), async_op)
@@ -135,6 +143,10 @@ class ProcessGroup:
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
         """See :func:`allranks.irecv`."""
         return self._live().irecv(tensor, self._source(src), _tag(tag))
+
+    def empty_shared(self, nbytes: int) -> Tensor:
+        """See :func:`allranks.empty_shared`; as bytes."""
+        return self._live().empty_shared(nbytes)
 
     def stats(self) -> Stats:
         """See :class:`allranks.Stats`."""

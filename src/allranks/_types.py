@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from allranks._errors import UsageError
 
-__all__ = ["ReduceOp", "Stats", "as_reduce_op", "reduce_op"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["PremulSum", "ReduceOp", "Stats", "as_reduce_op", "premul_sum", "reduce_op"]
 
 
 class ReduceOp(enum.IntEnum):
@@ -30,13 +33,39 @@ class ReduceOp(enum.IntEnum):
     BAND = 5
     BOR = 6
     BXOR = 7
+    PREMUL_SUM = 8  # see premul_sum
+
+
+class PremulSum(NamedTuple):
+    """What ``premul_sum`` returns."""
+
+    factor: float | Tensor
+
+
+def premul_sum(factor: float | Tensor) -> PremulSum:
+    """The op of ``all_reduce``, ``reduce`` and ``reduce_scatter`` that sums every rank's tensor times its ``factor``.
+
+    Args:
+        factor: a number, or a tensor of one element; each rank's own.
+
+    Raises:
+        UsageError: the factor is something else.
+
+    Cost:
+        that of SUM and one copy of the tensor.
+    """
+    if isinstance(factor, bool) or (not isinstance(factor, (int, float)) and getattr(factor, "numel", int)() != 1):
+        raise UsageError(f"premul_sum: the factor must be a number or a tensor of one element, not {factor!r}")
+    return PremulSum(factor)
 
 
 reduce_op = ReduceOp  # the spelling of torch before 1.0
 
 
-def as_reduce_op(op: object) -> ReduceOp:
-    """The ReduceOp meant by ``op``: ours, or torch.distributed's of the same name."""
+def as_reduce_op(op: object) -> ReduceOp | PremulSum:
+    """The op meant by ``op``: ours, or torch.distributed's of the same name."""
+    if isinstance(op, PremulSum):
+        return op
     if isinstance(op, ReduceOp):
         return op
     name = getattr(op, "name", None) or str(op).rpartition(".")[2]

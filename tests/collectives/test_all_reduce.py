@@ -30,6 +30,8 @@ BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
 def defined(op: ReduceOp, dtype: torch.dtype) -> bool:
+    if op == ReduceOp.PREMUL_SUM:
+        return False  # needs a factor
     if dtype.is_complex:
         return op in (ReduceOp.SUM, ReduceOp.AVG)
     if dtype.is_floating_point:
@@ -317,3 +319,31 @@ def test_a_failing_rank_is_named_by_run_ranks() -> None:
 def test_reduce_ops_and_dtypes_are_numbered_as_in_the_core() -> None:
     assert {op.name: int(op) for op in ReduceOp} == _core.REDUCE_OPS
     assert all(hasattr(torch, name) for name in _core.DTYPES)
+
+
+def test_premul_sum() -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        factor = rank + 0.5
+        expected = sum((r + 0.5) * torch.arange(6.0) for r in range(3))
+        for layout in (torch.arange(6.0), torch.arange(6.0).view(2, 3).T):
+            tensor = layout.clone() if layout.dim() == 1 else torch.arange(6.0).view(2, 3).T
+            dist.all_reduce(tensor, dist.premul_sum(factor))
+            assert torch.equal(tensor, sum((r + 0.5) * layout for r in range(3)))
+        tensor = torch.arange(6.0)
+        dist.reduce(tensor, 1, dist.premul_sum(torch.tensor(factor)))
+        assert torch.equal(tensor, expected if rank == 1 else torch.arange(6.0))
+        out = torch.empty(2)
+        work = dist.reduce_scatter_tensor(out, torch.arange(6.0), dist.premul_sum(factor), async_op=True)
+        work.wait()
+        assert torch.equal(out, expected[2 * rank : 2 * rank + 2])
+        for op in (dist.ReduceOp.PREMUL_SUM, dist.premul_sum(2)):
+            with pytest.raises(dist.UsageError, match="PREMUL_SUM"):
+                dist.all_reduce(torch.ones(2, dtype=torch.bool), op)
+        with pytest.raises(dist.UsageError, match="premul_sum"):
+            dist.all_reduce(torch.ones(2), dist.ReduceOp.PREMUL_SUM)
+        for wrong in (True, "2", torch.ones(2)):
+            with pytest.raises(dist.UsageError, match="factor"):
+                dist.premul_sum(wrong)
+
+    run_ranks(3, body)

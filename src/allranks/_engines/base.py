@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from allranks._types import ReduceOp, Stats
+    from allranks._types import PremulSum, ReduceOp, Stats
     from allranks._work import Work
 
 __all__ = ["Engine"]
@@ -26,10 +26,10 @@ class Engine(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool) -> Work | None: ...
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None: ...
 
     @abc.abstractmethod
-    def reduce(self, tensor: Tensor, root: int, op: ReduceOp, async_op: bool) -> Work | None: ...
+    def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None: ...
 
     @abc.abstractmethod
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None: ...
@@ -45,7 +45,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def reduce_scatter(
-        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp, async_op: bool
+        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
     ) -> Work | None: ...
 
     @abc.abstractmethod
@@ -64,6 +64,12 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         """As ``recv``, asynchronous."""
+
+    def empty_shared(self, nbytes: int) -> Tensor:
+        """Bytes that collectives of this group move with fewer copies. Called by all ranks, in the same order."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     @abc.abstractmethod
     def stats(self) -> Stats: ...

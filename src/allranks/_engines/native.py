@@ -8,6 +8,9 @@ core uses them, and handles those whose elements do not lie in one piece. How th
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,9 +22,10 @@ from allranks import _core
 from allranks._engines.base import Engine
 from allranks._engines.native_connect import Exchange, connect
 from allranks._engines.native_errors import explain
-from allranks._errors import AllranksError, NotInitializedError, UsageError
+from allranks._errors import AllranksError, MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._host import usable_cpus
-from allranks._types import ReduceOp, Stats
+from allranks._sites import debugging, site, stack_hash, where
+from allranks._types import PremulSum, ReduceOp, Stats
 from allranks._work import Work, seconds_of
 
 if TYPE_CHECKING:
@@ -38,9 +42,13 @@ _SPIN_US = 20.0
 # Finished works that nobody has waited for are looked for when so many are there.
 _MANY_PENDING = 64
 
+_BYTES = struct.Struct("!Q")
+
 # The pipes for send and recv, one to each other rank, share this much of a rank's segment.
 _PIPES_BYTES = 1 << 20
 _PIPE_BYTES = (16 << 10, 256 << 10)
+
+_core.set_where(where)
 
 
 class NativeEngine(Engine):
@@ -58,10 +66,15 @@ class NativeEngine(Engine):
         # before the core hears of them, so that no exception in between can let a tensor go.
         self._pending: set[NativeWork] = set()
         self._abandoned = False
+        self._blocks = 0  # made by empty_shared
+        self._timeout_s = timeout_s
+        self._debug = debugging()
         size = len(members)
         sizes = _core.Sizes()
         sizes.pipe = min(max(_PIPES_BYTES // size // 4096 * 4096, _PIPE_BYTES[0]), _PIPE_BYTES[1])
-        segments, liveness = connect(rank, members, exchange, sizes, timeout_s)
+        segments, liveness = connect(
+            rank, members, exchange, lambda: _core.create_segment(rank, size, sizes), timeout_s
+        )
         spare = usable_cpus() - size
         self.comm = _core.Comm(
             rank,
@@ -75,59 +88,60 @@ class NativeEngine(Engine):
 
     # --- verbs ---
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp, async_op: bool) -> Work | None:
-        code = self._check_reduced(tensor, op, "all_reduce")
-        if not async_op and _plain(tensor):  # nothing to keep, nothing to copy: the path that must be short
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
+        code, op, factor = self._check_reduced(tensor, op, "all_reduce")
+        if not async_op and factor is None and _plain(tensor):
+            # Nothing to keep, nothing to copy: the path that must be short.
             try:
-                self.comm.all_reduce(tensor.data_ptr(), tensor.numel(), code, op, False)
+                self.comm.all_reduce(tensor.data_ptr(), tensor.numel(), code, self._mark(tensor), op, None)
             except _core.Failure as failure:
                 raise self.explain(failure, "all_reduce") from None
             return None
-        operands = _Operands("all_reduce")
+        operands = _Operands("all_reduce", factor)
         work = operands.write(tensor)
-        return self._call(operands, async_op, self.comm.all_reduce, work.data_ptr(), work.numel(), code, op)
+        return self._call(operands, async_op, self.comm.all_reduce, *self._about(work), op)
 
-    def reduce(self, tensor: Tensor, root: int, op: ReduceOp, async_op: bool) -> Work | None:
-        code = self._check_reduced(tensor, op, "reduce")
-        operands = _Operands("reduce")
+    def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
+        _, op, factor = self._check_reduced(tensor, op, "reduce")
+        operands = _Operands("reduce", factor)
         work = operands.write(tensor) if root == self._rank else operands.read(tensor)
-        return self._call(operands, async_op, self.comm.reduce, work.data_ptr(), work.numel(), code, op, root)
+        return self._call(operands, async_op, self.comm.reduce, *self._about(work), op, root)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
-        code = self._check(tensor, "broadcast")
+        self._check(tensor, "broadcast")
         operands = _Operands("broadcast")
         work = operands.read(tensor) if root == self._rank else operands.write(tensor)
-        return self._call(operands, async_op, self.comm.broadcast, work.data_ptr(), work.numel(), code, root)
+        return self._call(operands, async_op, self.comm.broadcast, *self._about(work), root)
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
-        code = self._check(tensor, "all_gather")
+        self._check(tensor, "all_gather")
         operands = _Operands("all_gather")
         work = operands.read(tensor)
         outs = self._pieces(outputs, tensor, operands.write, "all_gather")
-        return self._call(operands, async_op, self.comm.all_gather, work.data_ptr(), work.numel(), code, outs)
+        return self._call(operands, async_op, self.comm.all_gather, *self._about(work), outs)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
-        code = self._check(tensor, "gather")
+        self._check(tensor, "gather")
         operands = _Operands("gather")
         work = operands.read(tensor)
         outs = [] if outputs is None else self._pieces(outputs, tensor, operands.write, "gather")
-        return self._call(operands, async_op, self.comm.gather, work.data_ptr(), work.numel(), code, outs, root)
+        return self._call(operands, async_op, self.comm.gather, *self._about(work), outs, root)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
-        code = self._check(tensor, "scatter")
+        self._check(tensor, "scatter")
         operands = _Operands("scatter")
         ins = [] if inputs is None else self._pieces(inputs, tensor, operands.read, "scatter")
         work = operands.write(tensor)
-        return self._call(operands, async_op, self.comm.scatter, work.data_ptr(), work.numel(), code, ins, root)
+        return self._call(operands, async_op, self.comm.scatter, *self._about(work), ins, root)
 
     def reduce_scatter(
-        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp, async_op: bool
+        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
     ) -> Work | None:
-        code = self._check_reduced(tensor, op, "reduce_scatter")
-        operands = _Operands("reduce_scatter")
+        _, op, factor = self._check_reduced(tensor, op, "reduce_scatter")
+        operands = _Operands("reduce_scatter", factor)
         ins = self._pieces(inputs, tensor, operands.read, "reduce_scatter")
         work = operands.write(tensor)
-        return self._call(operands, async_op, self.comm.reduce_scatter, work.data_ptr(), work.numel(), code, ins, op)
+        return self._call(operands, async_op, self.comm.reduce_scatter, *self._about(work), ins, op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
         code = self._check(inputs[0], "all_to_all")
@@ -142,6 +156,7 @@ class NativeEngine(Engine):
             async_op,
             self.comm.all_to_all,
             code,
+            self._mark(None),
             [tensor.data_ptr() for tensor in ins],
             [tensor.nbytes for tensor in ins],
             [tensor.data_ptr() for tensor in outs],
@@ -149,13 +164,20 @@ class NativeEngine(Engine):
         )
 
     def barrier(self, async_op: bool) -> Work | None:
-        return self._call(_Operands("barrier"), async_op, self.comm.barrier)
+        return self._call(_Operands("barrier"), async_op, self.comm.barrier, self._mark(None))
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
         code = self._check(tensor, "send")
         operands = _Operands("send")
         work = operands.read(tensor)
-        return self._call(operands, async_op, self.comm.send, work.data_ptr(), work.numel(), code, to, tag)
+        about = work.data_ptr(), work.numel(), code, to, tag
+        if async_op:
+            return self._started(operands, self.comm.send, *about, True)
+        try:
+            self.comm.send(*about, False)
+        except _core.Failure as failure:
+            raise self.explain(failure, "send") from None
+        return None
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> int:
         code, operands = self._check(tensor, "recv"), _Operands("recv")
@@ -173,6 +195,43 @@ class NativeEngine(Engine):
         return self._started(operands, self.comm.start_recv, work.data_ptr(), work.numel(), code, source, tag)
 
     # --- the rest of an engine ---
+
+    def empty_shared(self, nbytes: int) -> Tensor:
+        size = len(self._members)
+        if nbytes == 0 or size == 1:
+            return super().empty_shared(nbytes)
+        self._blocks += 1
+        memory, refused = -1, ""
+        try:
+            memory = _core.create_memory(nbytes)
+        except _core.Failure as failure:
+            refused = str(self.explain(failure, "empty_shared"))
+
+        def exchange(record: bytes) -> list[bytes]:
+            mine = record + _BYTES.pack(0 if refused else nbytes)
+            rows = torch.empty(size, len(mine), dtype=torch.uint8)
+            self.all_gather(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8), False)
+            records = [row.numpy().tobytes() for row in rows]
+            asked = [_BYTES.unpack(r[len(record) :])[0] for r in records]
+            if 0 in asked:
+                reason = refused or f"see the error of {rank_list([r for r in range(size) if not asked[r]])}"
+                raise AllranksError(f"empty_shared: {nbytes} bytes could not be had on every rank: {reason}")
+            if len(set(asked)) > 1:
+                sizes = ", ".join(f"rank {r}: {n}" for r, n in enumerate(asked))
+                raise MismatchError(
+                    f"empty_shared on group '{self._group_name}': the ranks ask for different sizes (bytes): {sizes}"
+                )
+            return [r[: len(record)] for r in records]
+
+        parts, sockets = connect(self._rank, self._members, exchange, lambda: memory, self._timeout_s)
+        for socket in sockets:
+            if socket >= 0:
+                os.close(socket)
+        block = _core.SharedBlock(self._blocks, self._rank, nbytes, parts)
+        self.comm.add_block(block)
+        memory_view = (ctypes.c_ubyte * nbytes).from_address(block.address)
+        memory_view.block = block  # type: ignore[attr-defined]  # lives as long as a tensor on it does
+        return torch.frombuffer(memory_view, dtype=torch.uint8)
 
     def stats(self) -> Stats:
         return Stats(*self.comm.stats())
@@ -212,11 +271,27 @@ class NativeEngine(Engine):
             raise UsageError(f"{verb}: cannot take a tensor of {tensor.dtype}, {tensor.layout}")
         return code
 
-    def _check_reduced(self, tensor: Tensor, op: ReduceOp, verb: str) -> int:
+    def _check_reduced(
+        self, tensor: Tensor, op: ReduceOp | PremulSum, verb: str
+    ) -> tuple[int, ReduceOp, float | Tensor | None]:
+        """The core's codes of dtype and op, and what to multiply the operand with before."""
         code = self._check(tensor, verb)
+        factor: float | Tensor | None = None
+        if isinstance(op, PremulSum):
+            factor, op = op.factor, ReduceOp.PREMUL_SUM
+        elif op is ReduceOp.PREMUL_SUM:
+            raise UsageError(f"{verb}: PREMUL_SUM needs its factor: op=premul_sum(factor)")
         if not _core.reduces(code, op):
             raise UsageError(f"{verb} does not support {op.name} of {tensor.dtype} tensors")
-        return code
+        return code, op, factor
+
+    def _mark(self, tensor: Tensor | None) -> int:
+        """What ranks compare beside verb, dtype and count: the shape, and in debug mode where the call stands."""
+        shape = 0 if tensor is None or tensor.dim() == 1 else hash(tensor.shape) & 0xFFFFFFFF
+        return shape | stack_hash() << 32 if self._debug else shape
+
+    def _about(self, tensor: Tensor) -> tuple[int, int, int, int]:
+        return tensor.data_ptr(), tensor.numel(), _CODES[tensor.dtype], self._mark(tensor)
 
     def _pieces(
         self, pieces: Sequence[Tensor] | Tensor, like: Tensor, use: Callable[[Tensor], Tensor], verb: str
@@ -249,9 +324,9 @@ class NativeEngine(Engine):
         self, operands: _Operands, async_op: bool, method: Callable[..., _core.Request | None], *args: Any
     ) -> Work | None:
         if async_op:
-            return self._started(operands, method, *args, True)
+            return self._started(operands, method, *args, site())
         try:
-            method(*args, False)
+            method(*args, None)
         except _core.Failure as failure:
             raise self.explain(failure, operands.verb) from None
         operands.finish()
@@ -289,24 +364,25 @@ class NativeEngine(Engine):
 class _Operands:
     """The tensors of one call, in the shape that the core takes: contiguous, in memory as they read."""
 
-    __slots__ = ("_back", "keep", "results", "verb")
+    __slots__ = ("_back", "_factor", "keep", "results", "verb")
 
-    def __init__(self, verb: str) -> None:
+    def __init__(self, verb: str, factor: float | Tensor | None = None) -> None:
         self.verb = verb
+        self._factor = factor
         self._back: list[tuple[Tensor, Tensor]] = []
         self.keep: list[Tensor] = []
         self.results: list[Tensor] = []
 
     def read(self, tensor: Tensor) -> Tensor:
         """What the core reads in place of ``tensor``."""
-        work = tensor if _plain(tensor) else _elements(tensor)
+        work = tensor if self._factor is None and _plain(tensor) else _elements(tensor, self._factor)
         self.keep.append(work)
         return work
 
     def write(self, tensor: Tensor) -> Tensor:
         """What the core writes in place of ``tensor``; ``finish`` brings it there."""
         self.results.append(tensor)
-        if _plain(tensor):
+        if self._factor is None and _plain(tensor):
             self.keep.append(tensor)
             return tensor
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
@@ -315,7 +391,7 @@ class _Operands:
                 "several of its elements share memory, so that no result can be written to it. "
                 "Call .contiguous() first"
             )
-        work = _elements(tensor)
+        work = _elements(tensor, self._factor)
         self._back.append((tensor, work))
         self.keep.append(work)
         return work
@@ -380,5 +456,6 @@ def _plain(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
-def _elements(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+def _elements(tensor: Tensor, factor: float | Tensor | None = None) -> Tensor:
+    elements = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return elements if factor is None else elements.mul_(factor)

@@ -1,4 +1,4 @@
-"""Connects the native engine's ranks of one host: each hands its segment to every other.
+"""Connects the native engine's ranks of one host: each hands a piece of its memory to every other.
 
 Over unix sockets in the abstract namespace, which leave no file behind. The sockets stay open as liveness sockets:
 the end of one says that its rank is gone. How the ranks hear of each other's addresses is the caller's
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from allranks import _core
 from allranks._errors import AllranksError, JoinError, rank_list
 
 if TYPE_CHECKING:
@@ -36,12 +35,19 @@ _HELLO = struct.Struct(f"!{_TOKEN_BYTES}sI")
 
 
 def connect(
-    rank: int, members: Sequence[Member], exchange: Exchange, sizes: _core.Sizes, timeout_s: float
+    rank: int, members: Sequence[Member], exchange: Exchange, create: Callable[[], int], timeout_s: float
 ) -> tuple[list[int], list[int]]:
-    """Exchanges segments with every other rank.
+    """Exchanges descriptors of memory with every other rank.
+
+    Args:
+        rank: this process in the group.
+        members: who is in the group, by rank.
+        exchange: how they hear of each other.
+        create: makes this rank's.
+        timeout_s: for all of it.
 
     Returns:
-        The segments' descriptors and the liveness sockets' (-1 for this rank), by rank.
+        The memories' descriptors and those of the sockets that stay connected (-1 for this rank), by rank.
 
     Raises:
         AllranksError: ranks are on different hosts.
@@ -66,7 +72,7 @@ def connect(
                 if segment >= 0:
                     os.close(segment)
 
-        segments[rank] = _core.create_segment(rank, size, sizes)
+        segments[rank] = create()
         if size > 1:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
                 name = secrets.token_bytes(_NAME_BYTES)

@@ -33,7 +33,7 @@ def explain(
         members: the ranks of the group.
         last_calls: number and fingerprint of each rank's last collective.
     """
-    kind, peer, reporter, call, theirs, seconds, calls, waiting_for, text = failure.args
+    kind, peer, reporter, call, theirs, seconds, calls, waiting_for, sites, text = failure.args
 
     def who(other: int) -> str:
         return f"rank {other} ({members[other].host}, pid {members[other].pid})" if other >= 0 else "any rank"
@@ -52,7 +52,7 @@ def explain(
         noticed = f"\n  noticed by {who(reporter)} in {theirs[0]}{f' #{call}' if call else ''}"
     here = f"{verb}{number} on group '{group}' (rank {rank} of {len(members)})"
     if kind == "mismatch":
-        return MismatchError(_mismatch(theirs[0], call, peer, calls, text, group, rank, who))
+        return MismatchError(_mismatch(theirs[0], call, peer, calls, sites, text, group, rank, who))
     if kind == "timeout":
         missing = waiting_for or [peer]
         hint = "  Longer: init_process_group(timeout=...)"
@@ -87,6 +87,7 @@ def _mismatch(
     call: int,
     peer: int,
     calls: list[_core.Call],
+    sites: list[str],
     text: str,
     group: str,
     rank: int,
@@ -98,13 +99,23 @@ def _mismatch(
             f"recv on group '{group}' (rank {rank}): {who(peer)} sent {_amount(sent)}, "  # type: ignore[operator]
             f"but the tensor to receive into holds {_amount(wanted)}. The message was dropped."
         )
+    here = f"call #{call} on group '{group}'"
+    where = "".join(f"\n  rank {other} at {place}" for other, place in enumerate(sites) if place)
     if text:
-        return f"call #{call} on group '{group}': {verb}: {text}. No tensor was changed."
+        return f"{here}: {verb}: {text}. No tensor was changed.{where}"
     ranks_of: dict[_core.Call, list[int]] = {}
     for other, fingerprint in enumerate(calls):
         ranks_of.setdefault(fingerprint, []).append(other)
-    said = [f"{rank_list(ranks)} called {_call(fingerprint)}" for fingerprint, ranks in ranks_of.items()]
-    return f"call #{call} on group '{group}': {', '.join(said)}. No tensor was changed."
+    if len(ranks_of) > 1:
+        said = [f"{rank_list(ranks)} called {_call(fingerprint)}" for fingerprint, ranks in ranks_of.items()]
+        return f"{here}: {', '.join(said)}. No tensor was changed.{where}"
+    if peer >= 0:
+        return (
+            f"{here}: the ranks make their calls of {_call(calls[0])} in different orders: each of two places in the "
+            "program was reached by one rank before, and by another after, the other place. The earlier of these "
+            f"calls has mixed their tensors up.{where}"
+        )
+    return f"{here}: the ranks called {_call(calls[0])} with tensors of different shapes. No tensor was changed.{where}"
 
 
 def _amount(fingerprint: _core.Call) -> str:
