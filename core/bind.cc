@@ -18,6 +18,7 @@
 
 #include "comm.h"
 #include "reduce.h"
+#include "tensors.h"
 
 namespace nb = nanobind;
 using namespace allranks;  // NOLINT: this file is the seam
@@ -196,11 +197,81 @@ MaybeRequest barrier(Comm& comm, Mark mark, const Started& started) {
   return call(comm, operation(Verb::barrier, {}, mark), started);
 }
 
+// What Python calls ordinary tensors; lives as long as the module.
+const Tensors* ordinary = nullptr;
+
+// A blocking collective on ordinary tensors. False: nothing was done, because something is not.
+// `pieces`: None, one tensor of all pieces in turn, or a list by rank; of all_to_all: the output.
+bool now(Comm& comm, int verb_code, nb::handle tensor, nb::handle pieces, int op_code, int root) {
+  const auto verb = static_cast<Verb>(verb_code);
+  const auto reduce_op = static_cast<ReduceOp>(op_code);
+  const auto mine = ordinary->show(tensor);
+  if (!mine) return false;
+  const auto ranks = static_cast<size_t>(comm.size());
+  const Buffer& b = mine->buffer;
+  const bool reduces = verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::reduce_scatter;
+  if (reduces && (reduce_op == ReduceOp::premul_sum || kernel_for(b.dtype, reduce_op) == nullptr)) return false;
+  Operation op = operation(verb, b, mine->shape, op_code, root);
+  if (verb == Verb::all_to_all) {
+    const auto out = ordinary->show(pieces);
+    if (!out || out->buffer.dtype != b.dtype || out->buffer.count != b.count) return false;
+    if (mine->rows == 0 || mine->rows % comm.size() != 0 || out->rows == 0 || out->rows % comm.size() != 0)
+      return false;
+    const size_t each = b.nbytes() / ranks;
+    for (size_t r = 0; r < ranks; r++) {
+      op.ins.push_back(b.bytes() + r * each);
+      op.outs.push_back(out->buffer.bytes() + r * each);
+    }
+    op.in_bytes.assign(ranks, each);
+    op.out_bytes.assign(ranks, each);
+    op.buffer = {};
+    op.fingerprint.count = 0;  // as all_to_all's
+    op.fingerprint.shape = 0;
+  } else if (!pieces.is_none()) {
+    std::vector<std::byte*> addresses;
+    addresses.reserve(ranks);
+    if (nb::isinstance<nb::list>(pieces)) {
+      const auto list = nb::borrow<nb::list>(pieces);
+      if (list.size() != ranks) return false;
+      for (const nb::handle piece : list) {
+        const auto shown = ordinary->show(piece);
+        if (!shown || shown->buffer.dtype != b.dtype || shown->buffer.count != b.count) return false;
+        addresses.push_back(shown->buffer.bytes());
+      }
+    } else {
+      const auto whole = ordinary->show(pieces);
+      if (!whole || whole->buffer.dtype != b.dtype || whole->buffer.count != b.count * ranks) return false;
+      for (size_t r = 0; r < ranks; r++) addresses.push_back(whole->buffer.bytes() + r * b.nbytes());
+    }
+    (verb == Verb::all_gather || verb == Verb::gather ? op.outs : op.ins) = std::move(addresses);
+  }
+  PythonCaller caller;
+  comm.run(op, caller);
+  return true;
+}
+
 MaybeRequest send(Comm& comm, Address data, size_t n, int dtype, int to, int tag, bool async_op) {
   PythonCaller caller;
   if (async_op) return comm.start_send(buffer(data, n, dtype), to, tag, caller);
   comm.send(buffer(data, n, dtype), to, tag, caller);
   return nullptr;
+}
+
+// A blocking message of an ordinary tensor, as `now`.
+bool send_now(Comm& comm, nb::handle tensor, int to, int tag) {
+  const auto shown = ordinary->show(tensor);
+  if (!shown) return false;
+  PythonCaller caller;
+  comm.send(shown->buffer, to, tag, caller);
+  return true;
+}
+
+// The sender, or -1 if nothing was done.
+int recv_now(Comm& comm, nb::handle tensor, int from, int tag) {
+  const auto shown = ordinary->show(tensor);
+  if (!shown) return -1;
+  PythonCaller caller;
+  return comm.recv(shown->buffer, from, tag, caller);
 }
 
 }  // namespace
@@ -222,6 +293,9 @@ NB_MODULE(_core, m) {
   nb::dict dtypes;
   for (size_t i = 0; i < kDTypeNames.size(); i++) dtypes[kDTypeNames[i]] = i;
   m.attr("DTYPES") = dtypes;
+  nb::dict verbs;
+  for (size_t i = 0; i < kVerbs.size(); i++) verbs[kVerbs[i]] = i;
+  m.attr("VERBS") = verbs;
   nb::dict ops;
   for (size_t i = 0; i < kReduceOpNames.size(); i++) ops[kReduceOpNames[i]] = i;
   m.attr("REDUCE_OPS") = ops;
@@ -234,6 +308,13 @@ NB_MODULE(_core, m) {
         Py_XDECREF(before);
       },
       nb::arg("function"), "function(): where in the program the present call stands, for errors.");
+
+  m.def(
+      "set_ordinary", [](const nb::list& classes) { delete std::exchange(ordinary, new Tensors(classes)); },
+      nb::arg("classes"), "The classes of tensors that Comm.now takes.");
+  m.def(
+      "shape_hash", [](const std::vector<int64_t>& shape) { return shape_hash(shape.data(), shape.size()); },
+      nb::arg("shape"), "What ranks compare of a tensor's shape.");
 
   m.def(
       "reduces",
@@ -296,8 +377,11 @@ NB_MODULE(_core, m) {
       .def("reduce_scatter", reduce_scatter)
       .def("all_to_all", all_to_all)
       .def("barrier", barrier)
+      .def("now", now, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg())
       .def("add_block", [](Comm& c, const std::shared_ptr<SharedBlock>& block) { c.blocks().add(block); })
       .def("send", send)
+      .def("send_now", send_now, nb::arg().none(), nb::arg(), nb::arg())
+      .def("recv_now", recv_now, nb::arg().none(), nb::arg(), nb::arg())
       .def("recv",
            [](Comm& c, Address data, size_t n, int dtype, int from, int tag) {
              PythonCaller caller;

@@ -423,18 +423,23 @@ std::shared_ptr<Request> Comm::start_recv(Buffer buffer, int from, int32_t tag, 
 
 void Comm::send(Buffer buffer, int to, int32_t tag, Caller& caller) {
   const int64_t began = sys::now_ns();
-  if (buffer.nbytes() >= kReleaseBytes) caller.release();
-  mail_.wait(mail_.post_send(buffer, to, tag, caller), caller, -1);
+  if (!mail_.send_at_once(buffer, to, tag)) {
+    if (buffer.nbytes() >= kReleaseBytes) caller.release();
+    mail_.wait(mail_.post_send(buffer, to, tag, caller), caller, -1);
+  }
   count(buffer.nbytes(), began);
 }
 
 int Comm::recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
   const int64_t began = sys::now_ns();
-  if (buffer.nbytes() >= kReleaseBytes) caller.release();
-  const auto parcel = mail_.post_recv(buffer, from, tag, caller);
-  mail_.wait(parcel, caller, -1);
+  if (from < 0 || !mail_.recv_at_once(buffer, from, tag)) {
+    if (buffer.nbytes() >= kReleaseBytes) caller.release();
+    const auto parcel = mail_.post_recv(buffer, from, tag, caller);
+    mail_.wait(parcel, caller, -1);
+    from = parcel->peer;
+  }
   count(buffer.nbytes(), began);
-  return parcel->peer;
+  return from;
 }
 
 }  // namespace allranks

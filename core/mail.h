@@ -56,6 +56,10 @@ class Mail {
   std::shared_ptr<Parcel> post_send(Buffer buffer, int to, int32_t tag, Caller& caller);
   std::shared_ptr<Parcel> post_recv(Buffer buffer, int from, int32_t tag, Caller& caller);
 
+  // The short way of a message that fits where nothing is under way. False: nothing was done.
+  bool send_at_once(Buffer buffer, int to, int32_t tag);
+  bool recv_at_once(Buffer buffer, int from, int32_t tag);
+
   // Blocks until the parcel is done; throws its error. timeout_ns >= 0: a limit of this wait alone.
   void wait(const std::shared_ptr<Parcel>& parcel, Caller& caller, int64_t timeout_ns);
 
@@ -84,6 +88,7 @@ class Mail {
 
   // All with lock_ held.
   void progress();
+  void check_send(int to);
   void push(int peer);
   void pull(int peer);
   void dispatch(int peer);

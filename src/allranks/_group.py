@@ -118,9 +118,12 @@ class ProcessGroup:
         async_op: bool = False,
     ) -> Work | None:
         """See :func:`allranks.all_to_all_single`."""
+        engine = self._live()
+        if not output_split_sizes and not input_split_sizes and self._even(output) and self._even(input):
+            return engine.all_to_all(output, input, async_op)
         outputs = self._split(output, output_split_sizes, "output")
         inputs = self._split(input, input_split_sizes, "input")
-        return self._live().all_to_all(outputs, inputs, async_op)
+        return engine.all_to_all(outputs, inputs, async_op)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """See :func:`allranks.barrier`."""
@@ -194,6 +197,9 @@ class ProcessGroup:
             raise UsageError(f"{name} must be given on the {role} rank ({root})")
         if root != self._rank and tensors:
             raise UsageError(f"{name} must not be given on rank {self._rank}: {role} is rank {root}")
+
+    def _even(self, tensor: Tensor) -> bool:
+        return tensor.dim() > 0 and tensor.shape[0] % self._size == 0
 
     def _split(self, tensor: Tensor, sizes: Sequence[int] | None, what: str) -> list[Tensor]:
         """One piece of ``tensor`` per rank, along its first dimension."""

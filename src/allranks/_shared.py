@@ -58,11 +58,13 @@ def empty_shared(
     """
     import torch
 
-    if group == GroupMember.NON_GROUP_MEMBER:
+    if group == GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
         raise NotInitializedError("empty_shared: this rank is not in the group")
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise UsageError(f"empty_shared: a shape is integers of at least 0, not {shape!r}")
     tensor = torch.empty(0, dtype=dtype)
     memory = resolve_group(group).empty_shared(math.prod(sizes) * tensor.itemsize)
-    return tensor.set_(memory.untyped_storage(), 0, sizes)
+    strides = torch.empty(sizes, device="meta").stride()
+    tensor.set_(memory.untyped_storage(), 0, sizes, strides)
+    return tensor

@@ -49,7 +49,10 @@ class Engine(abc.ABC):
     ) -> Work | None: ...
 
     @abc.abstractmethod
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None: ...
+    def all_to_all(
+        self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor, async_op: bool
+    ) -> Work | None:
+        """Single tensors, which go together, can be cut evenly along their first dimension."""
 
     @abc.abstractmethod
     def barrier(self, async_op: bool) -> Work | None: ...

@@ -48,7 +48,10 @@ _BYTES = struct.Struct("!Q")
 _PIPES_BYTES = 1 << 20
 _PIPE_BYTES = (16 << 10, 256 << 10)
 
+_VERBS = _core.VERBS
+
 _core.set_where(where)
+_core.set_ordinary([Tensor, torch.nn.Parameter])
 
 
 class NativeEngine(Engine):
@@ -89,31 +92,32 @@ class NativeEngine(Engine):
     # --- verbs ---
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
-        code, op, factor = self._check_reduced(tensor, op, "all_reduce")
-        if not async_op and factor is None and _plain(tensor):
-            # Nothing to keep, nothing to copy: the path that must be short.
-            try:
-                self.comm.all_reduce(tensor.data_ptr(), tensor.numel(), code, self._mark(tensor), op, None)
-            except _core.Failure as failure:
-                raise self.explain(failure, "all_reduce") from None
+        if not async_op and self._now("all_reduce", tensor, None, op):
             return None
+        _, op, factor = self._check_reduced(tensor, op, "all_reduce")
         operands = _Operands("all_reduce", factor)
         work = operands.write(tensor)
         return self._call(operands, async_op, self.comm.all_reduce, *self._about(work), op)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
+        if not async_op and self._now("reduce", tensor, None, op, root):
+            return None
         _, op, factor = self._check_reduced(tensor, op, "reduce")
         operands = _Operands("reduce", factor)
         work = operands.write(tensor) if root == self._rank else operands.read(tensor)
         return self._call(operands, async_op, self.comm.reduce, *self._about(work), op, root)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
+        if not async_op and self._now("broadcast", tensor, None, 0, root):
+            return None
         self._check(tensor, "broadcast")
         operands = _Operands("broadcast")
         work = operands.read(tensor) if root == self._rank else operands.write(tensor)
         return self._call(operands, async_op, self.comm.broadcast, *self._about(work), root)
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
+        if not async_op and self._now("all_gather", tensor, outputs):
+            return None
         self._check(tensor, "all_gather")
         operands = _Operands("all_gather")
         work = operands.read(tensor)
@@ -121,6 +125,8 @@ class NativeEngine(Engine):
         return self._call(operands, async_op, self.comm.all_gather, *self._about(work), outs)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
+        if not async_op and self._now("gather", tensor, outputs, 0, root):
+            return None
         self._check(tensor, "gather")
         operands = _Operands("gather")
         work = operands.read(tensor)
@@ -128,6 +134,8 @@ class NativeEngine(Engine):
         return self._call(operands, async_op, self.comm.gather, *self._about(work), outs, root)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
+        if not async_op and self._now("scatter", tensor, inputs, 0, root):
+            return None
         self._check(tensor, "scatter")
         operands = _Operands("scatter")
         ins = [] if inputs is None else self._pieces(inputs, tensor, operands.read, "scatter")
@@ -137,13 +145,22 @@ class NativeEngine(Engine):
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
     ) -> Work | None:
+        if not async_op and self._now("reduce_scatter", tensor, inputs, op):
+            return None
         _, op, factor = self._check_reduced(tensor, op, "reduce_scatter")
         operands = _Operands("reduce_scatter", factor)
         ins = self._pieces(inputs, tensor, operands.read, "reduce_scatter")
         work = operands.write(tensor)
         return self._call(operands, async_op, self.comm.reduce_scatter, *self._about(work), ins, op)
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
+    def all_to_all(
+        self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor, async_op: bool
+    ) -> Work | None:
+        if isinstance(inputs, Tensor) and isinstance(outputs, Tensor):
+            if not async_op and self._now("all_to_all", inputs, outputs):
+                return None
+            size = len(self._members)
+            inputs, outputs = (t.view(size, t.shape[0] // size, *t.shape[1:]).unbind() for t in (inputs, outputs))
         code = self._check(inputs[0], "all_to_all")
         for tensor in (*inputs, *outputs):
             if self._check(tensor, "all_to_all") != code:
@@ -164,9 +181,21 @@ class NativeEngine(Engine):
         )
 
     def barrier(self, async_op: bool) -> Work | None:
+        if not async_op:
+            try:
+                self.comm.barrier(self._mark(None), None)
+            except _core.Failure as failure:
+                raise self.explain(failure, "barrier") from None
+            return None
         return self._call(_Operands("barrier"), async_op, self.comm.barrier, self._mark(None))
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
+        if not async_op:
+            try:
+                if self.comm.send_now(tensor, to, tag):
+                    return None
+            except _core.Failure as failure:
+                raise self.explain(failure, "send") from None
         code = self._check(tensor, "send")
         operands = _Operands("send")
         work = operands.read(tensor)
@@ -180,6 +209,12 @@ class NativeEngine(Engine):
         return None
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> int:
+        try:
+            sender = self.comm.recv_now(tensor, source, tag)
+        except _core.Failure as failure:
+            raise self.explain(failure, "recv") from None
+        if sender >= 0:
+            return sender
         code, operands = self._check(tensor, "recv"), _Operands("recv")
         work = operands.write(tensor)
         try:
@@ -287,7 +322,7 @@ class NativeEngine(Engine):
 
     def _mark(self, tensor: Tensor | None) -> int:
         """What ranks compare beside verb, dtype and count: the shape, and in debug mode where the call stands."""
-        shape = 0 if tensor is None or tensor.dim() == 1 else hash(tensor.shape) & 0xFFFFFFFF
+        shape = 0 if tensor is None else _core.shape_hash(list(tensor.shape))
         return shape | stack_hash() << 32 if self._debug else shape
 
     def _about(self, tensor: Tensor) -> tuple[int, int, int, int]:
@@ -319,6 +354,22 @@ class NativeEngine(Engine):
         return [use(piece).data_ptr() for piece in pieces]
 
     # --- calls ---
+
+    def _now(
+        self,
+        verb: str,
+        tensor: Tensor,
+        pieces: Sequence[Tensor] | Tensor | None = None,
+        op: ReduceOp | PremulSum | int = 0,
+        root: int = -1,
+    ) -> bool:
+        """The short way of a blocking call on ordinary tensors. False: it is not one, and nothing was done."""
+        if self._debug or isinstance(op, PremulSum):
+            return False
+        try:
+            return self.comm.now(_VERBS[verb], tensor, pieces, op, root)
+        except _core.Failure as failure:
+            raise self.explain(failure, verb) from None
 
     def _call(
         self, operands: _Operands, async_op: bool, method: Callable[..., _core.Request | None], *args: Any
