@@ -7,13 +7,15 @@ meaning, over allranks' own channel. The map of the package:
     _collectives   all_reduce and the other collectives, send, recv, isend, irecv
     _groups        new_group and its kin
     _objects       all_gather_object and its kin
+    _multigpu      all_reduce_multigpu and its kin
     _shared        empty_shared: tensors that collectives do not copy
     _group         ProcessGroup: what the functions above call
-    _older         names of THD and of earlier torch
+    _older         names of THD and of earlier torch, Backend
+    _debug         DebugLevel
     _types         ReduceOp, premul_sum, Stats
     _errors        every error, as a tree
     data           DistributedSampler
-    parallel, nn   DistributedDataParallel
+    parallel, nn   DistributedDataParallel, collectives that autograd goes through
     algorithms     communication hooks for it
     checkpoint     save, load
     multiprocessing  spawn
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
         scatter,
         send,
     )
+    from allranks._debug import DebugLevel, get_debug_level, set_debug_level, set_debug_level_from_env
     from allranks._group import ProcessGroup
     from allranks._groups import (
         get_global_rank,
@@ -80,6 +83,13 @@ if TYPE_CHECKING:
         new_subgroups_by_enumeration,
         split_group,
     )
+    from allranks._multigpu import (
+        all_gather_multigpu,
+        all_reduce_multigpu,
+        broadcast_multigpu,
+        reduce_multigpu,
+        reduce_scatter_multigpu,
+    )
     from allranks._objects import (
         all_gather_object,
         broadcast_object_list,
@@ -89,6 +99,7 @@ if TYPE_CHECKING:
         send_object_list,
     )
     from allranks._older import (
+        Backend,
         default_pg_timeout,
         gather_recv,
         gather_send,
@@ -151,6 +162,7 @@ _HOME = {
         "scatter",
         "send",
     ),
+    "_debug": ("DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"),
     "_group": ("ProcessGroup",),
     "_groups": (
         "get_global_rank",
@@ -162,6 +174,13 @@ _HOME = {
         "new_subgroups_by_enumeration",
         "split_group",
     ),
+    "_multigpu": (
+        "all_gather_multigpu",
+        "all_reduce_multigpu",
+        "broadcast_multigpu",
+        "reduce_multigpu",
+        "reduce_scatter_multigpu",
+    ),
     "_objects": (
         "all_gather_object",
         "broadcast_object_list",
@@ -171,6 +190,7 @@ _HOME = {
         "send_object_list",
     ),
     "_older": (
+        "Backend",
         "default_pg_timeout",
         "gather_recv",
         "gather_send",
@@ -207,7 +227,6 @@ _HOME = {
 }
 _MODULES = ("algorithms", "checkpoint", "data", "launch", "multiprocessing", "nn", "parallel", "testing", "tools")
 _LATER = (
-    "all_reduce_multigpu",
     "init_device_mesh",
     "shrink_group",
 )
@@ -215,7 +234,9 @@ _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
     "AllranksError",
+    "Backend",
     "ConfigError",
+    "DebugLevel",
     "DistributedDataParallel",
     "GradBucket",
     "GroupMember",
@@ -236,15 +257,18 @@ __all__ = [
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
+    "all_gather_multigpu",
     "all_gather_object",
     "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduce_multigpu",
     "all_to_all",
     "all_to_all_single",
     "barrier",
     "batch_isend_irecv",
     "broadcast",
+    "broadcast_multigpu",
     "broadcast_object_list",
     "checkpoint",
     "data",
@@ -257,6 +281,7 @@ __all__ = [
     "gather_send",
     "get_backend",
     "get_backend_config",
+    "get_debug_level",
     "get_default_backend_for_device",
     "get_global_rank",
     "get_group_rank",
@@ -290,8 +315,10 @@ __all__ = [
     "recv",
     "recv_object_list",
     "reduce",
+    "reduce_multigpu",
     "reduce_op",
     "reduce_scatter",
+    "reduce_scatter_multigpu",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "scatter",
@@ -300,6 +327,8 @@ __all__ = [
     "scatter_send",
     "send",
     "send_object_list",
+    "set_debug_level",
+    "set_debug_level_from_env",
     "split_group",
     "stats",
     "supports_complex",

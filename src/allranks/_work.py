@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Work", "seconds_of"]
+__all__ = ["Then", "Work", "seconds_of"]
 
 
 _LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
@@ -90,3 +91,37 @@ class Work(abc.ABC):
 
         threading.Thread(target=complete, name="allranks-future", daemon=True).start()
         return future
+
+
+class Then(Work):
+    """A call, and what is to be done when it has ended well: once, by whoever first waits or asks."""
+
+    def __init__(self, work: Work, then: Callable[[], None]) -> None:
+        self._work = work
+        self._then: Callable[[], None] | None = then
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        self._work.wait(timeout)
+        with self._lock:
+            if self._then is not None:
+                self._then()
+                self._then = None
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        if self._work.exception() is None:
+            self.wait()
+        return True
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._work.result()

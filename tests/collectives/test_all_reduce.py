@@ -248,10 +248,15 @@ def test_what_cannot_be_reduced() -> None:
             dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))
         with pytest.raises(dist.UsageError, match="on meta"):
             dist.all_reduce(torch.ones(2, device="meta"))
-        with pytest.raises(dist.UsageError, match="expanded"):
+        with pytest.raises(dist.UsageError, match="share memory"):
             dist.all_reduce(torch.ones(1).expand(3))
-        with pytest.raises(dist.UsageError, match="sparse"):
-            dist.all_reduce(torch.ones(2, 2).to_sparse())
+        with pytest.raises(dist.UsageError, match="share memory"):
+            dist.all_reduce(torch.ones(5).unfold(0, 3, 1))
+        for apart in (torch.ones(4, 6)[::2, 1::2], torch.ones(6).as_strided((2, 3), (1, 2)), torch.ones(3, 2).T):
+            dist.all_reduce(apart)
+            assert (apart == dist.get_world_size()).all()
+        with pytest.raises(dist.UsageError, match="quint8"):
+            dist.all_reduce(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8))
         with pytest.raises(TypeError, match=r"expected a torch\.Tensor, not ndarray"):
             dist.all_reduce(np.ones(2))
         with pytest.raises(dist.UsageError, match="ReduceOp"):

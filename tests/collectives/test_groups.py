@@ -238,3 +238,15 @@ def test_thd_s_names() -> None:
     assert dist.get_default_backend_for_device("cpu:0") == "native"
     with pytest.raises(dist.ConfigError, match="no engine for tensors on cuda"):
         dist.get_default_backend_for_device("cuda")
+
+
+def test_a_group_is_cut_by_its_members_alone() -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        mine, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        alone, parts = dist.new_subgroups(1, group=mine)  # other parts on ranks 0 and 2 than on 1 and 3
+        assert dist.get_process_group_ranks(alone) == [me]
+        assert [part == alone for part in parts] == [me < 2, me >= 2]
+        dist.barrier(alone)
+
+    run_ranks(4, body)

@@ -167,6 +167,63 @@ def test_coalesced() -> None:
     run_ranks(3, body)
 
 
+def test_all_gather_of_uneven_pieces() -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        for sizes in ((1, 2, 0), (50_000, 3, 70_000)):
+            for asynchronous in (False, True):
+                outs = [torch.zeros(n) for n in sizes]
+                work = dist.all_gather(outs, torch.full((sizes[me],), me + 1.0), async_op=asynchronous)
+                if work is not None:
+                    work.wait()
+                assert all((out == r + 1).all() for r, out in enumerate(outs))
+        outs = [torch.zeros(n) for n in ((1, 2, 3) if me == 0 else (1, 2, 4))]
+        with pytest.raises(dist.MismatchError, match="rank 2 sends 16 bytes to rank 0, which expects 12"):
+            dist.all_gather(outs, torch.zeros((1, 2, 4)[me]))
+        if me == 1:
+            with pytest.raises(dist.UsageError, match="the tensor for this rank"):
+                dist.all_gather(outs, torch.zeros(5))
+        dist.barrier()
+
+    run_ranks(3, body)
+
+
+def test_multigpu() -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        for asynchronous in (False, True):
+            for op, expected in ((dist.ReduceOp.SUM, 6.0), (dist.ReduceOp.MAX, 3.0), (dist.ReduceOp.AVG, 1.5)):
+                ours = [torch.full((2,), 2.0 * me), torch.full((2,), 2.0 * me + 1)]
+                work = dist.all_reduce_multigpu(ours, op, async_op=asynchronous)
+                if work is not None:
+                    assert work.wait()
+                assert all((tensor == expected).all() for tensor in ours)
+        ours = [torch.full((2,), 2.0 * me), torch.full((2,), 2.0 * me + 1)]
+        dist.reduce_multigpu(ours, 1, dst_tensor=1)
+        assert [t[0].item() for t in ours] == ([0, 1] if me == 0 else [2, 6])
+        ours = [torch.full((2,), 2.0 * me), torch.full((2,), 2.0 * me + 1)]
+        dist.broadcast_multigpu(ours, 1, src_tensor=1)
+        assert [t[0].item() for t in ours] == [3, 3]
+        ours = [torch.full((2,), 2.0 * me), torch.full((2,), 2.0 * me + 1)]
+        lists = [[torch.zeros(2) for _ in range(4)] for _ in range(2)]
+        dist.all_gather_multigpu(lists, ours)
+        assert [[t[0].item() for t in row] for row in lists] == [[0, 1, 2, 3]] * 2
+        inputs = [[torch.full((2,), 10.0 * k + me) for k in range(4)] for _ in range(2)]
+        dist.reduce_scatter_multigpu(ours, inputs)
+        assert [t[0].item() for t in ours] == [40.0 * (2 * me) + 2, 40.0 * (2 * me + 1) + 2]
+        for call, words in (
+            (lambda: dist.all_reduce_multigpu([]), "empty"),
+            (lambda: dist.all_reduce_multigpu([torch.ones(1), torch.ones(2)]), "one shape"),
+            (lambda: dist.broadcast_multigpu(ours, 0, src_tensor=2), "no tensor 2"),
+            (lambda: dist.all_gather_multigpu([[]], ours), "2 output lists of 4"),
+            (lambda: dist.all_reduce_multigpu(ours, dist.ReduceOp.PREMUL_SUM), "factor"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                call()
+
+    run_ranks(2, body)
+
+
 def test_wrong_arguments() -> None:
     def body() -> None:
         me = dist.get_rank()
@@ -174,7 +231,7 @@ def test_wrong_arguments() -> None:
         integer = torch.ones(1, dtype=torch.int64)
         for call, words in (
             (lambda: dist.all_gather([one], one), "a list of 2 tensors"),
-            (lambda: dist.all_gather([one, two], one), "for rank 1"),
+            (lambda: dist.all_gather([two, two], one), "for rank 0"),
             (lambda: dist.all_gather([one, integer], one), "for rank 1"),
             (lambda: dist.all_gather_single(torch.ones(3), one), "2 x 1 elements"),
             (lambda: dist.reduce_scatter(one, [one]), "a list of 2 tensors"),

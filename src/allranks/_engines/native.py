@@ -118,6 +118,14 @@ class NativeEngine(Engine):
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
         if not async_op and self._now("all_gather", tensor, outputs):
             return None
+        if not isinstance(outputs, Tensor) and len({t.numel() for t in outputs if isinstance(t, Tensor)}) > 1:
+            # Pieces of uneven sizes.
+            if len(outputs) == len(self._members) and outputs[self._rank].numel() != tensor.numel():
+                raise UsageError(
+                    f"all_gather: the tensor for this rank ({self._rank}) has {outputs[self._rank].numel()} elements, "
+                    f"what it gives has {tensor.numel()}"
+                )
+            return self.all_to_all(outputs, [tensor] * len(self._members), async_op)
         self._check(tensor, "all_gather")
         operands = _Operands("all_gather")
         work = operands.read(tensor)
@@ -436,10 +444,10 @@ class _Operands:
         if self._factor is None and _plain(tensor):
             self.keep.append(tensor)
             return tensor
-        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if _overlaps(tensor):
             raise UsageError(
-                f"{self.verb}: the tensor is expanded (shape {tuple(tensor.shape)}, strides {tensor.stride()}): "
-                "several of its elements share memory, so that no result can be written to it. "
+                f"{self.verb}: several elements of the tensor share memory (shape {tuple(tensor.shape)}, strides "
+                f"{tensor.stride()}: an expanded or overlapping view), so that no result can be written to it. "
                 "Call .contiguous() first"
             )
         work = _elements(tensor, self._factor)
@@ -505,6 +513,23 @@ class NativeWork(Work):
 def _plain(tensor: Tensor) -> bool:
     # A lazily conjugated or negated tensor has a flag, not other bytes.
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two elements lie at one place."""
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+    reach = 0  # the furthest element of the dimensions so far
+    for stride, size in dims:
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for stride, size in dims:
+        offsets = (offsets.unsqueeze(1) + stride * torch.arange(size)).flatten()
+    distinct: Tensor = torch.unique(offsets)
+    return distinct.numel() < offsets.numel()
 
 
 def _elements(tensor: Tensor, factor: float | Tensor | None = None) -> Tensor:

@@ -55,7 +55,7 @@ def explain(
         return MismatchError(_mismatch(theirs[0], call, peer, calls, sites, text, group, rank, who))
     if kind == "timeout":
         missing = waiting_for or [peer]
-        hint = "  Longer: init_process_group(timeout=...)"
+        hint = "  A longer timeout is given by init_process_group(timeout=...)"
         if peer == -1:  # a wait with a timeout of its own: who is behind in its calls?
             begun = last_calls[rank][0]
             missing = [
@@ -64,7 +64,9 @@ def explain(
             hint = "  The call goes on: wait() may be called again."
         lines = [f"{here}: no data from {', '.join(map(who, missing)) or 'other ranks'} for {seconds:.1f} s."]
         lines += [last_call(other) for other in missing[:4] if other >= 0]
-        return TimeoutError("\n".join([*lines, hint]) + noticed)
+        error = TimeoutError("\n".join([*lines, hint]) + noticed)
+        error.ranks = tuple(missing)
+        return error
     if kind == "closed":
         return UsageError(f"{here}: the group was destroyed while the call was pending")
     if kind == "interrupted":

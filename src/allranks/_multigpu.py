@@ -1,0 +1,276 @@
+"""The ``*_multigpu`` collectives of torch before 2.2: every rank passes a list of tensors, each as if a rank's own.
+
+torch meant one tensor per GPU of the rank. Here they are CPU tensors: the list is reduced or copied within the rank,
+and one collective goes between the ranks. All ranks pass lists of one length, of tensors that are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from allranks._collectives import outside, root_of
+from allranks._errors import UsageError
+from allranks._types import PremulSum, ReduceOp, as_reduce_op
+from allranks._work import Then, Work
+from allranks._world import resolve_group
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from allranks._group import ProcessGroup
+
+__all__ = [
+    "all_gather_multigpu",
+    "all_reduce_multigpu",
+    "broadcast_multigpu",
+    "reduce_multigpu",
+    "reduce_scatter_multigpu",
+]
+
+
+def all_reduce_multigpu(
+    tensor_list: Sequence[Tensor],
+    op: ReduceOp | PremulSum = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduces all tensors of all ranks; every one of them becomes the result.
+
+    Args:
+        tensor_list: this rank's tensors.
+        op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
+        group: None is the world.
+        async_op: return at once, with a Work.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        UsageError, MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+
+    Cost:
+        an ``all_reduce`` of one tensor, and a copy of each.
+    """
+    if outside(group, "all_reduce_multigpu"):
+        return None
+    ours = _alike(tensor_list, "all_reduce_multigpu")
+    between, combined, finish = _combined(ours, op, resolve_group(group).size())
+    work = resolve_group(group).all_reduce(combined, between, True)
+
+    def spread() -> None:
+        for tensor in ours:
+            tensor.copy_(finish(combined))
+
+    return _end(work, spread, async_op)
+
+
+def reduce_multigpu(
+    tensor_list: Sequence[Tensor],
+    dst: int,
+    op: ReduceOp | PremulSum = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    dst_tensor: int = 0,
+) -> Work | None:
+    """Reduces all tensors of all ranks; ``tensor_list[dst_tensor]`` of rank ``dst`` becomes the result.
+
+    Args:
+        tensor_list: this rank's tensors.
+        dst: a rank of the world.
+        op: as ``all_reduce_multigpu``'s.
+        group: None is the world.
+        async_op: return at once, with a Work.
+        dst_tensor: which of the list.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        UsageError, MismatchError, PeerLostError, TimeoutError: as ``reduce``.
+    """
+    if outside(group, "reduce_multigpu"):
+        return None
+    ours, resolved = _alike(tensor_list, "reduce_multigpu", dst_tensor), resolve_group(group)
+    root = root_of(resolved, dst, None, "dst")
+    between, combined, finish = _combined(ours, op, resolved.size())
+    work = resolved.reduce(combined, root, between, True)
+
+    def place() -> None:
+        if resolved.rank() == root:
+            ours[dst_tensor].copy_(finish(combined))
+
+    return _end(work, place, async_op)
+
+
+def broadcast_multigpu(
+    tensor_list: Sequence[Tensor],
+    src: int,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    src_tensor: int = 0,
+) -> Work | None:
+    """Copies ``tensor_list[src_tensor]`` of rank ``src`` to all tensors of all ranks.
+
+    Args:
+        tensor_list: this rank's tensors.
+        src: a rank of the world.
+        group: None is the world.
+        async_op: return at once, with a Work.
+        src_tensor: which of the list.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        UsageError, MismatchError, PeerLostError, TimeoutError: as ``broadcast``.
+    """
+    if outside(group, "broadcast_multigpu"):
+        return None
+    ours, resolved = _alike(tensor_list, "broadcast_multigpu", src_tensor), resolve_group(group)
+    first = ours[src_tensor]
+    work = resolved.broadcast(first, root_of(resolved, src, None, "src"), True)
+
+    def spread() -> None:
+        for tensor in ours:
+            if tensor is not first:
+                tensor.copy_(first)
+
+    return _end(work, spread, async_op)
+
+
+def all_gather_multigpu(
+    output_tensor_lists: Sequence[Sequence[Tensor]],
+    input_tensor_list: Sequence[Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Gathers all tensors of all ranks into each of this rank's lists.
+
+    Args:
+        output_tensor_lists: written: for each input tensor a list of (ranks x inputs) tensors: rank 0's, rank 1's, ...
+        input_tensor_list: this rank's tensors.
+        group: None is the world.
+        async_op: return at once, with a Work.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        UsageError, MismatchError, PeerLostError, TimeoutError: as ``all_gather``.
+    """
+    import torch
+
+    if outside(group, "all_gather_multigpu"):
+        return None
+    ours, resolved = _alike(input_tensor_list, "all_gather_multigpu"), resolve_group(group)
+    total = resolved.size() * len(ours)
+    if len(output_tensor_lists) != len(ours) or any(len(outputs) != total for outputs in output_tensor_lists):
+        raise UsageError(f"all_gather_multigpu: expected {len(ours)} output lists of {total} tensors")
+    mine = torch.stack([tensor.detach() for tensor in ours])
+    everybodys = mine.new_empty((total, *ours[0].shape))
+    work = resolved.all_gather(everybodys, mine, True)
+
+    def spread() -> None:
+        for outputs in output_tensor_lists:
+            for output, gathered in zip(outputs, everybodys, strict=True):
+                output.copy_(gathered.view(output.shape))
+
+    return _end(work, spread, async_op)
+
+
+def reduce_scatter_multigpu(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_lists: Sequence[Sequence[Tensor]],
+    op: ReduceOp | PremulSum = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Reduces all lists of all ranks element by element, and deals the results out to the outputs of the ranks in turn.
+
+    Args:
+        output_tensor_list: written: this rank's results.
+        input_tensor_lists: for each output a list of (ranks x outputs) tensors.
+        op: as ``all_reduce_multigpu``'s.
+        group: None is the world.
+        async_op: return at once, with a Work.
+
+    Returns:
+        A Work if ``async_op``, else None.
+
+    Raises:
+        UsageError, MismatchError, PeerLostError, TimeoutError: as ``reduce_scatter``.
+    """
+    import torch
+
+    if outside(group, "reduce_scatter_multigpu"):
+        return None
+    ours, resolved = _alike(output_tensor_list, "reduce_scatter_multigpu"), resolve_group(group)
+    total = resolved.size() * len(ours)
+    if len(input_tensor_lists) != len(ours) or any(len(inputs) != total for inputs in input_tensor_lists):
+        raise UsageError(f"reduce_scatter_multigpu: expected {len(ours)} input lists of {total} tensors")
+    stacks = [torch.stack([tensor.detach() for tensor in inputs]) for inputs in input_tensor_lists]
+    between, combined, finish = _combined(stacks, op, resolved.size())
+    mine = combined.new_empty((len(ours), *combined.shape[1:]))
+    work = resolved.reduce_scatter(mine, combined, between, True)
+
+    def place() -> None:
+        for output, result in zip(ours, finish(mine), strict=True):
+            output.copy_(result.view(output.shape))
+
+    return _end(work, place, async_op)
+
+
+def _alike(tensors: Sequence[Tensor], verb: str, index: int = 0) -> list[Tensor]:
+    ours = list(tensors)
+    if not ours:
+        raise UsageError(f"{verb}: the list is empty")
+    if any(tensor.shape != ours[0].shape or tensor.dtype != ours[0].dtype for tensor in ours):
+        raise UsageError(f"{verb}: the tensors of a list must have one shape and dtype")
+    if any(not tensor.is_cpu for tensor in ours):
+        raise UsageError(f"{verb}: this version takes CPU tensors; torch itself has dropped the verb for GPUs")
+    if not 0 <= index < len(ours):
+        raise UsageError(f"{verb}: no tensor {index} in a list of {len(ours)}")
+    return ours
+
+
+def _combined(
+    tensors: list[Tensor], op: ReduceOp | PremulSum, ranks: int
+) -> tuple[ReduceOp, Tensor, Callable[[Tensor], Tensor]]:
+    """What to reduce with between the ranks, this rank's operand, and what makes its result the answer."""
+    import torch
+
+    op = as_reduce_op(op)
+    if isinstance(op, PremulSum):
+        factor = op.factor
+        tensors, op = [tensor.detach() * factor for tensor in tensors], ReduceOp.SUM
+    combines: dict[ReduceOp, Callable[..., Tensor]] = {
+        ReduceOp.SUM: torch.add,
+        ReduceOp.AVG: torch.add,
+        ReduceOp.PRODUCT: torch.mul,
+        ReduceOp.MIN: torch.minimum,
+        ReduceOp.MAX: torch.maximum,
+        ReduceOp.BAND: torch.bitwise_and,
+        ReduceOp.BOR: torch.bitwise_or,
+        ReduceOp.BXOR: torch.bitwise_xor,
+    }
+    if op not in combines:
+        raise UsageError(f"PREMUL_SUM needs its factor: op=premul_sum(factor), not {op!r}")
+    combined = tensors[0].detach().clone(memory_format=torch.contiguous_format)
+    for tensor in tensors[1:]:
+        combined = combines[op](combined, tensor.detach())
+    if op is ReduceOp.AVG:
+        count = ranks * len(tensors)
+        return ReduceOp.SUM, combined, lambda result: result / count
+    return op, combined, lambda result: result
+
+
+def _end(work: Work | None, then: Callable[[], None], async_op: bool) -> Work | None:
+    import torch
+
+    assert work is not None  # all are started asynchronously
+    ended = Then(work, torch.no_grad()(then))
+    if async_op:
+        return ended
+    ended.wait()
+    return None
