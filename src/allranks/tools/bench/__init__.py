@@ -1,0 +1,38 @@
+"""``allranks bench``: what a call costs here, beside what it costs with another library.
+
+===============  ==============================================================
+``options``      the command line
+``start``        how the ranks come up: with our launcher, or with mpirun
+``rank``         what each of them runs
+``verbs``        what is measured: buffers, sizes in bytes, right answers
+``engines``      who is measured: allranks, gloo, MPI
+``measure``      how: blocks in turn, medians
+``overlap``      what asynchronous calls hide behind computation
+``python``       Python's share of a call
+``report``       what was found: data, JSON
+``text``         and text
+``plot``         and a picture
+===============  ==============================================================
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command: starts the ranks; returns the exit code."""
+    from allranks.tools.bench import start
+    from allranks.tools.bench.options import parse
+
+    options = parse(argv)
+    try:
+        if "mpi" in options.against:
+            return start.start_by_mpi(options.nproc, argv)
+    except start.MpiMissing as error:
+        print(f"allranks bench: error: {error}", file=sys.stderr)
+        return 2
+    return start.start(options.nproc, argv)

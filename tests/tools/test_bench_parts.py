@@ -1,0 +1,151 @@
+"""The parts of ``allranks bench``: sizes, data, right answers, and that a wrong one is found."""
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks.testing import run_ranks
+from allranks.tools.bench.engines import Call, Native
+from allranks.tools.bench.measure import Plan, measure
+from allranks.tools.bench.options import parse
+from allranks.tools.bench.text import human, times
+from allranks.tools.bench.verbs import ROOT, VERBS, Data, expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("4", [4]),
+        ("4..64", [4, 16, 64]),
+        ("1K..64M", [1 << shift for shift in range(10, 27, 2)]),
+        ("64,4,1K..2K", [4, 64, 1024]),
+    ],
+)
+def test_sizes(text: str, sizes: list[int]) -> None:
+    assert parse(["all_reduce", "--sizes", text]).sizes == sizes
+
+
+def test_verbs_of_a_run() -> None:
+    assert parse(["all"]).verbs == list(VERBS)
+    assert parse(["all", "-n", "1"]).verbs == [verb for verb in VERBS if verb != "send"]
+    assert parse(["gather"]).verbs == ["gather"]
+    assert (parse(["python"]).nproc, parse(["overlap"]).nproc, parse(["all"]).nproc) == (1, 2, 2)
+
+
+def test_counts_are_those_of_a_piece() -> None:
+    counts = {name: verb.count(1 << 20, 4, 4) for name, verb in VERBS.items()}
+    whole = ("all_reduce", "reduce", "broadcast", "send")
+    assert counts == {name: 1 << 18 if name in whole else 1 << 16 for name in VERBS} | {"barrier": 0}
+    assert all(verb.count(1, 8, 4) == 1 for name, verb in VERBS.items() if name != "barrier")
+
+
+def test_link_factors() -> None:
+    factors = {name: verb.link(4) for name, verb in VERBS.items()}
+    assert factors == {
+        "all_reduce": 1.5,
+        **dict.fromkeys(("all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"), 0.75),
+        **dict.fromkeys(("reduce", "broadcast", "send", "barrier"), 1.0),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_right_answers_are_those_of_plain_torch(dtype: torch.dtype) -> None:
+    ranks, count = 3, 1500  # over the end of a period
+    data = Data(ranks, dtype, reduces=True)
+    ones = [data.of(rank, count) for rank in range(ranks)]
+    many = [data.of(rank, ranks * count) for rank in range(ranks)]
+    total, totals = sum(ones), sum(many)
+    for rank in range(ranks):
+        mine = slice(rank * count, (rank + 1) * count)
+        right = {
+            "all_reduce": total,
+            "reduce": total if rank == ROOT else None,
+            "broadcast": ones[ROOT],
+            "all_gather": torch.cat(ones),
+            "gather": torch.cat(ones) if rank == ROOT else None,
+            "scatter": many[ROOT][mine],
+            "reduce_scatter": totals[mine],
+            "all_to_all": torch.cat([each[mine] for each in many]),
+            "send": ones[1 - rank] if rank < 2 else None,
+            "barrier": None,
+        }
+        for verb in VERBS:
+            found = expected(verb, data, "SUM", rank, ranks, count)
+            if right[verb] is None:
+                assert found is None, verb
+            else:
+                assert found is not None
+                assert torch.equal(found, right[verb]), verb
+
+
+@pytest.mark.parametrize(
+    ("op", "reduce"),
+    [
+        ("AVG", lambda stacked: stacked.mean(0)),
+        ("PRODUCT", lambda stacked: stacked.prod(0)),
+        ("MIN", lambda stacked: stacked.amin(0)),
+        ("MAX", lambda stacked: stacked.amax(0)),
+    ],
+)
+def test_other_ops(op: str, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    data = Data(3, torch.float64, reduces=True)
+    assert torch.equal(data.reduced(op, 2000), reduce(torch.stack([data.of(rank, 2000) for rank in range(3)])))
+
+
+def test_ranks_put_in_different_things() -> None:
+    data = Data(4, torch.float32, reduces=False)
+    assert not any(torch.equal(a, b) for a, b in pairwise(data.of(rank, 50) for rank in range(4)))
+    assert not torch.equal(data.of(0, 50), data.of(0, 50, 50))
+    assert torch.equal(data.of(0, 3000)[1700:], data.of(0, 1300, 1700))
+
+
+class Careless(Native):
+    """Does what it should, and then spoils one element of rank 1's; or lets everybody pass a barrier."""
+
+    name = "careless"
+
+    def call(self, verb: str, into: torch.Tensor, out: torch.Tensor, op: str) -> Call:
+        right = super().call(verb, into, out, op)
+
+        def spoil() -> None:
+            right()
+            if dist.get_rank() == 1:
+                out[-1] += 1
+
+        return spoil if verb != "barrier" else lambda: None
+
+
+def test_wrong_answers_are_counted() -> None:
+    def body() -> dict[str, tuple[int, int]]:
+        import os
+
+        cpus = os.sched_getaffinity(0)
+        plan = Plan(dist.get_rank(), dist.get_world_size(), cpus, torch.float32, "SUM", 0.001)
+        engines = [Native(shared=False), Careless(shared=False)]
+        found = {}
+        for name, verb in VERBS.items():
+            timings = measure(engines, verb, 4096, plan).timings
+            found[name] = (timings["native"].wrong, timings["careless"].wrong)
+        return found
+
+    found, other = run_ranks(2, body)
+    assert found == other
+    assert found is not None
+    for verb, (right, careless) in found.items():
+        assert right == 0, verb
+        # Before and after the blocks; what rank 1 is promised nothing of does not count.
+        assert careless == (0 if verb in ("reduce", "gather") else 2), verb
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(0.124, "0.12x"), (1, "1.00x"), (9.996, "10.0x"), (99.96, "100x"), (1234.5, "1,234x")]
+)
+def test_ratios_in_three_digits(ratio: float, text: str) -> None:
+    assert times(ratio) == text
+
+
+def test_human() -> None:
+    assert [human(n) for n in (4, 1024, 1 << 20, 3 << 29)] == ["4 B", "1 KB", "1 MB", "1.5 GB"]
