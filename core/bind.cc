@@ -197,21 +197,42 @@ MaybeRequest barrier(Comm& comm, Mark mark, const Started& started) {
   return call(comm, operation(Verb::barrier, {}, mark), started);
 }
 
-// What Python calls ordinary tensors; lives as long as the module.
+// What Python calls ordinary tensors, and its ReduceOp; they live as long as the module.
 const Tensors* ordinary = nullptr;
+PyObject* reduce_op_class = nullptr;
 
-// A blocking collective on ordinary tensors. False: nothing was done, because something is not.
-// `pieces`: None, one tensor of all pieces in turn, or a list by rank; of all_to_all: the output.
-bool now(Comm& comm, int verb_code, nb::handle tensor, nb::handle pieces, int op_code, int root) {
+// A blocking collective with arguments as the user gave them. False: nothing was done, because
+// something is out of the ordinary, or wrong. `pieces`: None, one tensor of all pieces in turn, or a
+// list by rank; of all_to_all: the output.
+bool now(Comm& comm, int verb_code, nb::handle tensor, nb::handle pieces, nb::handle op_object,
+         nb::handle root_object) {
   const auto verb = static_cast<Verb>(verb_code);
-  const auto reduce_op = static_cast<ReduceOp>(op_code);
+  if (verb == Verb::barrier) {
+    PythonCaller caller;
+    comm.run(operation(Verb::barrier, {}, 0), caller);
+    return true;
+  }
   const auto mine = ordinary->show(tensor);
-  if (!mine) return false;
+  if (!mine || !PyLong_Check(root_object.ptr())) return false;
   const auto ranks = static_cast<size_t>(comm.size());
   const Buffer& b = mine->buffer;
   const bool reduces = verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::reduce_scatter;
-  if (reduces && (reduce_op == ReduceOp::premul_sum || kernel_for(b.dtype, reduce_op) == nullptr)) return false;
-  Operation op = operation(verb, b, mine->shape, op_code, root);
+  int op_code = 0;
+  if (reduces) {
+    if (op_object.type().ptr() != reduce_op_class) return false;
+    op_code = static_cast<int>(PyLong_AsLong(op_object.ptr()));
+    const auto reduce_op = static_cast<ReduceOp>(op_code);
+    if (reduce_op == ReduceOp::premul_sum || kernel_for(b.dtype, reduce_op) == nullptr) return false;
+  }
+  const long root = PyLong_AsLong(root_object.ptr());
+  if (root == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  const bool rooted = verb == Verb::reduce || verb == Verb::broadcast || verb == Verb::gather || verb == Verb::scatter;
+  if (rooted && (root < 0 || root >= comm.size())) return false;
+  if ((verb == Verb::gather || verb == Verb::scatter) && pieces.is_none() == (root == comm.rank())) return false;
+  Operation op = operation(verb, b, mine->shape, op_code, static_cast<int>(root));
   if (verb == Verb::all_to_all) {
     const auto out = ordinary->show(pieces);
     if (!out || out->buffer.dtype != b.dtype || out->buffer.count != b.count) return false;
@@ -310,8 +331,12 @@ NB_MODULE(_core, m) {
       nb::arg("function"), "function(): where in the program the present call stands, for errors.");
 
   m.def(
-      "set_ordinary", [](const nb::list& classes) { delete std::exchange(ordinary, new Tensors(classes)); },
-      nb::arg("classes"), "The classes of tensors that Comm.now takes.");
+      "set_ordinary",
+      [](const nb::list& classes, const nb::object& reduce_op) {
+        delete std::exchange(ordinary, new Tensors(classes));
+        Py_XDECREF(std::exchange(reduce_op_class, nb::object(reduce_op).release().ptr()));
+      },
+      nb::arg("classes"), nb::arg("reduce_op"), "The classes of tensors that Comm.now takes, and that of its op.");
   m.def(
       "shape_hash", [](const std::vector<int64_t>& shape) { return shape_hash(shape.data(), shape.size()); },
       nb::arg("shape"), "What ranks compare of a tensor's shape.");
@@ -377,7 +402,7 @@ NB_MODULE(_core, m) {
       .def("reduce_scatter", reduce_scatter)
       .def("all_to_all", all_to_all)
       .def("barrier", barrier)
-      .def("now", now, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(), nb::arg())
+      .def("now", now, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none())
       .def("add_block", [](Comm& c, const std::shared_ptr<SharedBlock>& block) { c.blocks().add(block); })
       .def("send", send)
       .def("send_now", send_now, nb::arg().none(), nb::arg(), nb::arg())

@@ -16,8 +16,6 @@ bool fits(const Frame& frame, const Buffer& buffer) {
   return frame.fingerprint.dtype == buffer.dtype && frame.fingerprint.count == buffer.count;
 }
 
-constexpr int kBriefSpins = 60;  // about 2 us
-
 size_t payload_of(const Frame& frame) { return frame.fingerprint.count * size_of(frame.fingerprint.dtype); }
 
 }  // namespace
@@ -80,7 +78,12 @@ bool Mail::recv_at_once(Buffer buffer, int from, int32_t tag) {
            sizeof(Frame) + n;
   };
   if (sizeof(Frame) + n > shm_.sizes().pipe / 4) return false;
-  for (int i = spin_ns_ > 0 ? kBriefSpins : 0; i > 0 && !there(); i--) sys::pause();
+  if (spin_ns_ > 0 && !there()) {
+    const int64_t began = sys::now_ns();
+    do {
+      for (int i = 0; i < 8 && !there(); i++) sys::pause();
+    } while (!there() && sys::now_ns() - began < spin_ns_);
+  }
   const std::unique_lock lock(lock_, std::try_to_lock);
   const auto peer = static_cast<size_t>(from);
   if (!lock.owns_lock() || !there() || !recvs_.empty() || !unexpected_[peer].empty() || incoming_[peer].header > 0) {

@@ -9,7 +9,6 @@ namespace {
 
 constexpr int64_t kSliceNs = 50'000'000;
 constexpr int64_t kAwakeNs = 100'000;  // about twice what a futex wake-up may cost
-constexpr int kBriefSpins = 60;        // about 2 us, with the caller's locks held
 
 }  // namespace
 
@@ -67,31 +66,24 @@ void Shm::ring(Bell& bell) {
 }
 
 void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, ReadyFn ready, const void* context) {
-  if (patience.spin_ns > 0) {
-    for (int i = 0; i < kBriefSpins; i++) {
+  const int64_t began = sys::now_ns();
+  // Pure spinning, with the caller's locks held, is the quickest way to notice, and in vain where the rank
+  // that is waited for needs this CPU; a yield costs little more when nobody else wants the CPU, and gives
+  // it away when somebody does.
+  while (patience.spin_ns > 0 && sys::now_ns() - began < patience.spin_ns) {
+    for (int i = 0; i < 8; i++) {
       sys::pause();
       if (ready(context) < 0) return;
     }
   }
   patience.caller.release();
-  const int64_t began = sys::now_ns();
   if (patience.deadline_ns == 0) patience.deadline_ns = began + patience.timeout_ns;
-  // Pure spinning is the quickest way to notice, and in vain where the rank that is waited for needs
-  // this CPU; a yield costs little more when nobody else wants the CPU, and gives it away when
-  // somebody does.
-  for (bool spinning = patience.spin_ns > 0;;) {
-    for (int i = 0; i < 16; i++) {
-      if (spinning) {
-        sys::pause();
-      } else {
-        sys::yield();
-      }
+  do {
+    for (int i = 0; i < 8; i++) {
+      sys::yield();
       if (ready(context) < 0) return;
     }
-    const int64_t waited = sys::now_ns() - began;
-    if (waited >= kAwakeNs) break;
-    spinning = waited < patience.spin_ns;
-  }
+  } while (sys::now_ns() - began < kAwakeNs);
   for (int64_t looked = began;;) {
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = bell.word.load(std::memory_order_seq_cst);

@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from allranks._errors import UsageError
 from allranks._types import ReduceOp
 from allranks._work import Work
 from allranks._world import GroupMember, resolve_group
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from allranks._group import ProcessGroup
 
 __all__ = [
@@ -82,7 +82,8 @@ def all_reduce(
         UsageError: a tensor or an op that cannot be reduced.
 
     Shape:
-        any, the same element count on all ranks. A non-contiguous tensor is copied and copied back.
+        any, the same element count on all ranks. A non-contiguous tensor is copied and copied back. A sparse COO
+        tensor (SUM only) may have other elements on each rank; it ends coalesced.
 
     Cost:
         P ranks, n bytes. Up to 128 KiB: one latency, P n bytes read per rank. Above: reduce-scatter
@@ -133,7 +134,7 @@ def reduce(
     Cost:
         as ``all_reduce``; the work of reducing is shared by all ranks above 128 KiB.
     """
-    if outside(group, "reduce"):
+    if group is not None and outside(group, "reduce"):
         return None
     resolved = resolve_group(group)
     return resolved.reduce(tensor, root_of(resolved, dst, group_dst, "dst"), op, async_op)
@@ -170,7 +171,7 @@ def broadcast(
     Source:
         a ring of chunks in shared memory, written by ``src`` while the others read.
     """
-    if outside(group, "broadcast"):
+    if group is not None and outside(group, "broadcast"):
         return None
     resolved = resolve_group(group)
     return resolved.broadcast(tensor, root_of(resolved, src, group_src, "src"), async_op)
@@ -199,7 +200,7 @@ def all_gather(
     Cost:
         n bytes written and (P-1) n read per rank, one latency (above 128 KiB one per chunk).
     """
-    if outside(group, "all_gather"):
+    if group is not None and outside(group, "all_gather"):
         return None
     return resolve_group(group).all_gather(_list(tensor_list, "tensor_list"), tensor, async_op)
 
@@ -224,9 +225,9 @@ def all_gather_single(
     Cost:
         as ``all_gather``.
     """
-    if outside(group, "all_gather_single"):
+    if group is not None and outside(group, "all_gather_single"):
         return None
-    return resolve_group(group).all_gather(output_tensor, input_tensor, async_op)
+    return resolve_group(group).all_gather(_tensor(output_tensor, "output_tensor"), input_tensor, async_op)
 
 
 def all_gather_into_tensor(
@@ -273,7 +274,7 @@ def gather(
     Cost:
         n bytes written per rank, (P-1) n read by ``dst``, one latency (above 128 KiB one per chunk).
     """
-    if outside(group, "gather"):
+    if group is not None and outside(group, "gather"):
         return None
     resolved = resolve_group(group)
     outputs = _list(gather_list, "gather_list") if gather_list else None
@@ -307,7 +308,7 @@ def scatter(
     Cost:
         (P-1) n bytes written by ``src``, n read by each other rank, one latency (large ones: one per chunk).
     """
-    if outside(group, "scatter"):
+    if group is not None and outside(group, "scatter"):
         return None
     resolved = resolve_group(group)
     inputs = _list(scatter_list, "scatter_list") if scatter_list else None
@@ -339,7 +340,7 @@ def reduce_scatter(
     Cost:
         (P-1) n bytes written and P n read per rank, one latency (large ones: one per chunk).
     """
-    if outside(group, "reduce_scatter"):
+    if group is not None and outside(group, "reduce_scatter"):
         return None
     return resolve_group(group).reduce_scatter(output, _list(input_list, "input_list"), op, async_op)
 
@@ -369,9 +370,9 @@ def reduce_scatter_single(
     Cost:
         as ``reduce_scatter``.
     """
-    if outside(group, "reduce_scatter_single"):
+    if group is not None and outside(group, "reduce_scatter_single"):
         return None
-    return resolve_group(group).reduce_scatter(output, input, op, async_op)
+    return resolve_group(group).reduce_scatter(output, _tensor(input, "input"), op, async_op)
 
 
 def reduce_scatter_tensor(
@@ -420,7 +421,7 @@ def all_to_all(
     Cost:
         what a rank sends is written once, what it gets read once; one latency (large ones: one per chunk).
     """
-    if outside(group, "all_to_all"):
+    if group is not None and outside(group, "all_to_all"):
         return None
     outputs, inputs = _list(output_tensor_list, "output_tensor_list"), _list(input_tensor_list, "input_tensor_list")
     return resolve_group(group).all_to_all(outputs, inputs, async_op)
@@ -453,8 +454,9 @@ def all_to_all_single(
     Cost:
         as ``all_to_all``.
     """
-    if outside(group, "all_to_all_single"):
+    if group is not None and outside(group, "all_to_all_single"):
         return None
+    output, input = _tensor(output, "output"), _tensor(input, "input")
     return resolve_group(group).all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
 
 
@@ -481,7 +483,7 @@ def barrier(
     Cost:
         one latency: each rank writes one cache line, which the others read.
     """
-    if outside(group, "barrier"):
+    if group is not None and outside(group, "barrier"):
         return None
     if timeout is None or async_op:
         return resolve_group(group).barrier(async_op)
@@ -493,7 +495,7 @@ def barrier(
 
 def monitored_barrier(
     group: ProcessGroup | None = None,
-    timeout: timedelta | None = None,
+    timeout: timedelta | float | None = None,
     wait_all_ranks: bool = False,
 ) -> None:
     """A barrier that names the ranks that did not come. (So does every other call here.)
@@ -501,12 +503,13 @@ def monitored_barrier(
     Args:
         group: None is the world.
         timeout: of this call; None: the group's.
-        wait_all_ranks: for torch's signature; all missing ranks are always named.
+        wait_all_ranks: rank 0's error names all missing ranks in torch's words too. In ours all are always named.
 
     Raises:
-        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+        MismatchError, PeerLostError, TimeoutError: as ``all_reduce``. The TimeoutError ends with torch's words.
     """
-    barrier(group, timeout=timeout)
+    if not outside(group, "monitored_barrier"):
+        resolve_group(group).monitored_barrier(timeout, wait_all_ranks)
 
 
 def send(
@@ -534,7 +537,7 @@ def send(
     Cost:
         n bytes copied into shared memory and n bytes out of it, in pieces that overlap.
     """
-    if outside(group, "send"):
+    if group is not None and outside(group, "send"):
         return
     resolved = resolve_group(group)
     resolved.send(tensor, root_of(resolved, dst, group_dst, "dst"), tag)
@@ -563,7 +566,7 @@ def recv(
         MismatchError: the message has another dtype or element count. It is dropped.
         PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
     """
-    if outside(group, "recv"):
+    if group is not None and outside(group, "recv"):
         return -1
     resolved = resolve_group(group)
     return resolved.ranks[resolved.recv(tensor, source_of(resolved, src, group_src), tag)]
@@ -591,7 +594,7 @@ def isend(
     Raises:
         PeerLostError, UsageError: as ``all_reduce``.
     """
-    if outside(group, "isend"):
+    if group is not None and outside(group, "isend"):
         return None
     resolved = resolve_group(group)
     return resolved.isend(tensor, root_of(resolved, dst, group_dst, "dst"), tag)
@@ -619,7 +622,7 @@ def irecv(
     Raises:
         PeerLostError, UsageError: as ``all_reduce``.
     """
-    if outside(group, "irecv"):
+    if group is not None and outside(group, "irecv"):
         return None
     resolved = resolve_group(group)
     return resolved.irecv(tensor, source_of(resolved, src, group_src), tag)
@@ -701,7 +704,7 @@ def all_reduce_coalesced(
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
     """
-    if outside(group, "all_reduce_coalesced"):
+    if group is not None and outside(group, "all_reduce_coalesced"):
         return None
     resolved = resolve_group(group)
     return _together([resolved.all_reduce(t, op, True) for t in _list(tensors, "tensors")], async_op)
@@ -727,7 +730,7 @@ def all_gather_coalesced(
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
     """
-    if outside(group, "all_gather_coalesced"):
+    if group is not None and outside(group, "all_gather_coalesced"):
         return None
     resolved = resolve_group(group)
     inputs = _list(input_tensor_list, "input_tensor_list")
@@ -786,6 +789,8 @@ def root_of(
     Raises:
         UsageError: both are given, or neither, or it is not a member.
     """
+    if group_rank is None and world_rank is not None and group.in_world_order:
+        return world_rank
     if group_rank is not None:
         if world_rank is not None:
             raise UsageError(f"give either {what} or group_{what}, not both")
@@ -804,6 +809,12 @@ def root_of(
 def source_of(group: ProcessGroup, src: int | None, group_src: int | None) -> int | None:
     """The sending rank in the group; None: any."""
     return None if src is None and group_src is None else root_of(group, src, group_src, "src")
+
+
+def _tensor(tensor: Tensor, what: str) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{what}: expected a torch.Tensor, not {type(tensor).__name__}")
+    return tensor
 
 
 def _list(tensors: Sequence[Tensor], what: str) -> Sequence[Tensor]:

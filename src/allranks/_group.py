@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from allranks._errors import NotInitializedError, UsageError
+from allranks._errors import NotInitializedError, TimeoutError, UsageError
 from allranks._types import PremulSum, ReduceOp, Stats, as_reduce_op
+from allranks._work import seconds_of
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     from torch import Tensor
 
     from allranks._engines.base import Engine
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from allranks._work import Work
 
 __all__ = ["ProcessGroup"]
+
+_SHORTEST_S = 1e-6  # a wait of zero would be the group's timeout
 
 
 class ProcessGroup:
@@ -31,6 +36,7 @@ class ProcessGroup:
         name: the group's name, as it stands in errors.
         members: who they are, by rank in this group; ``members[i].rank`` is the rank in the world.
         ranks: the members' ranks in the world, by rank in this group.
+        in_world_order: whether a rank has the same number here and in the world.
         timeout_s: how long its calls wait for other ranks.
     """
 
@@ -39,9 +45,11 @@ class ProcessGroup:
         self.members = tuple(members)
         self.ranks = tuple(member.rank for member in members)
         self.timeout_s = timeout_s
+        self.in_world_order = self.ranks == tuple(range(len(self.ranks)))
         self._rank = rank
         self._size = len(self.ranks)
         self._engine: Engine | None = engine
+        self._now = engine.now  # _gone once there is no engine
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -65,30 +73,50 @@ class ProcessGroup:
         self, tensor: Tensor, op: ReduceOp | PremulSum = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """See :func:`allranks.all_reduce`."""
-        engine = self._engine or self._live()
-        return engine.all_reduce(tensor, op if type(op) is ReduceOp else as_reduce_op(op), async_op)
+        if not async_op and self._now("all_reduce", tensor, None, op):
+            return None
+        engine = self._live()
+        op = op if type(op) is ReduceOp else as_reduce_op(op)
+        try:
+            return engine.all_reduce(tensor, op, async_op)
+        except UsageError:
+            if not tensor.is_sparse:
+                raise
+        from allranks import _sparse  # made of dense calls, not the engine's
+
+        return _sparse.all_reduce(self, tensor, op, async_op)
 
     def reduce(
         self, tensor: Tensor, dst: int, op: ReduceOp | PremulSum = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """See :func:`allranks.reduce`."""
+        if not async_op and self._now("reduce", tensor, None, op, dst):
+            return None
         return self._live().reduce(tensor, self._member(dst, "dst"), as_reduce_op(op), async_op)
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.broadcast`."""
+        if not async_op and self._now("broadcast", tensor, None, None, src):
+            return None
         return self._live().broadcast(tensor, self._member(src, "src"), async_op)
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool = False) -> Work | None:
         """See :func:`allranks.all_gather` (a list) and :func:`allranks.all_gather_single` (one tensor)."""
+        if not async_op and self._now("all_gather", tensor, outputs):
+            return None
         return self._live().all_gather(outputs, tensor, async_op)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.gather`."""
+        if not async_op and self._now("gather", tensor, outputs, None, dst):
+            return None
         self._only_on(outputs, self._member(dst, "dst"), "gather_list", "dst")
         return self._live().gather(tensor, outputs or None, dst, async_op)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.scatter`."""
+        if not async_op and self._now("scatter", tensor, inputs, None, src):
+            return None
         self._only_on(inputs, self._member(src, "src"), "scatter_list", "src")
         return self._live().scatter(tensor, inputs or None, src, async_op)
 
@@ -100,6 +128,8 @@ class ProcessGroup:
         async_op: bool = False,
     ) -> Work | None:
         """See :func:`allranks.reduce_scatter` (a list) and :func:`allranks.reduce_scatter_single` (one tensor)."""
+        if not async_op and self._now("reduce_scatter", tensor, inputs, op):
+            return None
         return self._live().reduce_scatter(tensor, inputs, as_reduce_op(op), async_op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool = False) -> Work | None:
@@ -118,16 +148,54 @@ class ProcessGroup:
         async_op: bool = False,
     ) -> Work | None:
         """See :func:`allranks.all_to_all_single`."""
-        engine = self._live()
-        if not output_split_sizes and not input_split_sizes and self._even(output) and self._even(input):
-            return engine.all_to_all(output, input, async_op)
+        even = not output_split_sizes and not input_split_sizes
+        if even and not async_op and self._now("all_to_all", input, output):
+            return None
         outputs = self._split(output, output_split_sizes, "output")
         inputs = self._split(input, input_split_sizes, "input")
-        return engine.all_to_all(outputs, inputs, async_op)
+        return self._live().all_to_all(outputs, inputs, async_op)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """See :func:`allranks.barrier`."""
+        if not async_op and self._now("barrier", None):
+            return None
         return self._live().barrier(async_op)
+
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        """See :func:`allranks.monitored_barrier`."""
+        work = self.barrier(True)
+        assert work is not None
+        try:
+            work.wait(None if timeout is None else max(seconds_of(timeout), _SHORTEST_S))
+        except TimeoutError as error:
+            seconds = self.timeout_s if timeout is None else seconds_of(timeout)
+            error.args = (f"{error}\n  {self._in_torchs_words(error.ranks, seconds, wait_all_ranks)}",)
+            raise
+
+    # Verbs with torch's own methods' names, for code that calls them. They take lists and return a Work.
+
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = ReduceOp.SUM) -> Work:
+        """``all_reduce`` of a tensor, or of a list of one, with a reduce op or torch's AllreduceOptions."""
+        work = self.all_reduce(_only(tensors, "allreduce"), getattr(opts, "reduceOp", opts), True)
+        assert work is not None
+        return work
+
+    def allgather(
+        self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor] | Tensor, opts: Any = None
+    ) -> Work:
+        """``all_gather`` of a tensor into a list, or of lists of one; ``opts`` says nothing here."""
+        outputs: Any = (
+            _only(output_tensors, "allgather") if isinstance(input_tensors, (list, tuple)) else output_tensors
+        )
+        work = self.all_gather(outputs, _only(input_tensors, "allgather"), True)
+        assert work is not None
+        return work
+
+    def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        """``all_to_all``; ``opts`` says nothing here."""
+        work = self.all_to_all(output_tensors, input_tensors, True)
+        assert work is not None
+        return work
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """See :func:`allranks.send`."""
@@ -159,13 +227,13 @@ class ProcessGroup:
         """Leaves the group; later calls raise. May be called twice."""
         if self._engine is not None:
             self._engine.close()
-            self._engine = None
+            self._engine, self._now = None, _gone
 
     def abandon(self) -> None:
         """In a forked child: the group stays the parent's."""
         if self._engine is not None:
             self._engine.abandon()
-            self._engine = None
+            self._engine, self._now = None, _gone
 
     def _live(self) -> Engine:
         if self._engine is None:
@@ -198,8 +266,16 @@ class ProcessGroup:
         if root != self._rank and tensors:
             raise UsageError(f"{name} must not be given on rank {self._rank}: {role} is rank {root}")
 
-    def _even(self, tensor: Tensor) -> bool:
-        return tensor.dim() > 0 and tensor.shape[0] % self._size == 0
+    def _in_torchs_words(self, missing: Sequence[int], seconds: float, all_of_them: bool) -> str:
+        """What torch's monitored_barrier says, for programs that look for it."""
+        if self._rank:
+            return (
+                f"Rank {self._rank} successfully reached monitoredBarrier, "
+                "but received errors while waiting for send/recv from rank 0"
+            )
+        said = f"Rank 0 timed out in monitoredBarrier after {seconds * 1000:.0f} ms"
+        named = ", ".join(map(str, missing if all_of_them else missing[:1]))
+        return f"{said}: Rank{'s' if ',' in named else ''} {named} failed to pass monitoredBarrier" if named else said
 
     def _split(self, tensor: Tensor, sizes: Sequence[int] | None, what: str) -> list[Tensor]:
         """One piece of ``tensor`` per rank, along its first dimension."""
@@ -217,6 +293,19 @@ class ProcessGroup:
                 f"all_to_all_single: {what}_split_sizes {list(sizes)} must be {self._size} sizes that sum up to {rows}"
             )
         return [tensor[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def _only(listed: Any, verb: str) -> Any:
+    """The tensor, or the list, that torch's methods take in a list of one."""
+    if not isinstance(listed, (list, tuple)):
+        return listed
+    if len(listed) != 1:
+        raise UsageError(f"{verb}: expected a list of one, not of {len(listed)}: one call moves one tensor")
+    return listed[0]
+
+
+def _gone(verb: str, tensor: Any, pieces: Any = None, op: Any = None, root: Any = -1) -> bool:
+    return False
 
 
 def _tag(tag: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,21 @@ class Engine(abc.ABC):
     """
 
     name: str
+
+    def now(self, verb: str, tensor: Any, pieces: Any = None, op: Any = None, root: Any = -1) -> bool:
+        """The short way of a blocking collective with arguments as the user gave them, unchecked.
+
+        Args:
+            verb: its name.
+            tensor: its tensor; None of barrier.
+            pieces: those by rank, if it has any; of all_to_all the output, to be cut evenly.
+            op: if it reduces.
+            root: if it has one.
+
+        Returns:
+            False: nothing was done, because something is out of the ordinary. The verb itself copes or complains.
+        """
+        return False
 
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None: ...
@@ -49,10 +64,7 @@ class Engine(abc.ABC):
     ) -> Work | None: ...
 
     @abc.abstractmethod
-    def all_to_all(
-        self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor, async_op: bool
-    ) -> Work | None:
-        """Single tensors, which go together, can be cut evenly along their first dimension."""
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None: ...
 
     @abc.abstractmethod
     def barrier(self, async_op: bool) -> Work | None: ...

@@ -37,7 +37,7 @@ _CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if h
 
 # How long a waiting rank spins before it yields its CPU, and then sleeps (core/channel/shm.cc). With more ranks
 # than CPUs it does not spin at all.
-_SPIN_US = 20.0
+_SPIN_US = 1.0
 
 # Finished works that nobody has waited for are looked for when so many are there.
 _MANY_PENDING = 64
@@ -51,7 +51,7 @@ _PIPE_BYTES = (16 << 10, 256 << 10)
 _VERBS = _core.VERBS
 
 _core.set_where(where)
-_core.set_ordinary([Tensor, torch.nn.Parameter])
+_core.set_ordinary([Tensor, torch.nn.Parameter], ReduceOp)
 
 
 class NativeEngine(Engine):
@@ -91,33 +91,33 @@ class NativeEngine(Engine):
 
     # --- verbs ---
 
+    def now(self, verb: str, tensor: Any, pieces: Any = None, op: Any = None, root: Any = -1) -> bool:
+        if self._debug:
+            return False
+        try:
+            return self.comm.now(_VERBS[verb], tensor, pieces, op, root)
+        except _core.Failure as failure:
+            raise self.explain(failure, verb) from None
+
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
-        if not async_op and self._now("all_reduce", tensor, None, op):
-            return None
         _, op, factor = self._check_reduced(tensor, op, "all_reduce")
         operands = _Operands("all_reduce", factor)
         work = operands.write(tensor)
         return self._call(operands, async_op, self.comm.all_reduce, *self._about(work), op)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
-        if not async_op and self._now("reduce", tensor, None, op, root):
-            return None
         _, op, factor = self._check_reduced(tensor, op, "reduce")
         operands = _Operands("reduce", factor)
         work = operands.write(tensor) if root == self._rank else operands.read(tensor)
         return self._call(operands, async_op, self.comm.reduce, *self._about(work), op, root)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
-        if not async_op and self._now("broadcast", tensor, None, 0, root):
-            return None
         self._check(tensor, "broadcast")
         operands = _Operands("broadcast")
         work = operands.read(tensor) if root == self._rank else operands.write(tensor)
         return self._call(operands, async_op, self.comm.broadcast, *self._about(work), root)
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
-        if not async_op and self._now("all_gather", tensor, outputs):
-            return None
         if not isinstance(outputs, Tensor) and len({t.numel() for t in outputs if isinstance(t, Tensor)}) > 1:
             # Pieces of uneven sizes.
             if len(outputs) == len(self._members) and outputs[self._rank].numel() != tensor.numel():
@@ -133,8 +133,6 @@ class NativeEngine(Engine):
         return self._call(operands, async_op, self.comm.all_gather, *self._about(work), outs)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
-        if not async_op and self._now("gather", tensor, outputs, 0, root):
-            return None
         self._check(tensor, "gather")
         operands = _Operands("gather")
         work = operands.read(tensor)
@@ -142,8 +140,6 @@ class NativeEngine(Engine):
         return self._call(operands, async_op, self.comm.gather, *self._about(work), outs, root)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
-        if not async_op and self._now("scatter", tensor, inputs, 0, root):
-            return None
         self._check(tensor, "scatter")
         operands = _Operands("scatter")
         ins = [] if inputs is None else self._pieces(inputs, tensor, operands.read, "scatter")
@@ -153,22 +149,13 @@ class NativeEngine(Engine):
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
     ) -> Work | None:
-        if not async_op and self._now("reduce_scatter", tensor, inputs, op):
-            return None
         _, op, factor = self._check_reduced(tensor, op, "reduce_scatter")
         operands = _Operands("reduce_scatter", factor)
         ins = self._pieces(inputs, tensor, operands.read, "reduce_scatter")
         work = operands.write(tensor)
         return self._call(operands, async_op, self.comm.reduce_scatter, *self._about(work), ins, op)
 
-    def all_to_all(
-        self, outputs: Sequence[Tensor] | Tensor, inputs: Sequence[Tensor] | Tensor, async_op: bool
-    ) -> Work | None:
-        if isinstance(inputs, Tensor) and isinstance(outputs, Tensor):
-            if not async_op and self._now("all_to_all", inputs, outputs):
-                return None
-            size = len(self._members)
-            inputs, outputs = (t.view(size, t.shape[0] // size, *t.shape[1:]).unbind() for t in (inputs, outputs))
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
         code = self._check(inputs[0], "all_to_all")
         for tensor in (*inputs, *outputs):
             if self._check(tensor, "all_to_all") != code:
@@ -189,12 +176,6 @@ class NativeEngine(Engine):
         )
 
     def barrier(self, async_op: bool) -> Work | None:
-        if not async_op:
-            try:
-                self.comm.barrier(self._mark(None), None)
-            except _core.Failure as failure:
-                raise self.explain(failure, "barrier") from None
-            return None
         return self._call(_Operands("barrier"), async_op, self.comm.barrier, self._mark(None))
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
@@ -362,22 +343,6 @@ class NativeEngine(Engine):
         return [use(piece).data_ptr() for piece in pieces]
 
     # --- calls ---
-
-    def _now(
-        self,
-        verb: str,
-        tensor: Tensor,
-        pieces: Sequence[Tensor] | Tensor | None = None,
-        op: ReduceOp | PremulSum | int = 0,
-        root: int = -1,
-    ) -> bool:
-        """The short way of a blocking call on ordinary tensors. False: it is not one, and nothing was done."""
-        if self._debug or isinstance(op, PremulSum):
-            return False
-        try:
-            return self.comm.now(_VERBS[verb], tensor, pieces, op, root)
-        except _core.Failure as failure:
-            raise self.explain(failure, verb) from None
 
     def _call(
         self, operands: _Operands, async_op: bool, method: Callable[..., _core.Request | None], *args: Any

@@ -1,0 +1,87 @@
+"""``all_reduce`` of sparse tensors: made of dense calls, because every rank's elements lie elsewhere.
+
+The ranks tell each other how many elements they have, then where and what those are, and each adds up all of them in
+the order of the ranks, so that every rank ends with the same bits.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from allranks._errors import MismatchError, UsageError, rank_list
+from allranks._types import PremulSum, ReduceOp
+from allranks._work import Work
+
+if TYPE_CHECKING:
+    from allranks._group import ProcessGroup
+
+__all__ = ["all_reduce"]
+
+
+def all_reduce(group: ProcessGroup, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
+    """Sums a COO tensor over the ranks, in place; it ends coalesced.
+
+    Cost:
+        three all_gathers: 8 bytes per dimension, then each rank's indices and values, padded to the longest. With
+        ``async_op`` too it is complete when this returns.
+    """
+    if op is not ReduceOp.SUM:
+        raise UsageError(f"all_reduce of a sparse tensor: expected SUM, not {getattr(op, 'name', op)}")
+    mine = tensor.detach().coalesce()
+    shape = torch.tensor([mine.values().shape[0], mine.sparse_dim(), *mine.shape])
+    shapes = _gather(group, shape)
+    different = [rank for rank, other in enumerate(shapes) if not torch.equal(other[1:], shapes[0][1:])]
+    if different:
+        raise MismatchError(
+            f"all_reduce on group '{group.name}': the sparse tensors of {rank_list(different)} have another shape "
+            f"or number of sparse dimensions than rank 0's {tuple(shapes[0][2:].tolist())}. No tensor was changed."
+        )
+    counts = [int(other[0]) for other in shapes]
+    places, place_of = torch.unique(
+        torch.cat(_gather(group, mine.indices().mT, counts)), dim=0, return_inverse=True
+    )  # in the order that a coalesced tensor has
+    values = _gather(group, mine.values(), counts)
+    # As the core does: halves are added up in float32.
+    wide = torch.float32 if mine.dtype in (torch.float16, torch.bfloat16) else mine.dtype
+    sums = torch.zeros(places.shape[0], *mine.values().shape[1:], dtype=wide)
+    for rows, at in zip(values, place_of.split(counts), strict=True):
+        sums.index_add_(0, at, rows.to(wide))
+    with torch.no_grad():
+        tensor.copy_(torch.sparse_coo_tensor(places.mT, sums.to(mine.dtype), mine.shape, is_coalesced=True))
+    return _Complete(tensor) if async_op else None
+
+
+def _gather(group: ProcessGroup, rows: Tensor, counts: list[int] | None = None) -> list[Tensor]:
+    """Every rank's rows; ``counts`` says how many each has, if not all have as many."""
+    counts = counts or [rows.shape[0]] * group.size()
+    padded = rows.new_zeros(max(counts), *rows.shape[1:])
+    padded[: rows.shape[0]] = rows
+    gathered = padded.new_empty(group.size(), *padded.shape)
+    group.all_gather(gathered, padded)
+    return [gathered[rank, :count] for rank, count in enumerate(counts)]
+
+
+class _Complete(Work):
+    """A call that was complete when it returned."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def source_rank(self) -> int:
+        raise UsageError("source_rank: not a message")
+
+    def result(self) -> list[Tensor]:
+        return [self._tensor]
