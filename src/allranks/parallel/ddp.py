@@ -3,29 +3,18 @@
 Each rank holds the whole model and works on its own part of the batch; after ``backward()`` every
 ``.grad`` holds the mean over the ranks, so that equal optimisers keep equal weights equal.
 
-How, in three parts:
+Here is the interface: arguments, forward, contexts. The work is done in
 
-- at construction the ranks compare their parameter lists (a different model on one rank would
+- `models`: at construction the ranks compare their parameter lists (a different model on one rank would
   otherwise end as a hang or as garbage) and take rank 0's values;
-- gradients are reduced in *buckets*, in the reverse of the parameters' order, which is about the
-  order in which backward produces them. Bucket k is started when all its gradients are there and
-  bucket k - 1 was started: the same order on every rank, whatever the order of the hooks. Where
-  all CPUs are busy computing, nothing is started before the backward has ended;
-- when ``backward()`` returns, the mean is in every ``.grad``.
-
-A large parameter is a bucket of its own and is reduced where it lies, in its ``.grad``; only small
-ones are copied together. On a CPU copying a gradient costs about as much as reducing it through
-shared memory, so the flat buffer that torch fills and empties for every gradient would be most of
-the time.
-
-*Which* backwards are synchronised is decided by their forward, as in torch: a forward outside
-`no_sync` hangs a hook on its outputs, and the backward that reaches this hook is synchronised (so
-are second backwards of the same graph, which torch leaves out). The hook also marks the outermost
-backward, which re-entrant ones (activation checkpoints) run inside.
+- `buckets`: gradients are reduced in buckets, in the reverse of the parameters' order, which is about the
+  order in which backward produces them;
+- `reducer`: follows the backwards, and reduces each bucket when it is complete;
+- `hooks`: a user's function in the all-reduce's place;
+- `join`: ranks that have run out of inputs.
 
 Left to others: the reduction itself (`allranks._collectives`), dealing out the data
-(`allranks.data`). Not there yet: ``find_unused_parameters``, ``static_graph``, communication
-hooks, ``join``, GPU placement by ``device_ids``.
+(`allranks.data`). Not there: sparse gradients, mixed precision, device meshes, delayed all-reduce.
 
 Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 VLDB 2020 (https://arxiv.org/abs/2006.15704); torch/nn/parallel/distributed.py for the interface.
@@ -33,34 +22,29 @@ VLDB 2020 (https://arxiv.org/abs/2006.15704); torch/nn/parallel/distributed.py f
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from allranks import _collectives, _world
-from allranks._errors import MismatchError, UsageError
+from allranks import _world
+from allranks._errors import UsageError
 from allranks._group import ProcessGroup
-from allranks._host import usable_cpus
-from allranks._types import ReduceOp
-from allranks._work import Work
+from allranks.parallel.buckets import plan
+from allranks.parallel.hooks import CommHook, Hook
+from allranks.parallel.join import Act, UnevenInputs
+from allranks.parallel.models import broadcast_values, require_same_model
+from allranks.parallel.reducer import Reducer
 
 __all__ = ["DistributedDataParallel"]
 
-_MB = 1024 * 1024
-
-# A bucket's first all-reduce can start early if it is small (torch's figure).
-_FIRST_BUCKET_BYTES = _MB
-
-# From this size on, copying into a flat buffer and back costs more than an all-reduce of its own.
-_ALONE_BYTES = _MB
-
-_LATER = "is not supported yet by allranks' DistributedDataParallel; leave it out"
+_MB = 1 << 20
+_FIRST_BUCKET_MB = 1  # torch's figure: a small first bucket can start early
+_WHO = "DistributedDataParallel"
 
 
 class DistributedDataParallel(nn.Module):
@@ -76,38 +60,55 @@ class DistributedDataParallel(nn.Module):
     is a mean over equally many samples. ``state_dict()`` keys start with ``module.`` as in torch;
     save ``model.module.state_dict()`` to be free of the wrapper. With one rank nothing is sent.
 
-    Every parameter with ``requires_grad`` must get a gradient in each synchronised backward. Freeze
-    parameters *before* wrapping.
+    Every parameter with ``requires_grad`` must get a gradient in each synchronised backward, on every
+    rank; but see ``find_unused_parameters`` and ``static_graph``. Freeze parameters *before* wrapping.
+
+    Can be copied and pickled where the process group is the default one; a communication hook does not
+    go along.
 
     Args:
         module: The model, the same on every rank in all but values.
-        device_ids: Only None or empty: the module stays where it is.
+        device_ids: Only None or empty: the module stays on the CPU.
         output_device: Only None.
         dim: For torch's signature; without ``device_ids`` it has no effect.
-        broadcast_buffers: Take rank 0's buffers at the start of each forward in training mode
-            (outside `no_sync`).
+        broadcast_buffers: Take rank 0's buffers now, and at the start of each forward that follows a
+            synchronised one, in training and in evaluation. True if None.
         init_sync: Compare parameter lists and take rank 0's parameters and buffers now. With
             False the ranks must already be equal; nobody checks.
-        process_group: Who takes part; the world by default.
-        bucket_cap_mb: Small gradients are reduced in flat buckets of at most so many MiB.
-        find_unused_parameters: Not yet.
+        process_group: Who takes part; the world by default. "Rank 0" is the first rank of this group.
+        bucket_cap_mb: Small gradients are reduced in flat buckets of at most so many MiB; 25 if None.
+        find_unused_parameters: Parameters may be unused, on some ranks or on all. Where any rank has a
+            gradient, all get the mean (no gradient counts as zero); where none has, ``.grad`` is not
+            touched. Nothing overlaps with the backward then.
         check_reduction: For torch's signature; without effect there, too.
         gradient_as_bucket_view: ``.grad`` of small parameters become views into the bucket, which
             saves its memory and, with ``zero_grad(set_to_none=False)``, both copies.
-        static_graph: Not yet.
-        mixed_precision: Not yet.
-        device_mesh: Not yet.
+        static_graph: Every backward is as the first one is, in which the ranks learn what is unused.
+            Allows re-entrant checkpoints that use a parameter several times. A backward that gives more
+            gradients to a parameter, or fewer, is an error on every rank.
+        delay_all_reduce_named_params: Not supported.
+        param_to_hook_all_reduce: Not supported.
+        mixed_precision: Not supported; use torch.autocast, or a hook that sends 16 bits.
+        device_mesh: Not supported; give a ``process_group``.
+        skip_all_reduce_unused_params: What is unused on all ranks is never sent; without effect.
+        bucket_cap_mb_list: The caps of the first buckets, in MiB; ``bucket_cap_mb`` holds for the rest.
+        batched_grad_copy: It is always so; without effect.
+        forward_sync_buffers: As ``broadcast_buffers``, but buffers are taken now in any case.
 
     Raises:
-        UsageError: An argument that is not supported, or nothing to train. From ``backward()``:
-            parameters got no gradient (names them), or a second one.
-        MismatchError: The ranks' models differ in more than values. Raised on every rank; on the
-            one that differs it names the first parameter that does.
+        UsageError: An argument that is not supported, or nothing to train. From ``backward()``, on
+            every rank: parameters got no gradient, or a second one; names them and the ranks.
+        MismatchError: The ranks' models differ in more than values. Raised on every rank; names the
+            ranks that differ and the first parameter in which they do.
         NotInitializedError: There is no process group yet.
 
-    Cost: Construction: one broadcast of the model. Step: one all-reduce of the gradients; those of
-    parameters under 1 MiB are copied in and out once more.
+    Cost: Construction: one broadcast of the model. Step: one all-reduce of the gradients, those of
+    parameters under 1 MiB being copied in and out once more; with ``find_unused_parameters`` another
+    one of a byte per parameter.
     """
+
+    _reducer: Reducer | None
+    _uneven: UnevenInputs | None
 
     def __init__(
         self,
@@ -115,62 +116,92 @@ class DistributedDataParallel(nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float | None = 25,
+        bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
         mixed_precision: Any = None,
         device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        later = {
-            "device_ids": device_ids,
-            "output_device": output_device is not None,
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
+        refused = {
+            "delay_all_reduce_named_params": delay_all_reduce_named_params,
+            "param_to_hook_all_reduce": param_to_hook_all_reduce,
             "mixed_precision": mixed_precision,
             "device_mesh": device_mesh,
         }
-        for name, value in later.items():
-            if value:
-                raise UsageError(f"DistributedDataParallel: {name} {_LATER}")
-        bucket_cap_mb = 25 if bucket_cap_mb is None else bucket_cap_mb
-        if bucket_cap_mb <= 0:
-            raise UsageError(f"DistributedDataParallel: bucket_cap_mb must be > 0, is {bucket_cap_mb}")
-        if not any(p.requires_grad for p in module.parameters()):
-            raise UsageError("DistributedDataParallel: no parameter of the module requires a gradient")
-
+        for name, value in refused.items():
+            if value is not None:
+                raise UsageError(f"{_WHO}: {name} is not supported by allranks; leave it out")
+        caps = [25 if bucket_cap_mb is None else bucket_cap_mb]
+        caps = [*bucket_cap_mb_list, *caps] if bucket_cap_mb_list else [min(_FIRST_BUCKET_MB, *caps), *caps]
+        if min(caps) <= 0:
+            raise UsageError(f"{_WHO}: bucket_cap_mb must be > 0, is {min(caps)}")
+        self.process_group = _world.resolve_group(process_group)
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
-        self.process_group = process_group
+        _check_module(module, [p for _, p in self._trained_parameters()], device_ids, output_device)
+
         self.device_ids = None
         self.output_device = None
         self.dim = dim
-        self.broadcast_buffers = broadcast_buffers
+        init_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
+        self.forward_sync_buffers = (
+            broadcast_buffers is not False if forward_sync_buffers is None else forward_sync_buffers
+        )
         self.require_backward_grad_sync = True
-        self.bucket_bytes_cap = int(bucket_cap_mb * _MB)
+        self.require_forward_param_sync = True
+        self.bucket_bytes_cap = int(caps[-1] * _MB)
+        self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.bucket_bytes_cap_list = [int(cap * _MB) for cap in bucket_cap_mb_list or ()]
+        self._caps = [cap * _MB for cap in caps]
+        if init_sync and self.process_group.size() > 1:
+            parameters = self._synced_parameters()
+            buffers = self._synced_buffers() if init_buffers else []
+            require_same_model(parameters, buffers, self.process_group)
+            broadcast_values([t for _, t in (*parameters, *buffers)], self.process_group)
         self._connect()
-        if init_sync and self._reducer is not None:
-            _require_same_model(module, process_group)
-            _broadcast([*module.parameters(), *module.buffers()], process_group)
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether forwards take rank 0's buffers."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; ``backward()`` on the result is synchronised (but see `no_sync`)."""
         if self._reducer is None:
             return self.module(*args, **kwargs)
-        sync = self.require_backward_grad_sync
-        if torch.is_grad_enabled():
+        grad = torch.is_grad_enabled()
+        sync = grad and self.require_backward_grad_sync
+        if grad:
             self._reducer.before_forward(sync)
-        if sync and self.training and self.broadcast_buffers and self._buffer_places:
-            buffers = (getattr(owner, name) for owner, name in self._buffer_places)
-            _broadcast([b for b in buffers if b is not None], self.process_group)
+        source = 0
+        take_buffers = self.will_sync_module_buffers()
+        if self._uneven is not None:
+            _, active = self._uneven.tell(Act.FORWARD_WITH_BUFFERS if take_buffers else Act.FORWARD)
+            source = active[-1]  # rank 0's buffers may be old; torch, too, takes the highest rank's
+        if take_buffers:
+            self._take_buffers(source)
         output = self.module(*args, **kwargs)
-        if sync and torch.is_grad_enabled():
+        if sync:
             self._reducer.watch(output)
+        self.require_forward_param_sync = sync
         return output
 
     @contextmanager
@@ -194,289 +225,190 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Ranks may have unevenly many inputs in here.
+
+        ::
+
+            with model.join():
+                for part in my_parts:  # 5 on one rank, 7 on another
+                    loss_function(model(part)).backward()
+                    optimizer.step()
+
+        A rank that leaves goes along with the others, with zeros for its gradients, until all have left. Then
+        all take the parameters and buffers of a rank that was in use to the end.
+
+        Args:
+            divide_by_initial_world_size: Gradients are divided by the number of ranks; with False by the
+                number of those that still have inputs.
+            enable: False: does nothing, for when inputs are known to be even.
+            throw_on_early_termination: When a rank leaves before the others, all raise.
+
+        Raises:
+            MismatchError: ``throw_on_early_termination``; or ranks that have inputs do different things.
+
+        Cost: for each forward and each reduced backward an all-reduce of 8 bytes per rank; at the end a
+        broadcast of the model.
+        """
+        reducer, group = self._reducer, self.process_group
+        if not enable or reducer is None:
+            yield
+            return
+        uneven = UnevenInputs(group, divide_by_initial_world_size, throw_on_early_termination)
+        self._uneven = uneven
+        reducer.announce = uneven.announce_backward
+        try:
+            yield
+            to_the_end = True
+            while (heard := uneven.tell(Act.LISTEN))[0] is not Act.LISTEN:
+                to_the_end = False
+                act, active = heard
+                if act is Act.FORWARD_WITH_BUFFERS:
+                    self._take_buffers(active[-1])
+                elif act is Act.BACKWARD:
+                    reducer.shadow()
+        finally:
+            self._uneven = reducer.announce = None
+        buffers = self._synced_buffers() if self.forward_sync_buffers else []
+        parameters = self._synced_parameters()
+        self._authoritative_rank = uneven.last(to_the_end)
+        broadcast_values([t for _, t in (*parameters, *buffers)], group, self._authoritative_rank)
+        self.require_forward_param_sync = True
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Lets a function reduce the gradients, a bucket at a time, in the all-reduce's place.
+
+        ::
+
+            def halves(group, bucket):
+                work = allranks.all_reduce(bucket.buffer().half(), ReduceOp.AVG, group, async_op=True)
+                return work.get_future().then(lambda future: bucket.buffer().copy_(future.value()[0]))
+
+            model.register_comm_hook(None, halves)
+
+        Args:
+            state: Its first argument.
+            hook: Called with ``state`` and a `GradBucket`; returns a ``torch.futures.Future`` of the tensor that
+                all ranks shall have in place of the bucket's, with as many elements. It has to divide by the
+                number of ranks itself. A bucket's future is waited for before the next bucket's hook is called.
+                Ready-made ones: `allranks.algorithms.ddp_comm_hooks.default_hooks`.
+
+        Raises:
+            TypeError: ``hook`` cannot be called.
+            UsageError: There is a hook already, or its annotations are those of something else. From
+                ``backward()``: the hook raised, or returned something else.
+        """
+        if self._reducer is not None and self._reducer.hook is not None:
+            raise UsageError(f"{_WHO}: register_comm_hook can only be called once.")
+        comm_hook = CommHook(state, hook)
+        if self._reducer is None:  # one rank alone needs it for the hook only
+            self._reducer = self._make_reducer()
+        self._reducer.hook = comm_hook
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward takes rank 0's buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self._buffer_places)
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+            return
+        if self._reducer is not None and self._reducer.has_reduced:
+            raise UsageError(f"{_WHO}: _set_static_graph() should be called before training loop starts")
+        self.static_graph = True
+        if self._reducer is not None:
+            reducer = self._make_reducer()
+            reducer.hook = self._reducer.hook
+            self._reducer = reducer
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """torch's way of leaving parameters and buffers to somebody else; names as in ``named_parameters()``."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+
     def _connect(self) -> None:
+        self._uneven = None
         # Places, not tensors: a module may put a new tensor in a buffer's place.
-        self._buffer_places = [(m, name) for m in self.module.modules() for name in m._buffers]
-        self._reducer: _Reducer | None = None
-        world_size = _world.get_world_size(self.process_group)
-        if world_size > 1:
-            named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-            self._reducer = _Reducer(named, self.process_group, self.bucket_bytes_cap, self.gradient_as_bucket_view)
+        self._buffer_places = [
+            (owner, name)
+            for prefix, owner in self.module.named_modules()
+            for name in owner._buffers
+            if f"{prefix}.{name}".lstrip(".") not in self.parameters_to_ignore
+        ]
+        self._reducer = self._make_reducer() if self.process_group.size() > 1 else None
+
+    def _make_reducer(self) -> Reducer:
+        named = self._trained_parameters()
+        buckets = plan([p for _, p in named], self._caps, self.process_group, self.gradient_as_bucket_view)
+        return Reducer(named, buckets, self.process_group, self.find_unused_parameters, self.static_graph)
+
+    def _synced_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+
+    def _trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self._synced_parameters() if p.requires_grad]
+
+    def _synced_buffers(self) -> list[tuple[str, Tensor]]:
+        return [(n, b) for n, b in self.module.named_buffers() if n not in self.parameters_to_ignore]
+
+    def _take_buffers(self, source: int) -> None:
+        there = [getattr(owner, name) for owner, name in self._buffer_places]
+        buffers = [buffer for buffer in there if buffer is not None]
+        # As in torch: two forwards before a backward shall be possible, although the first one's graph may
+        # hold a buffer (batch normalisation's does, without need).
+        with _unsafe_preserve_version_counter(tuple(buffers)):
+            broadcast_values(buffers, self.process_group, source)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not None:
+        if self.process_group is not _world.resolve_group(None):
             raise UsageError(
-                "DistributedDataParallel: with a process_group it cannot be copied or pickled; use .module"
+                f"{_WHO}: it can be copied and pickled only if its process group is the default one; use .module"
             )
-        return {k: v for k, v in self.__dict__.items() if k not in ("_reducer", "_buffer_places")}
+        return {
+            k: v
+            for k, v in self.__dict__.items()
+            if k not in ("process_group", "_reducer", "_buffer_places", "_uneven")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = _world.resolve_group(None)
         self._connect()
 
 
-class _Bucket:
-    """Gradients that are reduced together: one where it lies, or several through a flat buffer."""
-
-    def __init__(self, members: list[tuple[int, nn.Parameter]]) -> None:
-        self.indices = [index for index, _ in members]
-        self.parameters = [parameter for _, parameter in members]
-        self.missing = len(members)
-        self._flat: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._copy_back = False
-        self._work: Work | None = None
-
-    def start(self, group: ProcessGroup | None, as_view: bool, async_op: bool) -> None:
-        """Sends the gradients off. They must not be touched until `finish`."""
-        gradients: list[Tensor] = []
-        for parameter in self.parameters:
-            gradient = parameter.grad
-            assert gradient is not None  # its hook has just seen it
-            if gradient.layout != torch.strided:
-                raise UsageError("DistributedDataParallel: sparse gradients are not supported (Embedding(sparse=True))")
-            gradients.append(gradient.detach() if gradient.requires_grad else gradient)
-        in_place = len(gradients) == 1 and gradients[0].is_contiguous()
-        self._copy_back = not in_place and not as_view
-        message = gradients[0] if in_place else self._gather(gradients, as_view)
-        self._work = _collectives.all_reduce(message, ReduceOp.AVG, group, async_op)
-
-    def finish(self) -> None:
-        """Waits; then the mean is in every ``.grad``."""
-        self.drain()
-        if self._copy_back:
-            torch._foreach_copy_([p.grad for p in self.parameters], self._views)  # type: ignore[misc]
-
-    def drain(self) -> None:
-        """Waits, so that the memory is ours again."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.wait()
-
-    def _gather(self, gradients: list[Tensor], as_view: bool) -> Tensor:
-        if self._flat is None:
-            sizes = [p.numel() for p in self.parameters]
-            self._flat = gradients[0].new_empty(sum(sizes))
-            parts = torch.split(self._flat, sizes)
-            self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
-        # By identity: after zero_grad(set_to_none=False) backward has added into the views.
-        fresh = [i for i, p in enumerate(self.parameters) if p.grad is not self._views[i]]
-        if fresh:
-            torch._foreach_copy_([self._views[i] for i in fresh], [gradients[i] for i in fresh])
-        if as_view:
-            for i in fresh:
-                self.parameters[i].grad = self._views[i]
-        return self._flat
-
-
-class _Reducer:
-    """Follows the backwards of one model and reduces its gradients.
-
-    Per backward: idle -> (first hook of a synchronised backward) running -> (its end) idle. An
-    exception in the user's backward leaves it running; the next forward tidies up.
-    """
-
-    def __init__(
-        self, named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, cap: int, as_view: bool
-    ) -> None:
-        self._group = group
-        self._as_view = as_view
-        self._names = [name for name, _ in named]
-        self._buckets = _plan([p for _, p in named], cap)
-        self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
-        self._running = False
-        self._expected = False
-        self._ready: set[int] = set()
-        self._started = 0
-        # Reducing beside the backward takes a CPU that has nothing else to do. Without one, rank and
-        # progress thread only take turns, which made a step of benchmarks/ddp_step.py on two CPUs
-        # 5 to 8 % longer than reducing after it. Ranks may differ in this: the calls are the same.
-        self.overlap = usable_cpus() > _world.get_world_size(group) * torch.get_num_threads()
-
-        # Weakly: a parameter outlives its wrappers, and must neither keep them nor obey them then.
-        me = weakref.ref(self)
-
-        def watch_parameter(index: int, parameter: nn.Parameter) -> Any:
-            def hook(_: Tensor) -> None:
-                reducer = me()
-                if reducer is not None:
-                    reducer._on_gradient(index)
-
-            return parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-        handles = [watch_parameter(index, parameter) for index, (_, parameter) in enumerate(named)]
-        weakref.finalize(self, lambda: [handle.remove() for handle in handles]).atexit = False
-
-    def before_forward(self, sync: bool) -> None:
-        # A forward inside a backward is an activation checkpoint being recomputed.
-        if torch._C._current_graph_task_id() != -1:
-            return
-        if self._running:
-            self._reset()
-        # For what gets its gradient before any output does: a parameter that only the loss uses.
-        self._expected = sync
-
-    def watch(self, output: Any) -> None:
-        for tensor in _tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(self._on_output)  # type: ignore[no-untyped-call]
-
-    def _on_output(self, _: Tensor) -> None:
-        if not self._running:
-            self._begin()
-
-    def _begin(self) -> None:
-        self._running = True
-        # Runs when this backward ends, in the thread that called backward().
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-    def _on_gradient(self, index: int) -> None:
-        if not self._running:
-            if not self._expected:
-                return
-            self._begin()
-        if index in self._ready:
-            raise UsageError(
-                f"DistributedDataParallel: parameter {self._names[index]} got a second gradient in one backward. "
-                "Was the previous backward broken off (then call forward first), or does a re-entrant "
-                "checkpoint use it twice (then use_reentrant=False)?"
-            )
-        self._ready.add(index)
-        self._bucket_of[index].missing -= 1
-        if self.overlap:
-            self._start_complete()
-
-    def _start_complete(self) -> None:
-        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
-            self._buckets[self._started].start(self._group, self._as_view, async_op=self.overlap)
-            self._started += 1
-
-    def _end(self) -> None:
-        if not self._ready:  # torch.autograd.grad() for the inputs: nothing to reduce
-            self._running = False
-            return
-        if len(self._ready) < len(self._names):
-            missing = [name for index, name in enumerate(self._names) if index not in self._ready]
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise UsageError(
-                f"DistributedDataParallel: backward gave no gradient to {len(missing)} of {len(self._names)} "
-                f"parameters: {shown}. Gradients are not averaged. Every trained parameter must take part in "
-                "the loss: use it, or requires_grad_(False) before wrapping (find_unused_parameters is not "
-                "supported yet)."
-            )
-        self._start_complete()
-        for bucket in self._buckets:
-            bucket.finish()
-        self._expected = False
-        self._reset()
-
-    def _reset(self) -> None:
-        self._running = False
-        self._ready.clear()
-        self._started = 0
-        for bucket in self._buckets:
-            bucket.missing = len(bucket.indices)
-        for bucket in self._buckets:
-            bucket.drain()
-
-
-def _plan(parameters: list[nn.Parameter], cap: int) -> list[_Bucket]:
-    """Deals parameters, last first, to buckets, in the order in which these will be complete."""
-    done: list[_Bucket] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
-    limit = min(cap, _FIRST_BUCKET_BYTES)
-    for index, parameter in reversed(list(enumerate(parameters))):
-        nbytes = parameter.numel() * parameter.element_size()
-        if nbytes >= _ALONE_BYTES:
-            done.append(_Bucket([(index, parameter)]))
-            continue
-        key = (parameter.dtype, parameter.device)
-        members = filling.setdefault(key, [])
-        if members and nbytes + sum(p.numel() * p.element_size() for _, p in members) > limit:
-            done.append(_Bucket(members))
-            limit = cap
-            members = filling[key] = []
-        members.append((index, parameter))
-    rest = sorted(filling.values(), key=lambda members: members[-1][0], reverse=True)
-    return done + [_Bucket(members) for members in rest if members]
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a forward returned."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
-
-
-def _broadcast(tensors: list[Tensor], group: ProcessGroup | None) -> None:
-    """Gives every rank the group's rank 0's values: large tensors in place, small ones together."""
-    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    with torch.no_grad():
-        for tensor in tensors:
-            if tensor.numel() * tensor.element_size() >= _ALONE_BYTES and tensor.is_contiguous():
-                _broadcast_bytes(tensor.detach(), group)
-                # As copy_ does below: a graph that still needs the old values must notice.
-                torch.autograd.graph.increment_version(tensor)
-            else:
-                small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for same in small.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in same])
-            if not flat.numel():
-                continue
-            _broadcast_bytes(flat, group)
-            parts = torch.split(flat, [tensor.numel() for tensor in same])
-            torch._foreach_copy_(same, [part.view(t.shape) for part, t in zip(parts, same, strict=True)])
-
-
-def _broadcast_bytes(tensor: Tensor, group: ProcessGroup | None) -> None:
-    # As bytes: a broadcast does not compute, so any dtype can travel.
-    _collectives.broadcast(tensor.view(-1).view(torch.uint8), 0, group)
-
-
-def _require_same_model(module: nn.Module, group: ProcessGroup | None) -> None:
-    """Raises on every rank if the model of any rank differs from rank 0's in more than values.
-
-    Cost: 40 bytes where all is well.
-    """
-    lines = [f"parameter {_describe(n, p)}" for n, p in module.named_parameters()]
-    lines += [f"buffer {_describe(n, b)}" for n, b in module.named_buffers()]
-    digest = torch.frombuffer(bytearray(hashlib.sha256("\n".join(lines).encode()).digest()), dtype=torch.int64)
-    theirs = digest.clone()
-    _collectives.broadcast(theirs, 0, group)
-    rank = _world.get_rank(group)
-    same = torch.ones(_world.get_world_size(group), dtype=torch.int64)
-    same[rank] = int(torch.equal(digest, theirs))
-    _collectives.all_reduce(same, ReduceOp.MIN, group)
-    different = [r for r, equal in enumerate(same.tolist()) if not equal]
-    if not different:
-        return
-    # Now rank 0's list itself, so that a rank that differs can say where.
-    text = torch.frombuffer(bytearray("\n".join(lines).encode()), dtype=torch.uint8)
-    length = torch.tensor([text.numel()])
-    _collectives.broadcast(length, 0, group)
-    if rank != 0:
-        text = torch.empty(int(length), dtype=torch.uint8)
-    _collectives.broadcast(text, 0, group)
-    who = f"DistributedDataParallel on rank {rank}"
-    if rank not in different:
-        raise MismatchError(f"{who}: the model of rank {', '.join(map(str, different))} differs from rank 0's")
-    reference = text.numpy().tobytes().decode().split("\n")
-    position = next(i for i in range(len(lines) + 1) if lines[i : i + 1] != reference[i : i + 1])
-    here, there = (("".join(side[position : position + 1]) or "nothing more") for side in (lines, reference))
-    raise MismatchError(
-        f"{who}: this rank's model differs from rank 0's ({len(lines)} against {len(reference)} tensors), "
-        f"first at number {position}: here {here}, on rank 0 {there}"
-    )
-
-
-def _describe(name: str, tensor: Tensor) -> str:
-    trained = ", trained" if tensor.requires_grad else ""
-    return f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{trained}"
+def _check_module(
+    module: nn.Module,
+    trained: list[nn.Parameter],
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> None:
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+        raise UsageError(f"{_WHO}: the module has uninitialized parameters. Run a dummy forward pass first")
+    if not trained:
+        raise UsageError(
+            f"{_WHO} is not needed when a module doesn't have any parameter that requires a gradient: "
+            "use the module itself"
+        )
+    if device_ids is not None and len(device_ids) > 1:
+        raise UsageError(f"{_WHO}: device_ids can only be None or contain a single element.")
+    devices = {p.device for p in module.parameters()}
+    if device_ids or output_device is not None:
+        raise UsageError(
+            f"{_WHO}: device_ids and output_device only work with GPU modules: leave them out. Got device_ids "
+            f"{device_ids}, output_device {output_device}, and module parameters on {', '.join(map(str, devices))}."
+        )
+    if any(device.type != "cpu" for device in devices):
+        raise UsageError(
+            f"{_WHO}: the native engine moves CPU tensors, but the module's parameters are on "
+            f"{', '.join(sorted(map(str, devices)))}. Call .cpu() first"
+        )
+    if any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
+        raise UsageError(f"{_WHO}: SyncBatchNorm layers only work with GPU modules")

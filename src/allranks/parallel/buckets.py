@@ -1,0 +1,171 @@
+"""Buckets: which gradients are reduced together, and the memory in which they are.
+
+A large parameter is a bucket of its own and is reduced where it lies, in its ``.grad``; only small
+ones are copied together. On a CPU copying a gradient costs about as much as reducing it through
+shared memory, so the flat buffer that torch fills and empties for every gradient would be most of
+the time.
+
+When a bucket is started, and by what it is reduced, is `reducer`'s business.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks._errors import UsageError
+from allranks._group import ProcessGroup
+
+__all__ = ["ALONE_BYTES", "Bucket", "bucket_memory", "plan"]
+
+# A bucket's first all-reduce can start early if it is small (torch's figure).
+_FIRST_BUCKET_BYTES = 1 << 20
+
+# From this size on, copying into a flat buffer and back costs more than an all-reduce of its own.
+ALONE_BYTES = 1 << 20
+
+
+def bucket_memory(numel: int, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
+    """Where a flat bucket lies: one dimension, not initialised.
+
+    All ranks call it for the same buckets in the same order, when the model is wrapped.
+    """
+    return torch.empty(numel, dtype=dtype)
+
+
+class Bucket:
+    """Gradients that are reduced together: one where it lies, or several in a flat buffer.
+
+    In every backward: `fill`, then somebody reduces the tensor that it returned, then `give_back`.
+
+    Attributes:
+        flat: Whether there is a buffer; then a message can carry a mark behind the gradients.
+        mark: One element, that mark, after `fill` and the reduction.
+    """
+
+    mark: Tensor
+
+    def __init__(self, members: list[tuple[int, nn.Parameter]], group: ProcessGroup, as_view: bool) -> None:
+        self.indices = [index for index, _ in members]
+        self.parameters = [parameter for _, parameter in members]
+        self.flat = len(members) > 1
+        self._as_view = as_view
+        self._in_place = False
+        self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []
+        if self.flat:
+            numel = sum(p.numel() for p in self.parameters) + 1  # and the mark
+            self._lie_in(bucket_memory(numel, self.parameters[0].dtype, group))
+
+    def fill(self, used: Container[int], mark: bool | None = None) -> Tensor:
+        """One flat tensor of this rank's gradients; zeros stand for those that it does not have.
+
+        Args:
+            used: The parameters that any rank has a gradient for; the others' ``.grad`` stays as it is.
+            mark: If not None (`flat` buckets only) it is the last element, behind the gradients.
+        """
+        only = self.parameters[0].grad
+        self._in_place = (
+            not self.flat
+            and only is not None
+            and only.layout is torch.strided
+            and only.is_contiguous()
+            and only.dtype == self.parameters[0].dtype
+            and not (self._views and only is self._views[0])
+        )
+        if self._in_place:
+            assert only is not None
+            return only.detach().view(-1)
+        if self._buffer is None:  # perhaps on this rank only: its one gradient is missing, or not contiguous
+            self._lie_in(self.empty(marked=True))
+        assert self._buffer is not None
+        self._gather(used)
+        if mark is None:
+            return self._gradients
+        self.mark.fill_(mark)
+        return self._buffer
+
+    def empty(self, marked: bool) -> Tensor:
+        """What a rank without gradients gives: zeros, in memory of their own."""
+        return torch.zeros(sum(p.numel() for p in self.parameters) + marked, dtype=self.parameters[0].dtype)
+
+    def give_back(self, used: Container[int]) -> None:
+        """Puts the means into the ``.grad`` of those who are used."""
+        if self._in_place:
+            return
+        to: list[Tensor] = []
+        means: list[Tensor] = []
+        for index, parameter, view in zip(self.indices, self.parameters, self._views, strict=True):
+            gradient = parameter.grad
+            if index not in used or gradient is view:
+                continue
+            if self._as_view:
+                parameter.grad = view
+                continue
+            if gradient is None:
+                gradient = parameter.grad = torch.empty_like(parameter)
+            to.append(gradient)
+            means.append(view)
+        _copy(to, means)
+
+    def _lie_in(self, buffer: Tensor) -> None:
+        self._buffer, self._gradients, self.mark = buffer, buffer[:-1], buffer[-1]
+        parts = torch.split(self._gradients, [p.numel() for p in self.parameters])
+        self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def _gather(self, used: Container[int]) -> None:
+        to: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for index, parameter, view in zip(self.indices, self.parameters, self._views, strict=True):
+            gradient = parameter.grad
+            if index not in used:
+                if gradient is view:  # nobody shall touch it, so that it must leave the buffer
+                    parameter.grad = gradient.clone()
+                gradient = None
+            if gradient is None:
+                view.zero_()
+            elif gradient.layout is not torch.strided:
+                raise UsageError("DistributedDataParallel: sparse gradients are not supported (Embedding(sparse=True))")
+            elif gradient is not view:  # after zero_grad(set_to_none=False) backward has added into the views
+                to.append(view)
+                gradients.append(gradient)
+        _copy(to, gradients)
+
+
+def _copy(to: list[Tensor], values: list[Tensor]) -> None:
+    if to:
+        with torch.no_grad():  # create_graph=True makes gradients that require gradients
+            torch._foreach_copy_(to, values)
+
+
+def plan(parameters: list[nn.Parameter], caps: Iterable[float], group: ProcessGroup, as_view: bool) -> list[Bucket]:
+    """Deals parameters, last first, to buckets, in the order in which these will be complete.
+
+    Args:
+        parameters: The model's, in its order.
+        caps: The most bytes of the first flat bucket, the second, ...; the last holds for the rest.
+        group: Who reduces.
+        as_view: ``.grad`` of those in flat buckets become views.
+    """
+    done: list[list[tuple[int, nn.Parameter]]] = []
+    filling: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
+    *first, last = caps
+    limits: Any = itertools.chain(first, itertools.repeat(last))
+    limit = next(limits)
+    for index, parameter in reversed(list(enumerate(parameters))):
+        if parameter.nbytes >= ALONE_BYTES:
+            done.append([(index, parameter)])
+            continue
+        key = (parameter.dtype, parameter.device)
+        members = filling.setdefault(key, [])
+        if members and parameter.nbytes + sum(p.nbytes for _, p in members) > limit:
+            done.append(members)
+            limit = next(limits)
+            members = filling[key] = []
+        members.append((index, parameter))
+    rest = sorted(filling.values(), key=lambda members: members[-1][0], reverse=True)
+    return [Bucket(members, group, as_view) for members in done + [members for members in rest if members]]

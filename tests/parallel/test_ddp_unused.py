@@ -1,0 +1,317 @@
+"""Parameters that are not used: found, learnt with a static graph, or an error that names them and the ranks."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from ddp_rules import assert_equal, assert_same_bits, state, torchs_world
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import allranks as dist
+from allranks.nn.parallel import DistributedDataParallel
+from allranks.testing import run_ranks
+
+
+@dataclasses.dataclass
+class Out:
+    main: torch.Tensor
+    more: dict
+
+
+class Branches(nn.Module):
+    """Which layers are used is said by the caller. One of them is a bucket of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 300_000), nn.Linear(4, 4)])
+
+    def forward(self, x, which):
+        outs = [self.layers[i](x).tanh().mean() for i in which]
+        return Out(outs[0], {"list": [outs[1:]], "tuple": (x, None, "text")})
+
+
+def loss_of(out, scale=1.0):
+    return scale * (out.main + sum(out.more["list"][0], torch.zeros(())))
+
+
+# What each of three ranks uses, by step; zero_grad(set_to_none) after each, or none at all.
+STEPS = [
+    ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
+    ([0], [0, 1], [2, 0]),
+    ([3], [3], [3]),
+    ([0, 2], [0], [0]),
+    ([1], [2], [3]),
+]
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("zeroing", ["to None", "to zero", "never"])
+def test_unused_parameters_as_in_torch(tmp_path, as_view, zeroing):
+    kwargs = {"find_unused_parameters": True, "gradient_as_bucket_view": as_view, "bucket_cap_mb": 0.0001}
+
+    def train(model):
+        rank = dist.get_rank()
+        x = torch.linspace(-1, 1, 8).view(2, 4) * (rank + 1)
+        seen = []
+        for step in STEPS:
+            loss_of(model(x, step[rank])).backward()
+            seen.append(state(model))
+            if zeroing != "never":
+                model.zero_grad(set_to_none=zeroing == "to None")
+        return seen
+
+    def body(file):
+        mine = train(DistributedDataParallel(Branches(), **kwargs))
+        with torchs_world(file) as torchs:
+            return mine, train(torchs(Branches(), **kwargs))
+
+    results = run_ranks(3, body, str(tmp_path / "meet"))
+    for mine, reference in results:
+        assert_equal(mine, reference)
+        for (a, _), (b, _) in zip(mine, results[0][0], strict=True):
+            assert_same_bits(a, b)
+    if zeroing == "to None":
+        kept = [[g is None for g in gradients] for gradients, _ in results[0][0]]
+        assert kept[2] == [True] * 6 + [False] * 2  # used by nobody: None
+
+
+def test_a_gradient_that_nobody_has_used_is_not_touched():
+    """Where the ranks' are equal one could average them unseen; so these are not."""
+
+    def body():
+        ends = []
+        for as_view in (False, True):
+            model = DistributedDataParallel(Branches(), find_unused_parameters=True, gradient_as_bucket_view=as_view)
+            loss_of(model(torch.ones(1, 4) / 3, [0, 1])).backward()
+            for parameter in model.module.layers[0].parameters():
+                parameter.grad += dist.get_rank()
+            before = state(model)[0][:2]
+            for _ in range(5):
+                loss_of(model(torch.ones(1, 4), [1])).backward()
+            ends.append((before, state(model)[0][:2]))
+        return ends
+
+    for ends in run_ranks(3, body):
+        for before, after in ends:
+            assert_same_bits(after, before)
+
+
+def test_used_only_in_no_sync_counts_as_used(tmp_path):
+    def train(model):
+        rank = dist.get_rank()
+        x = torch.ones(2, 4) * (rank + 1)
+        with model.no_sync():
+            loss_of(model(x, [0] if rank else [1])).backward()
+        loss_of(model(x, [3])).backward()
+        return state(model)
+
+    def body():
+        return train(DistributedDataParallel(Branches(), find_unused_parameters=True))
+
+    zero, one = run_ranks(2, body)
+    assert_same_bits(zero[0], one[0])
+    oracle = [Branches() for _ in range(2)]
+    for rank, model in enumerate(oracle):
+        x = torch.ones(2, 4) * (rank + 1)
+        (loss_of(model(x, [0] if rank else [1])) + loss_of(model(x, [3]))).backward()
+    both = [[p.grad for p in model.parameters()] for model in oracle]
+    for got, a, b in zip(zero[0], *both, strict=True):
+        assert (got is None) == (a is None and b is None)
+        if got is not None:
+            zeros = torch.zeros_like(got)
+            torch.testing.assert_close(got, ((zeros if a is None else a) + (zeros if b is None else b)) / 2)
+
+
+def test_outputs_that_the_loss_leaves_out_and_ranks_that_use_nothing():
+    def body():
+        rank = dist.get_rank()
+        model = DistributedDataParallel(Branches(), find_unused_parameters=True)
+        x = torch.ones(2, 4, requires_grad=True)
+        model(x, [0, 1]).main.backward()  # layer 1 is reached by an output, but not by the loss
+        first = state(model)[0]
+        model.zero_grad()
+        out = model(x * 1, [0] if rank == 0 else [1])
+        # Rank 1's loss uses no parameter, but what a forward has passed through.
+        (out.main if rank == 0 else out.more["tuple"][0].sum()).backward()
+        return first, state(model)[0]
+
+    zero, one = run_ranks(2, body)
+    for a, b in zip(zero, one, strict=True):
+        assert_same_bits(a, b)
+    assert [g is None for g in zero[0]] == [False] * 2 + [True] * 6
+    assert [g is None for g in zero[1]] == [False] * 2 + [True] * 6
+    torch.testing.assert_close(zero[1][0] * 2, zero[0][0])
+
+
+@pytest.mark.parametrize("overlaps", [(False, False, False), (True, True, True), (True, False, True)])
+def test_without_it_the_error_names_parameters_and_ranks_on_every_rank(overlaps):
+    def body():
+        rank = dist.get_rank()
+        model = DistributedDataParallel(Branches(), bucket_cap_mb=0.00001)
+        model._reducer.overlap = overlaps[rank]
+        with pytest.raises(RuntimeError) as caught:
+            loss_of(model(torch.ones(1, 4), ([0, 1, 2, 3], [0, 1, 2], [0, 2])[rank])).backward()
+        model.zero_grad()  # and it can go on
+        loss_of(model(torch.ones(1, 4) * rank, [0, 1, 2, 3])).backward()
+        return str(caught.value), state(model)[0]
+
+    results = run_ranks(3, body)
+    text = results[0][0]
+    assert "no gradient to 2 of 8 parameters on rank 2: layers.1.weight, layers.1.bias" in text
+    assert "no gradient to 2 of 8 parameters on ranks 1-2: layers.3.weight, layers.3.bias" in text
+    assert "find_unused_parameters=True" in text
+    for other, gradients in results:
+        assert other == text
+        assert_same_bits(gradients, results[0][1])
+
+
+@pytest.mark.parametrize("mode", ["find_unused_parameters", "static_graph"])
+def test_what_is_unused_on_all_ranks_is_not_sent(mode):
+    def body():
+        model = DistributedDataParallel(Branches(), skip_all_reduce_unused_params=True, **{mode: True})
+        sent = []
+        for which in ([0, 3], [0, 3], [0, 2]):
+            if which == [0, 2] and mode == "static_graph":
+                break
+            before = dist.stats().bytes
+            loss_of(model(torch.ones(1, 4), which)).backward()
+            sent.append(dist.stats().bytes - before)
+        return sent
+
+    large = 4 * 300_000 * 4
+    for sent in run_ranks(2, body):
+        assert max(sent[:2]) < 1000
+        assert sent[2:] == [] or sent[2] > large
+
+
+def test_frozen_later_is_said():
+    def body():
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        model.module[0].requires_grad_(False)
+        with pytest.raises(dist.UsageError, match=r"0\.weight \(frozen after wrapping\), 0\.bias"):
+            model(torch.ones(1, 2)).sum().backward()
+        found = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), find_unused_parameters=True)
+        found.module[0].requires_grad_(False)
+        found(torch.ones(1, 2)).sum().backward()
+        return [g is None for g in state(found)[0]]
+
+    assert run_ranks(2, body) == [[True, True, False, False]] * 2
+
+
+class Repeats(nn.Module):
+    """One layer in three re-entrant checkpoints, one that is not used, one that only the loss uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.own = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        for _ in range(3):
+            x = checkpoint(lambda t: torch.tanh(self.shared(t)), x, use_reentrant=True)
+        return {"x": [x]}
+
+
+def repeats_loss(model, x):
+    inner = getattr(model, "module", model)
+    return (model(x)["x"][0] * inner.own).sum()
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_static_graph_as_in_torch(tmp_path, as_view):
+    def train(model):
+        x = (torch.linspace(-1, 1, 8).view(2, 4) * (dist.get_rank() + 1)).requires_grad_()
+        seen = []
+        for _ in range(3):
+            model.zero_grad()
+            repeats_loss(model, x).backward()
+            seen.append(state(model))
+        return seen
+
+    def body(file):
+        mine = []
+        for overlap in (False, True):
+            model = DistributedDataParallel(Repeats(), static_graph=True, gradient_as_bucket_view=as_view)
+            model._reducer.overlap = overlap
+            mine.append(train(model))
+        late = DistributedDataParallel(Repeats(), gradient_as_bucket_view=as_view)
+        late._set_static_graph()
+        mine.append(train(late))
+        with torchs_world(file) as torchs:
+            return mine, train(torchs(Repeats(), static_graph=True, gradient_as_bucket_view=as_view))
+
+    for mine, reference in run_ranks(2, body, str(tmp_path / "meet")):
+        for way in mine:
+            assert_equal(way, reference)
+        assert [g is None for g in mine[0][0][0]] == [False] * 3 + [True] * 2
+
+
+def test_a_static_graph_that_changes_is_an_error_on_every_rank():
+    def body():
+        rank = dist.get_rank()
+        model = DistributedDataParallel(Branches(), static_graph=True)
+        x = torch.ones(1, 4)
+        loss_of(model(x, [0, 1] if rank else [1])).backward()  # layer 0 on rank 1 only, 2 and 3 nowhere
+        texts = []
+        for which in ([[0], [0, 1]], [[1], [0, 1, 3]], [[1], [1]]):
+            with pytest.raises(dist.UsageError) as caught:
+                loss_of(model(x, which[rank])).backward()
+            texts.append(str(caught.value))
+        model.zero_grad()
+        loss_of(model(x, [0, 1] if rank else [1])).backward()
+        late = DistributedDataParallel(nn.Linear(1, 1))
+        late(torch.ones(1, 1)).sum().backward()
+        with pytest.raises(RuntimeError, match="before training loop starts"):
+            late._set_static_graph()
+        with pytest.warns(UserWarning, match="no need to set it again"):
+            model._set_static_graph()
+        return texts, state(model)[0]
+
+    (texts, gradients), (others, same) = run_ranks(2, body)
+    assert texts == others
+    assert_same_bits(gradients, same)
+    assert "1 gradients in place of 0 to 2 of 8 parameters on rank 0: layers.0.weight, layers.0.bias" in texts[0]
+    assert "no gradient to 2 of 8 parameters on rank 0: layers.1.weight" in texts[0]
+    assert "1 gradients in place of 0 to 2 of 8 parameters on rank 1: layers.3.weight" in texts[1]
+    assert "no gradient to 2 of 8 parameters on rank 1: layers.0.weight" in texts[2]
+    assert all(re.search("With static_graph=True every backward must be as the first was", t) for t in texts)
+
+
+def test_reentrant_checkpoints_that_share_need_a_static_graph():
+    def body():
+        model = Repeats()
+        del model.unused
+        model = DistributedDataParallel(model)
+        with pytest.raises(dist.UsageError, match=r"3 gradients in place of 1 .*shared\.weight.*use_reentrant=False"):
+            repeats_loss(model, torch.ones(1, 4, requires_grad=True)).backward()
+
+    run_ranks(2, body)
+
+
+def test_a_backward_that_breaks_off_and_another_one_without_a_forward():
+    """What is in flight or half counted belongs to no later backward."""
+
+    def body():
+        rank = dist.get_rank()
+        ends = []
+        for kwargs in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+            model = DistributedDataParallel(Branches(), **kwargs)
+            loss = loss_of(model(torch.ones(1, 4) * (rank + 1), [0, 1, 2, 3]))
+            broken = model.module.layers[0].register_full_backward_hook(lambda *_: 1 / 0)
+            late = loss_of(model(torch.ones(1, 4) * (rank + 1), [0, 1, 2, 3]))
+            with pytest.raises(ZeroDivisionError):
+                late.backward(retain_graph=True)
+            broken.remove()
+            model.zero_grad()
+            loss.backward()
+            ends.append(state(model)[0])
+        return ends
+
+    zero, one = run_ranks(2, body)
+    for a, b in zip(zero, one, strict=True):
+        assert_same_bits(a, b)
+        assert all(g is not None for g in a)
