@@ -348,9 +348,8 @@ NB_MODULE(_core, m) {
 
   nb::class_<Sizes>(m, "Sizes", "Bytes of the parts of a segment; all ranks must agree.")
       .def(nb::init<>())
-      .def_rw("slot", &Sizes::slot)
-      .def_rw("chunk", &Sizes::chunk)
-      .def_rw("chunks", &Sizes::chunks)
+      .def_rw("piece", &Sizes::piece)
+      .def_rw("ring", &Sizes::ring)
       .def_rw("pipe", &Sizes::pipe);
 
   m.def(

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
 
@@ -227,7 +228,7 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) 
       .patience = {.caller = caller, .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9), .spin_ns = spin_ns},
       .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint},
       .site = operation.site};
-  shm_->check_verdict();  // before a slot is written that a slow rank still reads, and before the operand is read
+  shm_->check_verdict();  // before a piece is written that a slow rank still reads, and before the operand is read
   const sys::DefaultFloatMode same_rounding_on_all_ranks;
   if (nbytes >= kReleaseBytes) caller.release();
   switch (operation.fingerprint.verb) {
@@ -273,7 +274,7 @@ void Comm::arrive(Call& call, const void* payload, size_t nbytes) {
   CallLine& mine = shm_->call_line(rank(), call.number);
   mine.fingerprint = call.about.fingerprint;
   if (nbytes > 0) std::memcpy(mine.payload.data(), payload, nbytes);
-  // Publishes the fingerprint, the payload and what stands in the slot; sequentially consistent for ring().
+  // Publishes the fingerprint, the payload and what stands in the ring; sequentially consistent for the bell.
   mine.number.store(call.number, std::memory_order_seq_cst);
 
   int r = 0;
@@ -317,9 +318,18 @@ void Comm::compare(Call& call) {
     failure.peer = swaps_.see(calls).first;
     if (failure.peer < 0) return;
   }
+  ring_position_ = 0;  // ranks that call different things have taken different pieces
   Error error(failure, std::move(calls));
   error.sites = exchange_notes(call);
   throw error;
+}
+
+Comm::Pieces Comm::take(size_t bytes, size_t pieces) {
+  // Powers of two, aligned to themselves, do not run over the ring's end.
+  const size_t room = std::bit_ceil(std::max<size_t>(bytes, 64));
+  const uint64_t begin = (ring_position_ + room - 1) / room * room;
+  ring_position_ = begin + room * pieces;
+  return {*shm_, begin, room};
 }
 
 // All ranks have found the same mismatch and come here, unless one dies on the way.

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "channel/shm.h"
+#include "copier.h"
 #include "mail.h"
 #include "shared.h"
 #include "swaps.h"
@@ -102,6 +103,16 @@ class Comm {
   // everybody's. Throws a mismatch, on every rank, unless all are equal.
   void arrive(Call& call, const void* payload = nullptr, size_t nbytes = 0);
 
+  // The next pieces of every rank's ring. Every rank of a call takes the same.
+  struct Pieces {
+    Shm& shm;
+    uint64_t begin;
+    size_t room;  // bytes of each
+
+    std::byte* at(int rank, size_t piece = 0) const { return shm.ring_at(rank, begin + piece * room); }
+  };
+  Pieces take(size_t bytes, size_t pieces = 1);
+
   // After a mismatch that every rank has found: where each rank's call stands.
   std::vector<std::string> exchange_notes(Call& call);
 
@@ -119,6 +130,7 @@ class Comm {
 
   Shm& shm() { return *shm_; }
   SharedBlocks& blocks() { return blocks_; }
+  Copier& copier() { return copier_; }
   uint32_t base_step = 0;
 
  private:
@@ -145,8 +157,10 @@ class Comm {
   std::thread progress_;
 
   uint32_t calls_ = 0;
+  uint64_t ring_position_ = 0;
   Swaps swaps_;
   SharedBlocks blocks_;
+  Copier copier_;
 
   std::atomic<uint64_t> count_calls_ = 0;
   std::atomic<uint64_t> count_bytes_ = 0;

@@ -16,6 +16,10 @@ bool fits(const Frame& frame, const Buffer& buffer) {
   return frame.fingerprint.dtype == buffer.dtype && frame.fingerprint.count == buffer.count;
 }
 
+// What is copied before the other side hears of it: so little that it copies out what this side has copied
+// in, while this side goes on.
+size_t burst_bytes(size_t pipe) { return std::min<size_t>(pipe / 4, 64 << 10); }
+
 size_t payload_of(const Frame& frame) { return frame.fingerprint.count * size_of(frame.fingerprint.dtype); }
 
 }  // namespace
@@ -51,8 +55,7 @@ bool Mail::send_at_once(Buffer buffer, int to, int32_t tag) {
   const uint64_t written = control.written.load(std::memory_order_relaxed);
   const size_t space = capacity - (written - control.read.load(std::memory_order_seq_cst));
   const size_t n = buffer.nbytes();
-  // In quarters, the receiver copies out while this rank copies in.
-  if (sizeof(Frame) + n > std::min(space, capacity / 4)) return false;
+  if (sizeof(Frame) + n > std::min(space, burst_bytes(capacity))) return false;
   const Frame frame{.fingerprint = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count},
                     .tag = tag,
                     .sequence = ++sent_[peer]};
@@ -60,8 +63,8 @@ bool Mail::send_at_once(Buffer buffer, int to, int32_t tag) {
   const auto put = [&](uint64_t at, const void* from, size_t bytes) {
     const size_t first = std::min(bytes, capacity - static_cast<size_t>(at % capacity));
     if (bytes == 0) return;
-    std::memcpy(pipe + at % capacity, from, first);
-    std::memcpy(pipe, static_cast<const std::byte*>(from) + first, bytes - first);
+    copier_.copy(pipe + at % capacity, static_cast<const std::byte*>(from), first);
+    copier_.copy(pipe, static_cast<const std::byte*>(from) + first, bytes - first);
   };
   put(written, &frame, sizeof frame);
   put(written + sizeof frame, buffer.data, n);
@@ -298,16 +301,15 @@ void Mail::push(int peer) {
   while (!queue.empty()) {
     Parcel& parcel = *queue.front();
     const size_t total = sizeof(Frame) + parcel.buffer.nbytes();
-    // Quarters of the pipe, so that the receiver copies out while this rank copies in.
-    for (size_t burst = 0; parcel.moved < total && burst < capacity / 4;) {
+    for (size_t burst = 0; parcel.moved < total && burst < burst_bytes(capacity);) {
       const size_t space = capacity - (written - control.read.load(std::memory_order_seq_cst));
       const bool header = parcel.moved < sizeof(Frame);
       const auto* from = header ? reinterpret_cast<const std::byte*>(&parcel.frame) + parcel.moved
                                 : parcel.buffer.bytes() + (parcel.moved - sizeof(Frame));
       const size_t left = (header ? sizeof(Frame) : total) - parcel.moved;
-      const size_t n = std::min({left, space, capacity - written % capacity, capacity / 4});
+      const size_t n = std::min({left, space, capacity - written % capacity, burst_bytes(capacity)});
       if (n == 0) break;
-      std::memcpy(pipe + written % capacity, from, n);
+      copier_.copy(pipe + written % capacity, from, n);
       parcel.moved += n;
       written += n;
       burst += n;
@@ -339,7 +341,7 @@ void Mail::pull(int peer) {
     if (there == 0) return;
     const bool header = in.header < sizeof(Frame);
     const size_t left = header ? sizeof(Frame) - in.header : payload_of(in.frame) - in.payload;
-    const size_t n = std::min({left, there, capacity - static_cast<size_t>(read % capacity), capacity / 4});
+    const size_t n = std::min({left, there, capacity - static_cast<size_t>(read % capacity), burst_bytes(capacity)});
     const std::byte* from = pipe + read % capacity;
     if (header) {
       std::memcpy(reinterpret_cast<std::byte*>(&in.frame) + in.header, from, n);

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "channel/shm.h"
+#include "copier.h"
 #include "types.h"
 #include "waiting.h"
 
@@ -111,6 +112,7 @@ class Mail {
   std::vector<Incoming> incoming_;                          // by peer
   std::vector<std::list<Unexpected>> unexpected_;           // by peer, in the order of arrival
   std::vector<uint32_t> sent_;
+  Copier copier_;
   size_t claimed_ = 0;  // parcels that wait for the rest of an unexpected message or of the incoming one
 
   std::condition_variable posted_;

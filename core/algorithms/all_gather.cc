@@ -1,11 +1,11 @@
 // all_gather: everybody ends with everybody's bytes. gather: only those who have a place for them do.
 //
 //   up to 96 bytes    in the call lines
-//   up to a slot      in the slots
-//   above             through the rings, chunk by chunk, all ranks at once; where all operands lie
-//                     in a shared block, straight from there
+//   up to 128 KiB     in one piece of each ring
+//   above             in many, all ranks at once; where all operands lie in a shared block, straight
+//                     from there
 //
-// Cost: n bytes written, (P-1) n read per reader; one latency (one per chunk above a slot).
+// Cost: n bytes written, (P-1) n read per reader; one latency (one per piece).
 #include "moves.h"
 
 namespace allranks::algorithms {
@@ -23,20 +23,22 @@ void all_gather(Comm& comm, Comm::Call& call, Buffer in, const Pieces& outs) {
   if (n <= CallLine::kInline) {
     comm.arrive(call, in.data, n);
     collect(0, n, [&](int r) { return shm.call_line(r, call.number).payload.data(); });
-  } else if (n <= shm.sizes().slot) {
-    move_bytes(shm.slot(me, call.number), in.bytes(), n);
+  } else if (n <= shm.sizes().piece) {
+    const auto ring = comm.take(n);
+    comm.copier().copy(ring.at(me), in.bytes(), n);
     comm.arrive(call);
-    collect(0, n, [&](int r) { return shm.slot(r, call.number); });
+    collect(0, n, [&](int r) { return ring.at(r); });
   } else if (const auto operands = comm.arrive_at(call, in.data); !operands.empty()) {
     collect(0, n, [&](int r) { return operands[static_cast<size_t>(r)]; });
     comm.depart(call);
   } else {
-    const size_t chunk = shm.sizes().chunk;
-    const auto bytes = [&](size_t s) { return std::min(chunk, n - s * chunk); };
+    const size_t piece = piece_of(comm, n);
+    const size_t steps = steps_for(n, piece);
+    const auto ring = comm.take(piece, steps);
+    const auto bytes = [&](size_t s) { return std::min(piece, n - s * piece); };
     pipeline(
-        comm, call, static_cast<uint32_t>(steps_for(n, chunk)),
-        [&](size_t s) { move_bytes(shm.chunk(me, s), in.bytes() + s * chunk, bytes(s)); },
-        [&](size_t s) { collect(s * chunk, bytes(s), [&](int r) { return shm.chunk(r, s); }); });
+        comm, call, steps, [&](size_t s) { comm.copier().copy(ring.at(me, s), in.bytes() + s * piece, bytes(s)); },
+        [&](size_t s) { collect(s * piece, bytes(s), [&](int r) { return ring.at(r, s); }); });
   }
   if (!outs.empty()) move_bytes(outs[static_cast<size_t>(me)], in.bytes(), n);
 }

@@ -2,15 +2,15 @@
 // reduce: only the root does; the others' operands stay as they are.
 //
 //   one-shot    each rank puts its operand where all can read it (up to 96 bytes in its call line,
-//               up to a slot in its slot) and reduces all P operands itself.
+//               in one piece of its ring) and reduces all P operands itself.
 //               Cost: one latency; P n bytes read, 2 n written per rank.
 //   two-shot    for larger operands: reduce-scatter and all-gather through the rings, pipelined in
-//               chunks. A chunk is cut into P shards; rank r reduces shard r. In one step a rank
-//                 copies chunk s in       (the shards that others reduce),
-//                 reduces chunk s-1       (its shard: result to its own memory and to its ring),
-//                 copies chunk s-2 out    (the shards that others have reduced),
-//               so that one wait per chunk is enough and the copies overlap with the others' work.
-//               Cost: one latency per chunk; about (3 + 2(P-1)/P - 1/P) n bytes moved per rank.
+//               pieces. A piece is cut into P shards; rank r reduces shard r. In one step a rank
+//                 copies piece s in       (the shards that others reduce),
+//                 reduces piece s-1       (its shard: result to its own memory and to its ring),
+//                 copies piece s-2 out    (the shards that others have reduced),
+//               so that one wait per piece is enough and the copies overlap with the others' work.
+//               Cost: one latency per piece; about (3 + 2(P-1)/P - 1/P) n bytes moved per rank.
 //
 //   in place    where all operands lie in a shared block: rank r reduces shard r from everybody's
 //               memory into everybody's. Cost: two latencies; 2 n bytes moved per rank.
@@ -24,22 +24,23 @@
 #include <vector>
 
 #include "../reduce.h"
-#include "algorithms.h"
+#include "moves.h"
 
 namespace allranks::algorithms {
 
 namespace {
 
 constexpr int kEverybody = -1;
+constexpr size_t kOneShot = 128 << 10;  // shared out among the ranks: each reads all operands
 
 // `root`: who gets the result.
 void one_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int root, bool in_line) {
-  Shm& shm = comm.shm();
   const size_t n = buffer.nbytes();
+  const auto ring = in_line ? Comm::Pieces{comm.shm(), 0, 0} : comm.take(n);
   if (in_line) {
     comm.arrive(call, buffer.data, n);
   } else {
-    std::memcpy(shm.slot(comm.rank(), call.number), buffer.data, n);
+    comm.copier().copy(ring.at(comm.rank()), buffer.bytes(), n);
     comm.arrive(call);
   }
   if (root != kEverybody && root != comm.rank()) return;
@@ -52,8 +53,8 @@ void one_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int ro
   }
   for (int r = 0; r < comm.size(); r++) {
     operands[r] = r == comm.rank() ? buffer.data
-                  : in_line        ? static_cast<const void*>(shm.call_line(r, call.number).payload.data())
-                                   : static_cast<const void*>(shm.slot(r, call.number));
+                  : in_line        ? static_cast<const void*>(comm.shm().call_line(r, call.number).payload.data())
+                                   : static_cast<const void*>(ring.at(r));
   }
   kernel(buffer.data, operands, comm.size(), buffer.count);
 }
@@ -61,35 +62,35 @@ void one_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int ro
 // The pieces of a large operand. Shards end on cache lines, so that no two ranks write to one.
 class Shards {
  public:
-  Shards(Buffer buffer, size_t chunk_bytes, int ranks)
+  Shards(Buffer buffer, size_t piece_bytes, int ranks)
       : buffer_(buffer),
         element_(size_of(buffer.dtype)),
         ranks_(static_cast<size_t>(ranks)),
-        chunk_(chunk_bytes / element_) {}
+        most_(piece_bytes / element_) {}
 
-  size_t chunks() const { return (buffer_.count + chunk_ - 1) / chunk_; }
+  size_t pieces() const { return (buffer_.count + most_ - 1) / most_; }
 
-  struct Piece {
-    size_t offset;  // in bytes, in the chunk
+  struct Shard {
+    size_t offset;  // in bytes, in the piece
     size_t count;   // in elements
     size_t nbytes;
     std::byte* data;  // in the user's buffer
   };
-  Piece shard(size_t chunk, size_t rank) const {
-    const size_t count = std::min(chunk_, buffer_.count - chunk * chunk_);
+  Shard shard(size_t piece, size_t rank) const {
+    const size_t count = std::min(most_, buffer_.count - piece * most_);
     const size_t line = 64 / element_;
     const size_t share = (count / ranks_ + line - 1) / line * line;
     const size_t begin = std::min(rank * share, count);
     const size_t end = rank + 1 == ranks_ ? count : std::min(begin + share, count);
     return {begin * element_, end - begin, (end - begin) * element_,
-            buffer_.bytes() + (chunk * chunk_ + begin) * element_};
+            buffer_.bytes() + (piece * most_ + begin) * element_};
   }
 
  private:
   Buffer buffer_;
   size_t element_;
   size_t ranks_;
-  size_t chunk_;
+  size_t most_;  // elements of a piece
 };
 
 void in_place(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int root,
@@ -100,11 +101,11 @@ void in_place(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int ro
   const size_t tile = kTileBytes / element;
   const auto ranks = operands.size();
   const auto me = static_cast<size_t>(comm.rank());
-  const auto piece = Shards(buffer, buffer.nbytes(), comm.size()).shard(0, me);
+  const auto shard = Shards(buffer, buffer.nbytes(), comm.size()).shard(0, me);
   std::vector<const void*> srcs(ranks);
-  for (size_t begin = 0; begin < piece.count; begin += tile) {
-    const size_t count = std::min(tile, piece.count - begin);
-    const size_t offset = piece.offset + begin * element;
+  for (size_t begin = 0; begin < shard.count; begin += tile) {
+    const size_t count = std::min(tile, shard.count - begin);
+    const size_t offset = shard.offset + begin * element;
     for (size_t r = 0; r < ranks; r++) srcs[r] = operands[r] + offset;
     std::byte* first = operands[root == kEverybody ? me : static_cast<size_t>(root)] + offset;
     kernel(first, srcs.data(), comm.size(), count);
@@ -117,46 +118,47 @@ void in_place(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int ro
 }
 
 void two_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int root) {
-  Shm& shm = comm.shm();
   const auto ranks = static_cast<size_t>(comm.size());
   const auto me = static_cast<size_t>(comm.rank());
-  const Shards shards(buffer, shm.sizes().chunk, comm.size());
-  const auto chunks = static_cast<uint32_t>(shards.chunks());
+  const size_t piece = piece_of(comm, buffer.nbytes());
+  const Shards shards(buffer, piece, comm.size());
+  const auto pieces = static_cast<uint32_t>(shards.pieces());
+  const auto ring = comm.take(piece, pieces);
   const uint32_t base = comm.base_step;
   const bool gets_result = root == kEverybody || root == comm.rank();
   std::vector<const void*> operands(ranks);
-  for (uint32_t s = 0; s < chunks + 2; s++) {
-    if (s < chunks) {
-      // This chunk of the ring held chunk s - depth, which everybody copied out in step
-      // s - depth + 2; step s - 2 of everybody was seen in the turn before: a depth of 4 is enough.
+  for (uint32_t s = 0; s < pieces + 2; s++) {
+    if (s < pieces) {
+      // Here lay piece s - depth, which everybody copied out in step s - depth + 2; step s - 2 of
+      // everybody was seen in the turn before: a depth of 4 is enough.
       for (size_t r = 0; r < ranks; r++) {
-        const auto piece = shards.shard(s, r);
-        if (r != me) std::memcpy(shm.chunk(comm.rank(), s) + piece.offset, piece.data, piece.nbytes);
+        const auto shard = shards.shard(s, r);
+        if (r != me) comm.copier().copy(ring.at(comm.rank(), s) + shard.offset, shard.data, shard.nbytes);
       }
     }
     if (s >= 1) comm.wait_step_of_all(call, base + s);
-    if (s >= 1 && s <= chunks) {
-      const auto piece = shards.shard(s - 1, me);
+    if (s >= 1 && s <= pieces) {
+      const auto shard = shards.shard(s - 1, me);
       for (size_t r = 0; r < ranks; r++) {
-        operands[r] = r == me ? piece.data : shm.chunk(static_cast<int>(r), s - 1) + piece.offset;
+        operands[r] = r == me ? shard.data : ring.at(static_cast<int>(r), s - 1) + shard.offset;
       }
-      std::byte* shared = shm.chunk(comm.rank(), s - 1) + piece.offset;
+      std::byte* shared = ring.at(comm.rank(), s - 1) + shard.offset;
       if (gets_result) {
-        kernel(piece.data, operands.data(), comm.size(), piece.count);
-        if (root == kEverybody) std::memcpy(shared, piece.data, piece.nbytes);
+        kernel(shard.data, operands.data(), comm.size(), shard.count);
+        if (root == kEverybody) comm.copier().copy(shared, shard.data, shard.nbytes);
       } else {
-        kernel(shared, operands.data(), comm.size(), piece.count);
+        kernel(shared, operands.data(), comm.size(), shard.count);
       }
     }
     if (s >= 2 && gets_result) {
       for (size_t r = 0; r < ranks; r++) {
-        const auto piece = shards.shard(s - 2, r);
-        if (r != me) std::memcpy(piece.data, shm.chunk(static_cast<int>(r), s - 2) + piece.offset, piece.nbytes);
+        const auto shard = shards.shard(s - 2, r);
+        if (r != me) std::memcpy(shard.data, ring.at(static_cast<int>(r), s - 2) + shard.offset, shard.nbytes);
       }
     }
-    if (s <= chunks) comm.post_step(base + s + 1, false);
+    if (s <= pieces) comm.post_step(base + s + 1, false);
   }
-  comm.base_step = base + chunks + 1;
+  comm.base_step = base + pieces + 1;
 }
 
 void choose(Comm& comm, Comm::Call& call, Buffer buffer, ReduceOp op, int root) {
@@ -165,7 +167,7 @@ void choose(Comm& comm, Comm::Call& call, Buffer buffer, ReduceOp op, int root) 
   const size_t n = buffer.nbytes();
   if (n <= CallLine::kInline) {
     one_shot(comm, call, buffer, kernel, root, true);
-  } else if (n <= comm.shm().sizes().slot) {
+  } else if (n <= std::min(kOneShot / static_cast<size_t>(comm.size()), comm.shm().sizes().piece)) {
     one_shot(comm, call, buffer, kernel, root, false);
   } else if (const auto operands = comm.arrive_at(call, buffer.data); !operands.empty()) {
     in_place(comm, call, buffer, kernel, root, operands);

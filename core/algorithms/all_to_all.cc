@@ -1,11 +1,11 @@
 // all_to_all: rank r's piece for rank q ends on rank q, as its piece from rank r. Sizes may all differ.
 //
-// Every rank posts, at the head of its slot, the sizes that it sends and that it expects; everybody
-// compares all of them, so that a disagreement between two ranks is an error on every rank. The
-// pieces follow in the same slot where a rank's fit there; if those of all ranks do, that was it.
-// Otherwise they are read where they lie, if that is a shared block on all ranks; or else each chunk
-// of the rings is cut into one cell per rank, until the largest piece is through.
-// Cost: one latency (one per chunk of cells); what a rank sends is written once, what it gets read once.
+// Every rank posts, at the head of a piece of its ring, the sizes that it sends and that it expects;
+// everybody compares all of them, so that a disagreement between two ranks is an error on every rank.
+// The data follows in the same piece where a rank's fits there; if that of all ranks does, that was it.
+// Otherwise it is read where it lies, if that is a shared block on all ranks; or else further pieces
+// of the rings are cut into one cell per rank, until the largest part is through.
+// Cost: one latency (one per piece of the ring); what a rank sends is written once, what it gets read once.
 #include <string>
 
 #include "moves.h"
@@ -14,16 +14,16 @@ namespace allranks::algorithms {
 
 namespace {
 
-// The head of a slot: whether the pieces follow, then what goes to each rank, then what is expected.
+// The head: whether the data follows, then what goes to each rank, then what is expected.
 class Head {
  public:
-  Head(std::byte* slot, int ranks) : words_(reinterpret_cast<uint64_t*>(slot)), ranks_(static_cast<size_t>(ranks)) {}
+  Head(std::byte* piece, int ranks) : words_(reinterpret_cast<uint64_t*>(piece)), ranks_(static_cast<size_t>(ranks)) {}
 
   uint64_t& complete() { return words_[0]; }
   uint64_t& sends(size_t to) { return words_[1 + to]; }
   uint64_t& expects(size_t from) { return words_[1 + ranks_ + from]; }
   size_t bytes() const { return (1 + 2 * ranks_) * sizeof(uint64_t); }
-  // Where the piece for a rank lies.
+  // Where the data for a rank lies.
   size_t offset(size_t to) {
     size_t at = bytes();
     for (size_t r = 0; r < to; r++) at += (sends(r) + 63) / 64 * 64;
@@ -39,23 +39,24 @@ class Head {
 
 void all_to_all(Comm& comm, Comm::Call& call, const Pieces& ins, const std::vector<size_t>& in_bytes,
                 const Pieces& outs, const std::vector<size_t>& out_bytes) {
-  Shm& shm = comm.shm();
   const auto ranks = static_cast<size_t>(comm.size());
   const auto me = static_cast<size_t>(comm.rank());
-  const auto head = [&](size_t r) { return Head(shm.slot(static_cast<int>(r), call.number), comm.size()); };
-  std::byte* slot = shm.slot(comm.rank(), call.number);
+  // The others' sizes are not known yet: all ranks take the most.
+  const size_t most = comm.shm().sizes().piece;
+  const auto first = comm.take(most);
+  const auto head = [&](size_t r) { return Head(first.at(static_cast<int>(r)), comm.size()); };
 
   Head mine = head(me);
-  if (mine.bytes() > shm.sizes().slot) throw Error("all_to_all: too many ranks for the slot");
+  if (mine.bytes() > most) throw Error("all_to_all: too many ranks for a piece of the ring");
   for (size_t r = 0; r < ranks; r++) {
     mine.sends(r) = in_bytes[r];
     mine.expects(r) = out_bytes[r];
   }
-  const bool fits = mine.offset(ranks) <= shm.sizes().slot;
+  const bool fits = mine.offset(ranks) <= most;
   mine.complete() = fits ? 1 : 0;
   if (fits) {
     for (size_t r = 0; r < ranks; r++) {
-      if (r != me) move_bytes(slot + mine.offset(r), ins[r], in_bytes[r]);
+      if (r != me) comm.copier().copy(first.at(comm.rank()) + mine.offset(r), ins[r], in_bytes[r]);
     }
   }
   const auto tensors = comm.arrive_at(call, contiguous(ins, [&](size_t r) { return in_bytes[r]; }));
@@ -83,7 +84,7 @@ void all_to_all(Comm& comm, Comm::Call& call, const Pieces& ins, const std::vect
   move_bytes(outs[me], ins[me], in_bytes[me]);
   if (all_fit) {
     for (size_t r = 0; r < ranks; r++) {
-      if (r != me) move_bytes(outs[r], shm.slot(static_cast<int>(r), call.number) + head(r).offset(me), out_bytes[r]);
+      if (r != me) move_bytes(outs[r], first.at(static_cast<int>(r)) + head(r).offset(me), out_bytes[r]);
     }
     return;
   }
@@ -97,19 +98,22 @@ void all_to_all(Comm& comm, Comm::Call& call, const Pieces& ins, const std::vect
     comm.depart(call);
     return;
   }
-  const size_t cell = cell_bytes(shm.sizes().chunk, comm.size());
+  const size_t piece = piece_of(comm, largest * ranks);
+  const size_t cell = cell_bytes(piece, comm.size());
+  const size_t steps = steps_for(largest, cell);
+  const auto ring = comm.take(piece, steps);
   const auto bytes = [&](size_t whole, size_t s) { return whole > s * cell ? std::min(cell, whole - s * cell) : 0; };
   pipeline(
-      comm, call, static_cast<uint32_t>(steps_for(largest, cell)),
+      comm, call, steps,
       [&](size_t s) {
         for (size_t r = 0; r < ranks; r++) {
-          if (r != me) move_bytes(shm.chunk(comm.rank(), s) + r * cell, ins[r] + s * cell, bytes(in_bytes[r], s));
+          if (r != me) comm.copier().copy(ring.at(comm.rank(), s) + r * cell, ins[r] + s * cell, bytes(in_bytes[r], s));
         }
       },
       [&](size_t s) {
         for (size_t r = 0; r < ranks; r++) {
           if (r == me) continue;
-          move_bytes(outs[r] + s * cell, shm.chunk(static_cast<int>(r), s) + me * cell, bytes(out_bytes[r], s));
+          move_bytes(outs[r] + s * cell, ring.at(static_cast<int>(r), s) + me * cell, bytes(out_bytes[r], s));
         }
       });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "algorithms.h"
@@ -27,26 +28,33 @@ const std::byte* contiguous(const Pieces& pieces, Bytes&& bytes) {
   return begin;
 }
 
+// Of a call that is cut up: pieces large enough that the waits between them cost little, small enough that
+// ranks which write and ranks which read work at the same time.
+inline size_t piece_of(Comm& comm, size_t nbytes) {
+  const size_t most = comm.shm().sizes().piece;
+  return std::clamp(std::bit_ceil(nbytes / 8), std::min<size_t>(16 << 10, most), most);
+}
+
 // A large call in steps: fill(s) writes this rank's part of step s into its ring, drain(s) reads the
-// others'. Step s is drained while step s + 1 is filled: one wait per step. A chunk is overwritten by
+// others'. Step s is drained while step s + 1 is filled: one wait per step. A piece is overwritten by
 // fill(s + depth) only when everybody has posted step s + 3, and so has drained s: depth >= 4.
 template <class Fill, class Drain>
-void pipeline(Comm& comm, Comm::Call& call, uint32_t steps, Fill&& fill, Drain&& drain) {
+void pipeline(Comm& comm, Comm::Call& call, size_t steps, Fill&& fill, Drain&& drain) {
   const uint32_t base = comm.base_step;
-  for (uint32_t s = 0; s <= steps; s++) {
+  for (size_t s = 0; s <= steps; s++) {
     if (s < steps) {
       fill(s);
-      comm.post_step(base + s + 1, false);
+      comm.post_step(base + static_cast<uint32_t>(s) + 1, false);
     }
     if (s >= 1) {
-      comm.wait_step_of_all(call, base + s);
+      comm.wait_step_of_all(call, base + static_cast<uint32_t>(s));
       drain(s - 1);
     }
   }
-  comm.base_step = base + steps;
+  comm.base_step = base + static_cast<uint32_t>(steps);
 }
 
-// Where the pieces for each rank lie in a slot or a chunk: cells of one size, each on its own lines.
+// Where what goes to each rank lies in a piece: cells of one size, each on its own lines.
 inline size_t cell_bytes(size_t room, int ranks) { return room / static_cast<size_t>(ranks) / 64 * 64; }
 
 inline size_t steps_for(size_t nbytes, size_t per_step) { return (nbytes + per_step - 1) / per_step; }

@@ -4,11 +4,11 @@
 //   call    one collective. Ranks number their calls 1, 2, 3, ... (wrapping). At its start every
 //           rank posts its fingerprint in its call line and waits for everybody's (arrive).
 //   step    one turn of the pipeline inside a large call; each rank counts the steps it has done.
-//   slot    where a rank puts an operand that fits; two, used by odd and even calls. A rank that
-//           has seen everybody arrive in call n-1 knows that everybody is done with call n-2, so
-//           that its slot (and its call line) of n-2 may be overwritten with no acknowledgement.
-//   ring    chunks that the pipeline of a large call cycles through. Everybody has finished the
-//           previous call when everybody has arrived in this one: the ring is then free.
+//   ring    where a rank puts what others are to read, round and round (Comm::take). Everybody knows the
+//           sizes of everybody's calls, so that nobody says where: positions are the same on all ranks. A
+//           rank that has seen everybody arrive in call n-1 knows that everybody is done with call n-2,
+//           and of call n-1 at most its last three pieces are unread: so what lies more than four
+//           pieces back may be overwritten with no acknowledgement. The same holds of call lines.
 //   pipe    a byte ring from this rank to one other: send and recv.
 //   bell    a futex word with the count of those that sleep on it.
 //
@@ -80,9 +80,8 @@ struct alignas(kLine) Header {
 // Sizes in bytes. They decide the layout, so all ranks must agree; tests shrink them so that small
 // tensors take every path.
 struct Sizes {
-  size_t slot = 128 << 10;
-  size_t chunk = 128 << 10;
-  size_t chunks = 6;  // chunks in a ring
+  size_t piece = 128 << 10;  // the largest: a power of two
+  size_t ring = 2 << 20;     // a multiple of it, at least 6
   size_t pipe = 256 << 10;
 };
 
@@ -101,13 +100,8 @@ class Layout {
   size_t call(uint32_t number) const { return (5 + number % 2) * kLine; }
   size_t note() const { return 7 * kLine; }
   size_t pipe_control(int to) const { return note() + sizeof(Note) + static_cast<size_t>(to) * sizeof(PipeControl); }
-  size_t slot(uint32_t number) const { return page(pipe_control(ranks_)) + (number % 2) * page(sizes_.slot); }
-  size_t ring(size_t chunk) const {
-    return slot(0) + 2 * page(sizes_.slot) + (chunk % sizes_.chunks) * page(sizes_.chunk);
-  }
-  size_t pipe(int to) const {
-    return ring(0) + sizes_.chunks * page(sizes_.chunk) + static_cast<size_t>(to) * page(sizes_.pipe);
-  }
+  size_t ring() const { return page(pipe_control(ranks_)); }
+  size_t pipe(int to) const { return ring() + page(sizes_.ring) + static_cast<size_t>(to) * page(sizes_.pipe); }
   size_t bytes() const { return pipe(ranks_); }
 
  private:

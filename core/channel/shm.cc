@@ -15,8 +15,8 @@ constexpr int64_t kAwakeNs = 100'000;  // about twice what a futex wake-up may c
 uint64_t Layout::magic() const {
   constexpr uint64_t version = 1;
   uint64_t h = 0x616c6c72616e6b73 ^ version;
-  for (const uint64_t x : {static_cast<uint64_t>(ranks_), uint64_t{sizes_.slot}, uint64_t{sizes_.chunk},
-                           uint64_t{sizes_.chunks}, uint64_t{sizes_.pipe}}) {
+  for (const uint64_t x :
+       {static_cast<uint64_t>(ranks_), uint64_t{sizes_.piece}, uint64_t{sizes_.ring}, uint64_t{sizes_.pipe}}) {
     h = (h ^ x) * 0x100000001b3;
   }
   return h;

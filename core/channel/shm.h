@@ -37,8 +37,9 @@ class Shm {
   CallLine& call_line(int rank, uint32_t call) { return at<CallLine>(rank, layout_.call(call)); }
   Note& note(int rank) { return at<Note>(rank, layout_.note()); }
   StepLine& step_line(int rank) { return at<StepLine>(rank, layout_.step()); }
-  std::byte* slot(int rank, uint32_t call) { return maps_[static_cast<size_t>(rank)]->data() + layout_.slot(call); }
-  std::byte* chunk(int rank, size_t step) { return maps_[static_cast<size_t>(rank)]->data() + layout_.ring(step); }
+  std::byte* ring_at(int rank, uint64_t position) {
+    return maps_[static_cast<size_t>(rank)]->data() + layout_.ring() + position % sizes().ring;
+  }
   PipeControl& pipe_control(int from, int to) { return at<PipeControl>(from, layout_.pipe_control(to)); }
   std::byte* pipe(int from, int to) { return maps_[static_cast<size_t>(from)]->data() + layout_.pipe(to); }
   Bell& gate() { return at<Bell>(0, layout_.gate()); }             // rung by collectives

@@ -17,9 +17,8 @@ class Failure(Exception):
     args: tuple[str, int, int, int, Call, float, list[Call], list[int], list[str], str]
 
 class Sizes:
-    slot: int
-    chunk: int
-    chunks: int
+    piece: int
+    ring: int
     pipe: int
 
 class SharedBlock:

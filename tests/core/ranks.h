@@ -66,7 +66,7 @@ struct Ranks {
 };
 
 // Small pieces, so that small tensors take every path.
-inline Sizes small_sizes() { return {.slot = 512, .chunk = 512, .chunks = 6, .pipe = 1024}; }
+inline Sizes small_sizes() { return {.piece = 512, .ring = 6 * 512, .pipe = 1024}; }
 
 template <class T>
 DType dtype_of();

@@ -9,7 +9,7 @@ using namespace allranks::test;
 
 namespace {
 
-// Bytes of float32 around every border: empty, call line, slot, chunk, several chunks, ring wrapped.
+// Bytes of float32 around every border: empty, call line, piece, several pieces, ring wrapped.
 const std::vector<size_t> kCounts = {0, 1, 25, 26, 27, 127, 128, 129, 200, 256, 257, 1000, 5000};
 
 template <class Body>
@@ -56,9 +56,10 @@ TEST(all_reduce_is_the_same_on_every_rank_and_path) {
   const int n = 3;
   const size_t count = 1000;
   std::vector<std::vector<float>> results;
-  for (const size_t slot : {512, 1 << 20}) {  // pipelined, then one-shot
+  for (const size_t piece : {512, 4096}) {  // pipelined, then one-shot
     Sizes sizes = small_sizes();
-    sizes.slot = slot;
+    sizes.piece = piece;
+    sizes.ring = 6 * piece;
     Ranks ranks(n, sizes);
     std::vector<std::vector<float>> mine(n);
     ranks.each([&](Comm& comm) {

@@ -45,8 +45,8 @@ _MANY_PENDING = 64
 _BYTES = struct.Struct("!Q")
 
 # The pipes for send and recv, one to each other rank, share this much of a rank's segment.
-_PIPES_BYTES = 1 << 20
-_PIPE_BYTES = (16 << 10, 256 << 10)
+_PIPES_BYTES = 2 << 20
+_PIPE_BYTES = (16 << 10, 2 << 20)
 
 _VERBS = _core.VERBS
 
