@@ -55,7 +55,13 @@ class SecretError(ConfigError):
 
 
 class TimeoutError(AllranksError, builtins.TimeoutError):
-    """A call did not finish in the group's timeout. The message names the ranks it waited for."""
+    """A call did not finish in the group's timeout. The message names the ranks it waited for.
+
+    Attributes:
+        ranks: those ranks (in the group's numbering), where the call was one on a group.
+    """
+
+    ranks: tuple[int, ...] = ()
 
 
 class JoinError(TimeoutError):

@@ -129,7 +129,7 @@ def new_subgroups(
     pg_options: Any = None,
     group_desc: str | None = None,
 ) -> tuple[ProcessGroup | int | None, list[ProcessGroup | int]]:
-    """Cuts the world (or ``group``) into groups of neighbours, all of one size.
+    """Cuts the world (or ``group``) into groups of neighbours, all of one size. Called by all its ranks.
 
     Args:
         group_size: ranks in each; None: those of one host (LOCAL_WORLD_SIZE).
@@ -149,8 +149,13 @@ def new_subgroups(
     size = int(os.environ.get("LOCAL_WORLD_SIZE", cut.size())) if group_size is None else group_size
     if not 0 < size <= cut.size() or cut.size() % size:
         raise UsageError(f"new_subgroups: group_size {size} does not divide the {cut.size()} ranks")
+    if pg_options is not None:
+        raise UsageError(f"new_subgroups: pg_options {pg_options!r} is not known")
+    engine = _engines.check_backend(backend)
     parts = [list(cut.ranks[i : i + size]) for i in range(0, cut.size(), size)]
-    return new_subgroups_by_enumeration(parts, timeout, backend, pg_options, group_desc)
+    made = [_make(cut, [part], timeout, engine, group_desc, False) for part in parts]
+    mine = next((part for part in made if part is not None), None)
+    return mine, [GroupMember.NON_GROUP_MEMBER if part is None else part for part in made]
 
 
 def new_subgroups_by_enumeration(

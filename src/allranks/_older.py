@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from allranks import _collectives, _engines, _world
-from allranks._errors import ConfigError
+from allranks._errors import ConfigError, UsageError
 from allranks._types import ReduceOp, as_reduce_op
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from allranks._group import ProcessGroup
 
 __all__ = [
+    "Backend",
     "default_pg_timeout",
     "gather_recv",
     "gather_send",
@@ -40,6 +41,35 @@ __all__ = [
 ]
 
 default_pg_timeout = timedelta(seconds=_world.DEFAULT_TIMEOUT_S)
+
+
+class Backend(str):
+    """A name of an engine, in small letters: ``Backend("NATIVE") == Backend.NATIVE == "native"``.
+
+    The names are torch's and ours; ``is_backend_available`` says which of them this version has.
+
+    Attributes:
+        backend_list: all names.
+        default_device_backend_map: the engine by device type.
+        backend_capability: the device types by engine.
+    """
+
+    UNDEFINED = "undefined"
+    NATIVE = "native"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    XCCL = "xccl"
+    UCC = "ucc"
+    MPI = "mpi"
+
+    backend_list = (UNDEFINED, NATIVE, GLOO, NCCL, XCCL, UCC, MPI)
+    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": NATIVE}
+    backend_capability: ClassVar[dict[str, list[str]]] = {NATIVE: ["cpu"]}
+
+    def __new__(cls, name: str) -> Backend:
+        if not isinstance(name, str):
+            raise UsageError(f"Backend: expected a name, not {name!r}")
+        return super().__new__(cls, name.lower())
 
 
 def get_num_processes(group: ProcessGroup | None = None) -> int:

@@ -7,7 +7,7 @@ import sys
 import zlib
 from types import FrameType
 
-__all__ = ["debugging", "site", "stack_hash", "where"]
+__all__ = ["site", "stack_hash", "where"]
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _DEEPEST = 32  # frames
@@ -18,14 +18,6 @@ def _outside() -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     return frame
-
-
-def debugging() -> bool:
-    """Whether ranks compare call sites: ALLRANKS_DEBUG=1, or torch's own TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-    ours = os.environ.get("ALLRANKS_DEBUG", "").lower()
-    return (
-        ours not in ("", "0", "off", "no", "false") or os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-    )
 
 
 def site() -> str:

@@ -68,10 +68,11 @@ def as_reduce_op(op: object) -> ReduceOp | PremulSum:
         return op
     if isinstance(op, ReduceOp):
         return op
+    op = getattr(op, "op", op)  # that of torch's ReduceOp object, as its AllreduceOptions have it
     name = getattr(op, "name", None) or str(op).rpartition(".")[2]
     if type(op).__name__ in ("RedOpType", "ReduceOp") and name in ReduceOp.__members__:
         return ReduceOp[name]
-    raise UsageError(f"op must be one of ReduceOp.{{{', '.join(ReduceOp.__members__)}}}, not {op!r}")
+    raise TypeError(f"op must be one of ReduceOp.{{{', '.join(ReduceOp.__members__)}}}, not {op!r}")
 
 
 class Stats(NamedTuple):

@@ -14,6 +14,8 @@ from allranks._group import ProcessGroup
 from allranks._work import seconds_of
 
 if TYPE_CHECKING:
+    import torch
+
     from allranks._types import Stats
 
 __all__ = [
@@ -89,6 +91,8 @@ def init_process_group(
     rank: int = -1,
     store: Any = None,
     group_name: str = "",
+    pg_options: Any = None,
+    device_id: torch.device | int | None = None,
 ) -> None:
     """Meets the other ranks and makes the default process group.
 
@@ -107,6 +111,8 @@ def init_process_group(
         rank: this process, 0 to world_size - 1; -1: from the environment.
         store: a connected store with torch's ``set, get, add, wait``, in place of ``init_method``.
         group_name: how errors call the group; ``world`` if empty.
+        pg_options: none are known.
+        device_id: None or a CPU: groups are bound to no other device.
 
     Raises:
         ConfigError: a setting is missing or wrong; says which and gives an example.
@@ -136,6 +142,10 @@ def init_process_group(
     if not isinstance(timeout, timedelta | Real | None):
         raise UsageError(f"timeout must be a timedelta, a number of seconds or None, not {timeout!r}")
     engine_name = _engines.check_backend(backend)
+    if pg_options is not None:
+        raise UsageError(f"pg_options {pg_options!r} is not known to the {engine_name} engine")
+    if device_id is not None and getattr(device_id, "type", None) != "cpu":
+        raise UsageError(f"device_id {device_id!r}: the {engine_name} engine moves CPU tensors and binds no device")
     timeout_s = DEFAULT_TIMEOUT_S if timeout is None else seconds_of(timeout)
     if not timeout_s > 0:  # also nan
         raise UsageError(f"timeout must be positive, not {timeout!r}")

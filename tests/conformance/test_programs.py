@@ -1,142 +1,207 @@
-"""Random programs that run under torch.distributed on gloo and under allranks, in the same processes: equal values."""
+"""Programs that hypothesis makes up run under torch.distributed on gloo and under allranks, in the same processes.
 
-import random
-import socket
-import warnings
+Both must end with equal values. gloo wants contiguous tensors; what it says of them is what ours must say of others.
+The programs are the same in every run, unless PROGRAMS says how many new ones to try: PROGRAMS=2000 pytest ...
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from workers import Workers
 
 import allranks
-from allranks.testing import run_ranks
 
-DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bfloat16]
-VERBS = [
-    "all_reduce",
-    "reduce",
+# What gloo reduces alike. It knows neither int16 nor gather of complex numbers, and adds up bools as bytes.
+NUMBERS = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_reduce_coalesced")
+# One tensor of one row: gloo takes no scalars there (and is killed by one in reduce_scatter_tensor).
+BY_ROWS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+MOVING = (
     "broadcast",
     "all_gather",
     "all_gather_into_tensor",
     "gather",
     "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
     "all_to_all",
     "all_to_all_single",
     "ring",
     "all_gather_object",
     "broadcast_object_list",
-]
-OPS = ["SUM", "MIN", "MAX", "PRODUCT"]
+    "scatter_object_list",
+)
+SYNCHRONOUS = ("all_gather_object", "broadcast_object_list", "scatter_object_list")
+LAYOUTS = ("contiguous", "transposed", "strided", "offset")
 
 
-def tensor(rng: random.Random, rank: int, dtype: torch.dtype, shape: list[int], turned: bool) -> torch.Tensor:
-    """Small integers, exact in every dtype and order; the same shape on all ranks."""
-    seed = rng.randrange(1 << 30)
-    values = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(seed + rank)).to(dtype)
-    return values.mT.contiguous().mT if turned and values.dim() >= 2 else values
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One call. ``waited``: not asynchronous (no), or waited for at once or after all other calls."""
+
+    verb: str
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+    op: str
+    root: int
+    group: str
+    waited: str
+    seed: int
 
 
-def step(dist: Any, rng: random.Random, group: Any, rank: int, size: int) -> list[torch.Tensor]:
-    """One call, drawn from ``rng``, which is in the same state on every rank and under both libraries."""
-    verb, dtype = rng.choice(VERBS), rng.choice(DTYPES)
-    shape = [
-        rng.choice([0, 1, 3, 7]) if rng.random() < 0.2 else rng.choice([1, 2, 5, 40])
-        for _ in range(rng.randrange(1, 4))
-    ]
-    root, asynchronous = rng.randrange(size), rng.random() < 0.5
-    op = getattr(dist.ReduceOp, rng.choice(OPS))
-    # gloo wants contiguous tensors; what it returns for them is what ours must for others.
-    turned = rng.random() < 0.3 and dist is allranks
+@st.composite
+def steps(draw: st.DrawFn, ranks: int) -> Step:
+    verb = draw(st.sampled_from(REDUCING + MOVING))
+    sizes = st.sampled_from([1, 2, 0, 3, 7, 40])
+    return Step(
+        verb=verb,
+        dtype=draw(st.sampled_from(NUMBERS if verb in REDUCING else (*NUMBERS, "bool"))),
+        shape=tuple(draw(st.lists(sizes, min_size=verb in BY_ROWS, max_size=3))),
+        layout=draw(st.sampled_from(LAYOUTS)),
+        op=draw(st.sampled_from(["SUM", "MIN", "MAX", "PRODUCT"])),
+        root=draw(st.integers(0, ranks - 1)),
+        group=draw(st.sampled_from(["world", "some"] if ranks > 2 else ["world"])),
+        waited="no" if verb in SYNCHRONOUS else draw(st.sampled_from(["no", "at once", "last"])),
+        seed=draw(st.integers(0, 7)),
+    )
 
-    def make() -> torch.Tensor:
-        return tensor(rng, rank, dtype, shape, turned)
 
-    mine = make()
-    pieces = [make() for _ in range(size)]
-    outs = [torch.zeros_like(p) for p in pieces]
-    work = None
-    if verb == "all_reduce":
-        work, result = dist.all_reduce(mine, op, group=group, async_op=asynchronous), [mine]
-    elif verb == "reduce":
-        work = dist.reduce(mine, group_dst=root, op=op, group=group, async_op=asynchronous)
-        result = [mine] if rank == root else []
-    elif verb == "broadcast":
-        work, result = dist.broadcast(mine, group_src=root, group=group, async_op=asynchronous), [mine]
-    elif verb == "all_gather":
-        work, result = dist.all_gather(outs, mine, group=group, async_op=asynchronous), outs
-    elif verb == "all_gather_into_tensor":
-        whole = torch.zeros([size * shape[0], *shape[1:]], dtype=dtype)
-        work, result = dist.all_gather_into_tensor(whole, mine, group=group, async_op=asynchronous), [whole]
-    elif verb == "gather":
-        here = outs if rank == root else None
-        work = dist.gather(mine, here, group_dst=root, group=group, async_op=asynchronous)
-        result = here or []
-    elif verb == "scatter":
-        work = dist.scatter(mine, pieces if rank == root else None, group_src=root, group=group, async_op=asynchronous)
-        result = [mine]
-    elif verb == "reduce_scatter":
-        work, result = dist.reduce_scatter(mine, pieces, op, group=group, async_op=asynchronous), [mine]
-    elif verb == "reduce_scatter_tensor":
-        whole = torch.cat(pieces)
-        work, result = dist.reduce_scatter_tensor(mine, whole, op, group=group, async_op=asynchronous), [mine]
-    elif verb == "all_to_all":
-        work, result = dist.all_to_all(outs, pieces, group=group, async_op=asynchronous), outs
-    elif verb == "all_to_all_single":
-        sizes = [[rng.randrange(3) for _ in range(size)] for _ in range(size)]
-        rows = torch.arange(sum(sizes[rank]) * 2).reshape(-1, 2).to(dtype) + rank
-        arriving = [sizes[r][rank] for r in range(size)]
-        out = torch.zeros(sum(arriving), 2, dtype=dtype)
-        work = dist.all_to_all_single(out, rows, arriving, sizes[rank], group=group, async_op=asynchronous)
-        result = [out]
-    elif verb == "ring":
-        sending = dist.isend(mine, group_dst=(rank + 1) % size, group=group, tag=3)
-        receiving = dist.irecv(outs[0], group_src=(rank - 1) % size, group=group, tag=3)
-        sending.wait()
-        receiving.wait()
-        result = [outs[0]]
-    elif verb == "all_gather_object":
-        objects = [None] * size
-        dist.all_gather_object(objects, {"rank": rank, "mine": mine.tolist()}, group=group)
-        result = [torch.tensor(o["mine"], dtype=dtype) for o in objects]
-    else:
-        objects = [rank, mine.tolist()]
-        dist.broadcast_object_list(objects, group_src=root, group=group)
-        result = [torch.tensor(objects[1], dtype=dtype)]
-    if work is not None:
+def laid_out(values: Tensor, layout: str) -> Tensor:
+    """The same values, otherwise in memory."""
+    if layout == "transposed" and values.dim() >= 2:
+        return values.mT.contiguous().mT
+    if layout == "strided":
+        return torch.stack([values, torch.ones_like(values)], -1)[..., 0]
+    if layout == "offset":
+        around = torch.ones(3, dtype=values.dtype)
+        return torch.cat([around, values.flatten(), around])[3 : 3 + values.numel()].view(values.shape)
+    return values.clone()
+
+
+def call(dist: Any, step: Step, group: Any) -> tuple[Any, list[Tensor]]:
+    """One call: its Work or None, and the tensors that it writes."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    root, wait, dtype = step.root % size, step.waited != "no", getattr(torch, step.dtype)
+    layout = step.layout if dist is allranks else "contiguous"
+    op = getattr(dist.ReduceOp, step.op)
+
+    def values(shape: tuple[int, ...], i: int = 0) -> Tensor:
+        """Small integers, exact in every dtype and order of summation."""
+        generator = torch.Generator().manual_seed(step.seed * 100 + rank * 10 + i)
+        return laid_out(torch.randint(0, 3, shape, generator=generator).to(dtype), layout)
+
+    mine = values(step.shape)
+    pieces = [values(step.shape, i) for i in range(size)]
+    outputs = [laid_out(torch.zeros(step.shape, dtype=dtype), layout) for _ in range(size)]
+    here = rank == root
+    match step.verb:
+        case "all_reduce":
+            return dist.all_reduce(mine, op, group=group, async_op=wait), [mine]
+        case "all_reduce_coalesced":
+            return dist.all_reduce_coalesced(pieces, op, group=group, async_op=wait), pieces
+        case "reduce":
+            work = dist.reduce(mine, group_dst=root, op=op, group=group, async_op=wait)
+            return work, [mine] if here else []  # what gloo leaves elsewhere means nothing
+        case "broadcast":
+            return dist.broadcast(mine, group_src=root, group=group, async_op=wait), [mine]
+        case "all_gather":
+            return dist.all_gather(outputs, mine, group=group, async_op=wait), outputs
+        case "all_gather_into_tensor":
+            whole = laid_out(torch.zeros((size * step.shape[0], *step.shape[1:]), dtype=dtype), layout)
+            return dist.all_gather_into_tensor(whole, mine, group=group, async_op=wait), [whole]
+        case "gather":
+            work = dist.gather(mine, outputs if here else None, group_dst=root, group=group, async_op=wait)
+            return work, outputs if here else []
+        case "scatter":
+            work = dist.scatter(mine, pieces if here else None, group_src=root, group=group, async_op=wait)
+            return work, [mine]
+        case "reduce_scatter":
+            return dist.reduce_scatter(mine, pieces, op, group=group, async_op=wait), [mine]
+        case "reduce_scatter_tensor":
+            whole = values((size * step.shape[0], *step.shape[1:]))
+            return dist.reduce_scatter_tensor(mine, whole, op, group=group, async_op=wait), [mine]
+        case "all_to_all":
+            return dist.all_to_all(outputs, pieces, group=group, async_op=wait), outputs
+        case "all_to_all_single":
+            rows = [[(sender * 2 + receiver + step.seed) % 3 for receiver in range(size)] for sender in range(size)]
+            arriving = [rows[sender][rank] for sender in range(size)]
+            output = laid_out(torch.zeros((sum(arriving), *step.shape[1:]), dtype=dtype), layout)
+            given = values((sum(rows[rank]), *step.shape[1:]))
+            work = dist.all_to_all_single(output, given, arriving, rows[rank], group=group, async_op=wait)
+            return work, [output]
+        case "ring":
+            sending = dist.isend(mine, group_dst=(rank + 1) % size, group=group, tag=step.seed)
+            receiving = dist.irecv(outputs[0], group_src=(rank - 1) % size, group=group, tag=step.seed)
+            sending.wait()
+            return receiving, [outputs[0]]
+        case "all_gather_object":
+            objects: list[Any] = [None] * size
+            dist.all_gather_object(objects, mine.tolist(), group=group)
+        case "broadcast_object_list":
+            objects = [rank, mine.tolist()]
+            dist.broadcast_object_list(objects, group_src=root, group=group)
+        case "scatter_object_list":
+            objects = [None]
+            given_objects = [piece.tolist() for piece in pieces] if here else None
+            dist.scatter_object_list(objects, given_objects, group_src=root, group=group)
+    return None, [torch.tensor(o, dtype=torch.float64) for o in objects]
+
+
+def run(dist: Any, program: list[Step], groups: dict[str, Any]) -> list[list[Tensor]]:
+    """The program's results, by its steps; of a step in a group that this rank is not in: nothing."""
+    results, pending = [], []
+    for step in program:
+        group = groups[step.group]
+        if dist.get_rank(group) < 0:
+            results.append([])
+            continue
+        work, written = call(dist, step, group)
+        results.append(written)
+        if work is not None:
+            if step.waited == "last":
+                pending.append(work)
+            else:
+                work.wait()
+    for work in reversed(pending):
         work.wait()
-    return [t.clone() for t in result]
+    return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_equal_values(ranks: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def difference(groups: Any, program: list[Step]) -> str:
+    """On each rank: the first result of the program that differs; "" if none does."""
+    import torch.distributed as peer
 
-    def body() -> int:
-        import torch.distributed as peer
+    expected = run(peer, program, groups["peer"])
+    actual = run(allranks, program, groups["allranks"])
+    for step, theirs, ours in zip(program, expected, actual, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            if a.dtype != b.dtype or not torch.equal(a, b):
+                return f"{step}: {a} is not {b}"
+    return ""
 
-        warnings.simplefilter("ignore", FutureWarning)  # torch's about its own old names
-        world_rank = allranks.get_rank()
-        peer.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=world_rank, world_size=ranks)
-        some = list(range(1, ranks))
-        groups = [(None, None), (peer.new_group(some), allranks.new_group(some))]
-        for seed in range(150):
-            theirs, ours = groups[seed % 4 == 3]
-            if seed % 4 == 3 and world_rank == 0:
-                continue
-            rank, size = allranks.get_rank(ours), allranks.get_world_size(ours)
-            if size == 1:
-                continue
-            expected = step(peer, random.Random(seed), theirs, rank, size)
-            actual = step(allranks, random.Random(seed), ours, rank, size)
-            assert len(actual) == len(expected), seed
-            for a, b in zip(actual, expected, strict=True):
-                assert a.dtype == b.dtype, seed
-                assert torch.equal(a, b), f"seed {seed}: {a} is not {b}"
-        peer.destroy_process_group()
-        return 1
 
-    assert run_ranks(ranks, body, timeout_s=100) == [1] * ranks
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def workers(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
+    made = Workers(request.param, difference)
+    yield request.param, made
+    made.close()
+
+
+@settings(
+    max_examples=int(os.environ.get("PROGRAMS", 120)),
+    derandomize="PROGRAMS" not in os.environ,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_equal_values(workers: tuple[int, Workers], data: st.DataObject) -> None:
+    ranks, asked = workers
+    program = data.draw(st.lists(steps(ranks), min_size=1, max_size=8))
+    assert asked.ask(program) == [""] * ranks

@@ -12,10 +12,7 @@ MISSING = {
     **dict.fromkeys(
         [name for name in peer.__all__ if name.endswith("Options")], "torch's own argument bundles for its C++ backends"
     ),
-    "Backend": "engines are named by strings",
     "BackendConfig": "engines are named by strings",
-    "DebugLevel": "of torch's own runtime checks; ours are always on",
-    "get_debug_level": "of torch's own runtime checks; ours are always on",
     "GroupName": "a type alias of torch's",
     "PrefixStore": "stores are not public here",
     "Store": "stores are not public here",
@@ -26,7 +23,7 @@ MISSING = {
 }
 # Parameters that are here and not in torch, or the other way round, and why.
 DIFFERENT = {
-    "init_process_group": {"pg_options", "device_id", "_ranks"},  # of nccl
+    "init_process_group": {"_ranks": "torch's own, for groups that torch makes itself"},
 }
 
 

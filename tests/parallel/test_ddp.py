@@ -538,8 +538,8 @@ def test_needs_a_process_group():
 
 def test_init_sync_false_trusts_the_caller():
     def body():
-        calls = dist.stats().calls
+        moved = dist.stats().bytes
         DistributedDataParallel(make(dist.get_rank()), init_sync=False)
-        return dist.stats().calls - calls
+        return dist.stats().bytes - moved
 
-    assert run_ranks(2, body) == [0, 0]
+    assert all(moved < 100 for moved in run_ranks(2, body))  # how to reach the buckets' memory, and no parameter

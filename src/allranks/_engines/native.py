@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from allranks import _core
+from allranks._debug import DebugLevel, get_debug_level
 from allranks._engines.base import Engine
 from allranks._engines.native_connect import Exchange, connect
 from allranks._engines.native_errors import explain
 from allranks._errors import AllranksError, MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._host import usable_cpus
-from allranks._sites import debugging, site, stack_hash, where
+from allranks._sites import site, stack_hash, where
 from allranks._types import PremulSum, ReduceOp, Stats
 from allranks._work import Work, seconds_of
 
@@ -71,7 +72,7 @@ class NativeEngine(Engine):
         self._abandoned = False
         self._blocks = 0  # made by empty_shared
         self._timeout_s = timeout_s
-        self._debug = debugging()
+        self._debug = get_debug_level() is DebugLevel.DETAIL  # compare call sites
         size = len(members)
         sizes = _core.Sizes()
         sizes.pipe = min(max(_PIPES_BYTES // size // 4096 * 4096, _PIPE_BYTES[0]), _PIPE_BYTES[1])

@@ -1,5 +1,5 @@
-"""torch.nn's place for things that allranks has its own of: `allranks.nn.parallel`."""
+"""torch.nn's place for things that allranks has its own of: `allranks.nn.parallel`, `allranks.nn.functional`."""
 
-from allranks.nn import parallel
+from allranks.nn import functional, parallel
 
-__all__ = ["parallel"]
+__all__ = ["functional", "parallel"]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from allranks._errors import UsageError
 from allranks._group import ProcessGroup
+from allranks._shared import empty_shared
 
 __all__ = ["ALONE_BYTES", "Bucket", "bucket_memory", "plan"]
 
@@ -29,12 +30,18 @@ _FIRST_BUCKET_BYTES = 1 << 20
 ALONE_BYTES = 1 << 20
 
 
-def bucket_memory(numel: int, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
-    """Where a flat bucket lies: one dimension, not initialised.
+# From this size on, reducing in memory that all ranks see saves more than its second wait costs.
+_SHARED_BYTES = 256 << 10
+
+
+def bucket_memory(numel: int, dtype: torch.dtype, group: ProcessGroup | None) -> Tensor:
+    """Where a flat bucket lies: one dimension, not initialised; if large, shared by the ranks of ``group``.
 
     All ranks call it for the same buckets in the same order, when the model is wrapped.
     """
-    return torch.empty(numel, dtype=dtype)
+    if group is None or numel * dtype.itemsize < _SHARED_BYTES:
+        return torch.empty(numel, dtype=dtype)
+    return empty_shared(numel, dtype, group)
 
 
 class Bucket:
@@ -49,7 +56,7 @@ class Bucket:
 
     mark: Tensor
 
-    def __init__(self, members: list[tuple[int, nn.Parameter]], group: ProcessGroup, as_view: bool) -> None:
+    def __init__(self, members: list[tuple[int, nn.Parameter]], group: ProcessGroup | None, as_view: bool) -> None:
         self.indices = [index for index, _ in members]
         self.parameters = [parameter for _, parameter in members]
         self.flat = len(members) > 1
@@ -142,13 +149,15 @@ def _copy(to: list[Tensor], values: list[Tensor]) -> None:
             torch._foreach_copy_(to, values)
 
 
-def plan(parameters: list[nn.Parameter], caps: Iterable[float], group: ProcessGroup, as_view: bool) -> list[Bucket]:
+def plan(
+    parameters: list[nn.Parameter], caps: Iterable[float], group: ProcessGroup | None, as_view: bool
+) -> list[Bucket]:
     """Deals parameters, last first, to buckets, in the order in which these will be complete.
 
     Args:
         parameters: The model's, in its order.
         caps: The most bytes of the first flat bucket, the second, ...; the last holds for the rest.
-        group: Who reduces.
+        group: Whose ranks share the memory of flat buckets; None: nobody.
         as_view: ``.grad`` of those in flat buckets become views.
     """
     done: list[list[tuple[int, nn.Parameter]]] = []

@@ -172,7 +172,7 @@ class DistributedDataParallel(nn.Module):
             buffers = self._synced_buffers() if init_buffers else []
             require_same_model(parameters, buffers, self.process_group)
             broadcast_values([t for _, t in (*parameters, *buffers)], self.process_group)
-        self._connect()
+        self._connect(shared=True)
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -308,7 +308,7 @@ class DistributedDataParallel(nn.Module):
             raise UsageError(f"{_WHO}: register_comm_hook can only be called once.")
         comm_hook = CommHook(state, hook)
         if self._reducer is None:  # one rank alone needs it for the hook only
-            self._reducer = self._make_reducer()
+            self._reducer = self._make_reducer(shared=False)
         self._reducer.hook = comm_hook
 
     def will_sync_module_buffers(self) -> bool:
@@ -323,7 +323,7 @@ class DistributedDataParallel(nn.Module):
             raise UsageError(f"{_WHO}: _set_static_graph() should be called before training loop starts")
         self.static_graph = True
         if self._reducer is not None:
-            reducer = self._make_reducer()
+            reducer = self._make_reducer(shared=True)
             reducer.hook = self._reducer.hook
             self._reducer = reducer
 
@@ -334,7 +334,7 @@ class DistributedDataParallel(nn.Module):
         """torch's way of leaving parameters and buffers to somebody else; names as in ``named_parameters()``."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
 
-    def _connect(self) -> None:
+    def _connect(self, shared: bool) -> None:
         self._uneven = None
         # Places, not tensors: a module may put a new tensor in a buffer's place.
         self._buffer_places = [
@@ -343,11 +343,12 @@ class DistributedDataParallel(nn.Module):
             for name in owner._buffers
             if f"{prefix}.{name}".lstrip(".") not in self.parameters_to_ignore
         ]
-        self._reducer = self._make_reducer() if self.process_group.size() > 1 else None
+        self._reducer = self._make_reducer(shared) if self.process_group.size() > 1 else None
 
-    def _make_reducer(self) -> Reducer:
+    def _make_reducer(self, shared: bool) -> Reducer:
         named = self._trained_parameters()
-        buckets = plan([p for _, p in named], self._caps, self.process_group, self.gradient_as_bucket_view)
+        group = self.process_group if shared else None
+        buckets = plan([p for _, p in named], self._caps, group, self.gradient_as_bucket_view)
         return Reducer(named, buckets, self.process_group, self.find_unused_parameters, self.static_graph)
 
     def _synced_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -381,7 +382,7 @@ class DistributedDataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = _world.resolve_group(None)
-        self._connect()
+        self._connect(shared=False)  # one rank may make a copy alone
 
 
 def _check_module(

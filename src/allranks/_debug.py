@@ -1,0 +1,71 @@
+"""The debug level: how much the ranks check and tell beyond what they always do.
+
+``ALLRANKS_DEBUG`` or torch's ``TORCH_DISTRIBUTED_DEBUG`` set it; ours wins where both are set.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+
+from allranks._errors import ConfigError
+
+__all__ = ["DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
+
+_VARIABLES = ("ALLRANKS_DEBUG", "TORCH_DISTRIBUTED_DEBUG")
+
+
+class DebugLevel(enum.IntEnum):
+    """OFF, INFO or DETAIL, as torch's."""
+
+    OFF = 0
+    INFO = 1
+    DETAIL = 2
+
+
+_OTHER_WORDS = {
+    **dict.fromkeys(("", "0", "NO", "FALSE"), DebugLevel.OFF),
+    **dict.fromkeys(("1", "ON", "YES", "TRUE"), DebugLevel.DETAIL),
+}
+
+_level: DebugLevel | None = None  # until somebody asks or sets it
+
+
+def get_debug_level() -> DebugLevel:
+    """The debug level: the one that was set, else the environment's, else OFF.
+
+    Raises:
+        ConfigError: the environment names no level.
+    """
+    if _level is None:
+        set_debug_level_from_env()
+        assert _level is not None
+    return _level
+
+
+def set_debug_level(level: DebugLevel) -> None:
+    """Sets the debug level of this process.
+
+    Raises:
+        TypeError: not a DebugLevel of allranks or of torch.
+    """
+    global _level
+    name = str(getattr(level, "name", ""))
+    if type(level).__name__ != "DebugLevel" or name not in DebugLevel.__members__:
+        raise TypeError(f"level must be one of DebugLevel.{{{', '.join(DebugLevel.__members__)}}}, not {level!r}")
+    _level = DebugLevel[name]
+
+
+def set_debug_level_from_env() -> None:
+    """Sets the debug level to the environment's: ALLRANKS_DEBUG, or TORCH_DISTRIBUTED_DEBUG, or OFF.
+
+    Raises:
+        ConfigError: it names no level.
+    """
+    global _level
+    variable = next((name for name in _VARIABLES if name in os.environ), None)
+    text = os.environ[variable] if variable else "OFF"
+    levels = {**DebugLevel.__members__, **_OTHER_WORDS}
+    if text.upper() not in levels:
+        raise ConfigError(f"{variable}={text!r} is no debug level. Expected {', '.join(DebugLevel.__members__)}.")
+    _level = levels[text.upper()]

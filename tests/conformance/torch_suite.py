@@ -1,0 +1,193 @@
+"""torch's own tests of torch.distributed (they come with every torch), run on allranks or on gloo.
+
+    python tests/conformance/torch_suite.py --world-size 3                  # on allranks: all but EXCLUDED
+    python tests/conformance/torch_suite.py --world-size 3 -k broadcast     # some, with what went wrong
+    python tests/conformance/torch_suite.py --world-size 3 --excluded       # the excluded ones: which pass by now?
+    python tests/conformance/torch_suite.py --write                         # what gloo passes, for test_torch_suite.py
+
+The module of torch's tests is used as it is, with ``allranks`` in the place of its ``dist``. It decides by the name
+of the backend, when it is imported, which tests there are: most for gloo, those of all_to_all on CPUs only for mpi.
+Hence a process for each, and a name that equals another. Each test forks its ranks anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+EXPECTED = Path(__file__).with_name("torch_suite_gloo.json")
+WORLD_SIZES = (3, 4)
+TEST_TIMEOUT_S = 30
+
+# Tests that gloo takes and allranks does not pass, by the pattern of their names, and why.
+EXCLUDED = {
+    "^test_ddp_logging_data_cpu$": "reads the log that torch's DistributedDataParallel keeps of itself",
+    "^test_static_graph_api_cpu$": "reads that log; the error it looks for there is raised here too",
+}
+
+
+class BackendName(str):
+    """The backend's name, which also equals that of the backend whose tests are wanted."""
+
+    alias = ""
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) or other == self.alias  # type: ignore[arg-type]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+class OftenPolling:
+    """The module ``time``, for code that waits for other processes by looking every tenth of a second."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(min(seconds, 0.01) if seconds <= 0.1 else seconds)
+
+
+def excluded(name: str) -> str | None:
+    """Why the test is not run on allranks; None if it is."""
+    return next((reason for pattern, reason in EXCLUDED.items() if re.search(pattern, name)), None)
+
+
+def suite(library: str, alias: str, world_size: int) -> type[unittest.TestCase]:
+    """torch's tests as the backend ``alias`` has them, on ``library``, for ranks that are forked from this process."""
+    os.environ |= {
+        "BACKEND": alias,
+        "WORLD_SIZE": str(world_size),
+        "TEMP_DIR": tempfile.gettempdir(),
+    }
+    import torch.distributed
+    import torch.testing._internal.common_distributed as common
+
+    torch.distributed.is_mpi_available = lambda: True  # asked before a test of mpi's is taken
+    common.get_timeout = lambda _: TEST_TIMEOUT_S
+    common.skip_if_small_worldsize = lambda test: test  # it wants eight ranks; three will do
+    tests = importlib.import_module("torch.testing._internal.distributed.distributed_test")
+    tests.default_pg_timeout = TEST_TIMEOUT_S
+    tests.time = common.time = OftenPolling()
+    tests.BACKEND = BackendName("gloo" if library == "gloo" else "native")
+    tests.BACKEND.alias = alias
+    if library == "allranks":
+        allranks = importlib.import_module("allranks")
+        parallel = importlib.import_module("allranks.nn.parallel")
+        tests.dist = common.c10d = allranks
+        tests.get_world_size = allranks.get_world_size
+        tests._get_default_group = lambda: allranks.group.WORLD
+        allranks._rank_not_in_group = lambda group: group == allranks.GroupMember.NON_GROUP_MEMBER
+        tests.DistributedDataParallel = torch.nn.parallel.DistributedDataParallel = parallel.DistributedDataParallel
+        tests.DistributedSampler = allranks.data.DistributedSampler
+    torch.set_num_threads(1)
+
+    class Suite(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+
+    return Suite
+
+
+def run_here(library: str, alias: str, world_size: int, names: list[str] | None) -> dict[str, tuple[str, str]]:
+    """Runs the named tests (None: all) in this process; ``{name: (passed, skipped or failed, why)}``."""
+    case = suite(library, alias, world_size)
+    rows = {}
+    for name in unittest.TestLoader().getTestCaseNames(case):
+        if ("all_to_all" in name) != (alias == "mpi") or (names is not None and name not in names):
+            continue
+        result = unittest.TestResult()
+        unittest.TestSuite([case(name)]).run(result)
+        wrong = [text for _, text in (*result.errors, *result.failures)]
+        skipped = [text for _, text in result.skipped]
+        rows[name] = ("failed" if wrong else "skipped" if skipped else "passed", "\n".join(wrong or skipped))
+    return rows
+
+
+def run(library: str, world_size: int, names: list[str] | None) -> dict[str, tuple[str, str]]:
+    """As ``run_here``, in processes of their own."""
+    rows: dict[str, tuple[str, str]] = {}
+    for alias in ("gloo", "mpi"):
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "rows.json"
+            arguments = (library, alias, world_size, names, str(output))
+            code = f"import torch_suite; torch_suite.child(*{arguments!r})"
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                cwd=Path(__file__).parent,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                raise RuntimeError(f"torch's suite on {library} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+            rows |= {name: tuple(row) for name, row in json.loads(output.read_text()).items()}
+    return rows
+
+
+def child(library: str, alias: str, world_size: int, names: list[str] | None, output: str) -> None:
+    """What ``run`` starts."""
+    Path(output).write_text(json.dumps(run_here(library, alias, world_size, names)))
+
+
+def expected() -> dict[str, Any]:
+    """What gloo passes, as ``--write`` has left it."""
+    return json.loads(EXPECTED.read_text())
+
+
+def wanted(world_size: int, with_excluded: bool = False) -> list[str]:
+    """The tests that must pass on allranks: all that gloo does not skip, passed or failed, but for EXCLUDED."""
+    by_gloo = expected()[str(world_size)]
+    return [name for name in by_gloo["passed"] + by_gloo["failed"] if with_excluded or not excluded(name)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world-size", type=int, action="append", help=f"default: {WORLD_SIZES}")
+    parser.add_argument("-k", dest="pattern", default="", help="only tests whose names have this pattern")
+    parser.add_argument("--excluded", action="store_true", help="also those that are excluded")
+    parser.add_argument(
+        "--write", action="store_true", help=f"run all on gloo, and write what passes to {EXPECTED.name}"
+    )
+    given = parser.parse_args()
+    written: dict[str, Any] = {}
+    for world_size in given.world_size or WORLD_SIZES:
+        if given.write:
+            rows = run("gloo", world_size, None)
+        else:
+            names = [name for name in wanted(world_size, given.excluded) if re.search(given.pattern, name)]
+            rows = run("allranks", world_size, names)
+        for name, (status, why) in rows.items():
+            print(f"{status} {name}" + (f"\n{why}" if status == "failed" and given.pattern else ""))
+        counts = Counter(status for status, _ in rows.values())
+        print(f"{world_size} ranks: {dict(counts)}")
+        written[str(world_size)] = {
+            "passed": [name for name, (status, _) in rows.items() if status == "passed"],
+            "failed": [name for name, (status, _) in rows.items() if status == "failed"],
+            "skipped": counts["skipped"],
+        }
+    if given.write:
+        import torch
+
+        versioned = {"torch": torch.__version__.partition("+")[0], **written}
+        EXPECTED.write_text(json.dumps(versioned, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

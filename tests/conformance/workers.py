@@ -1,0 +1,119 @@
+"""Ranks that stay alive between tests, and hold both libraries: torch.distributed on gloo, and allranks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import allranks
+from allranks.testing import run_ranks
+
+CALL_TIMEOUT_S = 20
+LIFE_S = 300
+
+
+class Workers:
+    """``ask`` lets every rank answer a request; ranks that failed to are replaced, for the next one."""
+
+    def __init__(self, ranks: int, answer: Callable[[Any, Any], Any]) -> None:
+        """``answer(groups, request)`` runs on each rank; ``groups`` is what ``_groups`` made there, once."""
+        self._ranks = ranks
+        self._answer = answer
+        self._connections: list[Connection] = []
+        self._stack = contextlib.ExitStack()
+        self._job: Future[Any] | None = None
+
+    def ask(self, request: Any) -> list[Any]:
+        """Every rank's answer, by rank.
+
+        Raises:
+            AssertionError: a rank raised; with all that they say.
+        """
+        if not self._connections:
+            self._start()
+        try:
+            for connection in self._connections:
+                connection.send(request)
+            answers = [self._receive(connection) for connection in self._connections]
+        except (EOFError, OSError):
+            self.close()  # raises what ended the rank
+            raise
+        wrong = [f"rank {rank}: {text}" for rank, (good, text) in enumerate(answers) if not good]
+        if wrong:
+            self.close()
+        assert not wrong, "\n".join(wrong)
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """Ends the ranks; they are started again when they are needed."""
+        job, self._job = self._job, None
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # it has ended
+                connection.send(None)
+        self._connections = []
+        try:
+            if job is not None:
+                job.result()
+        finally:
+            self._stack.close()
+
+    def _start(self) -> None:
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="allranks-test-"))
+        listener = self._stack.enter_context(Listener(str(Path(folder) / "requests"), "AF_UNIX"))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        pool = self._stack.enter_context(ThreadPoolExecutor(1))
+        self._job = pool.submit(run_ranks, self._ranks, _serve, listener.address, port, self._answer, timeout_s=LIFE_S)
+        self._job.add_done_callback(lambda _: _call_off(listener.address))
+        arrived = {}
+        while len(arrived) < self._ranks:
+            connection = listener.accept()
+            rank = connection.recv()
+            if rank is None:
+                self.close()  # raises what ended the ranks
+            arrived[rank] = connection
+        self._connections = [arrived[rank] for rank in range(self._ranks)]
+
+    def _receive(self, connection: Connection) -> Any:
+        if not connection.poll(2 * CALL_TIMEOUT_S):
+            raise EOFError("a rank did not answer")
+        return connection.recv()
+
+
+def _call_off(address: str) -> None:
+    """Tells who waits for the ranks to arrive that they have ended."""
+    with contextlib.suppress(OSError):  # nobody waits
+        Client(address, "AF_UNIX").send(None)
+
+
+def _serve(address: str, port: int, answer: Callable[[Any, Any], Any]) -> None:
+    import torch.distributed as peer
+
+    warnings.simplefilter("ignore")  # torch's about its own names, and about what is not quite done in it
+    rank, size = allranks.get_rank(), allranks.get_world_size()
+    timeout = timedelta(seconds=CALL_TIMEOUT_S)
+    peer.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size, timeout=timeout)
+    some = range(1, size)
+    groups = {
+        "peer": {"world": None, "some": peer.new_group(some, timeout=timeout)},
+        "allranks": {"world": None, "some": allranks.new_group(some, timeout=timeout)},
+    }
+    with Client(address, "AF_UNIX") as connection:
+        connection.send(rank)
+        while (request := connection.recv()) is not None:
+            try:
+                said = (True, answer(groups, request))
+            except Exception:  # noqa: BLE001 - whatever it is, the test is told
+                said = (False, traceback.format_exc())
+            connection.send(said)
+    peer.destroy_process_group()

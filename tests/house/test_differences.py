@@ -1,0 +1,52 @@
+"""docs/differences.md has the tables of exceptions that the conformance tests allow, and says all of them.
+
+python tests/house/test_differences.py --write      # after a change of these tables
+"""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "differences.md"
+MARK = "<!-- From here on written by tests/house/test_differences.py -->\n"
+
+
+def table(head: str, rows: Mapping[str, str]) -> str:
+    lines = [f"| {head} | Why |", "|---|---|", *(f"| `{name}` | {reason} |" for name, reason in rows.items())]
+    return "\n".join(lines) + "\n"
+
+
+def tables() -> str:
+    sys.path.insert(0, str(ROOT / "tests" / "conformance"))
+    import test_bad_input
+    import test_signatures
+    import torch_suite
+
+    arguments = {
+        f"{name}({parameter}=)": reason
+        for name, parameters in test_signatures.DIFFERENT.items()
+        for parameter, reason in parameters.items()
+    }
+    excluded = {pattern.strip("^$"): reason for pattern, reason in torch_suite.EXCLUDED.items()}
+    return "\n".join(
+        [
+            "## Public names of torch.distributed that are not here\n",
+            table("Name", dict(sorted(test_signatures.MISSING.items()))),
+            "## Arguments\n",
+            table("Argument", arguments),
+            "## Exceptions of another kind\n",
+            table("Call", test_bad_input.DIFFERENT),
+            "## Tests of torch's own suite that gloo passes and allranks does not\n",
+            table("Test", excluded),
+        ]
+    )
+
+
+def test_the_page_has_the_tables() -> None:
+    assert PAGE.read_text().partition(MARK)[2] == tables(), "python tests/house/test_differences.py --write"
+
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--write"], __doc__
+    PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + tables())
