@@ -90,15 +90,12 @@ Call describe(const Fingerprint& f) {
           kReduceOpNames.at(static_cast<size_t>(f.op)), f.root, f.count};
 }
 
-void raise(const Error& error) {
+nb::tuple facts(const Error& error) {
   const Failure& f = error.failure;
-  if (error.signalled) return;  // KeyboardInterrupt, or what the signal's handler raised, is set
   std::vector<Call> calls;
   for (const auto& fingerprint : error.calls) calls.push_back(describe(fingerprint));
-  const nb::tuple args =
-      nb::make_tuple(kKinds.at(static_cast<size_t>(f.kind)), f.peer, f.reporter, f.call, describe(f.fingerprint),
-                     f.seconds, calls, error.waiting_for, error.sites, error.text);
-  PyErr_SetObject(failure_type, args.ptr());
+  return nb::make_tuple(kKinds.at(static_cast<size_t>(f.kind)), f.peer, f.reporter, f.call, describe(f.fingerprint),
+                        f.seconds, calls, error.waiting_for, error.sites, error.text);
 }
 
 std::vector<sys::Fd> own(const std::vector<int>& fds) { return {fds.begin(), fds.end()}; }
@@ -201,12 +198,12 @@ MaybeRequest barrier(Comm& comm, Mark mark, const Started& started) {
 const Tensors* ordinary = nullptr;
 PyObject* reduce_op_class = nullptr;
 
-// A blocking collective with arguments as the user gave them. False: nothing was done, because
-// something is out of the ordinary, or wrong. `pieces`: None, one tensor of all pieces in turn, or a
+// A blocking collective with arguments as the user gave them, and errors as the user is to see them:
+// what explain(failure, verb) returns. False: nothing was done, because something is out of the
+// ordinary, or wrong. `pieces`: None, one tensor of all pieces in turn, or a
 // list by rank; of all_to_all: the output.
-bool now(Comm& comm, int verb_code, nb::handle tensor, nb::handle pieces, nb::handle op_object,
-         nb::handle root_object) {
-  const auto verb = static_cast<Verb>(verb_code);
+bool try_now(Comm& comm, Verb verb, nb::handle tensor, nb::handle pieces, nb::handle op_object,
+             nb::handle root_object) {
   if (verb == Verb::barrier) {
     PythonCaller caller;
     comm.run(operation(Verb::barrier, {}, 0), caller);
@@ -278,6 +275,33 @@ MaybeRequest send(Comm& comm, Address data, size_t n, int dtype, int to, int tag
   return nullptr;
 }
 
+class Now {
+ public:
+  Now(std::shared_ptr<Comm> comm, nb::object explain) : comm_(std::move(comm)), explain_(std::move(explain)) {
+    for (const char* name : kVerbs) verbs_.push_back(nb::steal(PyUnicode_InternFromString(name)));
+  }
+
+  bool operator()(nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root) const {
+    size_t code = 0;
+    while (code < verbs_.size() && !verbs_[code].is(verb)) code++;  // literals of Python are interned
+    if (code == verbs_.size()) return false;
+    try {
+      return try_now(*comm_, static_cast<Verb>(code), tensor, pieces, op, root);
+    } catch (const Error& error) {
+      if (error.signalled) throw nb::python_error();
+      const nb::object failure = nb::borrow(failure_type)(*facts(error));
+      const nb::object explained = explain_(failure, verb);
+      PyErr_SetObject(explained.type().ptr(), explained.ptr());
+      throw nb::python_error();
+    }
+  }
+
+ private:
+  std::shared_ptr<Comm> comm_;
+  nb::object explain_;
+  std::vector<nb::object> verbs_;
+};
+
 // A blocking message of an ordinary tensor, as `now`.
 bool send_now(Comm& comm, nb::handle tensor, int to, int tag) {
   const auto shown = ordinary->show(tensor);
@@ -307,16 +331,14 @@ NB_MODULE(_core, m) {
     try {
       std::rethrow_exception(p);
     } catch (const Error& error) {
-      raise(error);
+      // When signalled KeyboardInterrupt, or what the signal's handler raised, is set.
+      if (!error.signalled) PyErr_SetObject(failure_type, facts(error).ptr());
     }
   });
 
   nb::dict dtypes;
   for (size_t i = 0; i < kDTypeNames.size(); i++) dtypes[kDTypeNames[i]] = i;
   m.attr("DTYPES") = dtypes;
-  nb::dict verbs;
-  for (size_t i = 0; i < kVerbs.size(); i++) verbs[kVerbs[i]] = i;
-  m.attr("VERBS") = verbs;
   nb::dict ops;
   for (size_t i = 0; i < kReduceOpNames.size(); i++) ops[kReduceOpNames[i]] = i;
   m.attr("REDUCE_OPS") = ops;
@@ -336,7 +358,7 @@ NB_MODULE(_core, m) {
         delete std::exchange(ordinary, new Tensors(classes));
         Py_XDECREF(std::exchange(reduce_op_class, nb::object(reduce_op).release().ptr()));
       },
-      nb::arg("classes"), nb::arg("reduce_op"), "The classes of tensors that Comm.now takes, and that of its op.");
+      nb::arg("classes"), nb::arg("reduce_op"), "The classes of tensors that Now takes, and that of its op.");
   m.def(
       "shape_hash", [](const std::vector<int64_t>& shape) { return shape_hash(shape.data(), shape.size()); },
       nb::arg("shape"), "What ranks compare of a tensor's shape.");
@@ -401,7 +423,6 @@ NB_MODULE(_core, m) {
       .def("reduce_scatter", reduce_scatter)
       .def("all_to_all", all_to_all)
       .def("barrier", barrier)
-      .def("now", now, nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg().none(), nb::arg().none())
       .def("add_block", [](Comm& c, const std::shared_ptr<SharedBlock>& block) { c.blocks().add(block); })
       .def("send", send)
       .def("send_now", send_now, nb::arg().none(), nb::arg(), nb::arg())
@@ -438,4 +459,9 @@ NB_MODULE(_core, m) {
              c.close();
            })
       .def("abandon", &Comm::abandon);
+
+  nb::class_<Now>(m, "Now", "A blocking collective with arguments as the user gave them.")
+      .def(nb::init<std::shared_ptr<Comm>, nb::object>(), nb::arg("comm"), nb::arg("explain"))
+      .def("__call__", &Now::operator(), nb::arg("verb"), nb::arg("tensor").none(),
+           nb::arg("pieces").none() = nb::none(), nb::arg("op").none() = nb::none(), nb::arg("root").none() = -1);
 }

@@ -63,8 +63,8 @@ Tensors::Tensors(const nb::list& classes) {
     if (api == nullptr) nb::raise_python_error();
     if (api->version.major == dlpack::kMajor && api->show != nullptr) api_ = api;
   }
-  is_neg_ = nb::steal(PyUnicode_InternFromString("is_neg"));
-  is_conj_ = nb::steal(PyUnicode_InternFromString("is_conj"));
+  is_neg_ = nb::getattr(classes_.front(), "is_neg");
+  is_conj_ = nb::getattr(classes_.front(), "is_conj");
 }
 
 std::optional<Shown> Tensors::show(nb::handle tensor) const {
@@ -89,7 +89,7 @@ std::optional<Shown> Tensors::show(nb::handle tensor) const {
   // A flag of the tensor, which its memory does not show. Only views of complex tensors and of their parts have it.
   const bool complex = t.dtype.code == dlpack::kComplex;
   if (t.dtype.code == dlpack::kFloat || complex) {
-    if (nb::cast<bool>(tensor.attr(is_neg_)()) || (complex && nb::cast<bool>(tensor.attr(is_conj_)()))) return {};
+    if (nb::cast<bool>(is_neg_(tensor)) || (complex && nb::cast<bool>(is_conj_(tensor)))) return {};
   }
   return Shown{.buffer = {static_cast<std::byte*>(t.data) + t.byte_offset, static_cast<size_t>(count),
                           static_cast<DType>(dtype)},

@@ -31,7 +31,7 @@ class Tensors {
  private:
   std::vector<nanobind::object> classes_;
   const dlpack::ExchangeApi* api_ = nullptr;  // nullptr: a framework without it; no tensor is ordinary then
-  nanobind::object is_neg_;
+  nanobind::object is_neg_;                   // unbound methods
   nanobind::object is_conj_;
 };
 

@@ -31,7 +31,9 @@ namespace allranks::algorithms {
 namespace {
 
 constexpr int kEverybody = -1;
-constexpr size_t kOneShot = 128 << 10;  // shared out among the ranks: each reads all operands
+// Every rank reads all operands: the more ranks, the less pays.
+constexpr size_t kOneShot = 64 << 10;
+constexpr size_t kOneShotOfAll = 256 << 10;
 
 // `root`: who gets the result.
 void one_shot(Comm& comm, Comm::Call& call, Buffer buffer, Kernel kernel, int root, bool in_line) {
@@ -167,7 +169,7 @@ void choose(Comm& comm, Comm::Call& call, Buffer buffer, ReduceOp op, int root) 
   const size_t n = buffer.nbytes();
   if (n <= CallLine::kInline) {
     one_shot(comm, call, buffer, kernel, root, true);
-  } else if (n <= std::min(kOneShot / static_cast<size_t>(comm.size()), comm.shm().sizes().piece)) {
+  } else if (n <= std::min({kOneShot, kOneShotOfAll / static_cast<size_t>(comm.size()), comm.shm().sizes().piece})) {
     one_shot(comm, call, buffer, kernel, root, false);
   } else if (const auto operands = comm.arrive_at(call, buffer.data); !operands.empty()) {
     in_place(comm, call, buffer, kernel, root, operands);

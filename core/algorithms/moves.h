@@ -32,7 +32,7 @@ const std::byte* contiguous(const Pieces& pieces, Bytes&& bytes) {
 // ranks which write and ranks which read work at the same time.
 inline size_t piece_of(Comm& comm, size_t nbytes) {
   const size_t most = comm.shm().sizes().piece;
-  return std::clamp(std::bit_ceil(nbytes / 8), std::min<size_t>(16 << 10, most), most);
+  return std::clamp(std::bit_ceil(nbytes / 4), std::min<size_t>(16 << 10, most), most);
 }
 
 // A large call in steps: fill(s) writes this rank's part of step s into its ring, drain(s) reads the

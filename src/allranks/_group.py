@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from allranks._engines.base import never
 from allranks._errors import NotInitializedError, TimeoutError, UsageError
 from allranks._types import PremulSum, ReduceOp, Stats, as_reduce_op
 from allranks._work import seconds_of
@@ -49,7 +50,7 @@ class ProcessGroup:
         self._rank = rank
         self._size = len(self.ranks)
         self._engine: Engine | None = engine
-        self._now = engine.now  # _gone once there is no engine
+        self._now = engine.now
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -227,13 +228,13 @@ class ProcessGroup:
         """Leaves the group; later calls raise. May be called twice."""
         if self._engine is not None:
             self._engine.close()
-            self._engine, self._now = None, _gone
+            self._engine, self._now = None, never
 
     def abandon(self) -> None:
         """In a forked child: the group stays the parent's."""
         if self._engine is not None:
             self._engine.abandon()
-            self._engine, self._now = None, _gone
+            self._engine, self._now = None, never
 
     def _live(self) -> Engine:
         if self._engine is None:
@@ -302,10 +303,6 @@ def _only(listed: Any, verb: str) -> Any:
     if len(listed) != 1:
         raise UsageError(f"{verb}: expected a list of one, not of {len(listed)}: one call moves one tensor")
     return listed[0]
-
-
-def _gone(verb: str, tensor: Any, pieces: Any = None, op: Any = None, root: Any = -1) -> bool:
-    return False
 
 
 def _tag(tag: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,7 +12,31 @@ if TYPE_CHECKING:
     from allranks._types import PremulSum, ReduceOp, Stats
     from allranks._work import Work
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Now", "never"]
+
+
+class Now(Protocol):
+    """The short way of a blocking collective with arguments as the user gave them, unchecked.
+
+    Args:
+        verb: its name, a literal.
+        tensor: its tensor; None of barrier.
+        pieces: those by rank, if it has any; of all_to_all the output, to be cut evenly.
+        op: if it reduces.
+        root: if it has one.
+
+    Returns:
+        False: nothing was done, because something is out of the ordinary. The verb itself copes or complains.
+    """
+
+    def __call__(
+        self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /
+    ) -> bool: ...
+
+
+def never(verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /) -> bool:
+    """The Now of an engine that has no short way."""
+    return False
 
 
 class Engine(abc.ABC):
@@ -25,20 +49,7 @@ class Engine(abc.ABC):
 
     name: str
 
-    def now(self, verb: str, tensor: Any, pieces: Any = None, op: Any = None, root: Any = -1) -> bool:
-        """The short way of a blocking collective with arguments as the user gave them, unchecked.
-
-        Args:
-            verb: its name.
-            tensor: its tensor; None of barrier.
-            pieces: those by rank, if it has any; of all_to_all the output, to be cut evenly.
-            op: if it reduces.
-            root: if it has one.
-
-        Returns:
-            False: nothing was done, because something is out of the ordinary. The verb itself copes or complains.
-        """
-        return False
+    now: Now = staticmethod(never)
 
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None: ...

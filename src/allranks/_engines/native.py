@@ -20,7 +20,7 @@ from torch import Tensor
 
 from allranks import _core
 from allranks._debug import DebugLevel, get_debug_level
-from allranks._engines.base import Engine
+from allranks._engines.base import Engine, never
 from allranks._engines.native_connect import Exchange, connect
 from allranks._engines.native_errors import explain
 from allranks._errors import AllranksError, MismatchError, NotInitializedError, UsageError, rank_list
@@ -48,8 +48,6 @@ _BYTES = struct.Struct("!Q")
 # The pipes for send and recv, one to each other rank, share this much of a rank's segment.
 _PIPES_BYTES = 2 << 20
 _PIPE_BYTES = (16 << 10, 2 << 20)
-
-_VERBS = _core.VERBS
 
 _core.set_where(where)
 _core.set_ordinary([Tensor, torch.nn.Parameter], ReduceOp)
@@ -90,15 +88,10 @@ class NativeEngine(Engine):
             _SPIN_US if spare >= size else 0.0,
         )
 
-    # --- verbs ---
+        if get_debug_level() is not DebugLevel.DETAIL:
+            self.now = _core.Now(self.comm, self.explain)
 
-    def now(self, verb: str, tensor: Any, pieces: Any = None, op: Any = None, root: Any = -1) -> bool:
-        if self._debug:
-            return False
-        try:
-            return self.comm.now(_VERBS[verb], tensor, pieces, op, root)
-        except _core.Failure as failure:
-            raise self.explain(failure, verb) from None
+    # --- verbs ---
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         _, op, factor = self._check_reduced(tensor, op, "all_reduce")
@@ -263,6 +256,7 @@ class NativeEngine(Engine):
 
     def close(self) -> None:
         self.comm.close()
+        self.now = never  # which would keep this engine, and it that
         self._pending.clear()
 
     def abandon(self) -> None:
