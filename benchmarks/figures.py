@@ -91,11 +91,15 @@ def render():
     ]
     lines += ["", shared_line(two, load("shared_2"))]
     overlaps, share = load("overlap")["overlaps"], load("python")["share"]
-    hidden = ", ".join(f"{each['engine']} {each['hidden']:.0%}" for each in overlaps if each["call"] == "all_reduce")
+    hidden = {
+        call: ", ".join(f"{each['engine']} {each['hidden']:.0%}" for each in overlaps if each["call"] == call)
+        for call in ("all_reduce", "late")
+    }
     lines += [
         "",
-        f"Of an asynchronous `all_reduce` of {size(overlaps[0]['nbytes'])} beside a computation as long, on both CPUs, "
-        f"this much is hidden: {hidden}.",
+        f"Of an asynchronous `all_reduce` of {size(overlaps[0]['nbytes'])} to which a rank comes 10 ms late, this much is "
+        f"hidden behind a computation as long: {hidden['late']}. Where both CPUs compute nobody is free to move the bytes: "
+        f"{hidden['all_reduce']}.",
         "",
         f"Python's own share of a blocking call: {share['python_s'] * 1e6:.2f} us.",
     ]

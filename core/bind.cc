@@ -9,6 +9,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
@@ -384,12 +385,6 @@ NB_MODULE(_core, m) {
       "A file descriptor of new memory that other processes can map; the caller closes it.");
 
   nb::class_<SharedBlock>(m, "SharedBlock", "One part of memory per rank, mapped by all of them.")
-      .def(
-          "__init__",
-          [](SharedBlock* self, uint64_t number, int rank, size_t bytes, const std::vector<int>& parts) {
-            new (self) SharedBlock(number, rank, bytes, own(parts));
-          },
-          nb::arg("number"), nb::arg("rank"), nb::arg("bytes"), nb::arg("parts"), "Takes over the descriptors.")
       .def_prop_ro("address", [](const SharedBlock& b) { return reinterpret_cast<Address>(b.mine()); });
 
   nb::class_<Request>(m, "Request")
@@ -423,7 +418,12 @@ NB_MODULE(_core, m) {
       .def("reduce_scatter", reduce_scatter)
       .def("all_to_all", all_to_all)
       .def("barrier", barrier)
-      .def("add_block", [](Comm& c, const std::shared_ptr<SharedBlock>& block) { c.blocks().add(block); })
+      .def(
+          "share",
+          [](Comm& c, uint64_t number, size_t bytes, const std::vector<int>& parts) {
+            return c.share(number, bytes, own(parts));
+          },
+          "Takes over the descriptors.")
       .def("send", send)
       .def("send_now", send_now, nb::arg().none(), nb::arg(), nb::arg())
       .def("recv_now", recv_now, nb::arg().none(), nb::arg(), nb::arg())
@@ -451,7 +451,7 @@ NB_MODULE(_core, m) {
       .def("stats",
            [](const Comm& c) {
              const Stats s = c.stats();
-             return std::tuple(s.calls, s.bytes, s.seconds);
+             return std::tuple(s.calls, s.bytes, s.seconds, s.shared);
            })
       .def("close",
            [](Comm& c) {

@@ -67,7 +67,8 @@ void Comm::abandon() { shm_->drop_liveness(); }
 
 Stats Comm::stats() const {
   return {count_calls_.load(std::memory_order_relaxed), count_bytes_.load(std::memory_order_relaxed),
-          static_cast<double>(count_ns_.load(std::memory_order_relaxed)) * 1e-9};
+          static_cast<double>(count_ns_.load(std::memory_order_relaxed)) * 1e-9,
+          count_shared_.load(std::memory_order_relaxed)};
 }
 
 void Comm::count(size_t nbytes, int64_t began_ns) {
@@ -371,17 +372,21 @@ std::vector<std::byte*> Comm::arrive_at(Call& call, const void* data) {
     uint64_t block;  // 0: private memory
     uint64_t offset;
   };
-  const auto found = blocks_.find(data);
-  const Place mine{found.block == nullptr ? 0 : found.block->number(), found.offset};
+  const SharedBlock* block = blocks_->find(data);
+  Place mine{};
+  if (block != nullptr) {
+    mine = {block->number(), static_cast<uint64_t>(static_cast<const std::byte*>(data) - block->mine())};
+  }
   arrive(call, &mine, sizeof mine);
-  if (found.block == nullptr) return {};
+  if (block == nullptr) return {};
   std::vector<std::byte*> addresses;
   for (int r = 0; r < size(); r++) {
     Place theirs;
     std::memcpy(&theirs, shm_->call_line(r, call.number).payload.data(), sizeof theirs);
     if (theirs.block != mine.block) return {};
-    addresses.push_back(found.block->data(r) + theirs.offset);
+    addresses.push_back(block->data(r) + theirs.offset);
   }
+  count_shared_.fetch_add(1, std::memory_order_relaxed);
   return addresses;
 }
 

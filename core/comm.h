@@ -46,7 +46,8 @@ struct Queued : Request {
 struct Stats {
   uint64_t calls = 0;
   uint64_t bytes = 0;
-  double seconds = 0;  // inside calls: moving, reducing and waiting
+  double seconds = 0;   // inside calls: moving, reducing and waiting
+  uint64_t shared = 0;  // calls that worked in everybody's shared blocks
 };
 
 struct Settings {
@@ -79,6 +80,11 @@ class Comm {
   // decide), in which case the request goes on. An interrupted wait ends the group, as an interrupted
   // blocking call does.
   void wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns);
+
+  // This rank's part, and the others', of memory that calls may work in.
+  std::unique_ptr<SharedBlock> share(uint64_t number, size_t bytes, const std::vector<sys::Fd>& parts) {
+    return std::make_unique<SharedBlock>(blocks_, number, rank(), bytes, parts);
+  }
 
   // Leaves the group: the others' pending and later calls that need this rank fail. Returns always.
   void close();
@@ -129,7 +135,6 @@ class Comm {
   void wait_step_of(Call& call, int rank, uint32_t done);
 
   Shm& shm() { return *shm_; }
-  SharedBlocks& blocks() { return blocks_; }
   Copier& copier() { return copier_; }
   uint32_t base_step = 0;
 
@@ -159,12 +164,13 @@ class Comm {
   uint32_t calls_ = 0;
   uint64_t ring_position_ = 0;
   Swaps swaps_;
-  SharedBlocks blocks_;
+  std::shared_ptr<SharedBlocks> blocks_ = std::make_shared<SharedBlocks>();  // outlived by blocks
   Copier copier_;
 
   std::atomic<uint64_t> count_calls_ = 0;
   std::atomic<uint64_t> count_bytes_ = 0;
   std::atomic<int64_t> count_ns_ = 0;
+  std::atomic<uint64_t> count_shared_ = 0;
 };
 
 }  // namespace allranks

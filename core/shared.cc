@@ -4,25 +4,26 @@
 
 namespace allranks {
 
-SharedBlock::SharedBlock(uint64_t number, int rank, size_t bytes, const std::vector<sys::Fd>& parts)
-    : number_(number), rank_(rank), bytes_(bytes) {
+SharedBlock::SharedBlock(std::shared_ptr<SharedBlocks> blocks, uint64_t number, int rank, size_t bytes,
+                         const std::vector<sys::Fd>& parts)
+    : blocks_(std::move(blocks)), number_(number), rank_(rank), bytes_(bytes) {
   for (const auto& fd : parts) maps_.emplace_back(fd, bytes);
+  const std::lock_guard lock(blocks_->lock_);
+  blocks_->by_address_[mine()] = this;
 }
 
-void SharedBlocks::add(const std::shared_ptr<SharedBlock>& block) {
-  const std::lock_guard lock(lock_);
-  std::erase_if(by_address_, [](const auto& entry) { return entry.second.expired(); });
-  by_address_[block->mine()] = block;
+SharedBlock::~SharedBlock() {
+  const std::lock_guard lock(blocks_->lock_);
+  blocks_->by_address_.erase(mine());
 }
 
-SharedBlocks::Found SharedBlocks::find(const void* address) {
+const SharedBlock* SharedBlocks::find(const void* address) {
   const std::lock_guard lock(lock_);
   const auto* at = static_cast<const std::byte*>(address);
-  auto it = by_address_.upper_bound(at);
-  if (it == by_address_.begin()) return {};
-  const auto block = std::prev(it)->second.lock();
-  if (block == nullptr || at >= block->mine() + block->bytes()) return {};
-  return {block, static_cast<size_t>(at - block->mine())};
+  const auto after = by_address_.upper_bound(at);
+  if (after == by_address_.begin()) return nullptr;
+  const SharedBlock* block = std::prev(after)->second;
+  return at < block->mine() + block->bytes() ? block : nullptr;
 }
 
 }  // namespace allranks

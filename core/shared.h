@@ -11,12 +11,29 @@
 
 namespace allranks {
 
-// One part of `bytes` per rank. Lives as long as a tensor of this rank's part does.
+class SharedBlock;
+
+// The blocks of which this rank has tensors. Any thread may call.
+class SharedBlocks {
+ public:
+  // The block in which an address lies; nullptr: private memory. Lives as long as the tensor there.
+  const SharedBlock* find(const void* address);
+
+ private:
+  friend class SharedBlock;
+
+  std::mutex lock_;
+  std::map<const std::byte*, const SharedBlock*> by_address_;
+};
+
+// One part of `bytes` per rank. Its owner is whoever keeps this rank's tensors on it.
 class SharedBlock {
  public:
   // parts[r]: the memory of rank r. number: the same on all ranks, no other block's of the group.
-  SharedBlock(uint64_t number, int rank, size_t bytes, const std::vector<sys::Fd>& parts);
+  SharedBlock(std::shared_ptr<SharedBlocks> blocks, uint64_t number, int rank, size_t bytes,
+              const std::vector<sys::Fd>& parts);
   SharedBlock(const SharedBlock&) = delete;
+  ~SharedBlock();
 
   uint64_t number() const { return number_; }
   size_t bytes() const { return bytes_; }
@@ -24,26 +41,11 @@ class SharedBlock {
   std::byte* mine() const { return data(rank_); }
 
  private:
+  std::shared_ptr<SharedBlocks> blocks_;
   uint64_t number_;
   int rank_;
   size_t bytes_;
   std::vector<sys::Mapping> maps_;
-};
-
-// The blocks of which this rank has tensors. Any thread may call.
-class SharedBlocks {
- public:
-  struct Found {
-    std::shared_ptr<SharedBlock> block;  // nullptr: private memory
-    size_t offset = 0;
-  };
-
-  void add(const std::shared_ptr<SharedBlock>& block);
-  Found find(const void* address);
-
- private:
-  std::mutex lock_;
-  std::map<const std::byte*, std::weak_ptr<SharedBlock>> by_address_;
 };
 
 }  // namespace allranks

@@ -5,7 +5,7 @@
 //   above             in many, all ranks at once; where all operands lie in a shared block, straight
 //                     from there
 //
-// Cost: n bytes written, (P-1) n read per reader; one latency (one per piece).
+// Cost: n bytes written (but by a gather's root), (P-1) n read per reader; one latency (one per piece).
 #include "moves.h"
 
 namespace allranks::algorithms {
@@ -14,6 +14,7 @@ void all_gather(Comm& comm, Comm::Call& call, Buffer in, const Pieces& outs) {
   Shm& shm = comm.shm();
   const int me = comm.rank();
   const size_t n = in.nbytes();
+  const bool read = call.about.fingerprint.root != me;  // gather: nobody reads the root's
   const auto collect = [&](size_t offset, size_t bytes, auto&& from) {
     if (outs.empty()) return;
     for (int r = 0; r < comm.size(); r++) {
@@ -25,7 +26,7 @@ void all_gather(Comm& comm, Comm::Call& call, Buffer in, const Pieces& outs) {
     collect(0, n, [&](int r) { return shm.call_line(r, call.number).payload.data(); });
   } else if (n <= shm.sizes().piece) {
     const auto ring = comm.take(n);
-    comm.copier().copy(ring.at(me), in.bytes(), n);
+    if (read) comm.copier().copy(ring.at(me), in.bytes(), n);
     comm.arrive(call);
     collect(0, n, [&](int r) { return ring.at(r); });
   } else if (const auto operands = comm.arrive_at(call, in.data); !operands.empty()) {
@@ -37,7 +38,10 @@ void all_gather(Comm& comm, Comm::Call& call, Buffer in, const Pieces& outs) {
     const auto ring = comm.take(piece, steps);
     const auto bytes = [&](size_t s) { return std::min(piece, n - s * piece); };
     pipeline(
-        comm, call, steps, [&](size_t s) { comm.copier().copy(ring.at(me, s), in.bytes() + s * piece, bytes(s)); },
+        comm, call, steps,
+        [&](size_t s) {
+          if (read) comm.copier().copy(ring.at(me, s), in.bytes() + s * piece, bytes(s));
+        },
         [&](size_t s) { collect(s * piece, bytes(s), [&](int r) { return ring.at(r, s); }); });
   }
   if (!outs.empty()) move_bytes(outs[static_cast<size_t>(me)], in.bytes(), n);

@@ -24,8 +24,8 @@ def empty_shared(
 
     Every rank gets its own tensor, which behaves like any other. A collective of this group in which every rank passes
     its tensor of the same ``empty_shared`` call (or a contiguous part of it) reads and writes all of them where they
-    lie; of verbs with an input and an output it is the input that counts. With any other tensors the same collectives
-    work as always. Messages (send, recv) gain nothing.
+    lie; of verbs with an input and an output it is the input that counts, of scatter both. ``stats().shared`` counts
+    such calls. With any other tensors the same collectives work as always. Messages (send, recv) gain nothing.
 
     Called by every rank of the group, with sizes of equally many bytes.
 
@@ -44,8 +44,8 @@ def empty_shared(
 
     Cost:
         a few hundred microseconds, and one mapping of every rank's memory in every rank: what is made once and used
-        often (gradient buckets) belongs here. An all_reduce of more than 128 KiB then moves 2 n bytes per rank in
-        place of about 4 n.
+        often (gradient buckets) belongs here. Calls of more than 64 KiB then copy nothing: an all_reduce moves 2 n
+        bytes per rank in place of about 4 n, in about a third of the time.
 
     Example:
         >>> import torch, allranks as dist

@@ -83,8 +83,10 @@ class Stats(NamedTuple):
         bytes: the bytes of their tensors.
         seconds: wall time inside them: moving, reducing, and waiting for other ranks. Calls that
             run beside computation (``async_op=True``) count too.
+        shared: of the calls those that copied nothing, working in all ranks' shared tensors (``empty_shared``).
     """
 
     calls: int
     bytes: int
     seconds: float
+    shared: int

@@ -19,6 +19,10 @@ def shared(values: torch.Tensor) -> torch.Tensor:
     return dist.empty_shared(values.shape, values.dtype).copy_(values)
 
 
+def counted() -> int:
+    return dist.stats().shared
+
+
 def every_verb(make: object) -> dict[str, torch.Tensor]:
     """The result of each verb, of operands made by ``make`` from values."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -63,14 +67,31 @@ def every_verb(make: object) -> dict[str, torch.Tensor]:
 def test_every_verb(size: int) -> None:
     def body() -> None:
         private = every_verb(torch.clone)
+        assert counted() == 0
         for name, result in every_verb(shared).items():
             assert torch.equal(result, private[name]), name
+        # 3 all_reduces (premul_sum copies), 3 verbs with each root (scatter's tensors are of two blocks), 4 others.
+        assert counted() == 3 + 3 * size + 4
+        before = counted()
         # Where one rank's tensor is private, the others' are treated as if they were.
         mixed = every_verb(shared if dist.get_rank() != 1 else lambda values: shared(values).clone())
         for name, result in mixed.items():
             assert torch.equal(result, private[name]), name
+        assert counted() == before
 
     run_ranks(size, body)
+
+
+def test_scatter_within_one_block() -> None:
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        block = dist.empty_shared((size + 1, COUNT))
+        pieces = block[:size].copy_(operand(7, size * COUNT).view(size, COUNT))
+        dist.scatter(block[size], list(pieces) if rank == 1 else None, 1)
+        assert torch.equal(block[size], operand(7, size * COUNT).view(size, COUNT)[rank])
+        assert counted() == 1
+
+    run_ranks(3, body)
 
 
 def test_parts_and_private_tensors_among_shared_ones() -> None:
@@ -81,6 +102,7 @@ def test_parts_and_private_tensors_among_shared_ones() -> None:
         part = tensor.view(-1)[100 * rank : 100 * rank + COUNT]  # each rank at another place
         tensor.fill_(7)
         dist.all_reduce(part.copy_(operand(rank)))
+        assert counted() == 1
         assert torch.equal(part, expected)
         assert (tensor.view(-1)[: 100 * rank] == 7).all()
         assert (tensor.view(-1)[100 * rank + COUNT :] == 7).all()

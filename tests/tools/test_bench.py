@@ -130,7 +130,7 @@ def test_overlap(tmp_path: Path) -> None:
     assert "# wrong elements: 0" in done.stdout
     overlaps = json.loads(figures.read_text())["overlaps"]
     assert [(each["call"], each["engine"]) for each in overlaps] == [
-        (call, engine) for call in ("all_reduce", "exchange") for engine in ("native", "gloo")
+        (call, engine) for call in ("all_reduce", "exchange", "late") for engine in ("native", "gloo")
     ]
     for each in overlaps:
         assert each["hidden"] == pytest.approx(1 - (each["both_s"] - each["compute_s"]) / each["communicate_s"])

@@ -245,8 +245,7 @@ class NativeEngine(Engine):
         for socket in sockets:
             if socket >= 0:
                 os.close(socket)
-        block = _core.SharedBlock(self._blocks, self._rank, nbytes, parts)
-        self.comm.add_block(block)
+        block = self.comm.share(self._blocks, nbytes, parts)
         memory_view = (ctypes.c_ubyte * nbytes).from_address(block.address)
         memory_view.block = block  # type: ignore[attr-defined]  # lives as long as a tensor on it does
         return torch.frombuffer(memory_view, dtype=torch.uint8)

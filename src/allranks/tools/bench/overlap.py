@@ -6,7 +6,8 @@ and wait. ``hidden`` is the part of the communication that costs no time: 1 - (b
 0% is one after the other and 100% as if the communication were free. Somebody has to move the bytes: with as many
 busy ranks as CPUs nobody is free to, and what is hidden is the waiting.
 
-``exchange`` is an ``isend`` to the next rank and an ``irecv`` from the one before.
+``exchange`` is an ``isend`` to the next rank and an ``irecv`` from the one before. ``late`` is an ``all_reduce`` to
+which the last rank, which computes nothing here, comes 10 ms after the others.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from allranks.tools.bench.verbs import Data
 
 __all__ = ["STARTS", "measure_overlap"]
 
-STARTS = ("all_reduce", "exchange")
+STARTS = ("all_reduce", "exchange", "late")
 _SIDE = 192
 _ROUNDS = (5, 40)
+_LATE_S = 0.01
 
 
 class _Compute:
@@ -53,14 +55,17 @@ class _Compute:
 def measure_overlap(engines: Sequence[Engine], call: str, nbytes: int, plan: Plan) -> list[Overlap]:
     """All engines at one size. Every rank calls it, with torch in one thread."""
     compute = _Compute()
-    data = Data(plan.ranks, plan.dtype, call == "all_reduce")
+    data = Data(plan.ranks, plan.dtype, call != "exchange")
     count = max(1, nbytes // plan.dtype.itemsize)
+    last = plan.rank == plan.ranks - 1
     runs = []
     for engine in engines:
         engine.enter(plan.cpus)
         into = engine.empty(count, plan.dtype)
-        out = into if call == "all_reduce" else engine.empty(count, plan.dtype)
-        begin = engine.start(call, into, out, plan.op)
+        out = engine.empty(count, plan.dtype) if call == "exchange" else into
+        begin = engine.start("exchange" if call == "exchange" else "all_reduce", into, out, plan.op)
+        if call == "late" and last:
+            begin = partial(_late, begin)
         wrong = _wrong(begin, call, into, out, data, compute, plan)
         into.zero_()
         alone = statistics.median(largest(_timed(partial(_whole, begin))) for _ in range(3))
@@ -69,14 +74,15 @@ def measure_overlap(engines: Sequence[Engine], call: str, nbytes: int, plan: Pla
     for engine, begin, wrong, alone in runs:
         engine.enter(plan.cpus)
         compute.fit(alone)
-        found.append(_run(engine.name, begin, compute, call, count * plan.dtype.itemsize, wrong, plan))
+        part = _nothing if call == "late" and last else compute
+        found.append(_run(engine.name, begin, part, call, count * plan.dtype.itemsize, wrong, plan))
     return found
 
 
 def _run(
     name: str,
     begin: Callable[[], Callable[[], object]],
-    compute: _Compute,
+    compute: Callable[[], object],
     call: str,
     nbytes: int,
     wrong: int,
@@ -100,6 +106,15 @@ def _run(
     alone, communicate, together = (statistics.median(each) for each in samples)
     hidden = 1 - (together - alone) / communicate
     return Overlap(name, call, nbytes, alone, communicate, together, hidden, len(samples[0]), wrong)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _late(begin: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    time.sleep(_LATE_S)
+    return begin()
 
 
 def _whole(begin: Callable[[], Callable[[], object]]) -> None:
@@ -128,7 +143,7 @@ def _wrong(
     wait = begin()
     compute()
     wait()
-    right = data.reduced(plan.op, count) if call == "all_reduce" else data.of((plan.rank - 1) % plan.ranks, count)
+    right = data.of((plan.rank - 1) % plan.ranks, count) if call == "exchange" else data.reduced(plan.op, count)
     wrong = torch.tensor([int((out != right).sum())])
     allranks.all_reduce(wrong)
     return int(wrong)

@@ -1,9 +1,8 @@
 """``allranks bench python``: Python's own share of a blocking 4-byte ``all_reduce``.
 
-The same call is entered at four depths, in alternating blocks: as a program does; on the group; on the engine; and at
-the core's binding, with the very arguments that the engine gave it. What lies above the binding is Python's. With one
-rank (the default) there is nobody to wait for, and the binding's figure is the least that the core needs, which reads
-the tensor too.
+The same call is entered at three depths, in alternating blocks: as a program does; on the group; and at the core's
+binding. What lies above it is Python's. With one rank (the default) there is nobody to wait for, and the binding's
+figure is the least that the core needs, which reads the tensor too.
 """
 
 from __future__ import annotations
@@ -24,42 +23,16 @@ _CALLS = 2000
 _ROUNDS = (20, 400)
 
 
-class _Recorder:
-    """Stands in for the core's rank, once, to hear what the engine says to it."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._comm, name)
-
-        def call(*arguments: Any) -> Any:
-            self.calls.append((method, arguments))
-            return method(*arguments)
-
-        return call
-
-
 def measure_python(plan: Plan) -> Share:
     """Every rank calls it."""
     tensor = torch.zeros(1)
     op = allranks.ReduceOp.SUM
     group: Any = allranks.group.WORLD
     engine = group._engine
-    comm = engine.comm
-    recorder = _Recorder(comm)
-    engine.comm = recorder
-    try:
-        allranks.all_reduce(tensor)
-    finally:
-        engine.comm = comm
-    ((binding, arguments),) = recorder.calls
     depths: dict[str, Callable[[], object]] = {
         "allranks.all_reduce(tensor)": lambda: allranks.all_reduce(tensor),
         "ProcessGroup.all_reduce": lambda: group.all_reduce(tensor, op, False),
-        "NativeEngine.all_reduce": lambda: engine.all_reduce(tensor, op, False),
-        "the binding": lambda: binding(*arguments),
+        "the binding": lambda: engine.now("all_reduce", tensor, None, op),
     }
     samples: dict[str, list[float]] = {name: [] for name in depths}
     spent = 0.0
