@@ -109,7 +109,8 @@ def render():
         f"is hidden behind a computation as long: {hidden['late']}. Where both CPUs compute nobody is free to move the "
         f"bytes: {hidden['all_reduce']}.",
         "",
-        f"Python's own share of a blocking call, above the core's binding (which reads the tensor itself): {share['python_s'] * 1e6:.2f} us.",
+        "Python's own share of a blocking call, above the core's binding (which reads the tensor itself): "
+        f"{share['python_s'] * 1e6:.2f} us.",
     ]
     step, launch = load("ddp_step"), load("launch")
     contenders = step["contenders"]
