@@ -1,7 +1,7 @@
-// The only file that knows Python: raw addresses in, exceptions with facts out.
+// The seam with Python (tensors.cc is its other half): addresses in, exceptions with facts out.
 //
-// Tensors are turned into addresses in Python (allranks/_engines/native.py), so that this module
-// links with no torch and one build works with every version of it.
+// Ordinary tensors are read through DLPack's table, others in Python (allranks/_engines/native.py), so
+// that this module links with no torch and one build works with every version of it.
 #include <cxxabi.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
@@ -52,8 +52,9 @@ class PythonCaller final : public Caller {
     std::string site;
     try {
       site = nb::cast<std::string>(nb::borrow(where_function)());
-    } catch (const std::exception& error) {
-      site = error.what();
+    } catch (nb::python_error& error) {
+      if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // again, where it can be raised
+      error.discard_as_unraisable("where a call stands");
     }
     return site;
   }
@@ -188,6 +189,9 @@ MaybeRequest all_to_all(Comm& comm, int dtype, Mark mark, const std::vector<Addr
   op.outs = pieces(outs);
   op.in_bytes = in_bytes;
   op.out_bytes = out_bytes;
+  for (const size_t given : {ins.size(), in_bytes.size(), outs.size(), out_bytes.size()}) {
+    if (given != static_cast<size_t>(comm.size())) throw Error("all_to_all: not one piece per rank");
+  }
   return call(comm, std::move(op), started);
 }
 
@@ -230,6 +234,8 @@ bool try_now(Comm& comm, Verb verb, nb::handle tensor, nb::handle pieces, nb::ha
   const bool rooted = verb == Verb::reduce || verb == Verb::broadcast || verb == Verb::gather || verb == Verb::scatter;
   if (rooted && (root < 0 || root >= comm.size())) return false;
   if ((verb == Verb::gather || verb == Verb::scatter) && pieces.is_none() == (root == comm.rank())) return false;
+  if ((verb == Verb::all_gather || verb == Verb::reduce_scatter) && pieces.is_none()) return false;
+  std::vector<nb::object> keep;  // the list may change meanwhile
   Operation op = operation(verb, b, mine->shape, op_code, static_cast<int>(root));
   if (verb == Verb::all_to_all) {
     const auto out = ordinary->show(pieces);
@@ -256,6 +262,7 @@ bool try_now(Comm& comm, Verb verb, nb::handle tensor, nb::handle pieces, nb::ha
         const auto shown = ordinary->show(piece);
         if (!shown || shown->buffer.dtype != b.dtype || shown->buffer.count != b.count) return false;
         addresses.push_back(shown->buffer.bytes());
+        keep.push_back(nb::borrow(piece));
       }
     } else {
       const auto whole = ordinary->show(pieces);
@@ -381,8 +388,12 @@ NB_MODULE(_core, m) {
       nb::arg("rank"), nb::arg("size"), nb::arg("sizes"), "A file descriptor of a new segment; the caller closes it.");
 
   m.def(
-      "create_memory", [](size_t bytes) { return sys::sealed_memory("allranks", bytes).release(); }, nb::arg("bytes"),
-      "A file descriptor of new memory that other processes can map; the caller closes it.");
+      "create_memory",
+      [](size_t bytes) {
+        const nb::gil_scoped_release release;
+        return sys::sealed_memory("allranks", bytes).release();
+      },
+      nb::arg("bytes"), "A file descriptor of new memory that other processes can map; the caller closes it.");
 
   nb::class_<SharedBlock>(m, "SharedBlock", "One part of memory per rank, mapped by all of them.")
       .def_prop_ro("address", [](const SharedBlock& b) { return reinterpret_cast<Address>(b.mine()); });
@@ -421,6 +432,7 @@ NB_MODULE(_core, m) {
       .def(
           "share",
           [](Comm& c, uint64_t number, size_t bytes, const std::vector<int>& parts) {
+            const nb::gil_scoped_release release;
             return c.share(number, bytes, own(parts));
           },
           "Takes over the descriptors.")

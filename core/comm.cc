@@ -222,7 +222,9 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
 
 void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) {
   const int64_t began = sys::now_ns();
-  const size_t nbytes = operation.buffer.nbytes();
+  size_t nbytes = operation.buffer.nbytes();
+  for (const size_t part : operation.in_bytes) nbytes += part;
+  const size_t pieces = std::max({size_t{1}, operation.ins.size(), operation.outs.size()});
   const uint32_t number = ++calls_;
   Call call{
       .number = number,
@@ -231,7 +233,7 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) 
       .site = operation.site};
   shm_->check_verdict();  // before a piece is written that a slow rank still reads, and before the operand is read
   const sys::DefaultFloatMode same_rounding_on_all_ranks;
-  if (nbytes >= kReleaseBytes) caller.release();
+  if (nbytes * pieces >= kReleaseBytes) caller.release();
   switch (operation.fingerprint.verb) {
     case Verb::all_reduce:
       algorithms::all_reduce(*this, call, operation.buffer, operation.fingerprint.op);
@@ -337,7 +339,9 @@ Comm::Pieces Comm::take(size_t bytes, size_t pieces) {
 std::vector<std::string> Comm::exchange_notes(Call& call) {
   const std::string site = call.site.empty() ? call.patience.caller.where() : call.site;
   Note& mine = shm_->note(rank());
-  const size_t n = std::min(site.size(), mine.text.size() - 1);
+  size_t n = std::min(site.size(), mine.text.size() - 1);
+  // Not from the middle of a character of UTF-8.
+  while (n > 0 && (static_cast<unsigned char>(site[site.size() - n]) & 0xc0) == 0x80) n--;
   mine.number.store(0, std::memory_order_seq_cst);
   std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n, mine.text.begin());  // its end tells more
   mine.text[n] = '\0';
@@ -360,19 +364,17 @@ std::vector<std::string> Comm::exchange_notes(Call& call) {
   }
   for (int p = 0; p < size(); p++) {
     const Note& note = shm_->note(p);
-    std::string text = note.text.data();
-    // It may have gone on to another mismatch.
-    if (note.number.load(std::memory_order_seq_cst) == call.number) sites[static_cast<size_t>(p)] = std::move(text);
+    if (note.number.load(std::memory_order_seq_cst) == call.number) sites[static_cast<size_t>(p)] = note.text.data();
   }
   return sites;
 }
 
-std::vector<std::byte*> Comm::arrive_at(Call& call, const void* data) {
+std::vector<std::byte*> Comm::arrive_at(Call& call, const void* data, size_t nbytes) {
   struct Place {
     uint64_t block;  // 0: private memory
     uint64_t offset;
   };
-  const SharedBlock* block = blocks_->find(data);
+  const SharedBlock* block = blocks_->find(data, nbytes);
   Place mine{};
   if (block != nullptr) {
     mine = {block->number(), static_cast<uint64_t>(static_cast<const std::byte*>(data) - block->mine())};

@@ -124,7 +124,7 @@ class Comm {
 
   // As arrive, for an operand of which this rank's part is `data`. If every rank's lies in the same
   // shared block: the address of each rank's, by rank, as seen from here. Else empty.
-  std::vector<std::byte*> arrive_at(Call& call, const void* data);
+  std::vector<std::byte*> arrive_at(Call& call, const void* data, size_t nbytes);
   // The end of a call whose ranks have worked in each other's memory.
   void depart(Call& call);
 

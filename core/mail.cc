@@ -31,8 +31,7 @@ Mail::Mail(Shm& shm, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_
       spin_progress_ns_(spin_progress_ns),
       sends_(static_cast<size_t>(shm.size())),
       incoming_(static_cast<size_t>(shm.size())),
-      unexpected_(static_cast<size_t>(shm.size())),
-      sent_(static_cast<size_t>(shm.size())) {}
+      unexpected_(static_cast<size_t>(shm.size())) {}
 
 Mail::~Mail() {
   if (thread_.joinable()) thread_.join();
@@ -56,9 +55,7 @@ bool Mail::send_at_once(Buffer buffer, int to, int32_t tag) {
   const size_t space = capacity - (written - control.read.load(std::memory_order_seq_cst));
   const size_t n = buffer.nbytes();
   if (sizeof(Frame) + n > std::min(space, burst_bytes(capacity))) return false;
-  const Frame frame{.fingerprint = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count},
-                    .tag = tag,
-                    .sequence = ++sent_[peer]};
+  const Frame frame{.fingerprint = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count}, .tag = tag};
   std::byte* pipe = shm_.pipe(shm_.rank(), to);
   const auto put = [&](uint64_t at, const void* from, size_t bytes) {
     const size_t first = std::min(bytes, capacity - static_cast<size_t>(at % capacity));
@@ -119,9 +116,7 @@ std::shared_ptr<Parcel> Mail::post_send(Buffer buffer, int to, int32_t tag, Call
   parcel->buffer = buffer;
   parcel->peer = to;
   parcel->tag = tag;
-  parcel->frame = {.fingerprint = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count},
-                   .tag = tag,
-                   .sequence = ++sent_[peer]};
+  parcel->frame = {.fingerprint = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count}, .tag = tag};
   parcel->about = parcel->frame.fingerprint;
   sends_[peer].push_back(parcel);
   push(to);

@@ -111,7 +111,6 @@ class Mail {
   std::list<std::shared_ptr<Parcel>> recvs_;                // in the order of posting
   std::vector<Incoming> incoming_;                          // by peer
   std::vector<std::list<Unexpected>> unexpected_;           // by peer, in the order of arrival
-  std::vector<uint32_t> sent_;
   Copier copier_;
   size_t claimed_ = 0;  // parcels that wait for the rest of an unexpected message or of the incoming one
 

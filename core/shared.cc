@@ -17,13 +17,13 @@ SharedBlock::~SharedBlock() {
   blocks_->by_address_.erase(mine());
 }
 
-const SharedBlock* SharedBlocks::find(const void* address) {
+const SharedBlock* SharedBlocks::find(const void* data, size_t nbytes) {
   const std::lock_guard lock(lock_);
-  const auto* at = static_cast<const std::byte*>(address);
+  const auto* at = static_cast<const std::byte*>(data);
   const auto after = by_address_.upper_bound(at);
   if (after == by_address_.begin()) return nullptr;
   const SharedBlock* block = std::prev(after)->second;
-  return at < block->mine() + block->bytes() ? block : nullptr;
+  return at + nbytes <= block->mine() + block->bytes() ? block : nullptr;
 }
 
 }  // namespace allranks

@@ -16,8 +16,8 @@ class SharedBlock;
 // The blocks of which this rank has tensors. Any thread may call.
 class SharedBlocks {
  public:
-  // The block in which an address lies; nullptr: private memory. Lives as long as the tensor there.
-  const SharedBlock* find(const void* address);
+  // The block in which all of these bytes lie; nullptr: private memory. Lives as long as the tensor there.
+  const SharedBlock* find(const void* data, size_t nbytes);
 
  private:
   friend class SharedBlock;

@@ -5,6 +5,10 @@
 
 namespace allranks {
 
+namespace {
+constexpr size_t kMost = 100'000;  // then the past is forgotten
+}
+
 bool Swaps::Alone::operator<(const Alone& b) const {
   const auto key = [](const Alone& x) {
     const Fingerprint& c = x.call;
@@ -15,6 +19,8 @@ bool Swaps::Alone::operator<(const Alone& b) const {
 
 std::pair<int, int> Swaps::see(const std::vector<Fingerprint>& calls) {
   std::pair<int, int> swapped{-1, -1};
+  if (calls.front().verb == Verb::barrier) return swapped;  // nothing to mix up
+  if (alone_.size() > kMost) alone_.clear();
   const int ranks = static_cast<int>(calls.size());
   for (int i = 0; i < ranks; i++) {
     for (int j = 0; j < ranks; j++) {

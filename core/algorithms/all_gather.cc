@@ -15,24 +15,37 @@ void all_gather(Comm& comm, Comm::Call& call, Buffer in, const Pieces& outs) {
   const int me = comm.rank();
   const size_t n = in.nbytes();
   const bool read = call.about.fingerprint.root != me;  // gather: nobody reads the root's
+  // Whether what others read is overwritten here by what comes from them.
+  bool spoilt = false;
+  for (size_t r = 0; r < outs.size(); r++) {
+    spoilt = spoilt || (r != static_cast<size_t>(me) && intersect(outs[r], n, in.bytes(), n));
+  }
   const auto collect = [&](size_t offset, size_t bytes, auto&& from) {
     if (outs.empty()) return;
     for (int r = 0; r < comm.size(); r++) {
       if (r != me) move_bytes(outs[static_cast<size_t>(r)] + offset, from(r), bytes);
     }
   };
+  // Before anything else is written: `in` may be what is to come from another rank.
+  const auto keep_own = [&] {
+    if (!outs.empty()) move_bytes(outs[static_cast<size_t>(me)], in.bytes(), n);
+  };
   if (n <= CallLine::kInline) {
     comm.arrive(call, in.data, n);
+    keep_own();
     collect(0, n, [&](int r) { return shm.call_line(r, call.number).payload.data(); });
   } else if (n <= shm.sizes().piece) {
     const auto ring = comm.take(n);
     if (read) comm.copier().copy(ring.at(me), in.bytes(), n);
     comm.arrive(call);
+    keep_own();
     collect(0, n, [&](int r) { return ring.at(r); });
-  } else if (const auto operands = comm.arrive_at(call, in.data); !operands.empty()) {
+  } else if (const auto operands = comm.arrive_at(call, spoilt ? nullptr : in.data, n); !operands.empty()) {
+    keep_own();
     collect(0, n, [&](int r) { return operands[static_cast<size_t>(r)]; });
     comm.depart(call);
   } else {
+    keep_own();
     const size_t piece = piece_of(comm, n);
     const size_t steps = steps_for(n, piece);
     const auto ring = comm.take(piece, steps);
@@ -44,7 +57,6 @@ void all_gather(Comm& comm, Comm::Call& call, Buffer in, const Pieces& outs) {
         },
         [&](size_t s) { collect(s * piece, bytes(s), [&](int r) { return ring.at(r, s); }); });
   }
-  if (!outs.empty()) move_bytes(outs[static_cast<size_t>(me)], in.bytes(), n);
 }
 
 void gather(Comm& comm, Comm::Call& call, Buffer in, const Pieces& outs) { all_gather(comm, call, in, outs); }

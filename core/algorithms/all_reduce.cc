@@ -16,7 +16,7 @@
 //               memory into everybody's. Cost: two latencies; 2 n bytes moved per rank.
 //
 // All operands are combined in the order 0..P-1, whichever rank does it, so that results are
-// bit-identical on all ranks, in every run, and whichever of the two paths is taken.
+// bit-identical on all ranks, in every run, and whichever of the paths is taken.
 // Source: reduce-scatter + all-gather is Rabenseifner's algorithm, on shared memory as in
 // DeepSpeed's and sglang's shm.cpp (there unpipelined).
 #include <algorithm>
@@ -171,7 +171,7 @@ void choose(Comm& comm, Comm::Call& call, Buffer buffer, ReduceOp op, int root) 
     one_shot(comm, call, buffer, kernel, root, true);
   } else if (n <= std::min({kOneShot, kOneShotOfAll / static_cast<size_t>(comm.size()), comm.shm().sizes().piece})) {
     one_shot(comm, call, buffer, kernel, root, false);
-  } else if (const auto operands = comm.arrive_at(call, buffer.data); !operands.empty()) {
+  } else if (const auto operands = comm.arrive_at(call, buffer.data, n); !operands.empty()) {
     in_place(comm, call, buffer, kernel, root, operands);
   } else {
     two_shot(comm, call, buffer, kernel, root);

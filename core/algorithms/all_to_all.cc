@@ -6,6 +6,7 @@
 // Otherwise it is read where it lies, if that is a shared block on all ranks; or else further pieces
 // of the rings are cut into one cell per rank, until the largest part is through.
 // Cost: one latency (one per piece of the ring); what a rank sends is written once, what it gets read once.
+#include <numeric>
 #include <string>
 
 #include "moves.h"
@@ -59,7 +60,12 @@ void all_to_all(Comm& comm, Comm::Call& call, const Pieces& ins, const std::vect
       if (r != me) comm.copier().copy(first.at(comm.rank()) + mine.offset(r), ins[r], in_bytes[r]);
     }
   }
-  const auto tensors = comm.arrive_at(call, contiguous(ins, [&](size_t r) { return in_bytes[r]; }));
+  const std::byte* whole = contiguous(ins, [&](size_t r) { return in_bytes[r]; });
+  const size_t total = std::accumulate(in_bytes.begin(), in_bytes.end(), size_t{0});
+  // Whether what comes from others overwrites what they read here.
+  bool spoilt = false;
+  for (size_t r = 0; r < ranks; r++) spoilt = spoilt || intersect(outs[r], out_bytes[r], whole, total);
+  const auto tensors = comm.arrive_at(call, spoilt ? nullptr : whole, total);
 
   bool all_fit = true;
   size_t largest = 0;

@@ -55,7 +55,7 @@ void broadcast(Comm& comm, Comm::Call& call, Buffer buffer, int root) {
     if (is_root) comm.copier().copy(ring.at(root), buffer.bytes(), n);
     comm.arrive(call);
     if (!is_root) std::memcpy(buffer.data, ring.at(root), n);
-  } else if (const auto tensors = comm.arrive_at(call, buffer.data); !tensors.empty()) {
+  } else if (const auto tensors = comm.arrive_at(call, buffer.data, n); !tensors.empty()) {
     if (!is_root) std::memcpy(buffer.data, tensors[static_cast<size_t>(root)], n);
     comm.depart(call);
   } else {

@@ -28,11 +28,17 @@ const std::byte* contiguous(const Pieces& pieces, Bytes&& bytes) {
   return begin;
 }
 
+inline bool intersect(const std::byte* a, size_t a_bytes, const std::byte* b, size_t b_bytes) {
+  return a_bytes > 0 && b_bytes > 0 && a < b + b_bytes && b < a + a_bytes;
+}
+
 // Of a call that is cut up: pieces large enough that the waits between them cost little, small enough that
 // ranks which write and ranks which read work at the same time.
 inline size_t piece_of(Comm& comm, size_t nbytes) {
   const size_t most = comm.shm().sizes().piece;
-  return std::clamp(std::bit_ceil(nbytes / 4), std::min<size_t>(16 << 10, most), most);
+  const size_t cells = std::bit_ceil(64 * static_cast<size_t>(comm.size()));  // for one cell per rank
+  const size_t least = std::min(std::max<size_t>(16 << 10, cells), most);
+  return std::clamp(std::bit_ceil(nbytes / 4), least, most);
 }
 
 // A large call in steps: fill(s) writes this rank's part of step s into its ring, drain(s) reads the
@@ -55,7 +61,11 @@ void pipeline(Comm& comm, Comm::Call& call, size_t steps, Fill&& fill, Drain&& d
 }
 
 // Where what goes to each rank lies in a piece: cells of one size, each on its own lines.
-inline size_t cell_bytes(size_t room, int ranks) { return room / static_cast<size_t>(ranks) / 64 * 64; }
+inline size_t cell_bytes(size_t room, int ranks) {
+  const size_t cell = room / static_cast<size_t>(ranks) / 64 * 64;
+  if (cell == 0) throw Error("more ranks than cells in a piece of the ring");
+  return cell;
+}
 
 inline size_t steps_for(size_t nbytes, size_t per_step) { return (nbytes + per_step - 1) / per_step; }
 

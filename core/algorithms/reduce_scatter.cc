@@ -16,6 +16,9 @@ void reduce_scatter(Comm& comm, Comm::Call& call, const Pieces& ins, Buffer out,
   const auto me = static_cast<size_t>(comm.rank());
   const size_t n = out.nbytes();
   std::vector<const void*> operands(static_cast<size_t>(ranks));
+  const std::byte* whole = contiguous(ins, [n](size_t) { return n; });
+  // Whether the result overwrites what others read here.
+  const bool spoilt = whole != nullptr && out.bytes() != ins[me] && intersect(out.bytes(), n, whole, n * ins.size());
   const auto deal = [&](std::byte* to, size_t cell, size_t offset, size_t bytes) {
     for (size_t r = 0; r < operands.size(); r++) {
       if (r != me) comm.copier().copy(to + r * cell, ins[r] + offset, bytes);
@@ -32,7 +35,7 @@ void reduce_scatter(Comm& comm, Comm::Call& call, const Pieces& ins, Buffer out,
     deal(ring.at(comm.rank()), cell, 0, n);
     comm.arrive(call);
     combine(cell, 0, n, [&](int r) { return ring.at(r); });
-  } else if (const auto tensors = comm.arrive_at(call, contiguous(ins, [n](size_t) { return n; })); !tensors.empty()) {
+  } else if (const auto tensors = comm.arrive_at(call, spoilt ? nullptr : whole, n * ins.size()); !tensors.empty()) {
     for (size_t r = 0; r < operands.size(); r++) operands[r] = tensors[r] + me * n;
     kernel(out.bytes(), operands.data(), ranks, out.count);
     comm.depart(call);

@@ -27,7 +27,8 @@ void scatter(Comm& comm, Comm::Call& call, const Pieces& ins, Buffer out, int ro
     if (is_root) deal(ring.at(root), cell, 0, n);
     comm.arrive(call);
     if (!is_root) move_bytes(out.bytes(), ring.at(root) + me * cell, n);
-  } else if (const auto tensors = comm.arrive_at(call, is_root ? contiguous(ins, [n](size_t) { return n; }) : out.data);
+  } else if (const auto tensors = comm.arrive_at(call, is_root ? contiguous(ins, [n](size_t) { return n; }) : out.data,
+                                                 is_root ? n * ins.size() : n);
              !tensors.empty()) {
     if (!is_root) move_bytes(out.bytes(), tensors[static_cast<size_t>(root)] + me * n, n);
     comm.depart(call);

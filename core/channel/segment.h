@@ -63,11 +63,10 @@ struct alignas(kLine) PipeControl {
   alignas(kLine) std::atomic<uint64_t> read;     // bytes, by the receiver
 };
 
-// What stands in a pipe before each message. `sequence` counts the messages of the pipe.
+// What stands in a pipe before each message.
 struct Frame {
   Fingerprint fingerprint;
   int32_t tag = 0;
-  uint32_t sequence = 0;
 };
 
 struct alignas(kLine) Header {

@@ -1,5 +1,6 @@
 #include "shm.h"
 
+#include <bit>
 #include <cstring>
 #include <new>
 
@@ -46,6 +47,11 @@ Shm::Shm(int rank, Sizes sizes, Maps maps, std::vector<sys::Fd> liveness)
       layout_(static_cast<int>(maps.size()), sizes),
       maps_(std::move(maps)),
       liveness_(std::move(liveness)) {
+  const Sizes& given = layout_.sizes();
+  if (!std::has_single_bit(given.piece) || given.piece < 64 || given.ring % given.piece != 0 ||
+      given.ring < 6 * given.piece) {
+    throw Error("the ring must hold at least 6 pieces, each a power of two of bytes and at least 64");
+  }
   for (int r = 0; r < size(); r++) {
     const auto& header = at<Header>(r, layout_.header());
     if (header.magic != layout_.magic() || header.rank != static_cast<uint32_t>(r)) {

@@ -86,7 +86,7 @@ def all_reduce(
         tensor (SUM only) may have other elements on each rank; it ends coalesced.
 
     Cost:
-        P ranks, n bytes. Up to 128 KiB: one latency, P n bytes read per rank. Above: reduce-scatter
+        P ranks, n bytes. Up to 64 KiB: one latency, P n bytes read per rank. Above: reduce-scatter
         and all-gather, pipelined through shared memory; about 4 n bytes moved per rank.
 
     Source:
@@ -132,7 +132,7 @@ def reduce(
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
 
     Cost:
-        as ``all_reduce``; the work of reducing is shared by all ranks above 128 KiB.
+        as ``all_reduce``; the work of reducing is shared by all ranks above 64 KiB.
     """
     if group is not None and outside(group, "reduce"):
         return None
@@ -169,7 +169,7 @@ def broadcast(
         n bytes written once and read once by each other rank, one latency.
 
     Source:
-        a ring of chunks in shared memory, written by ``src`` while the others read.
+        a ring in shared memory, written by ``src`` while the others read.
     """
     if group is not None and outside(group, "broadcast"):
         return None
@@ -198,7 +198,7 @@ def all_gather(
         every tensor has as many elements as ``tensor``, on all ranks.
 
     Cost:
-        n bytes written and (P-1) n read per rank, one latency (above 128 KiB one per chunk).
+        n bytes written and (P-1) n read per rank, one latency (large: one per 128 KiB).
     """
     if group is not None and outside(group, "all_gather"):
         return None
@@ -272,7 +272,7 @@ def gather(
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
 
     Cost:
-        n bytes written per rank, (P-1) n read by ``dst``, one latency (above 128 KiB one per chunk).
+        n bytes written per rank, (P-1) n read by ``dst``, one latency (large: one per 128 KiB).
     """
     if group is not None and outside(group, "gather"):
         return None
@@ -306,7 +306,7 @@ def scatter(
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
 
     Cost:
-        (P-1) n bytes written by ``src``, n read by each other rank, one latency (large ones: one per chunk).
+        (P-1) n bytes written by ``src``, n read by each other rank, one latency (large: one per 128 KiB).
     """
     if group is not None and outside(group, "scatter"):
         return None
@@ -338,7 +338,7 @@ def reduce_scatter(
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
 
     Cost:
-        (P-1) n bytes written and P n read per rank, one latency (large ones: one per chunk).
+        (P-1) n bytes written and P n read per rank, one latency (large: one per 128 KiB).
     """
     if group is not None and outside(group, "reduce_scatter"):
         return None
@@ -419,7 +419,7 @@ def all_to_all(
         PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
 
     Cost:
-        what a rank sends is written once, what it gets read once; one latency (large ones: one per chunk).
+        what a rank sends is written once, what it gets read once; one latency (large: one per 128 KiB).
     """
     if group is not None and outside(group, "all_to_all"):
         return None

@@ -44,7 +44,7 @@ def empty_shared(
 
     Cost:
         a few hundred microseconds, and one mapping of every rank's memory in every rank: what is made once and used
-        often (gradient buckets) belongs here. Calls of more than 64 KiB then copy nothing: an all_reduce moves 2 n
+        often (gradient buckets) belongs here. Large calls (from 16 KiB of broadcast to 128 KiB of all_gather on) then copy nothing: an all_reduce moves 2 n
         bytes per rank in place of about 4 n, in about a third of the time.
 
     Example:
@@ -63,7 +63,7 @@ def empty_shared(
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
         raise UsageError(f"empty_shared: a shape is integers of at least 0, not {shape!r}")
-    tensor = torch.empty(0, dtype=dtype)
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
     memory = resolve_group(group).empty_shared(math.prod(sizes) * tensor.itemsize)
     strides = torch.empty(sizes, device="meta").stride()
     tensor.set_(memory.untyped_storage(), 0, sizes, strides)

@@ -95,7 +95,7 @@ class Engine(abc.ABC):
         """Bytes that collectives of this group move with fewer copies. Called by all ranks, in the same order."""
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     @abc.abstractmethod
     def stats(self) -> Stats: ...

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from torch import Tensor
 from allranks import _core
 from allranks._debug import DebugLevel, get_debug_level
 from allranks._engines.base import Engine, never
-from allranks._engines.native_connect import Exchange, connect
+from allranks._engines.native_connect import RECORD_BYTES, Door, Exchange, connect
 from allranks._engines.native_errors import explain
 from allranks._errors import AllranksError, MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._host import usable_cpus
@@ -43,7 +44,8 @@ _SPIN_US = 1.0
 # Finished works that nobody has waited for are looked for when so many are there.
 _MANY_PENDING = 64
 
-_BYTES = struct.Struct("!Q")
+_VOTE = struct.Struct("!?Q")  # of empty_shared: whether this rank has what it takes, and the bytes
+_MEETING_S = 20.0  # for ranks that are all there
 
 # The pipes for send and recv, one to each other rank, share this much of a rank's segment.
 _PIPES_BYTES = 2 << 20
@@ -68,7 +70,6 @@ class NativeEngine(Engine):
         # before the core hears of them, so that no exception in between can let a tensor go.
         self._pending: set[NativeWork] = set()
         self._abandoned = False
-        self._blocks = 0  # made by empty_shared
         self._timeout_s = timeout_s
         self._debug = get_debug_level() is DebugLevel.DETAIL  # compare call sites
         size = len(members)
@@ -89,7 +90,14 @@ class NativeEngine(Engine):
         )
 
         if get_debug_level() is not DebugLevel.DETAIL:
-            self.now = _core.Now(self.comm, self.explain)
+            me = weakref.ref(self)  # whoever calls it has the engine
+
+            def explain_now(failure: _core.Failure, verb: str) -> AllranksError:
+                engine = me()
+                assert engine is not None
+                return engine.explain(failure, verb)
+
+            self.now = _core.Now(self.comm, explain_now)
 
     # --- verbs ---
 
@@ -112,14 +120,18 @@ class NativeEngine(Engine):
         return self._call(operands, async_op, self.comm.broadcast, *self._about(work), root)
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
-        if not isinstance(outputs, Tensor) and len({t.numel() for t in outputs if isinstance(t, Tensor)}) > 1:
-            # Pieces of uneven sizes.
-            if len(outputs) == len(self._members) and outputs[self._rank].numel() != tensor.numel():
+        if (
+            isinstance(outputs, (list, tuple))
+            and len(outputs) == len(self._members)
+            and all(isinstance(output, Tensor) for output in outputs)
+            and len({output.numel() for output in outputs}) > 1
+        ):
+            if outputs[self._rank].numel() != tensor.numel():
                 raise UsageError(
                     f"all_gather: the tensor for this rank ({self._rank}) has {outputs[self._rank].numel()} elements, "
                     f"what it gives has {tensor.numel()}"
                 )
-            return self.all_to_all(outputs, [tensor] * len(self._members), async_op)
+            return self._exchange("all_gather", outputs, [tensor] * len(self._members), async_op)  # uneven pieces
         self._check(tensor, "all_gather")
         operands = _Operands("all_gather")
         work = operands.read(tensor)
@@ -146,15 +158,18 @@ class NativeEngine(Engine):
         _, op, factor = self._check_reduced(tensor, op, "reduce_scatter")
         operands = _Operands("reduce_scatter", factor)
         ins = self._pieces(inputs, tensor, operands.read, "reduce_scatter")
-        work = operands.write(tensor)
+        work = operands.write(tensor, scaled=False)
         return self._call(operands, async_op, self.comm.reduce_scatter, *self._about(work), ins, op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
-        code = self._check(inputs[0], "all_to_all")
+        return self._exchange("all_to_all", outputs, inputs, async_op)
+
+    def _exchange(self, verb: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
+        code = self._check(inputs[0], verb)
         for tensor in (*inputs, *outputs):
-            if self._check(tensor, "all_to_all") != code:
-                raise UsageError(f"all_to_all: tensors of {inputs[0].dtype} and {tensor.dtype} together")
-        operands = _Operands("all_to_all")
+            if self._check(tensor, verb) != code:
+                raise UsageError(f"{verb}: tensors of {inputs[0].dtype} and {tensor.dtype} together")
+        operands = _Operands(verb)
         ins = [operands.read(tensor) for tensor in inputs]
         outs = [operands.write(tensor) for tensor in outputs]
         return self._call(
@@ -216,50 +231,65 @@ class NativeEngine(Engine):
 
     def empty_shared(self, nbytes: int) -> Tensor:
         size = len(self._members)
-        if nbytes == 0 or size == 1:
+        if size == 1:
             return super().empty_shared(nbytes)
-        self._blocks += 1
-        memory, refused = -1, ""
+        # Whatever fails on one rank, all take part in both votes, so that all hear of it.
+        door, refused = None, ""
         try:
-            memory = _core.create_memory(nbytes)
-        except _core.Failure as failure:
-            refused = str(self.explain(failure, "empty_shared"))
+            door = Door(_core.create_memory(nbytes)) if nbytes else None
+        except (OSError, _core.Failure) as error:
+            refused = self._in_words(error)
+        records = self._vote(nbytes, door.record if door else bytes(RECORD_BYTES), refused)
+        if door is None:
+            return super().empty_shared(0)
+        block = None
+        try:
+            with door:
+                parts, sockets = door.meet(self._rank, records, min(self._timeout_s, _MEETING_S))
+            for socket in sockets:
+                if socket >= 0:
+                    os.close(socket)
+            # Rank 0's name is random, and the same for all who have met.
+            block = self.comm.share(int.from_bytes(records[0][:8], "big") | 1, nbytes, parts)
+        except (OSError, AllranksError, _core.Failure) as error:
+            refused = self._in_words(error)
+        self._vote(nbytes, b"", refused)
+        assert block is not None
+        memory = (ctypes.c_ubyte * nbytes).from_address(block.address)
+        memory.block = block  # type: ignore[attr-defined]  # lives as long as a tensor on it does
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
-        def exchange(record: bytes) -> list[bytes]:
-            mine = record + _BYTES.pack(0 if refused else nbytes)
-            rows = torch.empty(size, len(mine), dtype=torch.uint8)
-            self.all_gather(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8), False)
-            records = [row.numpy().tobytes() for row in rows]
-            asked = [_BYTES.unpack(r[len(record) :])[0] for r in records]
-            if 0 in asked:
-                reason = refused or f"see the error of {rank_list([r for r in range(size) if not asked[r]])}"
-                raise AllranksError(f"empty_shared: {nbytes} bytes could not be had on every rank: {reason}")
-            if len(set(asked)) > 1:
-                sizes = ", ".join(f"rank {r}: {n}" for r, n in enumerate(asked))
-                raise MismatchError(
-                    f"empty_shared on group '{self._group_name}': the ranks ask for different sizes (bytes): {sizes}"
-                )
-            return [r[: len(record)] for r in records]
+    def _vote(self, nbytes: int, record: bytes, refused: str) -> list[bytes]:
+        """Everybody's records; an error on every rank if any rank has been refused or asks for another size."""
+        mine = _VOTE.pack(not refused, nbytes) + record
+        rows = torch.empty(len(self._members), len(mine), dtype=torch.uint8, device="cpu")
+        self.all_gather(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8), False)
+        votes = [row.numpy().tobytes() for row in rows]
+        well, asked = zip(*(_VOTE.unpack_from(vote) for vote in votes), strict=True)
+        if len(set(asked)) > 1:
+            sizes = ", ".join(f"rank {r}: {n}" for r, n in enumerate(asked))
+            raise MismatchError(
+                f"empty_shared on group '{self._group_name}': the ranks ask for different sizes (bytes): {sizes}"
+            )
+        if not all(well):
+            reason = refused or f"see the error of {rank_list([r for r, v in enumerate(well) if not v])}"
+            raise AllranksError(f"empty_shared: {nbytes} bytes could not be had on every rank: {reason}")
+        return [vote[_VOTE.size :] for vote in votes]
 
-        parts, sockets = connect(self._rank, self._members, exchange, lambda: memory, self._timeout_s)
-        for socket in sockets:
-            if socket >= 0:
-                os.close(socket)
-        block = self.comm.share(self._blocks, nbytes, parts)
-        memory_view = (ctypes.c_ubyte * nbytes).from_address(block.address)
-        memory_view.block = block  # type: ignore[attr-defined]  # lives as long as a tensor on it does
-        return torch.frombuffer(memory_view, dtype=torch.uint8)
+    def _in_words(self, error: Exception) -> str:
+        return str(self.explain(error, "empty_shared") if isinstance(error, _core.Failure) else error)
 
     def stats(self) -> Stats:
         return Stats(*self.comm.stats())
 
     def close(self) -> None:
         self.comm.close()
-        self.now = never  # which would keep this engine, and it that
+        self.now = never
         self._pending.clear()
 
     def abandon(self) -> None:
         self._abandoned = True
+        self.now = never
         self.comm.abandon()
 
     def explain(self, failure: _core.Failure, verb: str) -> AllranksError:
@@ -325,6 +355,8 @@ class NativeEngine(Engine):
                 )
             first = use(pieces).data_ptr()
             return [first + i * like.nbytes for i in range(size)]
+        if not isinstance(pieces, (list, tuple)):
+            raise TypeError(f"{verb}: expected a tensor or a list of tensors, not {type(pieces).__name__}")
         if len(pieces) != size:
             raise UsageError(f"{verb}: expected a list of {size} tensors, one per rank, not {len(pieces)}")
         for rank, piece in enumerate(pieces):
@@ -397,10 +429,11 @@ class _Operands:
         self.keep.append(work)
         return work
 
-    def write(self, tensor: Tensor) -> Tensor:
-        """What the core writes in place of ``tensor``; ``finish`` brings it there."""
+    def write(self, tensor: Tensor, scaled: bool = True) -> Tensor:
+        """What the core writes in place of ``tensor`` (and reads, ``scaled``); ``finish`` brings it there."""
         self.results.append(tensor)
-        if self._factor is None and _plain(tensor):
+        factor = self._factor if scaled else None
+        if factor is None and _plain(tensor):
             self.keep.append(tensor)
             return tensor
         if _overlaps(tensor):
@@ -409,7 +442,7 @@ class _Operands:
                 f"{tensor.stride()}: an expanded or overlapping view), so that no result can be written to it. "
                 "Call .contiguous() first"
             )
-        work = _elements(tensor, self._factor)
+        work = _elements(tensor, factor)
         self._back.append((tensor, work))
         self.keep.append(work)
         return work
@@ -484,9 +517,9 @@ def _overlaps(tensor: Tensor) -> bool:
         reach += stride * (size - 1)
     else:
         return False
-    offsets = torch.zeros(1, dtype=torch.int64)
+    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
     for stride, size in dims:
-        offsets = (offsets.unsqueeze(1) + stride * torch.arange(size)).flatten()
+        offsets = (offsets.unsqueeze(1) + stride * torch.arange(size, device="cpu")).flatten()
     distinct: Tensor = torch.unique(offsets)
     return distinct.numel() < offsets.numel()
 

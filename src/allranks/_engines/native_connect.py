@@ -8,7 +8,6 @@ business (`Exchange`): a store for the world, the parent group for a group made 
 from __future__ import annotations
 
 import builtins
-import contextlib
 import os
 import secrets
 import socket
@@ -22,7 +21,7 @@ from allranks._errors import AllranksError, JoinError, rank_list
 if TYPE_CHECKING:
     from allranks._rendezvous import Member
 
-__all__ = ["RECORD_BYTES", "Exchange", "connect"]
+__all__ = ["RECORD_BYTES", "Door", "Exchange", "connect"]
 
 Exchange: TypeAlias = Callable[[bytes], list[bytes]]
 """Gives every rank of the group every rank's record, by rank."""
@@ -60,28 +59,61 @@ def connect(
         raise AllranksError(
             f"rank {rank} is on {members[rank].host}, {there}: this version of allranks connects ranks of one host only"
         )
-    with contextlib.ExitStack() as undo:
-        segments = [-1] * size
-        sockets: dict[int, socket.socket] = {}
+    memory = create()
+    if size == 1:
+        return [memory], [-1]
+    with Door(memory) as door:
+        return door.meet(rank, exchange(door.record), timeout_s)
 
-        @undo.callback
-        def close_all() -> None:
+
+class Door:
+    """Where a rank hands out its piece of memory and gets the others': opened, announced by its record, used once.
+
+    Args:
+        memory: this rank's; taken over.
+
+    Attributes:
+        record: what the other ranks must know.
+
+    Raises:
+        OSError: no socket could be had; the memory is closed.
+    """
+
+    def __init__(self, memory: int) -> None:
+        self._memory = memory
+        try:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            name = secrets.token_bytes(_NAME_BYTES)
+            self._listener.bind(_address(name))
+            self._listener.listen(socket.SOMAXCONN)
+        except OSError:
+            os.close(memory)
+            raise
+        self.record = name + secrets.token_bytes(_TOKEN_BYTES)
+
+    def __enter__(self) -> Door:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        if self._memory >= 0:
+            os.close(self._memory)
+
+    def meet(self, rank: int, records: list[bytes], timeout_s: float) -> tuple[list[int], list[int]]:
+        """As ``connect``, with everybody's records at hand."""
+        segments = [-1] * len(records)
+        segments[rank], self._memory = self._memory, -1
+        sockets: dict[int, socket.socket] = {}
+        try:
+            _meet(rank, records, self._listener, sockets, segments, time.monotonic() + timeout_s)
+        except BaseException:
             for connection in sockets.values():
                 connection.close()
             for segment in segments:
                 if segment >= 0:
                     os.close(segment)
-
-        segments[rank] = create()
-        if size > 1:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
-                name = secrets.token_bytes(_NAME_BYTES)
-                listener.bind(_address(name))
-                listener.listen(size)
-                records = exchange(name + secrets.token_bytes(_TOKEN_BYTES))
-                _meet(rank, records, listener, sockets, segments, time.monotonic() + timeout_s)
-        undo.pop_all()
-    return segments, [sockets[r].detach() if r in sockets else -1 for r in range(size)]
+            raise
+        return segments, [sockets[r].detach() if r in sockets else -1 for r in range(len(records))]
 
 
 def _address(name: bytes) -> str:

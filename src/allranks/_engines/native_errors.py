@@ -52,7 +52,7 @@ def explain(
         noticed = f"\n  noticed by {who(reporter)} in {theirs[0]}{f' #{call}' if call else ''}"
     here = f"{verb}{number} on group '{group}' (rank {rank} of {len(members)})"
     if kind == "mismatch":
-        return MismatchError(_mismatch(theirs[0], call, peer, calls, sites, text, group, rank, who))
+        return MismatchError(_mismatch(verb if text else theirs[0], call, peer, calls, sites, text, group, rank, who))
     if kind == "timeout":
         missing = waiting_for or [peer]
         hint = "  A longer timeout is given by init_process_group(timeout=...)"
@@ -114,8 +114,8 @@ def _mismatch(
     if peer >= 0:
         return (
             f"{here}: the ranks make their calls of {_call(calls[0])} in different orders: each of two places in the "
-            "program was reached by one rank before, and by another after, the other place. The earlier of these "
-            f"calls has mixed their tensors up.{where}"
+            "program was reached by one rank before, and by another after, the other place. If they were meant to be "
+            f"called in one order, the earlier of these calls has mixed their tensors up.{where}"
         )
     return f"{here}: the ranks called {_call(calls[0])} with tensors of different shapes. No tensor was changed.{where}"
 
