@@ -523,12 +523,34 @@ def test_what_it_does_not_accept():
                 DistributedDataParallel(module)
         # What has no effect here is taken all the same.
         DistributedDataParallel(model, device_ids=[], dim=1, check_reduction=True, batched_grad_copy=True)
-        sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
-        if dist.get_world_size() > 1:
-            with pytest.raises(dist.UsageError, match="sparse"):
-                sparse(torch.tensor([1])).sum().backward()
+        for kind in (nn.Embedding, nn.EmbeddingBag):
+            layer = kind(4, 2, sparse=True)
+            with pytest.raises(dist.UsageError, match=rf"Leave out sparse=True in 0 \({kind.__name__}\)"):
+                DistributedDataParallel(nn.Sequential(layer))
+            DistributedDataParallel(nn.Sequential(layer.requires_grad_(False), nn.Linear(2, 2)))
+        late = DistributedDataParallel(nn.Embedding(4, 2))
+        late.module.sparse = True
+        with pytest.raises(dist.UsageError, match="sparse"):
+            late(torch.tensor([1])).sum().backward()
 
     run_ranks(2, body)
+
+
+def test_several_backwards_of_one_forward_are_named():
+    def body():
+        inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        inner.forward = lambda x: [layer(x).sum() for layer in inner]
+        model = DistributedDataParallel(inner)
+        first, _ = model(torch.ones(1, 2))
+        with pytest.raises(dist.UsageError, match=r"several backwards follow one forward.* add the losses and call"):
+            first.backward()
+        model = DistributedDataParallel(inner, find_unused_parameters=True)  # as it says
+        model.zero_grad()
+        for loss in model(torch.ones(1, 2) * dist.get_rank()):
+            loss.backward()
+        return [g.unique().tolist() for g in gradients(model)]
+
+    assert run_ranks(2, body) == [[[0.5], [1.0]] * 2] * 2
 
 
 def test_needs_a_process_group():

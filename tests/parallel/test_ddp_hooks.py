@@ -76,6 +76,34 @@ def test_ready_made_hooks(tmp_path, kwargs):
             assert_same_bits(gradients, results[0][0][key])
 
 
+@pytest.mark.parametrize("name", ["fp16_compress_hook", "bf16_compress_hook"])
+def test_compression_keeps_imaginary_parts(name):
+    def loss(parameter, x):
+        turned = parameter * x
+        return turned.imag.sum() + turned.real.sum()
+
+    def body():
+        rank = dist.get_rank()
+        ends = []
+        for numel in (3, 150_000):  # in a flat bucket, and alone
+            inner = nn.Module()
+            inner.one, inner.two = (nn.Parameter(torch.zeros(numel, dtype=torch.complex64)) for _ in range(2))
+            inner.forward = lambda x, inner=inner: loss(inner.one, x) + loss(inner.two, x)
+            model = DistributedDataParallel(inner)
+            model.register_comm_hook(None, getattr(default_hooks, name))
+            model(torch.tensor(1 + 3j * rank)).backward()
+            ends += state(model)[0]
+        return ends
+
+    parameter = torch.zeros(2, dtype=torch.complex64, requires_grad=True)
+    loss(parameter, torch.tensor([1, 1 + 3j])).backward()
+    mean = parameter.grad.mean()
+    assert mean.imag != 0
+    for ends in run_ranks(2, body):
+        assert len(ends) == 4
+        assert all(gradient.eq(mean).all() for gradient in ends)
+
+
 def test_what_a_hook_gets():
     def body():
         seen = []

@@ -8,6 +8,7 @@ from ddp_rules import assert_equal, assert_same_bits, state, torchs_world
 from torch import nn
 
 import allranks as dist
+from allranks.algorithms.ddp_comm_hooks import default_hooks
 from allranks.nn.parallel import DistributedDataParallel
 from allranks.testing import run_ranks
 
@@ -45,6 +46,13 @@ def train(model, count, extra=lambda step: True, accumulate=1, **join):
                 optimizer.step()
                 optimizer.zero_grad()
     return seen, [p.detach().clone() for p in model.module.parameters()], [b.clone() for b in model.module.buffers()]
+
+
+def means_of(model, loss, inputs, ranks=None):
+    """The mean over so many ranks of the gradients that one process gets from each input."""
+    for x in inputs:
+        loss(model, x).backward()
+    return [None if p.grad is None else p.grad / (ranks or len(inputs)) for p in model.parameters()]
 
 
 @pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
@@ -101,21 +109,36 @@ def test_uneven_inputs_as_in_torch(tmp_path, kwargs, accumulate, divide_by_initi
 def test_several_forwards_a_backward_and_forwards_without_one():
     """torch's join takes for granted that each forward has its backward."""
 
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def loss(model, x):
+        return model(x).square().sum() + model(-x).sum()
+
     def body():
         rank = dist.get_rank()
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+        model = DistributedDataParallel(build())
+        seen = []
         with model.join(divide_by_initial_world_size=False):
             for x in batches(rank, 3 if rank else 1):
-                (model(x).square().sum() + model(-x).sum()).backward()
+                model.zero_grad()
+                loss(model, x).backward()
+                seen.append(state(model)[0])
                 with torch.no_grad():
                     model(x)
                 model(x)  # for its output only
                 x = x.requires_grad_()
                 torch.autograd.grad(model(x).square().sum(), x)
-        return state(model)[1], model.module.state_dict()
+        return seen, model.module.state_dict()
 
     zero, one = run_ranks(2, body)
     torch.testing.assert_close(zero[1], one[1], rtol=0, atol=0)
+    for step in range(3):
+        means = means_of(build(), loss, [batches(rank, 3)[step] for rank in ((0, 1) if step == 0 else (1,))])
+        assert_equal(one[0][step], means)
+        if step == 0:
+            assert_equal(zero[0][0], means)
 
 
 def test_static_graph_that_a_rank_learns_while_it_has_no_inputs():
@@ -124,14 +147,60 @@ def test_static_graph_that_a_rank_learns_while_it_has_no_inputs():
         model = DistributedDataParallel(Net(), static_graph=True)
         first = train(model, 2 * rank, lambda step: False)  # rank 0 has none at all
         second = train(model, 2, lambda step: False)
-        return first[1:], second
+        return first[1:], second, first[0]
+
+    def loss(model, x):
+        return (model(x, False) ** 3).sum()
 
     zero, one = run_ranks(2, body)
+    # Rank 0's part is zero; then both begin with what rank 1 has trained.
+    assert_equal(one[2][0], means_of(Net(), loss, [batches(1, 1)[0]], 2))
+    trained = Net()
+    for parameter, value in zip(trained.parameters(), zero[0][0], strict=True):
+        parameter.data.copy_(value)
+    assert_equal(zero[1][0][0], means_of(trained, loss, [batches(rank, 1)[0] for rank in (0, 1)]))
     for a, b in zip(zero[0], one[0], strict=True):
         assert_same_bits(a, b)
     for a, b in zip(zero[1][0], one[1][0], strict=True):
         assert_same_bits(a, b)
     assert [g is None for g in zero[1][0][-1]] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_the_first_backward_of_a_rank_that_learnt_from_others_is_judged(hook):
+    def body():
+        rank = dist.get_rank()
+        model = DistributedDataParallel(Net(), static_graph=True)
+        if hook:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        train(model, 2 * rank, lambda step: False)
+        x = batches(rank, 1)[0]
+        with pytest.raises(dist.UsageError) as caught:
+            model(x, extra=rank == 0).sum().backward()
+        model.zero_grad()
+        model(x, extra=False).sum().backward()
+        return str(caught.value), state(model)[0]
+
+    zero, one = run_ranks(2, body)
+    assert zero[0] == one[0]
+    assert "1 gradients in place of 0 to 2 of 6 parameters on rank 0: extra.weight, extra.bias" in zero[0]
+    assert_same_bits(zero[1], one[1])
+
+
+def test_one_join_at_a_time():
+    def body():
+        one, two = (DistributedDataParallel(nn.Linear(4, 4)) for _ in range(2))
+        texts = []
+        for other in (two, one):
+            with pytest.raises(dist.UsageError) as caught, one.join(), other.join():
+                raise AssertionError("not reached")
+            texts.append(str(caught.value))
+        for model in (one, two):
+            train_linear(model, 1 + dist.get_rank())
+        return texts
+
+    for texts in run_ranks(2, body):
+        assert all("joining several models is not supported" in text for text in texts)
 
 
 def test_what_nobody_with_inputs_uses_stays_none():

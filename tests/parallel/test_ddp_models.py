@@ -66,6 +66,130 @@ def test_dtypes_shared_reused_and_fixed_parameters(tmp_path):
         assert mine[0][0][1][1].eq(0).all()  # rank 0's buffers
 
 
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
+)
+@pytest.mark.parametrize("numel", [3, 300_000])
+def test_conversion_after_wrapping_is_an_error_on_every_rank(kwargs, numel):
+    def body(who):
+        rank = dist.get_rank()
+        inner = nn.Sequential(nn.Linear(1, numel), nn.Linear(numel, 1))
+        model = DistributedDataParallel(inner, **kwargs)
+        model(torch.ones(1, 1)).sum().backward()
+        x = torch.ones(1, 1)
+        if rank in who:
+            model.double()
+            x = x.double()
+        with pytest.raises(dist.UsageError) as caught:
+            model(x).sum().backward()
+        # Back again, through other memory; .grad that were views are none any more.
+        model.float()
+        inner.load_state_dict({name: torch.full_like(p, 0.5) for name, p in inner.state_dict().items()})
+        model.zero_grad(set_to_none=False)
+        model(torch.ones(1, 1) * rank).sum().backward()
+        return str(caught.value), state(model)[0]
+
+    for who in ((0, 1), (1,)):
+        zero, one = run_ranks(2, body, who)
+        assert zero[0] == one[0]
+        ranks = "ranks 0-1" if len(who) == 2 else "rank 1"
+        assert f"gradients of another dtype than when it was wrapped to 4 of 4 parameters on {ranks}: 0.wei" in zero[0]
+        assert "before wrapping" in zero[0]
+        assert_same_bits(zero[1], one[1])
+        assert zero[1][0].eq(0.25).all()
+
+
+def test_options_that_differ_are_an_error_that_names_them():
+    ways = {
+        "find_unused_parameters": True,
+        "static_graph": True,
+        "gradient_as_bucket_view": True,
+        "forward_sync_buffers": False,
+        "broadcast_buffers": False,
+        "bucket_cap_mb": 3,
+    }
+
+    def body():
+        texts = {}
+        for name, value in ways.items():
+            with pytest.raises(dist.MismatchError) as caught:
+                DistributedDataParallel(nn.BatchNorm1d(2), **({name: value} if dist.get_rank() == 1 else {}))
+            texts[name] = str(caught.value)
+        DistributedDataParallel(nn.BatchNorm1d(2), **ways)
+        return texts
+
+    zero, one = run_ranks(2, body)
+    assert zero == one
+    for name, value in ways.items():
+        said = "bucket caps in bytes=[1048576, 3145728]" if name == "bucket_cap_mb" else f"{name}={value}"
+        assert "must give the same options. Compared with rank 0's: rank 1: " in zero[name]
+        assert f"{said} (there " in zero[name]
+
+
+class Talks(torch.autograd.Function):
+    """A collective in the model's own backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_all_ranks_overlap_or_none(monkeypatch, init_sync):
+    def body():
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5), nn.Linear(5, 7))
+        inner.forward = lambda x: inner[2](Talks.apply(inner[1](Talks.apply(inner[0](x)))))
+        seen = []
+        for cpus in ((1, 1), (1, 1000), (1000, 1000)):
+            monkeypatch.setattr("allranks.parallel.ddp.usable_cpus", lambda cpus=cpus: cpus[rank])
+            model = DistributedDataParallel(inner, init_sync=init_sync, bucket_cap_mb=0.00001)
+            assert model._reducer.overlap == model.overlap
+            model.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+            seen.append((model.overlap, state(model)[0]))
+        model.overlap = False
+        assert not model._reducer.overlap
+        assert not copy.deepcopy(model).overlap
+        return seen
+
+    zero, one = run_ranks(2, body)
+    assert [overlap for overlap, _ in zero] == [overlap for overlap, _ in one] == [False, False, True]
+    for (_, a), (_, b) in zip(zero, one, strict=True):
+        assert_same_bits(a, b)
+        assert_same_bits(a, zero[0][1])
+
+
+def test_strides_may_differ_from_rank_to_rank():
+    def body():
+        rank = dist.get_rank()
+        torch.manual_seed(rank)
+        inner = nn.Sequential(nn.Conv2d(3, 7, 3), nn.Conv2d(7, 5_000, 3))  # one small, one large
+        if rank == 1:
+            inner = inner.to(memory_format=torch.channels_last)
+        model = DistributedDataParallel(inner)
+        torch.manual_seed(3 + rank)
+        model(torch.randn(1, 3, 5, 5)).square().sum().backward()
+        return (
+            [p.is_contiguous() for p in inner.parameters()],
+            [p.detach() for p in inner.parameters()],
+            state(model)[0],
+        )
+
+    zero, one = run_ranks(2, body)
+    assert zero[0] == [True] * 4
+    assert one[0] == [False, True] * 2
+    assert_same_bits(zero[1], one[1])
+    assert_same_bits(zero[2], one[2])
+
+
 def test_group_of_its_own():
     """The source is the group's first rank, ranks that are not in it go their way, errors say the world's ranks."""
 

@@ -221,6 +221,74 @@ def repeats_loss(model, x):
     return (model(x)["x"][0] * inner.own).sum()
 
 
+class Hidden:
+    """What neither torch nor a mapping knows; it holds itself."""
+
+    def __init__(self, tensor):
+        self.inside, self.me, self.count = [{"x": tensor}], self, 3
+
+
+class Slots:
+    """What the search for outputs does not see."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Checkpoints(nn.Module):
+    def __init__(self, out, count):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layers = nn.Linear(4, 4), nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+        self.out = out
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = checkpoint(layer, torch.tanh(x), use_reentrant=True)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("mode", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_outputs_in_plain_objects(mode):
+    def body():
+        rank = dist.get_rank()
+        model = DistributedDataParallel(Checkpoints(Hidden, 2), **mode)
+        model(torch.ones(1, 4) * (rank + 1)).inside[0]["x"].sum().backward()
+        return state(model)[0]
+
+    oracle = Checkpoints(Hidden, 2)
+    for rank in range(2):
+        (oracle(torch.ones(1, 4) * (rank + 1)).inside[0]["x"].sum() / 2).backward()
+    for result in run_ranks(2, body):
+        assert_equal(result, [p.grad for p in oracle.parameters()])
+
+
+@pytest.mark.parametrize("mode", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize("finds", [True, False])
+def test_a_gradient_after_the_reduction_is_an_error(mode, finds, monkeypatch):
+    def body():
+        if not finds:  # deep backwards run in threads of their own, where their outer ones cannot be seen
+            monkeypatch.setattr("allranks.parallel.reducer._is_nested", lambda: False)
+        model = DistributedDataParallel(Checkpoints(Slots, 1), **mode)
+        x = torch.ones(1, 4)
+        loss = model(x).tensor.sum()
+        with pytest.raises(dist.UsageError) as caught:
+            loss.backward()
+        # What is no part of a forward is the caller's own, before and after.
+        sum(p.square().sum() for p in model.parameters()).backward()
+        return str(caught.value)
+
+    for text in run_ranks(2, body):
+        if finds or mode:
+            assert re.search(r"(first\.|layers\.0\.)\w+ got its gradient in a backward within a backward", text)
+            assert "plain objects" in text
+        else:
+            assert "no gradient to 2 of 4 parameters" in text
+
+
 @pytest.mark.parametrize("as_view", [False, True])
 def test_static_graph_as_in_torch(tmp_path, as_view):
     def train(model):

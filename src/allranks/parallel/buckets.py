@@ -60,13 +60,14 @@ class Bucket:
         self.indices = [index for index, _ in members]
         self.parameters = [parameter for _, parameter in members]
         self.flat = len(members) > 1
+        self._dtype = self.parameters[0].dtype  # the model may be converted later, which `reducer` finds
         self._as_view = as_view
         self._in_place = False
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         if self.flat:
             numel = sum(p.numel() for p in self.parameters) + 1  # and the mark
-            self._lie_in(bucket_memory(numel, self.parameters[0].dtype, group))
+            self._lie_in(bucket_memory(numel, self._dtype, group))
 
     def fill(self, used: Container[int], mark: bool | None = None) -> Tensor:
         """One flat tensor of this rank's gradients; zeros stand for those that it does not have.
@@ -81,7 +82,7 @@ class Bucket:
             and only is not None
             and only.layout is torch.strided
             and only.is_contiguous()
-            and only.dtype == self.parameters[0].dtype
+            and only.dtype == self._dtype
             and not (self._views and only is self._views[0])
         )
         if self._in_place:
@@ -98,7 +99,7 @@ class Bucket:
 
     def empty(self, marked: bool) -> Tensor:
         """What a rank without gradients gives: zeros, in memory of their own."""
-        return torch.zeros(sum(p.numel() for p in self.parameters) + marked, dtype=self.parameters[0].dtype)
+        return torch.zeros(sum(p.numel() for p in self.parameters) + marked, dtype=self._dtype)
 
     def give_back(self, used: Container[int]) -> None:
         """Puts the means into the ``.grad`` of those who are used."""
@@ -122,13 +123,17 @@ class Bucket:
     def _lie_in(self, buffer: Tensor) -> None:
         self._buffer, self._gradients, self.mark = buffer, buffer[:-1], buffer[-1]
         parts = torch.split(self._gradients, [p.numel() for p in self.parameters])
+        self._parts = parts
         self._views = [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
     def _gather(self, used: Container[int]) -> None:
         to: list[Tensor] = []
         gradients: list[Tensor] = []
-        for index, parameter, view in zip(self.indices, self.parameters, self._views, strict=True):
-            gradient = parameter.grad
+        for number, (index, parameter) in enumerate(zip(self.indices, self.parameters, strict=True)):
+            gradient, view = parameter.grad, self._views[number]
+            if gradient is view and view.data_ptr() != self._parts[number].data_ptr():
+                # Module.to() and its like have put other memory into the view itself.
+                view = self._views[number] = self._parts[number].view(parameter.shape)
             if index not in used:
                 if gradient is view:  # nobody shall touch it, so that it must leave the buffer
                     parameter.grad = gradient.clone()

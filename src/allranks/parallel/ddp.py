@@ -34,9 +34,11 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from allranks import _world
 from allranks._errors import UsageError
 from allranks._group import ProcessGroup
+from allranks._host import usable_cpus
+from allranks._types import ReduceOp
 from allranks.parallel.buckets import plan
 from allranks.parallel.hooks import CommHook, Hook
-from allranks.parallel.join import Act, UnevenInputs
+from allranks.parallel.join import Act, UnevenInputs, alone
 from allranks.parallel.models import broadcast_values, require_same_model
 from allranks.parallel.reducer import Reducer
 
@@ -61,7 +63,9 @@ class DistributedDataParallel(nn.Module):
     save ``model.module.state_dict()`` to be free of the wrapper. With one rank nothing is sent.
 
     Every parameter with ``requires_grad`` must get a gradient in each synchronised backward, on every
-    rank; but see ``find_unused_parameters`` and ``static_graph``. Freeze parameters *before* wrapping.
+    rank; but see ``find_unused_parameters`` and ``static_graph``. Freeze and convert parameters *before*
+    wrapping. Several backwards that go through different parts of one forward's outputs are, unlike in torch,
+    each reduced when they end: add the losses and call backward once, or use ``find_unused_parameters``.
 
     Can be copied and pickled where the process group is the default one; a communication hook does not
     go along.
@@ -95,11 +99,20 @@ class DistributedDataParallel(nn.Module):
         batched_grad_copy: It is always so; without effect.
         forward_sync_buffers: As ``broadcast_buffers``, but buffers are taken now in any case.
 
+    Attributes:
+        overlap: Whether buckets are reduced while backward is still computing the next ones. That takes a CPU
+            that has nothing else to do, so it is True where each rank finds ``usable CPUs > ranks *
+            torch.get_num_threads()`` at construction. Can be set, to the same on all ranks and between steps::
+
+                model = DistributedDataParallel(LeNet())
+                model.overlap = True
+
     Raises:
-        UsageError: An argument that is not supported, or nothing to train. From ``backward()``, on
-            every rank: parameters got no gradient, or a second one; names them and the ranks.
-        MismatchError: The ranks' models differ in more than values. Raised on every rank; names the
-            ranks that differ and the first parameter in which they do.
+        UsageError: An argument that is not supported, a sparse embedding, or nothing to train. From
+            ``backward()``, on every rank: parameters got no gradient, or a second one, or were converted to
+            another dtype since wrapping; names them and the ranks.
+        MismatchError: The ranks' models differ in more than values, or their options do. Raised on every
+            rank; names the ranks that differ and the options or the first parameter in which they do.
         NotInitializedError: There is no process group yet.
 
     Cost: Construction: one broadcast of the model. Step: one all-reduce of the gradients, those of
@@ -167,12 +180,23 @@ class DistributedDataParallel(nn.Module):
         self.static_graph = static_graph
         self.bucket_bytes_cap_list = [int(cap * _MB) for cap in bucket_cap_mb_list or ()]
         self._caps = [cap * _MB for cap in caps]
-        if init_sync and self.process_group.size() > 1:
-            parameters = self._synced_parameters()
-            buffers = self._synced_buffers() if init_buffers else []
-            require_same_model(parameters, buffers, self.process_group)
-            broadcast_values([t for _, t in (*parameters, *buffers)], self.process_group)
+        # Where all CPUs are computing, rank and progress thread would only take turns, which made a step of
+        # benchmarks/ddp_step.py on two CPUs 5 to 8 % longer than reducing after the backward.
+        self._overlap = usable_cpus() > self.process_group.size() * torch.get_num_threads()
+        if self.process_group.size() > 1:
+            self._agree(init_sync, init_buffers)
         self._connect(shared=True)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether buckets are reduced beside the backward; the same on all ranks."""
+        return self._overlap
+
+    @overlap.setter
+    def overlap(self, value: bool) -> None:
+        self._overlap = value
+        if self._reducer is not None:
+            self._reducer.overlap = value
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -251,15 +275,21 @@ class DistributedDataParallel(nn.Module):
             throw_on_early_termination: When a rank leaves before the others, all raise.
 
         Raises:
+            UsageError: Another join is not over yet: joining several models is not supported.
             MismatchError: ``throw_on_early_termination``; or ranks that have inputs do different things.
 
         Cost: for each forward and each reduced backward an all-reduce of 8 bytes per rank; at the end a
         broadcast of the model.
         """
-        reducer, group = self._reducer, self.process_group
-        if not enable or reducer is None:
+        if not enable or self._reducer is None:
             yield
             return
+        with alone():
+            yield from self._joined(divide_by_initial_world_size, throw_on_early_termination)
+
+    def _joined(self, divide_by_initial_world_size: bool, throw_on_early_termination: bool) -> Iterator[None]:
+        reducer, group = self._reducer, self.process_group
+        assert reducer is not None
         uneven = UnevenInputs(group, divide_by_initial_world_size, throw_on_early_termination)
         self._uneven = uneven
         reducer.announce = uneven.announce_backward
@@ -334,6 +364,26 @@ class DistributedDataParallel(nn.Module):
         """torch's way of leaving parameters and buffers to somebody else; names as in ``named_parameters()``."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
 
+    def _agree(self, init_sync: bool, init_buffers: bool) -> None:
+        """What the ranks must have in common: options, model, values, and whether they overlap."""
+        if not init_sync:
+            wish = torch.tensor([self._overlap], dtype=torch.uint8)
+            self.process_group.all_reduce(wish, ReduceOp.MIN)
+            self._overlap = bool(wish)
+            return
+        parameters = self._synced_parameters()
+        buffers = self._synced_buffers() if init_buffers else []
+        options = {
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "broadcast_buffers": init_buffers,
+            "bucket caps in bytes": self._caps,
+        }
+        self._overlap = require_same_model(parameters, buffers, options, self._overlap, self.process_group)
+        broadcast_values([t for _, t in (*parameters, *buffers)], self.process_group)
+
     def _connect(self, shared: bool) -> None:
         self._uneven = None
         # Places, not tensors: a module may put a new tensor in a buffer's place.
@@ -349,7 +399,9 @@ class DistributedDataParallel(nn.Module):
         named = self._trained_parameters()
         group = self.process_group if shared else None
         buckets = plan([p for _, p in named], self._caps, group, self.gradient_as_bucket_view)
-        return Reducer(named, buckets, self.process_group, self.find_unused_parameters, self.static_graph)
+        return Reducer(
+            named, buckets, self.process_group, self.find_unused_parameters, self.static_graph, self._overlap
+        )
 
     def _synced_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
@@ -413,3 +465,10 @@ def _check_module(
         )
     if any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
         raise UsageError(f"{_WHO}: SyncBatchNorm layers only work with GPU modules")
+    reduced = {id(parameter) for parameter in trained}
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and id(layer.weight) in reduced:
+            raise UsageError(
+                f"{_WHO}: sparse gradients are not supported. Leave out sparse=True in {name or 'the module'} "
+                f"({type(layer).__name__}), or freeze it"
+            )

@@ -11,14 +11,45 @@ reduced is told, so that several forwards before a backward, or a forward withou
 from __future__ import annotations
 
 import enum
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from allranks._errors import MismatchError, rank_list
+from allranks._errors import MismatchError, UsageError, rank_list
 from allranks._group import ProcessGroup
 from allranks._types import ReduceOp
 
-__all__ = ["Act", "UnevenInputs"]
+__all__ = ["Act", "UnevenInputs", "alone"]
+
+
+class _Joins(threading.local):
+    is_in_one = False
+
+
+_joins = _Joins()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One join at a time.
+
+    A rank that left the inner one of two would answer what the others tell in the outer one.
+
+    Raises:
+        UsageError: This thread is in a join.
+    """
+    if _joins.is_in_one:
+        raise UsageError(
+            "DistributedDataParallel.join: this rank is in the join of a model already, and joining several models is "
+            "not supported. Wrap one module that holds them all, or use one join after the other"
+        )
+    _joins.is_in_one = True
+    try:
+        yield
+    finally:
+        _joins.is_in_one = False
 
 
 class Act(enum.IntEnum):

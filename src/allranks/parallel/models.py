@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,17 @@ def broadcast_values(tensors: list[Tensor], group: ProcessGroup, source: int = 0
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     with torch.no_grad():
         for tensor in tensors:
-            if tensor.nbytes >= ALONE_BYTES and tensor.is_contiguous():
+            # By size alone: strides may differ from rank to rank.
+            if tensor.nbytes < ALONE_BYTES:
+                small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+            elif tensor.is_contiguous():
                 _broadcast_bytes(tensor.detach(), group, source)
-                # As copy_ does below: a graph that still needs the old values must notice.
+                # As copy_ does: a graph that still needs the old values must notice.
                 torch.autograd.graph.increment_version(tensor)
             else:
-                small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+                dense = tensor.detach().contiguous()
+                _broadcast_bytes(dense, group, source)
+                tensor.copy_(dense)
         for same in small.values():
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
             if not flat.numel():
@@ -44,23 +50,34 @@ def _broadcast_bytes(tensor: Tensor, group: ProcessGroup, source: int) -> None:
 
 
 def require_same_model(
-    parameters: list[tuple[str, nn.Parameter]], buffers: list[tuple[str, Tensor]], group: ProcessGroup
-) -> None:
-    """Raises on every rank if the model of any rank differs from rank 0's in more than values.
+    parameters: list[tuple[str, nn.Parameter]],
+    buffers: list[tuple[str, Tensor]],
+    options: Mapping[str, object],
+    wish: bool,
+    group: ProcessGroup,
+) -> bool:
+    """Raises on every rank if the model of any rank differs from rank 0's in more than values, or its options do.
+
+    Returns:
+        Whether every rank has the ``wish``.
 
     Raises:
-        MismatchError: Names every rank that differs, and the first parameter in which it does.
+        MismatchError: Names every rank that differs, and the options or the first parameter in which it does.
 
-    Cost: 32 bytes of each rank where all is well.
+    Cost: 40 bytes of each rank where all is well.
     """
+    choices = [f"{name}={value}" for name, value in options.items()]
     lines = [f"parameter {_describe(n, p)}" for n, p in parameters] + [f"buffer {_describe(n, b)}" for n, b in buffers]
-    digest = torch.frombuffer(bytearray(hashlib.sha256("\n".join(lines).encode()).digest()), dtype=torch.int64)
-    digests = digest.new_empty(group.size(), digest.numel())
-    group.all_gather(digests, digest)
-    if bool((digests == digests[0]).all()):
-        return
-    models: list[list[str]] = [[] for _ in range(group.size())]
-    _objects.all_gather_object(models, lines, group)
+    digest = hashlib.sha256("\n".join([*choices, *lines]).encode()).digest()
+    mine = torch.frombuffer(bytearray(digest + int(wish).to_bytes(8, "little")), dtype=torch.int64)
+    all_of_them = mine.new_empty(group.size(), mine.numel())
+    group.all_gather(all_of_them, mine)
+    if bool((all_of_them[:, :-1] == all_of_them[0, :-1]).all()):
+        return bool(all_of_them[:, -1].all())
+    everyones: list[tuple[list[str], list[str]]] = [([], []) for _ in range(group.size())]
+    _objects.all_gather_object(everyones, (choices, lines), group)
+    _compare_options([theirs for theirs, _ in everyones], group)
+    models = [model for _, model in everyones]
     reference = models[0]
     differences: dict[str, list[int]] = {}
     for rank, model in zip(group.ranks, models, strict=True):
@@ -72,6 +89,21 @@ def require_same_model(
         f"({len(reference)} parameters and buffers): "
         + "; ".join(f"{rank_list(ranks)}: {difference}" for difference, ranks in differences.items())
     )
+
+
+def _compare_options(everyones: list[list[str]], group: ProcessGroup) -> None:
+    reference = everyones[0]
+    differences: dict[str, list[int]] = {}
+    for rank, theirs in zip(group.ranks, everyones, strict=True):
+        others = [f"{here} (there {there})" for here, there in zip(theirs, reference, strict=True) if here != there]
+        if others:
+            differences.setdefault(", ".join(others), []).append(rank)
+    if differences:
+        raise MismatchError(
+            "DistributedDataParallel: the ranks must give the same options. "
+            f"Compared with rank {group.ranks[0]}'s: "
+            + "; ".join(f"{rank_list(ranks)}: {difference}" for difference, ranks in differences.items())
+        )
 
 
 def _first_difference(model: list[str], reference: list[str]) -> str:

@@ -21,23 +21,36 @@ backward, which re-entrant ones (activation checkpoints) run inside.
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from allranks._errors import UsageError, rank_list
 from allranks._group import ProcessGroup
-from allranks._host import usable_cpus
 from allranks._types import ReduceOp
 from allranks._work import Work
 from allranks.parallel.buckets import Bucket
 from allranks.parallel.hooks import CommHook, GradBucket, HookWork
 
 __all__ = ["Reducer"]
+
+
+# In place of how many gradients a parameter got.
+_CONVERTED = -1
+
+_TOO_EARLY = (
+    "DistributedDataParallel: {name} got its gradient in a backward within a backward (a re-entrant checkpoint), "
+    "of which no output of the forward told, so that gradients were reduced before all were there. What is in .grad "
+    "now is not the mean over the ranks. Return tensors, or lists, tuples, dicts, dataclasses or plain objects of "
+    "them, or use checkpoint(..., use_reentrant=False)."
+)
 
 
 class _Sent(NamedTuple):
@@ -55,13 +68,14 @@ class Reducer:
         group: Who reduces.
         find_unused: It is not known beforehand who gets gradients.
         static: It is known after the first backward.
+        overlap: Whether to reduce beside the backward.
 
     Attributes:
         hook: What reduces a bucket in place of an all-reduce.
         announce: Called before the first collective of a backward; returns by how much the sum over the
             ranks is divided. For uneven inputs.
         has_reduced: Whether any backward was reduced.
-        overlap: Whether to reduce beside the backward. Ranks may differ in it: the calls are the same.
+        overlap: The same on all ranks: it decides where the calls are among those of the model's own backward.
     """
 
     def __init__(
@@ -71,17 +85,16 @@ class Reducer:
         group: ProcessGroup,
         find_unused: bool,
         static: bool,
+        overlap: bool,
     ) -> None:
         self.hook: CommHook | None = None
         self.announce: Callable[[], int] | None = None
         self.has_reduced = False
-        # Reducing beside the backward takes a CPU that has nothing else to do. Without one, rank and
-        # progress thread only take turns, which made a step of benchmarks/ddp_step.py on two CPUs
-        # 5 to 8 % longer than reducing after it.
-        self.overlap = usable_cpus() > group.size() * torch.get_num_threads()
+        self.overlap = overlap
 
         self._names = [name for name, _ in named]
         self._parameters = [parameter for _, parameter in named]
+        self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._buckets = buckets
         self._number_of = {index: number for number, bucket in enumerate(buckets) for index in bucket.indices}
         self._group = group
@@ -97,6 +110,7 @@ class Reducer:
 
         self._touched: set[int] = set()  # who got a gradient since the last reduction, in no_sync too
         self._expected = False  # the last forward was synchronised
+        self._last_task = -1  # autograd's number (they grow) of the backward that was reduced last
         self._backward: weakref.ref[partial[None]] | None = None
         self._sent: list[_Sent] = []
         self._reset()
@@ -150,7 +164,11 @@ class Reducer:
         self._touched.add(index)
         if not self._running():
             if not self._expected:
+                if torch._C._current_graph_task_id() <= self._last_task:
+                    raise UsageError(_TOO_EARLY.format(name=self._names[index]))
                 return
+            if _is_nested():
+                raise UsageError(_TOO_EARLY.format(name=self._names[index]))
             self._begin()
         self._got[index] += 1
         if self._due is not None and self._got[index] == self._due[index]:
@@ -165,6 +183,7 @@ class Reducer:
     def _begin(self) -> None:
         if self._backward is not None:  # the last one was broken off by an exception
             self._reset()
+        self._task = torch._C._current_graph_task_id()
         callback = partial(self._end)
         self._backward = weakref.ref(callback)
         # Runs when this backward ends, in the thread that called backward().
@@ -173,7 +192,7 @@ class Reducer:
     def _end(self) -> None:
         try:
             if any(self._got) or self._due is None or not any(self._due):
-                self._expected = False
+                self._expected, self._last_task = False, self._task
                 self._reduce()
             # else it is torch.autograd.grad() for the inputs: nothing to reduce
         finally:
@@ -205,7 +224,8 @@ class Reducer:
                 work.wait()
             marks = message[-1] if marked else None
         if known:
-            self._judge(None, marks)
+            nothing = [0] * len(self._names)
+            self._judge(nothing, nothing, marks)
         elif self._static and used:
             self._learn(used, None)
 
@@ -217,13 +237,14 @@ class Reducer:
             self._order = self._order_of(used)
         else:
             used = self._used
+        got, due = self._got_and_due(used)
         while len(self._sent) < len(self._order):
-            self._start_next(used)
+            self._start_next(used, got != due)
         for _, _, work in self._sent:
             if work is not None:
                 work.wait()
         if known:
-            self._judge(self._got, self._sent[-1].bucket.mark if self._carries_mark(self._order[-1]) else None)
+            self._judge(got, due, self._sent[-1].bucket.mark if self._carries_mark(self._order[-1]) else None)
         for bucket, message, _ in self._sent:
             if self.hook is None and self._divisor != self._group.size():
                 message.mul_(self._group.size() / self._divisor)
@@ -237,9 +258,9 @@ class Reducer:
     def _start_complete(self) -> None:
         while len(self._sent) < len(self._order) - 1 and not self._missing[self._order[len(self._sent)]]:
             assert self._used is not None
-            self._start_next(self._used)
+            self._start_next(self._used, False)
 
-    def _start_next(self, used: Collection[int]) -> None:
+    def _start_next(self, used: Collection[int], wrong: bool) -> None:
         self._open()
         number = self._order[len(self._sent)]
         if self.hook is not None and self._sent:
@@ -248,7 +269,7 @@ class Reducer:
             assert work is not None
             work.wait()
         bucket = self._buckets[number]
-        mark = self._got != (self._due or self._got) if self._carries_mark(number) else None
+        mark = wrong if self._carries_mark(number) else None
         message = bucket.fill(used, mark)
         self._sent.append(_Sent(bucket, message, self._send(number, message, number == self._order[-1])))
 
@@ -273,30 +294,54 @@ class Reducer:
     # --- what the ranks tell each other ---
 
     def _agree_on_used(self, mine: Iterable[int]) -> Collection[int]:
-        """Whose gradient any rank has."""
+        """Whose gradient any rank has. Raises on every rank if on any rank one was converted."""
+        converted = self._converted()
         flags = torch.zeros(len(self._names), dtype=torch.uint8)
         flags[list(mine)] = 1
+        flags[converted] = 2
         self._group.all_reduce(flags, ReduceOp.MAX)
+        if flags.max() > 1:
+            nothing = [0] * len(self._names)
+            self._complain([_CONVERTED if index in converted else 0 for index in range(len(nothing))], nothing)
         return frozenset(flags.nonzero().flatten().tolist())
 
-    def _judge(self, got: list[int] | None, marks: Tensor | None) -> None:
+    def _converted(self) -> list[int]:
+        """The parameters whose gradients do not fit the buckets any more."""
+        return [
+            index
+            for index, (parameter, dtype) in enumerate(zip(self._parameters, self._dtypes, strict=True))
+            if parameter.dtype != dtype or (parameter.grad is not None and parameter.grad.dtype != dtype)
+        ]
+
+    def _got_and_due(self, used: Collection[int]) -> tuple[list[int], list[int]]:
+        """How many gradients each parameter got here, and was expected to get."""
+        got, due = self._got.copy(), self._due
+        if due is None:  # learnt from others: it is not known how many here, but that nobody else gets any
+            due = [gradients if index in used else 0 for index, gradients in enumerate(got)]
+        for index in self._converted():
+            got[index] = _CONVERTED
+        return got, due
+
+    def _judge(self, got: list[int], due: list[int], marks: Tensor | None) -> None:
         """Raises on every rank if on any rank other parameters got gradients than was expected.
 
         Args:
-            got: How many gradients each parameter got here; None: this rank only shadows.
+            got: How many gradients each parameter got here.
+            due: How many were expected.
             marks: Of all ranks together, one element, if they travelled with a bucket.
         """
-        due = self._due
-        if got is None or due is None:  # nothing was expected here
-            got = due = [0] * len(self._names)
         if marks is None:
             marks = torch.tensor(int(got != due))
             self._group.all_reduce(marks, ReduceOp.MAX)
         if marks.item():
-            mine = torch.tensor([got, due])
-            everyones = mine.new_empty(self._group.size(), *mine.shape)
-            self._group.all_gather(everyones, mine)
-            raise UsageError(self._complaint(everyones.tolist()))
+            self._complain(got, due)
+
+    def _complain(self, got: list[int], due: list[int]) -> NoReturn:
+        """Raises what `_judge` raises; all ranks call it."""
+        mine = torch.tensor([got, due])
+        everyones = mine.new_empty(self._group.size(), *mine.shape)
+        self._group.all_gather(everyones, mine)
+        raise UsageError(self._complaint(everyones.tolist()))
 
     def _complaint(self, everyones: list[list[list[int]]]) -> str:
         """Says which parameters got too few gradients or too many, and on which ranks."""
@@ -305,7 +350,11 @@ class Reducer:
             ranks: dict[str, list[int]] = {}
             for rank, (got, due) in zip(self._group.ranks, everyones, strict=True):
                 if got[index] != due[index]:
-                    few = "no gradient" if not got[index] else f"{got[index]} gradients in place of {due[index]}"
+                    few = f"{got[index]} gradients in place of {due[index]}"
+                    if not got[index]:
+                        few = "no gradient"
+                    elif got[index] == _CONVERTED:
+                        few = "gradients of another dtype than when it was wrapped"
                     ranks.setdefault(few, []).append(rank)
             shown = name if self._parameters[index].requires_grad else f"{name} (frozen after wrapping)"
             for few, who in ranks.items():
@@ -316,12 +365,16 @@ class Reducer:
             + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             for (few, ranks), names in problems.items()
         ]
-        if self._static:
+        if any(_CONVERTED in got for got, _ in everyones):
+            remedy = "Convert the model (double(), half(), to(dtype)) before wrapping it, or wrap it again."
+        elif self._static:
             remedy = "With static_graph=True every backward must be as the first was; leave it out if they differ."
         elif any(few == "no gradient" for few, _ in problems):
             remedy = (
                 "Every trained parameter must take part in the loss of every rank: use it, or "
-                "requires_grad_(False) before wrapping, or pass find_unused_parameters=True."
+                "requires_grad_(False) before wrapping, or pass find_unused_parameters=True. Do several backwards "
+                "follow one forward, each through a part of its outputs? Then add the losses and call backward once, "
+                "or pass find_unused_parameters=True."
             )
         else:
             remedy = (
@@ -333,16 +386,36 @@ class Reducer:
         )
 
 
+def _is_nested() -> bool:
+    """Whether this backward was called by another one, as that of a re-entrant checkpoint is."""
+    backwards = 0
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and backwards < 2:
+        backwards += frame.f_code.co_name == "_engine_run_backward"  # torch.autograd's way into its engine
+        frame = frame.f_back
+    return backwards > 1
+
+
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a forward returned."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+    """The tensors in what a forward returned, each once."""
+    seen: dict[int, Any] = {}  # keeps what it has seen, so that no other object gets its id
+    rest = [value]
+    while rest:
+        item = rest.pop()
+        if item is None or isinstance(item, _LEAVES) or id(item) in seen:
+            continue
+        seen[id(item)] = item
+        if isinstance(item, Tensor):
+            yield item
+            continue
+        if isinstance(item, Mapping):
+            rest.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset, deque)):
+            rest.extend(item)
+        elif dataclasses.is_dataclass(item):
+            rest.extend(getattr(item, field.name, None) for field in dataclasses.fields(item))
+        rest.extend(getattr(item, "__dict__", {}).values())
+
+
+# What holds no outputs: a walk through a model that is returned along would be long.
+_LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)

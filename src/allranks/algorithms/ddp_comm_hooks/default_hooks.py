@@ -4,7 +4,8 @@ Halving what is sent pays where sending is slow. Through shared memory it seldom
 cost about as much as the bytes that they save.
 
 Each takes a process group (None: the world) as its state. 16-bit elements are added up in 32 bits and rounded
-once (`ReduceOp.AVG`), so that, unlike torch's, none divides before the sum for fear of an overflow.
+once (`ReduceOp.AVG`), so that, unlike torch's, none divides before the sum for fear of an overflow. Complex
+gradients are sent as they are.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 def _compressed(hook: Hook, dtype: torch.dtype) -> Hook:
     def compressed(state: Any, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
+        if buffer.is_complex():  # there is no dtype of half the size that keeps the imaginary part
+            return hook(state, bucket)
         bucket.set_buffer(buffer.to(dtype))
 
         def decompress(future: Future[Tensor]) -> Tensor:
