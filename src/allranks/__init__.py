@@ -34,6 +34,10 @@ from typing import TYPE_CHECKING, Any
 from allranks._errors import (
     AllranksError,
     ConfigError,
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
     JoinError,
     MismatchError,
     NotInitializedError,
@@ -226,8 +230,36 @@ _HOME = {
     "parallel": ("DistributedDataParallel", "GradBucket"),
 }
 _MODULES = ("algorithms", "checkpoint", "data", "launch", "multiprocessing", "nn", "parallel", "testing", "tools")
-_LATER = (
+_ONLY_TORCHS = (
+    "AllToAllOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "BackendConfig",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "BuiltinCommHookType",
+    "DeviceMesh",
+    "FileStore",
+    "GatherOptions",
+    "GroupName",
+    "HashStore",
+    "Logger",
+    "PrefixStore",
+    "ProcessGroupGloo",
+    "QueueEmptyError",
+    "RankType",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "Reducer",
+    "ScatterOptions",
+    "Store",
+    "TCPStore",
+    "breakpoint",
+    "get_pg_count",
     "init_device_mesh",
+    "record_comm",
+    "register_rendezvous_handler",
+    "rendezvous",
     "shrink_group",
 )
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -237,6 +269,10 @@ __all__ = [
     "Backend",
     "ConfigError",
     "DebugLevel",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
     "DistributedDataParallel",
     "GradBucket",
     "GroupMember",
@@ -344,8 +380,11 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"allranks.{_MODULE_OF[name]}"), name)
         globals()[name] = value
         return value
-    if name in _LATER:
-        raise AttributeError(f"allranks.{name}: torch.distributed has it, this version of allranks does not yet")
+    if name in _ONLY_TORCHS:
+        raise AttributeError(
+            f"allranks.{name}: torch.distributed has it, this version of allranks does not; "
+            "docs/differences.md says why"
+        )
     raise AttributeError(f"module 'allranks' has no attribute {name!r}")
 
 

@@ -16,7 +16,7 @@ _VARIABLES = ("ALLRANKS_DEBUG", "TORCH_DISTRIBUTED_DEBUG")
 
 
 class DebugLevel(enum.IntEnum):
-    """OFF, INFO or DETAIL, as torch's."""
+    """OFF, INFO or DETAIL, as torch's. INFO does what OFF does: what torch checks then is always checked here."""
 
     OFF = 0
     INFO = 1
@@ -44,7 +44,7 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Sets the debug level of this process.
+    """Sets the debug level of this process, for the groups that it makes from now on.
 
     Raises:
         TypeError: not a DebugLevel of allranks or of torch.

@@ -13,6 +13,9 @@ bytes, seconds) and what to do next. The tree::
     |-- PeerLostError                 a rank died, left or broke off; `.rank` says which
     |-- StoreLostError                the connection to the store broke: its server ended
     |-- MismatchError                 ranks disagree on what they call
+
+torch's names for what programs catch are aliases: DistError is AllranksError, DistBackendError (a collective broke)
+PeerLostError, DistNetworkError (a connection did) StoreLostError, DistStoreError (a wait in the store did) JoinError.
 """
 
 from __future__ import annotations
@@ -23,6 +26,10 @@ from collections.abc import Sequence
 __all__ = [
     "AllranksError",
     "ConfigError",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
     "JoinError",
     "MismatchError",
     "NotInitializedError",
@@ -89,6 +96,13 @@ class StoreLostError(AllranksError):
 
 class MismatchError(AllranksError):
     """The ranks called different things: verb, element count, dtype, reduce op, root. Names them."""
+
+
+# torch's tree, on ours: the last three are errors of the first.
+DistError = AllranksError
+DistBackendError = PeerLostError
+DistNetworkError = StoreLostError
+DistStoreError = JoinError
 
 
 def rank_list(ranks: Sequence[int]) -> str:

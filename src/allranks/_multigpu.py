@@ -6,12 +6,13 @@ and one collective goes between the ranks. All ranks pass lists of one length, o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from allranks._collectives import outside, root_of
 from allranks._errors import UsageError
-from allranks._types import PremulSum, ReduceOp, as_reduce_op
+from allranks._types import PremulSum, ReduceOp, as_reduce_op, scaled
 from allranks._work import Then, Work
 from allranks._world import resolve_group
 
@@ -27,6 +28,8 @@ __all__ = [
     "reduce_multigpu",
     "reduce_scatter_multigpu",
 ]
+
+_MOST_DIMENSIONS = 64  # of a tensor; torch's own limit for arithmetic
 
 
 def all_reduce_multigpu(
@@ -55,14 +58,14 @@ def all_reduce_multigpu(
     if outside(group, "all_reduce_multigpu"):
         return None
     ours = _alike(tensor_list, "all_reduce_multigpu")
-    between, combined, finish = _combined(ours, op, resolve_group(group).size())
-    work = resolve_group(group).all_reduce(combined, between, True)
+    between, combined = _combined(ours, op, "all_reduce_multigpu")
+    work = resolve_group(group).all_reduce(_counted(combined, ours), between, True)
 
     def spread() -> None:
         for tensor in ours:
-            tensor.copy_(finish(combined))
+            tensor.copy_(combined)
 
-    return _end(work, spread, async_op)
+    return _end(work, spread, ours, async_op)
 
 
 def reduce_multigpu(
@@ -93,14 +96,14 @@ def reduce_multigpu(
         return None
     ours, resolved = _alike(tensor_list, "reduce_multigpu", dst_tensor), resolve_group(group)
     root = root_of(resolved, dst, None, "dst")
-    between, combined, finish = _combined(ours, op, resolved.size())
-    work = resolved.reduce(combined, root, between, True)
+    between, combined = _combined(ours, op, "reduce_multigpu")
+    work = resolved.reduce(_counted(combined, ours), root, between, True)
 
     def place() -> None:
         if resolved.rank() == root:
-            ours[dst_tensor].copy_(finish(combined))
+            ours[dst_tensor].copy_(combined)
 
-    return _end(work, place, async_op)
+    return _end(work, place, [ours[dst_tensor]] if resolved.rank() == root else [], async_op)
 
 
 def broadcast_multigpu(
@@ -136,7 +139,7 @@ def broadcast_multigpu(
             if tensor is not first:
                 tensor.copy_(first)
 
-    return _end(work, spread, async_op)
+    return _end(work, spread, ours, async_op)
 
 
 def all_gather_multigpu(
@@ -176,7 +179,7 @@ def all_gather_multigpu(
             for output, gathered in zip(outputs, everybodys, strict=True):
                 output.copy_(gathered.view(output.shape))
 
-    return _end(work, spread, async_op)
+    return _end(work, spread, [output for outputs in output_tensor_lists for output in outputs], async_op)
 
 
 def reduce_scatter_multigpu(
@@ -210,15 +213,15 @@ def reduce_scatter_multigpu(
     if len(input_tensor_lists) != len(ours) or any(len(inputs) != total for inputs in input_tensor_lists):
         raise UsageError(f"reduce_scatter_multigpu: expected {len(ours)} input lists of {total} tensors")
     stacks = [torch.stack([tensor.detach() for tensor in inputs]) for inputs in input_tensor_lists]
-    between, combined, finish = _combined(stacks, op, resolved.size())
+    between, combined = _combined(stacks, op, "reduce_scatter_multigpu")
     mine = combined.new_empty((len(ours), *combined.shape[1:]))
     work = resolved.reduce_scatter(mine, combined, between, True)
 
     def place() -> None:
-        for output, result in zip(ours, finish(mine), strict=True):
+        for output, result in zip(ours, mine, strict=True):
             output.copy_(result.view(output.shape))
 
-    return _end(work, place, async_op)
+    return _end(work, place, ours, async_op)
 
 
 def _alike(tensors: Sequence[Tensor], verb: str, index: int = 0) -> list[Tensor]:
@@ -234,16 +237,17 @@ def _alike(tensors: Sequence[Tensor], verb: str, index: int = 0) -> list[Tensor]
     return ours
 
 
-def _combined(
-    tensors: list[Tensor], op: ReduceOp | PremulSum, ranks: int
-) -> tuple[ReduceOp, Tensor, Callable[[Tensor], Tensor]]:
-    """What to reduce with between the ranks, this rank's operand, and what makes its result the answer."""
+def _combined(tensors: Sequence[Tensor], op: ReduceOp | PremulSum, verb: str) -> tuple[ReduceOp, Tensor]:
+    """What to reduce with between the ranks, and this rank's operand: its own tensors, reduced. AVG's is their mean."""
     import torch
 
-    op = as_reduce_op(op)
+    op, dtype = as_reduce_op(op), tensors[0].dtype
+    # As the core does: halves are accumulated in float32, and rounded once.
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    operands = [tensor.detach().to(wide) for tensor in tensors]
     if isinstance(op, PremulSum):
         factor = op.factor
-        tensors, op = [tensor.detach() * factor for tensor in tensors], ReduceOp.SUM
+        operands, op = [scaled(tensor, factor) for tensor in operands], ReduceOp.SUM
     combines: dict[ReduceOp, Callable[..., Tensor]] = {
         ReduceOp.SUM: torch.add,
         ReduceOp.AVG: torch.add,
@@ -256,20 +260,29 @@ def _combined(
     }
     if op not in combines:
         raise UsageError(f"PREMUL_SUM needs its factor: op=premul_sum(factor), not {op!r}")
-    combined = tensors[0].detach().clone(memory_format=torch.contiguous_format)
-    for tensor in tensors[1:]:
-        combined = combines[op](combined, tensor.detach())
+    try:
+        combined = functools.reduce(combines[op], operands)
+    except RuntimeError as error:
+        raise UsageError(f"{verb} does not support {op.name} of {dtype} tensors") from error
+    if op is ReduceOp.AVG and not dtype.is_floating_point and not dtype.is_complex:
+        raise UsageError(f"{verb} does not support AVG of {dtype} tensors")
     if op is ReduceOp.AVG:
-        count = ranks * len(tensors)
-        return ReduceOp.SUM, combined, lambda result: result / count
-    return op, combined, lambda result: result
+        combined = combined / len(operands)
+    if combined is operands[0]:
+        combined = combined.clone()
+    return op, combined.to(dtype).contiguous()
 
 
-def _end(work: Work | None, then: Callable[[], None], async_op: bool) -> Work | None:
+def _counted(combined: Tensor, ours: Sequence[Tensor]) -> Tensor:
+    """The operand in a shape that tells the length of the list: ranks whose lists differ in it get an error."""
+    return combined.view((1,) * (_MOST_DIMENSIONS * (len(ours) - 1)) + combined.shape)
+
+
+def _end(work: Work | None, then: Callable[[], None], written: list[Tensor], async_op: bool) -> Work | None:
     import torch
 
     assert work is not None  # all are started asynchronously
-    ended = Then(work, torch.no_grad()(then))
+    ended = Then(work, torch.no_grad()(then), written)
     if async_op:
         return ended
     ended.wait()

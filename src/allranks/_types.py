@@ -10,7 +10,7 @@ from allranks._errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PremulSum", "ReduceOp", "Stats", "as_reduce_op", "premul_sum", "reduce_op"]
+__all__ = ["PremulSum", "ReduceOp", "Stats", "as_reduce_op", "premul_sum", "reduce_op", "scaled"]
 
 
 class ReduceOp(enum.IntEnum):
@@ -48,6 +48,8 @@ def premul_sum(factor: float | Tensor) -> PremulSum:
     Args:
         factor: a number, or a tensor of one element; each rank's own.
 
+    Tensors of integers take a factor that is an integer; bool takes none.
+
     Raises:
         UsageError: the factor is something else.
 
@@ -56,7 +58,21 @@ def premul_sum(factor: float | Tensor) -> PremulSum:
     """
     if isinstance(factor, bool) or (not isinstance(factor, (int, float)) and getattr(factor, "numel", int)() != 1):
         raise UsageError(f"premul_sum: the factor must be a number or a tensor of one element, not {factor!r}")
-    return PremulSum(factor)
+    return PremulSum(factor if isinstance(factor, (int, float)) else factor.detach().reshape(()))
+
+
+def scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
+    """A new tensor: ``tensor`` times a factor of ``premul_sum``, of the same dtype. Autograd goes through it.
+
+    Raises:
+        UsageError: the product would be cut down to that dtype.
+    """
+    import torch  # late: the launcher does without
+
+    if not torch.can_cast(torch.result_type(tensor, factor), tensor.dtype):
+        number = factor if isinstance(factor, (int, float)) else factor.item()
+        raise UsageError(f"premul_sum: a factor of {number} on {tensor.dtype} tensors, which cannot hold the products")
+    return (tensor * factor).to(tensor.dtype)
 
 
 reduce_op = ReduceOp  # the spelling of torch before 1.0

@@ -96,9 +96,10 @@ class Work(abc.ABC):
 class Then(Work):
     """A call, and what is to be done when it has ended well: once, by whoever first waits or asks."""
 
-    def __init__(self, work: Work, then: Callable[[], None]) -> None:
+    def __init__(self, work: Work, then: Callable[[], None], results: list[torch.Tensor]) -> None:
         self._work = work
         self._then: Callable[[], None] | None = then
+        self._results = results  # the tensors that ``then`` writes
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -124,4 +125,4 @@ class Then(Work):
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
-        return self._work.result()
+        return self._results

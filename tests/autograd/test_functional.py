@@ -214,6 +214,59 @@ def test_inputs_stay_and_outputs_are_written() -> None:
     run_ranks(2, body)
 
 
+def test_an_output_that_a_backward_needs_is_not_written_again() -> None:
+    """Silently wrong gradients otherwise: what was kept for the first backward would be the second's values."""
+
+    def body() -> None:
+        rank, size = allranks.get_rank(), allranks.get_world_size()
+        row, rows = torch.zeros(2), torch.zeros(2 * size)
+        lists = list(torch.zeros(size, 2).unbind())
+        into: dict[str, Callable[[Tensor], Tensor]] = {
+            "reduce_scatter": lambda x: functional.reduce_scatter(row, [x] * size),
+            "reduce_scatter_base": lambda x: functional._reduce_scatter_base(row, torch.cat([x] * size)),
+            "all_gather_base": lambda x: functional._all_gather_base(rows, x),
+            "all_to_all": lambda x: functional.all_to_all([t.detach() for t in lists], [x] * size)[rank],
+            "all_to_all_single": lambda x: functional.all_to_all_single(rows, torch.cat([x] * size)),
+        }
+        for name, call in into.items():
+            x = torch.tensor([1.0, 2.0], requires_grad=True)
+            once = call(x).square().sum()
+            once.backward()
+            assert x.grad is not None
+            assert x.grad.norm() > 0, name
+            first = call(x).square().sum()
+            second = call(x * 3).square().sum()
+            with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+                (first + second).backward()
+            allranks.barrier()
+
+    run_ranks(2, body)
+
+
+def test_premul_sum() -> None:
+    def body() -> None:
+        whole, size = torch.tensor([1, 3]), allranks.get_world_size()
+        for op, dtype in ((allranks.premul_sum(0.5), "torch.int64"), (allranks.premul_sum(torch.tensor(0.5)), "")):
+            for call in (
+                lambda op: functional.all_reduce(whole, op),
+                lambda op: functional.reduce(whole, 0, op),
+                lambda op: functional.reduce_scatter(torch.zeros_like(whole), [whole] * size, op),
+            ):
+                with pytest.raises(allranks.UsageError, match=f"premul_sum: a factor of 0.5 on {dtype}"):
+                    call(op)
+        with pytest.raises(allranks.UsageError, match=r"a factor of 2 on torch\.bool"):
+            functional.all_reduce(whole > 1, allranks.premul_sum(2))
+        assert functional.all_reduce(whole, allranks.premul_sum(2)).tolist() == [4, 12]
+        factor = torch.tensor([[[2.0]]], requires_grad=True)
+        x = torch.tensor(3.0, requires_grad=True)
+        total = functional.all_reduce(x, allranks.premul_sum(factor))
+        assert total.shape == ()
+        total.backward()
+        assert (total.item(), x.grad, factor.grad) == (12, torch.tensor(4.0), None)
+
+    run_ranks(2, body)
+
+
 def test_every_name_is_torchs() -> None:
     import inspect
 

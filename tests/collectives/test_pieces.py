@@ -224,6 +224,85 @@ def test_multigpu() -> None:
     run_ranks(2, body)
 
 
+def test_multigpu_lists_of_different_lengths() -> None:
+    def body() -> None:
+        for op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            for shape in ((), (3,), (1, 3)):
+                for lengths in ((1, 2), (2, 3), (70, 71)):
+                    ours = [torch.ones(shape) for _ in range(lengths[dist.get_rank()])]
+                    with pytest.raises(dist.MismatchError, match="different shapes"):
+                        dist.all_reduce_multigpu(ours, op)
+                    with pytest.raises(dist.MismatchError, match="different shapes"):
+                        dist.reduce_multigpu(ours, 0, op)
+                    assert all(bool((tensor == 1).all()) for tensor in ours)
+                ours = [torch.ones(shape) for _ in range(70)]
+                dist.all_reduce_multigpu(ours, op)
+                assert ours[69].shape == shape
+        one_long, two_short = [torch.ones(1, 3)], [torch.ones(3)] * 2
+        with pytest.raises(dist.MismatchError):
+            dist.all_reduce_multigpu(two_short if dist.get_rank() else one_long)
+
+    run_ranks(2, body)
+
+
+def test_multigpu_arithmetic_is_that_of_all_reduce() -> None:
+    def body() -> None:
+        for dtype in (torch.float16, torch.bfloat16):
+            # Sums of it are beyond float16, but not beyond float32.
+            largest = torch.finfo(torch.float16).max if dtype is torch.float16 else 2.0**100
+            ours = [torch.full((2,), largest, dtype=dtype), torch.full((2,), largest, dtype=dtype)]
+            dist.all_reduce_multigpu(ours, dist.ReduceOp.AVG)
+            assert all(bool((tensor == largest).all()) for tensor in ours)
+            outputs = [torch.zeros(2, dtype=dtype)]
+            dist.reduce_scatter_multigpu(outputs, [[torch.full((2,), largest, dtype=dtype)] * 2], dist.ReduceOp.AVG)
+            assert bool((outputs[0] == largest).all())
+            ours = [torch.ones(1, dtype=dtype) for _ in range(600)]
+            dist.all_reduce_multigpu(ours)
+            assert ours[0].item() == 1200
+        whole = [torch.tensor([1, 3]), torch.tensor([1, 3])]
+        for op, words in (
+            (dist.ReduceOp.AVG, "does not support AVG of torch.int64"),
+            (dist.premul_sum(0.5), r"premul_sum: a factor of 0.5 on torch.int64 tensors"),
+        ):
+            for call in (dist.all_reduce_multigpu, lambda x, op: dist.reduce_multigpu(x, 0, op)):
+                with pytest.raises(dist.UsageError, match=words):
+                    call(whole, op)
+        with pytest.raises(dist.UsageError, match=r"does not support BAND of torch\.float32"):
+            dist.all_reduce_multigpu([torch.ones(1)] * 2, dist.ReduceOp.BAND)
+        assert [t.tolist() for t in whole] == [[1, 3], [1, 3]]
+        dist.all_reduce_multigpu(whole, dist.premul_sum(torch.tensor([[2]])))
+        assert [t.tolist() for t in whole] == [[8, 24], [8, 24]]
+
+    run_ranks(2, body)
+
+
+def test_multigpu_works_have_the_callers_tensors() -> None:
+    def body() -> None:
+        me = dist.get_rank()
+        ours = [torch.full((2,), 1.0 + me), torch.full((2,), 1.0 + me)]
+
+        def results(work: dist.Work | None) -> list[torch.Tensor]:
+            assert work is not None
+            (future,) = [work.get_future().wait()]
+            assert list(map(id, future)) == list(map(id, work.result()))
+            return work.result()
+
+        def same(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+            return list(map(id, tensors)) == list(map(id, expected))
+
+        assert same(results(dist.all_reduce_multigpu(ours, async_op=True)), ours)
+        assert ours[1].tolist() == [6, 6]
+        assert same(results(dist.broadcast_multigpu(ours, 0, async_op=True)), ours)
+        assert same(results(dist.reduce_multigpu(ours, 1, async_op=True, dst_tensor=1)), ours[1:] if me else [])
+        lists = [[torch.zeros(2) for _ in range(4)] for _ in range(2)]
+        assert same(results(dist.all_gather_multigpu(lists, ours, async_op=True)), lists[0] + lists[1])
+        inputs = [[torch.ones(2) for _ in range(4)] for _ in range(2)]
+        assert same(results(dist.reduce_scatter_multigpu(ours, inputs, async_op=True)), ours)
+        assert ours[0].tolist() == [4, 4]
+
+    run_ranks(2, body)
+
+
 def test_wrong_arguments() -> None:
     def body() -> None:
         me = dist.get_rank()

@@ -1,8 +1,12 @@
 """Every public name of torch.distributed is here, with its arguments, or stands in a table with the reason."""
 
 import inspect
+import types
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as package
 import torch.distributed.distributed_c10d as peer
 
 import allranks
@@ -14,39 +18,192 @@ MISSING = {
     ),
     "BackendConfig": "engines are named by strings",
     "GroupName": "a type alias of torch's",
-    "PrefixStore": "stores are not public here",
-    "Store": "stores are not public here",
+    **dict.fromkeys(
+        ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"],
+        "stores are not public here; init_process_group(store=) takes torch's",
+    ),
+    "QueueEmptyError": "of the queues in torch's stores",
+    "rendezvous": "init_process_group meets by itself; stores are not public here",
+    "register_rendezvous_handler": "init_process_group knows env://, tcp:// and file://, and takes a store",
+    "DeviceMesh": "not here yet: groups are made with new_group, split_group and new_subgroups",
+    "init_device_mesh": "not here yet: groups are made with new_group, split_group and new_subgroups",
+    "BuiltinCommHookType": "names hooks in torch's C++; allranks.algorithms.ddp_comm_hooks has them as functions",
+    "Reducer": "the inside of torch's DistributedDataParallel",
+    "Logger": "the inside of torch's DistributedDataParallel",
+    "RankType": "a type alias of torch's",
+    "breakpoint": "not here yet: pdb on one rank; the other ranks' calls end after the group's timeout",
     "ProcessGroupGloo": "the gloo engine is not here yet",
     "get_pg_count": "counts torch's registry of groups",
     "record_comm": "of torch's profiler",
-    "shrink_group": "of nccl's communicators",
+    "shrink_group": "not here: torch has it for nccl alone",
 }
 # Parameters that are here and not in torch, or the other way round, and why.
 DIFFERENT = {
     "init_process_group": {"_ranks": "torch's own, for groups that torch makes itself"},
 }
+_BUILT_IN = "made by the library alone: no program calls it"
+# Classes whose constructor is not compared, and why.
+MADE_OTHERWISE = {
+    "Backend": "a str in both: takes a name",
+    "DebugLevel": "an enum in both",
+    "DistBackendError": "an exception",
+    "DistError": "an exception",
+    "DistNetworkError": "an exception",
+    "DistStoreError": "an exception",
+    "GradBucket": _BUILT_IN,
+    "GroupMember": "a namespace in both",
+    "ProcessGroup": _BUILT_IN,
+    "ReduceOp": "an enum here",
+    "Work": _BUILT_IN,
+    "group": "a namespace in both",
+    "reduce_op": "torch's is an object that warns; here it is ReduceOp",
+}
+_CXX = "of torch's C++ groups and their backends"
+_DEVICES = "moves inputs to devices"
+_JOIN = "for torch's Join over several models"
+# Public methods that are not here, and why.
+MISSING_METHODS = {
+    "Backend": {
+        "FAKE": "torch's own, for its tests",
+        "backend_type_map": "engines are named by strings",
+        "register_backend": "engines are not added from outside",
+    },
+    "DistributedDataParallel": {
+        **dict.fromkeys(["gather", "scatter", "to_kwargs"], _DEVICES),
+        **dict.fromkeys(["join_device", "join_hook", "join_process_group"], _JOIN),
+    },
+    "ProcessGroup": dict.fromkeys(
+        [
+            "BackendType",
+            "CUSTOM",
+            "GLOO",
+            "MPI",
+            "NCCL",
+            "UCC",
+            "UNDEFINED",
+            "XCCL",
+            "abort",
+            "all_gather_single",
+            "all_gather_single_coalesced",
+            "allgather_coalesced",
+            "allgather_into_tensor_coalesced",
+            "allreduce_coalesced",
+            "alltoall_base",
+            "bound_device_id",
+            "boxed",
+            "get_group_store",
+            "group_desc",
+            "group_name",
+            "merge_remote_group",
+            "name",
+            "recv_anysource",
+            "reduce_scatter_single",
+            "reduce_scatter_single_coalesced",
+            "reduce_scatter_tensor_coalesced",
+            "set_timeout",
+            "shutdown",
+            "split_group",
+            "unbox",
+            "use_pg_for_symm_mem_rendezvous",
+        ],
+        _CXX,
+    ),
+    "ReduceOp": {
+        "RedOpType": "torch's op is an object around this enum",
+        "factor": "premul_sum's has it",
+        "op": "torch's op is an object around an enum",
+    },
+    "Work": {
+        "block_current_stream": "of devices",
+        "boxed": _CXX,
+        "get_future_result": "get_future().wait() raises or returns",
+        "unbox": _CXX,
+    },
+}
+# Public names of the package that are no part of the interface: what its modules import.
+_IMPORTED = {"log", "timedelta"}
+
+PUBLIC = {
+    name: getattr(package, name)
+    for name in sorted(set(dir(package)) | set(peer.__all__))
+    if not name.startswith("_")
+    and name not in {*_IMPORTED, "reduce_op"}
+    and not isinstance(getattr(package, name), types.ModuleType)
+}
+CLASSES = {
+    **{name: theirs for name, theirs in PUBLIC.items() if inspect.isclass(theirs) and name not in MISSING},
+    "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
+}
 
 
-@pytest.mark.filterwarnings("ignore:.*reduce_op. is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", sorted(peer.__all__))
-def test_name(name: str) -> None:
-    if name in MISSING:
-        assert not hasattr(allranks, name), f"{name} is here now: take it from the table"
-        return
-    theirs, ours = getattr(peer, name), getattr(allranks, name)
-    if not inspect.isfunction(theirs):
-        return
-    expected = [p for p in inspect.signature(theirs).parameters if p not in DIFFERENT.get(name, ())]
-    actual = list(inspect.signature(ours).parameters)
-    assert actual == expected
-    for parameter in expected:
-        default = inspect.signature(theirs).parameters[parameter].default
-        own = inspect.signature(ours).parameters[parameter].default
+def same_arguments(name: str, theirs: Any, ours: Any) -> None:
+    expected = {k: p for k, p in inspect.signature(theirs).parameters.items() if k not in DIFFERENT.get(name, ())}
+    actual = inspect.signature(ours).parameters
+    positional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    assert [k for k, p in actual.items() if p.kind not in positional] == [
+        k for k, p in expected.items() if p.kind not in positional
+    ]
+    for parameter, described in expected.items():
+        default = described.default
+        if described.kind in positional:
+            continue
+        own = actual[parameter].default
         if isinstance(default, (type(None), bool, int, str)) or default is inspect.Parameter.empty:
             assert own == default, parameter
         else:
             assert getattr(own, "name", own) == getattr(default, "name", default), parameter
 
 
+@pytest.mark.filterwarnings("ignore:.*reduce_op. is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", PUBLIC)
+def test_name(name: str) -> None:
+    if name in MISSING:
+        assert not hasattr(allranks, name), f"{name} is here now: take it from the table"
+        return
+    ours = getattr(allranks, name)
+    if inspect.isfunction(PUBLIC[name]):
+        same_arguments(name, PUBLIC[name], ours)
+
+
+def public(cls: type) -> set[str]:
+    """Names of what the class and its bases define, torch.nn.Module's aside."""
+    bases = [base for base in cls.__mro__ if base not in (torch.nn.Module, object, str, int)]
+    return {name for base in bases for name in vars(base) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_class(name: str) -> None:
+    theirs, ours = CLASSES[name], getattr(allranks, name)
+    if name not in MADE_OTHERWISE:
+        same_arguments(name, theirs.__init__, ours.__init__)
+    if issubclass(theirs, Exception):
+        return
+    inherited = {method for method in public(theirs) - public(ours) if hasattr(ours, method)}
+    assert public(theirs) - public(ours) - inherited == set(MISSING_METHODS.get(name, ())), "the table says otherwise"
+    for method in public(theirs) & public(ours):
+        if inspect.isfunction(getattr(theirs, method)) and inspect.isfunction(getattr(ours, method)):
+            same_arguments(f"{name}.{method}", getattr(theirs, method), getattr(ours, method))
+
+
 def test_the_tables_name_what_torch_has() -> None:
-    assert set(MISSING) <= set(peer.__all__)
+    assert set(MISSING) <= set(PUBLIC)
+    assert set(MADE_OTHERWISE) | set(MISSING_METHODS) <= {*CLASSES, "reduce_op"}
+
+
+def test_what_is_missing_is_said_by_the_package() -> None:
+    assert set(allranks._ONLY_TORCHS) == set(MISSING)
+    with pytest.raises(AttributeError, match=r"torch\.distributed has it"):
+        _ = allranks.shrink_group
+    for name in ("DataParallel", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"):
+        assert hasattr(torch.nn.parallel, name)
+        with pytest.raises(AttributeError, match="comes with the master-worker mode"):
+            getattr(allranks.nn.parallel, name)
+
+
+def test_errors_are_related_as_torchs() -> None:
+    errors = ["DistError", "DistBackendError", "DistNetworkError", "DistStoreError"]
+    for one in errors:
+        for other in errors:
+            related = issubclass(getattr(package, one), getattr(package, other))
+            assert issubclass(getattr(allranks, one), getattr(allranks, other)) == related
+        assert issubclass(getattr(allranks, one), RuntimeError)

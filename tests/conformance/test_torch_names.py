@@ -82,6 +82,9 @@ def test_methods_of_a_group_as_torchs() -> None:
     run_ranks(2, body)
 
 
+WAIT_S = 5  # long beside the time between two ranks' arrivals, on a busy machine too
+
+
 def test_monitored_barrier_ends_with_torchs_words() -> None:
     def body() -> str:
         group = dist.new_group([0, 1, 2, 3])
@@ -89,7 +92,7 @@ def test_monitored_barrier_ends_with_torchs_words() -> None:
         said = ""
         if dist.get_rank() in (0, 3):
             with pytest.raises(dist.TimeoutError) as caught:
-                group.monitored_barrier(0.2, wait_all_ranks=True)
+                group.monitored_barrier(WAIT_S, wait_all_ranks=True)
             assert caught.value.ranks == (1, 2)
             said = str(caught.value)
         dist.barrier()
@@ -98,7 +101,7 @@ def test_monitored_barrier_ends_with_torchs_words() -> None:
     zero, _, _, three = run_ranks(4, body)
     assert "no data from rank 1" in zero
     assert zero.endswith(
-        "Rank 0 timed out in monitoredBarrier after 200 ms: Ranks 1, 2 failed to pass monitoredBarrier"
+        f"Rank 0 timed out in monitoredBarrier after {WAIT_S * 1000:.0f} ms: Ranks 1, 2 failed to pass monitoredBarrier"
     )
     assert three.endswith("but received errors while waiting for send/recv from rank 0")
 

@@ -28,11 +28,18 @@ def tables() -> str:
         for name, parameters in test_signatures.DIFFERENT.items()
         for parameter, reason in parameters.items()
     }
+    methods: dict[str, str] = {}
+    for cls, missing in test_signatures.MISSING_METHODS.items():
+        for reason in dict.fromkeys(missing.values()):
+            names = ", ".join(name for name in missing if missing[name] == reason)
+            methods[f"{cls}: {names}"] = reason
     excluded = {pattern.strip("^$"): reason for pattern, reason in torch_suite.EXCLUDED.items()}
     return "\n".join(
         [
             "## Public names of torch.distributed that are not here\n",
             table("Name", dict(sorted(test_signatures.MISSING.items()))),
+            "## Public methods that are not here\n",
+            table("Method", methods),
             "## Arguments\n",
             table("Argument", arguments),
             "## Exceptions of another kind\n",

@@ -1,6 +1,7 @@
 """What the documents show is run as it stands there."""
 
 import doctest
+import importlib
 import os
 import re
 import subprocess
@@ -9,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-import allranks._collectives
-import allranks._world
-
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "allranks"
+WITH_EXAMPLES = sorted(
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if ">>>" in path.read_text()
+)
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 
 
@@ -23,11 +27,11 @@ def readme_program(name: str) -> str:
     raise AssertionError(f"README.md has no program {name}")
 
 
-@pytest.mark.parametrize("module", [allranks._collectives, allranks._world], ids=lambda m: m.__name__)
-def test_examples_in_docstrings(module: object, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_examples_in_docstrings(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE"):
         monkeypatch.delenv(name, raising=False)
-    result = doctest.testmod(module)
+    result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
 

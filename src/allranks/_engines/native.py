@@ -27,7 +27,7 @@ from allranks._engines.native_errors import explain
 from allranks._errors import AllranksError, MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._host import usable_cpus
 from allranks._sites import site, stack_hash, where
-from allranks._types import PremulSum, ReduceOp, Stats
+from allranks._types import PremulSum, ReduceOp, Stats, scaled
 from allranks._work import Work, seconds_of
 
 if TYPE_CHECKING:
@@ -526,4 +526,4 @@ def _overlaps(tensor: Tensor) -> bool:
 
 def _elements(tensor: Tensor, factor: float | Tensor | None = None) -> Tensor:
     elements = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return elements if factor is None else elements.mul_(factor)
+    return elements if factor is None else scaled(elements, factor)

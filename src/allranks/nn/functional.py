@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import increment_version
 
 from allranks._collectives import root_of
-from allranks._types import PremulSum, ReduceOp, as_reduce_op
+from allranks._types import PremulSum, ReduceOp, as_reduce_op, scaled
 from allranks._world import resolve_group
 
 if TYPE_CHECKING:
@@ -228,7 +229,8 @@ def _reduce_scatter_base(
 
 
 # Each is a linear map from all ranks' tensors to all ranks' results. ``forward`` keeps what the transposed map needs;
-# ``backward`` applies that map, so that it has a derivative too.
+# ``backward`` applies that map, so that it has a derivative too. The engine writes outputs behind autograd's back, so
+# that those which the caller gave are marked: a value that a backward still needs must not be overwritten unseen.
 
 
 class _ToOne(Function):
@@ -330,6 +332,7 @@ class _AllGatherSingle(_ToOne):
     def forward(ctx: Any, group: ProcessGroup, output: Tensor, tensor: Tensor) -> Tensor:
         ctx.group, ctx.shape = group, tensor.shape
         group.all_gather(output, tensor)
+        increment_version(output)
         return output
 
     @staticmethod
@@ -343,6 +346,7 @@ class _ReduceScatter(_ToOne):
     def forward(ctx: Any, group: ProcessGroup, op: ReduceOp, output: Tensor, *tensors: Tensor) -> Tensor:
         ctx.group, ctx.op = group, op
         group.reduce_scatter(output, tensors, op)
+        increment_version(output)
         return output
 
     @staticmethod
@@ -355,6 +359,7 @@ class _AllToAll(_ToMany):
     def forward(ctx: Any, group: ProcessGroup, outputs: Sequence[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.shapes = group, [tensor.shape for tensor in tensors]
         group.all_to_all(outputs, tensors)
+        increment_version(tuple(outputs))
         return tuple(outputs)
 
     @staticmethod
@@ -376,6 +381,7 @@ class _AllToAllSingle(_ToOne):
         ctx.group, ctx.shape = group, tensor.shape
         ctx.output_split_sizes, ctx.input_split_sizes = output_split_sizes, input_split_sizes
         group.all_to_all_single(output, tensor, output_split_sizes, input_split_sizes)
+        increment_version(output)
         return output
 
     @staticmethod
@@ -395,4 +401,4 @@ def _applied(op: ReduceOp | PremulSum, *tensors: Tensor) -> tuple[ReduceOp, tupl
     known = as_reduce_op(op)
     if isinstance(known, ReduceOp):
         return known, tensors
-    return ReduceOp.SUM, tuple((tensor * known.factor).to(tensor.dtype) for tensor in tensors)
+    return ReduceOp.SUM, tuple(scaled(tensor, known.factor) for tensor in tensors)

@@ -1,0 +1,90 @@
+"""Errors say where in the user's program a call stands, whoever called it in between."""
+
+import sysconfig
+import threading
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import allranks
+from allranks import _sites
+from allranks.testing import run_ranks
+
+
+def compiled(filename: str, source: str) -> dict[str, Any]:
+    """What ``source`` defines, as if it stood in that file."""
+    names: dict[str, Any] = {}
+    exec(compile(source, filename, "exec"), names)
+    return names
+
+
+def through(filename: str, ask: Callable[..., Any], *args: Any) -> Any:
+    """What is asked by a function of that file, in its second line."""
+    return compiled(filename, "def pass_on(ask, args):\n    return ask(*args)\n")["pass_on"](ask, args)
+
+
+def asked(outer: str, inner: str) -> str:
+    """The site of a call made in file ``inner``, which was called from file ``outer``."""
+    innermost = compiled(inner, "def pass_on(ask):\n    return ask()\n")["pass_on"]
+    return through(outer, innermost, _sites.site)
+
+
+def test_frames_of_torch_and_of_the_library_are_no_program() -> None:
+    library = sysconfig.get_path("stdlib")
+    for inner in (f"{torch.__path__[0]}/nn/modules/module.py", f"{library}/contextlib.py", "<frozen runpy>"):
+        assert asked("/home/me/train.py", inner) == "/home/me/train.py:2"
+    for ours in (f"{library}/site-packages/lightning/loop.py", "/home/me/torch/nn.py", "<string>", "train.py"):
+        assert through(ours, _sites.site) == f"{ours}:2"
+
+
+def test_a_call_of_nobody_and_of_odd_names() -> None:
+    said: list[str] = []
+    # A thread that this package has started: nothing of the program is on its stack.
+    body = compiled(_sites.__file__, "def body(said, ask):\n    said.extend(one() for one in ask)\n")["body"]
+    thread = threading.Thread(target=body, args=(said, (_sites.site, _sites.where)))
+    thread.start()
+    thread.join()
+    assert said == ["(no line of the program)"] * 2
+    for ask in (_sites.site, _sites.where):
+        assert through("/home/me/caf\udce9.py", ask) == "/home/me/caf?.py:2"
+    assert through("/home/me/caf\udce9.py", _sites.stack_hash) != through("/home/me/cafe.py", _sites.stack_hash)
+
+
+class Summing(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_an_error_in_a_training_step_names_the_line_that_called_backward() -> None:
+    def body() -> str:
+        model = allranks.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+        loss = model(torch.ones(1, 3)).sum()
+        step = compiled("/home/me/train.py", "def step(loss):\n    loss.backward()\n")["step"]
+        with pytest.raises(allranks.MismatchError) as caught:
+            step(loss) if allranks.get_rank() == 0 else allranks.all_reduce(torch.ones(1))
+        return str(caught.value)
+
+    for said in run_ranks(2, body):
+        assert "rank 0 at /home/me/train.py:2" in said
+        assert f"rank 1 at {__file__}:" in said
+
+
+def test_torchs_modules_and_backward_are_passed_over() -> None:
+    found: list[str] = []
+    here = compiled(_sites.__file__, "def hook(found, ask):\n    return lambda *_: found.append(ask()) or None\n")
+    hook = here["hook"](found, _sites.where)
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(hook)
+    model = Summing()
+    model.register_forward_pre_hook(hook)
+    program = compiled("/home/me/train.py", "def step(model, x):\n    y = model(x)\n    y.sum().backward()\n")
+    program["step"](model, x)
+    assert found == ["/home/me/train.py:2", "/home/me/train.py:3"]
+
+
+def test_it_is_cheap() -> None:
+    """Every asynchronous call asks. Twenty times what it takes, for busy machines."""
+    assert min(timeit.repeat(_sites.site, number=1000, repeat=20)) / 1000 < 10e-6
