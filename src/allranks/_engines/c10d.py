@@ -53,6 +53,7 @@ __all__ = ["DTYPES", "C10dEngine", "reduces"]
 _torch: Any = c10d  # torch's annotations know little of what is used here
 
 _SLICE_S = 0.1  # a wait in torch hears no signal: Ctrl-C is looked for so often
+_SHORTEST_S = 0.001  # less is no limit to torch
 _ENDING_S = 2.0  # how long calls may take to end when the group is left
 _MANY_PENDING = 64  # finished works that nobody has waited for are looked for then
 _HANG_UP_TAG = (1 << 31) - 1
@@ -186,7 +187,7 @@ class C10dEngine(Engine):
         given = torch.cat([_bytes(operands.read(tensor)) for tensor in inputs])
         sizes = [tensor.nbytes for tensor in outputs]
         into = given.new_empty(sum(sizes))
-        for tensor, part in zip(outputs, into.split(sizes), strict=True):
+        for tensor, part in zip(outputs, torch.split(into, sizes), strict=True):
             operands.fill(tensor, part.view(tensor.dtype))
         arguments = into, given, sizes, [tensor.nbytes for tensor in inputs]
         return self._call(operands, given.nbytes, async_op, "alltoall_base", *arguments)
@@ -227,7 +228,8 @@ class C10dEngine(Engine):
         backend, self._backend = self._backend, None
         self._store.close()
         if self._presence is not None:
-            self._presence.close()
+            self._presence.leave()
+            self._presence = None
         if backend is None:
             return
         if self.device == "cuda":
@@ -280,21 +282,21 @@ class C10dEngine(Engine):
 
     def _numbers(self, tensor: Tensor) -> Tensor:
         """What is reduced in place of ``tensor``: flat, bools as bytes, complex numbers as pairs."""
-        flat = tensor.detach().view(-1)
+        flat = _flat(tensor)
         if flat.is_complex():
             return torch.view_as_real(flat).view(-1)
         return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
         size = len(self._members)
-        return list(flat.split(flat.numel() // size)) if flat.numel() else [flat] * size
+        return list(torch.split(flat, flat.numel() // size)) if flat.numel() else [flat] * size
 
     def _joined(self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor) -> Tensor:
         """One tensor with all pieces in turn, to be read."""
         self._check_pieces(pieces, like, operands.verb)
         if isinstance(pieces, Tensor):
             return operands.read(pieces).detach()
-        return torch.cat([operands.read(piece).detach().view(-1) for piece in pieces])
+        return torch.cat([_flat(operands.read(piece)) for piece in pieces])
 
     def _filled(self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor) -> Tensor:
         """One tensor with room for all pieces in turn, to be written."""
@@ -372,10 +374,10 @@ class C10dEngine(Engine):
         here, text = self.here(verb), _first_line(error)
         if self._backend is None:
             raise AllranksError(f"{here}: the group was destroyed while the call was pending") from error
-        gone = [] if self._presence is None else self._presence.gone()
-        if gone:
-            who = ", ".join(f"rank {r} ({self._members[r].host}, pid {self._members[r].pid})" for r in gone)
-            raise PeerLostError(f"{here}: {who} died or left the group.\n  {self.name}: {text}", gone[0]) from error
+        died, left = ([], []) if self._presence is None else self._presence.gone()
+        if died or left:
+            said = [f"{self._who(rank)} died" for rank in died] + [f"{self._who(rank)} has left" for rank in left]
+            raise PeerLostError(f"{here}: {', '.join(said)}.\n  {self.name}: {text}", (died + left)[0]) from error
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise TimeoutError(
                 f"{here}: a rank did not call within {self._timeout_s:g} s, or another rank gave up after that time. "
@@ -387,6 +389,9 @@ class C10dEngine(Engine):
     def here(self, verb: str) -> str:
         """How errors begin."""
         return f"{verb} on group '{self._group_name}' (rank {self._rank} of {len(self._members)})"
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} ({self._members[rank].host}, pid {self._members[rank].pid})"
 
     def _hang_up(self, backend: Any) -> None:
         """Ends everything that is pending, here and on the other ranks."""
@@ -415,7 +420,7 @@ class _Collective(_Progress):
 
     def wait(self, seconds: float) -> bool:
         try:
-            self.handle.wait(timedelta(seconds=seconds))
+            self.handle.wait(timedelta(seconds=max(seconds, _SHORTEST_S)))
         except RuntimeError:
             if not self.done():
                 return False
@@ -560,7 +565,12 @@ def _nccl(store: GroupStore, rank: int, members: Sequence[Member], timeout: time
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+    return _flat(tensor).view(torch.uint8)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in one dimension. A dimension of size 1 may have any stride, which view would keep."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _first_line(error: BaseException) -> str:

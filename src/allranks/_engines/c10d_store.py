@@ -29,7 +29,7 @@ _UNIX = "unix:@allranks-"
 _NAME_BYTES = 16
 
 
-class GroupStore(TorchStore):  # type: ignore[misc]
+class GroupStore(TorchStore):
     """A group's store, with the methods that torch's C++ calls.
 
     Attributes:
