@@ -294,7 +294,7 @@ def _make(
 
     if not local:
         met = 0 if mine is None else _engines.meetings(engine_name, len(mine))
-        for _ in range(len(_engines.by_device(engine_name)) - met):
+        for _ in range(len(_engines.engines_of(engine_name)) - met):
             exchange(bytes(RECORD_BYTES))  # this rank takes part for the others' sake
     if mine is None:
         return None

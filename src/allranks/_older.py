@@ -63,7 +63,7 @@ class Backend(str):
     MPI = "mpi"
 
     backend_list = (UNDEFINED, NATIVE, GLOO, NCCL, XCCL, UCC, MPI)
-    default_device_backend_map: ClassVar[dict[str, str]] = _engines.by_device(_engines.DEFAULT)
+    default_device_backend_map: ClassVar[dict[str, str]] = _engines.engines_of(_engines.DEFAULT)
     backend_capability: ClassVar[dict[str, list[str]]] = {name: [kind] for name, kind in _engines.ENGINES.items()}
 
     def __new__(cls, name: str) -> Backend:
@@ -178,7 +178,7 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
     Raises:
         NotInitializedError: there is no such group.
     """
-    return ",".join(f"{device}:{name}" for device, name in _engines.by_device(_world.get_backend(group)).items())
+    return ",".join(f"{device}:{name}" for device, name in _engines.engines_of(_world.get_backend(group)).items())
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
@@ -187,7 +187,7 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
     Raises:
         ConfigError: this version has none for it.
     """
-    name = _engines.by_device(_engines.DEFAULT).get(str(device).partition(":")[0])
+    name = _engines.engines_of(_engines.DEFAULT).get(str(device).partition(":")[0])
     if name is None:
         raise ConfigError(f"this version of allranks has no engine for tensors on {device}")
     return name

@@ -149,7 +149,7 @@ def init_process_group(
     if pg_options is not None:
         raise UsageError(f"pg_options {pg_options!r} is not known to the {engine_name} engine")
     if device_id is not None and getattr(device_id, "type", None) != "cpu":
-        if "cuda" not in _engines.by_device(engine_name):
+        if "cuda" not in _engines.engines_of(engine_name):
             raise UsageError(f"device_id {device_id!r}: the {engine_name} engine moves CPU tensors and binds no device")
         import torch
 

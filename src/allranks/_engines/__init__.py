@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from allranks._engines.native_connect import Exchange
     from allranks._rendezvous import Member
 
-__all__ = ["DEFAULT", "ENGINES", "available", "by_device", "check_backend", "make_engine", "meetings"]
+__all__ = ["DEFAULT", "ENGINES", "available", "check_backend", "engines_of", "make_engine", "meetings"]
 
 ENGINES = {"native": "cpu", "gloo": "cpu", "nccl": "cuda"}
 """The engines, and the type of device whose tensors each moves."""
@@ -64,7 +64,7 @@ def check_backend(backend: str | None) -> str:
     return next(iter(here.values())) if len(here) == 1 else ",".join(f"{d}:{e}" for d, e in here.items())
 
 
-def by_device(backend: str) -> dict[str, str]:
+def engines_of(backend: str) -> dict[str, str]:
     """The engine by type of device, of what ``check_backend`` has returned."""
     if ":" not in backend:
         return {ENGINES[backend]: backend}
@@ -73,7 +73,7 @@ def by_device(backend: str) -> dict[str, str]:
 
 def meetings(backend: str, size: int) -> int:
     """How many times making a group of that size calls its Exchange."""
-    return sum(1 for name in by_device(backend).values() if name != "native" or size > 1)
+    return sum(1 for name in engines_of(backend).values() if name != "native" or size > 1)
 
 
 def make_engine(
@@ -91,7 +91,7 @@ def make_engine(
     """
     made: dict[str, Engine] = {}
     try:
-        for device, name in by_device(backend).items():
+        for device, name in engines_of(backend).items():
             made[device] = _make_one(name)(rank, members, exchange, group_name, timeout_s)
     except BaseException:
         for engine in made.values():
