@@ -16,7 +16,7 @@ MISSING = {
     "GroupName": "a type alias of torch's",
     "PrefixStore": "stores are not public here",
     "Store": "stores are not public here",
-    "ProcessGroupGloo": "the gloo engine is not here yet",
+    "ProcessGroupGloo": 'engines are chosen by name: init_process_group("gloo")',
     "get_pg_count": "counts torch's registry of groups",
     "record_comm": "of torch's profiler",
     "shrink_group": "of nccl's communicators",

@@ -19,14 +19,14 @@ __all__ = ["ByDevice"]
 
 
 class ByDevice(Engine):
-    """Engines by the type of device (``cpu``, ``cuda``). What has no tensor goes to the first."""
+    """Engines by the type of device, ``cpu`` and others. What has no tensor goes to that of ``cpu``."""
 
     def __init__(self, name: str, engines: Mapping[str, Engine], group_name: str) -> None:
         self.name = name
         self._engines = dict(engines)
-        self._first = next(iter(self._engines.values()))
+        self._cpu = engines["cpu"]
         self._group_name = group_name
-        self.now = self._first.now
+        self.now = self._cpu.now
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         return self._of(tensor, "all_reduce").all_reduce(tensor, op, async_op)
@@ -55,7 +55,7 @@ class ByDevice(Engine):
         return self._of(inputs[0], "all_to_all").all_to_all(outputs, inputs, async_op)
 
     def barrier(self, async_op: bool) -> Work | None:
-        return self._first.barrier(async_op)
+        return self._cpu.barrier(async_op)
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
         return self._of(tensor, "send").send(tensor, to, tag, async_op)
@@ -67,7 +67,7 @@ class ByDevice(Engine):
         return self._of(tensor, "recv").irecv(tensor, source, tag)
 
     def empty_shared(self, nbytes: int) -> Tensor:
-        return self._first.empty_shared(nbytes)
+        return self._cpu.empty_shared(nbytes)
 
     def stats(self) -> Stats:
         """Of all engines together."""

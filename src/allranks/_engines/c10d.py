@@ -7,7 +7,7 @@ before anything is sent; docs/engines.md has the table. Failures are torch's, in
 What gloo does by itself, found with torch 2.13, and what is done about it:
 
 - A receive that times out closes the group's connections. Messages are therefore waited for in a thread (`_Message`),
-  and `close` uses such a receive to end what is pending, which nothing else does (`abort` does nothing).
+  and `_end_gloo` uses such a receive to end what is pending, which nothing else does (`abort` does nothing).
 - Its group's destructor waits for collectives that are under way, holding the GIL: all of them are ended before.
 - A collective with other sizes on another rank ends the process. Nothing is done about that.
 """
@@ -21,7 +21,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DTYPES", "C10dEngine", "reduces"]
 
-_torch: Any = c10d  # torch's annotations know little of what is used here
+# torch's annotations know little of what is used here.
+_torch: Any = c10d
+_cuda: Any = torch.cuda
 
 _SLICE_S = 0.1  # a wait in torch hears no signal: Ctrl-C is looked for so often
 _SHORTEST_S = 0.001  # less is no limit to torch
@@ -226,24 +228,12 @@ class C10dEngine(Engine):
 
     def close(self) -> None:
         backend, self._backend = self._backend, None
-        self._store.close()
         if self._presence is not None:
             self._presence.leave()
             self._presence = None
-        if backend is None:
-            return
-        if self.device == "cuda":
-            backend.abort()
-            return
-        pending = [work for work in tuple(self._pending) if not work.done()]
-        if pending:
-            self._hang_up(backend)
-        deadline = time.monotonic() + _ENDING_S
-        while any(not work.done() for work in pending):
-            if time.monotonic() > deadline:
-                _leak(backend)  # its destructor would wait for as long as they take
-                return
-            time.sleep(0.001)
+        if backend is not None:
+            (self._end_nccl if self.device == "cuda" else self._end_gloo)(backend)
+        self._store.close()
 
     def abandon(self) -> None:
         if self._backend is not None:
@@ -393,12 +383,23 @@ class C10dEngine(Engine):
     def _who(self, rank: int) -> str:
         return f"rank {rank} ({self._members[rank].host}, pid {self._members[rank].pid})"
 
-    def _hang_up(self, backend: Any) -> None:
-        """Ends everything that is pending, here and on the other ranks."""
-        other = 1 if self._rank == 0 else 0
-        with contextlib.suppress(RuntimeError):  # the time is up: that is what it is for
-            while True:  # a message of that tag may have come
-                backend.recv([torch.empty(0, dtype=torch.uint8)], other, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
+    def _end_gloo(self, backend: Any) -> None:
+        pending = [work for work in tuple(self._pending) if not work.done()]
+        if pending:
+            # A receive that times out ends everything that is pending, here and on the other ranks.
+            other = 1 if self._rank == 0 else 0
+            nothing = [torch.empty(0, dtype=torch.uint8)]
+            with contextlib.suppress(RuntimeError):  # the time is up
+                while True:  # a message of that tag may have come
+                    backend.recv(nothing, other, _HANG_UP_TAG).wait(timedelta(seconds=_SHORTEST_S))
+        if not _within(_ENDING_S, lambda: all(work.done() for work in pending)):
+            _leak(backend)  # its destructor would wait for as long as they take
+
+    def _end_nccl(self, backend: Any) -> None:
+        waited_for = _cuda.Event()
+        waited_for.record()  # the current stream waits for the calls that were waited for
+        _within(_ENDING_S, lambda: waited_for.query() and all(work.done() for work in tuple(self._pending)))
+        backend.abort()
 
 
 class _Progress(abc.ABC):
@@ -576,6 +577,16 @@ def _flat(tensor: Tensor) -> Tensor:
 def _first_line(error: BaseException) -> str:
     """What torch says, without the place in its source."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).partition("\n")[0]).partition(" This is typically")[0]
+
+
+def _within(seconds: float, done: Callable[[], bool]) -> bool:
+    """Waits for so long until something is done; says whether it is."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def _leak(backend: Any) -> None:
