@@ -29,7 +29,7 @@ from allranks.testing import run_ranks
     ],
 )
 def test_names(backend: str | None, cuda: bool, means: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: cuda)
     if " " in means:
         with pytest.raises(dist.ConfigError, match=means):

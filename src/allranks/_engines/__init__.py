@@ -128,4 +128,4 @@ def _check_engine(name: str, backend: str | None) -> None:
 def _has_cuda() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count() > 0  # is_available would keep forked children from using CUDA

@@ -9,7 +9,7 @@ What gloo does by itself, found with torch 2.13, and what is done about it:
 - A receive that times out closes the group's connections. Messages are therefore waited for in a thread (`_Message`),
   and `_end_gloo` uses such a receive to end what is pending, which nothing else does (`abort` does nothing).
 - Its group's destructor waits for collectives that are under way, holding the GIL: all of them are ended before.
-- A collective with other sizes on another rank ends the process. Nothing is done about that.
+- A collective with other sizes on another rank ends the process. In debug mode the ranks compare their calls before.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from allranks._debug import DebugLevel, get_debug_level
 from allranks._engines.base import Engine
 from allranks._engines.c10d_store import GroupStore
 from allranks._engines.native_connect import Exchange
@@ -37,10 +38,12 @@ from allranks._engines.presence import Presence
 from allranks._errors import (
     AllranksError,
     JoinError,
+    MismatchError,
     NotInitializedError,
     PeerLostError,
     TimeoutError,
     UsageError,
+    rank_list,
 )
 from allranks._types import PremulSum, ReduceOp, Stats
 from allranks._work import Work, seconds_of
@@ -58,6 +61,7 @@ _SLICE_S = 0.1  # a wait in torch hears no signal: Ctrl-C is looked for so often
 _SHORTEST_S = 0.001  # less is no limit to torch
 _ENDING_S = 2.0  # how long calls may take to end when the group is left
 _MANY_PENDING = 64  # finished works that nobody has waited for are looked for then
+_SAID_BYTES = 80  # of a call, in debug mode
 _HANG_UP_TAG = (1 << 31) - 1
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -94,6 +98,7 @@ class C10dEngine(Engine):
         self._pending: set[C10dWork] = set()
         self._stats = Stats(0, 0, 0.0, 0)
         self._owner = os.getpid()
+        self._debug = get_debug_level() is DebugLevel.DETAIL
         self._backend: Any = None
         self._presence: Presence | None = None
         self._store = GroupStore(rank, members, exchange, timeout_s)
@@ -328,6 +333,8 @@ class C10dEngine(Engine):
         return None
 
     def _started(self, operands: Operands, nbytes: int, method: str, *args: Any) -> C10dWork:
+        if self._debug and operands.verb not in ("send", "recv"):
+            self._compare(operands.verb, nbytes, args[-1])
         try:
             handle = getattr(self._backend, method)(*args)
         except RuntimeError as error:
@@ -338,6 +345,28 @@ class C10dEngine(Engine):
         work = C10dWork(self, operands, nbytes, self._progress(handle, operands.verb))
         self._pending.add(work)
         return work
+
+    def _compare(self, verb: str, nbytes: int, options: Any) -> None:
+        """Raises where the ranks are about to call different things."""
+        said = verb if verb in ("all_to_all", "barrier") else f"{verb} of {nbytes} bytes"
+        if hasattr(options, "reduceOp"):
+            said += f", {options.reduceOp.op.name}"
+        if hasattr(options, "rootRank"):
+            said += f", root {options.rootRank}"
+        mine = torch.tensor(list(said.encode().ljust(_SAID_BYTES)), dtype=torch.uint8, device=self.device)
+        everyones = mine.new_empty(len(self._members), _SAID_BYTES)
+        try:
+            self._backend._allgather_base(everyones.view(-1), mine).wait()
+        except RuntimeError as error:
+            self.explain(error, verb)
+        calls = [bytes(row).decode().rstrip() for row in everyones.tolist()]
+        if len(set(calls)) > 1:
+            ranks = {call: [rank for rank, other in enumerate(calls) if other == call] for call in calls}
+            raise MismatchError(
+                f"call on group '{self._group_name}': "
+                + "; ".join(f"{rank_list(by)} called {call}" for call, by in ranks.items())
+                + ". No tensor was changed."
+            )
 
     def _progress(self, handle: Any, verb: str) -> _Progress:
         if self.device == "cuda":
