@@ -70,6 +70,11 @@ class ProcessGroup:
         """The name of the engine."""
         return self._live().name
 
+    @property
+    def device(self) -> str:
+        """The type of device whose tensors the group moves for certain."""
+        return self._live().device
+
     def all_reduce(
         self, tensor: Tensor, op: ReduceOp | PremulSum = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:

@@ -53,7 +53,7 @@ def new_group(
     Args:
         ranks: its members, as ranks of the world; None: all.
         timeout: of its calls; None: the world's.
-        backend: its engine; None: the default.
+        backend: its engine, see ``init_process_group``; None: the world's.
         pg_options: none are known.
         use_local_synchronization: only the members call.
         group_desc: how errors call it.
@@ -74,7 +74,7 @@ def new_group(
     members = _checked(range(world.size()) if ranks is None else ranks, world.size(), "ranks")
     if sort_ranks:
         members = sorted(members)
-    engine = _engines.check_backend(backend)
+    engine = _engines.check_backend(backend or world.backend)
     if pg_options is not None:
         raise UsageError(f"new_group: pg_options {pg_options!r} is not known to the {engine} engine")
     if use_local_synchronization and world.rank() not in members:
@@ -99,7 +99,7 @@ def split_group(
         timeout: of the parts' calls; None: the parent's.
         pg_options: none are known.
         group_desc: how errors call this rank's part.
-        backend: the parts' engine; None: the default.
+        backend: the parts' engine; None: the parent's.
 
     Returns:
         The part that this rank is in, or None.
@@ -118,7 +118,7 @@ def split_group(
     if len(set(together)) < len(together):
         raise UsageError("split_group: a rank is in more than one part")
     world_parts = [[parent.ranks[rank] for rank in part] for part in parts]
-    return _make(parent, world_parts, timeout, _engines.check_backend(backend), group_desc, False)
+    return _make(parent, world_parts, timeout, _engines.check_backend(backend or parent.backend), group_desc, False)
 
 
 def new_subgroups(
@@ -151,7 +151,7 @@ def new_subgroups(
         raise UsageError(f"new_subgroups: group_size {size} does not divide the {cut.size()} ranks")
     if pg_options is not None:
         raise UsageError(f"new_subgroups: pg_options {pg_options!r} is not known")
-    engine = _engines.check_backend(backend)
+    engine = _engines.check_backend(backend or cut.backend)
     parts = [list(cut.ranks[i : i + size]) for i in range(0, cut.size(), size)]
     made = [_make(cut, [part], timeout, engine, group_desc, False) for part in parts]
     mine = next((part for part in made if part is not None), None)
@@ -286,14 +286,16 @@ def _make(
             different = [rank for rank, row in enumerate(rows) if row[RECORD_BYTES:] != rows[0][RECORD_BYTES:]]
             if different:
                 raise MismatchError(
-                    f"new group on '{parent.name}': {rank_list(different)} asked for other members than rank 0 "
-                    f"(this is rank {parent.rank()}, which asked for {parts})"
+                    f"new group on '{parent.name}': {rank_list(different)} asked for other members or another engine "
+                    f"than rank 0 (this is rank {parent.rank()}, which asked for {parts})"
                 )
         wanted = mine or []
         return [rows[wanted.index(r) if local else parent.ranks.index(r)][:RECORD_BYTES] for r in wanted]
 
-    if mine is None or (len(mine) == 1 and not local):
-        exchange(bytes(RECORD_BYTES))  # this rank takes part for the others' sake
+    if not local:
+        met = 0 if mine is None else _engines.meetings(engine_name, len(mine))
+        for _ in range(len(_engines.engines_of(engine_name)) - met):
+            exchange(bytes(RECORD_BYTES))  # this rank takes part for the others' sake
     if mine is None:
         return None
     members = [parent.members[parent.ranks.index(rank)] for rank in mine]
@@ -305,18 +307,18 @@ def _make(
 
 
 def _gather_rows(parent: ProcessGroup, row: bytes) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-    rows = torch.empty(parent.size() * len(row), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(parent.device)
+    rows = mine.new_empty(parent.size() * len(row))
     parent.all_gather(rows, mine)
-    data = rows.numpy().tobytes()
+    data = rows.cpu().numpy().tobytes()
     return [data[i : i + len(row)] for i in range(0, len(data), len(row))]
 
 
 def _exchange_locally(world: ProcessGroup, members: list[int], record: bytes) -> list[bytes]:
     """Among the members only: to the first of them, and back from it."""
     tag = _LOCAL_TAG - int.from_bytes(hashlib.sha256(repr(members).encode()).digest()[:2], "big")
-    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    rows = torch.empty(len(members), len(record), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(world.device)
+    rows = mine.new_empty(len(members), len(record))
     first, *others = members
     if world.rank() == first:
         rows[0] = mine
@@ -327,4 +329,4 @@ def _exchange_locally(world: ProcessGroup, members: list[int], record: bytes) ->
     else:
         world.send(mine, first, tag)
         world.recv(rows, first, tag)
-    return [row.numpy().tobytes() for row in rows]
+    return [row.cpu().numpy().tobytes() for row in rows]

@@ -63,8 +63,8 @@ class Backend(str):
     MPI = "mpi"
 
     backend_list = (UNDEFINED, NATIVE, GLOO, NCCL, XCCL, UCC, MPI)
-    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": NATIVE}
-    backend_capability: ClassVar[dict[str, list[str]]] = {NATIVE: ["cpu"]}
+    default_device_backend_map: ClassVar[dict[str, str]] = _engines.engines_of(_engines.DEFAULT)
+    backend_capability: ClassVar[dict[str, list[str]]] = {name: [kind] for name, kind in _engines.ENGINES.items()}
 
     def __new__(cls, name: str) -> Backend:
         if not isinstance(name, str):
@@ -138,17 +138,17 @@ def scatter_recv(tensor: Tensor, src: int, group: ProcessGroup | None = None) ->
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether this version of allranks has the engine."""
-    return backend.lower() in _engines.ENGINES
+    """Whether the engine is here: gloo and nccl are where torch was built with them."""
+    return _engines.available(backend.lower())
 
 
 def is_gloo_available() -> bool:
-    """Whether this version of allranks has the gloo engine."""
+    """Whether the gloo engine is here: torch was built with it."""
     return is_backend_available("gloo")
 
 
 def is_nccl_available() -> bool:
-    """Whether this version of allranks has the nccl engine."""
+    """Whether the nccl engine is here: torch was built with it."""
     return is_backend_available("nccl")
 
 
@@ -173,24 +173,24 @@ def is_torchelastic_launched() -> bool:
 
 
 def get_backend_config(group: ProcessGroup | None = None) -> str:
-    """The engine by device type: ``cpu:native``.
+    """The engine by device type: ``cpu:native``, ``cpu:gloo,cuda:nccl``.
 
     Raises:
         NotInitializedError: there is no such group.
     """
-    return f"cpu:{_world.get_backend(group)}"
+    return ",".join(f"{device}:{name}" for device, name in _engines.engines_of(_world.get_backend(group)).items())
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:
-    """The engine that tensors on a device use.
+    """The engine that tensors on a device use, where the group was made without naming any.
 
     Raises:
         ConfigError: this version has none for it.
     """
-    kind = str(device).partition(":")[0]
-    if kind != "cpu":
+    name = _engines.engines_of(_engines.DEFAULT).get(str(device).partition(":")[0])
+    if name is None:
         raise ConfigError(f"this version of allranks has no engine for tensors on {device}")
-    return "native"
+    return name
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 from datetime import timedelta
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from allranks import _engines, _rendezvous
-from allranks._errors import NotInitializedError, UsageError
+from allranks._errors import MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._group import ProcessGroup
 from allranks._work import seconds_of
 
@@ -97,7 +98,10 @@ def init_process_group(
     """Meets the other ranks and makes the default process group.
 
     Args:
-        backend: ``"native"`` (also meant by None): shared memory between the ranks of one host.
+        backend: the engine that moves tensors: ``"native"``, shared memory between the ranks of one host;
+            ``"gloo"`` and ``"nccl"``, those inside torch; or one by type of device, as in
+            ``"cpu:gloo,cuda:nccl"``. None means ``"cpu:native,cuda:nccl"``. Of several, those whose device or
+            library is not here are left out. docs/engines.md says what each can do.
         init_method: how the ranks find each other:
 
             - ``env://`` (the default): the launcher's store, or the variables RANK, WORLD_SIZE,
@@ -112,7 +116,7 @@ def init_process_group(
         store: a connected store with torch's ``set, get, add, wait``, in place of ``init_method``.
         group_name: how errors call the group; ``world`` if empty.
         pg_options: none are known.
-        device_id: None or a CPU: groups are bound to no other device.
+        device_id: None or a CPU; of a group with nccl also a CUDA device, which becomes the current one.
 
     Raises:
         ConfigError: a setting is missing or wrong; says which and gives an example.
@@ -145,7 +149,11 @@ def init_process_group(
     if pg_options is not None:
         raise UsageError(f"pg_options {pg_options!r} is not known to the {engine_name} engine")
     if device_id is not None and getattr(device_id, "type", None) != "cpu":
-        raise UsageError(f"device_id {device_id!r}: the {engine_name} engine moves CPU tensors and binds no device")
+        if "cuda" not in _engines.engines_of(engine_name):
+            raise UsageError(f"device_id {device_id!r}: the {engine_name} engine moves CPU tensors and binds no device")
+        import torch
+
+        torch.cuda.set_device(device_id)
     timeout_s = DEFAULT_TIMEOUT_S if timeout is None else seconds_of(timeout)
     if not timeout_s > 0:  # also nan
         raise UsageError(f"timeout must be positive, not {timeout!r}")
@@ -156,10 +164,20 @@ def init_process_group(
         init_method, rank=int(rank), world_size=int(world_size), timeout_s=timeout_s, store=store
     )
     try:
+        times = itertools.count()
 
         def exchange(record: bytes) -> list[bytes]:
-            meeting.store.set(f"native/{meeting.rank}", record)
-            return [meeting.store.get(f"native/{r}", timeout_s) for r in range(meeting.world_size)]
+            time = next(times)
+            meeting.store.set(f"engines/{time}/{meeting.rank}", record + engine_name.encode())
+            rows = [meeting.store.get(f"engines/{time}/{r}", timeout_s) for r in range(meeting.world_size)]
+            names = [row[len(record) :].decode() for row in rows]
+            if len(set(names)) > 1:
+                said = "; ".join(
+                    f"{rank_list([r for r, n in enumerate(names) if n == name])} for '{name}'"
+                    for name in dict.fromkeys(names)
+                )
+                raise MismatchError(f"init_process_group: the ranks ask for different backends: {said}")
+            return [row[: len(record)] for row in rows]
 
         engine = _engines.make_engine(engine_name, meeting.rank, meeting.members, exchange, name, timeout_s)
     finally:

@@ -1,5 +1,7 @@
 """Programs that hypothesis makes up run under torch.distributed on gloo and under allranks, in the same processes.
 
+allranks runs them on its own engine or on gloo.
+
 Both must end with equal values. gloo wants contiguous tensors; what it says of them is what ours must say of others.
 The programs are the same in every run, unless PROGRAMS says how many new ones to try: PROGRAMS=2000 pytest ...
 """
@@ -37,6 +39,7 @@ MOVING = (
     "scatter_object_list",
 )
 SYNCHRONOUS = ("all_gather_object", "broadcast_object_list", "scatter_object_list")
+ENGINES = ("native", "gloo")
 LAYOUTS = ("contiguous", "transposed", "strided", "offset")
 
 
@@ -173,12 +176,14 @@ def run(dist: Any, program: list[Step], groups: dict[str, Any]) -> list[list[Ten
     return results
 
 
-def difference(groups: Any, program: list[Step]) -> str:
-    """On each rank: the first result of the program that differs; "" if none does."""
+def difference(groups: Any, request: tuple[str, list[Step]]) -> str:
+    """On each rank: the first result of the program on our engine that differs; "" if none does."""
     import torch.distributed as peer
 
+    engine, program = request
+
     expected = run(peer, program, groups["peer"])
-    actual = run(allranks, program, groups["allranks"])
+    actual = run(allranks, program, groups[engine])
     for step, theirs, ours in zip(program, expected, actual, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             if a.dtype != b.dtype or not torch.equal(a, b):
@@ -204,4 +209,4 @@ def workers(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
 def test_equal_values(workers: tuple[int, Workers], data: st.DataObject) -> None:
     ranks, asked = workers
     program = data.draw(st.lists(steps(ranks), min_size=1, max_size=8))
-    assert asked.ask(program) == [""] * ranks
+    assert asked.ask((data.draw(st.sampled_from(ENGINES)), program)) == [""] * ranks

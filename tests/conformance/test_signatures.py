@@ -32,7 +32,7 @@ MISSING = {
     "Logger": "the inside of torch's DistributedDataParallel",
     "RankType": "a type alias of torch's",
     "breakpoint": "not here yet: pdb on one rank; the other ranks' calls end after the group's timeout",
-    "ProcessGroupGloo": "the gloo engine is not here yet",
+    "ProcessGroupGloo": 'engines are chosen by name: init_process_group("gloo")',
     "get_pg_count": "counts torch's registry of groups",
     "record_comm": "of torch's profiler",
     "shrink_group": "not here: torch has it for nccl alone",

@@ -106,7 +106,11 @@ def _serve(address: str, port: int, answer: Callable[[Any, Any], Any]) -> None:
     some = range(1, size)
     groups = {
         "peer": {"world": None, "some": peer.new_group(some, timeout=timeout)},
-        "allranks": {"world": None, "some": allranks.new_group(some, timeout=timeout)},
+        "native": {"world": None, "some": allranks.new_group(some, timeout=timeout)},
+        "gloo": {
+            "world": allranks.new_group(timeout=timeout, backend="gloo"),
+            "some": allranks.new_group(some, timeout=timeout, backend="gloo"),
+        },
     }
     with Client(address, "AF_UNIX") as connection:
         connection.send(rank)

@@ -1,11 +1,14 @@
 """The engines that move tensors: a name, and what makes one.
 
-An engine belongs to one group. To add one: a file beside this one, and an entry below.
+An engine belongs to one group. To add one: a file beside this one, and an entry in each table below.
+
+A group's backend is written as torch does, ``gloo`` or ``cpu:gloo,cuda:nccl``; ``check_backend`` brings it to one
+form, in which engines of devices that this process does not have are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from allranks._errors import ConfigError
@@ -15,43 +18,114 @@ if TYPE_CHECKING:
     from allranks._engines.native_connect import Exchange
     from allranks._rendezvous import Member
 
-__all__ = ["ENGINES", "check_backend", "make_engine"]
+__all__ = ["DEFAULT", "ENGINES", "available", "check_backend", "engines_of", "make_engine", "meetings"]
 
-ENGINES = ("native",)
-_PLANNED = ("tcp", "gloo", "nccl", "mpi")
+ENGINES = {"native": "cpu", "gloo": "cpu", "nccl": "cuda"}
+"""The engines, and the type of device whose tensors each moves."""
+
+DEFAULT = "cpu:native,cuda:nccl"
+_PLANNED = ("tcp", "mpi", "ucc", "xccl")
+
+
+def available(name: str) -> bool:
+    """Whether the engine is here: native always, gloo and nccl where torch was built with them."""
+    if name not in ENGINES or name == "native":
+        return name in ENGINES
+    import torch.distributed
+
+    return bool(getattr(torch.distributed, f"is_{name}_available")())
 
 
 def check_backend(backend: str | None) -> str:
-    """The engine meant by ``init_process_group(backend=...)``.
+    """What is meant by ``init_process_group(backend=...)``: a name of ENGINES, or ``cpu:NAME,cuda:NAME``.
 
     Raises:
-        ConfigError: no such engine, or not in this version.
+        ConfigError: no such engine, or not here.
     """
-    name = (backend or "native").lower()
-    if name.startswith("cpu:"):
-        name = name.removeprefix("cpu:")
-    if name in ENGINES:
-        return name
-    known = ", ".join(f"'{e}'" for e in ENGINES)
-    if any(part.rpartition(":")[2] in _PLANNED for part in name.split(",")):
-        raise ConfigError(f"backend {backend!r} is not in this version of allranks yet; it has {known}")
-    raise ConfigError(f"unknown backend {backend!r}: expected {known} (or None, which means 'native')")
+    given = (backend or DEFAULT).lower()
+    if ":" not in given:
+        _check_engine(given, backend)
+        if not available(given):
+            raise ConfigError(f"backend {backend!r} is not in this torch: it was built without {given}")
+        return given
+    chosen: dict[str, str] = {}
+    for part in given.split(","):
+        device, _, name = part.strip().partition(":")
+        _check_engine(name, backend)
+        if ENGINES[name] != device or device in chosen:
+            raise ConfigError(
+                f"backend {backend!r}: {part.strip()!r} is wrong there. Expected each type of device once, with an "
+                f"engine for it: {', '.join(f'{d}:{e}' for e, d in ENGINES.items())}"
+            )
+        chosen[device] = name
+    here = {device: name for device, name in chosen.items() if available(name) and (device == "cpu" or _has_cuda())}
+    if not here:
+        raise ConfigError(f"backend {backend!r}: this process has neither the engine nor the device")
+    return next(iter(here.values())) if len(here) == 1 else ",".join(f"{d}:{e}" for d, e in here.items())
+
+
+def engines_of(backend: str) -> dict[str, str]:
+    """The engine by type of device, of what ``check_backend`` has returned."""
+    if ":" not in backend:
+        return {ENGINES[backend]: backend}
+    return {device: name for device, _, name in (part.partition(":") for part in backend.split(","))}
+
+
+def meetings(backend: str, size: int) -> int:
+    """How many times making a group of that size calls its Exchange."""
+    return sum(1 for name in engines_of(backend).values() if name != "native" or size > 1)
 
 
 def make_engine(
-    name: str, rank: int, members: Sequence[Member], exchange: Exchange, group_name: str, timeout_s: float
+    backend: str, rank: int, members: Sequence[Member], exchange: Exchange, group_name: str, timeout_s: float
 ) -> Engine:
     """Connects an engine with the other members of a group.
 
     Args:
-        name: one of ENGINES.
+        backend: what ``check_backend`` has returned.
         rank: this process in the group.
         members: who is in the group, by rank.
         exchange: how they hear of each other.
         group_name: for errors.
         timeout_s: of the connecting and of every later call.
     """
-    assert name == "native"
-    from allranks._engines.native import NativeEngine
+    made: dict[str, Engine] = {}
+    try:
+        for device, name in engines_of(backend).items():
+            made[device] = _make_one(name)(rank, members, exchange, group_name, timeout_s)
+    except BaseException:
+        for engine in made.values():
+            engine.close()
+        raise
+    if len(made) == 1:
+        return next(iter(made.values()))
+    from allranks._engines.by_device import ByDevice
 
-    return NativeEngine(rank, members, exchange, group_name, timeout_s)
+    return ByDevice(backend, made, group_name)
+
+
+def _make_one(name: str) -> Callable[[int, Sequence[Member], Exchange, str, float], Engine]:
+    if name == "native":
+        from allranks._engines.native import NativeEngine
+
+        return NativeEngine
+    from functools import partial
+
+    from allranks._engines.c10d import C10dEngine
+
+    return partial(C10dEngine, name)
+
+
+def _check_engine(name: str, backend: str | None) -> None:
+    if name in ENGINES:
+        return
+    known = ", ".join(f"'{e}'" for e in ENGINES)
+    if name in _PLANNED:
+        raise ConfigError(f"backend {backend!r} is not in this version of allranks yet; it has {known}")
+    raise ConfigError(f"unknown backend {backend!r}: expected {known}, 'cpu:gloo,cuda:nccl' or the like, or None")
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.device_count() > 0  # is_available would keep forked children from using CUDA

@@ -48,6 +48,8 @@ class Engine(abc.ABC):
     """
 
     name: str
+    device = "cpu"
+    """The type of device whose tensors it moves for certain."""
 
     now: Now = staticmethod(never)
 

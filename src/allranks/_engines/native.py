@@ -24,10 +24,11 @@ from allranks._debug import DebugLevel, get_debug_level
 from allranks._engines.base import Engine, never
 from allranks._engines.native_connect import RECORD_BYTES, Door, Exchange, connect
 from allranks._engines.native_errors import explain
+from allranks._engines.operands import Operands
 from allranks._errors import AllranksError, MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._host import usable_cpus
 from allranks._sites import site, stack_hash, where
-from allranks._types import PremulSum, ReduceOp, Stats, scaled
+from allranks._types import PremulSum, ReduceOp, Stats
 from allranks._work import Work, seconds_of
 
 if TYPE_CHECKING:
@@ -103,19 +104,19 @@ class NativeEngine(Engine):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         _, op, factor = self._check_reduced(tensor, op, "all_reduce")
-        operands = _Operands("all_reduce", factor)
+        operands = Operands("all_reduce", factor)
         work = operands.write(tensor)
         return self._call(operands, async_op, self.comm.all_reduce, *self._about(work), op)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         _, op, factor = self._check_reduced(tensor, op, "reduce")
-        operands = _Operands("reduce", factor)
+        operands = Operands("reduce", factor)
         work = operands.write(tensor) if root == self._rank else operands.read(tensor)
         return self._call(operands, async_op, self.comm.reduce, *self._about(work), op, root)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
         self._check(tensor, "broadcast")
-        operands = _Operands("broadcast")
+        operands = Operands("broadcast")
         work = operands.read(tensor) if root == self._rank else operands.write(tensor)
         return self._call(operands, async_op, self.comm.broadcast, *self._about(work), root)
 
@@ -133,21 +134,21 @@ class NativeEngine(Engine):
                 )
             return self._exchange("all_gather", outputs, [tensor] * len(self._members), async_op)  # uneven pieces
         self._check(tensor, "all_gather")
-        operands = _Operands("all_gather")
+        operands = Operands("all_gather")
         work = operands.read(tensor)
         outs = self._pieces(outputs, tensor, operands.write, "all_gather")
         return self._call(operands, async_op, self.comm.all_gather, *self._about(work), outs)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         self._check(tensor, "gather")
-        operands = _Operands("gather")
+        operands = Operands("gather")
         work = operands.read(tensor)
         outs = [] if outputs is None else self._pieces(outputs, tensor, operands.write, "gather")
         return self._call(operands, async_op, self.comm.gather, *self._about(work), outs, root)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         self._check(tensor, "scatter")
-        operands = _Operands("scatter")
+        operands = Operands("scatter")
         ins = [] if inputs is None else self._pieces(inputs, tensor, operands.read, "scatter")
         work = operands.write(tensor)
         return self._call(operands, async_op, self.comm.scatter, *self._about(work), ins, root)
@@ -156,7 +157,7 @@ class NativeEngine(Engine):
         self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
     ) -> Work | None:
         _, op, factor = self._check_reduced(tensor, op, "reduce_scatter")
-        operands = _Operands("reduce_scatter", factor)
+        operands = Operands("reduce_scatter", factor)
         ins = self._pieces(inputs, tensor, operands.read, "reduce_scatter")
         work = operands.write(tensor, scaled=False)
         return self._call(operands, async_op, self.comm.reduce_scatter, *self._about(work), ins, op)
@@ -169,7 +170,7 @@ class NativeEngine(Engine):
         for tensor in (*inputs, *outputs):
             if self._check(tensor, verb) != code:
                 raise UsageError(f"{verb}: tensors of {inputs[0].dtype} and {tensor.dtype} together")
-        operands = _Operands(verb)
+        operands = Operands(verb)
         ins = [operands.read(tensor) for tensor in inputs]
         outs = [operands.write(tensor) for tensor in outputs]
         return self._call(
@@ -185,7 +186,7 @@ class NativeEngine(Engine):
         )
 
     def barrier(self, async_op: bool) -> Work | None:
-        return self._call(_Operands("barrier"), async_op, self.comm.barrier, self._mark(None))
+        return self._call(Operands("barrier"), async_op, self.comm.barrier, self._mark(None))
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
         if not async_op:
@@ -195,7 +196,7 @@ class NativeEngine(Engine):
             except _core.Failure as failure:
                 raise self.explain(failure, "send") from None
         code = self._check(tensor, "send")
-        operands = _Operands("send")
+        operands = Operands("send")
         work = operands.read(tensor)
         about = work.data_ptr(), work.numel(), code, to, tag
         if async_op:
@@ -213,7 +214,7 @@ class NativeEngine(Engine):
             raise self.explain(failure, "recv") from None
         if sender >= 0:
             return sender
-        code, operands = self._check(tensor, "recv"), _Operands("recv")
+        code, operands = self._check(tensor, "recv"), Operands("recv")
         work = operands.write(tensor)
         try:
             sender = self.comm.recv(work.data_ptr(), work.numel(), code, source, tag)
@@ -223,7 +224,7 @@ class NativeEngine(Engine):
         return sender
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        code, operands = self._check(tensor, "recv"), _Operands("recv")
+        code, operands = self._check(tensor, "recv"), Operands("recv")
         work = operands.write(tensor)
         return self._started(operands, self.comm.start_recv, work.data_ptr(), work.numel(), code, source, tag)
 
@@ -371,7 +372,7 @@ class NativeEngine(Engine):
     # --- calls ---
 
     def _call(
-        self, operands: _Operands, async_op: bool, method: Callable[..., _core.Request | None], *args: Any
+        self, operands: Operands, async_op: bool, method: Callable[..., _core.Request | None], *args: Any
     ) -> Work | None:
         if async_op:
             return self._started(operands, method, *args, site())
@@ -382,7 +383,7 @@ class NativeEngine(Engine):
         operands.finish()
         return None
 
-    def _started(self, operands: _Operands, method: Callable[..., _core.Request | None], *args: Any) -> NativeWork:
+    def _started(self, operands: Operands, method: Callable[..., _core.Request | None], *args: Any) -> NativeWork:
         if len(self._pending) > _MANY_PENDING:
             for done in [work for work in tuple(self._pending) if work.done()]:
                 self._pending.discard(done)
@@ -411,55 +412,10 @@ class NativeEngine(Engine):
                 self._pending.discard(work)
 
 
-class _Operands:
-    """The tensors of one call, in the shape that the core takes: contiguous, in memory as they read."""
-
-    __slots__ = ("_back", "_factor", "keep", "results", "verb")
-
-    def __init__(self, verb: str, factor: float | Tensor | None = None) -> None:
-        self.verb = verb
-        self._factor = factor
-        self._back: list[tuple[Tensor, Tensor]] = []
-        self.keep: list[Tensor] = []
-        self.results: list[Tensor] = []
-
-    def read(self, tensor: Tensor) -> Tensor:
-        """What the core reads in place of ``tensor``."""
-        work = tensor if self._factor is None and _plain(tensor) else _elements(tensor, self._factor)
-        self.keep.append(work)
-        return work
-
-    def write(self, tensor: Tensor, scaled: bool = True) -> Tensor:
-        """What the core writes in place of ``tensor`` (and reads, ``scaled``); ``finish`` brings it there."""
-        self.results.append(tensor)
-        factor = self._factor if scaled else None
-        if factor is None and _plain(tensor):
-            self.keep.append(tensor)
-            return tensor
-        if _overlaps(tensor):
-            raise UsageError(
-                f"{self.verb}: several elements of the tensor share memory (shape {tuple(tensor.shape)}, strides "
-                f"{tensor.stride()}: an expanded or overlapping view), so that no result can be written to it. "
-                "Call .contiguous() first"
-            )
-        work = _elements(tensor, factor)
-        self._back.append((tensor, work))
-        self.keep.append(work)
-        return work
-
-    def finish(self) -> None:
-        back, self._back = self._back, []
-        self.keep.clear()
-        if back:
-            with torch.no_grad():
-                for tensor, work in back:
-                    tensor.copy_(work)
-
-
 class NativeWork(Work):
     """An asynchronous call on the native engine."""
 
-    def __init__(self, engine: NativeEngine, operands: _Operands) -> None:
+    def __init__(self, engine: NativeEngine, operands: Operands) -> None:
         self.verb = operands.verb
         self.request: _core.Request | None = None  # until the core has it
         self._engine = engine
@@ -500,30 +456,3 @@ class NativeWork(Work):
     def done(self) -> bool:
         """Whether the core no longer uses the tensors."""
         return self.request is not None and self.request.done()
-
-
-def _plain(tensor: Tensor) -> bool:
-    # A lazily conjugated or negated tensor has a flag, not other bytes.
-    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether two elements lie at one place."""
-    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
-    reach = 0  # the furthest element of the dimensions so far
-    for stride, size in dims:
-        if stride <= reach:
-            break
-        reach += stride * (size - 1)
-    else:
-        return False
-    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
-    for stride, size in dims:
-        offsets = (offsets.unsqueeze(1) + stride * torch.arange(size, device="cpu")).flatten()
-    distinct: Tensor = torch.unique(offsets)
-    return distinct.numel() < offsets.numel()
-
-
-def _elements(tensor: Tensor, factor: float | Tensor | None = None) -> Tensor:
-    elements = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return elements if factor is None else scaled(elements, factor)

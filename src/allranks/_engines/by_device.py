@@ -1,0 +1,94 @@
+"""One group on several engines: each call goes to the one that moves tensors of its device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from allranks._engines.base import Engine, never
+from allranks._errors import UsageError
+from allranks._types import Stats
+
+if TYPE_CHECKING:
+    from allranks._types import PremulSum, ReduceOp
+    from allranks._work import Work
+
+__all__ = ["ByDevice"]
+
+
+class ByDevice(Engine):
+    """Engines by the type of device, ``cpu`` and others. What has no tensor goes to that of ``cpu``."""
+
+    def __init__(self, name: str, engines: Mapping[str, Engine], group_name: str) -> None:
+        self.name = name
+        self._engines = dict(engines)
+        self._cpu = engines["cpu"]
+        self._group_name = group_name
+        self.now = self._cpu.now
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
+        return self._of(tensor, "all_reduce").all_reduce(tensor, op, async_op)
+
+    def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
+        return self._of(tensor, "reduce").reduce(tensor, root, op, async_op)
+
+    def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
+        return self._of(tensor, "broadcast").broadcast(tensor, root, async_op)
+
+    def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
+        return self._of(tensor, "all_gather").all_gather(outputs, tensor, async_op)
+
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
+        return self._of(tensor, "gather").gather(tensor, outputs, root, async_op)
+
+    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
+        return self._of(tensor, "scatter").scatter(tensor, inputs, root, async_op)
+
+    def reduce_scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
+    ) -> Work | None:
+        return self._of(tensor, "reduce_scatter").reduce_scatter(tensor, inputs, op, async_op)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
+        return self._of(inputs[0], "all_to_all").all_to_all(outputs, inputs, async_op)
+
+    def barrier(self, async_op: bool) -> Work | None:
+        return self._cpu.barrier(async_op)
+
+    def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
+        return self._of(tensor, "send").send(tensor, to, tag, async_op)
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> int:
+        return self._of(tensor, "recv").recv(tensor, source, tag)
+
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        return self._of(tensor, "recv").irecv(tensor, source, tag)
+
+    def empty_shared(self, nbytes: int) -> Tensor:
+        return self._cpu.empty_shared(nbytes)
+
+    def stats(self) -> Stats:
+        """Of all engines together."""
+        return Stats(*map(sum, zip(*(engine.stats() for engine in self._engines.values()), strict=True)))
+
+    def close(self) -> None:
+        self.now = never
+        for engine in self._engines.values():
+            engine.close()
+
+    def abandon(self) -> None:
+        for engine in self._engines.values():
+            engine.abandon()
+
+    def _of(self, tensor: Tensor, verb: str) -> Engine:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
+        engine = self._engines.get(tensor.device.type)
+        if engine is None:
+            raise UsageError(
+                f"{verb} on group '{self._group_name}': the tensor is on {tensor.device}, for which the group has no "
+                f"engine (it has {self.name})"
+            )
+        return engine

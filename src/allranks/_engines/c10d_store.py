@@ -1,0 +1,98 @@
+"""Our store for torch's backends: the addresses that they exchange travel over it, and no TCPStore is opened.
+
+Each group has a server of its own, which the group's rank 0 holds, so that no other store need outlive
+``init_process_group``: on a unix socket where all members share a host, otherwise on a TCP port with a secret.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
+
+from allranks._engines.native_connect import RECORD_BYTES, Exchange
+from allranks._store import StoreClient, StoreServer
+
+if TYPE_CHECKING:
+    from allranks._rendezvous import Member
+
+__all__ = ["GroupStore"]
+
+# A record: the port of rank 0's server, and its secret. On a unix socket (port 0), where the kernel vouches for the
+# user, its random name.
+_RECORD = struct.Struct(f"!H{RECORD_BYTES - 2}s")
+_UNIX = "unix:@allranks-"
+_NAME_BYTES = 16
+
+
+class GroupStore(TorchStore):
+    """A group's store, with the methods that torch's C++ calls.
+
+    Attributes:
+        secret: random bytes that the members of the group share.
+    """
+
+    def __init__(self, rank: int, members: Sequence[Member], exchange: Exchange, timeout_s: float) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+        self._server: StoreServer | None = None
+        record = bytes(RECORD_BYTES)
+        if rank == 0:
+            if len({member.boot_id for member in members}) == 1:
+                self._server = StoreServer.unix()
+                record = _RECORD.pack(0, bytes.fromhex(self._server.address.removeprefix(_UNIX)))
+            else:
+                secret = os.urandom(RECORD_BYTES - 2)
+                self._server = StoreServer.tcp(members[0].host, 0, secret)
+                record = _RECORD.pack(int(self._server.address.rpartition(":")[2]), secret)
+            self._server.start()
+        try:
+            port, self.secret = _RECORD.unpack(exchange(record)[0])
+            if port:
+                address = f"tcp:{members[0].host}:{port}" if self._server is None else self._server.here
+                self._client = StoreClient.connect(address, self.secret, timeout_s)
+            else:
+                self._client = StoreClient.connect(_UNIX + self.secret[:_NAME_BYTES].hex(), timeout_s=timeout_s)
+        except BaseException:
+            if self._server is not None:
+                self._server.close()
+            raise
+
+    def close(self) -> None:
+        """Ends this rank's connections, and on rank 0 the server."""
+        self._client.close()
+        if self._server is not None:
+            self._server.close()
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._client.set(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._client.get(key, self._timeout_s)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: list[str], values: list[bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._client.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._client.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._client.wait(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        before, after = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected, desired))
+        return self._client.compare_set(key, before, after)
+
+    def delete_key(self, key: str) -> bool:
+        return self._client.delete(key)

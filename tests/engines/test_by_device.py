@@ -1,0 +1,109 @@
+"""Groups with an engine for each type of device, and what a backend's name means."""
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks import _engines
+from allranks._engines.by_device import ByDevice
+from allranks._group import ProcessGroup
+from allranks.testing import run_ranks
+
+
+@pytest.mark.parametrize(
+    ("backend", "cuda", "means"),
+    [
+        (None, False, "native"),
+        (None, True, "cpu:native,cuda:nccl"),
+        ("NATIVE", True, "native"),
+        ("gloo", True, "gloo"),
+        ("cpu:gloo,cuda:nccl", False, "gloo"),
+        ("cuda:nccl, cpu:gloo", True, "cuda:nccl,cpu:gloo"),
+        ("nccl", True, "nccl"),
+        ("nccl", False, "built without nccl"),
+        ("cuda:nccl", False, "neither the engine nor the device"),
+        ("cpu:nccl", True, "'cpu:nccl' is wrong there"),
+        ("cpu:gloo,cpu:native", True, "'cpu:native' is wrong there"),
+        ("cpu:mpi", True, "not in this version"),
+        ("cpu:infiniband", True, "unknown backend 'cpu:infiniband'"),
+    ],
+)
+def test_names(backend: str | None, cuda: bool, means: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: cuda)
+    if " " in means:
+        with pytest.raises(dist.ConfigError, match=means):
+            _engines.check_backend(backend)
+    else:
+        assert _engines.check_backend(backend) == means
+
+
+def test_each_tensor_goes_to_the_engine_of_its_device() -> None:
+    def body() -> None:
+        world = dist.group.WORLD
+        size, rank = world.size(), world.rank()
+        native, gloo = world._engine, dist.new_group(backend="gloo")._engine
+        # No CUDA tensor can be had here: gloo stands for the engine that is not asked.
+        engine = ByDevice("cpu:native,cuda:nccl", {"cpu": native, "cuda": gloo}, "both")
+        both = ProcessGroup(engine, "both", rank, world.members, 20.0)
+        assert both.backend == "cpu:native,cuda:nccl"
+        for asynchronous in (False, True):
+            mine, ones = torch.tensor([rank + 1.0]), torch.ones(size)
+            rows = [torch.zeros(1) for _ in range(size)]
+            everyone = [i + 1.0 for i in range(size)]
+            works = [both.all_gather(rows, mine, asynchronous), both.barrier(asynchronous)]
+            works.append(both.reduce_scatter(part := torch.zeros(1), ones, async_op=asynchronous))
+            works.append(both.all_to_all_single(turned := torch.zeros(size), mine.repeat(size), async_op=asynchronous))
+            works.append(both.reduce(at_0 := mine.clone(), 0, async_op=asynchronous))
+            works.append(both.broadcast(from_1 := mine.clone(), 1, asynchronous))
+            gathered = [torch.zeros(1) for _ in range(size)] if rank == 0 else None
+            works.append(both.gather(mine, gathered, 0, asynchronous))
+            given = [torch.tensor([float(i)]) for i in range(size)] if rank == 0 else None
+            works.append(both.scatter(got := torch.zeros(1), given, 0, asynchronous))
+            works.append(both.all_reduce(total := mine.clone(), async_op=asynchronous))
+            for work in works:
+                assert (work is not None) == asynchronous
+                if work is not None:
+                    work.wait()
+            assert torch.cat(rows).tolist() == turned.tolist() == everyone
+            assert (part.item(), total.item(), from_1.item(), got.item()) == (size, sum(everyone), 2, rank)
+            assert at_0.item() == (sum(everyone) if rank == 0 else rank + 1)
+            assert gathered is None or torch.cat(gathered).tolist() == everyone
+        if rank == 0:
+            both.send(torch.ones(1), 1)
+            both.isend(torch.ones(1), 1).wait()
+        elif rank == 1:
+            assert both.recv(torch.zeros(1), 0) == 0
+            both.irecv(torch.zeros(1), 0).wait()
+        assert gloo.stats().calls == 1  # the barrier that made it
+        assert both.stats().calls >= 18
+        with pytest.raises(dist.UsageError, match=r"on meta.*has no engine \(it has cpu:native,cuda:nccl\)"):
+            both.all_reduce(torch.zeros(1, device="meta"))
+        with pytest.raises(TypeError, match=r"expected a torch.Tensor"):
+            both.broadcast([1.0], 0)
+        both.close()
+
+    run_ranks(3, body)
+
+
+def test_a_tensor_of_another_device_names_what_the_group_moves() -> None:
+    def body() -> None:
+        gloo = dist.new_group(backend="gloo")
+        for group, name in ((None, "native"), (gloo, "gloo")):
+            with pytest.raises(dist.UsageError, match=f"the {name} engine moves CPU tensors"):
+                dist.all_reduce(torch.zeros(1, device="meta"), group=group)
+
+    run_ranks(2, body)
+
+
+def test_what_is_here() -> None:
+    assert dist.is_gloo_available() == dist.is_backend_available("GLOO") == torch.distributed.is_gloo_available()
+    assert dist.is_nccl_available() == dist.is_backend_available("nccl") == torch.distributed.is_nccl_available()
+    assert not dist.is_backend_available("mpi")
+    assert [dist.get_default_backend_for_device(d) for d in ("cpu", "cuda:1", torch.device("cuda"))] == [
+        "native",
+        "nccl",
+        "nccl",
+    ]
+    assert dist.Backend.default_device_backend_map == {"cpu": "native", "cuda": "nccl"}
+    assert dist.Backend.backend_capability == {"native": ["cpu"], "gloo": ["cpu"], "nccl": ["cuda"]}

@@ -1,0 +1,50 @@
+"""docs/engines.md says what each engine reduces.
+
+python tests/house/test_engines.py --write      # after a change of it
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from allranks import ReduceOp, _core, _engines
+
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+MARK = "<!-- From here on written by tests/house/test_engines.py -->\n"
+OPS = [op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM]
+
+
+def ops(engine: str, dtype: torch.dtype, name: str) -> str:
+    from allranks._engines.c10d import reduces
+
+    if engine == "native":
+        known = [op.name for op in OPS if _core.reduces(_core.DTYPES[name], op)]
+    else:
+        known = [op.name for op in OPS if reduces(engine, dtype, op)]
+    return ", ".join(known) if known else "none"
+
+
+def table() -> str:
+    lines = [
+        "## What is reduced\n",
+        f"| | {' | '.join(f'`{engine}`' for engine in _engines.ENGINES)} |",
+        "|---|---|---|---|",
+    ]
+    rows: dict[str, list[str]] = {}
+    for name in _core.DTYPES:
+        if hasattr(torch, name):
+            cells = " | ".join(ops(engine, getattr(torch, name), name) for engine in _engines.ENGINES)
+            rows.setdefault(cells, []).append(f"`{name}`")
+    lines += [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
+    lines.append("\n`premul_sum` is there where SUM is.")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_has_the_table() -> None:
+    assert PAGE.read_text().partition(MARK)[2] == table(), "python tests/house/test_engines.py --write"
+
+
+if __name__ == "__main__":
+    assert sys.argv[1:] == ["--write"], __doc__
+    PAGE.write_text(PAGE.read_text().partition(MARK)[0] + MARK + table())
