@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import os
 import struct
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -91,12 +90,11 @@ class NativeEngine(Engine):
         )
 
         if get_debug_level() is not DebugLevel.DETAIL:
-            me = weakref.ref(self)  # whoever calls it has the engine
+            comm = self.comm  # not self: a call outlives the engine when the group is destroyed meanwhile
 
             def explain_now(failure: _core.Failure, verb: str) -> AllranksError:
-                engine = me()
-                assert engine is not None
-                return engine.explain(failure, verb)
+                calls = comm.last_calls()
+                return explain(failure, verb, group=group_name, rank=rank, members=members, last_calls=calls)
 
             self.now = _core.Now(self.comm, explain_now)
 
