@@ -33,7 +33,7 @@ from allranks._debug import DebugLevel, get_debug_level
 from allranks._engines.base import Engine
 from allranks._engines.c10d_store import GroupStore
 from allranks._engines.native_connect import Exchange
-from allranks._engines.operands import Operands
+from allranks._engines.operands import Operands, OperandsWork
 from allranks._engines.presence import Presence
 from allranks._errors import (
     AllranksError,
@@ -501,17 +501,16 @@ class _Message(_Progress):
         self._ended.set()
 
 
-class C10dWork(Work):
+class C10dWork(OperandsWork):
     """An asynchronous call on one of torch's backends."""
 
     def __init__(self, engine: C10dEngine, operands: Operands, nbytes: int, progress: _Progress) -> None:
+        super().__init__(operands)
         self.began = time.monotonic()
         self.nbytes = nbytes
         self.source = -1
         self._engine = engine
-        self._operands = operands
         self._progress = progress
-        self._error: AllranksError | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if self._error is not None:
@@ -540,23 +539,8 @@ class C10dWork(Work):
         self._engine.ended(self)
         return True
 
-    def is_completed(self) -> bool:
-        if not self.done():
-            return False
-        if self._error is None:
-            with contextlib.suppress(AllranksError):  # wait and exception() report it
-                self.wait()
-        return True
-
-    def exception(self) -> BaseException | None:
-        return self._error if self.is_completed() else None
-
     def source_rank(self) -> int:
         return self.source if self.source >= 0 else int(self._progress.handle._source_rank())
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self._operands.results
 
     def done(self) -> bool:
         """Whether torch no longer uses the tensors."""

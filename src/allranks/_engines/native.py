@@ -7,7 +7,6 @@ core uses them, and handles those whose elements do not lie in one piece. How th
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import struct
@@ -23,7 +22,7 @@ from allranks._debug import DebugLevel, get_debug_level
 from allranks._engines.base import Engine, never
 from allranks._engines.native_connect import RECORD_BYTES, Door, Exchange, connect
 from allranks._engines.native_errors import explain
-from allranks._engines.operands import Operands
+from allranks._engines.operands import Operands, OperandsWork
 from allranks._errors import AllranksError, MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._host import usable_cpus
 from allranks._sites import site, stack_hash, where
@@ -410,15 +409,13 @@ class NativeEngine(Engine):
                 self._pending.discard(work)
 
 
-class NativeWork(Work):
+class NativeWork(OperandsWork):
     """An asynchronous call on the native engine."""
 
     def __init__(self, engine: NativeEngine, operands: Operands) -> None:
-        self.verb = operands.verb
+        super().__init__(operands)
         self.request: _core.Request | None = None  # until the core has it
         self._engine = engine
-        self._operands = operands
-        self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if self._error is not None:
@@ -432,24 +429,9 @@ class NativeWork(Work):
         self._operands.finish()
         return True
 
-    def is_completed(self) -> bool:
-        if not self.done():
-            return False
-        if self._error is None:
-            with contextlib.suppress(AllranksError):  # wait and exception() report it
-                self.wait()
-        return True
-
-    def exception(self) -> BaseException | None:
-        return self._error if self.is_completed() else None
-
     def source_rank(self) -> int:
         assert self.request is not None
         return self.request.source()
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self._operands.results
 
     def done(self) -> bool:
         """Whether the core no longer uses the tensors."""

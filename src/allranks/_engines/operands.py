@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
+
 import torch
 from torch import Tensor
 
-from allranks._errors import UsageError
+from allranks._errors import AllranksError, UsageError
 from allranks._types import scaled
+from allranks._work import Work
 
-__all__ = ["Operands"]
+__all__ = ["Operands", "OperandsWork"]
 
 
 class Operands:
@@ -55,6 +59,34 @@ class Operands:
             with torch.no_grad():
                 for tensor, work in back:
                     tensor.copy_(work)
+
+
+class OperandsWork(Work):
+    """An asynchronous call of an engine on such tensors. ``wait`` keeps the error of a call that has failed."""
+
+    def __init__(self, operands: Operands) -> None:
+        self.verb = operands.verb
+        self._operands = operands
+        self._error: BaseException | None = None
+
+    @abc.abstractmethod
+    def done(self) -> bool:
+        """Whether the engine no longer uses the tensors."""
+
+    def is_completed(self) -> bool:
+        if not self.done():
+            return False
+        if self._error is None:
+            with contextlib.suppress(AllranksError):  # wait and exception() report it
+                self.wait()
+        return True
+
+    def exception(self) -> BaseException | None:
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return self._operands.results
 
 
 def _plain(tensor: Tensor) -> bool:
