@@ -81,7 +81,8 @@ constexpr std::array kDTypeNames = {"uint8",      "int8",          "int16",     
 static_assert(kDTypeNames.size() == kDTypes);
 constexpr std::array kReduceOpNames = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
 static_assert(kReduceOpNames.size() == kReduceOps);
-constexpr std::array kKinds = {"", "timeout", "died", "left", "interrupted", "mismatch", "closed", "system"};
+constexpr std::array kKinds = {"",         "timeout", "died",   "left",       "interrupted",
+                               "mismatch", "closed",  "system", "unreachable"};
 
 PyObject* failure_type = nullptr;  // allranks._core.Failure; lives as long as the module
 
@@ -420,6 +421,24 @@ NB_MODULE(_core, m) {
           },
           nb::arg("rank"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"), nb::arg("timeout_s"),
           nb::arg("spin_us"), nb::arg("spin_progress_us"), "Takes over the descriptors.")
+      .def_static(
+          "across_hosts",
+          [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
+             const std::vector<int>& liveness, const std::vector<int>& lanes, const std::vector<int>& posts,
+             const std::vector<int>& pulses, double timeout_s, double spin_us, double spin_progress_us) {
+            const Hosts hosts(host_of);
+            auto shm = std::make_unique<Shm>(hosts.place(rank), sizes, Shm::map(sizes, own(segments)), own(liveness),
+                                             hosts.on(hosts.of(rank)));
+            return std::make_shared<Comm>(std::move(shm), rank, hosts,
+                                          Net::Sockets{own(lanes), own(posts), own(pulses)},
+                                          Settings{.timeout_s = timeout_s,
+                                                   .spin_ns = static_cast<int64_t>(spin_us * 1e3),
+                                                   .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3)});
+          },
+          nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
+          nb::arg("lanes"), nb::arg("posts"), nb::arg("pulses"), nb::arg("timeout_s"), nb::arg("spin_us"),
+          nb::arg("spin_progress_us"),
+          "Takes over the descriptors: of this host's ranks, and, by rank of the group, of the others (else -1).")
       .def("all_reduce", all_reduce)
       .def("reduce", reduce)
       .def("broadcast", broadcast)

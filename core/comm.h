@@ -15,27 +15,16 @@
 #include <thread>
 #include <vector>
 
+#include "channel/net.h"
 #include "channel/shm.h"
-#include "copier.h"
 #include "mail.h"
-#include "shared.h"
-#include "swaps.h"
+#include "operation.h"
+#include "team.h"
 #include "types.h"
 #include "waiting.h"
+#include "wide.h"
 
 namespace allranks {
-
-struct Operation {
-  Fingerprint fingerprint;
-  Buffer buffer;  // the operand; of reduce_scatter and scatter: the result
-  // Pieces by rank, of verbs that have them: what goes to each, what comes from each.
-  std::vector<std::byte*> ins = {};
-  std::vector<std::byte*> outs = {};
-  // all_to_all: their sizes in bytes, which may all differ.
-  std::vector<size_t> in_bytes = {};
-  std::vector<size_t> out_bytes = {};
-  std::string site = {};  // where in the program an asynchronous call stands; of a blocking one the caller tells
-};
 
 // An asynchronous collective.
 struct Queued : Request {
@@ -58,12 +47,15 @@ struct Settings {
 
 class Comm {
  public:
+  // A group of ranks that share this host.
   Comm(std::unique_ptr<Shm> shm, Settings settings);
+  // A group that spans hosts: `shm` is of the ranks of this one.
+  Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, Net::Sockets sockets, Settings settings);
   ~Comm();
   Comm(const Comm&) = delete;
 
-  int rank() const { return shm_->rank(); }
-  int size() const { return shm_->size(); }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
 
   // Blocking collectives. Throws Error.
   void run(const Operation& operation, Caller& caller);
@@ -83,7 +75,7 @@ class Comm {
 
   // This rank's part, and the others', of memory that calls may work in.
   std::unique_ptr<SharedBlock> share(uint64_t number, size_t bytes, const std::vector<sys::Fd>& parts) {
-    return std::make_unique<SharedBlock>(blocks_, number, rank(), bytes, parts);
+    return team_.share(number, bytes, parts);
   }
 
   // Leaves the group: the others' pending and later calls that need this rank fail. Returns always.
@@ -91,52 +83,11 @@ class Comm {
   // In a forked child, where the parent's group does not exist: lets go of its sockets.
   void abandon();
 
+  Team& team() { return team_; }  // the ranks of this host
+
   Stats stats() const;
   // The last collective that each rank has begun, as far as can be seen from here.
   std::vector<std::pair<uint32_t, Fingerprint>> last_calls();
-
-  // --- for the algorithms (core/algorithms) ---
-
-  // One collective under way.
-  struct Call {
-    uint32_t number;
-    Patience patience;
-    Failure about;
-    const std::string& site;
-  };
-
-  // Posts this rank's fingerprint, with up to CallLine::kInline bytes of payload, and waits for
-  // everybody's. Throws a mismatch, on every rank, unless all are equal.
-  void arrive(Call& call, const void* payload = nullptr, size_t nbytes = 0);
-
-  // The next pieces of every rank's ring. Every rank of a call takes the same.
-  struct Pieces {
-    Shm& shm;
-    uint64_t begin;
-    size_t room;  // bytes of each
-
-    std::byte* at(int rank, size_t piece = 0) const { return shm.ring_at(rank, begin + piece * room); }
-  };
-  Pieces take(size_t bytes, size_t pieces = 1);
-
-  // After a mismatch that every rank has found: where each rank's call stands.
-  std::vector<std::string> exchange_notes(Call& call);
-
-  // As arrive, for an operand of which this rank's part is `data`. If every rank's lies in the same
-  // shared block: the address of each rank's, by rank, as seen from here. Else empty.
-  std::vector<std::byte*> arrive_at(Call& call, const void* data, size_t nbytes);
-  // The end of a call whose ranks have worked in each other's memory.
-  void depart(Call& call);
-
-  // The pipeline of a large call. Between arrive and the end of the call all ranks do the same
-  // number of steps; `base_step` is the count before the first.
-  void post_step(uint32_t done, bool wake_always);
-  void wait_step_of_all(Call& call, uint32_t done);
-  void wait_step_of(Call& call, int rank, uint32_t done);
-
-  Shm& shm() { return *shm_; }
-  Copier& copier() { return copier_; }
-  uint32_t base_step = 0;
 
  private:
   void wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns);
@@ -145,10 +96,13 @@ class Comm {
   void run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns);
   void progress();
   void count(size_t nbytes, int64_t began_ns);
-  void compare(Call& call);
-  bool all_at_step(uint32_t done);
+  void run_here(Team::Call& call, const Operation& operation);
 
-  std::unique_ptr<Shm> shm_;
+  Team team_;
+  std::unique_ptr<Net> net_;    // nullptr: all ranks share this host
+  std::unique_ptr<Wide> wide_;  // the same
+  int rank_;
+  int size_;
   Settings settings_;
   Mail mail_;
   int owner_pid_;
@@ -162,15 +116,10 @@ class Comm {
   std::thread progress_;
 
   uint32_t calls_ = 0;
-  uint64_t ring_position_ = 0;
-  Swaps swaps_;
-  std::shared_ptr<SharedBlocks> blocks_ = std::make_shared<SharedBlocks>();  // outlived by blocks
-  Copier copier_;
 
   std::atomic<uint64_t> count_calls_ = 0;
   std::atomic<uint64_t> count_bytes_ = 0;
   std::atomic<int64_t> count_ns_ = 0;
-  std::atomic<uint64_t> count_shared_ = 0;
 };
 
 }  // namespace allranks

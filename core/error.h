@@ -18,6 +18,7 @@ enum class Kind : uint32_t {
   mismatch,     // the ranks' fingerprints differ: see `calls`
   closed,       // this rank closed the group
   system,       // the operating system refused: see `text`
+  unreachable,  // the host of `peer` does not answer
 };
 
 constexpr int32_t kAnyPeer = -2;

@@ -1,6 +1,7 @@
 #include "mail.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 namespace allranks {
@@ -20,18 +21,23 @@ bool fits(const Frame& frame, const Buffer& buffer) {
 // in, while this side goes on.
 size_t burst_bytes(size_t pipe) { return std::min<size_t>(pipe / 4, 64 << 10); }
 
+constexpr size_t kFarBurst = 1 << 20;  // the same, between hosts
+
 size_t payload_of(const Frame& frame) { return frame.fingerprint.count * size_of(frame.fingerprint.dtype); }
 
 }  // namespace
 
-Mail::Mail(Shm& shm, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns)
+Mail::Mail(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns)
     : shm_(shm),
+      net_(net),
+      rank_(shm.number(shm.rank())),
+      size_(shm.ranks()),
       timeout_ns_(timeout_ns),
       spin_ns_(spin_ns),
       spin_progress_ns_(spin_progress_ns),
-      sends_(static_cast<size_t>(shm.size())),
-      incoming_(static_cast<size_t>(shm.size())),
-      unexpected_(static_cast<size_t>(shm.size())) {}
+      sends_(static_cast<size_t>(size_)),
+      incoming_(static_cast<size_t>(size_)),
+      unexpected_(static_cast<size_t>(size_)) {}
 
 Mail::~Mail() {
   if (thread_.joinable()) thread_.join();
@@ -39,24 +45,25 @@ Mail::~Mail() {
 
 void Mail::check_send(int to) {
   shm_.check_verdict();
-  if (shm_.has_left(to)) {
-    throw Error(Failure{.kind = Kind::left, .peer = to, .reporter = shm_.rank(), .fingerprint = {.verb = Verb::send}});
+  if (far(to) ? net_->presence(to) == Presence::left : shm_.has_left(shm_.local(to))) {
+    throw Error(Failure{.kind = Kind::left, .peer = to, .reporter = rank_, .fingerprint = {.verb = Verb::send}});
   }
 }
 
 bool Mail::send_at_once(Buffer buffer, int to, int32_t tag) {
+  if (far(to)) return false;
   const std::unique_lock lock(lock_, std::try_to_lock);
   const auto peer = static_cast<size_t>(to);
   if (!lock.owns_lock() || !sends_[peer].empty()) return false;
   check_send(to);
-  PipeControl& control = shm_.pipe_control(shm_.rank(), to);
+  PipeControl& control = shm_.pipe_control(shm_.rank(), shm_.local(to));
   const size_t capacity = shm_.sizes().pipe;
   const uint64_t written = control.written.load(std::memory_order_relaxed);
   const size_t space = capacity - (written - control.read.load(std::memory_order_seq_cst));
   const size_t n = buffer.nbytes();
   if (sizeof(Frame) + n > std::min(space, burst_bytes(capacity))) return false;
   const Frame frame{.fingerprint = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count}, .tag = tag};
-  std::byte* pipe = shm_.pipe(shm_.rank(), to);
+  std::byte* pipe = shm_.pipe(shm_.rank(), shm_.local(to));
   const auto put = [&](uint64_t at, const void* from, size_t bytes) {
     const size_t first = std::min(bytes, capacity - static_cast<size_t>(at % capacity));
     if (bytes == 0) return;
@@ -66,12 +73,13 @@ bool Mail::send_at_once(Buffer buffer, int to, int32_t tag) {
   put(written, &frame, sizeof frame);
   put(written + sizeof frame, buffer.data, n);
   control.written.store(written + sizeof frame + n, std::memory_order_seq_cst);
-  Shm::ring(shm_.bell(to));
+  Shm::ring(bell_of(to));
   return true;
 }
 
 bool Mail::recv_at_once(Buffer buffer, int from, int32_t tag) {
-  PipeControl& control = shm_.pipe_control(from, shm_.rank());
+  if (far(from)) return false;
+  PipeControl& control = shm_.pipe_control(shm_.local(from), shm_.rank());
   const size_t n = buffer.nbytes();
   const auto there = [&] {
     return control.written.load(std::memory_order_seq_cst) - control.read.load(std::memory_order_relaxed) >=
@@ -92,7 +100,7 @@ bool Mail::recv_at_once(Buffer buffer, int from, int32_t tag) {
   shm_.check_verdict();
   const size_t capacity = shm_.sizes().pipe;
   const uint64_t read = control.read.load(std::memory_order_relaxed);
-  const std::byte* pipe = shm_.pipe(from, shm_.rank());
+  const std::byte* pipe = shm_.pipe(shm_.local(from), shm_.rank());
   const auto get = [&](uint64_t at, void* to, size_t bytes) {
     const size_t first = std::min(bytes, capacity - static_cast<size_t>(at % capacity));
     if (bytes == 0) return;
@@ -104,7 +112,7 @@ bool Mail::recv_at_once(Buffer buffer, int from, int32_t tag) {
   if (frame.tag != tag || !fits(frame, buffer)) return false;
   get(read + sizeof frame, buffer.data, n);
   control.read.store(read + sizeof frame + n, std::memory_order_seq_cst);
-  Shm::ring(shm_.bell(from));
+  Shm::ring(bell_of(from));
   return true;
 }
 
@@ -132,7 +140,7 @@ std::shared_ptr<Parcel> Mail::post_recv(Buffer buffer, int from, int32_t tag, Ca
   parcel->tag = tag;
   parcel->about = {.verb = Verb::recv, .dtype = buffer.dtype, .count = buffer.count};
   const int first = from < 0 ? 0 : from;
-  const int last = from < 0 ? shm_.size() - 1 : from;
+  const int last = from < 0 ? size_ - 1 : from;
   for (int r = first; r <= last; r++) {
     auto& kept = unexpected_[static_cast<size_t>(r)];
     const auto it = std::find_if(kept.begin(), kept.end(),
@@ -144,7 +152,7 @@ std::shared_ptr<Parcel> Mail::post_recv(Buffer buffer, int from, int32_t tag, Ca
       claimed_++;
     } else {
       if (!fits(it->frame, buffer)) {
-        finish(*parcel, refused(shm_.rank(), r, it->frame.fingerprint, parcel->about));
+        finish(*parcel, refused(rank_, r, it->frame.fingerprint, parcel->about));
       } else {
         if (!it->payload.empty()) std::memcpy(buffer.data, it->payload.data(), it->payload.size());
         finish(*parcel);
@@ -164,7 +172,7 @@ void Mail::wait(const std::shared_ptr<Parcel>& parcel, Caller& caller, int64_t t
                       .timeout_ns = timeout_ns >= 0 ? timeout_ns : timeout_ns_,
                       .spin_ns = spin_ns_,
                       .final = timeout_ns < 0};
-    const Failure about{.reporter = shm_.rank(), .fingerprint = parcel->about};
+    const Failure about{.reporter = rank_, .fingerprint = parcel->about};
     try {
       shm_.wait(shm_.bell(shm_.rank()), patience, about, [&] {
         if (parcel->done.load(std::memory_order_acquire)) return -1;
@@ -202,7 +210,7 @@ void Mail::run() {
     }
     Patience patience{.caller = nobody, .timeout_ns = timeout_ns_, .spin_ns = spin_progress_ns_, .final = false};
     try {
-      shm_.wait(shm_.bell(shm_.rank()), patience, Failure{.reporter = shm_.rank()}, [&] {
+      shm_.wait(shm_.bell(shm_.rank()), patience, Failure{.reporter = rank_}, [&] {
         if (stopping_) return -1;
         const std::unique_lock lock(lock_, std::try_to_lock);
         if (!lock.owns_lock()) return Shm::kAnyRank;
@@ -226,7 +234,7 @@ void Mail::close() {
   }
   if (thread_.joinable()) thread_.join();
   const std::lock_guard lock(lock_);
-  const Failure failure{.kind = Kind::closed, .peer = shm_.rank(), .reporter = shm_.rank()};
+  const Failure failure{.kind = Kind::closed, .peer = rank_, .reporter = rank_};
   fail_all(std::make_exception_ptr(Error(failure)));
 }
 
@@ -280,17 +288,18 @@ void Mail::fail_all(const std::exception_ptr& error) {
 }
 
 void Mail::progress() {
-  for (int r = 0; r < shm_.size(); r++) {
-    if (r == shm_.rank()) continue;
+  for (int r = 0; r < size_; r++) {
+    if (r == rank_) continue;
     if (!sends_[static_cast<size_t>(r)].empty()) push(r);
-    pull(r);
+    far(r) ? pull_far(r) : pull(r);
   }
 }
 
 void Mail::push(int peer) {
+  if (far(peer)) return push_far(peer);
   auto& queue = sends_[static_cast<size_t>(peer)];
-  PipeControl& control = shm_.pipe_control(shm_.rank(), peer);
-  std::byte* pipe = shm_.pipe(shm_.rank(), peer);
+  PipeControl& control = shm_.pipe_control(shm_.rank(), shm_.local(peer));
+  std::byte* pipe = shm_.pipe(shm_.rank(), shm_.local(peer));
   const size_t capacity = shm_.sizes().pipe;
   uint64_t written = control.written.load(std::memory_order_relaxed);
   while (!queue.empty()) {
@@ -313,7 +322,7 @@ void Mail::push(int peer) {
     const bool some = written != control.written.load(std::memory_order_relaxed);
     if (some) {
       control.written.store(written, std::memory_order_seq_cst);
-      Shm::ring(shm_.bell(peer));
+      Shm::ring(bell_of(peer));
     }
     if (all) {
       const auto done = std::move(queue.front());
@@ -326,8 +335,8 @@ void Mail::push(int peer) {
 }
 
 void Mail::pull(int peer) {
-  PipeControl& control = shm_.pipe_control(peer, shm_.rank());
-  const std::byte* pipe = shm_.pipe(peer, shm_.rank());
+  PipeControl& control = shm_.pipe_control(shm_.local(peer), shm_.rank());
+  const std::byte* pipe = shm_.pipe(shm_.local(peer), shm_.rank());
   const size_t capacity = shm_.sizes().pipe;
   Incoming& in = incoming_[static_cast<size_t>(peer)];
   uint64_t read = control.read.load(std::memory_order_relaxed);
@@ -347,9 +356,55 @@ void Mail::pull(int peer) {
     }
     read += n;
     control.read.store(read, std::memory_order_seq_cst);
-    Shm::ring(shm_.bell(peer));
+    Shm::ring(bell_of(peer));
     if (header && in.header == sizeof(Frame)) dispatch(peer);
     if (in.header == sizeof(Frame) && in.payload == payload_of(in.frame)) complete(peer);
+  }
+}
+
+void Mail::push_far(int peer) {
+  auto& queue = sends_[static_cast<size_t>(peer)];
+  Stream& post = net_->post(peer);
+  while (!queue.empty()) {
+    Parcel& parcel = *queue.front();
+    const size_t total = sizeof(Frame) + parcel.buffer.nbytes();
+    const size_t header = std::min(parcel.moved, sizeof(Frame));
+    const size_t payload = parcel.moved - header;
+    std::array<iovec, 2> parts{
+        {{reinterpret_cast<std::byte*>(&parcel.frame) + header, sizeof(Frame) - header},
+         {parcel.buffer.bytes() + payload, std::min(parcel.buffer.nbytes() - payload, kFarBurst)}}};
+    const size_t taken = post.put(parts.data(), parts.size());
+    parcel.moved += taken;
+    if (parcel.moved == total) {
+      const auto done = std::move(queue.front());
+      queue.pop_front();
+      finish(*done);
+    } else if (taken == 0 || post.full()) {
+      return;
+    }
+  }
+}
+
+void Mail::pull_far(int peer) {
+  Stream& post = net_->post(peer);
+  Incoming& in = incoming_[static_cast<size_t>(peer)];
+  std::vector<std::byte> dropped;
+  for (;;) {
+    if (in.header < sizeof(Frame)) {
+      const size_t n = post.get(reinterpret_cast<std::byte*>(&in.frame) + in.header, sizeof(Frame) - in.header);
+      if (n == 0) return;
+      in.header += n;
+      if (in.header < sizeof(Frame)) continue;
+      dispatch(peer);
+    }
+    if (const size_t left = payload_of(in.frame) - in.payload; left > 0) {
+      const size_t most = std::min(left, kFarBurst);
+      if (in.target == nullptr) dropped.resize(most);
+      const size_t n = post.get(in.target != nullptr ? in.target + in.payload : dropped.data(), most);
+      if (n == 0) return;
+      in.payload += n;
+    }
+    if (in.payload == payload_of(in.frame)) complete(peer);
   }
 }
 
@@ -372,7 +427,7 @@ void Mail::dispatch(int peer) {
   parcel->peer = peer;
   if (!fits(in.frame, parcel->buffer)) {
     // Dropped, so that the next message is found.
-    finish(*parcel, refused(shm_.rank(), peer, in.frame.fingerprint, parcel->about));
+    finish(*parcel, refused(rank_, peer, in.frame.fingerprint, parcel->about));
     return;
   }
   in.parcel = parcel;
@@ -393,7 +448,7 @@ void Mail::complete(int peer) {
   if (parcel == nullptr) return;
   claimed_--;
   if (!fits(in.frame, parcel->buffer)) {
-    finish(*parcel, refused(shm_.rank(), peer, in.frame.fingerprint, parcel->about));
+    finish(*parcel, refused(rank_, peer, in.frame.fingerprint, parcel->about));
   } else {
     const auto& payload = in.unexpected->payload;
     if (!payload.empty()) std::memcpy(parcel->buffer.data, payload.data(), payload.size());

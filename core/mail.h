@@ -1,8 +1,9 @@
 // send and recv between the ranks of a group: messages, tags, and those that are under way.
 //
-// Each ordered pair of ranks has a byte ring in shared memory (a pipe). A send copies what fits and
-// is done when all of it has been copied, so that small messages are buffered and two ranks may both
-// send first. A message that arrives before it is asked for, or behind one that is, is kept aside.
+// Each ordered pair of ranks of one host has a byte ring in shared memory (a pipe), each pair of ranks of
+// different hosts a connection (a post). A send copies what fits and is done when all of it has been copied, so
+// that small messages are buffered and two ranks may both send first. A message that arrives before it is asked for, or
+// behind one that is, is kept aside.
 //
 // Nothing here blocks for a single message: whoever waits for any of them moves all of them
 // (`progress`), or else a rank that waits for its send while its peer does the same would hang. For
@@ -20,6 +21,7 @@
 #include <thread>
 #include <vector>
 
+#include "channel/net.h"
 #include "channel/shm.h"
 #include "copier.h"
 #include "types.h"
@@ -51,7 +53,8 @@ struct Parcel : Request {
 
 class Mail {
  public:
-  Mail(Shm& shm, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns);
+  // net: of a group that spans hosts; else nullptr.
+  Mail(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns);
   ~Mail();
 
   std::shared_ptr<Parcel> post_send(Buffer buffer, int to, int32_t tag, Caller& caller);
@@ -92,6 +95,8 @@ class Mail {
   void check_send(int to);
   void push(int peer);
   void pull(int peer);
+  void push_far(int peer);
+  void pull_far(int peer);
   void dispatch(int peer);
   void complete(int peer);
   void finish(Parcel& parcel, std::exception_ptr error = nullptr);
@@ -101,7 +106,13 @@ class Mail {
 
   void run();
 
+  bool far(int peer) const { return shm_.local(peer) < 0; }  // on another host
+  Bell& bell_of(int peer) { return shm_.bell(shm_.local(peer)); }
+
   Shm& shm_;
+  Net* net_;
+  int rank_;  // of the group, as all ranks here
+  int size_;
   int64_t timeout_ns_;
   int64_t spin_ns_;
   int64_t spin_progress_ns_;

@@ -12,8 +12,9 @@
 
 namespace allranks {
 
-// dst may be one of srcs; otherwise nothing overlaps.
-using Kernel = void (*)(void* dst, const void* const* srcs, int nsrcs, size_t count);
+// dst may be one of srcs; otherwise nothing overlaps. parts: of how many ranks' operands srcs are made; AVG
+// divides by it.
+using Kernel = void (*)(void* dst, const void* const* srcs, int nsrcs, size_t count, int parts);
 
 // nullptr: this pair does not exist (AVG of integers, MAX of complex, dtypes that are only moved).
 Kernel kernel_for(DType dtype, ReduceOp op);

@@ -196,7 +196,7 @@ void narrow_tile<f16>(f16* dst, const float* acc, size_t n) {
 constexpr size_t kTile = 1024;  // elements: the accumulators stay in the L1 cache
 
 template <class T, class Op, bool kAverage>
-void reduce(void* dst_, const void* const* srcs, int nsrcs, size_t count) {
+void reduce(void* dst_, const void* const* srcs, int nsrcs, size_t count, int parts) {
   using A = typename Acc<T>::type;
   constexpr bool wide = !std::is_same_v<T, A>;
   auto* dst = static_cast<T*>(dst_);
@@ -208,7 +208,7 @@ void reduce(void* dst_, const void* const* srcs, int nsrcs, size_t count) {
 #pragma GCC ivdep
       for (size_t i = 0; i < count; i++) {
         A x = Op::combine(a[i], b[i]);
-        if constexpr (kAverage) x = x / static_cast<A>(2);
+        if constexpr (kAverage) x = x / static_cast<A>(parts);
         dst[i] = x;
       }
       return;
@@ -229,7 +229,7 @@ void reduce(void* dst_, const void* const* srcs, int nsrcs, size_t count) {
       }
     }
     if constexpr (kAverage) {
-      for (size_t i = 0; i < n; i++) acc[i] = acc[i] / static_cast<A>(nsrcs);
+      for (size_t i = 0; i < n; i++) acc[i] = acc[i] / static_cast<A>(parts);
     }
     narrow_tile<T>(dst + begin, acc.data(), n);
   }
@@ -237,8 +237,8 @@ void reduce(void* dst_, const void* const* srcs, int nsrcs, size_t count) {
 
 // Complex numbers are summed as pairs of reals.
 template <class T, class Op, bool kAverage>
-void reduce_pairs(void* dst, const void* const* srcs, int nsrcs, size_t count) {
-  reduce<T, Op, kAverage>(dst, srcs, nsrcs, 2 * count);
+void reduce_pairs(void* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
+  reduce<T, Op, kAverage>(dst, srcs, nsrcs, 2 * count, parts);
 }
 
 template <class T>

@@ -7,6 +7,6 @@
 
 namespace allranks::algorithms {
 
-void barrier(Comm& comm, Comm::Call& call) { comm.arrive(call); }
+void barrier(Team& team, Team::Call& call) { team.arrive(call); }
 
 }  // namespace allranks::algorithms

@@ -36,7 +36,7 @@ struct alignas(kLine) CallLine {
   static constexpr size_t kInline = kLine - sizeof(uint64_t) - sizeof(Fingerprint);
 
   std::atomic<uint32_t> number;
-  uint32_t unused;
+  uint32_t of_group;  // the group's number of the call, where the group spans hosts and a call has several parts
   Fingerprint fingerprint;
   std::array<std::byte, kInline> payload;
 };
@@ -44,6 +44,8 @@ static_assert(sizeof(CallLine) == kLine);
 
 struct alignas(kLine) StepLine {
   std::atomic<uint32_t> done;
+  uint32_t disagree;  // by the leader of a host: not 0: where in its ring everybody's fingerprints stand, plus 1
+  std::atomic<uint32_t> begun;  // the group's number of the call that this rank is in, where it spans hosts
 };
 
 // Only the segment of rank 0 uses its gate and its verdict; they are the whole group's.

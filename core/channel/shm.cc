@@ -1,8 +1,10 @@
 #include "shm.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <new>
+#include <numeric>
 
 namespace allranks {
 
@@ -42,11 +44,17 @@ Shm::Maps Shm::map(Sizes sizes, const std::vector<sys::Fd>& segments) {
   return maps;
 }
 
-Shm::Shm(int rank, Sizes sizes, Maps maps, std::vector<sys::Fd> liveness)
+Shm::Shm(int rank, Sizes sizes, Maps maps, std::vector<sys::Fd> liveness, std::vector<int> numbers)
     : rank_(rank),
       layout_(static_cast<int>(maps.size()), sizes),
       maps_(std::move(maps)),
-      liveness_(std::move(liveness)) {
+      liveness_(std::move(liveness)),
+      numbers_(std::move(numbers)) {
+  if (numbers_.empty()) {
+    numbers_.resize(maps_.size());
+    std::iota(numbers_.begin(), numbers_.end(), 0);
+  }
+  set_elsewhere(nullptr, size());
   const Sizes& given = layout_.sizes();
   if (!std::has_single_bit(given.piece) || given.piece < 64 || given.ring % given.piece != 0 ||
       given.ring < 6 * given.piece) {
@@ -59,6 +67,12 @@ Shm::Shm(int rank, Sizes sizes, Maps maps, std::vector<sys::Fd> liveness)
                   " has another layout: do all ranks run the same version of allranks?");
     }
   }
+}
+
+void Shm::set_elsewhere(Elsewhere* elsewhere, int ranks) {
+  elsewhere_ = elsewhere;
+  locals_.assign(static_cast<size_t>(std::max(ranks, numbers_.back() + 1)), -1);
+  for (int r = 0; r < size(); r++) locals_[static_cast<size_t>(number(r))] = r;
 }
 
 void Shm::ring(Bell& bell) {
@@ -91,6 +105,7 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
     }
   } while (sys::now_ns() - began < kAwakeNs);
   for (int64_t looked = began;;) {
+    if (elsewhere_ != nullptr && &bell == &this->bell(rank_)) elsewhere_->watch_posts();
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = bell.word.load(std::memory_order_seq_cst);
     bool rung = true;
@@ -111,37 +126,40 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
 void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, const void* context, int64_t began_ns) {
   check_verdict();
   Failure failure = about;
-  failure.reporter = rank_;
+  failure.reporter = number(rank_);
   if (closing_.load(std::memory_order_acquire)) {
     failure.kind = Kind::closed;
-    failure.peer = rank_;
+    failure.peer = number(rank_);
     throw Error(failure);  // the others see that this rank has left
   }
   int gone = 0;
-  for (int r = 0; r < size(); r++) {
-    if (r == rank_ || liveness_[static_cast<size_t>(r)].get() < 0) continue;
-    if (!sys::hung_up(liveness_[static_cast<size_t>(r)].get())) continue;
+  for (int r = 0; r < ranks(); r++) {
+    const Presence found = r == number(rank_) ? Presence::here : presence(r);
+    if (found == Presence::here) continue;
     gone++;
     // Its last words may be what we wait for: look again, now that it cannot say more.
     const int missing = ready(context);
     if (missing < 0) return;
-    const bool left = has_left(r);
     // Who has left has done its part, unless it is the one that is waited for, or the last that could be.
-    if (left && missing != r && !(missing == kAnyRank && gone == size() - 1)) continue;
-    failure.kind = left ? Kind::left : Kind::died;
+    if (found == Presence::left && missing != r && !(missing == kAnyRank && gone == ranks() - 1)) continue;
+    failure.kind = found == Presence::left ? Kind::left : found == Presence::died ? Kind::died : Kind::unreachable;
     failure.peer = r;
   }
   const int64_t now = sys::now_ns();
   failure.seconds = static_cast<double>(now - began_ns) * 1e-9;
-  if (failure.kind != Kind::died && failure.kind != Kind::left) {
+  if (failure.peer < 0) {
     if (patience.caller.interrupted()) {
       failure.kind = Kind::interrupted;
-      failure.peer = rank_;
+      failure.peer = number(rank_);
     } else if (now >= patience.deadline_ns) {
       failure.kind = Kind::timeout;
       failure.peer = ready(context);
       if (failure.peer < 0) return;
-      if (failure.peer == kAnyRank) failure.peer = kAnyPeer;
+      if (failure.peer == kAnyRank) {
+        failure.peer = kAnyPeer;
+      } else if (elsewhere_ != nullptr) {
+        failure.peer = elsewhere_->blame(failure.peer, about.call);
+      }
     } else {
       return;
     }
@@ -154,6 +172,14 @@ void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, c
     throw error;
   }
   check_verdict();
+}
+
+Presence Shm::presence(int number) {
+  const int r = local(number);
+  if (r < 0) return elsewhere_->presence(number);
+  const int liveness = liveness_[static_cast<size_t>(r)].get();
+  if (liveness < 0 || !sys::hung_up(liveness)) return Presence::here;
+  return has_left(r) ? Presence::left : Presence::died;
 }
 
 void Shm::condemn(const Failure& failure) {
@@ -169,6 +195,7 @@ void Shm::condemn(const Failure& failure) {
     wake(gate());
     for (int r = 0; r < size(); r++) wake(bell(r));
   }
+  if (elsewhere_ != nullptr) elsewhere_->announce();
 }
 
 bool Shm::condemned() { return at<Verdict>(0, layout_.verdict()).state.load(std::memory_order_seq_cst) != 0; }

@@ -17,6 +17,22 @@
 
 namespace allranks {
 
+enum class Presence : uint8_t { here, left, died, unreachable };
+
+// The ranks of the group on other hosts, as far as waiting concerns them (net.h).
+class Elsewhere {
+ public:
+  virtual ~Elsewhere() = default;
+  // left: and nothing more will come from it.
+  virtual Presence presence(int rank) = 0;
+  // The group is condemned: tell them.
+  virtual void announce() = 0;
+  // Whom a rank really waits for that waits, in this call, for what `awaited` is to pass on.
+  virtual int blame(int awaited, uint32_t call) = 0;
+  // This rank is about to sleep until a message comes: its bell is to be rung for those from other hosts, too.
+  virtual void watch_posts() = 0;
+};
+
 class Shm {
  public:
   // A new segment for `rank` of `ranks`, to be handed to the others.
@@ -27,11 +43,16 @@ class Shm {
 
   // maps[r]: rank r's segment. (Ranks that are threads of one process share the mappings: the thread
   // sanitizer tells memory by its address.) liveness[r]: a connected socket whose other end only
-  // rank r holds (liveness[rank] is unused).
-  Shm(int rank, Sizes sizes, Maps maps, std::vector<sys::Fd> liveness);
+  // rank r holds (liveness[rank] is unused). numbers: the ranks' numbers in the group, where it has ranks on
+  // other hosts too: these are what `ready` below and failures speak of.
+  Shm(int rank, Sizes sizes, Maps maps, std::vector<sys::Fd> liveness, std::vector<int> numbers = {});
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(maps_.size()); }
+  int number(int rank) const { return numbers_[static_cast<size_t>(rank)]; }
+  int local(int number) const { return locals_[static_cast<size_t>(number)]; }  // -1: on another host
+  int ranks() const { return static_cast<int>(locals_.size()); }                // of the group
+  void set_elsewhere(Elsewhere* elsewhere, int ranks);
   const Sizes& sizes() const { return layout_.sizes(); }
 
   CallLine& call_line(int rank, uint32_t call) { return at<CallLine>(rank, layout_.call(call)); }
@@ -67,6 +88,16 @@ class Shm {
   void check_verdict();  // throws if the group is condemned
   bool condemned();
 
+  // What a rank does now and then while it waits, for whatever reason: see whether the group has failed, and whom
+  // it waits for. Throws Error.
+  template <class Ready>
+  void look_around(Patience& patience, const Failure& about, Ready&& ready, int64_t began_ns) {
+    const auto call = [](const void* r) {
+      return (*static_cast<std::add_const_t<std::remove_reference_t<Ready>>*>(r))();
+    };
+    look_around(patience, about, call, &ready, began_ns);
+  }
+
   bool has_left(int rank) { return at<Header>(rank, layout_.header()).left.load(std::memory_order_acquire) != 0; }
   void leave();          // tell the others that this rank goes on purpose; ends this rank's blocked calls
   void drop_liveness();  // in a forked child: the sockets are the parent's to keep
@@ -81,10 +112,15 @@ class Shm {
   void wait_slowly(Bell& bell, Patience& patience, const Failure& about, ReadyFn ready, const void* context);
   void look_around(Patience& patience, const Failure& about, ReadyFn ready, const void* context, int64_t began_ns);
 
+  Presence presence(int number);
+
   int rank_;
   Layout layout_;
   Maps maps_;
   std::vector<sys::Fd> liveness_;
+  std::vector<int> numbers_;  // by rank on this host
+  std::vector<int> locals_;   // by rank of the group
+  Elsewhere* elsewhere_ = nullptr;
   std::atomic<bool> closing_ = false;
 };
 

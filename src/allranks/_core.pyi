@@ -38,6 +38,20 @@ class Comm:
         spin_us: float,
         spin_progress_us: float,
     ) -> None: ...
+    @staticmethod
+    def across_hosts(
+        rank: int,
+        host_of: list[int],  # ranks of one host have the same number
+        sizes: Sizes,
+        segments: list[int],
+        liveness: list[int],
+        lanes: list[int],
+        posts: list[int],
+        pulses: list[int],
+        timeout_s: float,
+        spin_us: float,
+        spin_progress_us: float,
+    ) -> Comm: ...
     # mark: the shape and, above 32 bits, the call site. started: of an asynchronous call, which returns a Request,
     # where in the program it stands; None: the call blocks and returns None.
     def all_reduce(

@@ -1,6 +1,7 @@
 // Ranks as threads of one process, on the real channel: what the sanitizers can see through.
 #pragma once
 
+#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <functional>
@@ -20,26 +21,75 @@
 
 namespace allranks::test {
 
+// Two connected sockets, over the network of this host.
+inline std::pair<sys::Fd, sys::Fd> tcp_pair() {
+  const sys::Fd listener(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{.sin_family = AF_INET, .sin_port = 0, .sin_addr = {htonl(INADDR_LOOPBACK)}, .sin_zero = {}};
+  socklen_t size = sizeof address;
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  CHECK(bind(listener.get(), generic, size) == 0 && listen(listener.get(), 1) == 0);
+  CHECK(getsockname(listener.get(), generic, &size) == 0);
+  sys::Fd one(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  CHECK(connect(one.get(), generic, size) == 0);
+  sys::Fd other(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+  CHECK(other.get() >= 0);
+  return {std::move(one), std::move(other)};
+}
+
 struct Ranks {
-  explicit Ranks(int n, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0) {
-    std::vector<sys::Fd> segments;
-    for (int r = 0; r < n; r++) segments.push_back(Shm::create_segment(r, n, sizes));
-    // ends[a][b]: the socket that rank a holds towards rank b.
-    std::vector<std::vector<sys::Fd>> ends(static_cast<size_t>(n));
-    for (auto& row : ends) row.resize(static_cast<size_t>(n));
-    for (size_t a = 0; a < ends.size(); a++) {
+  explicit Ranks(int n, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0)
+      : Ranks(std::vector<int>(static_cast<size_t>(n)), sizes, timeout_s, spin_ns) {}
+
+  // host_of: which ranks are to share memory; those of different hosts have TCP connections.
+  explicit Ranks(const std::vector<int>& host_of, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0) {
+    const Hosts hosts(host_of);
+    const size_t n = host_of.size();
+    // near[a][b], lanes[a][b], ...: the socket that rank a holds towards rank b.
+    using Row = std::vector<sys::Fd>;
+    const auto square = [n] {
+      std::vector<Row> rows(n);
+      for (auto& row : rows) row.resize(n);
+      return rows;
+    };
+    std::vector<Row> near = square();
+    std::vector<Net::Sockets> far(n);
+    for (auto& sockets : far) {
+      for (Row* row : {&sockets.lanes, &sockets.posts, &sockets.pulses}) row->resize(n);
+    }
+    for (size_t a = 0; a < n; a++) {
       for (size_t b = 0; b < a; b++) {
-        int pair[2];
-        CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
-        ends[a][b] = sys::Fd(pair[0]);
-        ends[b][a] = sys::Fd(pair[1]);
+        if (hosts.of(static_cast<int>(a)) == hosts.of(static_cast<int>(b))) {
+          int pair[2];
+          CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
+          near[a][b] = sys::Fd(pair[0]);
+          near[b][a] = sys::Fd(pair[1]);
+          continue;
+        }
+        for (auto row : {&Net::Sockets::lanes, &Net::Sockets::posts, &Net::Sockets::pulses}) {
+          auto [one, other] = tcp_pair();
+          (far[a].*row)[b] = std::move(one);
+          (far[b].*row)[a] = std::move(other);
+        }
       }
     }
-    const auto maps = Shm::map(sizes, segments);
-    for (int r = 0; r < n; r++) {
-      comms.push_back(
-          std::make_unique<Comm>(std::make_unique<Shm>(r, sizes, maps, std::move(ends[static_cast<size_t>(r)])),
-                                 Settings{.timeout_s = timeout_s, .spin_ns = spin_ns}));
+    std::vector<Shm::Maps> maps;  // by host
+    for (int h = 0; h < hosts.count(); h++) {
+      const int here = static_cast<int>(hosts.on(h).size());
+      std::vector<sys::Fd> segments;
+      for (int p = 0; p < here; p++) segments.push_back(Shm::create_segment(p, here, sizes));
+      maps.push_back(Shm::map(sizes, segments));
+    }
+    const Settings settings{.timeout_s = timeout_s, .spin_ns = spin_ns};
+    for (size_t i = 0; i < n; i++) {
+      const int r = static_cast<int>(i);
+      const auto& mates = hosts.on(hosts.of(r));
+      Row liveness;
+      for (const int mate : mates) liveness.push_back(std::move(near[i][static_cast<size_t>(mate)]));
+      auto shm = std::make_unique<Shm>(hosts.place(r), sizes, maps[static_cast<size_t>(hosts.of(r))],
+                                       std::move(liveness), mates);
+      comms.push_back(hosts.count() == 1
+                          ? std::make_unique<Comm>(std::move(shm), settings)
+                          : std::make_unique<Comm>(std::move(shm), r, hosts, std::move(far[i]), settings));
     }
   }
 
@@ -64,6 +114,10 @@ struct Ranks {
 
   std::vector<std::unique_ptr<Comm>> comms;
 };
+
+// Which host each rank is on: alone, together, apart, even and uneven.
+inline const std::vector<std::vector<int>> kShapes = {{0},       {0, 0},       {0, 0, 0},       {0, 0, 0, 0, 0}, {0, 1},
+                                                      {0, 1, 2}, {0, 0, 1, 1}, {0, 1, 1, 2, 2}, {0, 1, 0, 1, 1}};
 
 // Small pieces, so that small tensors take every path.
 inline Sizes small_sizes() { return {.piece = 512, .ring = 6 * 512, .pipe = 1024}; }

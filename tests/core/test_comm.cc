@@ -31,8 +31,9 @@ std::vector<float> operand(int rank, size_t count) {
 }  // namespace
 
 TEST(all_reduce_every_path) {
-  for (const int n : {1, 2, 3, 5}) {
-    Ranks ranks(n, small_sizes());
+  for (const auto& hosts : kShapes) {
+    const int n = static_cast<int>(hosts.size());
+    Ranks ranks(hosts, small_sizes());
     for (int round = 0; round < 3; round++) {
       for (const size_t count : kCounts) {
         ranks.each([&](Comm& comm) {
@@ -346,8 +347,8 @@ TEST(call_numbers_wrap) {
   // Only the comparisons matter: steps far apart, and across the wrap.
   Ranks ranks(2, small_sizes());
   for (auto& comm : ranks.comms) {
-    comm->base_step = 0xfffffffd;
-    comm->shm().step_line(comm->rank()).done = 0xfffffffd;
+    comm->team().base_step = 0xfffffffd;
+    comm->team().shm().step_line(comm->rank()).done = 0xfffffffd;
   }
   ranks.each([&](Comm& comm) {
     Caller caller;

@@ -64,7 +64,7 @@ TEST(every_kernel_set_gives_the_same_bits) {
           const Kernel kernel = table[static_cast<size_t>(dtype)][static_cast<size_t>(op)];
           if (kernel == nullptr) continue;
           std::vector<uint8_t> out(parts * size);
-          kernel(out.data(), srcs, used, count);
+          kernel(out.data(), srcs, used, count, used);
           if (expected.empty()) expected = out;
           if (out == expected) continue;
           // A NaN may carry any payload, but must be one everywhere.
@@ -101,7 +101,7 @@ TEST(float16_widens_and_narrows_exactly) {
     // One operand: out is narrow(widen(x)), which must be x.
     std::vector<uint16_t> out(all.size());
     const void* one[] = {all.data()};
-    table[static_cast<size_t>(DType::f16)][static_cast<size_t>(ReduceOp::sum)](out.data(), one, 1, all.size());
+    table[static_cast<size_t>(DType::f16)][static_cast<size_t>(ReduceOp::sum)](out.data(), one, 1, all.size(), 1);
     for (size_t i = 0; i < all.size(); i++) {
       if (std::isnan(half_value(all[i]))) {
         CHECK(std::isnan(half_value(out[i])));
@@ -119,7 +119,7 @@ TEST(float16_rounds_to_nearest_even_once) {
       std::vector<const void*> srcs;
       for (const auto& x : xs) srcs.push_back(&x);
       uint16_t out = 0;
-      sum(&out, srcs.data(), static_cast<int>(srcs.size()), 1);
+      sum(&out, srcs.data(), static_cast<int>(srcs.size()), 1, static_cast<int>(srcs.size()));
       return half_value(out);
     };
     CHECK(add({0x6800, 0x3c00}) == 2048.0f);          // 2048 + 1: a tie, to even
@@ -132,15 +132,26 @@ TEST(float16_rounds_to_nearest_even_once) {
   }
 }
 
+TEST(averages_divide_by_the_ranks_behind_the_operands) {
+  for (const auto& table : tables()) {
+    const float a = 3;
+    const float b = 7;
+    const void* srcs[] = {&a, &b};
+    float out = 0;
+    table[static_cast<size_t>(DType::f32)][static_cast<size_t>(ReduceOp::avg)](&out, srcs, 2, 1, 4);
+    CHECK(out == 2.5f);
+  }
+}
+
 TEST(integers_wrap) {
   for (const auto& table : tables()) {
     const int64_t a = std::numeric_limits<int64_t>::max();
     const int64_t b = 2;
     const void* srcs[] = {&a, &b};
     int64_t out = 0;
-    table[static_cast<size_t>(DType::i64)][static_cast<size_t>(ReduceOp::sum)](&out, srcs, 2, 1);
+    table[static_cast<size_t>(DType::i64)][static_cast<size_t>(ReduceOp::sum)](&out, srcs, 2, 1, 2);
     CHECK(out == std::numeric_limits<int64_t>::min() + 1);
-    table[static_cast<size_t>(DType::i64)][static_cast<size_t>(ReduceOp::prod)](&out, srcs, 2, 1);
+    table[static_cast<size_t>(DType::i64)][static_cast<size_t>(ReduceOp::prod)](&out, srcs, 2, 1, 2);
     CHECK(out == -2);
   }
 }

@@ -32,8 +32,9 @@ Operation operation(Verb verb, std::vector<int32_t>& v, int root = -1) {
 }  // namespace
 
 TEST(reduce_to_every_root) {
-  for (const int n : {1, 2, 3, 5}) {
-    Ranks ranks(n, small_sizes());
+  for (const auto& hosts : kShapes) {
+    const int n = static_cast<int>(hosts.size());
+    Ranks ranks(hosts, small_sizes());
     for (int root = 0; root < n; root++) {
       for (const size_t count : kCounts) {
         ranks.each([&](Comm& comm) {
@@ -57,8 +58,9 @@ TEST(reduce_to_every_root) {
 }
 
 TEST(all_gather_and_gather) {
-  for (const int n : {1, 2, 3, 5}) {
-    Ranks ranks(n, small_sizes());
+  for (const auto& hosts : kShapes) {
+    const int n = static_cast<int>(hosts.size());
+    Ranks ranks(hosts, small_sizes());
     for (const Verb verb : {Verb::all_gather, Verb::gather}) {
       for (const size_t count : kCounts) {
         ranks.each([&](Comm& comm) {
@@ -77,8 +79,9 @@ TEST(all_gather_and_gather) {
 }
 
 TEST(scatter_and_reduce_scatter) {
-  for (const int n : {1, 2, 3, 5}) {
-    Ranks ranks(n, small_sizes());
+  for (const auto& hosts : kShapes) {
+    const int n = static_cast<int>(hosts.size());
+    Ranks ranks(hosts, small_sizes());
     for (const size_t count : kCounts) {
       ranks.each([&](Comm& comm) {
         Caller caller;
@@ -103,8 +106,9 @@ TEST(scatter_and_reduce_scatter) {
 }
 
 TEST(all_to_all_of_any_sizes) {
-  for (const int n : {1, 2, 3, 5}) {
-    Ranks ranks(n, small_sizes());
+  for (const auto& hosts : kShapes) {
+    const int n = static_cast<int>(hosts.size());
+    Ranks ranks(hosts, small_sizes());
     for (const size_t count : kCounts) {
       for (const bool even : {true, false}) {
         const auto size = [&](int from, int to) {

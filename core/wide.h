@@ -1,0 +1,80 @@
+// The collectives of a group that spans hosts.
+//
+// Ranks of one host work in their shared memory (team.h), ranks of different hosts over their lanes (net.h). A
+// call begins with a meeting: the ranks of each host assemble, the hosts' leaders exchange what their ranks call,
+// with as much of the operands as is small, and hand on what they have heard. So every rank knows that all call the
+// same, or that they do not, before any tensor is touched; a small call is over with that. Larger operands follow
+// by every rank's own lanes.
+//
+// Order of reduction: each host's operands by rank, then the hosts' results by the host's first rank. It is the same
+// for every size and on every rank. float16 and bfloat16 are rounded once per level: on the host, and between hosts.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "channel/net.h"
+#include "operation.h"
+#include "reduce.h"
+#include "team.h"
+
+namespace allranks {
+
+class Wide {
+ public:
+  Wide(Team& team, Net& net) : team_(team), net_(net), hosts_(net.hosts()) {}
+
+  void run(Team::Call& call, const Operation& operation);
+
+ private:
+  using Bytes = std::vector<const std::byte*>;
+  using Pieces = std::vector<std::byte*>;
+
+  // What the ranks of a host say together: their contributions one after the other, or reduced.
+  struct Said {
+    std::function<size_t(int)> nbytes;  // of a rank's contribution
+    Kernel kernel = nullptr;            // reduces those of a host
+    size_t count = 0;                   // elements of each
+  };
+  // Returns what each host has said, by host; it lies there until the next call.
+  Bytes meet(Team::Call& call, const void* mine, const Said& said);
+  bool fits(size_t total) const;
+
+  void all_reduce(Team::Call& call, Buffer buffer, ReduceOp op);
+  void reduce(Team::Call& call, Buffer buffer, ReduceOp op, int root);
+  void broadcast(Team::Call& call, Buffer buffer, int root);
+  void all_gather(Team::Call& call, Buffer in, const Pieces& outs);
+  void gather(Team::Call& call, Buffer in, const Pieces& outs, int root);
+  void scatter(Team::Call& call, const Pieces& ins, Buffer out, int root);
+  void reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
+  void all_to_all(Team::Call& call, const Operation& operation);
+
+  // Reduces between one rank of each host (peers, by host). root < 0: all get the result, in place of their
+  // operand; else only that host's, and the others' operands stay as they are.
+  void across(Team::Call& call, const std::vector<int>& peers, Buffer operand, Kernel kernel, int root);
+
+  Team::Call& next(Team::Call& call) {
+    call.number = team_.next();
+    return call;
+  }
+  int me() const { return net_.rank(); }
+  int here() const { return hosts_.of(me()); }
+  int place() const { return team_.rank(); }
+  const std::vector<int>& mates() const { return hosts_.on(here()); }
+  size_t ranks() const { return static_cast<size_t>(hosts_.ranks()); }
+  std::vector<int> leaders() const;
+  Pieces of_mates(const Pieces& all) const;
+  std::byte* scratch(size_t index, size_t nbytes);
+  void flush(Team::Call& call) { net_.flush(call.patience, call.about); }
+
+  [[noreturn]] void disagree(Team::Call& call, Error error);
+
+  Team& team_;
+  Net& net_;
+  const Hosts& hosts_;
+  std::vector<std::byte> outgoing_;               // of a meeting
+  std::vector<std::vector<std::byte>> incoming_;  // by host
+  std::vector<std::vector<std::byte>> scratch_;
+};
+
+}  // namespace allranks
