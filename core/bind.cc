@@ -4,6 +4,7 @@
 // that this module links with no torch and one build works with every version of it.
 #include <cxxabi.h>
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -424,19 +425,18 @@ NB_MODULE(_core, m) {
       .def_static(
           "across_hosts",
           [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
-             const std::vector<int>& liveness, const std::vector<int>& lanes, const std::vector<int>& posts,
-             const std::vector<int>& pulses, double timeout_s, double spin_us, double spin_progress_us) {
+             const std::vector<int>& liveness, const std::array<std::vector<int>, 3>& far, double timeout_s, double spin_us, double spin_progress_us) {
             const Hosts hosts(host_of);
             auto shm = std::make_unique<Shm>(hosts.place(rank), sizes, Shm::map(sizes, own(segments)), own(liveness),
                                              hosts.on(hosts.of(rank)));
             return std::make_shared<Comm>(std::move(shm), rank, hosts,
-                                          Net::Sockets{own(lanes), own(posts), own(pulses)},
+                                          Net::Sockets{own(far[0]), own(far[1]), own(far[2])},
                                           Settings{.timeout_s = timeout_s,
                                                    .spin_ns = static_cast<int64_t>(spin_us * 1e3),
                                                    .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3)});
           },
           nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
-          nb::arg("lanes"), nb::arg("posts"), nb::arg("pulses"), nb::arg("timeout_s"), nb::arg("spin_us"),
+          nb::arg("far"), nb::arg("timeout_s"), nb::arg("spin_us"),
           nb::arg("spin_progress_us"),
           "Takes over the descriptors: of this host's ranks, and, by rank of the group, of the others (else -1).")
       .def("all_reduce", all_reduce)

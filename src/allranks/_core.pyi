@@ -45,9 +45,7 @@ class Comm:
         sizes: Sizes,
         segments: list[int],
         liveness: list[int],
-        lanes: list[int],
-        posts: list[int],
-        pulses: list[int],
+        far: list[list[int]],  # lanes, posts and pulses
         timeout_s: float,
         spin_us: float,
         spin_progress_us: float,

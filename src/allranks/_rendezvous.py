@@ -30,6 +30,7 @@ import msgspec
 
 from allranks._env import read_env, read_int, split_host_port
 from allranks._errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError, rank_list
+from allranks._network import machine, published_addresses
 from allranks._store import (
     ForeignStore,
     MemoryStore,
@@ -57,15 +58,17 @@ class Member(msgspec.Struct, frozen=True):
         rank: its number.
         pid: its process on its host.
         host: its host's name.
-        boot_id: the same for all processes under one running kernel.
+        machine: the same for all processes that share memory and unix sockets.
         world_size: how many ranks it expects.
+        addresses: where other hosts may reach its host.
     """
 
     rank: int
     pid: int
     host: str
-    boot_id: str
+    machine: str
     world_size: int
+    addresses: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
@@ -83,7 +86,7 @@ class _Spot(msgspec.Struct, frozen=True):
     address: str
     token: str
     host: str
-    boot_id: str
+    machine: str
 
 
 class _NotYet(Exception):
@@ -159,7 +162,8 @@ def join(
     rank = _given(rank, query, "rank", 0)
     world_size = _given(world_size, query, "world_size", 1)
     env = read_env(rank, world_size, environ, by_env=store is None and url.scheme == "env")
-    me = Member(env.rank, os.getpid(), socket.gethostname(), _boot_id(), env.world_size)
+    addresses = published_addresses(environ) if env.world_size > 1 else ()
+    me = Member(env.rank, os.getpid(), socket.gethostname(), machine(), env.world_size, addresses)
     if env.world_size == 1:
         return Meeting(0, 1, MemoryStore(), (me,), 0, 1)
     attempt = _Attempt(me, time.monotonic() + timeout_s, timeout_s)
@@ -186,7 +190,7 @@ def join(
             f"{me}: {attempt.where} went away while the ranks joined ({reason(error.__cause__ or error)}).\n"
             "  Look at the end of its output."
         ) from error
-    near = [m.rank for m in members if (m.host, m.boot_id) == (me.host, me.boot_id)]
+    near = [m.rank for m in members if m.machine == me.machine]
     return Meeting(
         rank=me.rank,
         world_size=me.world_size,
@@ -280,7 +284,7 @@ class _Attempt:
             token = uuid.uuid4().hex
             server = StoreServer.unix(token.encode())
             self._serve(server, token.encode())
-            self._write_file(path, _Spot(server.address, token, self.me.host, self.me.boot_id))
+            self._write_file(path, _Spot(server.address, token, self.me.host, self.me.machine))
         else:
             self._find_server(lambda: _read_spot(path, self.me))
 
@@ -474,7 +478,7 @@ def _read_spot(path: Path, me: Member) -> tuple[str, bytes]:
         raise _NotYet("the file names no server") from None
     except OSError as error:
         raise ConfigError(f"file://{path}: cannot be read: {reason(error)}.") from None
-    if spot.boot_id != me.boot_id:
+    if spot.machine != me.machine:
         raise _NotYet(f"the file is of host {spot.host}, this is {me.host}; between hosts use tcp://")
     return spot.address, spot.token.encode()
 
@@ -495,7 +499,3 @@ def _tcp_target(url: SplitResult, init_method: str | None, me: Member) -> tuple[
 def _given(value: int, query: Mapping[str, str], name: str, low: int) -> int:
     found = read_int(query, name, low) if value == -1 else value
     return -1 if found is None else found
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -161,7 +161,7 @@ def test_between_hosts() -> None:
     def body() -> float:
         from allranks import _rendezvous
 
-        _rendezvous._boot_id = lambda: f"host of rank {os.environ['RANK']}"
+        _rendezvous.machine = lambda: f"host of rank {os.environ['RANK']}"
         _rendezvous.socket.gethostname = lambda: "127.0.0.1"
         dist.init_process_group("gloo", timeout=20)
         tensor = torch.tensor([dist.get_rank() + 1.0])

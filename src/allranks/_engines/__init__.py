@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT", "ENGINES", "available", "check_backend", "engines_of", "make_engine", "meetings"]
 
-ENGINES = {"native": "cpu", "gloo": "cpu", "nccl": "cuda"}
+ENGINES = {"native": "cpu", "tcp": "cpu", "gloo": "cpu", "nccl": "cuda"}
 """The engines, and the type of device whose tensors each moves."""
 
 DEFAULT = "cpu:native,cuda:nccl"
-_PLANNED = ("tcp", "mpi", "ucc", "xccl")
+_OURS = ("native", "tcp")
+_PLANNED = ("mpi", "ucc", "xccl")
 
 
 def available(name: str) -> bool:
-    """Whether the engine is here: native always, gloo and nccl where torch was built with them."""
-    if name not in ENGINES or name == "native":
+    """Whether the engine is here: native and tcp always, gloo and nccl where torch was built with them."""
+    if name not in ENGINES or name in _OURS:
         return name in ENGINES
     import torch.distributed
 
@@ -73,7 +74,7 @@ def engines_of(backend: str) -> dict[str, str]:
 
 def meetings(backend: str, size: int) -> int:
     """How many times making a group of that size calls its Exchange."""
-    return sum(1 for name in engines_of(backend).values() if name != "native" or size > 1)
+    return sum(1 for name in engines_of(backend).values() if name not in _OURS or size > 1)
 
 
 def make_engine(
@@ -105,10 +106,10 @@ def make_engine(
 
 
 def _make_one(name: str) -> Callable[[int, Sequence[Member], Exchange, str, float], Engine]:
-    if name == "native":
-        from allranks._engines.native import NativeEngine
+    if name in _OURS:
+        from allranks._engines.native import NativeEngine, TcpEngine
 
-        return NativeEngine
+        return TcpEngine if name == "tcp" else NativeEngine
     from functools import partial
 
     from allranks._engines.c10d import C10dEngine

@@ -563,7 +563,7 @@ def reduces(engine: str, dtype: torch.dtype, op: ReduceOp) -> bool:
 def _gloo(store: GroupStore, rank: int, members: Sequence[Member], timeout: timedelta) -> Any:
     backend = _torch.ProcessGroupGloo
     # What the host's name resolves to may be an interface that does not even reach the host itself.
-    alone = len({member.boot_id for member in members}) == 1
+    alone = len({member.machine for member in members}) == 1
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if alone else "")
     options = backend._Options()
     options._timeout = timeout

@@ -6,6 +6,7 @@ Each group has a server of its own, which the group's rank 0 holds, so that no o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from allranks._engines.native_connect import RECORD_BYTES, Exchange
+from allranks._errors import JoinError
+from allranks._network import nearest_first
 from allranks._store import StoreClient, StoreServer
 
 if TYPE_CHECKING:
@@ -27,6 +30,7 @@ __all__ = ["GroupStore"]
 _RECORD = struct.Struct(f"!H{RECORD_BYTES - 2}s")
 _UNIX = "unix:@allranks-"
 _NAME_BYTES = 16
+_TRY_S = 5.0  # for one of several addresses
 
 
 class GroupStore(TorchStore):
@@ -42,7 +46,7 @@ class GroupStore(TorchStore):
         self._server: StoreServer | None = None
         record = bytes(RECORD_BYTES)
         if rank == 0:
-            if len({member.boot_id for member in members}) == 1:
+            if len({member.machine for member in members}) == 1:
                 self._server = StoreServer.unix()
                 record = _RECORD.pack(0, bytes.fromhex(self._server.address.removeprefix(_UNIX)))
             else:
@@ -53,14 +57,25 @@ class GroupStore(TorchStore):
         try:
             port, self.secret = _RECORD.unpack(exchange(record)[0])
             if port:
-                address = f"tcp:{members[0].host}:{port}" if self._server is None else self._server.here
-                self._client = StoreClient.connect(address, self.secret, timeout_s)
+                self._client = self._reach(members[0], port)
             else:
                 self._client = StoreClient.connect(_UNIX + self.secret[:_NAME_BYTES].hex(), timeout_s=timeout_s)
         except BaseException:
             if self._server is not None:
                 self._server.close()
             raise
+
+    def _reach(self, first: Member, port: int) -> StoreClient:
+        if self._server is not None:
+            return StoreClient.connect(self._server.here, self.secret, self._timeout_s)
+        # Its name may resolve to an address that leads nowhere.
+        for address in nearest_first(first.addresses):
+            target = f"tcp:[{address}]:{port}" if ":" in address else f"tcp:{address}:{port}"
+            with contextlib.suppress(JoinError):
+                client = StoreClient.connect(target, self.secret, _TRY_S, retry=False)
+                client.timeout_s = self._timeout_s
+                return client
+        return StoreClient.connect(f"tcp:{first.host}:{port}", self.secret, self._timeout_s)
 
     def close(self) -> None:
         """Ends this rank's connections, and on rank 0 the server."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from allranks import _core
 from allranks._debug import DebugLevel, get_debug_level
 from allranks._engines.base import Engine, never
-from allranks._engines.native_connect import RECORD_BYTES, Door, Exchange, connect
+from allranks._engines.native_connect import DOOR_BYTES, Door, Exchange, connect
 from allranks._engines.native_errors import explain
 from allranks._engines.operands import Operands, OperandsWork
 from allranks._errors import AllranksError, MismatchError, NotInitializedError, UsageError, rank_list
@@ -32,7 +32,7 @@ from allranks._work import Work, seconds_of
 if TYPE_CHECKING:
     from allranks._rendezvous import Member
 
-__all__ = ["NativeEngine"]
+__all__ = ["NativeEngine", "TcpEngine"]
 
 _CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
 
@@ -55,9 +55,11 @@ _core.set_ordinary([Tensor, torch.nn.Parameter], ReduceOp)
 
 
 class NativeEngine(Engine):
-    """Collectives and messages over shared memory, between ranks of one host."""
+    """Collectives and messages: over shared memory between ranks of one host, over TCP between hosts."""
 
     name = "native"
+    shares_memory = True
+    """Whether ranks of one host do."""
 
     def __init__(
         self, rank: int, members: Sequence[Member], exchange: Exchange, group_name: str, timeout_s: float
@@ -71,22 +73,22 @@ class NativeEngine(Engine):
         self._abandoned = False
         self._timeout_s = timeout_s
         self._debug = get_debug_level() is DebugLevel.DETAIL  # compare call sites
-        size = len(members)
+        hosts = [member.machine if self.shares_memory else str(r) for r, member in enumerate(members)]
+        host_of = [hosts.index(host) for host in hosts]
+        self._spans_hosts = len(set(host_of)) > 1
+        size = host_of.count(host_of[rank])
         sizes = _core.Sizes()
         sizes.pipe = min(max(_PIPES_BYTES // size // 4096 * 4096, _PIPE_BYTES[0]), _PIPE_BYTES[1])
-        segments, liveness = connect(
-            rank, members, exchange, lambda: _core.create_segment(rank, size, sizes), timeout_s
-        )
+        place = host_of[:rank].count(host_of[rank])
+        made = connect(rank, members, host_of, exchange, lambda: _core.create_segment(place, size, sizes), timeout_s)
         spare = usable_cpus() - size
-        self.comm = _core.Comm(
-            rank,
-            sizes,
-            segments,
-            liveness,
-            timeout_s,
-            _SPIN_US if spare >= 0 else 0.0,
-            _SPIN_US if spare >= size else 0.0,
-        )
+        spins = _SPIN_US if spare >= 0 else 0.0, _SPIN_US if spare >= size else 0.0
+        if self._spans_hosts:
+            self.comm = _core.Comm.across_hosts(
+                rank, host_of, sizes, made.segments, made.liveness, made.far, timeout_s, *spins
+            )
+        else:
+            self.comm = _core.Comm(rank, sizes, made.segments, made.liveness, timeout_s, *spins)
 
         if get_debug_level() is not DebugLevel.DETAIL:
             comm = self.comm  # not self: a call outlives the engine when the group is destroyed meanwhile
@@ -228,8 +230,10 @@ class NativeEngine(Engine):
     # --- the rest of an engine ---
 
     def empty_shared(self, nbytes: int) -> Tensor:
-        size = len(self._members)
-        if size == 1:
+        if len(self._members) == 1:
+            return super().empty_shared(nbytes)
+        if self._spans_hosts:
+            self._vote(nbytes, b"", "")
             return super().empty_shared(nbytes)
         # Whatever fails on one rank, all take part in both votes, so that all hear of it.
         door, refused = None, ""
@@ -237,7 +241,7 @@ class NativeEngine(Engine):
             door = Door(_core.create_memory(nbytes)) if nbytes else None
         except (OSError, _core.Failure) as error:
             refused = self._in_words(error)
-        records = self._vote(nbytes, door.record if door else bytes(RECORD_BYTES), refused)
+        records = self._vote(nbytes, door.record if door else bytes(DOOR_BYTES), refused)
         if door is None:
             return super().empty_shared(0)
         block = None
@@ -407,6 +411,13 @@ class NativeEngine(Engine):
         finally:
             if work.done():
                 self._pending.discard(work)
+
+
+class TcpEngine(NativeEngine):
+    """The same, over TCP between all ranks, those of one host too."""
+
+    name = "tcp"
+    shares_memory = False
 
 
 class NativeWork(OperandsWork):

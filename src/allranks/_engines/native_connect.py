@@ -1,8 +1,12 @@
-"""Connects the native engine's ranks of one host: each hands a piece of its memory to every other.
+"""Connects the native engine's ranks.
 
-Over unix sockets in the abstract namespace, which leave no file behind. The sockets stay open as liveness sockets:
-the end of one says that its rank is gone. How the ranks hear of each other's addresses is the caller's
+Those of one host hand a piece of their memory to each other, over unix sockets in the abstract namespace, which leave
+no file behind. The sockets stay open as liveness sockets: the end of one says that its rank is gone. Those of
+different hosts connect over TCP (`native_tcp`). How the ranks hear of each other's addresses is the caller's
 business (`Exchange`): a store for the world, the parent group for a group made later.
+
+On one host are ranks that see one running kernel and one network namespace (`_network.machine`), and then the unix
+sockets must connect: no name and no number of local ranks is believed.
 """
 
 from __future__ import annotations
@@ -14,56 +18,101 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from allranks._errors import AllranksError, JoinError, rank_list
+from allranks._engines.native_tcp import TcpDoor, channel_key
+from allranks._errors import JoinError, rank_list
+from allranks._store import load_secret
 
 if TYPE_CHECKING:
     from allranks._rendezvous import Member
 
-__all__ = ["RECORD_BYTES", "Door", "Exchange", "connect"]
+__all__ = ["DOOR_BYTES", "RECORD_BYTES", "Connections", "Door", "Exchange", "connect"]
 
 Exchange: TypeAlias = Callable[[bytes], list[bytes]]
 """Gives every rank of the group every rank's record, by rank."""
 
-# A record: the address's random name, and a token. The name can be seen by everybody on the host (/proc/net/unix);
-# the token, rank 0's, is what proves that a peer belongs to the group.
+# What opens a door: the address's random name, and a token. The name can be seen by everybody on the host
+# (/proc/net/unix); the token, that of the host's first rank, is what proves that a peer belongs to the group.
 _NAME_BYTES, _TOKEN_BYTES = 8, 16
-RECORD_BYTES = _NAME_BYTES + _TOKEN_BYTES
+DOOR_BYTES = _NAME_BYTES + _TOKEN_BYTES
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}sI")
+
+# A record: that, and the port for ranks of other hosts, 0 where there are none. The first rank's token goes into what
+# the ranks of different hosts prove to each other.
+_PORT = struct.Struct("!H")
+RECORD_BYTES = DOOR_BYTES + _PORT.size
+_LOOPBACK = "127.0.0.1"
+
+
+class Connections(NamedTuple):
+    """What a rank holds of the others.
+
+    Attributes:
+        segments: descriptors of the memories of this host's ranks, in order.
+        liveness: of the sockets to them that stay connected; -1 for this rank.
+        far: for each kind (`native_tcp.KINDS`) the connections by rank; -1 for those of this host. Empty where all are.
+    """
+
+    segments: list[int]
+    liveness: list[int]
+    far: list[list[int]]
+
+    def close(self) -> None:
+        for descriptor in (*self.segments, *self.liveness, *(fd for kind in self.far for fd in kind)):
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 def connect(
-    rank: int, members: Sequence[Member], exchange: Exchange, create: Callable[[], int], timeout_s: float
-) -> tuple[list[int], list[int]]:
-    """Exchanges descriptors of memory with every other rank.
+    rank: int,
+    members: Sequence[Member],
+    host_of: Sequence[int],
+    exchange: Exchange,
+    create: Callable[[], int],
+    timeout_s: float,
+) -> Connections:
+    """Connects a rank with every other.
 
     Args:
         rank: this process in the group.
         members: who is in the group, by rank.
+        host_of: which ranks are to share memory: those with the same number.
         exchange: how they hear of each other.
-        create: makes this rank's.
+        create: makes this rank's memory.
         timeout_s: for all of it.
 
-    Returns:
-        The memories' descriptors and those of the sockets that stay connected (-1 for this rank), by rank.
-
     Raises:
-        AllranksError: ranks are on different hosts.
         JoinError: a rank could not be reached in time.
+        SecretError: ranks of different hosts have different secrets.
     """
-    size = len(members)
-    elsewhere = [m for m in members if m.boot_id != members[rank].boot_id]
-    if elsewhere:
-        there = ", ".join(f"rank {m.rank} on {m.host}" for m in elsewhere)
-        raise AllranksError(
-            f"rank {rank} is on {members[rank].host}, {there}: this version of allranks connects ranks of one host only"
-        )
     memory = create()
-    if size == 1:
-        return [memory], [-1]
+    if len(members) == 1:
+        return Connections([memory], [-1], [])
+    deadline = time.monotonic() + timeout_s
+    near = [r for r, host in enumerate(host_of) if host == host_of[rank]]
+    local = len({member.machine for member in members}) == 1  # and so is the network
     with Door(memory) as door:
-        return door.meet(rank, exchange(door.record), timeout_s)
+        if len(near) == len(members):
+            return Connections(*door.meet(rank, exchange(door.record + _PORT.pack(0)), timeout_s), [])
+        secret = load_secret()
+        with TcpDoor((_LOOPBACK,) if local else members[rank].addresses) as tcp_door:
+            records = exchange(door.record + _PORT.pack(tcp_door.port))
+            segments, liveness = door.meet(near.index(rank), [records[r] for r in near], timeout_s, near)
+            made = Connections(segments, liveness, [])
+            try:
+                targets = [
+                    None
+                    if r in near
+                    else ((_LOOPBACK,) if local else members[r].addresses, _PORT.unpack(record[DOOR_BYTES:])[0])
+                    for r, record in enumerate(records)
+                ]
+                key = channel_key(secret, records[0][_NAME_BYTES:DOOR_BYTES])
+                far = tcp_door.meet(rank, members, targets, key, max(deadline - time.monotonic(), 0.1))
+            except BaseException:
+                made.close()
+                raise
+    return made._replace(far=far)
 
 
 class Door:
@@ -99,13 +148,29 @@ class Door:
         if self._memory >= 0:
             os.close(self._memory)
 
-    def meet(self, rank: int, records: list[bytes], timeout_s: float) -> tuple[list[int], list[int]]:
-        """As ``connect``, with everybody's records at hand."""
+    def meet(
+        self, rank: int, records: list[bytes], timeout_s: float, numbers: Sequence[int] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """Exchanges descriptors of memory with the other ranks of this host.
+
+        Args:
+            rank: this process among them.
+            records: theirs, by rank.
+            timeout_s: for all of it.
+            numbers: how errors call them.
+
+        Returns:
+            The memories' descriptors and those of the sockets that stay connected (-1 for this rank), by rank.
+
+        Raises:
+            JoinError: a rank could not be reached in time.
+        """
+        numbers = range(len(records)) if numbers is None else numbers
         segments = [-1] * len(records)
         segments[rank], self._memory = self._memory, -1
         sockets: dict[int, socket.socket] = {}
         try:
-            _meet(rank, records, self._listener, sockets, segments, time.monotonic() + timeout_s)
+            _meet(rank, records, self._listener, sockets, segments, time.monotonic() + timeout_s, numbers)
         except BaseException:
             for connection in sockets.values():
                 connection.close()
@@ -127,9 +192,10 @@ def _meet(
     sockets: dict[int, socket.socket],
     segments: list[int],
     deadline: float,
+    numbers: Sequence[int],
 ) -> None:
     size = len(records)
-    token = records[0][_NAME_BYTES:]
+    token = records[0][_NAME_BYTES:DOOR_BYTES]
 
     def left() -> float:
         return max(0.001, deadline - time.monotonic())
@@ -158,19 +224,21 @@ def _meet(
             sockets[peer].settimeout(left())
             heard, segments[peer] = _hear(sockets[peer], token)
             if heard != peer:
-                raise JoinError(f"rank {rank}: what answers at the address of rank {peer} is not rank {peer}")
+                raise JoinError(
+                    f"rank {numbers[rank]}: what answers at the address of rank {numbers[peer]} is not that rank"
+                )
         # Nobody goes on before everybody is connected: the way they heard of each other may then go away.
         for connection in sockets.values():
             connection.sendall(b"!")
         for connection in sockets.values():
             connection.settimeout(left())
             if connection.recv(1) != b"!":
-                raise JoinError(f"rank {rank}: another rank broke off while the ranks were connecting")
+                raise JoinError(f"rank {numbers[rank]}: another rank broke off while the ranks were connecting")
     except OSError as error:
         missing = [r for r in range(size) if r != rank and segments[r] < 0]
         why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
         raise JoinError(
-            f"rank {rank}: no connection with {rank_list(missing or list(sockets))} {why}.\n"
+            f"rank {numbers[rank]}: no connection with {rank_list([numbers[r] for r in missing or sockets])} {why}.\n"
             "  Did a rank end while the ranks were connecting? Look at the end of its output"
         ) from error
 

@@ -77,6 +77,13 @@ def explain(
             f"\n{last_call(peer)}{noticed}",
             peer,
         )
+    if kind == "unreachable":
+        return PeerLostError(
+            f"{here}: {who(peer)} cannot be reached: its host has not answered for some seconds, or the connection"
+            f" broke.\n{last_call(peer)}{noticed}\n  Is the host up, and the network between? allranks does not connect"
+            " again: start the job anew.",
+            peer,
+        )
     return PeerLostError(
         f"{here}: {who(peer)} died.\n{last_call(peer)}{noticed}"
         "\n  Look at its output and exit code; a SIGKILL that nobody sent is often the kernel, out of memory.",

@@ -30,7 +30,7 @@ class Presence:
     def __init__(self, rank: int, members: Sequence[Member], secret: bytes) -> None:
         """``secret`` is known to the members only."""
         self._rank = rank
-        self._near = [r for r, member in enumerate(members) if r != rank and member.boot_id == members[rank].boot_id]
+        self._near = [r for r, member in enumerate(members) if r != rank and member.machine == members[rank].machine]
         self._key = hashlib.sha256(secret).hexdigest()[:32]
         self._sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sign.bind(self._name(rank))

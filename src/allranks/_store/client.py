@@ -88,6 +88,7 @@ class StoreClient(AskingStore):
 
     Attributes:
         address: where the server is.
+        timeout_s: the longest time any single request may take.
         deadline: a moment (``time.monotonic``) that no request outlasts, however long its own timeout.
     """
 
@@ -95,7 +96,7 @@ class StoreClient(AskingStore):
         self.address = address
         self.deadline = math.inf
         self._secret = secret
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._lock = threading.Lock()
         self._idle: list[_Line] = []
         self._busy: set[_Line] = set()
@@ -149,7 +150,7 @@ class StoreClient(AskingStore):
                 f"{self}: {len(payload)} bytes, the limit is {FRAME_LIMIT}. Data travels by send or broadcast."
             )
         began = time.monotonic()
-        patience_s = self._timeout_s
+        patience_s = self.timeout_s
         if isinstance(request, Wait) and request.timeout_s > 0:
             patience_s = request.timeout_s + _GRACE_S
         deadline = min(began + patience_s, self.deadline)

@@ -7,6 +7,7 @@ business.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,8 @@ from allranks._store.client import reason
 
 __all__ = ["load_secret"]
 
+_log = logging.getLogger("allranks.store")
+
 
 def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:
     """Returns the secret that guards TCP stores.
@@ -24,9 +27,14 @@ def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:
     It is ALLRANKS_SECRET, or what ALLRANKS_SECRET_FILE holds, or this user's own, which is made on first use in
     ``$XDG_CONFIG_HOME`` (else ``~/.config``) ``/allranks/secret``, and which hosts with one home share.
 
+    ALLRANKS_INSECURE=1 does without: anybody who reaches the ports can then join, and read and change what is sent.
+
     Raises:
         ConfigError: it is too short, cannot be read, or others can read it.
     """
+    if environ.get("ALLRANKS_INSECURE", "").strip() not in ("", "0"):
+        _log.warning("ALLRANKS_INSECURE is set: whoever reaches the ports of this job can join it")
+        return b"allranks: no secret"
     if secret := environ.get("ALLRANKS_SECRET", "").strip():
         return _checked(secret.encode(), "ALLRANKS_SECRET")
     if name := environ.get("ALLRANKS_SECRET_FILE"):

@@ -1,0 +1,117 @@
+"""Where other hosts can reach this one, and whether two processes are on one host.
+
+A host's own name says little: on many it resolves to 127.0.1.1, or to an address of a container's bridge. So each
+process publishes the addresses of its network interfaces, and who wants to reach it tries them in turn.
+
+Source: Linux' netdevice(7) for the calls, proc(5) and the kernel's if_inet6 for the files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import ipaddress
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from allranks._errors import ConfigError
+
+__all__ = ["machine", "nearest_first", "published_addresses"]
+
+_SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
+_UP, _LOOPBACK = 0x1, 0x8
+_IFREQ = struct.Struct("16s16s8x")
+# Interfaces of bridges to containers and virtual machines of this host only.
+_INNER = ("docker", "br-", "virbr", "vmnet", "veth", "cni", "flannel", "cali", "lxc", "lxdbr", "podman")
+
+
+class _Interface(NamedTuple):
+    name: str
+    address: ipaddress.IPv4Interface | ipaddress.IPv6Interface
+
+
+def published_addresses(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The addresses of this host that are worth trying from another one; IPv4 first.
+
+    ALLRANKS_IFACE, names of interfaces or networks in CIDR notation with commas between them, leaves only those.
+
+    Raises:
+        ConfigError: ALLRANKS_IFACE names nothing that is here.
+    """
+    found = _interfaces()
+    wanted = [part.strip() for part in environ.get("ALLRANKS_IFACE", "").split(",") if part.strip()]
+    if not wanted:
+        return tuple(str(i.address.ip) for i in found if not i.name.startswith(_INNER))
+    chosen = tuple(str(i.address.ip) for part in wanted for i in found if _matches(i, part))
+    if not chosen:
+        here = ", ".join(f"{i.name} ({i.address})" for i in found) or "no network"
+        raise ConfigError(
+            f"ALLRANKS_IFACE={environ['ALLRANKS_IFACE']!r} names nothing on host {socket.gethostname()}, which has"
+            f" {here}. Expected the name of an interface, or a network such as 10.0.0.0/16."
+        )
+    return tuple(dict.fromkeys(chosen))
+
+
+def machine() -> str:
+    """The same text for two processes that share memory and unix sockets: one kernel, one network namespace.
+
+    Copies of one virtual machine may show the same boot id; their addresses differ.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespace = os.stat("/proc/self/ns/net")
+    addresses = sorted(str(i.address) for i in _interfaces() if i.address.version == 4)
+    facts = f"{boot} {namespace.st_dev} {namespace.st_ino} {addresses}"
+    return hashlib.sha256(facts.encode()).hexdigest()[:32]
+
+
+def nearest_first(addresses: tuple[str, ...]) -> list[str]:
+    """Another host's addresses, those in a network that this host is in, too, first."""
+    networks = [i.address.network for i in _interfaces()]
+
+    def is_far(address: str) -> bool:
+        ip = ipaddress.ip_address(address)
+        return not any(ip.version == network.version and ip in network for network in networks)
+
+    return sorted(addresses, key=is_far)
+
+
+def _matches(interface: _Interface, wanted: str) -> bool:
+    if "/" not in wanted:
+        return interface.name == wanted or str(interface.address.ip) == wanted
+    try:
+        network = ipaddress.ip_network(wanted, strict=False)
+    except ValueError as error:
+        raise ConfigError(f"ALLRANKS_IFACE={wanted!r} is not a network ({error}). Expected e.g. 10.0.0.0/16.") from None
+    return network.version == interface.address.version and interface.address.ip in network
+
+
+def _interfaces() -> list[_Interface]:
+    """Those that are up, but loopback."""
+    found: list[_Interface] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                (flags,) = struct.unpack_from("H", _ask(probe, _SIOCGIFFLAGS, name))
+                if not flags & _UP or flags & _LOOPBACK:
+                    continue
+                address = socket.inet_ntoa(_ask(probe, _SIOCGIFADDR, name)[4:8])
+                mask = socket.inet_ntoa(_ask(probe, _SIOCGIFNETMASK, name)[4:8])
+            except OSError:
+                continue  # it has no IPv4 address, or has just gone
+            found.append(_Interface(name, ipaddress.IPv4Interface(f"{address}/{mask}")))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else ():
+        digits, _, prefix, scope, _, name = line.split()
+        if int(scope, 16) == 0:  # global
+            address6 = ipaddress.IPv6Address(int(digits, 16))
+            found.append(_Interface(name, ipaddress.IPv6Interface((address6, int(prefix, 16)))))
+    return found
+
+
+def _ask(probe: socket.socket, request: int, name: str) -> bytes:
+    """What the kernel says about an interface, behind its name."""
+    return fcntl.ioctl(probe, request, _IFREQ.pack(name.encode(), b""))[16:]
