@@ -8,10 +8,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from allranks._errors import UsageError
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Then", "Work", "seconds_of"]
+__all__ = ["Complete", "Then", "Together", "Work", "seconds_of"]
 
 
 _LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
@@ -125,4 +127,48 @@ class Then(Work):
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
+        return self._results
+
+
+class Together(Work):
+    """Several calls as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for error in (work.exception() for work in self._works) if error is not None), None)
+
+    def source_rank(self) -> int:
+        raise UsageError("source_rank: not a message")
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+
+class Complete(Work):
+    """A call that was complete when it returned."""
+
+    def __init__(self, results: list[torch.Tensor]) -> None:
+        self._results = results
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def source_rank(self) -> int:
+        raise UsageError("source_rank: not a message")
+
+    def result(self) -> list[torch.Tensor]:
         return self._results
