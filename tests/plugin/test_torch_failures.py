@@ -32,9 +32,7 @@ def training(kind: str) -> Callable[[], None]:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
-        model = nn.parallel.DistributedDataParallel(
-            model, bucket_cap_mb=0.01, static_graph=kind == "ddp, static graph"
-        )
+        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01, static_graph=kind == "ddp, static graph")
         if kind == "ddp with a hook":
             model.register_comm_hook(None, fp16_compress_hook)
     data = torch.ones(4, 100)

@@ -36,10 +36,11 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         allranks_group: ours.
     """
 
-    def __init__(self, group: ProcessGroup, leave: Callable[[TorchGroup], None]) -> None:
+    def __init__(self, group: ProcessGroup, backend: str, leave: Callable[[TorchGroup], None]) -> None:
         """``leave`` is called when torch destroys the group."""
         super().__init__(group.rank(), group.size())
         self.allranks_group = group
+        self._backend = backend
         self._leave = leave
         self._name = ""
         self._desc = ""
@@ -141,10 +142,12 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     # --- what torch wants to know of a group ---
 
     def getBackendName(self) -> str:
-        return NAME
+        return NAME  # C++ would look for the inside of a backend of another name
 
-    _get_backend_name = getBackendName
-    name = getBackendName
+    def name(self) -> str:
+        return self._backend
+
+    _get_backend_name = name
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -172,7 +175,7 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device | str) -> TorchGroup:
         if torch.device(device).type != "cpu":
-            raise RuntimeError(f"group '{self._name}' on {NAME} has no backend for {device}")
+            raise RuntimeError(f"group '{self._name}' on {self._backend} has no backend for {device}")
         return self
 
     supports_coalescing = True
@@ -232,9 +235,9 @@ class TorchGroupByDevice(TorchGroup):
     For torch before 2.15, where a group made in Python takes the place of all backends.
     """
 
-    def __init__(self, group: ProcessGroup, leave: Callable[[TorchGroup], None], others: Any) -> None:
+    def __init__(self, group: ProcessGroup, backend: str, leave: Callable[[TorchGroup], None], others: Any) -> None:
         """``others`` is a group of torch's with those backends."""
-        super().__init__(group, leave)
+        super().__init__(group, backend, leave)
         self._others = others
 
     @property
