@@ -1,0 +1,125 @@
+"""Hosts on one machine: each with its own network, host name, boot id and /etc/hosts, joined by a switch.
+
+A host is a process that holds its namespaces; they vanish with it, and it ends when the test does, however that ends.
+On every host its own name resolves to 127.0.1.1, as on a stock Debian.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TOOLS = ("ip", "unshare", "nsenter")
+_NETWORK = "10.77.0"
+_HOLD = """
+mount --bind "$1/hosts" /etc/hosts
+mount --bind "$1/nsswitch" /etc/nsswitch.conf
+mount --bind "$1/boot_id" /proc/sys/kernel/random/boot_id
+hostname "$2"
+ip link set lo up
+echo ready
+read -r nothing
+"""
+_NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
+
+
+def trouble() -> str:
+    """Why there can be no hosts here; "" if there can."""
+    if os.geteuid() != 0:
+        return "not root"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"without {', '.join(missing)}"
+    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
+    return f"namespaces are not allowed: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    address: str
+    holder: int
+    """The process that holds its namespaces."""
+
+    def enter(self) -> None:
+        """Moves this process there; it must have one thread only."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        for kind, flag in _NAMESPACES.items():
+            with open(f"/proc/{self.holder}/ns/{kind}") as namespace:
+                if libc.setns(namespace.fileno(), flag) != 0:
+                    raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # torch's gloo takes the host's own name for an address
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Starts a program there."""
+        inside = ["nsenter", "--target", str(self.holder), "--net", "--uts", "--mount", "--", *command]
+        return subprocess.Popen(inside, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+class Cluster:
+    """``hosts``, and the switch between them."""
+
+    def __init__(self, hosts: list[Host], switch: int) -> None:
+        self.hosts = hosts
+        self._switch = switch
+
+    def cut(self, host: int) -> None:
+        """Unplugs a host: packets are lost, and nobody is told."""
+        _inside(self._switch, "ip", "link", "set", f"port{host}", "down")
+
+    def plug(self, host: int) -> None:
+        """Plugs it in again."""
+        _inside(self._switch, "ip", "link", "set", f"port{host}", "up")
+
+
+@contextlib.contextmanager
+def cluster(size: int) -> Iterator[Cluster]:
+    """``size`` hosts: node0, node1, ..."""
+    with tempfile.TemporaryDirectory(prefix="allranks-hosts-") as folder, contextlib.ExitStack() as stack:
+        names = [f"node{i}" for i in range(size)]
+        addresses = [f"{_NETWORK}.{i + 1}" for i in range(size)]
+        switch = _hold(stack, Path(folder) / "switch", "switch", "127.0.0.1 localhost\n")
+        _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
+        _inside(switch, "ip", "link", "set", "bridge", "up")
+        hosts = []
+        for i, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            known = "127.0.0.1 localhost\n" + "".join(
+                f"{'127.0.1.1' if other == name else where} {other}\n"
+                for other, where in zip(names, addresses, strict=True)
+            )
+            holder = _hold(stack, Path(folder) / name, name, known)
+            plug = ("type", "veth", "peer", "name", "eth0", "netns", str(holder))
+            _inside(switch, "ip", "link", "add", f"port{i}", *plug)
+            _inside(switch, "ip", "link", "set", f"port{i}", "master", "bridge", "up")
+            _inside(holder, "ip", "address", "add", f"{address}/24", "dev", "eth0")
+            _inside(holder, "ip", "link", "set", "eth0", "up")
+            hosts.append(Host(name, address, holder))
+        yield Cluster(hosts, switch)
+
+
+def _hold(stack: contextlib.ExitStack, folder: Path, name: str, known: str) -> int:
+    """Starts a process in namespaces of its own. It ends when its stdin does, and so with this process."""
+    folder.mkdir()
+    (folder / "hosts").write_text(known)
+    (folder / "nsswitch").write_text("hosts: files\n")
+    (folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
+    command = ["unshare", "--net", "--uts", "--mount", "sh", "-ec", _HOLD, "sh", str(folder), name]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    stack.enter_context(process)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    stack.callback(process.stdin.close)
+    assert process.stdout.readline() == "ready\n"
+    return process.pid
+
+
+def _inside(holder: int, *command: str) -> None:
+    subprocess.run(["nsenter", "--target", str(holder), "--net", "--", *command], check=True)

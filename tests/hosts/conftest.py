@@ -1,0 +1,18 @@
+"""The hosts that the tests here run on."""
+
+import os
+from collections.abc import Iterator
+
+import cluster
+import pytest
+
+
+@pytest.fixture(scope="session")
+def three_hosts() -> Iterator[cluster.Cluster]:
+    reason = cluster.trouble()
+    if reason and os.environ.get("ALLRANKS_TEST_HOSTS") == "required":
+        pytest.fail(f"the tests of several hosts cannot run: {reason}")
+    if reason:
+        pytest.skip(f"no hosts can be made on this machine: {reason}")
+    with cluster.cluster(3) as made:
+        yield made
