@@ -1,0 +1,449 @@
+"""Ranks on several hosts, several on some: everything that ranks of one host can do, and what only networks can."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import Cluster
+
+import allranks as dist
+from allranks.testing import run_ranks
+
+SECRET = "a secret of the tests, long enough"
+PLACES = ([0, 1], [0, 0, 1, 1], [0, 1, 1, 2])
+PROGRAMS = 15
+STEPS = 8
+
+_ports = itertools.count(29600)
+
+
+def on_hosts(
+    hosts: Cluster, places: list[int], body: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **others: Any
+) -> list[Any]:
+    """``run_ranks``, with rank r on host ``places[r]``; ``body`` gets the hosts in which it can find its own."""
+    port = next(_ports)
+
+    def enter_and_run() -> Any:
+        rank = int(os.environ["RANK"])
+        hosts.hosts[places[rank]].enter()
+        os.environ.pop("ALLRANKS_STORE")
+        dist.init_process_group(
+            init_method=f"tcp://node{places[0]}:{port}", rank=rank, world_size=len(places), timeout=timeout_s
+        )
+        try:
+            return body(*args)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    env = {"ALLRANKS_SECRET": SECRET, **others.pop("env", {})}
+    return run_ranks(len(places), enter_and_run, init=False, env=env, timeout_s=timeout_s + 30, **others)
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_random_programs_equal_torch(three_hosts: Cluster, places: list[int]) -> None:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
+    import test_programs as programs
+
+    def made_up(seed: int, size: int) -> list[Any]:
+        pick = random.Random(seed)
+        return [
+            programs.Step(
+                verb=(verb := pick.choice(programs.REDUCING + programs.MOVING)),
+                dtype=pick.choice(programs.NUMBERS if verb in programs.REDUCING else (*programs.NUMBERS, "bool")),
+                shape=(pick.choice([1, 0, 3, 40, 3000, 40_000]), *pick.choice([(), (1,), (2, 3)])),
+                layout=pick.choice(programs.LAYOUTS),
+                op=pick.choice(["SUM", "MIN", "MAX", "PRODUCT"]),
+                root=pick.randrange(size),
+                group=pick.choice(["world", "some"] if size > 2 else ["world"]),
+                waited="no" if verb in programs.SYNCHRONOUS else pick.choice(["no", "at once", "last"]),
+                seed=pick.randrange(8),
+            )
+            for _ in range(STEPS)
+        ]
+
+    def body(store: str) -> list[str]:
+        import warnings
+
+        import torch.distributed as peer
+
+        warnings.simplefilter("ignore")  # torch's about its own names
+        rank, size = dist.get_rank(), dist.get_world_size()
+        peer.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+        some = range(1, size)
+        groups = {
+            "peer": {"world": None, "some": peer.new_group(some)},
+            "native": {"world": None, "some": dist.new_group(some)},
+        }
+        wrong = []
+        for seed in range(PROGRAMS):
+            if said := programs.difference(groups, ("native", made_up(seed, size))):
+                wrong.append(f"program {seed}: {said}")
+        peer.destroy_process_group()
+        return wrong
+
+    port = next(_ports)
+    store = f"tcp://{three_hosts.hosts[places[0]].address}:{port}"
+    for rank, wrong in enumerate(on_hosts(three_hosts, places, body, store, timeout_s=90)):
+        assert not wrong, f"rank {rank}: {wrong[0]}"
+
+
+@pytest.mark.parametrize("places", PLACES, ids=str)
+def test_sums_have_the_same_bits_everywhere_whatever_their_size(three_hosts: Cluster, places: list[int]) -> None:
+    def body() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        mine = torch.randn(300_000, generator=generator) * torch.logspace(-6, 6, 300_000)
+        results = []
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            operand = (mine % 1000).to(dtype)
+            whole = operand.clone()
+            dist.all_reduce(whole)  # by many segments, and shards
+            parts = operand.clone()
+            for part in (parts[:500], parts[500:20_000], parts[20_000:]):
+                dist.all_reduce(part)
+            assert torch.equal(whole, parts), dtype
+            root = operand.clone()
+            dist.reduce(root, 1)
+            assert torch.equal(root, whole if dist.get_rank() == 1 else operand)
+            results.append(whole)
+        average = mine.clone()
+        dist.all_reduce(average, dist.ReduceOp.AVG)
+        torch.testing.assert_close(average * dist.get_world_size(), _sum_of(mine), rtol=1e-4, atol=1e-2)
+        results.append(average)
+        return results
+
+    results = on_hosts(three_hosts, places, body)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    whole = tensor.clone()
+    dist.all_reduce(whole)
+    return whole
+
+
+def test_messages_from_any_rank_and_in_the_background(three_hosts: Cluster) -> None:
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if rank == 0:
+            seen = []
+            for _ in range(2 * (size - 1)):
+                tensor = torch.zeros(3)
+                seen.append((dist.recv(tensor, tag=7), tensor[0].item()))
+            assert sorted(seen) == sorted((r, 10.0 * r + i) for r in range(1, size) for i in range(2))
+        else:
+            for i in range(2):
+                dist.send(torch.full((3,), 10.0 * rank + i), 0, tag=7)
+        # Everybody to everybody at once, more than any buffer holds, and nobody waits yet.
+        n = 3_000_000
+        outs = {r: torch.full((n,), float(rank * size + r)) for r in range(size) if r != rank}
+        ins = {r: torch.empty(n) for r in outs}
+        works = [dist.isend(t, r, tag=r) for r, t in outs.items()]
+        works += [dist.irecv(t, r, tag=rank) for r, t in ins.items()]
+        dist.barrier()
+        for work in works:
+            work.wait()
+        assert all((t == r * size + rank).all() for r, t in ins.items())
+        # One thread waits long enough to sleep.
+        if rank == size - 1:
+            time.sleep(0.5)
+            dist.send(torch.ones(1), 0)
+        elif rank == 0:
+            dist.recv(torch.zeros(1), size - 1)
+
+    on_hosts(three_hosts, [0, 1, 1, 2], body)
+
+
+def test_groups_of_one_host_share_memory_and_others_do_without(three_hosts: Cluster) -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        across = dist.empty_shared(100_000)
+        across.fill_(rank)
+        dist.all_reduce(across)
+        assert (across == 6).all()
+        assert dist.stats().shared == 0
+        mine, _ = dist.new_subgroups(2)
+        assert mine is not None
+        here = dist.empty_shared(100_000, group=mine)
+        here.fill_(rank)
+        dist.all_reduce(here, group=mine)
+        assert (here == (1 if rank < 2 else 5)).all()
+        assert dist.stats(mine).shared == 1
+        cross = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        pair = torch.full((5,), float(rank))
+        dist.all_reduce(pair, group=cross)
+        assert (pair == (2 if rank % 2 == 0 else 4)).all()
+        alone = dist.new_group([rank], use_local_synchronization=True)
+        dist.barrier(group=alone)
+        local = dist.new_group([1, 2, 3], use_local_synchronization=True)
+        if rank:
+            dist.all_reduce(pair, group=local)
+
+    on_hosts(three_hosts, [0, 0, 1, 1], body)
+
+
+@pytest.mark.parametrize("level", ["OFF", "DETAIL"])
+def test_mismatches_are_seen_by_all_and_the_group_goes_on(three_hosts: Cluster, level: str) -> None:
+    def body() -> str:
+        rank = dist.get_rank()
+        tensor = torch.ones(100_000 if rank == 2 else 100)
+        with pytest.raises(dist.MismatchError) as caught:
+            dist.all_reduce(tensor)
+        assert (tensor == 1).all()
+        with pytest.raises(dist.MismatchError):
+            dist.broadcast(torch.ones(3), src=rank % 2)
+        with pytest.raises(dist.MismatchError):
+            dist.barrier() if rank == 1 else dist.all_reduce(tensor)
+        ins = [torch.ones(2 if (rank, to) == (3, 0) else 1) for to in range(4)]
+        with pytest.raises(dist.MismatchError, match="rank 3 sends 8 bytes to rank 0, which expects 4"):
+            dist.all_to_all([torch.empty(1) for _ in range(4)], ins)
+        whole = torch.ones(50_000)
+        dist.all_reduce(whole)
+        assert (whole == 4).all()
+        return str(caught.value)
+
+    for text in on_hosts(three_hosts, [0, 1, 1, 2], body, env={"ALLRANKS_DEBUG": level}):
+        assert "ranks 0-1, 3 called all_reduce(100 x float32, SUM), rank 2 called all_reduce(100000 x float32" in text
+        assert len(re.findall(r"rank \d at .*test_hosts.py:\d+", text)) == 4, text
+
+
+def test_swapped_calls_are_found_in_debug_mode(three_hosts: Cluster) -> None:
+    def body() -> None:
+        a, b = torch.ones(4), torch.ones(4)
+
+        def first() -> None:
+            dist.all_reduce(a)
+
+        def second() -> None:
+            dist.all_reduce(b)
+
+        def both() -> None:
+            for call in (second, first) if dist.get_rank() == 3 else (first, second):
+                call()
+
+        with pytest.raises(dist.MismatchError, match="different orders"):
+            both()
+
+    on_hosts(three_hosts, [0, 0, 1, 2], body, env={"ALLRANKS_DEBUG": "DETAIL"})
+
+
+@pytest.mark.parametrize("count", [1, 5_000_000])
+def test_a_killed_rank_is_named_on_every_host(three_hosts: Cluster, count: int) -> None:
+    def body() -> tuple[float, str]:
+        tensor = torch.ones(count)
+        dist.all_reduce(tensor)
+        began = time.monotonic()
+        if dist.get_rank() == 2:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            if count == 1:
+                time.sleep(10)
+
+        def forever() -> None:
+            while True:
+                dist.all_reduce(tensor)
+
+        with pytest.raises(dist.PeerLostError) as caught:
+            forever()
+        assert caught.value.rank == 2
+        return time.monotonic() - began, str(caught.value)
+
+    results = on_hosts(three_hosts, [0, 1, 1, 2], body, may_die={2})
+    for noticed_s, text in (results[0], results[1], results[3]):
+        assert noticed_s < 1.1
+        assert re.search(r"rank 2 \(node1, pid \d+\) died", text)
+
+
+def test_a_death_is_noticed_while_nobody_needs_the_rank(three_hosts: Cluster) -> None:
+    def body() -> None:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1)
+        with pytest.raises(dist.PeerLostError, match="died"):
+            dist.send(torch.ones(1), 2 - dist.get_rank())
+
+    on_hosts(three_hosts, [0, 1, 2], body, may_die={1})
+
+
+def test_who_leaves_is_named_and_what_it_has_sent_arrives(three_hosts: Cluster) -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        large = torch.ones(2_000_000)
+        if rank == 1:
+            dist.send(large, 0)
+            dist.destroy_process_group()
+            return
+        if rank == 0:
+            time.sleep(0.5)
+            got = torch.zeros_like(large)
+            dist.recv(got, 1)
+            assert (got == 1).all()
+        with pytest.raises(dist.PeerLostError, match=r"rank 1 \(node1, pid \d+\) has left") as caught:
+            dist.barrier()
+        assert caught.value.rank == 1
+
+    on_hosts(three_hosts, [0, 1, 2], body)
+
+
+def test_a_timeout_names_who_is_missing(three_hosts: Cluster) -> None:
+    def body() -> None:
+        if dist.get_rank() == 2:
+            time.sleep(4)
+            return
+        with pytest.raises(dist.TimeoutError, match=r"rank 2 \(node1") as caught:
+            dist.barrier()
+        assert not caught.value.ranks or caught.value.ranks == (2,)
+
+    on_hosts(three_hosts, [0, 1, 1, 2], body, timeout_s=2)
+
+
+def test_ctrl_c_is_heard(three_hosts: Cluster) -> None:
+    def body() -> float:
+        began = time.monotonic()
+        if dist.get_rank() == 0:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                dist.all_reduce(torch.ones(1))
+        elif dist.get_rank() == 1:
+            with pytest.raises(dist.PeerLostError, match="Ctrl-C"):
+                dist.all_reduce(torch.ones(1))
+        else:
+            time.sleep(1.5)
+            return 0
+        return time.monotonic() - began
+
+    assert max(on_hosts(three_hosts, [0, 1, 2], body)) < 1.3
+
+
+def test_a_stopped_rank_is_waited_for(three_hosts: Cluster) -> None:
+    def body() -> None:
+        pids = [0] * 3
+        dist.all_gather_object(pids, os.getpid())
+        if dist.get_rank() == 0:
+            os.kill(pids[2], signal.SIGSTOP)
+            threading.Timer(3, os.kill, (pids[2], signal.SIGCONT)).start()
+        tensor = torch.ones(1_000_000)
+        for _ in range(20):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+    on_hosts(three_hosts, [0, 1, 2], body)
+
+
+def test_an_unplugged_host_is_noticed(three_hosts: Cluster) -> None:
+    def body(folder: str) -> float:
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        if dist.get_rank() == 0:
+            Path(folder, "ready").touch()
+        while not Path(folder, "cut").exists():
+            time.sleep(0.01)
+        began = time.monotonic()
+        if dist.get_rank() == 2:
+            time.sleep(9)  # and hears of it although it waits for nobody
+        with pytest.raises(dist.PeerLostError, match="cannot be reached"):
+            dist.all_reduce(tensor)
+        return time.monotonic() - began
+
+    with tempfile.TemporaryDirectory() as folder:
+
+        def cut() -> None:
+            while not Path(folder, "ready").exists():
+                time.sleep(0.05)
+            three_hosts.cut(1)
+            Path(folder, "cut").touch()
+
+        thread = threading.Thread(target=cut)
+        thread.start()
+        try:
+            assert max(on_hosts(three_hosts, [0, 1, 2], body, folder)) < 10
+        finally:
+            thread.join()
+            three_hosts.plug(1)
+
+
+def test_hosts_with_different_secrets_say_so(three_hosts: Cluster) -> None:
+    def body() -> None:
+        os.environ["ALLRANKS_SECRET"] = f"the secret of rank {dist.get_rank()}"
+        with pytest.raises(dist.AllranksError, match=r"secret|did not connect"):
+            dist.new_group(timeout=2)
+
+    on_hosts(three_hosts, [0, 1], body)
+
+
+def test_the_first_program_with_three_shells(three_hosts: Cluster, tmp_path: Path) -> None:
+    """Every host's own name resolves to 127.0.1.1; no rank is told more than THD's variables."""
+    program = tmp_path / "first.py"
+    program.write_text(
+        "import torch, allranks as dist\n"
+        "dist.init_process_group(timeout=40)\n"
+        "tensor = torch.full((3,), float(dist.get_rank() + 1))\n"
+        "dist.all_reduce(tensor)\n"
+        "print(dist.get_rank(), tensor.tolist())\n"
+    )
+    home = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
+    shells = (
+        {"WORLD_SIZE": "3", "RANK": "0", "MASTER_PORT": "29500"},
+        {"WORLD_SIZE": "3", "RANK": "1", "MASTER_ADDR": "node0:29500"},
+        {"WORLD_SIZE": "3", "RANK": "2", "MASTER_ADDR": "node0:29500"},
+    )
+    started = [
+        host.start([sys.executable, str(program)], {**home, **shell})
+        for host, shell in zip(three_hosts.hosts, shells, strict=True)
+    ]
+    said = [process.communicate(timeout=60)[0] for process in started]
+    assert said == [f"{rank} [6.0, 6.0, 6.0]\n" for rank in range(3)]
+
+
+def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
+    """Nothing listens on loopback or on all interfaces, and a stranger on the port is no rank."""
+
+    def body() -> list[str]:
+        import socket
+
+        from allranks._engines import native_tcp
+
+        listened = []
+
+        class Watched(native_tcp.TcpDoor):
+            def meet(self, *args: Any) -> Any:
+                listened.extend(f"{a}:{self.port}" for a in [s.getsockname()[0] for s in self._listeners])
+                if dist.get_rank() == 0:
+                    # Strangers that come first: one is silent, one talks, one claims to be rank 1.
+                    where = self._listeners[0].getsockname()
+                    strangers = [socket.create_connection(where) for _ in range(3)]
+                    strangers[1].sendall(b"GET / HTTP/1.0\r\n\r\n")
+                    native_tcp_frame = native_tcp.pack_frame(native_tcp._HELLO.pack(1, 0, 0))
+                    strangers[2].sendall(native_tcp_frame)
+                    try:
+                        return super().meet(*args)
+                    finally:
+                        assert strangers[2].recv(10) == b""
+                        for stranger in strangers:
+                            stranger.close()
+                return super().meet(*args)
+
+        from allranks._engines import native_connect
+
+        native_connect.TcpDoor = Watched
+        group = dist.new_group()
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == 2
+        return listened
+
+    for host, listened in zip(three_hosts.hosts, on_hosts(three_hosts, [0, 1], body), strict=False):
+        assert [where.rpartition(":")[0] for where in listened] == [host.address]
