@@ -23,11 +23,13 @@ constexpr int64_t kMs = 1'000'000;
 constexpr int64_t kSliceNs = 50 * kMs;
 constexpr int64_t kAwakeNs = kMs / 10;      // without a byte, before a rank sleeps
 constexpr int64_t kBrokenNs = 1'000 * kMs;  // between the end of a lane and that of its rank, if that is what it means
+constexpr int64_t kDozeNs = 2 * kMs;        // the ranks of this host have to wait as long
 constexpr int64_t kTickNs = 200 * kMs;
 constexpr int64_t kBeatNs = 1'000 * kMs;
 constexpr int64_t kFarewellNs = 2'000 * kMs;
 constexpr int kUnreachableMs = 7'000;
 constexpr size_t kBurst = 256 << 10;  // bytes moved one way before the other has its turn
+constexpr size_t kLarge = 128 << 10;
 constexpr size_t kParts = 16;
 constexpr size_t kLongestWord = 4 << 10;
 constexpr size_t kBacklog = 64 << 10;
@@ -156,6 +158,14 @@ bool Net::move() {
   return moved;
 }
 
+size_t Net::left(int rank) {
+  const Peer& p = peer(rank);
+  size_t nbytes = 0;
+  for (const In& in : p.in) nbytes += in.nbytes;
+  for (const Out& out : p.out) nbytes += out.nbytes;
+  return nbytes;
+}
+
 template <class Done>
 void Net::wait(Patience& patience, const Failure& about, Done&& done) {
   move();
@@ -200,7 +210,8 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
       shm_.condemn(failure);
       shm_.check_verdict();
     }
-    if (now - stirred < kAwakeNs) {
+    // What is large comes in more than one wake-up anyway, and better in whole packets than in crumbs.
+    if (now - stirred < kAwakeNs && left(awaited) < kLarge) {
       sys::yield();
       continue;
     }
@@ -239,6 +250,17 @@ void Net::wake() {
   const uint64_t one = 1;
   // It fails only if the counter is full, and then the thread is awake.
   if (write(wake_.get(), &one, sizeof one) < 0) return;
+}
+
+bool Net::doze() {
+  std::vector<pollfd> polled;
+  for (const int r : others_) {
+    const Stream& post = peer(r).post;
+    if (post.ended()) continue;
+    const auto events = static_cast<short>(POLLIN | (post.full() ? POLLOUT : 0));
+    polled.push_back({.fd = post.fd(), .events = events, .revents = 0});
+  }
+  return poll(polled.data(), polled.size(), static_cast<int>(kDozeNs / kMs)) > 0;
 }
 
 void Net::watch_posts() {

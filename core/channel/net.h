@@ -61,6 +61,7 @@ class Net final : public Elsewhere {
   // --- posts ---
 
   Stream& post(int rank) { return peer(rank).post; }
+  bool doze() override;
   // The thread rings this rank's bell, once, when one of them has something, or can take something again.
   void watch_posts() override;
 
@@ -121,6 +122,7 @@ class Net final : public Elsewhere {
   Peer& peer(int rank) { return *peers_[static_cast<size_t>(rank)]; }
   bool move();
   void take_up(int rank);
+  size_t left(int rank);
   template <class Done>
   void wait(Patience& patience, const Failure& about, Done&& done);
 

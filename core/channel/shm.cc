@@ -104,8 +104,19 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
       if (ready(context) < 0) return;
     }
   } while (sys::now_ns() - began < kAwakeNs);
-  for (int64_t looked = began;;) {
-    if (elsewhere_ != nullptr && &bell == &this->bell(rank_)) elsewhere_->watch_posts();
+  int64_t looked = began;
+  const bool posts = elsewhere_ != nullptr && &bell == &this->bell(rank_);
+  // Messages from other hosts ring no bell. As long as they come this rank looks for them itself.
+  for (int64_t stirred = began; posts && sys::now_ns() - stirred < kSliceNs;) {
+    if (elsewhere_->doze()) stirred = sys::now_ns();
+    if (ready(context) < 0) return;
+    if (const int64_t now = sys::now_ns(); now - looked >= kSliceNs) {
+      looked = now;
+      look_around(patience, about, ready, context, began);
+    }
+  }
+  for (;;) {
+    if (posts) elsewhere_->watch_posts();
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = bell.word.load(std::memory_order_seq_cst);
     bool rung = true;

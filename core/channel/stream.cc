@@ -1,5 +1,6 @@
 #include "stream.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -10,6 +11,12 @@ namespace allranks {
 
 size_t Stream::put(iovec* parts, size_t n) {
   if (fd_.get() < 0) return 0;
+  if (full()) {
+    // The kernel calls it writable when a good part of its buffer is free. To fill every gap as it opens would
+    // cut the stream into crumbs.
+    pollfd p{.fd = fd_.get(), .events = POLLOUT, .revents = 0};
+    if (poll(&p, 1, 0) == 0) return 0;
+  }
   msghdr message{};
   message.msg_iov = parts;
   message.msg_iovlen = n;

@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -161,5 +162,19 @@ struct Register {
   static void name();                                                   \
   static const ::allranks::test::Register register_##name(#name, name); \
   static void name()
+
+// The same test with its ranks together on one host, apart, and the last one apart. The body sees `hosts`.
+#define TEST_PLACED(name, n)                                \
+  static void name##_placed(const std::vector<int>& hosts); \
+  TEST(name) {                                              \
+    std::vector<int> hosts(n);                              \
+    name##_placed(hosts);                                   \
+    std::iota(hosts.begin(), hosts.end(), 0);               \
+    name##_placed(hosts);                                   \
+    hosts.assign(n, 0);                                     \
+    hosts.back() = 1;                                       \
+    if ((n) > 2) name##_placed(hosts);                      \
+  }                                                         \
+  static void name##_placed(const std::vector<int>& hosts)
 
 }  // namespace allranks::test

@@ -76,9 +76,33 @@ TEST(all_reduce_is_the_same_on_every_rank_and_path) {
   for (const auto& r : results) CHECK(std::memcmp(r.data(), results[0].data(), count * sizeof(float)) == 0);
 }
 
+TEST(all_reduce_between_hosts_has_one_order) {
+  // (rank 0 + rank 2) + rank 1, by segments and in the meeting, on every rank.
+  const size_t count = 100'000;
+  Ranks ranks({0, 1, 0});
+  std::vector<std::vector<float>> operands(3);
+  for (size_t r = 0; r < 3; r++) {
+    for (size_t i = 0; i < count; i++) {
+      operands[r].push_back(1.0f / static_cast<float>(i + 1) * (r == 0 ? 1e7f : r == 1 ? -1e7f : 1.0f));
+    }
+  }
+  std::vector<float> expected(count);
+  for (size_t i = 0; i < count; i++) expected[i] = (operands[0][i] + operands[2][i]) + operands[1][i];
+  ranks.each([&](Comm& comm) {
+    auto whole = operands[static_cast<size_t>(comm.rank())];
+    std::vector<float> first(whole.begin(), whole.begin() + 1000);
+    Caller caller;
+    comm.run(all_reduce(whole), caller);
+    comm.run(all_reduce(first), caller);
+    CHECK(std::memcmp(whole.data(), expected.data(), count * sizeof(float)) == 0);
+    CHECK(std::memcmp(first.data(), expected.data(), 1000 * sizeof(float)) == 0);
+  });
+}
+
 TEST(broadcast_every_path_and_root) {
-  for (const int n : {1, 2, 4}) {
-    Ranks ranks(n, small_sizes());
+  for (const auto& hosts : kShapes) {
+    const int n = static_cast<int>(hosts.size());
+    Ranks ranks(hosts, small_sizes());
     for (int root = 0; root < n; root++) {
       for (const size_t count : kCounts) {
         ranks.each([&](Comm& comm) {
@@ -92,9 +116,9 @@ TEST(broadcast_every_path_and_root) {
   }
 }
 
-TEST(barrier_holds_everybody) {
+TEST_PLACED(barrier_holds_everybody, 4) {
   const int n = 4;
-  Ranks ranks(n);
+  Ranks ranks(hosts);
   std::atomic<int> entered = 0;
   ranks.each([&](Comm& comm) {
     Caller caller;
@@ -107,9 +131,9 @@ TEST(barrier_holds_everybody) {
   });
 }
 
-TEST(spinning_and_sleeping_ranks_meet) {
+TEST_PLACED(spinning_and_sleeping_ranks_meet, 2) {
   for (const int64_t spin : {0, 100'000}) {
-    Ranks ranks(2, {}, 20, spin);
+    Ranks ranks(hosts, {}, 20, spin);
     ranks.each([&](Comm& comm) {
       Caller caller;
       for (int i = 0; i < 2000; i++) {
@@ -122,8 +146,8 @@ TEST(spinning_and_sleeping_ranks_meet) {
   }
 }
 
-TEST(asynchronous_calls_keep_their_order) {
-  Ranks ranks(3, small_sizes());
+TEST_PLACED(asynchronous_calls_keep_their_order, 3) {
+  Ranks ranks(hosts, small_sizes());
   ranks.each([&](Comm& comm) {
     Caller caller;
     std::vector<std::vector<int32_t>> buffers(40);
@@ -142,8 +166,8 @@ TEST(asynchronous_calls_keep_their_order) {
   });
 }
 
-TEST(several_threads_may_wait) {
-  Ranks ranks(2, small_sizes());
+TEST_PLACED(several_threads_may_wait, 2) {
+  Ranks ranks(hosts, small_sizes());
   ranks.each([&](Comm& comm) {
     std::vector<std::vector<int32_t>> buffers(30, std::vector<int32_t>(300, 1));
     std::vector<std::shared_ptr<Request>> requests;
@@ -164,8 +188,8 @@ TEST(several_threads_may_wait) {
   });
 }
 
-TEST(mismatches_raise_everywhere_and_the_group_goes_on) {
-  Ranks ranks(3);
+TEST_PLACED(mismatches_raise_everywhere_and_the_group_goes_on, 3) {
+  Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     Caller caller;
     std::vector<float> v(comm.rank() == 2 ? 5 : 4, 1.0f);
@@ -190,8 +214,8 @@ TEST(mismatches_raise_everywhere_and_the_group_goes_on) {
   });
 }
 
-TEST(a_rank_that_leaves_is_named) {
-  Ranks ranks(3);
+TEST_PLACED(a_rank_that_leaves_is_named, 3) {
+  Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     Caller caller;
     comm.run(barrier(), caller);
@@ -211,8 +235,8 @@ TEST(a_rank_that_leaves_is_named) {
   });
 }
 
-TEST(a_rank_that_never_comes_is_named) {
-  Ranks ranks(3, {}, 0.3);
+TEST_PLACED(a_rank_that_never_comes_is_named, 3) {
+  Ranks ranks(hosts, {}, 0.8);
   ranks.each([&](Comm& comm) {
     if (comm.rank() == 2) return;
     Caller caller;
@@ -227,8 +251,8 @@ TEST(a_rank_that_never_comes_is_named) {
   });
 }
 
-TEST(closing_ends_pending_calls) {
-  Ranks ranks(2);
+TEST_PLACED(closing_ends_pending_calls, 2) {
+  Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     if (comm.rank() == 1) return;
     std::vector<float> v(1);
@@ -242,8 +266,8 @@ TEST(closing_ends_pending_calls) {
   });
 }
 
-TEST(a_wait_with_a_timeout_may_be_repeated) {
-  Ranks ranks(2);
+TEST_PLACED(a_wait_with_a_timeout_may_be_repeated, 2) {
+  Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     Caller caller;
     std::vector<float> v(1, 1.0f);
@@ -255,11 +279,11 @@ TEST(a_wait_with_a_timeout_may_be_repeated) {
   });
 }
 
-TEST(an_interrupted_call_fails_everywhere) {
+TEST_PLACED(an_interrupted_call_fails_everywhere, 3) {
   struct Interrupted : Caller {
     bool interrupted() override { return true; }
   };
-  Ranks ranks(3);
+  Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     if (comm.rank() == 2) return;
     Caller patient;
@@ -275,8 +299,8 @@ TEST(an_interrupted_call_fails_everywhere) {
   });
 }
 
-TEST(send_and_recv) {
-  Ranks ranks(3, small_sizes());
+TEST_PLACED(send_and_recv, 3) {
+  Ranks ranks(hosts, small_sizes());
   ranks.each([&](Comm& comm) {
     Caller caller;
     const int next = (comm.rank() + 1) % 3;
@@ -299,8 +323,8 @@ TEST(send_and_recv) {
   });
 }
 
-TEST(tags_find_their_message) {
-  Ranks ranks(2);
+TEST_PLACED(tags_find_their_message, 2) {
+  Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     Caller caller;
     int32_t x = 0;
@@ -323,8 +347,8 @@ TEST(tags_find_their_message) {
   });
 }
 
-TEST(recv_of_the_wrong_size_is_refused_and_the_next_is_found) {
-  Ranks ranks(2, small_sizes());
+TEST_PLACED(recv_of_the_wrong_size_is_refused_and_the_next_is_found, 2) {
+  Ranks ranks(hosts, small_sizes());
   ranks.each([&](Comm& comm) {
     Caller caller;
     std::vector<float> v(1000, 3.0f);
@@ -358,12 +382,12 @@ TEST(call_numbers_wrap) {
   });
 }
 
-TEST(an_interrupted_wait_ends_the_request_first) {
+TEST_PLACED(an_interrupted_wait_ends_the_request_first, 2) {
   // The request is in the progress thread's hands when the signal comes.
   struct Interrupted : Caller {
     bool interrupted() override { return true; }
   };
-  Ranks ranks(2);
+  Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     if (comm.rank() == 1) return;
     std::vector<float> v(1);

@@ -137,8 +137,8 @@ TEST(all_to_all_of_any_sizes) {
   }
 }
 
-TEST(all_to_all_sizes_that_disagree_raise_everywhere) {
-  Ranks ranks(3);
+TEST_PLACED(all_to_all_sizes_that_disagree_raise_everywhere, 3) {
+  Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     Caller caller;
     std::vector<std::vector<int32_t>> ins(3, std::vector<int32_t>(2));
@@ -158,9 +158,9 @@ TEST(all_to_all_sizes_that_disagree_raise_everywhere) {
   });
 }
 
-TEST(large_messages_go_round_while_nobody_waits) {
+TEST_PLACED(large_messages_go_round_while_nobody_waits, 4) {
   const int n = 4;
-  Ranks ranks(n, small_sizes());
+  Ranks ranks(hosts, small_sizes());
   ranks.each([&](Comm& comm) {
     Caller caller;
     const int next = (comm.rank() + 1) % n;
@@ -196,8 +196,8 @@ TEST(large_messages_go_round_while_nobody_waits) {
   });
 }
 
-TEST(both_send_first_and_more_than_fits) {
-  Ranks ranks(2, small_sizes());
+TEST_PLACED(both_send_first_and_more_than_fits, 2) {
+  Ranks ranks(hosts, small_sizes());
   ranks.each([&](Comm& comm) {
     Caller caller;
     const int other = 1 - comm.rank();
@@ -210,8 +210,8 @@ TEST(both_send_first_and_more_than_fits) {
   });
 }
 
-TEST(a_recv_that_waits_for_a_rank_that_leaves_fails) {
-  Ranks ranks(2);
+TEST_PLACED(a_recv_that_waits_for_a_rank_that_leaves_fails, 2) {
+  Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     if (comm.rank() == 1) {
       comm.close();
@@ -251,8 +251,8 @@ TEST(closing_ends_messages_under_way) {
   });
 }
 
-TEST(a_wait_for_a_message_with_a_timeout_may_be_repeated) {
-  Ranks ranks(2);
+TEST_PLACED(a_wait_for_a_message_with_a_timeout_may_be_repeated, 2) {
+  Ranks ranks(hosts);
   ranks.each([&](Comm& comm) {
     Caller caller;
     int32_t x = 5;
