@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from allranks._errors import ConfigError
 
-__all__ = ["machine", "nearest_first", "published_addresses"]
+__all__ = ["interface_of", "machine", "nearest_first", "published_addresses"]
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 _UP, _LOOPBACK = 0x1, 0x8
@@ -66,6 +66,11 @@ def machine() -> str:
     addresses = sorted(str(i.address) for i in _interfaces() if i.address.version == 4)
     facts = f"{boot} {namespace.st_dev} {namespace.st_ino} {addresses}"
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
+
+
+def interface_of(address: str) -> str:
+    """The name of this host's interface that has the address; "" if none has."""
+    return next((i.name for i in _interfaces() if str(i.address.ip) == address), "")
 
 
 def nearest_first(addresses: tuple[str, ...]) -> list[str]:

@@ -18,7 +18,7 @@ OPS = [op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM]
 def ops(engine: str, dtype: torch.dtype, name: str) -> str:
     from allranks._engines.c10d import reduces
 
-    if engine == "native":
+    if engine in ("native", "tcp"):
         known = [op.name for op in OPS if _core.reduces(_core.DTYPES[name], op)]
     else:
         known = [op.name for op in OPS if reduces(engine, dtype, op)]
@@ -29,7 +29,7 @@ def table() -> str:
     lines = [
         "## What is reduced\n",
         f"| | {' | '.join(f'`{engine}`' for engine in _engines.ENGINES)} |",
-        "|---|---|---|---|",
+        "|" + "---|" * (len(_engines.ENGINES) + 1),
     ]
     rows: dict[str, list[str]] = {}
     for name in _core.DTYPES:

@@ -45,6 +45,7 @@ from allranks._errors import (
     UsageError,
     rank_list,
 )
+from allranks._network import interface_of
 from allranks._types import PremulSum, ReduceOp, Stats
 from allranks._work import Work, seconds_of
 
@@ -564,7 +565,8 @@ def _gloo(store: GroupStore, rank: int, members: Sequence[Member], timeout: time
     backend = _torch.ProcessGroupGloo
     # What the host's name resolves to may be an interface that does not even reach the host itself.
     alone = len({member.machine for member in members}) == 1
-    interface = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if alone else "")
+    mine = members[rank].addresses
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or ("lo" if alone else interface_of(mine[0]) if mine else "")
     options = backend._Options()
     options._timeout = timeout
     options._devices = [backend.create_device(interface=interface) if interface else backend.create_default_device()]

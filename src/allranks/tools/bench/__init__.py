@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -24,11 +25,18 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command: starts the ranks; returns the exit code."""
+    """The command: starts the ranks; in a process that is a rank already (RANK is set) measures. Returns the exit code.
+
+    So ranks of several hosts are started as those of any program.
+    """
     from allranks.tools.bench import start
     from allranks.tools.bench.options import parse
 
     options = parse(argv)
+    if "RANK" in os.environ and "mpi" not in options.against:
+        from allranks.tools.bench import rank
+
+        return rank.main(argv)
     try:
         if "mpi" in options.against:
             return start.start_by_mpi(options.nproc, argv)

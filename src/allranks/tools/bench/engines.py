@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import allranks
+from allranks._network import interface_of
 from allranks.tools.bench.verbs import ROOT, VERBS
 
 if TYPE_CHECKING:
@@ -98,15 +99,19 @@ class Gloo(Engine):
     """torch.distributed over gloo. The ranks meet through allranks, on a port that nobody had to choose."""
 
     name = "gloo"
-    settings = "as torch.distributed sets it up, over the loopback interface"
 
     def __init__(self, rank: int, ranks: int) -> None:
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
 
         self._dist = dist
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        here = "127.0.0.1"
+        world = allranks.group.WORLD
+        assert world is not None
+        alone = len({member.machine for member in world.members}) == 1
+        here = "127.0.0.1" if alone else world.members[ROOT].addresses[0]
+        mine = world.members[rank].addresses
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if alone else interface_of(mine[0]))
+        self.settings = f"as torch.distributed sets it up, over {os.environ['GLOO_SOCKET_IFNAME']}"
         store = TCPStore(here, 0, is_master=True, wait_for_workers=False) if rank == ROOT else None
         port = torch.tensor([store.port if store else 0])
         allranks.broadcast(port, ROOT)

