@@ -101,8 +101,8 @@ def init_process_group(
     """Meets the other ranks and makes the default process group.
 
     Args:
-        backend: the engine that moves tensors: ``"native"``, shared memory between the ranks of one host;
-            ``"gloo"`` and ``"nccl"``, those inside torch; or one by type of device, as in
+        backend: the engine that moves tensors: ``"native"``, shared memory between the ranks of a host and TCP
+            between hosts; ``"tcp"``, the same without shared memory; ``"gloo"`` and ``"nccl"``, those inside torch; or one by type of device, as in
             ``"cpu:gloo,cuda:nccl"``. None means ``"cpu:native,cuda:nccl"``. Of several, those whose device or
             library is not here are left out. docs/engines.md says what each can do.
         init_method: how the ranks find each other:

@@ -212,11 +212,10 @@ def _connect(address: str, port: int, key: bytes, hello: tuple[int, int, int], d
         while (frame := decoder.next()) is None:
             decoder.feed(_some(connection))
         proof, right = answer_greeting(key, nonce, frame)
-        connection.sendall(pack_frame(proof))
+        connection.sendall(pack_frame(proof) + (pack_frame(_HELLO.pack(*hello)) if right else b""))
         if not right:
             raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
-        connection.sendall(pack_frame(_HELLO.pack(*hello)))
-        if _some(connection) != _TAKEN:
+        if _some(connection, len(_TAKEN)) != _TAKEN:  # and no more: the core's first words may be behind it
             raise WireError("it does not expect this rank")
     except BaseException:
         connection.close()
@@ -224,8 +223,8 @@ def _connect(address: str, port: int, key: bytes, hello: tuple[int, int, int], d
     return connection
 
 
-def _some(connection: socket.socket) -> bytes:
-    data = connection.recv(GREETING_LIMIT)
+def _some(connection: socket.socket, most: int = GREETING_LIMIT) -> bytes:
+    data = connection.recv(most)
     if not data:
         raise ConnectionResetError("it closed the connection")
     return data
