@@ -62,7 +62,9 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         if self._future is None:
-            if not _asked_by_backward():
+            if self._work.is_success():
+                self._future = _done(self._work)
+            elif not _asked_by_backward():
                 self._future = self._work.get_future()
             elif _torch._C._current_autograd_node() is None:
                 # In a callback at the end of backward: C++ waits next, before any other callback.
@@ -83,8 +85,12 @@ def _asked_by_backward() -> bool:
 
 
 def _done(work: Work) -> Any:
+    """A complete future, of the type that torch's C++ gives its own: set_result would make it one of any object."""
+    tensors = work.result()
+    if tensors:
+        return _torch._C.fork(lambda: tensors)
     future: Any = torch.futures.Future()
-    future.set_result(work.result())
+    future.set_result(tensors)
     return future
 
 
