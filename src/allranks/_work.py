@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -13,8 +14,11 @@ from allranks._errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Complete", "Then", "Together", "Work", "seconds_of"]
+__all__ = ["Complete", "Then", "Together", "Work", "end_futures", "seconds_of"]
 
+
+_completing: set[threading.Thread] = set()  # futures
+_LEAVING_S = 2.0
 
 _LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
 
@@ -23,6 +27,13 @@ def seconds_of(timeout: timedelta | float) -> float:
     """A timeout given as torch gives it (timedelta) or as a number of seconds."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     return min(seconds, _LONGEST_S)
+
+
+def end_futures() -> None:
+    """Waits for the threads of futures, at exit: one that meets the end of the interpreter in torch aborts it."""
+    deadline = time.monotonic() + _LEAVING_S
+    for thread in tuple(_completing):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Work(abc.ABC):
@@ -90,8 +101,11 @@ class Work(abc.ABC):
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
             else:
                 future.set_result(tensors)
+            _completing.discard(thread)
 
-        threading.Thread(target=complete, name="allranks-future", daemon=True).start()
+        thread = threading.Thread(target=complete, name="allranks-future", daemon=True)
+        _completing.add(thread)
+        thread.start()
         return future
 
 

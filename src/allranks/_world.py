@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from allranks import _engines, _rendezvous
 from allranks._errors import MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._group import ProcessGroup
-from allranks._work import seconds_of
+from allranks._work import end_futures, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -269,6 +269,11 @@ def _close_all() -> None:
     _groups.clear()
 
 
+def _at_exit() -> None:
+    _close_all()
+    end_futures()
+
+
 def _forget_in_child() -> None:
     global _world
     for made in (*_groups, _world):
@@ -279,5 +284,5 @@ def _forget_in_child() -> None:
 
 
 # A process that just ends leaves on purpose: the others are told so, rather than that it died.
-atexit.register(_close_all)
+atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_forget_in_child)

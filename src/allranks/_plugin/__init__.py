@@ -6,28 +6,37 @@ groups (DistributedDataParallel, FSDP, DTensor, DCP, ...) then runs on the nativ
     work     torch's Work around ours
     group    torch's ProcessGroup around ours
     worlds   making such groups, and torch_group
+    gloo     making them where a program asks for gloo
 
 This file is loaded whenever torch is, and must cost nothing.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
-__all__ = ["NAME", "register"]
+__all__ = ["INSTEAD_OF_GLOO", "NAME", "register"]
 
 NAME = "allranks"
+INSTEAD_OF_GLOO = "ALLRANKS_INSTEAD_OF_GLOO"
 
 
 def register() -> None:
-    """Tells torch.distributed of the backend."""
+    """Tells torch.distributed of the backend. torch calls it."""
     import torch.distributed as c10d
 
-    if c10d.is_available() and not hasattr(c10d.Backend, NAME.upper()):
-        c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    if not c10d.is_available() or hasattr(c10d.Backend, NAME.upper()):
+        return
+    c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    if os.environ.get(INSTEAD_OF_GLOO, "0") not in ("", "0"):
+        from allranks._plugin.gloo import stand_in
+
+        stand_in()
 
 
 def _create(about: Any, options: Any) -> Any:
-    from allranks._plugin.worlds import create
+    from allranks._plugin.worlds import create, helper_of
 
-    return create(about, options)
+    return create(about, options, helper_of(sys._getframe(1)), NAME)

@@ -1,9 +1,9 @@
 """torch's Work around ours.
 
 torch's C++ asks a Work for two things, ``wait`` and ``get_future``. DistributedDataParallel waits for futures at the
-end of backward, in C++, where an error of ours would become a RuntimeError and Ctrl-C would not be heard. Calls that
-torch's C++ makes within a backward are therefore waited for here, in a callback of that backward, which comes before
-DistributedDataParallel's own: no thread is needed, and errors keep their type.
+end of backward, in C++, where an error of ours would become a RuntimeError and Ctrl-C would not be heard. Works whose
+future is asked for within a backward are therefore waited for here too, in a callback of that backward, which comes
+before DistributedDataParallel's own.
 """
 
 from __future__ import annotations
@@ -62,36 +62,31 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         if self._future is None:
+            frame = sys._getframe().f_back  # None where no Python called
+            by_torch = frame is not None and frame.f_code is _BACKWARD
+            within = _torch._C._current_autograd_node() is not None
             if self._work.is_success():
-                self._future = _done(self._work)
-            elif not _asked_by_backward():
-                self._future = self._work.get_future()
-            elif _torch._C._current_autograd_node() is None:
-                # In a callback at the end of backward: C++ waits next, before any other callback.
-                self._future = _done(self._work)
-            else:
+                self._future = _future_of(self._work.result())
+            elif by_torch and within:
+                # C++ does not wait before the callbacks: nobody else need complete it.
                 self._future = torch.futures.Future()
-                Variable._execution_engine.queue_callback(self._finish)
+                Variable._execution_engine.queue_callback(self._complete)
+            elif by_torch:
+                # In a callback already: C++ waits next.
+                self._future = _future_of(self._work.result())
+            else:
+                self._future = self._work.get_future()
+                if within:
+                    Variable._execution_engine.queue_callback(self.synchronize)
         return self._future
 
-    def _finish(self) -> None:
+    def _complete(self) -> None:
         self._future.set_result(self._work.result())
 
 
-def _asked_by_backward() -> bool:
-    """Whether get_future is called by torch's C++, within a backward that runs in this thread."""
-    frame = sys._getframe(1).f_back  # None where no Python called
-    return frame is not None and frame.f_code is _BACKWARD
-
-
-def _done(work: Work) -> Any:
-    """A complete future, of the type that torch's C++ gives its own: set_result would make it one of any object."""
-    tensors = work.result()
-    if tensors:
-        return _torch._C.fork(lambda: tensors)
-    future: Any = torch.futures.Future()
-    future.set_result(tensors)
-    return future
+def _future_of(tensors: list[torch.Tensor]) -> Any:
+    """A complete future, of a list of tensors to C++ too; set_result makes it one of any object."""
+    return _torch._C.fork(lambda: tensors) if tensors else _torch._C.fork(lambda: None)
 
 
 DONE = TorchWork(Complete([]))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from types import FrameType
@@ -35,28 +35,37 @@ _made: dict[ProcessGroup, TorchGroup] = {}
 _adopted: ProcessGroup | None = None  # while torch_group has torch make a group around it
 
 
-def create(about: Any, options: Any) -> Any:
+def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str) -> TorchGroup:
     """Makes a group of torch's.
 
     Args:
         about: torch's DistributedBackendOptions.
         options: of init_process_group(pg_options=...); none are known.
+        helper: see ``helper_of``.
+        name: by which torch knows the backend.
 
     Raises:
         UsageError: there are options, or the worlds differ.
         JoinError: ranks are missing.
     """
     if options is not None:
-        raise UsageError(f"pg_options {options!r} is not known to the {NAME} backend")
+        raise UsageError(f"pg_options {options!r} is not known to the {name} backend")
     _let_barrier_be_monitored()
     ours = _adopted or (_sub_group(about) if about.global_ranks_in_group else _the_world(about))
     if ours in _made:
         raise UsageError(f"torch.distributed has group '{ours.name}' already")
-    others = _other_backends(sys._getframe(2), about)
-    made = TorchGroup(ours, _leave) if others is None else TorchGroupByDevice(ours, _leave, others)
+    others = None if helper is None else _other_backends(helper, about, name)
+    made = TorchGroup(ours, name, _leave) if others is None else TorchGroupByDevice(ours, name, _leave, others)
     _made[ours] = made
     ours.closing = partial(_close, made)
     return made
+
+
+def helper_of(caller: FrameType | None) -> Mapping[str, Any] | None:
+    """What torch's function that makes groups knows, if that is the caller; it does not tell all of it."""
+    if caller is None or caller.f_code is not _c10d.distributed_c10d._new_process_group_helper.__code__:
+        return None
+    return caller.f_locals
 
 
 def torch_group(group: ProcessGroup | int | None = None) -> Any:
@@ -132,13 +141,20 @@ def _the_world(about: Any) -> ProcessGroup:
             )
         return world
     timeout_s = about.timeout.total_seconds()
-    meeting = _rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=about.store)
+    meeting = _meet(about, rank, size, timeout_s)
     return _world.establish(_ENGINE, meeting, "world", timeout_s)
+
+
+def _meet(about: Any, rank: int, size: int, timeout_s: float) -> _rendezvous.Meeting:
+    # torchrun restarts ranks on the same store, where the last attempt's keys still are.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = _c10d.PrefixStore(f"attempt {attempt}/", about.store)
+    return _rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store)
 
 
 def _sub_group(about: Any) -> ProcessGroup:
     ranks, rank, timeout_s = about.global_ranks_in_group, about.group_rank, about.timeout.total_seconds()
-    meeting = _rendezvous.join(None, rank=rank, world_size=len(ranks), timeout_s=timeout_s, store=about.store)
+    meeting = _meet(about, rank, len(ranks), timeout_s)
     members = [replace(member, rank=r) for member, r in zip(meeting.members, ranks, strict=True)]
     name = f"torch group {about.group_id}"
     times = itertools.count()
@@ -178,19 +194,14 @@ def _close(group: TorchGroup) -> None:
         _c10d.destroy_process_group(group)
 
 
-def _other_backends(helper: FrameType, about: Any) -> Any:
-    """A group of torch's with the backends for other devices than the CPU that are asked for and here; None: none.
-
-    torch does not tell: it stands in the variables of its ``_new_process_group_helper``, which calls us.
-    """
-    config, group = helper.f_locals.get("backend_config"), helper.f_locals.get("pg")
-    if config is None or group is None:
-        return None
-    wanted = {device: name for device, name in config.get_device_backend_map().items() if name != NAME}
+def _other_backends(helper: Mapping[str, Any], about: Any, ours: str) -> Any:
+    """A group of torch's with the backends that are asked for beside ours, for other devices; None: none are here."""
+    config, group = helper["backend_config"], helper["pg"]
+    wanted = {device: name for device, name in config.get_device_backend_map().items() if name != ours}
     for device, name in wanted.items():
         if torch.device(device) in group._device_types:
             continue
-        store = _c10d.PrefixStore(f"{device}/", helper.f_locals["prefix_store"])
+        store = _c10d.PrefixStore(f"{device}/", helper["prefix_store"])
         made = _backend(name, store, about)
         if made is not None:
             kind = _c10d.Backend.backend_type_map.get(name, _c10d.ProcessGroup.BackendType.CUSTOM)
