@@ -127,9 +127,12 @@ def _assert_same(gloo: Any, ours: Any) -> None:
     """With two ranks there is one order in which to sum up, so that every bit must be the same."""
     limits = {"rtol": 0, "atol": 0} if os.environ["WORLD_SIZE"] == "2" else {}
     a, b = tree_leaves_with_path(gloo), tree_leaves_with_path(ours)
-    assert [path for path, _ in a] == [path for path, _ in b], f"{[keystr(p) for p, _ in b]}, not {[keystr(p) for p, _ in a]}"
+    assert [path for path, _ in a] == [path for path, _ in b], (
+        f"{[keystr(p) for p, _ in b]}, not {[keystr(p) for p, _ in a]}"
+    )
     for (path, want), (_, got) in zip(a, b, strict=True):
+        where = f"at {keystr(path)}, {got!r} against gloo's {want!r}"
         if isinstance(want, torch.Tensor):
-            torch.testing.assert_close(got, want, equal_nan=True, msg=lambda text: f"{keystr(path)}: {text}", **limits)
+            torch.testing.assert_close(got, want, equal_nan=True, msg=where, **limits)
         else:
-            assert got == want, f"{keystr(path)}: {got!r}, not {want!r}"
+            assert got == want, where

@@ -6,6 +6,7 @@ False) is carried out before it returns.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -286,6 +287,14 @@ for _verb in (
     "recv_anysource",
 ):
     setattr(TorchGroupByDevice, _verb, _on_device(_verb))
+
+
+# torch.compile looks into every function that runs, and finds nothing here that it could make faster.
+_eval_frame: Any = torch._C._dynamo.eval_frame
+_SKIP = _eval_frame._FrameExecStrategy(*[_eval_frame._FrameAction.SKIP] * 2)
+for _class in (TorchGroup, TorchGroupByDevice, TorchWork):
+    for _method in filter(inspect.isfunction, vars(_class).values()):
+        _eval_frame.set_code_exec_strategy(_method.__code__, _SKIP)
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -142,14 +142,13 @@ def hooks():
 
 def power_sgd():
     results = []
-    for hook in (powerSGD_hook.powerSGD_hook, powerSGD_hook.batched_powerSGD_hook):
-        for warm_start in (True, False):
-            model = _ddp()  # one bucket: with several, gloo's two threads wait for each other
-            hook_state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=2, start_powerSGD_iter=2, warm_start=warm_start, random_seed=3
-            )
-            model.register_comm_hook(hook_state, hook)
-            results.append(_trained(model, 5))
+    for warm_start in (True, False):
+        model = _ddp()  # one bucket: with several, gloo's two threads wait for each other
+        hook_state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=2, start_powerSGD_iter=2, warm_start=warm_start, random_seed=3
+        )
+        model.register_comm_hook(hook_state, powerSGD_hook.powerSGD_hook)
+        results.append(_trained(model, 5))
     return results
 
 
@@ -201,7 +200,10 @@ def sub_groups_and_meshes():
     alone = td.new_subgroups(1)[0]
     reverse = td.new_group([1, 0])
     mesh = init_device_mesh("cpu", (td.get_world_size(),))
-    return [_trained(_ddp(**given)) for given in ({"process_group": alone}, {"process_group": reverse}, {"device_mesh": mesh})]
+    return [
+        _trained(_ddp(**given))
+        for given in ({"process_group": alone}, {"process_group": reverse}, {"device_mesh": mesh})
+    ]
 
 
 def sparse_gradients():
