@@ -124,12 +124,9 @@ def pipelines():
         losses = []
         x, target = _batch(1), _batch(2)
         for _ in range(2):
-            if rank == 0:
-                schedule.step(x)
-            elif rank == size - 1:
-                losses.append(schedule.step(target=target, losses=losses))
-            else:
-                schedule.step()
+            given = (x,) if rank == 0 else ()
+            wanted = {"target": target, "losses": losses} if rank == size - 1 else {}
+            schedule.step(*given, **wanted)
         results.append((losses, [p.grad.clone() for block in mine for p in block.parameters()]))
     return results
 
