@@ -31,4 +31,4 @@ def test_three_restarts(tmp_path: Path) -> None:
     command = [*torchrun, "--monitor-interval=0.1", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == ["attempt 3: 4.0"] * 2
+    assert done.stdout.count("attempt 3: 4.0") == 2
