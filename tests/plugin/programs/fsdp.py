@@ -127,7 +127,6 @@ def wrapped_models_accumulate_clip_and_save():
     model = FullyShardedDataParallel(
         _model(),
         auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=80),
-        sync_module_states=True,
         device_id=torch.device("cpu"),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
