@@ -333,6 +333,6 @@ def _only(listed: Any) -> Any:
 def _op(opts: Any) -> ReduceOp | PremulSum:
     op = getattr(opts, "reduceOp", opts)
     kind = getattr(op, "op", op)
-    if kind is _c10d.ReduceOp.RedOpType.PREMUL_SUM:
+    if kind == _c10d.ReduceOp.RedOpType.PREMUL_SUM:
         return premul_sum(op.factor)
     return _OPS[kind] if kind in _OPS else as_reduce_op(kind)
