@@ -206,6 +206,24 @@ def sub_groups_and_meshes():
     ]
 
 
+def checkpointed_layers():
+    """Backward within backward."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.last = nn.Linear(8, 4)
+
+        def forward(self, x):
+            x = x.requires_grad_()
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True)
+            return self.last(x)
+
+    return _trained(DistributedDataParallel(Checkpointed(), static_graph=True, bucket_cap_mb=0.0001))
+
+
 def sparse_gradients():
     inner = nn.EmbeddingBag(20, 3, sparse=True, mode="sum")
     model = DistributedDataParallel(inner)
