@@ -9,6 +9,7 @@ DistributedDataParallel's own.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
@@ -71,7 +72,8 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
                 self._future = _future_of(self._work.result())
             elif _torch._C._current_autograd_node() is not None:
                 self._future = _AtEndOfBackward(self._work)
-                Variable._execution_engine.queue_callback(self._future.finish)
+                _unfinished.futures.append(self._future)
+                Variable._execution_engine.queue_callback(_finish)
             elif _in_callback_of_backward():
                 self._future = _future_of(self._work.result())  # who asks waits next
             elif self._work.is_success():
@@ -118,6 +120,23 @@ class _AtEndOfBackward(torch.futures.Future):  # type: ignore[type-arg]
 
         self.add_done_callback(run)
         return following
+
+
+class _Unfinished(threading.local):
+    def __init__(self) -> None:
+        self.futures: list[_AtEndOfBackward] = []
+
+
+_unfinished = _Unfinished()
+
+
+def _finish() -> None:
+    """At the end of a backward; of one within a backward also what the outer one has asked for, as C++ waits there."""
+    try:
+        for future in _unfinished.futures:
+            future.finish()
+    finally:
+        _unfinished.futures.clear()
 
 
 def _in_callback_of_backward() -> bool:
