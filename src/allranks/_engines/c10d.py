@@ -121,7 +121,7 @@ class C10dEngine(Engine):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         operands, operator = self._reducing(tensor, op, "all_reduce")
-        flat = self._numbers(operands.write(tensor))
+        flat = self._numbers(operands.update(tensor))
         options = _torch.AllreduceOptions()
         options.reduceOp = operator
         return self._call(operands, tensor.nbytes, async_op, "allreduce", [flat], options)
@@ -129,7 +129,7 @@ class C10dEngine(Engine):
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         operands, operator = self._reducing(tensor, op, "reduce")
         # gloo leaves intermediate sums in the tensors of the other ranks.
-        work = operands.write(tensor) if root == self._rank else operands.read(tensor).detach().clone()
+        work = operands.update(tensor) if root == self._rank else operands.read(tensor).detach().clone()
         options = _torch.ReduceOptions()
         options.reduceOp = operator
         options.rootRank = root
@@ -535,7 +535,7 @@ class C10dWork(OperandsWork):
             except AllranksError as explained:
                 self._error = explained
                 raise
-        self._operands.finish()
+        self._finish()
         self._engine.ended(self)
         return True
 

@@ -1,0 +1,27 @@
+"""Tensors on a device through the engines: on a GPU where there is one, and on a stand-in everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checks
+import pytest
+import torch
+
+from allranks.testing import run_ranks
+
+FOLDER = str(Path(__file__).parent)
+GPUS = torch.cuda.device_count()
+
+gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
+
+
+def test_native_on_a_stand_in() -> None:
+    """Without a GPU: what is left for one to show are pinned memory and streams."""
+    run_ranks(2, checks.on, checks.CHECKS, "native", "away", FOLDER, init=False)
+
+
+@gpu
+@pytest.mark.parametrize("check", [*checks.CHECKS, checks.streams], ids=lambda check: check.__name__)
+def test_native_on_one_gpu(check: checks.Check) -> None:
+    run_ranks(2, checks.on, [check], "native", "cuda", FOLDER, init=False)
