@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,17 @@ from torch import Tensor, nn
 import allranks as dist
 
 SEVERAL = 3  # elements
+
+
+class Hidden:
+    """An output that DistributedDataParallel does not find."""
+
+    __slots__ = ("output",)
+
+    def put(self, output: Tensor) -> Hidden:
+        self.output = output
+        return self
+
 
 Check = Callable[[torch.device], str | None]
 
@@ -292,6 +304,114 @@ def gradients(device: torch.device) -> None:
     same(tensor.grad, torch.full((4,), float(size)), device)
 
 
+def training(device: torch.device) -> None:
+    """DistributedDataParallel against the same steps by hand, on the CPU: the mean of what all ranks would compute."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = nn.Linear(6, 600)
+            self.large = nn.Linear(600, 600)  # more than 1 MiB: not copied into a bucket
+            self.last = nn.Linear(600, 2)
+            self.unused = nn.Linear(2, 2)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, batch: Tensor) -> Tensor:
+            self.seen += 1
+            return self.last(torch.tanh(self.large(torch.tanh(self.small(batch)))))
+
+    def made() -> Model:
+        torch.manual_seed(1)
+        return Model()
+
+    def stepped(model: nn.Module) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [parameter.detach().cpu().clone() for parameter in model.parameters()]
+
+    expected, by_hand = [], made()
+    for step in range(3):
+        for r in range(size):
+            (by_hand(given(r + step, 8, 6)).square().mean() / size).backward()
+        expected.append(stepped(by_hand))
+
+    for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}):
+        for overlap in (False, True):
+            model = made().to(device)
+            if not options or "gradient_as_bucket_view" in options:
+                model.unused.requires_grad_(False)
+            wrapped = dist.nn.parallel.DistributedDataParallel(model, device_ids=[device.index], **options)
+            wrapped.overlap = overlap
+            for step in range(3):
+                batch = given(rank + step, 8, 6)  # is brought to the device
+                wrapped(batch).square().mean().backward()
+                torch.testing.assert_close(stepped(model), expected[step], rtol=1e-4, atol=1e-5)
+            assert model.seen.item() == 3
+    wrapped = dist.nn.parallel.DistributedDataParallel(made().to(device))
+    with pytest.raises(dist.UsageError, match=r"no gradient to 2 of 8 parameters .*unused.weight"):
+        wrapped(given(rank, 8, 6).to(device)).sum().backward()
+    with pytest.raises(dist.UsageError, match=r"the module's parameters are on"):
+        dist.nn.parallel.DistributedDataParallel(made().to(device), device_ids=["cpu"])
+
+
+def uneven_training(device: torch.device) -> None:
+    """Within ``join``, where the ranks have inputs for different numbers of steps."""
+    rank = dist.get_rank()
+    model = nn.Linear(3, 1).to(device)
+    wrapped = dist.nn.parallel.DistributedDataParallel(model)
+    with wrapped.join():
+        for _ in range(rank + 1):
+            wrapped(given(rank, 2, 3).to(device)).mean().backward()
+    everyones = [torch.zeros(3, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, model.weight.detach().view(-1))
+    for other in everyones:
+        same(other, everyones[0].cpu(), device)
+
+
+def nested_backwards(device: torch.device) -> None:
+    """As of re-entrant checkpoints: a backward calls backward, in autograd's own thread for the device."""
+    size = dist.get_world_size()
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, layer: nn.Module, batch: Tensor) -> Tensor:
+            ctx.layer, ctx.batch = layer, batch.detach()
+            return layer(batch)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
+            batch = ctx.batch.requires_grad_()
+            with torch.enable_grad():
+                torch.autograd.backward(ctx.layer(batch), gradient)
+            return None, batch.grad
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return Again.apply(self.second, self.first(batch))
+
+    model = Model().to(device)
+    wrapped = dist.nn.parallel.DistributedDataParallel(model)
+    wrapped(given(dist.get_rank(), 2, 3).to(device)).sum().backward()
+    for layer in (model.first, model.second):
+        mine = layer.weight.grad.clone()
+        dist.all_reduce(mine, dist.ReduceOp.SUM)
+        torch.testing.assert_close(mine.cpu(), layer.weight.grad.cpu() * size)
+    if device.type == "away":
+        return  # where torch ends the process if a hook raises in the device's thread
+    hidden = Hidden()
+    wrapped = dist.nn.parallel.DistributedDataParallel(Model().to(device))
+    wrapped.module.register_forward_hook(lambda module, given, output: hidden.put(output))
+    wrapped(given(dist.get_rank(), 2, 3).to(device))
+    with pytest.raises(dist.UsageError, match="a backward within a backward"):
+        hidden.output.sum().backward()
+
+
 def large(device: torch.device) -> str:
     """How fast 64 MiB are reduced, once buffers are there."""
     tensor = torch.ones(16 << 20, device=device)
@@ -308,7 +428,7 @@ def large(device: torch.device) -> str:
 
 
 def streams(device: torch.device) -> None:
-    """A call comes after what its stream was given before it, and before what comes later. CUDA only."""
+    """A call comes after what its stream was given before it, and before what comes later."""
     rank, size = dist.get_rank(), dist.get_world_size()
     numel, cycles = 1 << 20, 200_000_000  # about a tenth of a second
     cuda: object = torch.cuda
@@ -351,9 +471,12 @@ CHECKS = (
     several_waiters,
     forked_child,
     gradients,
+    training,
+    uneven_training,
+    nested_backwards,
     large,
 )
-"""Those of the native engine, on any device."""
+"""Those of the native engine, on any device; `streams` needs a GPU."""
 
 
 def on(checks: Sequence[Check], backend: str | None, kind: str, folder: str) -> str:

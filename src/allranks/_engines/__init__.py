@@ -133,11 +133,11 @@ def _check_engine(name: str, backend: str | None) -> None:
 
 
 def _is_device(name: str) -> bool:
-    """Whether torch knows this type of device."""
+    """Whether torch knows this type of device, and has data on it."""
     import torch
 
     try:
-        return torch.device(name).type == name
+        return torch.device(name).type == name != "meta"
     except RuntimeError:
         return False
 
