@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Then", "Work", "seconds_of"]
+__all__ = ["Then", "Work", "gpus_of", "seconds_of"]
 
 
 _LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
@@ -21,6 +21,11 @@ def seconds_of(timeout: timedelta | float) -> float:
     """A timeout given as torch gives it (timedelta) or as a number of seconds."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     return min(seconds, _LONGEST_S)
+
+
+def gpus_of(tensors: Iterable[torch.Tensor]) -> list[int | str | torch.device]:
+    """The CUDA devices of tensors, each once."""
+    return list({tensor.device for tensor in tensors if tensor.is_cuda})
 
 
 class Work(abc.ABC):
@@ -63,6 +68,10 @@ class Work(abc.ABC):
     def result(self) -> list[torch.Tensor]:
         """Waits; returns the tensors that the call has written."""
 
+    def _gpus(self) -> list[int | str | torch.device]:
+        """Those whose streams a future must let wait: where results are that CUDA writes."""
+        return []
+
     def is_success(self) -> bool:
         """Whether the call has ended well."""
         return self.is_completed() and self.exception() is None
@@ -79,7 +88,7 @@ class Work(abc.ABC):
         """
         import torch
 
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=self._gpus())
 
         def complete() -> None:
             try:
@@ -122,6 +131,9 @@ class Then(Work):
 
     def source_rank(self) -> int:
         return self._work.source_rank()
+
+    def _gpus(self) -> list[int | str | torch.device]:
+        return gpus_of(self._results)
 
     def result(self) -> list[torch.Tensor]:
         self.wait()

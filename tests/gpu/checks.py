@@ -446,6 +446,15 @@ def streams(device: torch.device) -> None:
             doubled = tensor * 2
         side.synchronize()
         same(doubled, torch.full((numel,), float(size * (size + 1))), device)
+        with torch.cuda.stream(side):
+            tensor = torch.zeros(numel, device=device)
+            sleep(cycles)
+            tensor += rank + 1
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work is not None
+            doubled = work.get_future().then(lambda future: future.value()[0] * 2).wait() * 2
+        side.synchronize()
+        same(doubled, torch.full((numel,), float(2 * size * (size + 1))), device)
         # An output that a stream still writes to is written after that, wherever the call is waited for.
         with torch.cuda.stream(side):
             tensor = torch.full((numel,), float(rank), device=device)
@@ -456,6 +465,43 @@ def streams(device: torch.device) -> None:
         work.wait()
         torch.cuda.synchronize()
         same(tensor, torch.full((numel,), float(size - 1)), device)
+
+
+def cpu_beside_it(device: torch.device) -> None:
+    """Each call goes to the engine of its tensor's device."""
+    size = dist.get_world_size()
+    for where in (device, torch.device("cpu")):
+        every_verb(where)
+    objects: list[object] = [None] * size
+    dist.all_gather_object(objects, dist.get_rank())
+    assert objects == list(range(size))
+
+
+def of_nccl(device: torch.device) -> None:
+    """What it reduces, and whom it cannot receive from."""
+    from allranks._engines.c10d import DTYPES, reduces
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in DTYPES:
+        for op in dist.ReduceOp:
+            if op is not dist.ReduceOp.PREMUL_SUM and reduces("nccl", dtype, op):
+                tensor = torch.ones(size, device=device).to(dtype)
+                dist.all_reduce(tensor, op)
+                total = size if op is dist.ReduceOp.SUM and dtype is not torch.bool else 1
+                same(tensor, torch.full((size,), total).to(dtype), device)
+    group = dist.new_group(backend="nccl")
+    dist.all_reduce(tensor := given(rank, 3).to(device), group=group)
+    same(tensor, functools.reduce(torch.add, [given(r, 3) for r in range(size)]), device)
+    if size > 1:
+        with pytest.raises(dist.UsageError, match="from a given rank only"):
+            dist.recv(torch.ones(1, device=device))
+        messages(device)
+
+
+def two_ranks_on_one_gpu(device: torch.device) -> None:
+    """nccl refuses it; the error says what does not."""
+    with pytest.raises(dist.AllranksError, match=r"init_process_group\(\"native\"\)"):
+        dist.all_reduce(torch.ones(1, device=device))
 
 
 CHECKS = (
@@ -477,6 +523,21 @@ CHECKS = (
     large,
 )
 """Those of the native engine, on any device; `streams` needs a GPU."""
+
+
+ON_NCCL = (
+    every_verb,
+    dtypes,
+    layouts,
+    scaled_sums,
+    several_waiters,
+    gradients,
+    training,
+    uneven_training,
+    large,
+    streams,
+)
+"""Those of nccl, in a group with or without an engine for the CPU."""
 
 
 def on(checks: Sequence[Check], backend: str | None, kind: str, folder: str) -> str:

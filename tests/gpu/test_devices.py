@@ -11,9 +11,9 @@ import torch
 from allranks.testing import run_ranks
 
 FOLDER = str(Path(__file__).parent)
-GPUS = torch.cuda.device_count()
+GPUS = torch.cuda.device_count()  # does not start CUDA
 
-gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
+gpu = pytest.mark.skipif(not GPUS, reason="needs an NVIDIA GPU, and a torch that was built for it")
 
 
 def test_native_on_a_stand_in() -> None:
@@ -24,4 +24,11 @@ def test_native_on_a_stand_in() -> None:
 @gpu
 @pytest.mark.parametrize("check", [*checks.CHECKS, checks.streams], ids=lambda check: check.__name__)
 def test_native_on_one_gpu(check: checks.Check) -> None:
-    run_ranks(2, checks.on, [check], "native", "cuda", FOLDER, init=False)
+    run_ranks(2, checks.on, [check], "native", "cuda", FOLDER, init=False, env={"LOCAL_RANK": "0"})
+
+
+@gpu
+@pytest.mark.parametrize("backend", ["nccl", None, "cpu:gloo,cuda:nccl"])
+def test_nccl_with_a_rank_on_each_gpu(backend: str | None) -> None:
+    several = checks.ON_NCCL if backend == "nccl" else (*checks.ON_NCCL, checks.cpu_beside_it)
+    run_ranks(GPUS, checks.on, several, backend, "cuda", FOLDER, init=False)

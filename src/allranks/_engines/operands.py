@@ -17,7 +17,7 @@ from torch import Tensor
 
 from allranks._errors import AllranksError, UsageError
 from allranks._types import scaled
-from allranks._work import Work
+from allranks._work import Work, gpus_of
 
 __all__ = ["Operands", "OperandsWork"]
 
@@ -140,6 +140,9 @@ class OperandsWork(Work):
 
     def exception(self) -> BaseException | None:
         return self._error if self.is_completed() else None
+
+    def _gpus(self) -> list[int | str | torch.device]:
+        return gpus_of(self._operands.results)
 
     def result(self) -> list[Tensor]:
         self.wait()
