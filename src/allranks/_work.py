@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from allranks._errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Then", "Work", "gpus_of", "seconds_of"]
+__all__ = ["Complete", "Then", "Together", "Work", "end_futures", "seconds_of"]
 
+
+_completing: set[threading.Thread] = set()  # futures
+_LEAVING_S = 2.0
 
 _LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
 
@@ -23,9 +29,11 @@ def seconds_of(timeout: timedelta | float) -> float:
     return min(seconds, _LONGEST_S)
 
 
-def gpus_of(tensors: Iterable[torch.Tensor]) -> list[int | str | torch.device]:
-    """The CUDA devices of tensors, each once."""
-    return list({tensor.device for tensor in tensors if tensor.is_cuda})
+def end_futures() -> None:
+    """Waits for the threads of futures, at exit: one that meets the end of the interpreter in torch aborts it."""
+    deadline = time.monotonic() + _LEAVING_S
+    for thread in tuple(_completing):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Work(abc.ABC):
@@ -65,12 +73,13 @@ class Work(abc.ABC):
         return self.source_rank()  # torch's own name for it
 
     @abc.abstractmethod
+    def _results(self) -> list[torch.Tensor]:
+        """The tensors that the call writes."""
+
     def result(self) -> list[torch.Tensor]:
         """Waits; returns the tensors that the call has written."""
-
-    def _gpus(self) -> list[int | str | torch.device]:
-        """Those whose streams a future must let wait: where results are that CUDA writes."""
-        return []
+        self.wait()
+        return self._results()
 
     def is_success(self) -> bool:
         """Whether the call has ended well."""
@@ -88,7 +97,9 @@ class Work(abc.ABC):
         """
         import torch
 
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=self._gpus())
+        # On whose streams who waits for the future comes after the call.
+        gpus: list[int | str | torch.device] = list({t.device for t in self._results() if t.is_cuda})
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=gpus)
 
         def complete() -> None:
             try:
@@ -97,8 +108,11 @@ class Work(abc.ABC):
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
             else:
                 future.set_result(tensors)
+            _completing.discard(thread)
 
-        threading.Thread(target=complete, name="allranks-future", daemon=True).start()
+        thread = threading.Thread(target=complete, name="allranks-future", daemon=True)
+        _completing.add(thread)
+        thread.start()
         return future
 
 
@@ -108,7 +122,7 @@ class Then(Work):
     def __init__(self, work: Work, then: Callable[[], None], results: list[torch.Tensor]) -> None:
         self._work = work
         self._then: Callable[[], None] | None = then
-        self._results = results  # the tensors that ``then`` writes
+        self._written = results  # by ``then``
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -132,9 +146,49 @@ class Then(Work):
     def source_rank(self) -> int:
         return self._work.source_rank()
 
-    def _gpus(self) -> list[int | str | torch.device]:
-        return gpus_of(self._results)
+    def _results(self) -> list[torch.Tensor]:
+        return self._written
 
-    def result(self) -> list[torch.Tensor]:
-        self.wait()
-        return self._results
+
+class Together(Work):
+    """Several calls as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for error in (work.exception() for work in self._works) if error is not None), None)
+
+    def source_rank(self) -> int:
+        raise UsageError("source_rank: not a message")
+
+    def _results(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work._results()]
+
+
+class Complete(Work):
+    """A call that was complete when it returned."""
+
+    def __init__(self, results: list[torch.Tensor]) -> None:
+        self._written = results
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def source_rank(self) -> int:
+        raise UsageError("source_rank: not a message")
+
+    def _results(self) -> list[torch.Tensor]:
+        return self._written

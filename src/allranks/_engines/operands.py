@@ -17,7 +17,7 @@ from torch import Tensor
 
 from allranks._errors import AllranksError, UsageError
 from allranks._types import scaled
-from allranks._work import Work, gpus_of
+from allranks._work import Work
 
 __all__ = ["Operands", "OperandsWork"]
 
@@ -141,11 +141,7 @@ class OperandsWork(Work):
     def exception(self) -> BaseException | None:
         return self._error if self.is_completed() else None
 
-    def _gpus(self) -> list[int | str | torch.device]:
-        return gpus_of(self._operands.results)
-
-    def result(self) -> list[Tensor]:
-        self.wait()
+    def _results(self) -> list[Tensor]:
         return self._operands.results
 
 
