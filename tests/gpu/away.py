@@ -2,7 +2,8 @@
 
 ``enter()`` makes the device type ``away``, of one device, for the process. Its tensors have no address: a core that is
 given one of them reads address 0. What is done with them is done with CPU tensors that they hold, at once: there are no
-streams to get wrong, which only a GPU can show. Autograd, as for a GPU, runs their backwards in a thread of its own.
+streams to get wrong, which only a GPU can show; it is only counted how often one is waited for. Autograd, as for a GPU,
+runs their backwards in a thread of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 _libraries: list[torch.library.Library] = []  # their registrations last as long as they do
 
@@ -41,9 +42,26 @@ class Away(Tensor):
         return f"Away({self.held})"
 
 
+class Stream:
+    """The only one."""
+
+    waits = 0
+
+    @classmethod
+    def synchronize(cls) -> None:
+        cls.waits += 1
+
+
+class _Module(_DummyBackendModule):
+    """``torch.away``."""
+
+    def current_stream(self, device: torch.device) -> type[Stream]:
+        return Stream
+
+
 def enter() -> torch.device:
     """Makes the device; once in a process."""
-    _setup_privateuseone_for_python_backend("away")
+    _setup_privateuseone_for_python_backend("away", _Module())
     library = torch.library.Library("_", "IMPL")
     library.fallback(_run, "PrivateUse1")
     _libraries.append(library)

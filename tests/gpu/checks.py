@@ -504,6 +504,15 @@ def two_ranks_on_one_gpu(device: torch.device) -> None:
         dist.all_reduce(torch.ones(1, device=device))
 
 
+def outputs_wait_for_their_stream(device: torch.device) -> None:
+    """As a GPU's may still be written to by what came before; of the stand-in, whose stream counts."""
+    import away
+
+    before = away.Stream.waits
+    dist.broadcast(torch.ones(1, device=device), 0)
+    assert away.Stream.waits - before == (dist.get_rank() > 0)
+
+
 CHECKS = (
     every_verb,
     messages,

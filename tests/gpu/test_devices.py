@@ -18,7 +18,14 @@ gpu = pytest.mark.skipif(not GPUS, reason="needs an NVIDIA GPU, and a torch that
 
 def test_native_on_a_stand_in() -> None:
     """Without a GPU: what is left for one to show are pinned memory and streams."""
-    run_ranks(2, checks.on, checks.CHECKS, "native", "away", FOLDER, init=False)
+    several = (*checks.CHECKS, checks.outputs_wait_for_their_stream)
+    run_ranks(2, checks.on, several, "native", "away", FOLDER, init=False)
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs a torch that was built with gloo")
+def test_native_beside_gloo_on_a_stand_in() -> None:
+    several = (checks.every_verb, checks.cpu_beside_it, checks.messages, checks.training)
+    run_ranks(2, checks.on, several, "cpu:gloo,away:native", "away", FOLDER, init=False)
 
 
 @gpu

@@ -490,4 +490,5 @@ def _check_module(
 
 
 def _as_device(given: int | str | torch.device, kind: str) -> torch.device:
-    return torch.device(kind, given) if isinstance(given, int) else torch.device(given)
+    device = torch.device(kind, given) if isinstance(given, int) else torch.device(given)
+    return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())
