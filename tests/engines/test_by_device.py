@@ -28,6 +28,7 @@ from allranks.testing import run_ranks
         ("cpu:gloo,cuda:native", False, "gloo"),
         ("cpu:gloo,xla:native", True, "gloo"),
         ("gpu:native", True, "'gpu:native' is wrong there"),
+        ("cuda:nccl,mtia:native", True, "one must be for the CPU"),
         ("cpu:nccl", True, "'cpu:nccl' is wrong there"),
         ("cpu:gloo,cpu:native", True, "'cpu:native' is wrong there"),
         ("cpu:mpi", True, "not in this version"),
@@ -36,6 +37,7 @@ from allranks.testing import run_ranks
 )
 def test_names(backend: str | None, cuda: bool, means: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
+    monkeypatch.setattr(torch.mtia, "device_count", lambda: int(cuda))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: cuda)
     if " " in means:
         with pytest.raises(dist.ConfigError, match=means):

@@ -38,6 +38,9 @@ class Away(Tensor):
     def __torch_dispatch__(cls, op: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(op, *args, **(kwargs or {}))
 
+    def tolist(self) -> Any:
+        return self.held.tolist()
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Away({self.held})"
 

@@ -211,6 +211,13 @@ def objects_and_sparse(device: torch.device) -> None:
     objects: list[object] = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": r} for r in range(size)]
+    gathered: list[object] | None = [None] * size if rank == size - 1 else None
+    dist.gather_object({"rank": rank}, gathered, size - 1)
+    assert gathered is None or gathered == objects
+    dist.broadcast_object_list(told := [rank, "x"], size - 1)
+    assert told == [size - 1, "x"]
+    dist.scatter_object_list(mine := [None], objects if rank == 0 else None, 0)
+    assert mine == [{"rank": rank}]
     dist.all_reduce_coalesced(several := [given(rank, 2).to(device), given(rank, 3).to(device)])
     same(several[1], functools.reduce(torch.add, [given(r, 3) for r in range(size)]), device)
     if device.type == "cuda":  # the stand-in has no sparse tensors
@@ -511,6 +518,24 @@ def outputs_wait_for_their_stream(device: torch.device) -> None:
     before = away.Stream.waits
     dist.broadcast(torch.ones(1, device=device), 0)
     assert away.Stream.waits - before == (dist.get_rank() > 0)
+
+
+def alone_on_its_device(device: torch.device) -> None:
+    """What the library itself sends goes there, where a group moves nothing else, as nccl's: of the stand-in."""
+    world = dist.group.WORLD
+    assert world is not None
+    assert world._engine is not None
+    world._engine.device = device.type
+    messages_of_objects = [dist.get_rank()]
+    if dist.get_rank() == 0:
+        dist.send_object_list(messages_of_objects, 1)
+    elif dist.get_rank() == 1:
+        dist.recv_object_list(messages_of_objects, 0)
+        assert messages_of_objects == [0]
+    for check in (objects_and_sparse, training, uneven_training):
+        check(device)
+    dist.all_reduce(tensor := torch.ones(2, device=device), group=dist.new_group())
+    same(tensor, torch.full((2,), float(dist.get_world_size())), device)
 
 
 CHECKS = (

@@ -18,7 +18,7 @@ gpu = pytest.mark.skipif(not GPUS, reason="needs an NVIDIA GPU, and a torch that
 
 def test_native_on_a_stand_in() -> None:
     """Without a GPU: what is left for one to show are pinned memory and streams."""
-    several = (*checks.CHECKS, checks.outputs_wait_for_their_stream)
+    several = (*checks.CHECKS, checks.outputs_wait_for_their_stream, checks.alone_on_its_device)
     run_ranks(2, checks.on, several, "native", "away", FOLDER, init=False)
 
 

@@ -63,6 +63,8 @@ def check_backend(backend: str | None) -> str:
     if not here:
         raise ConfigError(f"backend {backend!r}: this process has neither the engine nor the device")
     one, *others = dict.fromkeys(here.values())
+    if others and "cpu" not in here:
+        raise ConfigError(f"backend {backend!r}: of several engines one must be for the CPU, as in cpu:native")
     return ",".join(f"{device}:{name}" for device, name in here.items()) if others else one
 
 
