@@ -20,6 +20,7 @@ from allranks._types import PremulSum, ReduceOp, as_reduce_op, premul_sum
 from allranks._work import Together, Work
 
 if TYPE_CHECKING:
+    from allranks._engines.c10d_store import GroupStore
     from allranks._group import ProcessGroup
 
 __all__ = ["TorchGroup", "TorchGroupByDevice"]
@@ -35,7 +36,10 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     Attributes:
         allranks_group: ours.
+        store: that torch has for it, if we made it; closed with the group.
     """
+
+    store: GroupStore | None = None
 
     def __init__(self, group: ProcessGroup, backend: str, leave: Callable[[TorchGroup], None]) -> None:
         """``leave`` is called when torch destroys the group."""

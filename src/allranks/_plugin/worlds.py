@@ -100,14 +100,11 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
             )
     else:
         register()
+        store = GroupStore(world.rank(), world.members, partial(_gather, world), world.timeout_s)
+        timeout = timedelta(seconds=world.timeout_s)
         with _adopting(world):
-            _c10d.init_process_group(
-                NAME,
-                store=GroupStore(world.rank(), world.members, partial(_gather, world), world.timeout_s),
-                rank=world.rank(),
-                world_size=world.size(),
-                timeout=timedelta(seconds=world.timeout_s),
-            )
+            _c10d.init_process_group(NAME, store=store, rank=world.rank(), world_size=world.size(), timeout=timeout)
+        _made[world].store = store
     if ours not in _made:
         with _adopting(ours):
             _c10d.new_group(
@@ -186,12 +183,19 @@ def _leave(group: TorchGroup) -> None:
     if _made.pop(ours, None) is not None:
         ours.closing = None
         _world.destroy_process_group(ours)
+        _close_store(group)
 
 
 def _close(group: TorchGroup) -> None:
     """We destroy it."""
     if _made.pop(group.allranks_group, None) is not None:
         _c10d.destroy_process_group(group)
+        _close_store(group)
+
+
+def _close_store(group: TorchGroup) -> None:
+    if group.store is not None:
+        group.store.close()
 
 
 def _other_backends(helper: Mapping[str, Any], about: Any, ours: str) -> Any:
