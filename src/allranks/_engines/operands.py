@@ -55,7 +55,7 @@ class Operands:
         if self._fits(tensor):
             self.keep.append(tensor)
             return tensor
-        if not tensor.is_cpu:
+        if self._on_host and not tensor.is_cpu:
             _let_finish(tensor.device)
         return self._brought_back(tensor, self._room(tensor))
 
