@@ -344,18 +344,23 @@ def training(device: torch.device) -> None:
             (by_hand(given(r + step, 8, 6)).square().mean() / size).backward()
         expected.append(stepped(by_hand))
 
-    for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}):
-        for overlap in (False, True):
-            model = made().to(device)
-            if not options or "gradient_as_bucket_view" in options:
-                model.unused.requires_grad_(False)
-            wrapped = dist.nn.parallel.DistributedDataParallel(model, device_ids=[device.index], **options)
-            wrapped.overlap = overlap
-            for step in range(3):
-                batch = given(rank + step, 8, 6)  # is brought to the device
-                wrapped(batch).square().mean().backward()
-                torch.testing.assert_close(stepped(model), expected[step], rtol=1e-4, atol=1e-5)
-            assert model.seen.item() == 3
+    for options in (
+        {"overlap": False},
+        {"overlap": True},
+        {"overlap": True, "gradient_as_bucket_view": True},
+        {"overlap": False, "find_unused_parameters": True},
+        {"overlap": True, "static_graph": True},
+    ):
+        overlap = options.pop("overlap")
+        model = made().to(device)
+        model.unused.requires_grad_("find_unused_parameters" in options or "static_graph" in options)
+        wrapped = dist.nn.parallel.DistributedDataParallel(model, device_ids=[device.index], **options)
+        wrapped.overlap = overlap
+        for step in range(3):
+            batch = given(rank + step, 8, 6)  # is brought to the device
+            wrapped(batch).square().mean().backward()
+            torch.testing.assert_close(stepped(model), expected[step], rtol=1e-4, atol=1e-5)
+        assert model.seen.item() == 3
     wrapped = dist.nn.parallel.DistributedDataParallel(made().to(device))
     with pytest.raises(dist.UsageError, match=r"no gradient to 2 of 8 parameters .*unused.weight"):
         wrapped(given(rank, 8, 6).to(device)).sum().backward()
