@@ -56,6 +56,7 @@ class Backend(str):
 
     UNDEFINED = "undefined"
     NATIVE = "native"
+    ALLRANKS = "allranks"  # the same, as torch.distributed calls it
     GLOO = "gloo"
     NCCL = "nccl"
     XCCL = "xccl"

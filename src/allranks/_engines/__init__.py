@@ -24,6 +24,7 @@ ENGINES: dict[str, str | None] = {"native": None, "gloo": "cpu", "nccl": "cuda"}
 """The engines, and the type of device whose tensors each moves; None: any."""
 
 DEFAULT = "cpu:native,cuda:nccl"
+_ALIASES = {"allranks": "native"}  # what torch.distributed calls it
 _PLANNED = ("tcp", "mpi", "ucc", "xccl")
 
 
@@ -43,6 +44,7 @@ def check_backend(backend: str | None) -> str:
         ConfigError: no such engine, or not here.
     """
     given = (backend or DEFAULT).lower()
+    given = _ALIASES.get(given, given)
     if ":" not in given:
         _check_engine(given, backend)
         if not available(given):
@@ -51,6 +53,7 @@ def check_backend(backend: str | None) -> str:
     chosen: dict[str, str] = {}
     for part in given.split(","):
         device, _, name = part.strip().partition(":")
+        name = _ALIASES.get(name, name)
         _check_engine(name, backend)
         if ENGINES[name] not in (None, device) or device in chosen or not _is_device(device):
             known = ", ".join(f"{kind or 'any device'}:{engine}" for engine, kind in ENGINES.items())
