@@ -6,6 +6,7 @@ stand-in (`away`). Expected values are computed from what all ranks gave, on the
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
@@ -489,6 +490,70 @@ def cpu_beside_it(device: torch.device) -> None:
     assert objects == list(range(size))
 
 
+def through_the_plugin(device: torch.device) -> None:
+    """torch.distributed's own functions, DistributedDataParallel and, on a GPU, FSDP2."""
+    group = dist.torch_group()
+    on_torch(device)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    losses = [model(given(r, 3, 4)).square().mean() for r in range(dist.get_world_size())]
+    torch.stack(losses).mean().backward()
+    data = given(dist.get_rank(), 3, 4).to(device)
+    parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(model).to(device), process_group=group)
+    parallel.zero_grad()
+    parallel(data).square().mean().backward()
+    for ours, expected in zip(parallel.parameters(), model.parameters(), strict=True):
+        assert ours.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), expected.grad)
+    if device.type != "cuda":
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = fully_shard(copy.deepcopy(model).to(device), mesh=DeviceMesh.from_group(group, "cuda"))
+    sharded.zero_grad()
+    sharded(data).square().mean().backward()
+    for ours, expected in zip(sharded.parameters(), model.parameters(), strict=True):
+        assert expected.grad is not None
+        torch.testing.assert_close(ours.grad.full_tensor().cpu(), expected.grad)
+
+
+def on_torch(device: torch.device) -> None:
+    """Some verbs of torch.distributed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    theirs = torch.distributed
+    total = functools.reduce(torch.add, [given(r, size, 2) for r in range(size)])
+    theirs.all_reduce(tensor := given(rank, size, 2).to(device))
+    same(tensor, total, device)
+    work = theirs.all_reduce(tensor := given(rank, size, 2).to(device), async_op=True)
+    same(work.get_future().wait()[0], total, device)
+    theirs.all_gather_into_tensor(gathered := torch.empty(size, 2, device=device), given(rank, 2).to(device))
+    same(gathered, torch.stack([given(r, 2) for r in range(size)]), device)
+    theirs.reduce_scatter_tensor(part := torch.empty(2, device=device), given(rank, size, 2).to(device).flatten())
+    same(part, total[rank], device)
+    theirs.broadcast(tensor := given(rank, 3).to(device), size - 1)
+    same(tensor, given(size - 1, 3), device)
+    objects: list[object] = [None] * size
+    theirs.all_gather_object(objects, rank)
+    assert objects == list(range(size))
+
+
+def plugin_beside_nccl(device: torch.device) -> None:
+    """``cpu:allranks,cuda:nccl`` in torch.distributed."""
+    store = None
+    if dist.get_rank() == 0:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = torch.tensor([store.port if store else 0])
+    dist.broadcast(port, 0)
+    store = store or torch.distributed.TCPStore("127.0.0.1", int(port), is_master=False)
+    torch.distributed.init_process_group(
+        "cpu:allranks,cuda:nccl", store=store, rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+    for where in (device, torch.device("cpu")):
+        on_torch(where)
+
+
 def of_nccl(device: torch.device) -> None:
     """What it reduces, and whom it cannot receive from."""
     from allranks._engines.c10d import DTYPES, reduces
@@ -560,6 +625,7 @@ CHECKS = (
     uneven_training,
     nested_backwards,
     large,
+    through_the_plugin,
 )
 """Those of the native engine, on any device; `streams` needs a GPU."""
 

@@ -52,7 +52,7 @@ def rows(gpus: int) -> list[Row]:
     every += [Row(check, None, gpus) for check in (*checks.ON_NCCL, checks.cpu_beside_it)]
     every += [Row(check, "cpu:gloo,cuda:nccl", gpus) for check in (checks.every_verb, checks.cpu_beside_it)]
     every.append(Row(checks.two_ranks_on_one_gpu, "nccl", 2, shared))
-    # Later: the same through torch.distributed's plugin, init_process_group("allranks").
+    every.append(Row(checks.plugin_beside_nccl, "native", gpus))
     return every
 
 

@@ -43,3 +43,8 @@ def test_native_on_one_gpu(check: checks.Check) -> None:
 def test_nccl_with_a_rank_on_each_gpu(backend: str | None) -> None:
     several = checks.ON_NCCL if backend == "nccl" else (*checks.ON_NCCL, checks.cpu_beside_it)
     run_ranks(GPUS, checks.on, several, backend, "cuda", FOLDER, init=False)
+
+
+@gpu
+def test_the_plugin_beside_nccl() -> None:
+    run_ranks(GPUS, checks.on, [checks.plugin_beside_nccl], "native", "cuda", FOLDER, init=False)
