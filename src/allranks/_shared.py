@@ -22,10 +22,11 @@ def empty_shared(
 ) -> torch.Tensor:
     """An uninitialised CPU tensor in memory that all ranks of the group see, for collectives that copy nothing.
 
-    Every rank gets its own tensor, which behaves like any other. A collective of this group in which every rank passes
-    its tensor of the same ``empty_shared`` call (or a contiguous part of it) reads and writes all of them where they
-    lie; of verbs with an input and an output it is the input that counts, of scatter both. ``stats().shared`` counts
-    such calls. Where the group spans hosts it is an ordinary tensor. With any other tensors the same collectives work as always. Messages (send, recv) gain nothing.
+    Every rank gets its own tensor, which behaves like any other. A collective of this group in which every rank
+    passes its tensor of the same ``empty_shared`` call (or a contiguous part of it) reads and writes all of them
+    where they lie; of verbs with an input and an output it is the input that counts, of scatter both.
+    ``stats().shared`` counts such calls. Where the group spans hosts it is an ordinary tensor. With any other
+    tensors the same collectives work as always. Messages (send, recv) gain nothing.
 
     Called by every rank of the group, with sizes of equally many bytes.
 

@@ -1,6 +1,6 @@
 """Programs that hypothesis makes up run under torch.distributed on gloo and under allranks, in the same processes.
 
-allranks runs them on its own engine or on gloo.
+allranks runs them on its own engine, with shared memory and without, or on gloo.
 
 Both must end with equal values. gloo wants contiguous tensors; what it says of them is what ours must say of others.
 The programs are the same in every run, unless PROGRAMS says how many new ones to try: PROGRAMS=2000 pytest ...
@@ -39,7 +39,7 @@ MOVING = (
     "scatter_object_list",
 )
 SYNCHRONOUS = ("all_gather_object", "broadcast_object_list", "scatter_object_list")
-ENGINES = ("native", "gloo")
+ENGINES = ("native", "tcp", "gloo")
 LAYOUTS = ("contiguous", "transposed", "strided", "offset")
 
 

@@ -107,6 +107,10 @@ def _serve(address: str, port: int, answer: Callable[[Any, Any], Any]) -> None:
     groups = {
         "peer": {"world": None, "some": peer.new_group(some, timeout=timeout)},
         "native": {"world": None, "some": allranks.new_group(some, timeout=timeout)},
+        "tcp": {
+            "world": allranks.new_group(timeout=timeout, backend="tcp"),
+            "some": allranks.new_group(some, timeout=timeout, backend="tcp"),
+        },
         "gloo": {
             "world": allranks.new_group(timeout=timeout, backend="gloo"),
             "some": allranks.new_group(some, timeout=timeout, backend="gloo"),

@@ -24,7 +24,7 @@ from allranks.testing import run_ranks
 
 SECRET = "a secret of the tests, long enough"
 PLACES = ([0, 1], [0, 0, 1, 1], [0, 1, 1, 2])
-PROGRAMS = 15
+PROGRAMS = 10
 STEPS = 8
 
 _ports = itertools.count(29600)

@@ -7,7 +7,6 @@ also the world, or a group, of ours. The other way, ``torch_group`` makes ours k
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from allranks._engines.c10d_store import GroupStore
 from allranks._errors import UsageError
 from allranks._group import ProcessGroup
 from allranks._plugin import NAME, register
+from allranks._plugin.adapt import adapt
 from allranks._plugin.group import TorchGroup, TorchGroupByDevice
 
 __all__ = ["create", "torch_group"]
@@ -32,6 +32,7 @@ _c10d: Any = torch.distributed
 _ENGINE = "native"
 
 _made: dict[ProcessGroup, TorchGroup] = {}
+_stores: dict[ProcessGroup, GroupStore] = {}  # that torch has for a world that we made
 _adopted: ProcessGroup | None = None  # while torch_group has torch make a group around it
 
 
@@ -50,14 +51,14 @@ def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str
     """
     if options is not None:
         raise UsageError(f"pg_options {options!r} is not known to the {name} backend")
-    _let_barrier_be_monitored()
+    adapt()
     ours = _adopted or (_sub_group(about) if about.global_ranks_in_group else _the_world(about))
     if ours in _made:
         raise UsageError(f"torch.distributed has group '{ours.name}' already")
+    ours.closing = partial(_close, ours)
     others = None if helper is None else _other_backends(helper, about, name)
     made = TorchGroup(ours, name, _leave) if others is None else TorchGroupByDevice(ours, name, _leave, others)
     _made[ours] = made
-    ours.closing = partial(_close, made)
     return made
 
 
@@ -100,14 +101,11 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
             )
     else:
         register()
+        store = GroupStore(world.rank(), world.members, partial(_gather, world), world.timeout_s)
+        timeout = timedelta(seconds=world.timeout_s)
         with _adopting(world):
-            _c10d.init_process_group(
-                NAME,
-                store=GroupStore(world.rank(), world.members, partial(_gather, world), world.timeout_s),
-                rank=world.rank(),
-                world_size=world.size(),
-                timeout=timedelta(seconds=world.timeout_s),
-            )
+            _c10d.init_process_group(NAME, store=store, rank=world.rank(), world_size=world.size(), timeout=timeout)
+        _stores[world] = store
     if ours not in _made:
         with _adopting(ours):
             _c10d.new_group(
@@ -180,18 +178,26 @@ def _gather(group: ProcessGroup, record: bytes) -> list[bytes]:
     return [row.numpy().tobytes() for row in rows]
 
 
-def _leave(group: TorchGroup) -> None:
+def _leave(ours: ProcessGroup) -> None:
     """torch destroys the group."""
-    ours = group.allranks_group
     if _made.pop(ours, None) is not None:
         ours.closing = None
         _world.destroy_process_group(ours)
+        _close_store(ours)
 
 
-def _close(group: TorchGroup) -> None:
+def _close(ours: ProcessGroup) -> None:
     """We destroy it."""
-    if _made.pop(group.allranks_group, None) is not None:
+    group = _made.pop(ours, None)
+    if group in _c10d.distributed_c10d._world.pg_map:  # else torch failed to make it
         _c10d.destroy_process_group(group)
+    _close_store(ours)
+
+
+def _close_store(ours: ProcessGroup) -> None:
+    store = _stores.pop(ours, None)
+    if store is not None:
+        store.close()
 
 
 def _other_backends(helper: Mapping[str, Any], about: Any, ours: str) -> Any:
@@ -226,20 +232,3 @@ def _backend(name: str, store: Any, about: Any) -> Any:
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
     return plugin.creator_fn(about, None)
-
-
-def _let_barrier_be_monitored() -> None:
-    """torch.distributed.monitored_barrier refuses every backend but gloo, by name; ours has one."""
-    torchs = _c10d.monitored_barrier
-    if hasattr(torchs, NAME):
-        return
-
-    @functools.wraps(torchs)
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        meant = _c10d.group.WORLD if group is None else group
-        if isinstance(meant, TorchGroup):
-            return meant.monitored_barrier(timeout, wait_all_ranks)
-        return torchs(group, timeout, wait_all_ranks)
-
-    setattr(monitored_barrier, NAME, True)
-    _c10d.monitored_barrier = _c10d.distributed_c10d.monitored_barrier = monitored_barrier

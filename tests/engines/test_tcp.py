@@ -1,0 +1,96 @@
+"""The engine tcp: the native one with TCP between all ranks, here on one host. tests/hosts has several."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks.testing import run_ranks
+
+
+def test_its_ranks_listen_on_loopback_and_only_while_they_meet() -> None:
+    def body() -> tuple[str, list[str]]:
+        dist.init_process_group("tcp")
+        assert dist.get_backend() == "tcp"
+        tensor = torch.ones(100_000)
+        dist.all_reduce(tensor)
+        assert (tensor == 3).all()
+        peers, listening = set(), []
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                probe = socket.socket(fileno=os.dup(int(number)))
+            except OSError:
+                continue  # a file
+            with probe:
+                if probe.family == socket.AF_INET:
+                    peers.add(probe.getpeername()[0])
+                    if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        listening.append(str(probe))
+        dist.destroy_process_group()
+        return ",".join(peers), listening
+
+    assert run_ranks(3, body, init=False) == [("127.0.0.1", [])] * 3
+
+
+def test_groups_leave_no_descriptors_and_no_threads() -> None:
+    def body() -> None:
+        dist.init_process_group("tcp")
+
+        def held() -> tuple[int, int]:
+            return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+        before = held()
+        for _ in range(30):
+            group = dist.new_group([0, 1])
+            dist.all_reduce(torch.ones(1), group=group)
+            dist.destroy_process_group(group)
+        assert held() == before
+        dist.destroy_process_group()
+
+    run_ranks(2, body, init=False)
+
+
+def test_a_forked_child_does_not_hide_its_parents_death() -> None:
+    def body() -> float:
+        dist.init_process_group("tcp")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            if os.fork() == 0:
+                time.sleep(5)
+                os._exit(0)
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(dist.PeerLostError, match=r"rank 1 .* died"):
+            dist.barrier()
+        return time.monotonic() - began
+
+    noticed_s, _ = run_ranks(2, body, init=False, may_die={1})
+    assert noticed_s is not None
+    assert noticed_s < 3
+
+
+def test_a_child_may_fork_end_and_leave_the_parent_alone() -> None:
+    def body() -> None:
+        dist.init_process_group("tcp")
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        assert work is not None
+        work.wait()
+        pid = os.fork()
+        if pid == 0:
+            with pytest.raises(dist.NotInitializedError):
+                dist.barrier()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        assert tensor.item() == 2
+        dist.destroy_process_group()
+
+    run_ranks(2, body, init=False)
