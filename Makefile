@@ -12,7 +12,7 @@ BENCH := build/bench-venv
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
-.PHONY: train test check format bench bench-mpi core-tests clean
+.PHONY: train test check format bench bench-mpi bench-programs core-tests clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -47,6 +47,10 @@ bench: $(VENV)/installed $(BENCH)/installed
 # An environment with what .venv has, and Open MPI: of MPI there is one in an environment.
 bench-mpi: $(BENCH)/installed
 	@echo 'Try: $(BENCH_RUN) all -n 2 --against gloo,mpi'
+
+# Programs of other people's packages on gloo and on us in its place: same results, and how fast. Takes half an hour.
+bench-programs: $(VENV)/installed
+	$(BIN)/python benchmarks/programs.py --json benchmarks/programs.json
 
 $(BENCH)/installed: constraints.txt | $(VENV)/installed
 	@echo 'Installing mpi4py and Open MPI into $(BENCH)'
