@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import time
 from pathlib import Path
 
@@ -43,9 +42,8 @@ PACKAGES = (
 )
 # The last torchvision that can be imported without its compiled part, which newer wheels link against CUDA.
 WITHOUT_DEPENDENCIES = ("torchvision==0.15.2",)
-SOURCES = ("fairscale==0.4.13",)  # whose programs are not in the wheel
 
-TIMEOUT_S = 600
+TIMEOUT_S = 240  # a run that takes longer hangs
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -54,7 +52,6 @@ ENVIRONMENT = {
     "HF_HOME": str(FOLDER / "huggingface"),
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "TMPDIR": str(FOLDER / "tmp"),
-    "PYTHONPATH": ".",
     "PYTHONWARNINGS": "ignore",
 }
 
@@ -64,7 +61,7 @@ class Program:
     name: str
     package: str
     script: str
-    """A file, or ``-m module``. ``{site}`` is the environment's site-packages, ``{sdist}`` fairscale's source."""
+    """A file, or ``-m module``. ``{site}`` is the environment's site-packages, ``{folder}`` where the data are."""
     args: str = ""
     ranks: int = 2
     results: str = ""
@@ -127,7 +124,7 @@ PROGRAMS = (
     Program(
         "benchmarks/oss.py, ResNet-18, ShardedDDP",
         "fairscale",
-        "benchmarks/oss.py",
+        "{site}/benchmarks/oss.py",
         "--cpu --gloo --debug --model resnet18 --batch_size 4 --epochs 1 --optim_type oss_sharded_ddp",
         results=r"(?:after BW|buffer|after update): .*",
         speed=r"\[0\] : Training done\. ([\d.]+) img per sec",
@@ -178,13 +175,6 @@ def environment():
         done.write_text(wanted)
     for folder in ("tmp", "out"):
         (FOLDER / folder).mkdir(parents=True, exist_ok=True)
-    for source in SOURCES:
-        name = source.replace("==", "-")
-        if not (FOLDER / name).exists():
-            pip = (python, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", FOLDER)
-            run_quietly(*pip, source)
-            with tarfile.open(FOLDER / f"{name}.tar.gz") as archive:
-                archive.extractall(FOLDER, filter="data")
     if not (FOLDER / "language" / "text" / "wikitext-2.txt").exists():
         run_quietly(python, "-c", LANGUAGE, FOLDER / "language")
     if not (FOLDER / "data").exists():  # the place where lightning's demo looks
@@ -230,7 +220,7 @@ class Run:
 
 
 def run(python, program, mode):
-    """Runs the program once. ``mode``: gloo, instead (of gloo), or asks (for us by name)."""
+    """Runs the program once. ``mode``: gloo, instead (of gloo), or asks (for us by name). None: it hung."""
     out = FOLDER / "out" / f"{PROGRAMS.index(program)} {mode} {time.monotonic_ns()}"
     places = {"site": site_packages(), "folder": FOLDER, "out": out}
     args = [part.format(**places) for part in f"{program.script} {program.args}".split()]
@@ -243,12 +233,20 @@ def run(python, program, mode):
     else:
         instead = ["--instead-of-gloo"] if mode == "instead" else []
         command = [str(python), "-m", "allranks", "run", "-n", str(program.ranks), *instead, *args]
-    where = FOLDER / next((s.replace("==", "-") for s in SOURCES if s.startswith(f"{program.package}==")), "")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
-    done = subprocess.run(
-        command, cwd=where, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S
-    )
+    try:
+        done = subprocess.run(
+            command,
+            cwd=FOLDER,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return None
     seconds = time.perf_counter() - began
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -283,6 +281,10 @@ def digest(folder, pattern):
 
 def report(program, runs):
     """Compares the runs, ``runs[mode]``, of a program."""
+    hung = {mode: them.count(None) for mode, them in runs.items()}
+    runs = {mode: [each for each in them if each is not None] for mode, them in runs.items()}
+    if not all(runs.values()):
+        raise SystemExit(f"{program.name} hangs: {hung}")
     found = {mode: {(*each.results, each.weights) for each in them} for mode, them in runs.items()}
     row = {
         "program": program.name,
@@ -291,9 +293,10 @@ def report(program, runs):
         "ranks": program.ranks,
         "compared": [f"{len(runs['gloo'][0].results)} lines"] * bool(program.results)
         + ["weights"] * bool(program.weights),
-        "gloo_repeats_itself": len(found["gloo"]) == 1,
+        "gloo_repeats_itself": len(found["gloo"]) == 1 if len(runs["gloo"]) > 1 else None,  # None: not known
         "same_as_gloo": {mode: found[mode] == found["gloo"] for mode in runs if mode != "gloo"},
         "runs": len(runs["gloo"]),
+        "hung": hung,
         "whole_s": {mode: statistics.median(each.seconds for each in them) for mode, them in runs.items()},
         "cpu_s": {mode: statistics.median(each.cpu_s for each in them) for mode, them in runs.items()},
         "all_s": {mode: [round(each.seconds, 2) for each in them] for mode, them in runs.items()},
@@ -326,7 +329,7 @@ def show(rows):
         whole, step = row["whole_s"], row.get("step_s")
         ratio = whole["gloo"] / whole["instead"]
         same = all(row["same_as_gloo"].values())
-        verdict = "yes" if same else ("NO" if row["gloo_repeats_itself"] else "gloo differs")
+        verdict = "yes" if same else ("gloo differs" if row["gloo_repeats_itself"] is False else "NO")
         cells = [row["program"], row["package"], str(row["ranks"]), ", ".join(row["compared"]), verdict]
         cells += [f"{whole['gloo']:.1f}", f"{whole['instead']:.1f}", f"{ratio:.2f}"]
         if step:
@@ -339,7 +342,7 @@ def show(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5, help="of the programs that train; the others run twice")
-    parser.add_argument("--only", default="", help="programs of this package only")
+    parser.add_argument("--only", default="", help="programs of this package only; the other rows of the file stay")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     python = environment()
@@ -352,14 +355,21 @@ def main():
             for mode in modes if i % 2 == 0 else modes[::-1]:
                 them.setdefault(mode, []).append(run(python, program, mode))
                 each = them[mode][-1]
-                line = f"{each.seconds:.1f} s, {each.cpu_s:.1f} s of CPU"
+                line = "hung" if each is None else f"{each.seconds:.1f} s, {each.cpu_s:.1f} s of CPU"
                 print(f"{i + 1}/{args.runs} {program.name}, {mode}: {line}", flush=True)
         rows = [report(program, them) for program, them in runs.items()]
         if args.json:
-            about = {"cpus": os.cpu_count(), "load": os.getloadavg()[1], "torch": torch.__version__, "programs": rows}
+            kept = json.loads(args.json.read_text())["programs"] if args.json.exists() else []
+            kept = [row for row in kept if row["program"] not in {program.name for program in runs}]
+            about = {
+                "cpus": os.cpu_count(),
+                "load": os.getloadavg()[1],
+                "torch": torch.__version__,
+                "programs": [*kept, *rows],
+            }
             args.json.write_text(json.dumps(about, indent=1) + "\n")
     show(rows)
-    if any(row["gloo_repeats_itself"] and not all(row["same_as_gloo"].values()) for row in rows):
+    if any(row["gloo_repeats_itself"] is not False and not all(row["same_as_gloo"].values()) for row in rows):
         raise SystemExit("A program's results differ from those on gloo.")
 
 
