@@ -121,7 +121,7 @@ class C10dEngine(Engine):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         operands, operator = self._reducing(tensor, op, "all_reduce")
-        flat = self._numbers(operands.write(tensor))
+        flat = self._numbers(operands.update(tensor))
         options = _torch.AllreduceOptions()
         options.reduceOp = operator
         return self._call(operands, tensor.nbytes, async_op, "allreduce", [flat], options)
@@ -129,7 +129,7 @@ class C10dEngine(Engine):
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         operands, operator = self._reducing(tensor, op, "reduce")
         # gloo leaves intermediate sums in the tensors of the other ranks.
-        work = operands.write(tensor) if root == self._rank else operands.read(tensor).detach().clone()
+        work = operands.update(tensor) if root == self._rank else operands.read(tensor).detach().clone()
         options = _torch.ReduceOptions()
         options.reduceOp = operator
         options.rootRank = root
@@ -397,6 +397,12 @@ class C10dEngine(Engine):
         if died or left:
             said = [f"{self._who(rank)} died" for rank in died] + [f"{self._who(rank)} has left" for rank in left]
             raise PeerLostError(f"{here}: {', '.join(said)}.\n  {self.name}: {text}", (died + left)[0]) from error
+        if "Duplicate GPU" in str(error):
+            raise UsageError(
+                f"{here}: two ranks of it are on one GPU, and nccl wants one for each. Choose with "
+                "torch.cuda.set_device(LOCAL_RANK) before init_process_group, or let ranks share a GPU with the native "
+                'engine: init_process_group("native")'
+            ) from error
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise TimeoutError(
                 f"{here}: a rank did not call within {self._timeout_s:g} s, or another rank gave up after that time. "
@@ -425,9 +431,10 @@ class C10dEngine(Engine):
             _leak(backend)  # its destructor would wait for as long as they take
 
     def _end_nccl(self, backend: Any) -> None:
-        waited_for = _cuda.Event()
-        waited_for.record()  # the current stream waits for the calls that were waited for
-        _within(_ENDING_S, lambda: waited_for.query() and all(work.done() for work in tuple(self._pending)))
+        if _cuda.is_initialized():  # else nothing was called, and an event would start CUDA
+            waited_for = _cuda.Event()
+            waited_for.record()  # the current stream waits for the calls that were waited for
+            _within(_ENDING_S, lambda: waited_for.query() and all(work.done() for work in tuple(self._pending)))
         backend.abort()
 
 
@@ -535,7 +542,7 @@ class C10dWork(OperandsWork):
             except AllranksError as explained:
                 self._error = explained
                 raise
-        self._operands.finish()
+        self._finish()
         self._engine.ended(self)
         return True
 
