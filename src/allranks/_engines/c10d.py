@@ -166,10 +166,10 @@ class C10dEngine(FlatEngine):
         here, text = self.here(verb), _first_line(error)
         if self._backend is None:
             raise AllranksError(f"{here}: the group was destroyed while the call was pending") from error
-        died, left = ([], []) if self._presence is None else self._presence.gone()
+        died, left = ([], {}) if self._presence is None else self._presence.gone()
         if died or left:
             said = [f"{self._who(rank)} died" for rank in died] + [f"{self._who(rank)} has left" for rank in left]
-            raise PeerLostError(f"{here}: {', '.join(said)}.\n  {self.name}: {text}", (died + left)[0]) from error
+            raise PeerLostError(f"{here}: {', '.join(said)}.\n  {self.name}: {text}", [*died, *left][0]) from error
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise TimeoutError(
                 f"{here}: a rank did not call within {self._timeout_s:g} s, or another rank gave up after that time. "

@@ -130,6 +130,11 @@ class FlatEngine(Engine):
     def explain(self, error: BaseException, verb: str) -> NoReturn:
         """Raises our error for the engine's."""
 
+    # --- what an engine may do besides ---
+
+    def _leave_running(self, work: FlatWork) -> None:
+        """An asynchronous call has begun; nobody waits for it."""
+
     def _give_up(self, work: FlatWork) -> None:
         """A blocking call is left by an exception; the engine may still use its tensors."""
 
@@ -209,11 +214,16 @@ class FlatEngine(Engine):
         return self._call(operands, tensor.nbytes, async_op, (), self._begin_send, given, to, tag)
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> int:
-        work = self.irecv(tensor, source, tag)
+        work = self._receiving(tensor, source, tag)
         self._wait(work)
         return work.source_rank()
 
-    def irecv(self, tensor: Tensor, source: int, tag: int) -> FlatWork:
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        work = self._receiving(tensor, source, tag)
+        self._leave_running(work)
+        return work
+
+    def _receiving(self, tensor: Tensor, source: int, tag: int) -> FlatWork:
         operands = self._moving(tensor, "recv")
         into = as_bytes(operands.write(tensor))
         return self._started(operands, tensor.nbytes, (), self._begin_recv, into, source, tag)
@@ -303,6 +313,7 @@ class FlatEngine(Engine):
     ) -> Work | None:
         work = self._started(operands, nbytes, said, begin, *args)
         if async_op:
+            self._leave_running(work)
             return work
         self._wait(work)
         return None
@@ -400,28 +411,29 @@ class FlatWork(OperandsWork):
             raise self._error
         verb = self._operands.verb
         self._engine.check_process(verb)
-        assert self.progress is not None
         limit_s = seconds_of(timeout) if timeout else None
         deadline = None if limit_s is None else time.monotonic() + limit_s
-        try:
-            while not self.progress.wait(_SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())):
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError(
-                        f"{self._engine.here(verb)}: not complete after {limit_s:.1f} s.\n"
-                        "  The call goes on: wait() may be called again."
-                    )
-        except TimeoutError:
-            raise
-        except RuntimeError as error:
-            self._engine.ended(self)
-            try:
-                self._engine.explain(error, verb)
-            except AllranksError as explained:
-                self._error = explained
-                raise
+        while not self._ended_within(_SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{self._engine.here(verb)}: not complete after {limit_s:.1f} s.\n"
+                    "  The call goes on: wait() may be called again."
+                )
         self._operands.finish()
         self._engine.ended(self)
         return True
+
+    def _ended_within(self, seconds: float) -> bool:
+        assert self.progress is not None
+        try:
+            return self.progress.wait(seconds)
+        except RuntimeError as error:
+            self._engine.ended(self)
+            try:
+                self._engine.explain(error, self._operands.verb)
+            except AllranksError as explained:
+                self._error = explained
+                raise
 
     def source_rank(self) -> int:
         assert self.progress is not None
