@@ -69,7 +69,13 @@ class Progress(abc.ABC):
 
 
 class FlatEngine(Engine):
-    """Collectives and messages of an engine that takes flat tensors."""
+    """Collectives and messages of an engine that takes flat tensors.
+
+    Attributes:
+        staged: tensors of a CUDA device are copied to the host's memory and back.
+    """
+
+    staged = False
 
     def __init__(self, name: str, rank: int, members: Sequence[Member], group_name: str, timeout_s: float) -> None:
         self.name = name
@@ -236,7 +242,7 @@ class FlatEngine(Engine):
     def _check(self, tensor: Tensor, verb: str) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
-        if tensor.device.type != self.device:
+        if tensor.device.type != self.device and not (self.staged and tensor.is_cuda):
             raise UsageError(
                 f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on {tensor.device}, "
                 f"but the {self.name} engine moves {self.device.upper()} tensors"
@@ -246,7 +252,7 @@ class FlatEngine(Engine):
 
     def _moving(self, tensor: Tensor, verb: str) -> Operands:
         self._check(tensor, verb)
-        return Operands(verb)
+        return Operands(verb, staged=self.staged)
 
     def _reducing(self, tensor: Tensor, op: ReduceOp | PremulSum, verb: str) -> tuple[Operands, ReduceOp]:
         """The call's operands, which are multiplied as ``op`` says, and the op that is left."""
@@ -258,7 +264,7 @@ class FlatEngine(Engine):
             raise UsageError(f"{verb}: PREMUL_SUM needs its factor: op=premul_sum(factor)")
         if not self._reduces(tensor.dtype, op):
             raise UsageError(f"{verb} on the {self.name} engine does not support {op.name} of {tensor.dtype} tensors")
-        return Operands(verb, factor), op
+        return Operands(verb, factor, self.staged), op
 
     def _joined(self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor) -> Tensor:
         """One tensor with all pieces in turn, to be read."""
@@ -274,7 +280,7 @@ class FlatEngine(Engine):
         self._check_pieces(pieces, like, operands.verb)
         if isinstance(pieces, Tensor):
             return operands.write(pieces)
-        whole = like.detach().new_empty(len(pieces), like.numel())
+        whole = like.detach().new_empty(len(pieces), like.numel(), device="cpu" if self.staged else None)
         for row, piece in zip(whole, pieces, strict=True):
             operands.fill(piece, row)
         operands.keep.append(whole)
@@ -334,7 +340,9 @@ class FlatEngine(Engine):
         if len(self._pending) > _MANY_PENDING:
             for other in tuple(self._pending):
                 other.is_completed()
-        work = FlatWork(self, operands, nbytes)
+        return self._launched(FlatWork(self, operands, nbytes), begin, *args)
+
+    def _launched(self, work: FlatWork, begin: Callable[..., Progress], *args: Any) -> FlatWork:
         self._pending.add(work)
         try:
             work.progress = begin(*args)
@@ -342,7 +350,7 @@ class FlatEngine(Engine):
             self._pending.discard(work)
             if not isinstance(error, RuntimeError) or isinstance(error, AllranksError):
                 raise
-            self.explain(error, operands.verb)
+            self.explain(error, work.verb)
         return work
 
     def _compare(self, verb: str, tensor: Tensor | None = None, op: ReduceOp | None = None, root: int = -1) -> None:
@@ -356,14 +364,7 @@ class FlatEngine(Engine):
         everyones = mine.new_empty(len(self._members), _SAID_BYTES)
         comparing = Operands(verb)
         comparing.keep += [mine, everyones]
-        work = FlatWork(self, comparing, 0)
-        self._pending.add(work)
-        try:
-            work.progress = self._begin_all_gather(everyones.view(-1), mine)
-        except RuntimeError as error:
-            self._pending.discard(work)
-            self.explain(error, verb)
-        self._wait(work)
+        self._wait(self._launched(FlatWork(self, comparing, 0), self._begin_all_gather, everyones.view(-1), mine))
         calls = [bytes(row).decode().rstrip() for row in everyones.tolist()]
         if len(set(calls)) > 1:
             ranks = {call: [rank for rank, other in enumerate(calls) if other == call] for call in calls}

@@ -31,6 +31,7 @@ from allranks._engines import mpi_job
 from allranks._engines.flat import FlatEngine, FlatWork, Progress
 from allranks._engines.mpi_job import lock, poll
 from allranks._engines.native_connect import RECORD_BYTES, Exchange
+from allranks._engines.operands import Operands
 from allranks._engines.presence import Presence
 from allranks._errors import AllranksError, ConfigError, MismatchError, PeerLostError, TimeoutError, UsageError
 from allranks._types import ReduceOp
@@ -81,12 +82,16 @@ def reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
 class MpiEngine(FlatEngine):
     """Collectives and messages of MPI."""
 
+    staged = True
+
     def __init__(
         self, rank: int, members: Sequence[Member], exchange: Exchange, group_name: str, timeout_s: float
     ) -> None:
         super().__init__("mpi", rank, members, group_name, timeout_s)
         self.mpi = mpi_job.start()
         self._comm: Any = None
+        self._types = {dtype: getattr(self.mpi, name) for dtype, name in _TYPES.items()}
+        self._ops: dict[object, Any] = {op: getattr(self.mpi, name) for op, name in _OPS.items()}
         self._calls = 0  # collectives begun
         self._lost = ""  # why the group cannot be used any more
         world = self.mpi.COMM_WORLD
@@ -98,13 +103,51 @@ class MpiEngine(FlatEngine):
             raise ConfigError(f"group '{group_name}' on mpi: its ranks are not of one MPI job (there they are {ranks})")
         secret: bytes = rows[0][2]
         with lock:
-            self._comm = world.Create_group(world.group.Incl(ranks), secret[0])
+            everybody = world.Get_group()
+            chosen = everybody.Incl(ranks)
+            self._comm = world.Create_group(chosen, secret[0])
             self._comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+            everybody.Free()
+            chosen.Free()
         self._collective_tag = self._comm.Get_attr(self.mpi.TAG_UB)
         self.highest_tag = self._collective_tag - 1
         near = sum(member.boot_id == members[rank].boot_id for member in members)
         self.spins = mpi_job.spare_cpus(near)
         self._presence = Presence(rank, members, secret)
+        if not self._debug:
+            self.now = self._now
+
+    def _now(self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /) -> bool:
+        """See base.Now: a fraction of the usual way's Python, which goes on where MPI does not end the call at once."""
+        call = None if self.closed else self._plain_call(verb, tensor, pieces, op, root)
+        if call is None:
+            return False
+        work = FlatWork(self, Operands(verb), 0 if tensor is None else tensor.nbytes)  # type: ignore[attr-defined]
+        self._wait(self._launched(work, self._collective, [call], (tensor, pieces)))
+        return True
+
+    def _plain_call(self, verb: str, tensor: Any, pieces: Any, op: object, root: Any) -> tuple[Any, ...] | None:
+        """What MPI is to be called with, where nothing is out of the ordinary."""
+        comm, size = self._comm, len(self._members)
+        if verb == "barrier":
+            return (comm.Ibarrier,)
+        if not _ordinary(tensor):
+            return None
+        if verb in ("all_reduce", "broadcast"):
+            if verb == "broadcast":
+                return (comm.Ibcast, self._span(tensor), root) if type(root) is int and 0 <= root < size else None
+            if type(op) is not ReduceOp or not _as_is(tensor.dtype, op):
+                return None
+            return comm.Iallreduce, self.mpi.IN_PLACE, self._part(tensor), self._op(op)
+        if not _ordinary(pieces) or pieces.dtype is not tensor.dtype:
+            return None
+        if verb == "all_gather" and pieces.numel() == size * tensor.numel():
+            return comm.Iallgather, self._span(tensor), self._span(pieces, tensor.nbytes)
+        if verb == "reduce_scatter" and pieces.numel() == size * tensor.numel() and type(op) is ReduceOp:
+            if not _as_is(tensor.dtype, op):
+                return None
+            return comm.Ireduce_scatter_block, self._part(pieces, tensor.numel()), self._part(tensor), self._op(op)
+        return None
 
     # --- calls of MPI ---
 
@@ -142,10 +185,8 @@ class MpiEngine(FlatEngine):
         assert gets is not None
         on, count = self._op(op), gets.numel()
         if gives.numel() <= _MOST:
-            pieces = [*self._parts(gives)[0][:1], count, self._type(gives)]
-            return self._collective(
-                [(self._comm.Ireduce_scatter_block, pieces, self._parts(gets)[0], on)], (gives, gets), then
-            )
+            call = (self._comm.Ireduce_scatter_block, self._part(gives, count), self._part(gets), on)
+            return self._collective([call], (gives, gets), then)
         calls = []
         for root, piece in enumerate(torch.split(gives, count)):
             for part, kept in zip(self._parts(piece), self._parts(gets), strict=True):
@@ -219,13 +260,15 @@ class MpiEngine(FlatEngine):
         self, given: Tensor, into: Tensor | None, op: ReduceOp
     ) -> tuple[Tensor, Tensor | None, Callable[[], object] | None]:
         """What MPI reduces and writes in place of the tensors, and what brings the result to ``into``."""
+        if _as_is(given.dtype, op):
+            return given, into, None
         average = len(self._members) if op is ReduceOp.AVG else 1
-        if op in (ReduceOp.MIN, ReduceOp.MAX) and given.is_floating_point():
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
             gives = _keys(given, op)
-        elif op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT) and given.dtype in _SUMMED_IN:
+        elif given.dtype in _SUMMED_IN:
             gives = given.to(_SUMMED_IN[given.dtype])
         else:
-            return given, into, (lambda: into.div_(average)) if into is not None and average > 1 else None
+            return given, into, None if into is None else lambda: into.div_(average)
         if into is None:
             return gives, None, None
         gets = gives if into is given else gives.new_empty(into.numel())
@@ -238,19 +281,20 @@ class MpiEngine(FlatEngine):
 
         return gives, gets, bring
 
-    def _op(self, op: ReduceOp) -> Any:
-        return getattr(self.mpi, _OPS[op])
-
-    def _type(self, flat: Tensor) -> Any:
-        return getattr(self.mpi, _TYPES[flat.dtype])
+    def _op(self, op: object) -> Any:
+        return self._ops[op]
 
     def _parts(self, flat: Tensor) -> list[list[Any]]:
         """Address, count and type of a tensor that is reduced, in as many parts as there must be."""
-        return [[self._memory(part), part.numel(), self._type(flat)] for part in torch.split(flat, _MOST)]
+        return [self._part(part) for part in (torch.split(flat, _MOST) if flat.numel() > _MOST else (flat,))]
+
+    def _part(self, numbers: Tensor, count: int = -1) -> list[Any]:
+        """Address, count and type of a tensor, or of the first piece of several of ``count`` elements each."""
+        return [self._memory(numbers), numbers.numel() if count < 0 else count, self._types[numbers.dtype]]
 
     def _span(self, flat: Tensor, nbytes: int = -1) -> list[Any]:
         """Address, count and type of bytes, or of the first piece of several of ``nbytes`` each."""
-        nbytes = flat.numel() if nbytes < 0 else nbytes
+        nbytes = flat.nbytes if nbytes < 0 else nbytes
         if nbytes <= _MOST:
             return [self._memory(flat), nbytes, self.mpi.BYTE]
         return [self._memory(flat), 1, _large(self.mpi, nbytes)]
@@ -494,6 +538,28 @@ def _large(mpi: Any, nbytes: int) -> Any:
     whole = mpi.Datatype.Create_struct([chunks, rest], [0, chunks * _MOST], [chunk, mpi.BYTE]).Commit()
     chunk.Free()
     return whole
+
+
+@functools.cache
+def _as_is(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Whether MPI's op does on the dtype what ours means."""
+    if op is ReduceOp.AVG or dtype not in _TYPES or not reduces(dtype, op):
+        return False
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return not dtype.is_floating_point
+    return op not in (ReduceOp.SUM, ReduceOp.PRODUCT) or dtype not in _SUMMED_IN
+
+
+def _ordinary(tensor: Any) -> bool:
+    """Whether a tensor is one, whose elements lie in this process' memory as they read."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and tensor.numel() <= _MOST
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
 
 
 def _keys(numbers: Tensor, op: ReduceOp) -> Tensor:

@@ -18,10 +18,12 @@ __all__ = ["Operands", "OperandsWork"]
 class Operands:
     """The tensors of one call, in the shape that engines take: contiguous, in memory as they read."""
 
-    __slots__ = ("_back", "_factor", "keep", "results", "verb")
+    __slots__ = ("_back", "_factor", "_staged", "keep", "results", "verb")
 
-    def __init__(self, verb: str, factor: float | Tensor | None = None) -> None:
+    def __init__(self, verb: str, factor: float | Tensor | None = None, staged: bool = False) -> None:
+        """``factor`` multiplies what is reduced; ``staged`` tensors lie in the memory of the host."""
         self.verb = verb
+        self._staged = staged
         self._factor = factor
         self._back: list[tuple[Tensor, Tensor]] = []
         self.keep: list[Tensor] = []
@@ -29,7 +31,7 @@ class Operands:
 
     def read(self, tensor: Tensor) -> Tensor:
         """What the engine reads in place of ``tensor``."""
-        work = tensor if self._factor is None and _plain(tensor) else _elements(tensor, self._factor)
+        work = tensor if self._factor is None and self._taken(tensor) else self._elements(tensor, self._factor)
         self.keep.append(work)
         return work
 
@@ -37,11 +39,11 @@ class Operands:
         """What the engine writes in place of ``tensor`` (and reads, ``scaled``); ``finish`` brings it there."""
         self.results.append(tensor)
         factor = self._factor if scaled else None
-        if factor is None and _plain(tensor):
+        if factor is None and self._taken(tensor):
             self.keep.append(tensor)
             return tensor
         _check_distinct(self.verb, tensor)
-        work = _elements(tensor, factor)
+        work = self._elements(tensor, factor)
         self._back.append((tensor, work))
         self.keep.append(work)
         return work
@@ -59,6 +61,14 @@ class Operands:
             with torch.no_grad():
                 for tensor, work in back:
                     tensor.copy_(work)
+
+    def _taken(self, tensor: Tensor) -> bool:
+        return _plain(tensor) and (tensor.is_cpu or not self._staged)
+
+    def _elements(self, tensor: Tensor, factor: float | Tensor | None) -> Tensor:
+        elements = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        elements = elements if factor is None else scaled(elements, factor)
+        return elements.cpu() if self._staged else elements
 
 
 class OperandsWork(Work):
@@ -118,8 +128,3 @@ def _overlaps(tensor: Tensor) -> bool:
         offsets = (offsets.unsqueeze(1) + stride * torch.arange(size, device="cpu")).flatten()
     distinct: Tensor = torch.unique(offsets)
     return distinct.numel() < offsets.numel()
-
-
-def _elements(tensor: Tensor, factor: float | Tensor | None = None) -> Tensor:
-    elements = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return elements if factor is None else scaled(elements, factor)
