@@ -10,6 +10,7 @@ meaning, over allranks' own channel. The map of the package:
     _multigpu      all_reduce_multigpu and its kin
     _shared        empty_shared: tensors that collectives do not copy
     _group         ProcessGroup: what the functions above call
+    _plugin        torch.distributed's plugin, torch_group
     _older         names of THD and of earlier torch, Backend
     _debug         DebugLevel
     _types         ReduceOp, premul_sum, Stats
@@ -121,6 +122,7 @@ if TYPE_CHECKING:
         scatter_send,
         supports_complex,
     )
+    from allranks._plugin.worlds import torch_group
     from allranks._shared import empty_shared
     from allranks._types import ReduceOp, Stats, premul_sum, reduce_op
     from allranks._work import Work
@@ -212,6 +214,7 @@ _HOME = {
         "scatter_send",
         "supports_complex",
     ),
+    "_plugin.worlds": ("torch_group",),
     "_shared": ("empty_shared",),
     "_types": ("ReduceOp", "Stats", "premul_sum", "reduce_op"),
     "_work": ("Work",),
@@ -370,6 +373,7 @@ __all__ = [
     "supports_complex",
     "testing",
     "tools",
+    "torch_group",
 ]
 
 

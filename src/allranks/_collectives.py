@@ -22,7 +22,7 @@ from torch import Tensor
 
 from allranks._errors import UsageError
 from allranks._types import ReduceOp
-from allranks._work import Work
+from allranks._work import Together, Work
 from allranks._world import GroupMember, resolve_group
 
 if TYPE_CHECKING:
@@ -743,30 +743,8 @@ def all_gather_coalesced(
     return _together(works, async_op)
 
 
-class _Together(Work):
-    """Several calls as one."""
-
-    def __init__(self, works: list[Work]) -> None:
-        self._works = works
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        return all(work.wait(timeout) for work in self._works)
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        return next((error for error in (work.exception() for work in self._works) if error is not None), None)
-
-    def source_rank(self) -> int:
-        raise UsageError("source_rank: not a message")
-
-    def result(self) -> list[Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
-
-
 def _together(works: Sequence[Work | None], async_op: bool) -> Work | None:
-    together = _Together([work for work in works if work is not None])
+    together = Together([work for work in works if work is not None])
     if async_op:
         return together
     together.wait()

@@ -46,6 +46,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ALLRANKS_SECRET", "allranks run, or by hand", "Secret of the job, at least 16 characters."),
     Variable("ALLRANKS_SECRET_FILE", "by hand", "File that holds the secret (mode 0600)."),
     Variable("ALLRANKS_DEBUG", "by hand", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Wins over torch's."),
+    Variable("ALLRANKS_INSTEAD_OF_GLOO", "by hand", "1: torch.distributed's groups on gloo are ours."),
     Variable("TORCH_DISTRIBUTED_DEBUG", "by hand", "Debug level, by torch's name: OFF, INFO, DETAIL."),
 )
 

@@ -7,7 +7,7 @@ functions (`_collectives`) translate the world's.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class ProcessGroup:
         ranks: the members' ranks in the world, by rank in this group.
         in_world_order: whether a rank has the same number here and in the world.
         timeout_s: how long its calls wait for other ranks.
+        closing: called when the group closes.
     """
 
     def __init__(self, engine: Engine, name: str, rank: int, members: Sequence[Member], timeout_s: float) -> None:
@@ -51,6 +52,7 @@ class ProcessGroup:
         self._size = len(self.ranks)
         self._engine: Engine | None = engine
         self._now = engine.now
+        self.closing: Callable[[], None] | None = None
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -239,6 +241,8 @@ class ProcessGroup:
         if self._engine is not None:
             self._engine.close()
             self._engine, self._now = None, never
+            if self.closing is not None:
+                self.closing()
 
     def abandon(self) -> None:
         """In a forked child: the group stays the parent's."""

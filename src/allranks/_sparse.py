@@ -6,7 +6,6 @@ the order of the ranks, so that every rank ends with the same bits.
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from allranks._errors import MismatchError, UsageError, rank_list
 from allranks._types import PremulSum, ReduceOp
-from allranks._work import Work
+from allranks._work import Complete, Work
 
 if TYPE_CHECKING:
     from allranks._group import ProcessGroup
@@ -52,7 +51,7 @@ def all_reduce(group: ProcessGroup, tensor: Tensor, op: ReduceOp | PremulSum, as
         sums.index_add_(0, at, rows.to(wide))
     with torch.no_grad():
         tensor.copy_(torch.sparse_coo_tensor(places.mT, sums.to(mine.dtype), mine.shape, is_coalesced=True))
-    return _Complete(tensor) if async_op else None
+    return Complete([tensor]) if async_op else None
 
 
 def _gather(group: ProcessGroup, rows: Tensor, counts: list[int] | None = None) -> list[Tensor]:
@@ -63,25 +62,3 @@ def _gather(group: ProcessGroup, rows: Tensor, counts: list[int] | None = None) 
     gathered = padded.new_empty(group.size(), *padded.shape)
     group.all_gather(gathered, padded)
     return [gathered[rank, :count] for rank, count in enumerate(counts)]
-
-
-class _Complete(Work):
-    """A call that was complete when it returned."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def source_rank(self) -> int:
-        raise UsageError("source_rank: not a message")
-
-    def result(self) -> list[Tensor]:
-        return [self._tensor]

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import abc
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from allranks._errors import UsageError
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Then", "Work", "seconds_of"]
+__all__ = ["Complete", "Then", "Together", "Work", "end_futures", "seconds_of"]
 
+
+_completing: set[threading.Thread] = set()  # futures
+_LEAVING_S = 2.0
 
 _LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
 
@@ -21,6 +27,13 @@ def seconds_of(timeout: timedelta | float) -> float:
     """A timeout given as torch gives it (timedelta) or as a number of seconds."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     return min(seconds, _LONGEST_S)
+
+
+def end_futures() -> None:
+    """Waits for the threads of futures, at exit: one that meets the end of the interpreter in torch aborts it."""
+    deadline = time.monotonic() + _LEAVING_S
+    for thread in tuple(_completing):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Work(abc.ABC):
@@ -88,8 +101,11 @@ class Work(abc.ABC):
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
             else:
                 future.set_result(tensors)
+            _completing.discard(thread)
 
-        threading.Thread(target=complete, name="allranks-future", daemon=True).start()
+        thread = threading.Thread(target=complete, name="allranks-future", daemon=True)
+        _completing.add(thread)
+        thread.start()
         return future
 
 
@@ -125,4 +141,48 @@ class Then(Work):
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
+        return self._results
+
+
+class Together(Work):
+    """Several calls as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for error in (work.exception() for work in self._works) if error is not None), None)
+
+    def source_rank(self) -> int:
+        raise UsageError("source_rank: not a message")
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+
+class Complete(Work):
+    """A call that was complete when it returned."""
+
+    def __init__(self, results: list[torch.Tensor]) -> None:
+        self._results = results
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def source_rank(self) -> int:
+        raise UsageError("source_rank: not a message")
+
+    def result(self) -> list[torch.Tensor]:
         return self._results

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from allranks import _engines, _rendezvous
 from allranks._errors import MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._group import ProcessGroup
-from allranks._work import seconds_of
+from allranks._work import end_futures, seconds_of
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GroupMember",
     "destroy_process_group",
+    "establish",
     "get_backend",
     "get_rank",
     "get_world_size",
@@ -74,6 +75,8 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
         return _world
     if isinstance(given, ProcessGroup):
         return given
+    if hasattr(given, "allranks_group"):  # torch's, of the plugin
+        return given.allranks_group  # type: ignore[no-any-return]
     if given == GroupMember.NON_GROUP_MEMBER:
         raise UsageError("Invalid process group specified: this rank is not a member of it")
     raise UsageError(f"group must be a ProcessGroup or None, not {type(given).__name__}")
@@ -135,7 +138,6 @@ def init_process_group(
         (0, 1)
         >>> dist.destroy_process_group()
     """
-    global _world
     if _world is not None:
         raise UsageError("the default process group exists already: call destroy_process_group() first")
     for argument, given in (("backend", backend), ("init_method", init_method)):
@@ -170,6 +172,12 @@ def init_process_group(
         meeting = _rendezvous.join(
             init_method, rank=int(rank), world_size=int(world_size), timeout_s=timeout_s, store=store
         )
+    establish(engine_name, meeting, name, timeout_s)
+
+
+def establish(engine_name: str, meeting: _rendezvous.Meeting | MpiMeeting, name: str, timeout_s: float) -> ProcessGroup:
+    """Connects the ranks that have met; they are the world from then on. Closes the meeting."""
+    global _world
     try:
 
         def exchange(record: bytes) -> list[bytes]:
@@ -187,6 +195,7 @@ def init_process_group(
     finally:
         meeting.close()
     _world = ProcessGroup(engine, name, meeting.rank, meeting.members, timeout_s)
+    return _world
 
 
 def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
@@ -264,6 +273,11 @@ def _close_all() -> None:
     _groups.clear()
 
 
+def _at_exit() -> None:
+    _close_all()
+    end_futures()
+
+
 def _forget_in_child() -> None:
     global _world
     for made in (*_groups, _world):
@@ -274,5 +288,5 @@ def _forget_in_child() -> None:
 
 
 # A process that just ends leaves on purpose: the others are told so, rather than that it died.
-atexit.register(_close_all)
+atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_forget_in_child)

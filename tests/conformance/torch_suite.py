@@ -82,7 +82,7 @@ def suite(library: str, alias: str, world_size: int) -> type[unittest.TestCase]:
     tests = importlib.import_module("torch.testing._internal.distributed.distributed_test")
     tests.default_pg_timeout = TEST_TIMEOUT_S
     tests.time = common.time = OftenPolling()
-    tests.BACKEND = BackendName("gloo" if library == "gloo" else "native")
+    tests.BACKEND = BackendName({"gloo": "gloo", "plugin": "allranks"}.get(library, "native"))
     tests.BACKEND.alias = alias
     if library == "allranks":
         allranks = importlib.import_module("allranks")
@@ -161,6 +161,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world-size", type=int, action="append", help=f"default: {WORLD_SIZES}")
     parser.add_argument("-k", dest="pattern", default="", help="only tests whose names have this pattern")
+    parser.add_argument("--on", choices=("allranks", "plugin"), default="allranks")
     parser.add_argument("--excluded", action="store_true", help="also those that are excluded")
     parser.add_argument(
         "--write", action="store_true", help=f"run all on gloo, and write what passes to {EXPECTED.name}"
@@ -172,7 +173,7 @@ def main() -> None:
             rows = run("gloo", world_size, None)
         else:
             names = [name for name in wanted(world_size, given.excluded) if re.search(given.pattern, name)]
-            rows = run("allranks", world_size, names)
+            rows = run(given.on, world_size, names)
         for name, (status, why) in rows.items():
             print(f"{status} {name}" + (f"\n{why}" if status == "failed" and given.pattern else ""))
         counts = Counter(status for status, _ in rows.values())

@@ -76,6 +76,8 @@ def _prepare(options: Options) -> _Job | Rank:
     guard = Guard()
     server = StoreServer.unix()
     screen = Screen(options.nproc, options.show, options.logs, os.environ)
+    if options.instead_of_gloo:
+        os.environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"  # read when torch is imported, here or in the ranks
     environ = common_environ(os.environ, options.nproc, options.threads, server.address)
     start = options.start
     if start == "fork" and options.target.is_python and not preload(environ["OMP_NUM_THREADS"]):

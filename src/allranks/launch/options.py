@@ -38,6 +38,7 @@ class Options:
         logs: folder for one file per rank.
         grace_s: time that ranks get to end by themselves when the job is stopped.
         threads: threads per rank; None to decide.
+        instead_of_gloo: give programs that ask torch.distributed for gloo our groups.
         quiet: leave out what need not be said.
     """
 
@@ -48,6 +49,7 @@ class Options:
     logs: Path | None = None
     grace_s: float = 10.0
     threads: int | None = None
+    instead_of_gloo: bool = False
     quiet: bool = False
 
 
@@ -124,6 +126,7 @@ def parse(argv: Sequence[str]) -> Options:
         logs=args.logs,
         grace_s=args.grace,
         threads=args.threads,
+        instead_of_gloo=args.instead_of_gloo,
         quiet=args.quiet,
     )
 
@@ -156,6 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--logs", type=Path, metavar="DIR", help="also write each rank's output to DIR/rankN.log")
     add("--grace", type=_seconds, default=10.0, metavar="SECONDS", help="between SIGTERM and SIGKILL (default 10)")
     add("--threads", type=_threads, metavar="N", help="OMP_NUM_THREADS per rank, or auto: CPUs / ranks (default auto)")
+    add(
+        "--instead-of-gloo",
+        action="store_true",
+        help="give a program that asks torch.distributed for gloo groups on our channel; it need not be changed",
+    )
     add("-q", "--quiet", action="store_true", help="of the launcher's own lines, print only the cause of a failure")
     # What they ask for is so anyway.
     for name in ("--use-env", "--use_env", "--standalone"):

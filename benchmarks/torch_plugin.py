@@ -1,0 +1,133 @@
+"""Times PyTorch's own tools on our channel, through the plugin, against the same tools on gloo.
+
+    allranks run -n 2 benchmarks/torch_plugin.py --json out/torch_plugin.json
+
+torch.distributed's all_reduce by size, and training steps of an MLP with 10 M parameters under torch's
+DistributedDataParallel and FSDP2, on two groups of the same processes: blocks and steps alternate, and medians are
+compared.
+"""
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from ddp_step import WIDTHS, mlp, step
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+SIZES = (4, 1 << 10, 1 << 16, 1 << 20, 1 << 24)
+
+
+def all_reduces(groups, blocks):
+    """Seconds per call by bytes and group: the median of blocks, each of which counts as long as its slowest rank."""
+    table = {}
+    for nbytes in SIZES:
+        tensor = torch.ones(nbytes // 4)
+        calls = {4: 200, 1 << 10: 200, 1 << 16: 60, 1 << 20: 12, 1 << 24: 3}[nbytes]
+        seconds = {name: [] for name in groups}
+        for block in range(-2, blocks):
+            for name, group in groups.items():
+                n = calls if name == "allranks" else max(2, calls // 10)
+                dist.barrier()
+                began = time.perf_counter()
+                for _ in range(n):
+                    dist.all_reduce(tensor, group=group)
+                elapsed = slowest((time.perf_counter() - began) / n)
+                if block >= 0:  # before: warming up
+                    seconds[name].append(elapsed)
+                expected = float(dist.get_world_size()) ** n
+                if expected < 1e30 and not torch.all(tensor == expected):
+                    raise SystemExit(f"wrong sum of {nbytes} bytes on {name}")
+                tensor.fill_(1.0)
+        table[nbytes] = {name: statistics.median(values) for name, values in seconds.items()}
+    return table
+
+
+def slowest(seconds):
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value.item()
+
+
+def contenders(groups):
+    model = mlp()
+    models = {}
+    for name, group in groups.items():
+        models["ddp", name] = nn.parallel.DistributedDataParallel(copy.deepcopy(model), process_group=group)
+    for name, group in groups.items():
+        sharded = copy.deepcopy(model)
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in sharded:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        models["fsdp2", name] = fully_shard(sharded, mesh=mesh)
+    return models
+
+
+def steps(models, count, batch_size):
+    torch.manual_seed(1 + dist.get_rank())
+    data, target = torch.randn(batch_size, WIDTHS[0]), torch.randn(batch_size, WIDTHS[-1])
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=1e-3) for name, model in models.items()}
+    seconds = {name: [] for name in models}
+    names = list(models)
+    for i in range(-5, count):
+        # Another order each time: whoever comes first finds other caches than who comes last.
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            dist.barrier()
+            began = time.perf_counter()
+            step(models[name], optimizers[name], data, target)
+            elapsed = slowest(time.perf_counter() - began)
+            if i >= 0:
+                seconds[name].append(elapsed)
+    losses = {name: nn.functional.mse_loss(model(data), target).item() for name, model in models.items()}
+    if len({round(loss, 5) for loss in losses.values()}) > 1:
+        raise SystemExit(f"the losses differ: {losses}")
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--batch-size", type=int, default=32, help="per rank")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+    dist.init_process_group("allranks")
+    groups = {"allranks": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+    torch.manual_seed(0)
+    calls = all_reduces(groups, args.blocks)
+    medians = steps(contenders(groups), args.steps, args.batch_size)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    if rank > 0:
+        return
+    for nbytes, row in calls.items():
+        print(f"all_reduce {nbytes:>9} B: {row['allranks'] * 1e6:9.1f} us, gloo {row['gloo'] * 1e6:9.1f} us, ", end="")
+        print(f"{row['gloo'] / row['allranks']:.1f} times as fast")
+    for kind in ("ddp", "fsdp2"):
+        ours, theirs = medians[kind, "allranks"], medians[kind, "gloo"]
+        print(f"a step of {kind:5}: {ours * 1e3:6.1f} ms, on gloo {theirs * 1e3:6.1f} ms, {theirs / ours:.2f} times")
+    if args.json:
+        report = {
+            "ranks": ranks,
+            "cpus": os.cpu_count(),
+            "torch": torch.__version__,
+            "all_reduce_s": calls,
+            "step_s": {kind: {name: medians[kind, name] for name in groups} for kind in ("ddp", "fsdp2")},
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The plugin: ``torch.distributed.init_process_group("allranks")``.
+
+torch finds it by the entry points in pyproject.toml, with nothing imported by the user. What torch itself builds on its
+groups (DistributedDataParallel, FSDP, DTensor, DCP, ...) then runs on the native engine:
+
+    work     torch's Work around ours
+    group    torch's ProcessGroup around ours
+    worlds   making such groups, and torch_group
+    gloo     making them where a program asks for gloo
+
+This file is loaded whenever torch is, and must cost nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+__all__ = ["INSTEAD_OF_GLOO", "NAME", "register"]
+
+NAME = "allranks"
+INSTEAD_OF_GLOO = "ALLRANKS_INSTEAD_OF_GLOO"
+
+
+def register() -> None:
+    """Tells torch.distributed of the backend. torch calls it."""
+    import torch.distributed as c10d
+
+    if not c10d.is_available() or hasattr(c10d.Backend, NAME.upper()):
+        return
+    c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    if os.environ.get(INSTEAD_OF_GLOO, "0") not in ("", "0"):
+        from allranks._plugin.gloo import stand_in
+
+        stand_in()
+
+
+def _create(about: Any, options: Any) -> Any:
+    from allranks._plugin.worlds import create, helper_of
+
+    return create(about, options, helper_of(sys._getframe(1)), NAME)

@@ -1,0 +1,249 @@
+"""Making groups that both libraries know: one world, whichever of them made it.
+
+torch calls ``create`` for its default group and for each that new_group makes on the backend; what is made there is
+also the world, or a group, of ours. The other way, ``torch_group`` makes ours known to torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from allranks import _engines, _rendezvous, _world
+from allranks._engines.c10d_store import GroupStore
+from allranks._errors import UsageError
+from allranks._group import ProcessGroup
+from allranks._plugin import NAME, register
+from allranks._plugin.group import TorchGroup, TorchGroupByDevice
+
+__all__ = ["create", "torch_group"]
+
+_c10d: Any = torch.distributed
+_ENGINE = "native"
+
+_made: dict[ProcessGroup, TorchGroup] = {}
+_adopted: ProcessGroup | None = None  # while torch_group has torch make a group around it
+
+
+def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str) -> TorchGroup:
+    """Makes a group of torch's.
+
+    Args:
+        about: torch's DistributedBackendOptions.
+        options: of init_process_group(pg_options=...); none are known.
+        helper: see ``helper_of``.
+        name: by which torch knows the backend.
+
+    Raises:
+        UsageError: there are options, or the worlds differ.
+        JoinError: ranks are missing.
+    """
+    if options is not None:
+        raise UsageError(f"pg_options {options!r} is not known to the {name} backend")
+    _let_barrier_be_monitored()
+    ours = _adopted or (_sub_group(about) if about.global_ranks_in_group else _the_world(about))
+    if ours in _made:
+        raise UsageError(f"torch.distributed has group '{ours.name}' already")
+    others = None if helper is None else _other_backends(helper, about, name)
+    made = TorchGroup(ours, name, _leave) if others is None else TorchGroupByDevice(ours, name, _leave, others)
+    _made[ours] = made
+    ours.closing = partial(_close, made)
+    return made
+
+
+def helper_of(caller: FrameType | None) -> Mapping[str, Any] | None:
+    """What torch's function that makes groups knows, if that is the caller; it does not tell all of it."""
+    if caller is None or caller.f_code is not _c10d.distributed_c10d._new_process_group_helper.__code__:
+        return None
+    return caller.f_locals
+
+
+def torch_group(group: ProcessGroup | int | None = None) -> Any:
+    """The group as a ``torch.distributed.ProcessGroup``, for what PyTorch builds on one: its DDP, FSDP, DTensor, ...
+
+    With it torch.distributed is initialized, on this world: its functions, called without a group, mean the same ranks.
+
+    Args:
+        group: None: the world. Called by all ranks of the world the first time, by the group's members for another one.
+
+    Returns:
+        torch's group; the same one in every call.
+
+    Raises:
+        NotInitializedError: there is no such group.
+        UsageError: torch.distributed is initialized with other ranks.
+
+    Example:
+        >>> import torch, allranks as dist
+        >>> dist.init_process_group()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> model = torch.nn.parallel.DistributedDataParallel(model, process_group=dist.torch_group())
+        >>> dist.destroy_process_group()
+    """
+    ours = _world.resolve_group(group)
+    world = _world.resolve_group(None)
+    if _c10d.is_initialized():
+        if (_c10d.get_rank(), _c10d.get_world_size()) != (world.rank(), world.size()):
+            raise UsageError(
+                f"torch.distributed is initialized with rank {_c10d.get_rank()} of {_c10d.get_world_size()}, allranks "
+                f"with rank {world.rank()} of {world.size()}: they must be the same"
+            )
+    else:
+        register()
+        store = GroupStore(world.rank(), world.members, partial(_gather, world), world.timeout_s)
+        timeout = timedelta(seconds=world.timeout_s)
+        with _adopting(world):
+            _c10d.init_process_group(NAME, store=store, rank=world.rank(), world_size=world.size(), timeout=timeout)
+        _made[world].store = store
+    if ours not in _made:
+        with _adopting(ours):
+            _c10d.new_group(
+                list(ours.ranks),
+                timeout=timedelta(seconds=ours.timeout_s),
+                backend=NAME,
+                use_local_synchronization=True,
+                sort_ranks=False,
+            )
+    return _made[ours]
+
+
+@contextlib.contextmanager
+def _adopting(ours: ProcessGroup) -> Iterator[None]:
+    global _adopted
+    _adopted = ours
+    try:
+        yield
+    finally:
+        _adopted = None
+
+
+def _the_world(about: Any) -> ProcessGroup:
+    rank, size = about.group_rank, about.group_size
+    if _world.is_initialized():
+        world = _world.resolve_group(None)
+        if (world.rank(), world.size()) != (rank, size):
+            raise UsageError(
+                f"allranks is initialized with rank {world.rank()} of {world.size()}, torch.distributed with rank "
+                f"{rank} of {size}: they must be the same"
+            )
+        return world
+    timeout_s = about.timeout.total_seconds()
+    meeting = _meet(about, rank, size, timeout_s)
+    return _world.establish(_ENGINE, meeting, "world", timeout_s)
+
+
+def _meet(about: Any, rank: int, size: int, timeout_s: float) -> _rendezvous.Meeting:
+    # torchrun restarts ranks on the same store, where the last attempt's keys still are.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = _c10d.PrefixStore(f"attempt {attempt}/", about.store)
+    return _rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store)
+
+
+def _sub_group(about: Any) -> ProcessGroup:
+    ranks, rank, timeout_s = about.global_ranks_in_group, about.group_rank, about.timeout.total_seconds()
+    meeting = _meet(about, rank, len(ranks), timeout_s)
+    members = [replace(member, rank=r) for member, r in zip(meeting.members, ranks, strict=True)]
+    name = f"torch group {about.group_id}"
+    times = itertools.count()
+
+    def exchange(record: bytes) -> list[bytes]:
+        key = f"engines/{next(times)}/"
+        meeting.store.set(f"{key}{rank}", record)
+        return [meeting.store.get(f"{key}{r}", timeout_s) for r in range(len(ranks))]
+
+    try:
+        engine = _engines.make_engine(_ENGINE, rank, members, exchange, name, timeout_s)
+    finally:
+        meeting.close()
+    made = ProcessGroup(engine, name, rank, members, timeout_s)
+    _world.register(made)
+    return made
+
+
+def _gather(group: ProcessGroup, record: bytes) -> list[bytes]:
+    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    rows = torch.empty(group.size(), len(record), dtype=torch.uint8, device="cpu")
+    group.all_gather(rows, mine)
+    return [row.numpy().tobytes() for row in rows]
+
+
+def _leave(group: TorchGroup) -> None:
+    """torch destroys the group."""
+    ours = group.allranks_group
+    if _made.pop(ours, None) is not None:
+        ours.closing = None
+        _world.destroy_process_group(ours)
+        _close_store(group)
+
+
+def _close(group: TorchGroup) -> None:
+    """We destroy it."""
+    if _made.pop(group.allranks_group, None) is not None:
+        _c10d.destroy_process_group(group)
+        _close_store(group)
+
+
+def _close_store(group: TorchGroup) -> None:
+    if group.store is not None:
+        group.store.close()
+
+
+def _other_backends(helper: Mapping[str, Any], about: Any, ours: str) -> Any:
+    """A group of torch's with the backends that are asked for beside ours, for other devices; None: none are here."""
+    config, group = helper["backend_config"], helper["pg"]
+    wanted = {device: name for device, name in config.get_device_backend_map().items() if name != ours}
+    for device, name in wanted.items():
+        if torch.device(device) in group._device_types:
+            continue
+        store = _c10d.PrefixStore(f"{device}/", helper["prefix_store"])
+        made = _backend(name, store, about)
+        if made is not None:
+            kind = _c10d.Backend.backend_type_map.get(name, _c10d.ProcessGroup.BackendType.CUSTOM)
+            group._register_backend(torch.device(device), kind, made)
+    return group if group._device_types else None
+
+
+def _backend(name: str, store: Any, about: Any) -> Any:
+    """One of torch's backends; None where torch was built without it."""
+    rank, size, timeout = about.group_rank, about.group_size, about.timeout
+    if name == "nccl":
+        if not _c10d.is_nccl_available():
+            return None
+        options = _c10d.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return _c10d.ProcessGroupNCCL(store, rank, size, options)
+    if name == "gloo":
+        return _c10d.ProcessGroupGloo(store, rank, size, timeout)
+    plugin = _c10d.Backend._plugins.get(name.upper())
+    if plugin is None:
+        raise UsageError(f"backend {name!r} cannot stand beside {NAME}: expected nccl, gloo or a plugin of torch's")
+    if not plugin.extended_api:
+        return plugin.creator_fn(store, rank, size, timeout)
+    return plugin.creator_fn(about, None)
+
+
+def _let_barrier_be_monitored() -> None:
+    """torch.distributed.monitored_barrier refuses every backend but gloo, by name; ours has one."""
+    torchs = _c10d.monitored_barrier
+    if hasattr(torchs, NAME):
+        return
+
+    @functools.wraps(torchs)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        meant = _c10d.group.WORLD if group is None else group
+        if isinstance(meant, TorchGroup):
+            return meant.monitored_barrier(timeout, wait_all_ranks)
+        return torchs(group, timeout, wait_all_ranks)
+
+    setattr(monitored_barrier, NAME, True)
+    _c10d.monitored_barrier = _c10d.distributed_c10d.monitored_barrier = monitored_barrier

@@ -1,0 +1,116 @@
+"""Under torch's own DistributedDataParallel and FSDP2, a failure is our error, on every rank, in time."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+import allranks as dist
+from allranks.testing import run_ranks
+
+KINDS = ("ddp", "ddp with a hook", "ddp, static graph", "fsdp2")
+TIMEOUT_S = 1.5
+
+
+def training(kind: str) -> Callable[[], None]:
+    """A training step of a model that torch distributes."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(100, 300), nn.ReLU(), nn.Linear(300, 10))
+    if kind == "fsdp2":
+        mesh = init_device_mesh("cpu", (torch_dist.get_world_size(),))
+        for layer in model:  # type: ignore[attr-defined]
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.01, static_graph=kind == "ddp, static graph")
+        if kind == "ddp with a hook":
+            model.register_comm_hook(None, fp16_compress_hook)
+    data = torch.ones(4, 100)
+    return lambda: model(data).sum().backward()
+
+
+def failing(kind: str, fail: Callable[[], None]) -> Callable[[], tuple[str, str, float]]:
+    """What a rank does: some steps, then steps in which rank 1 fails. Returns the error's type, text and seconds."""
+
+    def body() -> tuple[str, str, float]:
+        dist.init_process_group(timeout=TIMEOUT_S)
+        dist.torch_group()
+        step = training(kind)
+        for _ in range(3):
+            step()
+        began = time.monotonic()
+        try:
+            if dist.get_rank() == 1:
+                fail()
+            for _ in range(3):
+                step()
+        except dist.AllranksError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+        finally:
+            dist.destroy_process_group()
+        return "none", "", 0.0
+
+    return body
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_rank(kind: str) -> None:
+    results = run_ranks(3, failing(kind, lambda: os.kill(os.getpid(), signal.SIGKILL)), init=False, may_die={1})
+    for rank in (0, 2):
+        error, text, seconds = results[rank]
+        assert (error, seconds < 1.1) == ("PeerLostError", True), (error, text, seconds)
+        assert "rank 1" in text
+        assert "died" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_call(kind: str) -> None:
+    for error, text, _ in run_ranks(2, failing(kind, lambda: torch_dist.all_reduce(torch.ones(5))), init=False):
+        assert error == "MismatchError", text
+        assert "5 x float32, SUM" in text
+        assert "test_torch_failures.py" in text  # where the calls stand
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_late_rank(kind: str) -> None:
+    results = run_ranks(2, failing(kind, lambda: time.sleep(2 * TIMEOUT_S)), init=False)
+    for error, text, _ in results:
+        assert error == "TimeoutError", text
+        assert "no data from rank 1" in text
+    assert results[0][2] < TIMEOUT_S + 1.0
+
+
+def test_ctrl_c_in_backward() -> None:
+    """DistributedDataParallel waits in C++ at the end of backward; Ctrl-C is heard there all the same."""
+
+    def body() -> float:
+        dist.torch_group()
+        step = training("ddp")
+        step()
+        if dist.get_rank() == 1:
+            time.sleep(3.0)
+            return 0.0
+        pressed = 0.0
+
+        def press() -> None:
+            nonlocal pressed
+            pressed = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT)
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.3, press).start()
+        with pytest.raises(KeyboardInterrupt):
+            step()
+        return time.monotonic() - pressed
+
+    assert run_ranks(2, body)[0] < 1.0
