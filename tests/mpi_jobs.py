@@ -46,7 +46,9 @@ def mpirun(
     """
     own = python_with(mpi)
     command = [str(Path(own).parent / "mpirun"), *_OVERSUBSCRIBE[mpi], "-n", str(ranks), python or own, *argv]
-    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    # Without PYTHONUNBUFFERED a rank's lines stay together.
+    unset = ("RANK", "WORLD_SIZE", "PYTHONUNBUFFERED")
+    variables = {name: value for name, value in os.environ.items() if name not in unset}
     process = subprocess.Popen(
         command,
         env={**variables, **_ENVIRONMENT, **environ},
