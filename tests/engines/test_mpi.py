@@ -136,6 +136,16 @@ def test_moves_any_dtype_and_layout(job: Callable[..., list]) -> None:
             dist.broadcast(empty, 0)
             dist.all_gather([torch.zeros_like(empty) for _ in range(size)], empty)
             dist.reduce_scatter_tensor(empty, torch.zeros(0))
+        # A rank's own piece as part of the whole.
+        whole = torch.full((size, 5), float(rank))
+        dist.all_gather_into_tensor(whole, whole[rank])
+        assert whole[:, 0].tolist() == list(range(size))
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            whole = torch.ones(size, 5)
+            dist.reduce_scatter_tensor(whole[rank], whole, op)
+            assert whole.sum(1).tolist() == [
+                15.0 if i == rank and op is dist.ReduceOp.SUM else 5.0 for i in range(size)
+            ]
         scalar = torch.tensor(rank + 1.0)
         dist.all_reduce(scalar)
         assert scalar.item() == 6

@@ -351,6 +351,9 @@ class FlatEngine(Engine):
             if not isinstance(error, RuntimeError) or isinstance(error, AllranksError):
                 raise
             self.explain(error, work.verb)
+        except BaseException:  # Ctrl-C: whether the engine has the call is not known
+            self._give_up(work)
+            raise
         return work
 
     def _compare(self, verb: str, tensor: Tensor | None = None, op: ReduceOp | None = None, root: int = -1) -> None:

@@ -20,6 +20,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -102,14 +103,16 @@ class MpiEngine(FlatEngine):
         if len(set(ranks)) < len(ranks) or len({row[1] for row in rows}) > 1:
             raise ConfigError(f"group '{group_name}' on mpi: its ranks are not of one MPI job (there they are {ranks})")
         secret: bytes = rows[0][2]
-        with lock:
+        self._threads = self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
+        # It waits for the others, whose other threads may wait for ours: not with the lock, if MPI does without.
+        with nullcontext() if self._threads else lock:
             everybody = world.Get_group()
             chosen = everybody.Incl(ranks)
             self._comm = world.Create_group(chosen, secret[0])
             self._comm.Set_errhandler(self.mpi.ERRORS_RETURN)
             everybody.Free()
             chosen.Free()
-        self._collective_tag = self._comm.Get_attr(self.mpi.TAG_UB)
+        self._collective_tag = world.Get_attr(self.mpi.TAG_UB)
         self.highest_tag = self._collective_tag - 1
         near = sum(member.boot_id == members[rank].boot_id for member in members)
         self.spins = mpi_job.spare_cpus(near)
@@ -139,7 +142,7 @@ class MpiEngine(FlatEngine):
             if type(op) is not ReduceOp or not _as_is(tensor.dtype, op):
                 return None
             return comm.Iallreduce, self.mpi.IN_PLACE, self._part(tensor), self._op(op)
-        if not _ordinary(pieces) or pieces.dtype is not tensor.dtype:
+        if not _ordinary(pieces) or pieces.dtype is not tensor.dtype or _overlap(pieces, tensor):
             return None
         if verb == "all_gather" and pieces.numel() == size * tensor.numel():
             return comm.Iallgather, self._span(tensor), self._span(pieces, tensor.nbytes)
@@ -170,7 +173,8 @@ class MpiEngine(FlatEngine):
         return self._collective([(self._comm.Ibcast, self._span(flat), root)])
 
     def _begin_all_gather(self, into: Tensor, given: Tensor) -> Progress:
-        return self._collective([(self._comm.Iallgather, self._span(given), self._span(into, given.numel()))])
+        given = given.clone() if _overlap(into, given) else given
+        return self._collective([(self._comm.Iallgather, self._span(given), self._span(into, given.numel()))], given)
 
     def _begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress:
         gets = None if into is None else self._span(into, given.numel())
@@ -181,6 +185,7 @@ class MpiEngine(FlatEngine):
         return self._collective([(self._comm.Iscatter, gives, self._span(into), root)])
 
     def _begin_reduce_scatter(self, into: Tensor, given: Tensor, op: ReduceOp) -> Progress:
+        given = given.clone() if _overlap(into, given) else given
         gives, gets, then = self._reducible(given, into, op)
         assert gets is not None
         on, count = self._op(op), gets.numel()
@@ -245,6 +250,8 @@ class MpiEngine(FlatEngine):
         return progress
 
     def _check_usable(self) -> None:
+        if self.closed:
+            raise AllranksError(f"group '{self._group_name}' has been destroyed")
         if self._lost:
             raise AllranksError(f"group '{self._group_name}' cannot be used any more: {self._lost}")
 
@@ -360,8 +367,8 @@ class MpiEngine(FlatEngine):
         raise AllranksError(f"{here}: MPI: {error}") from error
 
     def _leave_running(self, work: FlatWork) -> None:
-        if self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE:
-            assert isinstance(work.progress, _Requests)
+        assert isinstance(work.progress, _Requests)
+        if self._threads and not work.progress.done():
             _mover.add(work.progress)
 
     def _give_up(self, work: FlatWork) -> None:
@@ -560,6 +567,11 @@ def _ordinary(tensor: Any) -> bool:
         and tensor.numel() <= _MOST
         and not (tensor.is_neg() or tensor.is_conj())
     )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether contiguous tensors share memory, as where a rank's own piece is part of the whole: MPI forbids it."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def _keys(numbers: Tensor, op: ReduceOp) -> Tensor:
