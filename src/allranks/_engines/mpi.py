@@ -35,6 +35,7 @@ from allranks._engines.native_connect import RECORD_BYTES, Exchange
 from allranks._engines.operands import Operands
 from allranks._engines.presence import Presence
 from allranks._errors import AllranksError, ConfigError, MismatchError, PeerLostError, TimeoutError, UsageError
+from allranks._host import usable_cpus
 from allranks._types import ReduceOp
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MpiEngine", "reduces"]
 
-_RECORD = struct.Struct(f"!II{RECORD_BYTES - 8}s")  # rank and size of MPI's world, and random bytes
+_RECORD = struct.Struct("!IIH14s")  # rank and size of MPI's world, the first CPU, and random bytes
+assert _RECORD.size == RECORD_BYTES
 _MOST = 1 << 30  # so many elements (or bytes) go as they are; more go in pieces
 _GRACE_S = 0.5  # what a rank that has left had sent may still be on its way
 _CANCEL_S = 1.0  # MPI's cancelling of a receive is a local affair
@@ -96,13 +98,14 @@ class MpiEngine(FlatEngine):
         self._calls = 0  # collectives begun
         self._lost = ""  # why the group cannot be used any more
         world = self.mpi.COMM_WORLD
-        rows = [_RECORD.unpack(row) for row in exchange(_RECORD.pack(world.rank, world.size, os.urandom(16)))]
+        mine = _RECORD.pack(world.rank, world.size, min(os.sched_getaffinity(0)), os.urandom(14))
+        rows = [_RECORD.unpack(row) for row in exchange(mine)]
         ranks = [row[0] for row in rows]
         if world.size == 1 and len(rows) > 1:
             raise mpi_job.not_launched(self.mpi, len(rows))
         if len(set(ranks)) < len(ranks) or len({row[1] for row in rows}) > 1:
             raise ConfigError(f"group '{group_name}' on mpi: its ranks are not of one MPI job (there they are {ranks})")
-        secret: bytes = rows[0][2]
+        secret: bytes = rows[0][3]
         self._threads = self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
         # It waits for the others, whose other threads may wait for ours: not with the lock, if MPI does without.
         with nullcontext() if self._threads else lock:
@@ -114,8 +117,9 @@ class MpiEngine(FlatEngine):
             chosen.Free()
         self._collective_tag = world.Get_attr(self.mpi.TAG_UB)
         self.highest_tag = self._collective_tag - 1
-        near = sum(member.boot_id == members[rank].boot_id for member in members)
-        self.spins = mpi_job.spare_cpus(near)
+        cpus = [row[2] for row, member in zip(rows, members, strict=True) if member.boot_id == members[rank].boot_id]
+        # Enough for all ranks of this host, or mpirun has given each of them its own.
+        self.spins = usable_cpus() >= len(cpus) or len(set(cpus)) == len(cpus)
         self._presence = Presence(rank, members, secret)
         if not self._debug:
             self.now = self._now

@@ -24,10 +24,9 @@ import msgspec
 
 from allranks._env import read_int
 from allranks._errors import ConfigError, JoinError, rank_list
-from allranks._host import usable_cpus
 from allranks._rendezvous import Member
 
-__all__ = ["MpiMeeting", "installed", "join", "lock", "not_launched", "poll", "spare_cpus", "start"]
+__all__ = ["MpiMeeting", "installed", "join", "lock", "not_launched", "poll", "start"]
 
 _STARTED_BY = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -190,11 +189,6 @@ def poll(ended: Callable[[], bool], seconds: float, waited_s: float = 0.0, spin:
             os.sched_yield()
         now = time.monotonic()
     return True
-
-
-def spare_cpus(ranks_here: int) -> bool:
-    """Whether each of the ranks of this host has a CPU of its own."""
-    return usable_cpus() >= ranks_here
 
 
 def _meet(mpi: Any, deadline: float, timeout_s: float) -> None:
