@@ -381,9 +381,11 @@ class FlatEngine(Engine):
         """Called by a work when it has ended, well or not."""
         if work in self._pending:
             self._pending.discard(work)
-            calls, nbytes, seconds, shared = self._stats
-            took = time.monotonic() - work.began
-            self._stats = Stats(calls + 1, nbytes + work.nbytes, seconds + took, shared)
+            self._count(work.nbytes, work.began)
+
+    def _count(self, nbytes: int, began: float) -> None:
+        calls, total, seconds, shared = self._stats
+        self._stats = Stats(calls + 1, total + nbytes, seconds + time.monotonic() - began, shared)
 
     def check_process(self, verb: str) -> None:
         """Raises in a forked child, where nothing can be waited for."""

@@ -48,6 +48,7 @@ assert _RECORD.size == RECORD_BYTES
 _MOST = 1 << 30  # so many elements (or bytes) go as they are; more go in pieces
 _GRACE_S = 0.5  # what a rank that has left had sent may still be on its way
 _CANCEL_S = 1.0  # MPI's cancelling of a receive is a local affair
+_QUICK_TESTS = 50  # of a blocking call, before it gets what a longer one needs
 _NAP_S = 0.5e-3  # between two rounds of the mover
 
 _TYPES = {
@@ -129,9 +130,35 @@ class MpiEngine(FlatEngine):
         call = None if self.closed else self._plain_call(verb, tensor, pieces, op, root)
         if call is None:
             return False
-        work = FlatWork(self, Operands(verb), 0 if tensor is None else tensor.nbytes)  # type: ignore[attr-defined]
-        self._wait(self._launched(work, self._collective, [call], (tensor, pieces)))
+        began = time.monotonic()
+        with lock:
+            self._check_usable()
+            self._calls += 1
+            number, (method, *args) = self._calls, call
+            request = method(*args)
+        nbytes = 0 if tensor is None else tensor.nbytes  # type: ignore[attr-defined]
+        try:
+            for _ in range(_QUICK_TESTS if self.spins else 1):
+                with lock:
+                    if request.Test():
+                        self._count(nbytes, began)
+                        return True
+        except self.mpi.Exception as error:
+            self.explain(error, verb)
+        except BaseException:  # Ctrl-C
+            self._give_up(self._adopted(verb, nbytes, number, request, (tensor, pieces)))
+            raise
+        self._wait(self._adopted(verb, nbytes, number, request, (tensor, pieces)))
         return True
+
+    def _adopted(self, verb: str, nbytes: int, number: int, request: Any, keep: object) -> FlatWork:
+        """The work of a collective that has begun without one."""
+        progress = _Requests(self, keep)
+        progress.call, progress.requests = number, [request]
+        work = FlatWork(self, Operands(verb), nbytes)
+        work.progress = progress
+        self._pending.add(work)
+        return work
 
     def _plain_call(self, verb: str, tensor: Any, pieces: Any, op: object, root: Any) -> tuple[Any, ...] | None:
         """What MPI is to be called with, where nothing is out of the ordinary."""
