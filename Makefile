@@ -42,6 +42,7 @@ bench: $(VENV)/installed $(BENCH)/installed
 	$(BENCH_RUN) overlap -n 2 --against gloo,mpi --json benchmarks/overlap.json $(BENCH_FLAGS)
 	$(BENCH_RUN) python --json benchmarks/python.json $(BENCH_FLAGS)
 	$(BIN)/allranks run -n 2 benchmarks/ddp_step.py --json benchmarks/ddp_step.json
+	$(BIN)/allranks run -n 2 --show 0 benchmarks/torch_plugin.py --json benchmarks/torch_plugin.json
 	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
 	$(BIN)/python benchmarks/figures.py
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GroupMember",
+    "behind",
     "destroy_process_group",
     "establish",
     "get_backend",
@@ -75,11 +76,21 @@ def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
         return _world
     if isinstance(given, ProcessGroup):
         return given
-    if hasattr(given, "allranks_group"):  # torch's, of the plugin
-        return given.allranks_group  # type: ignore[no-any-return]
+    if (ours := behind(given)) is not None:
+        return ours
     if given == GroupMember.NON_GROUP_MEMBER:
         raise UsageError("Invalid process group specified: this rank is not a member of it")
     raise UsageError(f"group must be a ProcessGroup or None, not {type(given).__name__}")
+
+
+def behind(given: Any) -> ProcessGroup | None:
+    """The group of ours behind one of torch's, of the plugin."""
+    if not hasattr(given, "_get_backend"):
+        return None
+    import torch
+
+    cpu = torch.device("cpu")
+    return getattr(given._get_backend(cpu), "allranks_group", None) if cpu in given._device_types else None
 
 
 def register(made: ProcessGroup) -> None:

@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -39,12 +39,13 @@ def training(kind: str) -> Callable[[], None]:
     return lambda: model(data).sum().backward()
 
 
-def failing(kind: str, fail: Callable[[], None]) -> Callable[[], tuple[str, str, float]]:
-    """What a rank does: some steps, then steps in which rank 1 fails. Returns the error's type, text and seconds."""
+def failing(kinds: Sequence[str], fail: Callable[[], None]) -> Callable[[], list[tuple[str, str, float]]]:
+    """What a rank does: for each kind, in a world of its own, steps in which rank 1 fails after some.
 
-    def body() -> tuple[str, str, float]:
-        dist.init_process_group(timeout=TIMEOUT_S)
-        dist.torch_group()
+    Returns the errors: type, text, seconds.
+    """
+
+    def once(kind: str) -> tuple[str, str, float]:
         step = training(kind)
         for _ in range(3):
             step()
@@ -56,38 +57,48 @@ def failing(kind: str, fail: Callable[[], None]) -> Callable[[], tuple[str, str,
                 step()
         except dist.AllranksError as error:
             return type(error).__name__, str(error), time.monotonic() - began
-        finally:
-            dist.destroy_process_group()
         return "none", "", 0.0
+
+    def body() -> list[tuple[str, str, float]]:
+        errors = []
+        for kind in kinds:
+            dist.init_process_group(timeout=TIMEOUT_S)
+            dist.torch_group()
+            began = time.monotonic()
+            errors.append(once(kind))
+            dist.destroy_process_group()
+            if len(kinds) > 1:  # all meet again when the late one is there
+                time.sleep(max(0.0, began + 2.5 * TIMEOUT_S - time.monotonic()))
+        return errors
 
     return body
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_rank(kind: str) -> None:
-    results = run_ranks(3, failing(kind, lambda: os.kill(os.getpid(), signal.SIGKILL)), init=False, may_die={1})
+    results = run_ranks(3, failing([kind], lambda: os.kill(os.getpid(), signal.SIGKILL)), init=False, may_die={1})
     for rank in (0, 2):
-        error, text, seconds = results[rank]
+        error, text, seconds = results[rank][0]
         assert (error, seconds < 1.1) == ("PeerLostError", True), (error, text, seconds)
         assert "rank 1" in text
         assert "died" in text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_another_call(kind: str) -> None:
-    for error, text, _ in run_ranks(2, failing(kind, lambda: torch_dist.all_reduce(torch.ones(5))), init=False):
-        assert error == "MismatchError", text
-        assert "5 x float32, SUM" in text
-        assert "test_torch_failures.py" in text  # where the calls stand
+def test_another_call() -> None:
+    for errors in run_ranks(2, failing(KINDS, lambda: torch_dist.all_reduce(torch.ones(5))), init=False):
+        for error, text, _ in errors:
+            assert error == "MismatchError", text
+            assert "5 x float32, SUM" in text
+            assert "test_torch_failures.py" in text  # where the calls stand
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_late_rank(kind: str) -> None:
-    results = run_ranks(2, failing(kind, lambda: time.sleep(2 * TIMEOUT_S)), init=False)
-    for error, text, _ in results:
-        assert error == "TimeoutError", text
-        assert "no data from rank 1" in text
-    assert results[0][2] < TIMEOUT_S + 1.0
+def test_a_late_rank() -> None:
+    results = run_ranks(2, failing(KINDS, lambda: time.sleep(2 * TIMEOUT_S)), init=False)
+    for errors in results:
+        for error, text, _ in errors:
+            assert error == "TimeoutError", text
+            assert "no data from rank 1" in text
+    assert all(seconds < TIMEOUT_S + 1.0 for _, _, seconds in results[0])
 
 
 def test_ctrl_c_in_backward() -> None:

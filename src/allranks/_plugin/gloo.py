@@ -22,9 +22,25 @@ _gloo: Any = None  # torch's, once it has been replaced
 def stand_in() -> None:
     """Lets torch make ours where it would make a group on gloo."""
     global _gloo
-    if _gloo is None and _c10d.is_gloo_available():
-        _gloo = _c10d.ProcessGroupGloo
+    if _gloo is not None or not _c10d.is_gloo_available():
+        return
+    _gloo = _c10d.ProcessGroupGloo
+    if hasattr(_c10d.Backend, "_ensure_backend_registered"):  # torch from 2.15 on: whoever registers first
+        _c10d.Backend.register_backend("gloo", _create, extended_api=True, devices=["cpu", "cuda"])
+    else:
         _c10d.distributed_c10d.ProcessGroupGloo = _c10d.ProcessGroupGloo = InsteadOfGloo
+
+
+def _create(about: Any, options: Any) -> Any:
+    from allranks._plugin.worlds import create, helper_of
+
+    _say(about.group_rank, about.global_ranks_in_group)
+    return create(about, options, helper_of(sys._getframe(1)), "gloo")
+
+
+def _say(rank: int, ranks: Any) -> None:
+    if not ranks and rank == 0:
+        print("allranks: gloo is asked for, and replaced: the groups are ours (--instead-of-gloo)", file=sys.stderr)
 
 
 class _CalledByTorch(type):
@@ -35,8 +51,7 @@ class _CalledByTorch(type):
         if helper is None:  # a program that makes groups by hand
             return _gloo(store, rank, size, timeout)
         ranks = helper["global_ranks_in_group"]
-        if not ranks and rank == 0:
-            print("allranks: gloo is asked for, and replaced: the groups are ours (--instead-of-gloo)", file=sys.stderr)
+        _say(rank, ranks)
         about = SimpleNamespace(
             store=store,
             group_rank=rank,

@@ -20,15 +20,22 @@ from allranks._types import PremulSum, ReduceOp, as_reduce_op, premul_sum
 from allranks._work import Together, Work
 
 if TYPE_CHECKING:
-    from allranks._engines.c10d_store import GroupStore
     from allranks._group import ProcessGroup
 
 __all__ = ["TorchGroup", "TorchGroupByDevice"]
 
 _c10d: Any = torch.distributed
+_Backend: Any = torch._C._distributed_c10d.Backend
 _Event: Any = torch._C._profiler._RecordFunctionFast  # a span for torch's profiler: next to nothing where it is off
 _SUM = _c10d.ReduceOp.SUM
 _OPS = {getattr(_c10d.ReduceOp.RedOpType, op.name): op for op in ReduceOp}
+
+
+class _Named(_Backend):  # type: ignore[misc]
+    """What torch's C++ asks for a name; it does nothing else."""
+
+    def getBackendName(self) -> str:
+        return NAME
 
 
 class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
@@ -36,21 +43,23 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     Attributes:
         allranks_group: ours.
-        store: that torch has for it, if we made it; closed with the group.
     """
 
-    store: GroupStore | None = None
+    _name = _desc = ""
 
-    def __init__(self, group: ProcessGroup, backend: str, leave: Callable[[TorchGroup], None]) -> None:
+    def __init__(self, group: ProcessGroup, backend: str, leave: Callable[[ProcessGroup], None]) -> None:
         """``leave`` is called when torch destroys the group."""
         super().__init__(group.rank(), group.size())
         self.allranks_group = group
         self._backend = backend
         self._leave = leave
-        self._name = ""
-        self._desc = ""
         self._coalesced: list[Work] | None = None
         self._calls = 0
+        if hasattr(torch._C._distributed_c10d._DistributedBackendOptions, "process_group"):
+            # torch from 2.15 on asks the backends of a group for its name, even of one that is made in Python.
+            self._named = _Named(group.rank(), group.size())
+            self._register_backend(torch.device("cpu"), self.BackendType.CUSTOM, self._named)
+            self._set_default_backend(self.BackendType.CUSTOM)
 
     # --- collectives ---
 
@@ -208,7 +217,7 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
     # --- its end ---
 
     def shutdown(self) -> None:
-        self._leave(self)
+        self._leave(self.allranks_group)
 
     abort = shutdown
 
@@ -244,7 +253,7 @@ class TorchGroupByDevice(TorchGroup):
     For torch before 2.15, where a group made in Python takes the place of all backends.
     """
 
-    def __init__(self, group: ProcessGroup, backend: str, leave: Callable[[TorchGroup], None], others: Any) -> None:
+    def __init__(self, group: ProcessGroup, backend: str, leave: Callable[[ProcessGroup], None], others: Any) -> None:
         """``others`` is a group of torch's with those backends."""
         super().__init__(group, backend, leave)
         self._others = others

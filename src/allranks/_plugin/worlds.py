@@ -32,6 +32,7 @@ _c10d: Any = torch.distributed
 _ENGINE = "native"
 
 _made: dict[ProcessGroup, TorchGroup] = {}
+_stores: dict[ProcessGroup, GroupStore] = {}  # that torch has for a world that we made
 _adopted: ProcessGroup | None = None  # while torch_group has torch make a group around it
 
 
@@ -54,10 +55,10 @@ def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str
     ours = _adopted or (_sub_group(about) if about.global_ranks_in_group else _the_world(about))
     if ours in _made:
         raise UsageError(f"torch.distributed has group '{ours.name}' already")
+    ours.closing = partial(_close, ours)
     others = None if helper is None else _other_backends(helper, about, name)
     made = TorchGroup(ours, name, _leave) if others is None else TorchGroupByDevice(ours, name, _leave, others)
     _made[ours] = made
-    ours.closing = partial(_close, made)
     return made
 
 
@@ -104,7 +105,7 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
         timeout = timedelta(seconds=world.timeout_s)
         with _adopting(world):
             _c10d.init_process_group(NAME, store=store, rank=world.rank(), world_size=world.size(), timeout=timeout)
-        _made[world].store = store
+        _stores[world] = store
     if ours not in _made:
         with _adopting(ours):
             _c10d.new_group(
@@ -177,25 +178,26 @@ def _gather(group: ProcessGroup, record: bytes) -> list[bytes]:
     return [row.numpy().tobytes() for row in rows]
 
 
-def _leave(group: TorchGroup) -> None:
+def _leave(ours: ProcessGroup) -> None:
     """torch destroys the group."""
-    ours = group.allranks_group
     if _made.pop(ours, None) is not None:
         ours.closing = None
         _world.destroy_process_group(ours)
-        _close_store(group)
+        _close_store(ours)
 
 
-def _close(group: TorchGroup) -> None:
+def _close(ours: ProcessGroup) -> None:
     """We destroy it."""
-    if _made.pop(group.allranks_group, None) is not None:
+    group = _made.pop(ours, None)
+    if group in _c10d.distributed_c10d._world.pg_map:  # else torch failed to make it
         _c10d.destroy_process_group(group)
-        _close_store(group)
+    _close_store(ours)
 
 
-def _close_store(group: TorchGroup) -> None:
-    if group.store is not None:
-        group.store.close()
+def _close_store(ours: ProcessGroup) -> None:
+    store = _stores.pop(ours, None)
+    if store is not None:
+        store.close()
 
 
 def _other_backends(helper: Mapping[str, Any], about: Any, ours: str) -> Any:
@@ -241,8 +243,8 @@ def _let_barrier_be_monitored() -> None:
     @functools.wraps(torchs)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         meant = _c10d.group.WORLD if group is None else group
-        if isinstance(meant, TorchGroup):
-            return meant.monitored_barrier(timeout, wait_all_ranks)
+        if (ours := _world.behind(meant)) is not None:
+            return ours.monitored_barrier(timeout, wait_all_ranks)
         return torchs(group, timeout, wait_all_ranks)
 
     setattr(monitored_barrier, NAME, True)
