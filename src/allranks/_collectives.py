@@ -471,7 +471,7 @@ def barrier(
     Args:
         group: None is the world.
         async_op: return at once, with a Work.
-        device_ids: for torch's signature; CPU groups have no devices.
+        device_ids: for torch's signature; groups are bound to no device.
         timeout: of this call; None: the group's.
 
     Returns:

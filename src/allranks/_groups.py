@@ -56,7 +56,7 @@ def new_group(
         pg_options: none are known.
         use_local_synchronization: only the members call.
         group_desc: how errors call it.
-        device_id: for torch's signature; CPU groups are bound to no device.
+        device_id: for torch's signature; groups are bound to no device.
         sort_ranks: number the members by their rank in the world, not in the order of ``ranks``.
 
     Returns:

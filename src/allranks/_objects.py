@@ -49,10 +49,10 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
         return
     resolved = resolve_group(group)
     _check_length(object_list, resolved.size(), "object_list")
-    mine = _pack(obj)
+    mine = _pack(obj, resolved)
     lengths = _all_lengths(resolved, mine)
     # Padded to the longest: one collective, and the core needs one size.
-    rows = torch.empty(resolved.size(), max(lengths), dtype=torch.uint8)
+    rows = mine.new_empty(resolved.size(), max(lengths))
     resolved.all_gather(rows, _padded(mine, max(lengths)))
     object_list[:] = [_unpack(rows[r, : lengths[r]]) for r in range(resolved.size())]
 
@@ -86,9 +86,9 @@ def gather_object(
         raise UsageError(f"object_gather_list must be given on the dst rank ({root}) and only there")
     if here and object_gather_list is not None:
         _check_length(object_gather_list, resolved.size(), "object_gather_list")
-    mine = _pack(obj)
+    mine = _pack(obj, resolved)
     lengths = _all_lengths(resolved, mine)
-    rows = [torch.empty(max(lengths), dtype=torch.uint8) for _ in lengths] if here else None
+    rows = [mine.new_empty(max(lengths)) for _ in lengths] if here else None
     resolved.gather(_padded(mine, max(lengths)), rows, root)
     if rows is not None and object_gather_list is not None:
         object_gather_list[:] = [_unpack(row[:length]) for row, length in zip(rows, lengths, strict=True)]
@@ -107,7 +107,7 @@ def broadcast_object_list(
         object_list: the objects on ``src``; overwritten elsewhere. As long on all ranks.
         src: who has the objects, as a rank of the world; 0 if neither it nor ``group_src`` is given.
         group: None is the world.
-        device: for torch's signature; the bytes travel through the CPU.
+        device: for torch's signature; the bytes travel on the CPU, or on the one device that the group moves.
         group_src: who has the objects, as a rank of the group, in place of ``src``.
 
     Raises:
@@ -120,11 +120,12 @@ def broadcast_object_list(
     resolved = resolve_group(group)
     root = root_of(resolved, src, group_src, "src", default=0)
     here = resolved.rank() == root
-    packed = _pack(list(object_list)) if here else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([packed.numel(), len(object_list)])
+    nothing = torch.empty(0, dtype=torch.uint8, device=resolved.device)
+    packed = _pack(list(object_list), resolved) if here else nothing
+    length = torch.tensor([packed.numel(), len(object_list)]).to(resolved.device)
     resolved.broadcast(length, root)
     if not here:
-        packed = torch.empty(int(length[0]), dtype=torch.uint8)
+        packed = packed.new_empty(int(length[0]))
     resolved.broadcast(packed, root)
     if not here:
         _fill(object_list, packed, int(length[1]))
@@ -156,15 +157,15 @@ def scatter_object_list(
     resolved = resolve_group(group)
     root = root_of(resolved, src, group_src, "src", default=0)
     pieces: list[Tensor] | None = None
-    lengths = torch.zeros(resolved.size(), dtype=torch.int64)
+    lengths = torch.zeros(resolved.size(), dtype=torch.int64, device=resolved.device)
     if resolved.rank() == root:
         _check_length(scatter_object_input_list, resolved.size(), "scatter_object_input_list")
         assert scatter_object_input_list is not None
-        pieces = [_pack(obj) for obj in scatter_object_input_list]
-        lengths = torch.tensor([piece.numel() for piece in pieces])
+        pieces = [_pack(obj, resolved) for obj in scatter_object_input_list]
+        lengths = torch.tensor([piece.numel() for piece in pieces]).to(resolved.device)
     resolved.broadcast(lengths, root)
     longest = int(lengths.max())
-    mine = torch.empty(longest, dtype=torch.uint8)
+    mine = torch.empty(longest, dtype=torch.uint8, device=resolved.device)
     resolved.scatter(mine, None if pieces is None else [_padded(piece, longest) for piece in pieces], root)
     scatter_object_output_list[0] = _unpack(mine[: int(lengths[resolved.rank()])])
 
@@ -183,7 +184,7 @@ def send_object_list(
         object_list: the objects.
         dst: another rank, of the world.
         group: None is the world.
-        device: for torch's signature; the bytes travel through the CPU.
+        device: for torch's signature; the bytes travel on the CPU, or on the one device that the group moves.
         group_dst: another rank, of the group, in place of ``dst``.
         use_batch: for torch's signature; there is nothing to batch here.
 
@@ -196,8 +197,8 @@ def send_object_list(
     _check_list(object_list, "object_list")
     resolved = resolve_group(group)
     to = root_of(resolved, dst, group_dst, "dst")
-    packed = _pack(list(object_list))
-    resolved.send(torch.tensor([packed.numel(), len(object_list)]), to)
+    packed = _pack(list(object_list), resolved)
+    resolved.send(torch.tensor([packed.numel(), len(object_list)]).to(resolved.device), to)
     resolved.send(packed, to)
 
 
@@ -215,7 +216,7 @@ def recv_object_list(
         object_list: overwritten; as long as the sender's.
         src: the sending rank, of the world; None: whoever sends first.
         group: None is the world.
-        device: for torch's signature; the bytes travel through the CPU.
+        device: for torch's signature; the bytes travel on the CPU, or on the one device that the group moves.
         group_src: the sending rank, of the group, in place of ``src``.
         use_batch: for torch's signature; there is nothing to batch here.
 
@@ -230,22 +231,22 @@ def recv_object_list(
         return -1
     _check_list(object_list, "object_list")
     resolved = resolve_group(group)
-    length = torch.zeros(2, dtype=torch.int64)
+    length = torch.zeros(2, dtype=torch.int64, device=resolved.device)
     sender = resolved.recv(length, source_of(resolved, src, group_src))
-    packed = torch.empty(int(length[0]), dtype=torch.uint8)
+    packed = torch.empty(int(length[0]), dtype=torch.uint8, device=resolved.device)
     resolved.recv(packed, sender)
     _fill(object_list, packed, int(length[1]))
     return resolved.ranks[sender]
 
 
-def _pack(obj: Any) -> Tensor:
+def _pack(obj: Any, group: ProcessGroup) -> Tensor:
     buffer = io.BytesIO()
     pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
-    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(group.device)
 
 
 def _unpack(data: Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())
+    return pickle.loads(data.cpu().numpy().tobytes())
 
 
 def _padded(data: Tensor, length: int) -> Tensor:
@@ -253,9 +254,9 @@ def _padded(data: Tensor, length: int) -> Tensor:
 
 
 def _all_lengths(group: ProcessGroup, data: Tensor) -> list[int]:
-    lengths = torch.empty(group.size(), dtype=torch.int64)
-    group.all_gather(lengths, torch.tensor([data.numel()]))
-    return [int(length) for length in lengths]
+    lengths = torch.empty(group.size(), dtype=torch.int64, device=group.device)
+    group.all_gather(lengths, torch.tensor([data.numel()]).to(group.device))
+    return [int(length) for length in lengths.tolist()]
 
 
 def _fill(objects: list[Any], packed: Tensor, count: int) -> None:

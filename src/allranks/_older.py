@@ -51,11 +51,12 @@ class Backend(str):
     Attributes:
         backend_list: all names.
         default_device_backend_map: the engine by device type.
-        backend_capability: the device types by engine.
+        backend_capability: the device types by engine; of the native one, which moves any, the usual ones.
     """
 
     UNDEFINED = "undefined"
     NATIVE = "native"
+    ALLRANKS = "allranks"  # the same, as torch.distributed calls it
     GLOO = "gloo"
     NCCL = "nccl"
     XCCL = "xccl"
@@ -64,7 +65,9 @@ class Backend(str):
 
     backend_list = (UNDEFINED, NATIVE, GLOO, NCCL, XCCL, UCC, MPI)
     default_device_backend_map: ClassVar[dict[str, str]] = _engines.engines_of(_engines.DEFAULT)
-    backend_capability: ClassVar[dict[str, list[str]]] = {name: [kind] for name, kind in _engines.ENGINES.items()}
+    backend_capability: ClassVar[dict[str, list[str]]] = {
+        name: [kind] if kind else ["cpu", "cuda"] for name, kind in _engines.ENGINES.items()
+    }
 
     def __new__(cls, name: str) -> Backend:
         if not isinstance(name, str):
@@ -187,10 +190,12 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
     Raises:
         ConfigError: this version has none for it.
     """
-    name = _engines.engines_of(_engines.DEFAULT).get(str(device).partition(":")[0])
-    if name is None:
-        raise ConfigError(f"this version of allranks has no engine for tensors on {device}")
-    return name
+    kind = str(device).partition(":")[0]
+    usual = _engines.engines_of(_engines.DEFAULT)
+    here = _engines.check_backend(None)
+    if kind not in usual and not _engines.moves(here, kind):
+        raise ConfigError(f"no engine of the default backend ({here}) moves tensors on {device}")
+    return usual.get(kind, here)
 
 
 def supports_complex(reduceOp: ReduceOp) -> bool:

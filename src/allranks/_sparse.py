@@ -31,7 +31,7 @@ def all_reduce(group: ProcessGroup, tensor: Tensor, op: ReduceOp | PremulSum, as
     if op is not ReduceOp.SUM:
         raise UsageError(f"all_reduce of a sparse tensor: expected SUM, not {getattr(op, 'name', op)}")
     mine = tensor.detach().coalesce()
-    shape = torch.tensor([mine.values().shape[0], mine.sparse_dim(), *mine.shape])
+    shape = torch.tensor([mine.values().shape[0], mine.sparse_dim(), *mine.shape]).to(group.device)
     shapes = _gather(group, shape)
     different = [rank for rank, other in enumerate(shapes) if not torch.equal(other[1:], shapes[0][1:])]
     if different:
@@ -46,7 +46,7 @@ def all_reduce(group: ProcessGroup, tensor: Tensor, op: ReduceOp | PremulSum, as
     values = _gather(group, mine.values(), counts)
     # As the core does: halves are added up in float32.
     wide = torch.float32 if mine.dtype in (torch.float16, torch.bfloat16) else mine.dtype
-    sums = torch.zeros(places.shape[0], *mine.values().shape[1:], dtype=wide)
+    sums = torch.zeros(places.shape[0], *mine.values().shape[1:], dtype=wide, device=mine.device)
     for rows, at in zip(values, place_of.split(counts), strict=True):
         sums.index_add_(0, at, rows.to(wide))
     with torch.no_grad():

@@ -73,8 +73,13 @@ class Work(abc.ABC):
         return self.source_rank()  # torch's own name for it
 
     @abc.abstractmethod
+    def _results(self) -> list[torch.Tensor]:
+        """The tensors that the call writes."""
+
     def result(self) -> list[torch.Tensor]:
         """Waits; returns the tensors that the call has written."""
+        self.wait()
+        return self._results()
 
     def is_success(self) -> bool:
         """Whether the call has ended well."""
@@ -92,7 +97,9 @@ class Work(abc.ABC):
         """
         import torch
 
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        # On whose streams who waits for the future comes after the call.
+        gpus: list[int | str | torch.device] = list({t.device for t in self._results() if t.is_cuda})
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=gpus)
 
         def complete() -> None:
             try:
@@ -115,7 +122,7 @@ class Then(Work):
     def __init__(self, work: Work, then: Callable[[], None], results: list[torch.Tensor]) -> None:
         self._work = work
         self._then: Callable[[], None] | None = then
-        self._results = results  # the tensors that ``then`` writes
+        self._written = results  # by ``then``
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -139,9 +146,8 @@ class Then(Work):
     def source_rank(self) -> int:
         return self._work.source_rank()
 
-    def result(self) -> list[torch.Tensor]:
-        self.wait()
-        return self._results
+    def _results(self) -> list[torch.Tensor]:
+        return self._written
 
 
 class Together(Work):
@@ -162,15 +168,15 @@ class Together(Work):
     def source_rank(self) -> int:
         raise UsageError("source_rank: not a message")
 
-    def result(self) -> list[torch.Tensor]:
-        return [tensor for work in self._works for tensor in work.result()]
+    def _results(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work._results()]
 
 
 class Complete(Work):
     """A call that was complete when it returned."""
 
     def __init__(self, results: list[torch.Tensor]) -> None:
-        self._results = results
+        self._written = results
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         return True
@@ -184,5 +190,5 @@ class Complete(Work):
     def source_rank(self) -> int:
         raise UsageError("source_rank: not a message")
 
-    def result(self) -> list[torch.Tensor]:
-        return self._results
+    def _results(self) -> list[torch.Tensor]:
+        return self._written

@@ -112,11 +112,11 @@ def init_process_group(
     """Meets the other ranks and makes the default process group.
 
     Args:
-        backend: the engine that moves tensors: ``"native"``, shared memory between the ranks of one host;
-            ``"gloo"`` and ``"nccl"``, those inside torch; ``"mpi"``, MPI by mpi4py, in a job that mpirun has
-            started; or one by type of device, as in ``"cpu:gloo,cuda:nccl"``. None means
-            ``"cpu:native,cuda:nccl"``. Of several, those whose device or library is not here are left out.
-            docs/engines.md says what each can do.
+        backend: the engine that moves tensors: ``"native"``, shared memory between the ranks of one host,
+            where tensors of GPUs are copied to and from; ``"gloo"`` and ``"nccl"``, those inside torch; ``"mpi"``,
+            MPI by mpi4py, in a job that mpirun has started; or one by type of device, as in
+            ``"cpu:gloo,cuda:nccl"``. None means ``"cpu:native,cuda:nccl"``. Of several, those whose device or
+            library is not here are left out. docs/engines.md says what each can do.
         init_method: how the ranks find each other (with mpi by MPI itself, whatever this says):
 
             - ``env://`` (the default): the launcher's store, or the variables RANK, WORLD_SIZE,
@@ -131,7 +131,7 @@ def init_process_group(
         store: a connected store with torch's ``set, get, add, wait``, in place of ``init_method``.
         group_name: how errors call the group; ``world`` if empty.
         pg_options: none are known.
-        device_id: None or a CPU; of a group with nccl also a CUDA device, which becomes the current one.
+        device_id: the device that this rank works on, an index or a device: it becomes the current one.
 
     Raises:
         ConfigError: a setting is missing or wrong; says which and gives an example.
@@ -162,12 +162,8 @@ def init_process_group(
     engine_name = _engines.check_backend(backend)
     if pg_options is not None:
         raise UsageError(f"pg_options {pg_options!r} is not known to the {engine_name} engine")
-    if device_id is not None and getattr(device_id, "type", None) != "cpu":
-        if "cuda" not in _engines.engines_of(engine_name):
-            raise UsageError(f"device_id {device_id!r}: the {engine_name} engine moves CPU tensors and binds no device")
-        import torch
-
-        torch.cuda.set_device(device_id)
+    if device_id is not None:
+        _make_current(device_id, engine_name)
     timeout_s = DEFAULT_TIMEOUT_S if timeout is None else seconds_of(timeout)
     if not timeout_s > 0:  # also nan
         raise UsageError(f"timeout must be positive, not {timeout!r}")
@@ -275,6 +271,22 @@ def stats(group: ProcessGroup | None = None) -> Stats:
         NotInitializedError: there is no such group.
     """
     return resolve_group(group).stats()
+
+
+def _make_current(device_id: torch.device | int, engine_name: str) -> None:
+    import torch
+
+    try:
+        device = torch.device(device_id)
+        if device.type == "cpu":
+            return
+        moved = _engines.moves(engine_name, device.type)
+        if moved:
+            torch.accelerator.set_device_index(device)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise UsageError(f"device_id {device_id!r}: {error}") from error
+    if not moved:
+        raise UsageError(f"device_id {device_id!r}: the {engine_name} engine does not move tensors of {device.type}")
 
 
 def _close_all() -> None:

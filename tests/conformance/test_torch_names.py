@@ -109,8 +109,13 @@ def test_monitored_barrier_ends_with_torchs_words() -> None:
 def test_device_and_options_of_init_process_group() -> None:
     dist.init_process_group(device_id=torch.device("cpu"))
     dist.destroy_process_group()
-    for wrong in (torch.device("cuda:0"), 0):
-        with pytest.raises(ValueError, match="moves CPU tensors and binds no device"):
-            dist.init_process_group(device_id=wrong)
+    for backend, wrong, says in (
+        ("gloo", torch.device("cuda:0"), "the gloo engine does not move tensors of cuda"),
+        ("native", torch.device("cuda:99"), "device_id device"),
+        (None, 99, "device_id 99: "),
+        (None, "cpu0", "device_id 'cpu0': "),
+    ):
+        with pytest.raises(ValueError, match=says):
+            dist.init_process_group(backend, device_id=wrong)
     with pytest.raises(ValueError, match="pg_options 'fast' is not known"):
         dist.init_process_group(pg_options="fast")

@@ -25,16 +25,24 @@ from allranks.testing import run_ranks
         ("nccl", True, "nccl"),
         ("nccl", False, "built without nccl"),
         ("cuda:nccl", False, "neither the engine nor the device"),
+        ("cuda:native", True, "native"),
+        ("cpu:native,cuda:native", True, "native"),
+        ("cpu:gloo,cuda:native", True, "cpu:gloo,cuda:native"),
+        ("cpu:gloo,cuda:native", False, "gloo"),
+        ("cpu:gloo,xla:native", True, "gloo"),
+        ("gpu:native", True, "'gpu:native' is wrong there"),
+        ("cuda:nccl,mtia:native", True, "one must be for the CPU"),
         ("cpu:nccl", True, "'cpu:nccl' is wrong there"),
         ("cpu:gloo,cpu:native", True, "'cpu:native' is wrong there"),
         ("cpu:tcp", True, "not in this version"),
         ("cpu:mpi,cuda:nccl", True, "cpu:mpi,cuda:nccl"),
-        ("cuda:mpi", True, "'cuda:mpi' is wrong there"),
+        ("cpu:mpi,cuda:mpi", True, "mpi"),
         ("cpu:infiniband", True, "unknown backend 'cpu:infiniband'"),
     ],
 )
 def test_names(backend: str | None, cuda: bool, means: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
+    monkeypatch.setattr(torch.mtia, "device_count", lambda: int(cuda))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: cuda)
     monkeypatch.setattr(mpi_job, "installed", lambda: True)
     if " " in means:
@@ -95,8 +103,8 @@ def test_each_tensor_goes_to_the_engine_of_its_device() -> None:
 def test_a_tensor_of_another_device_names_what_the_group_moves() -> None:
     def body() -> None:
         gloo = dist.new_group(backend="gloo")
-        for group, name in ((None, "native"), (gloo, "gloo")):
-            with pytest.raises(dist.UsageError, match=f"the {name} engine moves CPU tensors"):
+        for group, says in ((None, "no elements"), (gloo, "the gloo engine moves CPU tensors")):
+            with pytest.raises(dist.UsageError, match=f"the tensor is on meta, .*{says}"):
                 dist.all_reduce(torch.zeros(1, device="meta"), group=group)
 
     run_ranks(2, body)
@@ -113,8 +121,8 @@ def test_what_is_here() -> None:
     ]
     assert dist.Backend.default_device_backend_map == {"cpu": "native", "cuda": "nccl"}
     assert dist.Backend.backend_capability == {
-        "native": ["cpu"],
+        "native": ["cpu", "cuda"],
         "gloo": ["cpu"],
-        "mpi": ["cpu"],
+        "mpi": ["cpu", "cuda"],
         "nccl": ["cuda"],
     }

@@ -3,7 +3,7 @@
 An engine belongs to one group. To add one: a file beside this one, and an entry in each table below.
 
 A group's backend is written as torch does, ``gloo`` or ``cpu:gloo,cuda:nccl``; ``check_backend`` brings it to one
-form, in which engines of devices that this process does not have are left out.
+form, in which engines of devices that this process does not have are left out, and one engine is named alone.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from allranks._engines.native_connect import Exchange
     from allranks._rendezvous import Member
 
-__all__ = ["DEFAULT", "ENGINES", "available", "check_backend", "engines_of", "make_engine", "meetings"]
+__all__ = ["DEFAULT", "ENGINES", "available", "check_backend", "engines_of", "make_engine", "meetings", "moves"]
 
-ENGINES = {"native": "cpu", "gloo": "cpu", "mpi": "cpu", "nccl": "cuda"}
-"""The engines, and the type of device whose tensors each moves."""
+ENGINES: dict[str, str | None] = {"native": None, "gloo": "cpu", "mpi": None, "nccl": "cuda"}
+"""The engines, and the type of device whose tensors each moves; None: any."""
 
 DEFAULT = "cpu:native,cuda:nccl"
+_ALIASES = {"allranks": "native"}  # what torch.distributed calls it
 _MPI = "Install it with an MPI: pip install 'allranks[mpi]', or mpi4py beside the MPI that is here"
 _PLANNED = ("tcp", "ucc", "xccl")
 
@@ -48,6 +49,7 @@ def check_backend(backend: str | None) -> str:
         ConfigError: no such engine, or not here.
     """
     given = (backend or DEFAULT).lower()
+    given = _ALIASES.get(given, given)
     if ":" not in given:
         _check_engine(given, backend)
         if not available(given):
@@ -57,24 +59,34 @@ def check_backend(backend: str | None) -> str:
     chosen: dict[str, str] = {}
     for part in given.split(","):
         device, _, name = part.strip().partition(":")
+        name = _ALIASES.get(name, name)
         _check_engine(name, backend)
-        if ENGINES[name] != device or device in chosen:
+        if ENGINES[name] not in (None, device) or device in chosen or not _is_device(device):
+            known = ", ".join(f"{kind or 'any device'}:{engine}" for engine, kind in ENGINES.items())
             raise ConfigError(
                 f"backend {backend!r}: {part.strip()!r} is wrong there. Expected each type of device once, with an "
-                f"engine for it: {', '.join(f'{d}:{e}' for e, d in ENGINES.items())}"
+                f"engine for it: {known}"
             )
         chosen[device] = name
-    here = {device: name for device, name in chosen.items() if available(name) and (device == "cpu" or _has_cuda())}
+    here = {device: name for device, name in chosen.items() if available(name) and _has(device)}
     if not here:
         raise ConfigError(f"backend {backend!r}: this process has neither the engine nor the device")
-    return next(iter(here.values())) if len(here) == 1 else ",".join(f"{d}:{e}" for d, e in here.items())
+    one, *others = dict.fromkeys(here.values())
+    if others and "cpu" not in here:
+        raise ConfigError(f"backend {backend!r}: of several engines one must be for the CPU, as in cpu:native")
+    return ",".join(f"{device}:{name}" for device, name in here.items()) if others else one
 
 
 def engines_of(backend: str) -> dict[str, str]:
-    """The engine by type of device, of what ``check_backend`` has returned."""
+    """The engine by type of device, of what ``check_backend`` has returned; one that moves any stands for the CPU."""
     if ":" not in backend:
-        return {ENGINES[backend]: backend}
+        return {ENGINES[backend] or "cpu": backend}
     return {device: name for device, _, name in (part.partition(":") for part in backend.split(","))}
+
+
+def moves(backend: str, device: str) -> bool:
+    """Whether a group on what ``check_backend`` has returned moves tensors of that type of device."""
+    return device in engines_of(backend) or (ENGINES.get(backend, "") is None and _is_device(device))
 
 
 def meetings(backend: str, size: int) -> int:
@@ -135,7 +147,19 @@ def _check_engine(name: str, backend: str | None) -> None:
     raise ConfigError(f"unknown backend {backend!r}: expected {known}, 'cpu:gloo,cuda:nccl' or the like, or None")
 
 
-def _has_cuda() -> bool:
+def _is_device(name: str) -> bool:
+    """Whether torch knows this type of device, and has data on it."""
     import torch
 
-    return torch.cuda.device_count() > 0  # is_available would keep forked children from using CUDA
+    try:
+        return torch.device(name).type == name != "meta"
+    except RuntimeError:
+        return False
+
+
+def _has(device: str) -> bool:
+    import torch
+
+    module = getattr(torch, device, None)
+    # is_available would keep forked children from using CUDA.
+    return device == "cpu" or (module is not None and module.device_count() > 0)

@@ -170,6 +170,12 @@ class C10dEngine(FlatEngine):
         if died or left:
             said = [f"{self._who(rank)} died" for rank in died] + [f"{self._who(rank)} has left" for rank in left]
             raise PeerLostError(f"{here}: {', '.join(said)}.\n  {self.name}: {text}", [*died, *left][0]) from error
+        if "Duplicate GPU" in str(error):
+            raise UsageError(
+                f"{here}: two ranks of it are on one GPU, and nccl wants one for each. Choose with "
+                "torch.cuda.set_device(LOCAL_RANK) before init_process_group, or let ranks share a GPU with the native "
+                'engine: init_process_group("native")'
+            ) from error
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise TimeoutError(
                 f"{here}: a rank did not call within {self._timeout_s:g} s, or another rank gave up after that time. "
@@ -191,9 +197,10 @@ class C10dEngine(FlatEngine):
             _leak(backend)  # its destructor would wait for as long as they take
 
     def _end_nccl(self, backend: Any) -> None:
-        waited_for = _cuda.Event()
-        waited_for.record()  # the current stream waits for the calls that were waited for
-        _within(_ENDING_S, lambda: waited_for.query() and all(work.done() for work in tuple(self._pending)))
+        if _cuda.is_initialized():  # else nothing was called, and an event would start CUDA
+            waited_for = _cuda.Event()
+            waited_for.record()  # the current stream waits for the calls that were waited for
+            _within(_ENDING_S, lambda: waited_for.query() and all(work.done() for work in tuple(self._pending)))
         backend.abort()
 
 

@@ -72,10 +72,10 @@ class FlatEngine(Engine):
     """Collectives and messages of an engine that takes flat tensors.
 
     Attributes:
-        staged: tensors of a CUDA device are copied to the host's memory and back.
+        on_host: it reaches only the host's memory; tensors of other devices are copied there and back.
     """
 
-    staged = False
+    on_host = False
 
     def __init__(self, name: str, rank: int, members: Sequence[Member], group_name: str, timeout_s: float) -> None:
         self.name = name
@@ -148,12 +148,12 @@ class FlatEngine(Engine):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         operands, op = self._reducing(tensor, op, "all_reduce")
-        flat, on = _numbers(operands.write(tensor)), _on_bytes(tensor, op)
+        flat, on = _numbers(operands.update(tensor)), _on_bytes(tensor, op)
         return self._call(operands, tensor.nbytes, async_op, (tensor, op), self._begin_all_reduce, flat, on)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         operands, op = self._reducing(tensor, op, "reduce")
-        flat = _numbers(operands.write(tensor) if root == self._rank else operands.read(tensor))
+        flat = _numbers(operands.update(tensor) if root == self._rank else operands.read(tensor))
         on = _on_bytes(tensor, op)
         return self._call(operands, tensor.nbytes, async_op, (tensor, op, root), self._begin_reduce, flat, root, on)
 
@@ -189,7 +189,7 @@ class FlatEngine(Engine):
     ) -> Work | None:
         operands, op = self._reducing(tensor, op, "reduce_scatter")
         given = _numbers(self._joined(operands, inputs, tensor))
-        into, on = _numbers(operands.write(tensor, scaled=False)), _on_bytes(tensor, op)
+        into, on = _numbers(operands.write(tensor)), _on_bytes(tensor, op)
         return self._call(operands, given.nbytes, async_op, (tensor, op), self._begin_reduce_scatter, into, given, on)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
@@ -242,7 +242,12 @@ class FlatEngine(Engine):
     def _check(self, tensor: Tensor, verb: str) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
-        if tensor.device.type != self.device and not (self.staged and tensor.is_cuda):
+        if tensor.is_meta and self.on_host:
+            raise UsageError(
+                f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on meta, and so has a shape "
+                "but no elements"
+            )
+        if tensor.device.type != self.device and not self.on_host:
             raise UsageError(
                 f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on {tensor.device}, "
                 f"but the {self.name} engine moves {self.device.upper()} tensors"
@@ -252,7 +257,7 @@ class FlatEngine(Engine):
 
     def _moving(self, tensor: Tensor, verb: str) -> Operands:
         self._check(tensor, verb)
-        return Operands(verb, staged=self.staged)
+        return Operands(verb, on_host=self.on_host)
 
     def _reducing(self, tensor: Tensor, op: ReduceOp | PremulSum, verb: str) -> tuple[Operands, ReduceOp]:
         """The call's operands, which are multiplied as ``op`` says, and the op that is left."""
@@ -264,7 +269,7 @@ class FlatEngine(Engine):
             raise UsageError(f"{verb}: PREMUL_SUM needs its factor: op=premul_sum(factor)")
         if not self._reduces(tensor.dtype, op):
             raise UsageError(f"{verb} on the {self.name} engine does not support {op.name} of {tensor.dtype} tensors")
-        return Operands(verb, factor, self.staged), op
+        return Operands(verb, factor, self.on_host), op
 
     def _joined(self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor) -> Tensor:
         """One tensor with all pieces in turn, to be read."""
@@ -280,7 +285,7 @@ class FlatEngine(Engine):
         self._check_pieces(pieces, like, operands.verb)
         if isinstance(pieces, Tensor):
             return operands.write(pieces)
-        whole = like.detach().new_empty(len(pieces), like.numel(), device="cpu" if self.staged else None)
+        whole = like.detach().new_empty(len(pieces), like.numel(), device="cpu" if self.on_host else None)
         for row, piece in zip(whole, pieces, strict=True):
             operands.fill(piece, row)
         operands.keep.append(whole)
@@ -425,7 +430,7 @@ class FlatWork(OperandsWork):
                     f"{self._engine.here(verb)}: not complete after {limit_s:.1f} s.\n"
                     "  The call goes on: wait() may be called again."
                 )
-        self._operands.finish()
+        self._finish()
         self._engine.ended(self)
         return True
 

@@ -86,7 +86,7 @@ def reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
 class MpiEngine(FlatEngine):
     """Collectives and messages of MPI."""
 
-    staged = True
+    on_host = True
 
     def __init__(
         self, rank: int, members: Sequence[Member], exchange: Exchange, group_name: str, timeout_s: float

@@ -1,8 +1,8 @@
 """The native engine: tensors to addresses.
 
-The core (core/) moves bytes and knows neither Python nor torch. This file checks tensors, keeps them alive while the
-core uses them, and handles those whose elements do not lie in one piece. How the ranks are connected is
-`native_connect`'s business; how failures are worded, `native_errors`'.
+The core (core/) moves bytes and knows neither Python nor torch. This file checks tensors and keeps them alive while the
+core uses them. Those whose elements do not lie in one piece, or not in the host's memory, are copied by `operands`. How
+the ranks are connected is `native_connect`'s business; how failures are worded, `native_errors`'.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,12 +51,14 @@ _MEETING_S = 20.0  # for ranks that are all there
 _PIPES_BYTES = 2 << 20
 _PIPE_BYTES = (16 << 10, 2 << 20)
 
+_on_host = partial(Operands, on_host=True)
+
 _core.set_where(where)
 _core.set_ordinary([Tensor, torch.nn.Parameter], ReduceOp)
 
 
 class NativeEngine(Engine):
-    """Collectives and messages over shared memory, between ranks of one host."""
+    """Collectives and messages over shared memory, between ranks of one host, of tensors on any device."""
 
     name = "native"
 
@@ -101,19 +104,19 @@ class NativeEngine(Engine):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         _, op, factor = self._check_reduced(tensor, op, "all_reduce")
-        operands = Operands("all_reduce", factor)
-        work = operands.write(tensor)
+        operands = _on_host("all_reduce", factor)
+        work = operands.update(tensor)
         return self._call(operands, async_op, self.comm.all_reduce, *self._about(work), op)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         _, op, factor = self._check_reduced(tensor, op, "reduce")
-        operands = Operands("reduce", factor)
-        work = operands.write(tensor) if root == self._rank else operands.read(tensor)
+        operands = _on_host("reduce", factor)
+        work = operands.update(tensor) if root == self._rank else operands.read(tensor)
         return self._call(operands, async_op, self.comm.reduce, *self._about(work), op, root)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
         self._check(tensor, "broadcast")
-        operands = Operands("broadcast")
+        operands = _on_host("broadcast")
         work = operands.read(tensor) if root == self._rank else operands.write(tensor)
         return self._call(operands, async_op, self.comm.broadcast, *self._about(work), root)
 
@@ -131,21 +134,21 @@ class NativeEngine(Engine):
                 )
             return self._exchange("all_gather", outputs, [tensor] * len(self._members), async_op)  # uneven pieces
         self._check(tensor, "all_gather")
-        operands = Operands("all_gather")
+        operands = _on_host("all_gather")
         work = operands.read(tensor)
         outs = self._pieces(outputs, tensor, operands.write, "all_gather")
         return self._call(operands, async_op, self.comm.all_gather, *self._about(work), outs)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         self._check(tensor, "gather")
-        operands = Operands("gather")
+        operands = _on_host("gather")
         work = operands.read(tensor)
         outs = [] if outputs is None else self._pieces(outputs, tensor, operands.write, "gather")
         return self._call(operands, async_op, self.comm.gather, *self._about(work), outs, root)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         self._check(tensor, "scatter")
-        operands = Operands("scatter")
+        operands = _on_host("scatter")
         ins = [] if inputs is None else self._pieces(inputs, tensor, operands.read, "scatter")
         work = operands.write(tensor)
         return self._call(operands, async_op, self.comm.scatter, *self._about(work), ins, root)
@@ -154,9 +157,9 @@ class NativeEngine(Engine):
         self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
     ) -> Work | None:
         _, op, factor = self._check_reduced(tensor, op, "reduce_scatter")
-        operands = Operands("reduce_scatter", factor)
+        operands = _on_host("reduce_scatter", factor)
         ins = self._pieces(inputs, tensor, operands.read, "reduce_scatter")
-        work = operands.write(tensor, scaled=False)
+        work = operands.write(tensor)
         return self._call(operands, async_op, self.comm.reduce_scatter, *self._about(work), ins, op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
@@ -167,8 +170,10 @@ class NativeEngine(Engine):
         for tensor in (*inputs, *outputs):
             if self._check(tensor, verb) != code:
                 raise UsageError(f"{verb}: tensors of {inputs[0].dtype} and {tensor.dtype} together")
-        operands = Operands(verb)
-        ins = [operands.read(tensor) for tensor in inputs]
+        operands = _on_host(verb)
+        once = {id(tensor): tensor for tensor in inputs}  # all_gather gives every rank the same one
+        read = {key: operands.read(tensor) for key, tensor in once.items()}
+        ins = [read[id(tensor)] for tensor in inputs]
         outs = [operands.write(tensor) for tensor in outputs]
         return self._call(
             operands,
@@ -183,7 +188,7 @@ class NativeEngine(Engine):
         )
 
     def barrier(self, async_op: bool) -> Work | None:
-        return self._call(Operands("barrier"), async_op, self.comm.barrier, self._mark(None))
+        return self._call(_on_host("barrier"), async_op, self.comm.barrier, self._mark(None))
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
         if not async_op:
@@ -193,7 +198,7 @@ class NativeEngine(Engine):
             except _core.Failure as failure:
                 raise self.explain(failure, "send") from None
         code = self._check(tensor, "send")
-        operands = Operands("send")
+        operands = _on_host("send")
         work = operands.read(tensor)
         about = work.data_ptr(), work.numel(), code, to, tag
         if async_op:
@@ -211,7 +216,7 @@ class NativeEngine(Engine):
             raise self.explain(failure, "recv") from None
         if sender >= 0:
             return sender
-        code, operands = self._check(tensor, "recv"), Operands("recv")
+        code, operands = self._check(tensor, "recv"), _on_host("recv")
         work = operands.write(tensor)
         try:
             sender = self.comm.recv(work.data_ptr(), work.numel(), code, source, tag)
@@ -221,7 +226,7 @@ class NativeEngine(Engine):
         return sender
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        code, operands = self._check(tensor, "recv"), Operands("recv")
+        code, operands = self._check(tensor, "recv"), _on_host("recv")
         work = operands.write(tensor)
         return self._started(operands, self.comm.start_recv, work.data_ptr(), work.numel(), code, source, tag)
 
@@ -304,13 +309,13 @@ class NativeEngine(Engine):
     # --- tensors ---
 
     def _check(self, tensor: Tensor, verb: str) -> int:
-        """The core's code of the dtype, of a tensor whose elements the core can reach."""
+        """The core's code of the dtype, of a tensor whose elements can be had."""
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
-        if not tensor.is_cpu:
+        if tensor.is_meta:
             raise UsageError(
-                f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on {tensor.device}, "
-                "but the native engine moves CPU tensors. Call .cpu() first"
+                f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on meta, and so has a shape "
+                "but no elements"
             )
         code = _CODES.get(tensor.dtype)
         if code is None or tensor.layout is not torch.strided:
@@ -426,7 +431,7 @@ class NativeWork(OperandsWork):
             if self.done():
                 self._error = error
             raise
-        self._operands.finish()
+        self._finish()
         return True
 
     def source_rank(self) -> int:

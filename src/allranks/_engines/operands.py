@@ -1,9 +1,16 @@
-"""The tensors of a call as engines take them: contiguous, and kept alive until the call has ended."""
+"""The tensors of a call as engines take them: contiguous, where the engine can reach them, and kept alive until the
+call has ended.
+
+An engine that reaches only the host's memory gets copies there of tensors on a GPU or another device. Each of these
+copies has ended when it returns: what is copied from a device is what its current stream had computed, and what is
+copied back is there for whoever comes after `finish`, on whatever stream or thread.
+"""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import threading
 
 import torch
 from torch import Tensor
@@ -16,41 +23,53 @@ __all__ = ["Operands", "OperandsWork"]
 
 
 class Operands:
-    """The tensors of one call, in the shape that engines take: contiguous, in memory as they read."""
+    """The tensors of one call, in the shape that engines take: contiguous, in memory as they read.
 
-    __slots__ = ("_back", "_factor", "_staged", "keep", "results", "verb")
+    Args:
+        verb: of the call, for errors.
+        factor: what to multiply with what is read.
+        on_host: whether all must be in the host's memory.
+    """
 
-    def __init__(self, verb: str, factor: float | Tensor | None = None, staged: bool = False) -> None:
-        """``factor`` multiplies what is reduced; ``staged`` tensors lie in the memory of the host."""
+    __slots__ = ("_back", "_device", "_factor", "_on_host", "keep", "results", "verb")
+
+    def __init__(self, verb: str, factor: float | Tensor | None = None, on_host: bool = False) -> None:
         self.verb = verb
-        self._staged = staged
         self._factor = factor
+        self._on_host = on_host
+        self._device: torch.device | None = None
         self._back: list[tuple[Tensor, Tensor]] = []
         self.keep: list[Tensor] = []
         self.results: list[Tensor] = []
 
     def read(self, tensor: Tensor) -> Tensor:
         """What the engine reads in place of ``tensor``."""
-        work = tensor if self._factor is None and self._taken(tensor) else self._elements(tensor, self._factor)
+        self._check_device(tensor)
+        work = tensor if self._factor is None and self._fits(tensor) else self._copy(tensor)
         self.keep.append(work)
         return work
 
-    def write(self, tensor: Tensor, scaled: bool = True) -> Tensor:
-        """What the engine writes in place of ``tensor`` (and reads, ``scaled``); ``finish`` brings it there."""
-        self.results.append(tensor)
-        factor = self._factor if scaled else None
-        if factor is None and self._taken(tensor):
+    def write(self, tensor: Tensor) -> Tensor:
+        """What the engine writes, all of it, in place of ``tensor``; ``finish`` brings it there."""
+        self._check_result(tensor)
+        if self._fits(tensor):
             self.keep.append(tensor)
             return tensor
-        _check_distinct(self.verb, tensor)
-        work = self._elements(tensor, factor)
-        self._back.append((tensor, work))
-        self.keep.append(work)
-        return work
+        if self._on_host and not tensor.is_cpu:
+            _let_finish(tensor.device)
+        return self._brought_back(tensor, self._room(tensor))
+
+    def update(self, tensor: Tensor) -> Tensor:
+        """What the engine reads and then writes in place of ``tensor``; ``finish`` brings it there."""
+        self._check_result(tensor)
+        if self._factor is None and self._fits(tensor):
+            self.keep.append(tensor)
+            return tensor
+        return self._brought_back(tensor, self._copy(tensor))
 
     def fill(self, tensor: Tensor, part: Tensor) -> None:
         """Lets ``finish`` bring ``part``, which the engine writes, to ``tensor``."""
-        self.results.append(tensor)
+        self._check_result(tensor)
         _check_distinct(self.verb, tensor)
         self._back.append((tensor, part.view(tensor.shape)))
 
@@ -62,13 +81,36 @@ class Operands:
                 for tensor, work in back:
                     tensor.copy_(work)
 
-    def _taken(self, tensor: Tensor) -> bool:
-        return _plain(tensor) and (tensor.is_cpu or not self._staged)
+    def _check_device(self, tensor: Tensor) -> None:
+        if self._device is None:
+            self._device = tensor.device
+        elif tensor.device != self._device:
+            raise UsageError(f"{self.verb}: tensors on {self._device} and on {tensor.device} in one call")
 
-    def _elements(self, tensor: Tensor, factor: float | Tensor | None) -> Tensor:
-        elements = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        elements = elements if factor is None else scaled(elements, factor)
-        return elements.cpu() if self._staged else elements
+    def _check_result(self, tensor: Tensor) -> None:
+        self._check_device(tensor)
+        self.results.append(tensor)
+
+    def _fits(self, tensor: Tensor) -> bool:
+        return _plain(tensor) and (tensor.is_cpu or not self._on_host)
+
+    def _room(self, tensor: Tensor) -> Tensor:
+        """Memory for all elements. Pinned memory is copied at once, where other memory goes through a buffer of the
+        driver; torch keeps what was pinned, and gives it out again.
+        """
+        device = "cpu" if self._on_host else tensor.device
+        pinned = self._on_host and tensor.is_cuda
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        elements = tensor.detach().resolve_conj().resolve_neg()
+        return self._room(tensor).copy_(elements if self._factor is None else scaled(elements, self._factor))
+
+    def _brought_back(self, tensor: Tensor, work: Tensor) -> Tensor:
+        _check_distinct(self.verb, tensor)
+        self._back.append((tensor, work))
+        self.keep.append(work)
+        return work
 
 
 class OperandsWork(Work):
@@ -78,10 +120,15 @@ class OperandsWork(Work):
         self.verb = operands.verb
         self._operands = operands
         self._error: BaseException | None = None
+        self._lock = threading.Lock()
 
     @abc.abstractmethod
     def done(self) -> bool:
         """Whether the engine no longer uses the tensors."""
+
+    def _finish(self) -> None:
+        with self._lock:  # of several threads that wait, none shall go on before the results are where they belong
+            self._operands.finish()
 
     def is_completed(self) -> bool:
         if not self.done():
@@ -94,8 +141,7 @@ class OperandsWork(Work):
     def exception(self) -> BaseException | None:
         return self._error if self.is_completed() else None
 
-    def result(self) -> list[Tensor]:
-        self.wait()
+    def _results(self) -> list[Tensor]:
         return self._operands.results
 
 
@@ -128,3 +174,10 @@ def _overlaps(tensor: Tensor) -> bool:
         offsets = (offsets.unsqueeze(1) + stride * torch.arange(size, device="cpu")).flatten()
     distinct: Tensor = torch.unique(offsets)
     return distinct.numel() < offsets.numel()
+
+
+def _let_finish(device: torch.device) -> None:
+    """Waits for the current stream: what it still does with a tensor comes before what is copied to it later."""
+    stream_of = getattr(getattr(torch, device.type, None), "current_stream", None)
+    if stream_of is not None:  # mps, for one, has a single queue, in which the copies are too
+        stream_of(device).synchronize()

@@ -60,9 +60,7 @@ class _CalledByTorch(type):
             group_id=helper["group_name"],
             global_ranks_in_group=ranks,
         )
-        made = create(about, None, helper, "gloo")
-        made.options = SimpleNamespace(_timeout=timeout)
-        return made
+        return create(about, None, helper, "gloo")
 
     def __instancecheck__(cls, given: object) -> bool:
         from allranks._plugin.group import TorchGroup

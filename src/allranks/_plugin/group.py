@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,7 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self._leave = leave
         self._coalesced: list[Work] | None = None
         self._calls = 0
+        self.options = SimpleNamespace(_timeout=timedelta(seconds=group.timeout_s))
         if hasattr(torch._C._distributed_c10d._DistributedBackendOptions, "process_group"):
             # torch from 2.15 on asks the backends of a group for its name, even of one that is made in Python.
             self._named = _Named(group.rank(), group.size())
@@ -188,12 +190,11 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return [torch.device("cpu"), *([torch.device(here.type)] if here else [])]
 
     def _get_backend(self, device: torch.device | str) -> TorchGroup:
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(f"group '{self._name}' on {self._backend} has no backend for {device}")
-        return self
+        return self  # the native engine moves tensors of any device
 
     supports_coalescing = True
     supports_splitting = False

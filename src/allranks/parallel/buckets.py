@@ -34,13 +34,13 @@ ALONE_BYTES = 1 << 20
 _SHARED_BYTES = 256 << 10
 
 
-def bucket_memory(numel: int, dtype: torch.dtype, group: ProcessGroup | None) -> Tensor:
-    """Where a flat bucket lies: one dimension, not initialised; if large, shared by the ranks of ``group``.
+def bucket_memory(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
+    """Where a flat bucket lies: one dimension, not initialised; if large, and on the CPU, shared by ``group``'s ranks.
 
     All ranks call it for the same buckets in the same order, when the model is wrapped.
     """
-    if group is None or numel * dtype.itemsize < _SHARED_BYTES:
-        return torch.empty(numel, dtype=dtype)
+    if group is None or device.type != "cpu" or numel * dtype.itemsize < _SHARED_BYTES:
+        return torch.empty(numel, dtype=dtype, device=device)
     return empty_shared(numel, dtype, group)
 
 
@@ -61,13 +61,14 @@ class Bucket:
         self.parameters = [parameter for _, parameter in members]
         self.flat = len(members) > 1
         self._dtype = self.parameters[0].dtype  # the model may be converted later, which `reducer` finds
+        self._device = self.parameters[0].device
         self._as_view = as_view
         self._in_place = False
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         if self.flat:
             numel = sum(p.numel() for p in self.parameters) + 1  # and the mark
-            self._lie_in(bucket_memory(numel, self._dtype, group))
+            self._lie_in(bucket_memory(numel, self._dtype, self._device, group))
 
     def fill(self, used: Container[int], mark: bool | None = None) -> Tensor:
         """One flat tensor of this rank's gradients; zeros stand for those that it does not have.
@@ -99,7 +100,7 @@ class Bucket:
 
     def empty(self, marked: bool) -> Tensor:
         """What a rank without gradients gives: zeros, in memory of their own."""
-        return torch.zeros(sum(p.numel() for p in self.parameters) + marked, dtype=self._dtype)
+        return torch.zeros(sum(p.numel() for p in self.parameters) + marked, dtype=self._dtype, device=self._device)
 
     def give_back(self, used: Container[int]) -> None:
         """Puts the means into the ``.grad`` of those who are used."""

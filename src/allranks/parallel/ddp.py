@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_map_only
 
-from allranks import _world
+from allranks import _engines, _world
 from allranks._errors import UsageError
 from allranks._group import ProcessGroup
 from allranks._host import usable_cpus
@@ -72,8 +73,9 @@ class DistributedDataParallel(nn.Module):
 
     Args:
         module: The model, the same on every rank in all but values.
-        device_ids: Only None or empty: the module stays on the CPU.
-        output_device: Only None.
+        device_ids: The device that the whole module is on, in a list; inputs are moved there. None or empty: they
+            are not moved, and the module may be on the CPU or on several devices, the same on every rank.
+        output_device: For torch's signature: outputs stay where the module makes them.
         dim: For torch's signature; without ``device_ids`` it has no effect.
         broadcast_buffers: Take rank 0's buffers now, and at the start of each forward that follows a
             synchronised one, in training and in evaluation. True if None.
@@ -101,14 +103,16 @@ class DistributedDataParallel(nn.Module):
 
     Attributes:
         overlap: Whether buckets are reduced while backward is still computing the next ones. That takes a CPU
-            that has nothing else to do, so it is True where each rank finds ``usable CPUs > ranks *
-            torch.get_num_threads()`` at construction. Can be set, to the same on all ranks and between steps::
+            that has nothing else to do, so it is True where the module is on a GPU, or each rank finds ``usable
+            CPUs > ranks * torch.get_num_threads()`` at construction. Can be set, to the same on all ranks and
+            between steps::
 
                 model = DistributedDataParallel(LeNet())
                 model.overlap = True
 
     Raises:
-        UsageError: An argument that is not supported, a sparse embedding, or nothing to train. From
+        UsageError: An argument that is not supported, a sparse embedding, parameters on a device whose tensors the
+            group does not move, or nothing to train. From
             ``backward()``, on every rank: parameters got no gradient, or a second one, or were converted to
             another dtype since wrapping; names them and the ranks.
         MismatchError: The ranks' models differ in more than values, or their options do. Raised on every
@@ -163,10 +167,12 @@ class DistributedDataParallel(nn.Module):
         self.process_group = _world.resolve_group(process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
-        _check_module(module, [p for _, p in self._trained_parameters()], device_ids, output_device)
+        trained = [p for _, p in self._trained_parameters()]
+        _check_module(module, trained, device_ids, output_device, self.process_group.backend)
 
-        self.device_ids = None
-        self.output_device = None
+        self._inputs_to = trained[0].device if device_ids else None
+        self.device_ids = None if self._inputs_to is None else [self._inputs_to.index]
+        self.output_device = output_device
         self.dim = dim
         init_buffers = broadcast_buffers is not False or forward_sync_buffers is not None
         self.forward_sync_buffers = (
@@ -182,7 +188,7 @@ class DistributedDataParallel(nn.Module):
         self._caps = [cap * _MB for cap in caps]
         # Where all CPUs are computing, rank and progress thread would only take turns, which made a step of
         # benchmarks/ddp_step.py on two CPUs 5 to 8 % longer than reducing after the backward.
-        self._overlap = usable_cpus() > self.process_group.size() * torch.get_num_threads()
+        self._overlap = not trained[0].is_cpu or usable_cpus() > self.process_group.size() * torch.get_num_threads()
         if self.process_group.size() > 1:
             self._agree(init_sync, init_buffers)
         self._connect(shared=True)
@@ -209,6 +215,9 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; ``backward()`` on the result is synchronised (but see `no_sync`)."""
+        there = self._inputs_to
+        if there is not None:
+            args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(there, non_blocking=True), (args, kwargs))
         if self._reducer is None:
             return self.module(*args, **kwargs)
         grad = torch.is_grad_enabled()
@@ -367,7 +376,7 @@ class DistributedDataParallel(nn.Module):
     def _agree(self, init_sync: bool, init_buffers: bool) -> None:
         """What the ranks must have in common: options, model, values, and whether they overlap."""
         if not init_sync:
-            wish = torch.tensor([self._overlap], dtype=torch.uint8)
+            wish = torch.tensor([self._overlap], dtype=torch.uint8).to(self.process_group.device)
             self.process_group.all_reduce(wish, ReduceOp.MIN)
             self._overlap = bool(wish)
             return
@@ -442,6 +451,7 @@ def _check_module(
     trained: list[nn.Parameter],
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
+    backend: str,
 ) -> None:
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
         raise UsageError(f"{_WHO}: the module has uninitialized parameters. Run a dummy forward pass first")
@@ -453,18 +463,23 @@ def _check_module(
     if device_ids is not None and len(device_ids) > 1:
         raise UsageError(f"{_WHO}: device_ids can only be None or contain a single element.")
     devices = {p.device for p in module.parameters()}
-    if device_ids or output_device is not None:
+    where = ", ".join(sorted(map(str, devices)))
+    if any(not _engines.moves(backend, device.type) for device in devices):
+        raise UsageError(
+            f"{_WHO}: the module's parameters are on {where}, but the group's engine is {backend}, which does not move "
+            "such tensors. docs/engines.md says which engine moves what"
+        )
+    if (device_ids or output_device is not None) and any(device.type == "cpu" for device in devices):
         raise UsageError(
             f"{_WHO}: device_ids and output_device only work with GPU modules: leave them out. Got device_ids "
-            f"{device_ids}, output_device {output_device}, and module parameters on {', '.join(map(str, devices))}."
+            f"{device_ids}, output_device {output_device}, and module parameters on {where}."
         )
-    if any(device.type != "cpu" for device in devices):
-        raise UsageError(
-            f"{_WHO}: the native engine moves CPU tensors, but the module's parameters are on "
-            f"{', '.join(sorted(map(str, devices)))}. Call .cpu() first"
-        )
+    if device_ids and devices != {_as_device(device_ids[0], trained[0].device.type)}:
+        raise UsageError(f"{_WHO}: device_ids is {list(device_ids)}, but the module's parameters are on {where}")
     if any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
-        raise UsageError(f"{_WHO}: SyncBatchNorm layers only work with GPU modules")
+        raise UsageError(
+            f"{_WHO}: SyncBatchNorm layers only work with GPU modules, and in groups of torch.distributed's own"
+        )
     reduced = {id(parameter) for parameter in trained}
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse and id(layer.weight) in reduced:
@@ -472,3 +487,8 @@ def _check_module(
                 f"{_WHO}: sparse gradients are not supported. Leave out sparse=True in {name or 'the module'} "
                 f"({type(layer).__name__}), or freeze it"
             )
+
+
+def _as_device(given: int | str | torch.device, kind: str) -> torch.device:
+    device = torch.device(kind, given) if isinstance(given, int) else torch.device(given)
+    return device if device.index is not None else torch.device(device.type, torch.accelerator.current_device_index())

@@ -92,7 +92,7 @@ class UnevenInputs:
         Cost: an all-reduce of 8 bytes per rank.
         """
         size, rank = self._group.size(), self._group.rank()
-        news = torch.zeros(size, dtype=torch.int64)
+        news = torch.zeros(size, dtype=torch.int64, device=self._group.device)
         news[rank] = act
         self._group.all_reduce(news, ReduceOp.SUM)
         acts = {r: Act(number) for r, number in enumerate(news.tolist()) if number}
@@ -115,6 +115,6 @@ class UnevenInputs:
 
     def last(self, mine: bool) -> int:
         """The highest rank that never had to listen (in the group's numbering): its model is the newest."""
-        ranks = torch.tensor([self._group.rank() if mine else -1])
+        ranks = torch.tensor([self._group.rank() if mine else -1]).to(self._group.device)
         self._group.all_reduce(ranks, ReduceOp.MAX)
         return int(ranks)

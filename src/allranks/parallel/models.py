@@ -69,7 +69,7 @@ def require_same_model(
     choices = [f"{name}={value}" for name, value in options.items()]
     lines = [f"parameter {_describe(n, p)}" for n, p in parameters] + [f"buffer {_describe(n, b)}" for n, b in buffers]
     digest = hashlib.sha256("\n".join([*choices, *lines]).encode()).digest()
-    mine = torch.frombuffer(bytearray(digest + int(wish).to_bytes(8, "little")), dtype=torch.int64)
+    mine = torch.frombuffer(bytearray(digest + int(wish).to_bytes(8, "little")), dtype=torch.int64).to(group.device)
     all_of_them = mine.new_empty(group.size(), mine.numel())
     group.all_gather(all_of_them, mine)
     if bool((all_of_them[:, :-1] == all_of_them[0, :-1]).all()):

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import threading
 import types
 import weakref
 from collections import deque
@@ -299,6 +300,7 @@ class Reducer:
         flags = torch.zeros(len(self._names), dtype=torch.uint8)
         flags[list(mine)] = 1
         flags[converted] = 2
+        flags = flags.to(self._group.device)
         self._group.all_reduce(flags, ReduceOp.MAX)
         if flags.max() > 1:
             nothing = [0] * len(self._names)
@@ -331,14 +333,14 @@ class Reducer:
             marks: Of all ranks together, one element, if they travelled with a bucket.
         """
         if marks is None:
-            marks = torch.tensor(int(got != due))
+            marks = torch.tensor(int(got != due)).to(self._group.device)
             self._group.all_reduce(marks, ReduceOp.MAX)
         if marks.item():
             self._complain(got, due)
 
     def _complain(self, got: list[int], due: list[int]) -> NoReturn:
         """Raises what `_judge` raises; all ranks call it."""
-        mine = torch.tensor([got, due])
+        mine = torch.tensor([got, due]).to(self._group.device)
         everyones = mine.new_empty(self._group.size(), *mine.shape)
         self._group.all_gather(everyones, mine)
         raise UsageError(self._complaint(everyones.tolist()))
@@ -388,7 +390,8 @@ class Reducer:
 
 def _is_nested() -> bool:
     """Whether this backward was called by another one, as that of a re-entrant checkpoint is."""
-    backwards = 0
+    # That of a GPU runs in a thread of autograd's own, which Python has not started: who called it is not seen there.
+    backwards = int(isinstance(threading.current_thread(), threading._DummyThread))
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and backwards < 2:
         backwards += frame.f_code.co_name == "_engine_run_backward"  # torch.autograd's way into its engine

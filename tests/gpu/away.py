@@ -1,0 +1,97 @@
+"""A device that is not the CPU, for machines without a GPU: a stand-in.
+
+``enter()`` makes the device type ``away``, of one device, for the process. Its tensors have no address: a core that is
+given one of them reads address 0. What is done with them is done with CPU tensors that they hold, at once: there are no
+streams to get wrong, which only a GPU can show; it is only counted how often one is waited for. Autograd, as for a GPU,
+runs their backwards in a thread of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+_libraries: list[torch.library.Library] = []  # their registrations last as long as they do
+
+
+class Away(Tensor):
+    """A tensor that is not on the CPU."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Away:
+        like: Away = Tensor._make_wrapper_subclass(
+            cls, held.size(), held.stride(), held.storage_offset(), dtype=held.dtype, device="away:0"
+        )
+        like.held = held
+        return like
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(op, *args, **(kwargs or {}))
+
+    def tolist(self) -> Any:
+        return self.held.tolist()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Away({self.held})"
+
+
+class Stream:
+    """The only one."""
+
+    waits = 0
+
+    @classmethod
+    def synchronize(cls) -> None:
+        cls.waits += 1
+
+
+class _Module(_DummyBackendModule):
+    """``torch.away``."""
+
+    def current_stream(self, device: torch.device) -> type[Stream]:
+        return Stream
+
+
+def enter() -> torch.device:
+    """Makes the device; once in a process."""
+    _setup_privateuseone_for_python_backend("away", _Module())
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(_run, "PrivateUse1")
+    _libraries.append(library)
+    return torch.device("away", 0)
+
+
+def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    given: dict[int, Away] = {}
+
+    def held(value: Any) -> Any:
+        if isinstance(value, Away):
+            given[id(value.held)] = value
+            return value.held
+        return value
+
+    to = kwargs.get("device")
+    if to is not None and torch.device(to).type == "away":
+        kwargs["device"] = "cpu"
+    args, kwargs = _pytree.tree_map(held, (args, kwargs))
+    goes_away = bool(given) if to is None else torch.device(to).type == "away"
+
+    def put_back(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in given:
+            return given[id(value)]
+        # What writes to a tensor of the CPU returns that.
+        return Away(value) if goes_away and not any(value is argument for argument in args) else value
+
+    return _pytree.tree_map(put_back, op(*args, **kwargs))

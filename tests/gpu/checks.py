@@ -1,0 +1,662 @@
+"""What must hold for tensors on a device, whatever the device and the engine: each function is run by every rank.
+
+`run.py` runs them on a GPU and prints a table; `test_devices.py` runs them under pytest, and without a GPU on the
+stand-in (`away`). Expected values are computed from what all ranks gave, on the CPU and without any engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import allranks as dist
+
+SEVERAL = 3  # elements
+
+
+class Hidden:
+    """An output that DistributedDataParallel does not find."""
+
+    __slots__ = ("output",)
+
+    def put(self, output: Tensor) -> Hidden:
+        self.output = output
+        return self
+
+
+Check = Callable[[torch.device], str | None]
+
+
+def given(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What a rank gives: small whole numbers, so that sums are exact in every dtype."""
+    numbers = torch.arange(torch.Size(shape).numel()) * 7 + rank * 3
+    return (numbers % 5 + 1).reshape(shape).to(dtype)
+
+
+def same(tensor: Tensor, expected: Tensor, device: torch.device) -> None:
+    """Fails if the tensor is elsewhere or holds something else."""
+    assert tensor.device.type == device.type, f"on {tensor.device}"
+    assert tensor.dtype == expected.dtype
+    assert torch.equal(tensor.cpu(), expected), f"{tensor.cpu()} in place of {expected}"
+
+
+def every_verb(device: torch.device) -> None:
+    """Blocking and asynchronous."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    last, ranks = size - 1, range(size)
+    shape = (4, SEVERAL)
+
+    def here(*sizes: int) -> Tensor:
+        return given(rank, *sizes).to(device)
+
+    def room(*sizes: int) -> Tensor:
+        return torch.full(sizes, -1.0).to(device)
+
+    def rooms() -> list[Tensor]:
+        return [room(*shape) for _ in ranks]
+
+    everyone = [given(r, *shape) for r in ranks]
+    total = functools.reduce(torch.add, everyone)
+    for later in (False, True):
+        works: list[dist.Work | None] = []
+
+        broadcast = here(*shape)
+        works.append(dist.broadcast(broadcast, last, async_op=later))
+        summed, highest, at_last = here(*shape), here(*shape), here(*shape)
+        works.append(dist.all_reduce(summed, async_op=later))
+        works.append(dist.all_reduce(highest, dist.ReduceOp.MAX, async_op=later))
+        works.append(dist.reduce(at_last, last, async_op=later))
+        rows, table = rooms(), room(size * shape[0], shape[1])
+        works.append(dist.all_gather(rows, here(*shape), async_op=later))
+        works.append(dist.all_gather_into_tensor(table, here(*shape), async_op=later))
+        uneven = [room(r + 1) for r in ranks]
+        works.append(dist.all_gather(uneven, here(rank + 1), async_op=later))
+        gathered = rooms() if rank == last else None
+        works.append(dist.gather(here(*shape), gathered, last, async_op=later))
+        got = room(*shape)
+        lists = [given(10 + r, *shape).to(device) for r in ranks] if rank == 0 else None
+        works.append(dist.scatter(got, lists, 0, async_op=later))
+        part, piece = room(*shape), room(*shape)
+        works.append(dist.reduce_scatter(part, [given(rank + r, *shape).to(device) for r in ranks], async_op=later))
+        works.append(dist.reduce_scatter_tensor(piece, here(size * shape[0], shape[1]), async_op=later))
+        turned, exchanged = rooms(), room(size * 2, SEVERAL)
+        sent = [given(rank * size + r, *shape).to(device) for r in ranks]
+        works.append(dist.all_to_all(turned, sent, async_op=later))
+        works.append(dist.all_to_all_single(exchanged, here(size * 2, SEVERAL), async_op=later))
+        sizes = [r + 1 for r in ranks]
+        cut = room(size * (rank + 1))
+        works.append(dist.all_to_all_single(cut, here(sum(sizes)), [rank + 1] * size, sizes, async_op=later))
+        works.append(dist.barrier(async_op=later))
+        for work in works:
+            assert (work is not None) == later
+            if work is not None:
+                work.wait()
+
+        same(broadcast, everyone[last], device)
+        same(summed, total, device)
+        same(highest, functools.reduce(torch.maximum, everyone), device)
+        same(at_last, total if rank == last else everyone[rank], device)
+        same(torch.stack(rows), torch.stack(everyone), device)
+        same(table, torch.cat(everyone), device)
+        for r in ranks:
+            same(uneven[r], given(r, r + 1), device)
+            same(turned[r], given(r * size + rank, *shape), device)
+            if gathered is not None:
+                same(gathered[r], everyone[r], device)
+        same(got, given(10 + rank, *shape), device)
+        same(part, functools.reduce(torch.add, [given(r + rank, *shape) for r in ranks]), device)
+        whole = functools.reduce(torch.add, [given(r, size * shape[0], shape[1]) for r in ranks])
+        same(piece, whole.chunk(size)[rank], device)
+        same(exchanged, torch.cat([given(r, size * 2, SEVERAL).chunk(size)[rank] for r in ranks]), device)
+        same(cut, torch.cat([given(r, sum(sizes)).split(sizes)[rank] for r in ranks]), device)
+
+
+def messages(device: torch.device) -> None:
+    """Around a ring."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for numel in (SEVERAL, 100_000):
+        mine, theirs = given(rank, numel).to(device), torch.zeros(numel, device=device)
+        work = dist.isend(mine, after)
+        assert dist.recv(theirs, before) == before
+        work.wait()
+        same(theirs, given(before, numel), device)
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.irecv, theirs.zero_(), before), dist.P2POp(dist.isend, mine, after)]
+        )
+        for work in works:
+            work.wait()
+        same(theirs, given(before, numel), device)
+
+
+def from_any_rank(device: torch.device) -> None:
+    """A blocking send on one rank, and a receive that does not say from whom."""
+    if dist.get_rank() == 0:
+        numbers = []
+        for _ in range(dist.get_world_size() - 1):
+            theirs = torch.zeros(SEVERAL, device=device)
+            numbers.append(dist.recv(theirs, tag=3))
+            same(theirs, given(numbers[-1], SEVERAL), device)
+        assert sorted(numbers) == list(range(1, dist.get_world_size()))
+    else:
+        dist.send(given(dist.get_rank(), SEVERAL).to(device), 0, tag=3)
+
+
+def dtypes(device: torch.device) -> None:
+    """Sums, of one element, of several and of none."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    floats = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+    for dtype in (*floats, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool):
+        for shape in ((), (7,), (2, 0, 3), (1000,)):
+            tensor = given(rank, *shape, dtype=dtype).to(device)
+            dist.all_reduce(tensor)
+            same(tensor, functools.reduce(torch.add, [given(r, *shape, dtype=dtype) for r in range(size)]), device)
+    for dtype in (torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.int16, torch.complex64):
+        tensor = given(rank, 5, dtype=dtype).to(device)
+        dist.broadcast(tensor, size - 1)
+        same(tensor.view(torch.uint8), given(size - 1, 5, dtype=dtype).view(torch.uint8), device)
+
+
+def layouts(device: torch.device) -> None:
+    """Tensors that are not contiguous, or views with a flag."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    total = functools.reduce(torch.add, [given(r, 6, 4) for r in range(size)])
+    whole = given(rank, 6, 4).to(device)
+    expected = given(rank, 6, 4)
+    dist.all_reduce(whole[::2, 1:3])
+    expected[::2, 1:3] = total[::2, 1:3]
+    same(whole, expected, device)
+    turned = given(rank, 6, 4).to(device).T
+    dist.broadcast(turned, size - 1)
+    same(turned, given(size - 1, 6, 4).T, device)
+    rows = torch.zeros(4, size * 2, device=device)
+    dist.all_gather_into_tensor(rows.T, given(rank, 2, 4).to(device))
+    same(rows.T, torch.cat([given(r, 2, 4) for r in range(size)]), device)
+    numbers = torch.complex(given(rank, 3), given(rank + 1, 3)).to(device)
+    dist.all_reduce(numbers.conj())
+    both = [torch.complex(given(r, 3), given(r + 1, 3)) for r in range(size)]
+    same(numbers.resolve_conj(), functools.reduce(torch.add, both), device)
+    parameter = nn.Parameter(given(rank, 3).to(device))
+    dist.all_reduce(parameter)
+    same(parameter.detach(), functools.reduce(torch.add, [given(r, 3) for r in range(size)]), device)
+    with pytest.raises(dist.UsageError, match="share memory"):
+        dist.all_reduce(torch.ones(1, device=device).expand(3))
+
+
+def scaled_sums(device: torch.device) -> None:
+    """``premul_sum`` with a number, and with a tensor here and there."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    expected = functools.reduce(torch.add, [given(r, 4) * (r + 1) for r in range(size)])
+    for factor in (rank + 1.0, torch.tensor(rank + 1.0), torch.tensor([rank + 1.0]).to(device)):
+        tensor = given(rank, 4).to(device)
+        dist.all_reduce(tensor, dist.premul_sum(factor))
+        same(tensor, expected, device)
+        part = torch.zeros(4, device=device)
+        dist.reduce_scatter(part, [given(rank, 4).to(device)] * size, dist.premul_sum(factor))
+        same(part, expected, device)
+
+
+def objects_and_sparse(device: torch.device) -> None:
+    """What is made of several calls."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    objects: list[object] = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(size)]
+    gathered: list[object] | None = [None] * size if rank == size - 1 else None
+    dist.gather_object({"rank": rank}, gathered, size - 1)
+    assert gathered is None or gathered == objects
+    dist.broadcast_object_list(told := [rank, "x"], size - 1)
+    assert told == [size - 1, "x"]
+    dist.scatter_object_list(mine := [None], objects if rank == 0 else None, 0)
+    assert mine == [{"rank": rank}]
+    dist.all_reduce_coalesced(several := [given(rank, 2).to(device), given(rank, 3).to(device)])
+    same(several[1], functools.reduce(torch.add, [given(r, 3) for r in range(size)]), device)
+    if device.type == "cuda":  # the stand-in has no sparse tensors
+        at = torch.tensor([[rank, size]])
+        tensor = torch.sparse_coo_tensor(at, torch.tensor([1.0, 2.0]), (size + 1,)).to(device)
+        dist.all_reduce(tensor)
+        assert tensor.to_dense().tolist() == [1.0] * size + [2.0 * size]
+
+
+def wrong_calls(device: torch.device) -> None:
+    """An error, and no tensor changed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.ones(rank + 1, device=device)
+    with pytest.raises(dist.MismatchError):
+        dist.all_reduce(mine)
+    same(mine, torch.ones(rank + 1), device)
+    with pytest.raises(dist.UsageError, match=r"all_gather: tensors on .* and on .* in one call"):
+        dist.all_gather([torch.ones(1) for _ in range(size)], torch.ones(1, device=device))
+    with pytest.raises(dist.UsageError, match=r"scatter: tensors on .* and on .* in one call"):
+        dist.scatter(torch.ones(1, device=device), [torch.ones(1)] * size, rank)
+    with pytest.raises(dist.UsageError, match=r"BAND of torch\.float32"):
+        dist.all_reduce(torch.ones(1, device=device), dist.ReduceOp.BAND)
+    dist.barrier()
+
+
+def ranks_on_other_devices(device: torch.device) -> None:
+    """One rank's tensor may be on the CPU, the others' on a device."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.device("cpu") if rank == 0 else device
+    tensor = given(rank, 5).to(mine)
+    dist.all_reduce(tensor)
+    same(tensor, functools.reduce(torch.add, [given(r, 5) for r in range(size)]), mine)
+
+
+def several_waiters(device: torch.device) -> None:
+    """The results are there for every thread that has waited, and for futures."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numel = 1 << 20
+    expected = functools.reduce(torch.add, [given(r, numel) for r in range(size)])
+    for _ in range(3):
+        tensor = given(rank, numel).to(device)
+        work = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        future = work.get_future()
+        work.wait()
+        same(tensor, expected, device)
+        same(future.wait()[0], expected, device)
+        work = dist.all_reduce(tensor.copy_(given(rank, numel)), async_op=True)
+        assert work is not None
+        while not work.is_completed():
+            time.sleep(0.001)
+        same(work.result()[0], expected, device)
+
+
+def forked_child(device: torch.device) -> None:
+    """A child (a data loader's worker) lets go of what the device and the engine have given its parent."""
+    work = dist.all_reduce(tensor := torch.ones(1000, device=device), async_op=True)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            with pytest.raises(dist.NotInitializedError):
+                dist.all_reduce(torch.ones(1))
+            del work
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    assert work is not None
+    work.wait()
+    same(tensor, torch.full((1000,), float(dist.get_world_size())), device)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def gradients(device: torch.device) -> None:
+    """Through ``allranks.nn.functional``."""
+    from allranks.nn import functional
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = given(rank, 4).to(device).requires_grad_()
+    out = functional.all_reduce(tensor)
+    same(out.detach(), functools.reduce(torch.add, [given(r, 4) for r in range(size)]), device)
+    (out * (rank + 1.0)).sum().backward()
+    assert tensor.grad is not None
+    same(tensor.grad, torch.full((4,), size * (size + 1) / 2), device)
+    rows = functional.all_gather(tensor)
+    tensor.grad = None
+    torch.stack(rows).sum().backward()
+    assert tensor.grad is not None
+    same(tensor.grad, torch.full((4,), float(size)), device)
+
+
+def training(device: torch.device) -> None:
+    """DistributedDataParallel against the same steps by hand, on the CPU: the mean of what all ranks would compute."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = nn.Linear(6, 600)
+            self.large = nn.Linear(600, 600)  # more than 1 MiB: not copied into a bucket
+            self.last = nn.Linear(600, 2)
+            self.unused = nn.Linear(2, 2)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, batch: Tensor) -> Tensor:
+            self.seen += 1
+            return self.last(torch.tanh(self.large(torch.tanh(self.small(batch)))))
+
+    def made() -> Model:
+        torch.manual_seed(1)
+        return Model()
+
+    def stepped(model: nn.Module) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [parameter.detach().cpu().clone() for parameter in model.parameters()]
+
+    expected, by_hand = [], made()
+    for step in range(3):
+        for r in range(size):
+            (by_hand(given(r + step, 8, 6)).square().mean() / size).backward()
+        expected.append(stepped(by_hand))
+
+    for options in (
+        {"overlap": False},
+        {"overlap": True},
+        {"overlap": True, "gradient_as_bucket_view": True},
+        {"overlap": False, "find_unused_parameters": True},
+        {"overlap": True, "static_graph": True},
+    ):
+        overlap = options.pop("overlap")
+        model = made().to(device)
+        model.unused.requires_grad_("find_unused_parameters" in options or "static_graph" in options)
+        wrapped = dist.nn.parallel.DistributedDataParallel(model, device_ids=[device.index], **options)
+        wrapped.overlap = overlap
+        for step in range(3):
+            batch = given(rank + step, 8, 6)  # is brought to the device
+            wrapped(batch).square().mean().backward()
+            torch.testing.assert_close(stepped(model), expected[step], rtol=1e-4, atol=1e-5)
+        assert model.seen.item() == 3
+    wrapped = dist.nn.parallel.DistributedDataParallel(made().to(device))
+    with pytest.raises(dist.UsageError, match=r"no gradient to 2 of 8 parameters .*unused.weight"):
+        wrapped(given(rank, 8, 6).to(device)).sum().backward()
+    with pytest.raises(dist.UsageError, match=r"the module's parameters are on"):
+        dist.nn.parallel.DistributedDataParallel(made().to(device), device_ids=["cpu"])
+
+
+def uneven_training(device: torch.device) -> None:
+    """Within ``join``, where the ranks have inputs for different numbers of steps."""
+    rank = dist.get_rank()
+    model = nn.Linear(3, 1).to(device)
+    wrapped = dist.nn.parallel.DistributedDataParallel(model)
+    with wrapped.join():
+        for _ in range(rank + 1):
+            wrapped(given(rank, 2, 3).to(device)).mean().backward()
+    everyones = [torch.zeros(3, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, model.weight.detach().view(-1))
+    for other in everyones:
+        same(other, everyones[0].cpu(), device)
+
+
+def nested_backwards(device: torch.device) -> None:
+    """As of re-entrant checkpoints: a backward calls backward, in autograd's own thread for the device."""
+    size = dist.get_world_size()
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, layer: nn.Module, batch: Tensor) -> Tensor:
+            ctx.layer, ctx.batch = layer, batch.detach()
+            return layer(batch)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None]:
+            batch = ctx.batch.requires_grad_()
+            with torch.enable_grad():
+                torch.autograd.backward(ctx.layer(batch), gradient)
+            return None, batch.grad
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+
+        def forward(self, batch: Tensor) -> Tensor:
+            return Again.apply(self.second, self.first(batch))
+
+    model = Model().to(device)
+    wrapped = dist.nn.parallel.DistributedDataParallel(model)
+    wrapped(given(dist.get_rank(), 2, 3).to(device)).sum().backward()
+    for layer in (model.first, model.second):
+        mine = layer.weight.grad.clone()
+        dist.all_reduce(mine, dist.ReduceOp.SUM)
+        torch.testing.assert_close(mine.cpu(), layer.weight.grad.cpu() * size)
+    if device.type == "away":
+        return  # where torch ends the process if a hook raises in the device's thread
+    hidden = Hidden()
+    wrapped = dist.nn.parallel.DistributedDataParallel(Model().to(device))
+    wrapped.module.register_forward_hook(lambda module, given, output: hidden.put(output))
+    wrapped(given(dist.get_rank(), 2, 3).to(device))
+    with pytest.raises(dist.UsageError, match="a backward within a backward"):
+        hidden.output.sum().backward()
+
+
+def large(device: torch.device) -> str:
+    """How fast 64 MiB are reduced, once buffers are there."""
+    tensor = torch.ones(16 << 20, device=device)
+    seconds = []
+    for _ in range(4):
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        last = tensor[-1].item()
+        seconds.append(time.perf_counter() - began)
+    assert last == float(dist.get_world_size() ** 4)
+    assert bool((tensor.cpu() == last).all())
+    return f"64 MiB: {min(seconds) * 1e3:.1f} ms, {tensor.nbytes / min(seconds) / 1e9:.1f} GB/s"
+
+
+def streams(device: torch.device) -> None:
+    """A call comes after what its stream was given before it, and before what comes later."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    numel, cycles = 1 << 20, 200_000_000  # about a tenth of a second
+    cuda: object = torch.cuda
+    sleep: Callable[[int], None] = cuda._sleep  # type: ignore[attr-defined]
+    torch.cuda.synchronize()
+    for later in (False, True):
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            tensor = torch.zeros(numel, device=device)
+            sleep(cycles)
+            tensor += rank + 1
+            work = dist.all_reduce(tensor, async_op=later)
+            if work is not None:
+                work.wait()
+            doubled = tensor * 2
+        side.synchronize()
+        same(doubled, torch.full((numel,), float(size * (size + 1))), device)
+        with torch.cuda.stream(side):
+            tensor = torch.zeros(numel, device=device)
+            sleep(cycles)
+            tensor += rank + 1
+            work = dist.all_reduce(tensor, async_op=True)
+            assert work is not None
+            doubled = work.get_future().then(lambda future: future.value()[0] * 2).wait() * 2
+        side.synchronize()
+        same(doubled, torch.full((numel,), float(2 * size * (size + 1))), device)
+        # An output that a stream still writes to is written after that, wherever the call is waited for.
+        with torch.cuda.stream(side):
+            tensor = torch.full((numel,), float(rank), device=device)
+            sleep(cycles)
+            tensor.fill_(rank)
+            work = dist.broadcast(tensor, size - 1, async_op=True)
+        assert work is not None
+        work.wait()
+        torch.cuda.synchronize()
+        same(tensor, torch.full((numel,), float(size - 1)), device)
+
+
+def cpu_beside_it(device: torch.device) -> None:
+    """Each call goes to the engine of its tensor's device."""
+    size = dist.get_world_size()
+    for where in (device, torch.device("cpu")):
+        every_verb(where)
+    objects: list[object] = [None] * size
+    dist.all_gather_object(objects, dist.get_rank())
+    assert objects == list(range(size))
+
+
+def through_the_plugin(device: torch.device) -> None:
+    """torch.distributed's own functions, DistributedDataParallel and, on a GPU, FSDP2."""
+    group = dist.torch_group()
+    on_torch(device)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    losses = [model(given(r, 3, 4)).square().mean() for r in range(dist.get_world_size())]
+    torch.stack(losses).mean().backward()
+    data = given(dist.get_rank(), 3, 4).to(device)
+    parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(model).to(device), process_group=group)
+    parallel.zero_grad()
+    parallel(data).square().mean().backward()
+    for ours, expected in zip(parallel.parameters(), model.parameters(), strict=True):
+        assert ours.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), expected.grad)
+    if device.type != "cuda":
+        return
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = fully_shard(copy.deepcopy(model).to(device), mesh=DeviceMesh.from_group(group, "cuda"))
+    sharded.zero_grad()
+    sharded(data).square().mean().backward()
+    for ours, expected in zip(sharded.parameters(), model.parameters(), strict=True):
+        assert expected.grad is not None
+        torch.testing.assert_close(ours.grad.full_tensor().cpu(), expected.grad)
+
+
+def on_torch(device: torch.device) -> None:
+    """Some verbs of torch.distributed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    theirs = torch.distributed
+    total = functools.reduce(torch.add, [given(r, size, 2) for r in range(size)])
+    theirs.all_reduce(tensor := given(rank, size, 2).to(device))
+    same(tensor, total, device)
+    work = theirs.all_reduce(tensor := given(rank, size, 2).to(device), async_op=True)
+    same(work.get_future().wait()[0], total, device)
+    theirs.all_gather_into_tensor(gathered := torch.empty(size, 2, device=device), given(rank, 2).to(device))
+    same(gathered, torch.stack([given(r, 2) for r in range(size)]), device)
+    theirs.reduce_scatter_tensor(part := torch.empty(2, device=device), given(rank, size, 2).to(device).flatten())
+    same(part, total[rank], device)
+    theirs.broadcast(tensor := given(rank, 3).to(device), size - 1)
+    same(tensor, given(size - 1, 3), device)
+    objects: list[object] = [None] * size
+    theirs.all_gather_object(objects, rank)
+    assert objects == list(range(size))
+
+
+def plugin_beside_nccl(device: torch.device) -> None:
+    """``cpu:allranks,cuda:nccl`` in torch.distributed."""
+    store = None
+    if dist.get_rank() == 0:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = torch.tensor([store.port if store else 0])
+    dist.broadcast(port, 0)
+    store = store or torch.distributed.TCPStore("127.0.0.1", int(port), is_master=False)
+    torch.distributed.init_process_group(
+        "cpu:allranks,cuda:nccl", store=store, rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
+    for where in (device, torch.device("cpu")):
+        on_torch(where)
+
+
+def of_nccl(device: torch.device) -> None:
+    """What it reduces, and whom it cannot receive from."""
+    from allranks._engines.c10d import DTYPES, reduces
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in DTYPES:
+        for op in dist.ReduceOp:
+            if op is not dist.ReduceOp.PREMUL_SUM and reduces("nccl", dtype, op):
+                tensor = torch.ones(size, device=device).to(dtype)
+                dist.all_reduce(tensor, op)
+                total = size if op is dist.ReduceOp.SUM and dtype is not torch.bool else 1
+                same(tensor, torch.full((size,), total).to(dtype), device)
+    group = dist.new_group(backend="nccl")
+    dist.all_reduce(tensor := given(rank, 3).to(device), group=group)
+    same(tensor, functools.reduce(torch.add, [given(r, 3) for r in range(size)]), device)
+    if size > 1:
+        with pytest.raises(dist.UsageError, match="from a given rank only"):
+            dist.recv(torch.ones(1, device=device))
+        messages(device)
+
+
+def two_ranks_on_one_gpu(device: torch.device) -> None:
+    """nccl refuses it; the error says what does not."""
+    with pytest.raises(dist.AllranksError, match=r"init_process_group\(\"native\"\)"):
+        dist.all_reduce(torch.ones(1, device=device))
+
+
+def outputs_wait_for_their_stream(device: torch.device) -> None:
+    """As a GPU's may still be written to by what came before; of the stand-in, whose stream counts."""
+    import away
+
+    before = away.Stream.waits
+    dist.broadcast(torch.ones(1, device=device), 0)
+    assert away.Stream.waits - before == (dist.get_rank() > 0)
+
+
+def alone_on_its_device(device: torch.device) -> None:
+    """What the library itself sends goes there, where a group moves nothing else, as nccl's: of the stand-in."""
+    world = dist.group.WORLD
+    assert world is not None
+    assert world._engine is not None
+    world._engine.device = device.type
+    messages_of_objects = [dist.get_rank()]
+    if dist.get_rank() == 0:
+        dist.send_object_list(messages_of_objects, 1)
+    elif dist.get_rank() == 1:
+        dist.recv_object_list(messages_of_objects, 0)
+        assert messages_of_objects == [0]
+    for check in (objects_and_sparse, training, uneven_training):
+        check(device)
+    dist.all_reduce(tensor := torch.ones(2, device=device), group=dist.new_group())
+    same(tensor, torch.full((2,), float(dist.get_world_size())), device)
+
+
+CHECKS = (
+    every_verb,
+    messages,
+    from_any_rank,
+    dtypes,
+    layouts,
+    scaled_sums,
+    objects_and_sparse,
+    wrong_calls,
+    ranks_on_other_devices,
+    several_waiters,
+    forked_child,
+    gradients,
+    training,
+    uneven_training,
+    nested_backwards,
+    large,
+    through_the_plugin,
+)
+"""Those of the native engine, on any device; `streams` needs a GPU."""
+
+
+ON_NCCL = (
+    every_verb,
+    dtypes,
+    layouts,
+    scaled_sums,
+    several_waiters,
+    gradients,
+    training,
+    uneven_training,
+    large,
+    streams,
+)
+"""Those of nccl, in a group with or without an engine for the CPU."""
+
+
+def on(checks: Sequence[Check], backend: str | None, kind: str, folder: str) -> str:
+    """Runs checks on this rank, in a world of their own; returns what they say."""
+    sys.path.insert(0, folder)
+    if kind == "away":
+        import away
+
+        device = away.enter()
+    else:
+        device = torch.device(kind, int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=60)
+    try:
+        return "; ".join(said for check in checks if (said := check(device)))
+    finally:
+        dist.destroy_process_group()

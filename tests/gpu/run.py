@@ -1,0 +1,86 @@
+"""What only a GPU can show: every check of `checks` on CUDA tensors, for each engine that takes them.
+
+    python tests/gpu/run.py                # all
+    python tests/gpu/run.py nccl stream    # those with one of these words in their names
+
+Prints a row for each: ok or FAIL, how long it took (starting the ranks and CUDA included), and what it measured; the
+errors follow. Exits with 1 if any failed, and with 77, saying so, where there is no NVIDIA GPU or torch has no CUDA.
+
+With several GPUs nccl has a rank on each, and the native engine, beside two on one GPU, too.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import checks
+import torch
+
+from allranks._errors import AllranksError
+from allranks.testing import run_ranks
+
+NO_GPU = 77  # what test runners take for "skipped"
+FOLDER = str(Path(__file__).parent)
+
+
+class Row(NamedTuple):
+    """One check with some ranks on some backend."""
+
+    check: checks.Check
+    backend: str | None
+    ranks: int
+    env: dict[str, str] = {}  # noqa: RUF012 - not changed
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        return f"{self.check.__name__} on {self.backend or 'the default'}, ranks: {self.ranks}"
+
+
+def rows(gpus: int) -> list[Row]:
+    """All that is checked on so many GPUs."""
+    native = (*checks.CHECKS, checks.streams)
+    shared = {"LOCAL_RANK": "0"}
+    every = [Row(check, "native", 2, shared) for check in native]
+    every.append(Row(checks.every_verb, "native", 4, shared))
+    if gpus > 1:
+        every += [Row(check, "native", gpus) for check in native]
+    every += [Row(check, "nccl", gpus) for check in checks.ON_NCCL]
+    every += [Row(check, None, gpus) for check in (*checks.ON_NCCL, checks.cpu_beside_it)]
+    every += [Row(check, "cpu:gloo,cuda:nccl", gpus) for check in (checks.every_verb, checks.cpu_beside_it)]
+    every.append(Row(checks.two_ranks_on_one_gpu, "nccl", 2, shared))
+    every.append(Row(checks.plugin_beside_nccl, "native", gpus))
+    return every
+
+
+def main(words: list[str]) -> int:
+    """Runs what has one of the words in its name, or all."""
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        print(f"No NVIDIA GPU, or none that this torch ({torch.__version__}) can use: nothing was run.")
+        return NO_GPU
+    print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, GPUs: {gpus}\n")
+    print(f"{'check':<56} {'':<4} {'ms':>7}  measured")
+    failures = []
+    for row in rows(gpus):
+        if words and not any(word in row.name for word in words):
+            continue
+        began = time.perf_counter()
+        said, ended = "", "ok"
+        try:
+            said = run_ranks(
+                row.ranks, checks.on, [row.check], row.backend, "cuda", FOLDER, init=False, env=row.env, timeout_s=120
+            )[0]
+        except AllranksError as error:
+            ended = "FAIL"
+            failures.append(f"--- {row.name}\n{error}")
+        print(f"{row.name:<56} {ended:<4} {(time.perf_counter() - began) * 1e3:>7.0f}  {said}", flush=True)
+    print("\n" + "\n".join(failures) if failures else "\nall ok")
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

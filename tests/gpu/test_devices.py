@@ -1,0 +1,50 @@
+"""Tensors on a device through the engines: on a GPU where there is one, and on a stand-in everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checks
+import pytest
+import torch
+
+from allranks.testing import run_ranks
+
+FOLDER = str(Path(__file__).parent)
+GPUS = torch.cuda.device_count()  # does not start CUDA
+
+gpu = pytest.mark.skipif(not GPUS, reason="needs an NVIDIA GPU, and a torch that was built for it")
+
+
+def test_native_on_a_stand_in() -> None:
+    """Without a GPU: what is left for one to show are pinned memory and streams."""
+    several = (*checks.CHECKS, checks.outputs_wait_for_their_stream)
+    run_ranks(2, checks.on, several, "native", "away", FOLDER, init=False, timeout_s=110)
+
+
+def test_native_alone_on_a_stand_in() -> None:
+    run_ranks(2, checks.on, [checks.alone_on_its_device], "native", "away", FOLDER, init=False)
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs a torch that was built with gloo")
+def test_native_beside_gloo_on_a_stand_in() -> None:
+    several = (checks.cpu_beside_it, checks.messages)
+    run_ranks(2, checks.on, several, "cpu:gloo,away:native", "away", FOLDER, init=False)
+
+
+@gpu
+@pytest.mark.parametrize("check", [*checks.CHECKS, checks.streams], ids=lambda check: check.__name__)
+def test_native_on_one_gpu(check: checks.Check) -> None:
+    run_ranks(2, checks.on, [check], "native", "cuda", FOLDER, init=False, env={"LOCAL_RANK": "0"})
+
+
+@gpu
+@pytest.mark.parametrize("backend", ["nccl", None, "cpu:gloo,cuda:nccl"])
+def test_nccl_with_a_rank_on_each_gpu(backend: str | None) -> None:
+    several = checks.ON_NCCL if backend == "nccl" else (*checks.ON_NCCL, checks.cpu_beside_it)
+    run_ranks(GPUS, checks.on, several, backend, "cuda", FOLDER, init=False)
+
+
+@gpu
+def test_the_plugin_beside_nccl() -> None:
+    run_ranks(GPUS, checks.on, [checks.plugin_beside_nccl], "native", "cuda", FOLDER, init=False)
