@@ -320,6 +320,11 @@ class NativeEngine(Engine):
         code = _CODES.get(tensor.dtype)
         if code is None or tensor.layout is not torch.strided:
             raise UsageError(f"{verb}: cannot take a tensor of {tensor.dtype}, {tensor.layout}")
+        if type(tensor) is not Tensor and tensor.is_cpu and tensor.numel() and not tensor.data_ptr():
+            raise UsageError(
+                f"{verb}: a {type(tensor).__name__} has no memory of its own. Give what is in it: "
+                "DTensor.to_local(), AsyncCollectiveTensor.wait()"
+            )
         return code
 
     def _check_reduced(

@@ -6,6 +6,7 @@ groups (DistributedDataParallel, FSDP, DTensor, DCP, ...) then runs on the nativ
     work     torch's Work around ours
     group    torch's ProcessGroup around ours
     worlds   making such groups, and torch_group
+    adapt    torch's functions that know only its own groups
     gloo     making them where a program asks for gloo
 
 This file is loaded whenever torch is, and must cost nothing.

@@ -6,6 +6,7 @@ False) is carried out before it returns.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map_only
 
 from allranks._errors import UsageError
 from allranks._plugin import NAME
@@ -70,7 +73,7 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
         op = _op(opts)
-        return self._calls_of(opts, [self.allranks_group.all_reduce(tensor, op, True) for tensor in tensors])
+        return self._calls_of(opts, [_given(self.allranks_group.all_reduce, tensor, op, True) for tensor in tensors])
 
     def reduce(self, tensors: Any, opts: Any) -> TorchWork:
         return self._call(opts, self.allranks_group.reduce, _only(tensors), opts.rootRank, _op(opts))
@@ -90,11 +93,11 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         """``outputs[r][i]`` is what rank r gives as ``inputs[i]``."""
         each = [[row[i] for row in outputs] for i in range(len(inputs))]
         gather = self.allranks_group.all_gather
-        return self._calls_of(opts, [gather(o, i, True) for o, i in zip(each, inputs, strict=True)])
+        return self._calls_of(opts, [_given(gather, o, i, True) for o, i in zip(each, inputs, strict=True)])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Sequence[Tensor], opts: Any = None) -> TorchWork:
         gather = self.allranks_group.all_gather
-        return self._calls_of(opts, [gather(o, i, True) for o, i in zip(outputs, inputs, strict=True)])
+        return self._calls_of(opts, [_given(gather, o, i, True) for o, i in zip(outputs, inputs, strict=True)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -116,7 +119,7 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Sequence[Tensor], opts: Any) -> TorchWork:
         op, scatter = _op(opts), self.allranks_group.reduce_scatter
-        return self._calls_of(opts, [scatter(o, i, op, True) for o, i in zip(outputs, inputs, strict=True)])
+        return self._calls_of(opts, [_given(scatter, o, i, op, True) for o, i in zip(outputs, inputs, strict=True)])
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -148,15 +151,15 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> TorchWork:
         with _Event(f"{self._backend}:send", tensors):
-            return self._started(self.allranks_group.isend(_only(tensors), dst, tag))
+            return self._started(_given(self.allranks_group.isend, _only(tensors), dst, tag))
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> TorchWork:
         with _Event(f"{self._backend}:recv", tensors):
-            return self._started(self.allranks_group.irecv(_only(tensors), src, tag))
+            return self._started(_given(self.allranks_group.irecv, _only(tensors), src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> TorchWork:
         with _Event(f"{self._backend}:recvAnySource", tensors):
-            return self._started(self.allranks_group.irecv(_only(tensors), None, tag))
+            return self._started(_given(self.allranks_group.irecv, _only(tensors), None, tag))
 
     # --- what torch wants to know of a group ---
 
@@ -229,9 +232,9 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
         self._calls += 1
         with _Event(f"{self._backend}:{verb.__name__}", args[:2]):
             if getattr(opts, "asyncOp", True):
-                work = verb(*args, async_op=True)
+                work = _given(verb, *args, async_op=True)
                 return DONE if work is None else self._started(work)
-            verb(*args)
+            _given(verb, *args)
         return DONE
 
     def _calls_of(self, opts: Any, works: Sequence[Work | None]) -> TorchWork:
@@ -302,12 +305,30 @@ for _verb in (
     setattr(TorchGroupByDevice, _verb, _on_device(_verb))
 
 
+# torch.compile looks into every function that runs, and finds nothing here that it could make faster.
+_eval_frame: Any = torch._C._dynamo.eval_frame
+_SKIP = _eval_frame._FrameExecStrategy(*[_eval_frame._FrameAction.SKIP] * 2)
+for _class in (TorchGroup, TorchGroupByDevice, TorchWork):
+    for _method in filter(inspect.isfunction, vars(_class).values()):
+        _eval_frame.set_code_exec_strategy(_method.__code__, _SKIP)
+
+
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
+
+
+def _given(verb: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Calls ``verb``. What functional collectives return has no memory of its own: it is waited for then."""
+    try:
+        return verb(*args, **named)
+    except UsageError:
+        if not any(isinstance(tensor, AsyncCollectiveTensor) for tensor in _tensors(args)):
+            raise
+    return verb(*tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, args), **named)
 
 
 def _only(listed: Any) -> Any:
@@ -322,6 +343,6 @@ def _only(listed: Any) -> Any:
 def _op(opts: Any) -> ReduceOp | PremulSum:
     op = getattr(opts, "reduceOp", opts)
     kind = getattr(op, "op", op)
-    if kind is _c10d.ReduceOp.RedOpType.PREMUL_SUM:
+    if kind == _c10d.ReduceOp.RedOpType.PREMUL_SUM:
         return premul_sum(op.factor)
     return _OPS[kind] if kind in _OPS else as_reduce_op(kind)

@@ -1,15 +1,18 @@
 """torch's Work around ours.
 
 torch's C++ asks a Work for two things, ``wait`` and ``get_future``. DistributedDataParallel waits for futures at the
-end of backward, in C++, where an error of ours would become a RuntimeError and Ctrl-C would not be heard. Works whose
-future is asked for within a backward are therefore waited for here too, in a callback of that backward, which comes
-before DistributedDataParallel's own.
+end of backward, in C++, where an error of ours would become a RuntimeError and Ctrl-C would not be heard. Futures that
+are asked for within a backward are therefore completed here, in a callback of that backward, which comes before
+DistributedDataParallel's own.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,12 +39,14 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
         super().__init__()
         self._work = work
         self._future: Any = None
+        self._waited = isinstance(work, Complete)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return self._work.wait(timeout or None)
+        self._waited = self._work.wait(timeout or None)
+        return True
 
     def synchronize(self) -> None:
-        self._work.wait()
+        self.wait()
 
     def is_completed(self) -> bool:
         return self._work.is_completed()
@@ -62,25 +67,88 @@ class TorchWork(_c10d.Work):  # type: ignore[misc]
 
     def get_future(self) -> Any:
         if self._future is None:
-            frame = sys._getframe().f_back  # None where no Python called
-            by_torch = frame is not None and frame.f_code is _BACKWARD
-            within = _torch._C._current_autograd_node() is not None
-            if by_torch and within:
-                # C++ does not wait before the callbacks: nobody else need complete it.
-                self._future = torch.futures.Future()
-                Variable._execution_engine.queue_callback(self._complete)
-            elif by_torch:
-                # In a callback already: C++ waits next.
-                self._future = torch.futures.Future()
-                self._complete()
+            # Within backward nothing is decided by how far the call is, which differs between ranks.
+            if self._waited:
+                self._future = _future_of(self._work.result())
+            elif _torch._C._current_autograd_node() is not None:
+                self._future = _AtEndOfBackward(self._work)
+                _unfinished.futures.append(self._future)
+                Variable._execution_engine.queue_callback(_finish)
+            elif _in_callback_of_backward():
+                self._future = _future_of(self._work.result())  # who asks waits next
+            elif self._work.is_success():
+                self._future = _future_of(self._work.result())
             else:
                 self._future = self._work.get_future()
-                if within:
-                    Variable._execution_engine.queue_callback(self.synchronize)
         return self._future
 
-    def _complete(self) -> None:
-        self._future.set_result(self._work.result())
+
+class _AtEndOfBackward(torch.futures.Future):  # type: ignore[type-arg]
+    """Complete when backward ends, or when somebody waits before.
+
+    Callbacks run then, in this thread and in the order of the calls: those that make calls themselves (PowerSGD's) make
+    them in the same order on every rank. In threads of their own they would not.
+    """
+
+    def __init__(self, work: Work, first: _AtEndOfBackward | None = None) -> None:
+        """``first`` is the future whose callback completes this one."""
+        super().__init__()
+        self._work = work
+        self._first = first or self
+        self._failure: Exception | None = None
+
+    def finish(self) -> None:
+        first = self._first
+        if not first.done():
+            first.set_result(first._work.result())
+        if first._failure is not None:
+            raise first._failure
+
+    def wait(self) -> Any:
+        self.finish()
+        return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> Any:
+        following = _AtEndOfBackward(self._work, self._first)
+
+        def run(done: Any) -> None:
+            try:
+                following.set_result(callback(done))
+            except Exception as error:  # noqa: BLE001 - whatever it is, who waits is told
+                self._first._failure = error
+                following.set_exception(error)
+
+        self.add_done_callback(run)
+        return following
+
+
+class _Unfinished(threading.local):
+    def __init__(self) -> None:
+        self.futures: list[_AtEndOfBackward] = []
+
+
+_unfinished = _Unfinished()
+
+
+def _finish() -> None:
+    """At the end of a backward; of one within a backward also what the outer one has asked for, as C++ waits there."""
+    try:
+        for future in _unfinished.futures:
+            future.finish()
+    finally:
+        _unfinished.futures.clear()
+
+
+def _in_callback_of_backward() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _BACKWARD:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _future_of(tensors: list[torch.Tensor]) -> Any:
+    """A complete future, of a list of tensors to C++ too; set_result makes it one of any object."""
+    return _torch._C.fork(lambda: tensors) if tensors else _torch._C.fork(lambda: None)
 
 
 DONE = TorchWork(Complete([]))

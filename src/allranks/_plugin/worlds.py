@@ -7,7 +7,6 @@ also the world, or a group, of ours. The other way, ``torch_group`` makes ours k
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from allranks._engines.c10d_store import GroupStore
 from allranks._errors import UsageError
 from allranks._group import ProcessGroup
 from allranks._plugin import NAME, register
+from allranks._plugin.adapt import adapt
 from allranks._plugin.group import TorchGroup, TorchGroupByDevice
 
 __all__ = ["create", "torch_group"]
@@ -51,7 +51,7 @@ def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str
     """
     if options is not None:
         raise UsageError(f"pg_options {options!r} is not known to the {name} backend")
-    _let_barrier_be_monitored()
+    adapt()
     ours = _adopted or (_sub_group(about) if about.global_ranks_in_group else _the_world(about))
     if ours in _made:
         raise UsageError(f"torch.distributed has group '{ours.name}' already")
@@ -232,20 +232,3 @@ def _backend(name: str, store: Any, about: Any) -> Any:
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
     return plugin.creator_fn(about, None)
-
-
-def _let_barrier_be_monitored() -> None:
-    """torch.distributed.monitored_barrier refuses every backend but gloo, by name; ours has one."""
-    torchs = _c10d.monitored_barrier
-    if hasattr(torchs, NAME):
-        return
-
-    @functools.wraps(torchs)
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        meant = _c10d.group.WORLD if group is None else group
-        if (ours := _world.behind(meant)) is not None:
-            return ours.monitored_barrier(timeout, wait_all_ranks)
-        return torchs(group, timeout, wait_all_ranks)
-
-    setattr(monitored_barrier, NAME, True)
-    _c10d.monitored_barrier = _c10d.distributed_c10d.monitored_barrier = monitored_barrier

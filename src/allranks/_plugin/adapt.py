@@ -1,0 +1,78 @@
+"""What torch does for its own groups only, by their names or in C++, and which is made to fit ours here.
+
+Each function replaces one of torch's by one that first looks whether the group is ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from allranks import _world
+
+__all__ = ["adapt"]
+
+_c10d: Any = torch.distributed
+_works: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def adapt() -> None:
+    """Makes torch's functions know our groups; once."""
+    _let_barrier_be_monitored()
+    _let_hooks_be_built_in()
+    _let_reducers_hold_works()
+
+
+def _let_barrier_be_monitored() -> None:
+    """torch.distributed.monitored_barrier refuses every backend but gloo, by name; ours has one."""
+    torchs = _c10d.monitored_barrier
+
+    @functools.wraps(torchs)
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
+        meant = _c10d.group.WORLD if group is None else group
+        if (ours := _world.behind(meant)) is not None:
+            return ours.monitored_barrier(timeout, wait_all_ranks)
+        return torchs(group, timeout, wait_all_ranks)
+
+    _c10d.monitored_barrier = _c10d.distributed_c10d.monitored_barrier = monitored_barrier
+
+
+def _let_hooks_be_built_in() -> None:
+    """C++ hooks of DistributedDataParallel want futures of a type that Python cannot make; the same exist in Python."""
+    _replace(DistributedDataParallel, "_register_builtin_comm_hook", _register_builtin_comm_hook)
+
+
+def _register_builtin_comm_hook(torchs: Callable[..., None], model: Any, comm_hook_type: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    if _world.behind(model.process_group) is None:
+        return torchs(model, comm_hook_type)
+    compressed = comm_hook_type == _c10d.BuiltinCommHookType.FP16_COMPRESS
+    hook = default_hooks.fp16_compress_hook if compressed else default_hooks.allreduce_hook
+    return model.register_comm_hook(model.process_group, hook)  # type: ignore[no-any-return]
+
+
+def _let_reducers_hold_works() -> None:
+    """DistributedDataParallel.join gives C++ a Work to wait for, and nothing keeps the Python part of it alive."""
+    _replace(_c10d.Reducer, "_set_forward_pass_work_handle", _set_forward_pass_work_handle)
+
+
+def _set_forward_pass_work_handle(torchs: Callable[..., None], reducer: Any, work: Any, *named: Any) -> None:
+    _works[reducer] = work
+    torchs(reducer, work, *named)
+
+
+def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    torchs = getattr(owner, name)
+
+    @functools.wraps(torchs)
+    def method(*args: Any) -> Any:
+        return ours(torchs, *args)
+
+    setattr(owner, name, method)

@@ -1,0 +1,35 @@
+"""A program that just ends, with groups that nobody destroyed, calls pending, futures asked for: with 0, silently."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENDINGS = {
+    "nothing destroyed": "td.new_group([0, 1]); td.all_reduce(torch.ones(3))",
+    "calls pending": """
+works = [td.irecv(torch.ones(1), 1 - td.get_rank()), td.all_reduce(torch.ones(1000), async_op=True)]
+if td.get_rank():
+    works.append(td.all_reduce(torch.ones(3), async_op=True))
+""",
+    "futures": """
+works = [td.all_reduce(torch.ones(100_000), async_op=True) for _ in range(5)]
+futures = [work.get_future().then(lambda done: done.value()[0] * 2) for work in works]
+""",
+    "a future that is never complete": """
+futures = [td.irecv(torch.ones(1), 1 - td.get_rank()).get_future().then(lambda done: done.value())]
+""",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_program_that_just_ends(ending: str, tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(f"import torch, torch.distributed as td\ntd.init_process_group('allranks')\n{ENDINGS[ending]}")
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-m", "allranks", "run", "-n", "2", str(script)],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

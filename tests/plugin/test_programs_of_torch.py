@@ -1,0 +1,16 @@
+"""What PyTorch builds on process groups, unchanged, on the plugin: the same state as on gloo, program by program."""
+
+from pathlib import Path
+
+import pytest
+from worlds import Job, programs
+
+FILES = {file.stem: file for file in sorted((Path(__file__).parent / "programs").glob("*.py"))}
+RANKS = {"calls": 2, "checkpoints": 4, "ddp": 2, "dtensor": 2, "four": 4, "fsdp": 2}
+JOBS = {name: Job(file, RANKS[name]) for name, file in FILES.items()}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("file", "program"), [(name, each) for name, file in FILES.items() for each in programs(file)])
+def test_same_as_on_gloo(file: str, program: str) -> None:
+    JOBS[file].assert_same(program)
