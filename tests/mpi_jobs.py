@@ -49,6 +49,7 @@ def mpirun(
     # Without PYTHONUNBUFFERED a rank's lines stay together.
     unset = ("RANK", "WORLD_SIZE", "PYTHONUNBUFFERED")
     variables = {name: value for name, value in os.environ.items() if name not in unset}
+    before = _segments()
     process = subprocess.Popen(
         command,
         env={**variables, **_ENVIRONMENT, **environ},
@@ -67,7 +68,26 @@ def mpirun(
             os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"has not ended in {timeout_s} s: {command}\n{out}\n{err}") from None
+    finally:
+        _sweep(_segments() - before)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def _segments() -> set[Path]:
+    """MPI's files in /dev/shm, which it leaves there when a job is ended."""
+    return {path for kind in ("mpich_shm_*", "sm_segment.*") for path in Path("/dev/shm").glob(kind)}
+
+
+def _sweep(segments: set[Path]) -> None:
+    """Removes those that no process has mapped: a job beside this one may just have made its own."""
+    mapped = ""
+    if segments:
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with suppress(OSError):  # it has ended
+                mapped += maps.read_text()
+    for path in segments:
+        if str(path) not in mapped:
+            path.unlink(missing_ok=True)
 
 
 def run_by_mpi(
