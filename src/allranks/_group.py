@@ -77,6 +77,11 @@ class ProcessGroup:
         """The type of device whose tensors the group moves for certain."""
         return self._live().device
 
+    @property
+    def highest_tag(self) -> int:
+        """Of the messages that the group can send."""
+        return self._live().highest_tag
+
     def all_reduce(
         self, tensor: Tensor, op: ReduceOp | PremulSum = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:

@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 _DIGEST_BYTES = 16
-_LOCAL_TAG = (1 << 31) - 1  # and 65535 below: messages of groups that only their members make
 
 _made = 0  # names groups; the same on all ranks that make the same groups
 
@@ -316,7 +315,8 @@ def _gather_rows(parent: ProcessGroup, row: bytes) -> list[bytes]:
 
 def _exchange_locally(world: ProcessGroup, members: list[int], record: bytes) -> list[bytes]:
     """Among the members only: to the first of them, and back from it."""
-    tag = _LOCAL_TAG - int.from_bytes(hashlib.sha256(repr(members).encode()).digest()[:2], "big")
+    # One of the highest 65536 tags.
+    tag = world.highest_tag - int.from_bytes(hashlib.sha256(repr(members).encode()).digest()[:2], "big")
     mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(world.device)
     rows = mine.new_empty(len(members), len(record))
     first, *others = members

@@ -141,7 +141,7 @@ def scatter_recv(tensor: Tensor, src: int, group: ProcessGroup | None = None) ->
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether the engine is here: gloo and nccl are where torch was built with them."""
+    """Whether the engine is here: gloo and nccl are where torch was built with them, mpi where mpi4py is installed."""
     return _engines.available(backend.lower())
 
 
@@ -156,7 +156,7 @@ def is_nccl_available() -> bool:
 
 
 def is_mpi_available() -> bool:
-    """Whether this version of allranks has the mpi engine."""
+    """Whether the mpi engine is here: mpi4py is installed. Whether it finds an MPI shows when a group is made."""
     return is_backend_available("mpi")
 
 

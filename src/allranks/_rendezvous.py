@@ -14,13 +14,14 @@ that it has joined there before has met the last one, on its way out, and tries 
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import os
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +71,12 @@ class Member(msgspec.Struct, frozen=True):
     world_size: int
     addresses: tuple[str, ...] = ()
 
+    @classmethod
+    def here(cls, rank: int, world_size: int) -> Member:
+        """This process."""
+        addresses = published_addresses() if world_size > 1 else ()
+        return cls(rank, os.getpid(), socket.gethostname(), machine(), world_size, addresses)
+
     def __str__(self) -> str:
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
@@ -114,6 +121,13 @@ class Meeting:
     local_world_size: int
     _client: Store | None = field(default=None, repr=False)
     _server: StoreServer | None = field(default=None, repr=False)
+    _times: Iterator[int] = field(default_factory=itertools.count, repr=False)
+
+    def exchange(self, record: bytes, timeout_s: float) -> list[bytes]:
+        """Gives every rank every rank's record, by rank. Called by all of them."""
+        time = next(self._times)
+        self.store.set(f"exchange/{time}/{self.rank}", record)
+        return [self.store.get(f"exchange/{time}/{rank}", timeout_s) for rank in range(self.world_size)]
 
     def close(self) -> None:
         """Leaves. Rank 0, where it serves the store, first waits a little for the others to leave. Idempotent."""
@@ -162,8 +176,7 @@ def join(
     rank = _given(rank, query, "rank", 0)
     world_size = _given(world_size, query, "world_size", 1)
     env = read_env(rank, world_size, environ, by_env=store is None and url.scheme == "env")
-    addresses = published_addresses(environ) if env.world_size > 1 else ()
-    me = Member(env.rank, os.getpid(), socket.gethostname(), machine(), env.world_size, addresses)
+    me = Member.here(env.rank, env.world_size)
     if env.world_size == 1:
         return Meeting(0, 1, MemoryStore(), (me,), 0, 1)
     attempt = _Attempt(me, time.monotonic() + timeout_s, timeout_s)

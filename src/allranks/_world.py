@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 from datetime import timedelta
 from numbers import Integral, Real
@@ -17,6 +16,7 @@ from allranks._work import end_futures, seconds_of
 if TYPE_CHECKING:
     import torch
 
+    from allranks._engines.mpi_job import MpiMeeting
     from allranks._types import Stats
 
 __all__ = [
@@ -114,10 +114,10 @@ def init_process_group(
     Args:
         backend: the engine that moves tensors: ``"native"``, shared memory between the ranks of a host and TCP between
             hosts, where tensors of GPUs are copied to and from the host; ``"tcp"``, the same without shared memory;
-            ``"gloo"`` and ``"nccl"``, those inside torch; or one by type of device, as in ``"cpu:gloo,cuda:nccl"``.
-            None means ``"cpu:native,cuda:nccl"``. Of several, those whose device or library is not here are left out.
-            docs/engines.md says what each can do.
-        init_method: how the ranks find each other:
+            ``"gloo"`` and ``"nccl"``, those inside torch; ``"mpi"``, MPI by mpi4py, in a job that mpirun has started;
+            or one by type of device, as in ``"cpu:gloo,cuda:nccl"``. None means ``"cpu:native,cuda:nccl"``. Of several,
+            those whose device or library is not here are left out. docs/engines.md says what each can do.
+        init_method: how the ranks find each other (with mpi by MPI itself, whatever this says):
 
             - ``env://`` (the default): the launcher's store, or the variables RANK, WORLD_SIZE,
               MASTER_ADDR and MASTER_PORT. MASTER_ADDR may be ``host:port``. With none of them set
@@ -126,8 +126,8 @@ def init_process_group(
             - ``file:///path``: rank 0 leaves its address in that file.
         timeout: how long this call and every later one waits for other ranks: a timedelta or
             seconds; 30 minutes if None.
-        world_size: the number of ranks; -1: from the environment.
-        rank: this process, 0 to world_size - 1; -1: from the environment.
+        world_size: the number of ranks; -1: from the environment, or MPI's.
+        rank: this process, 0 to world_size - 1; -1: from the environment, or MPI's.
         store: a connected store with torch's ``set, get, add, wait``, in place of ``init_method``.
         group_name: how errors call the group; ``world`` if empty.
         pg_options: none are known.
@@ -170,22 +170,25 @@ def init_process_group(
     if store is not None and init_method is not None:
         raise UsageError("give either store or init_method, not both")
     name = group_name or "world"
-    meeting = _rendezvous.join(
-        init_method, rank=int(rank), world_size=int(world_size), timeout_s=timeout_s, store=store
-    )
+    meeting: _rendezvous.Meeting | MpiMeeting
+    if "mpi" in _engines.engines_of(engine_name).values():
+        from allranks._engines import mpi_job
+
+        meeting = mpi_job.join(int(rank), int(world_size), timeout_s)
+    else:
+        meeting = _rendezvous.join(
+            init_method, rank=int(rank), world_size=int(world_size), timeout_s=timeout_s, store=store
+        )
     establish(engine_name, meeting, name, timeout_s)
 
 
-def establish(engine_name: str, meeting: _rendezvous.Meeting, name: str, timeout_s: float) -> ProcessGroup:
+def establish(engine_name: str, meeting: _rendezvous.Meeting | MpiMeeting, name: str, timeout_s: float) -> ProcessGroup:
     """Connects the ranks that have met; they are the world from then on. Closes the meeting."""
     global _world
     try:
-        times = itertools.count()
 
         def exchange(record: bytes) -> list[bytes]:
-            time = next(times)
-            meeting.store.set(f"engines/{time}/{meeting.rank}", record + engine_name.encode())
-            rows = [meeting.store.get(f"engines/{time}/{r}", timeout_s) for r in range(meeting.world_size)]
+            rows = meeting.exchange(record + engine_name.encode(), timeout_s)
             names = [row[len(record) :].decode() for row in rows]
             if len(set(names)) > 1:
                 said = "; ".join(

@@ -232,7 +232,7 @@ def test_thd_s_names() -> None:
 
     run_ranks(3, body)
     assert dist.is_backend_available("native")
-    assert not dist.is_mpi_available()
+    assert not dist.is_ucc_available()
     assert dist.supports_complex(dist.ReduceOp.SUM)
     assert not dist.supports_complex(dist.ReduceOp.MAX)
     assert dist.get_default_backend_for_device("cpu:0") == "native"

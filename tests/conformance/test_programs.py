@@ -1,6 +1,7 @@
 """Programs that hypothesis makes up run under torch.distributed on gloo and under allranks, in the same processes.
 
-allranks runs them on its own engine, with shared memory and without, or on gloo.
+allranks runs them on its own engine, with shared memory and without, or on gloo, and on mpi in jobs that mpirun has
+started.
 
 Both must end with equal values. gloo wants contiguous tensors; what it says of them is what ours must say of others.
 The programs are the same in every run, unless PROGRAMS says how many new ones to try: PROGRAMS=2000 pytest ...
@@ -9,12 +10,14 @@ The programs are the same in every run, unless PROGRAMS says how many new ones t
 import dataclasses
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mpi_jobs import python_with, run_by_mpi
 from torch import Tensor
 from workers import Workers
 
@@ -198,15 +201,37 @@ def workers(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
     made.close()
 
 
-@settings(
-    max_examples=int(os.environ.get("PROGRAMS", 120)),
-    derandomize="PROGRAMS" not in os.environ,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@pytest.fixture(scope="module", params=[("openmpi", 3), ("mpich", 4)], ids=str)
+def mpi_workers(request: pytest.FixtureRequest) -> Iterator[tuple[int, Workers]]:
+    mpi, ranks = request.param
+    python_with(mpi)
+    made = Workers(ranks, difference, partial(run_by_mpi, mpi))
+    yield ranks, made
+    made.close()
+
+
+def tries(by_itself: int) -> settings:
+    """So many programs, or as many as PROGRAMS says."""
+    return settings(
+        max_examples=int(os.environ.get("PROGRAMS", by_itself)),
+        derandomize="PROGRAMS" not in os.environ,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+@tries(120)
 @given(data=st.data())
 def test_equal_values(workers: tuple[int, Workers], data: st.DataObject) -> None:
     ranks, asked = workers
     program = data.draw(st.lists(steps(ranks), min_size=1, max_size=8))
     assert asked.ask((data.draw(st.sampled_from(ENGINES)), program)) == [""] * ranks
+
+
+@tries(30)
+@given(data=st.data())
+def test_equal_values_on_mpi(mpi_workers: tuple[int, Workers], data: st.DataObject) -> None:
+    ranks, asked = mpi_workers
+    program = data.draw(st.lists(steps(ranks), min_size=1, max_size=8))
+    assert asked.ask(("mpi", program)) == [""] * ranks

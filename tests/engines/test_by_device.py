@@ -1,10 +1,13 @@
 """Groups with an engine for each type of device, and what a backend's name means."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 import allranks as dist
 from allranks import _engines
+from allranks._engines import mpi_job
 from allranks._engines.by_device import ByDevice
 from allranks._group import ProcessGroup
 from allranks.testing import run_ranks
@@ -31,7 +34,9 @@ from allranks.testing import run_ranks
         ("cuda:nccl,mtia:native", True, "one must be for the CPU"),
         ("cpu:nccl", True, "'cpu:nccl' is wrong there"),
         ("cpu:gloo,cpu:native", True, "'cpu:native' is wrong there"),
-        ("cpu:mpi", True, "not in this version"),
+        ("cpu:tcp", True, "not in this version"),
+        ("cpu:mpi,cuda:nccl", True, "cpu:mpi,cuda:nccl"),
+        ("cpu:mpi,cuda:mpi", True, "mpi"),
         ("cpu:infiniband", True, "unknown backend 'cpu:infiniband'"),
     ],
 )
@@ -39,6 +44,7 @@ def test_names(backend: str | None, cuda: bool, means: str, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(cuda))
     monkeypatch.setattr(torch.mtia, "device_count", lambda: int(cuda))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: cuda)
+    monkeypatch.setattr(mpi_job, "installed", lambda: True)
     if " " in means:
         with pytest.raises(dist.ConfigError, match=means):
             _engines.check_backend(backend)
@@ -107,11 +113,16 @@ def test_a_tensor_of_another_device_names_what_the_group_moves() -> None:
 def test_what_is_here() -> None:
     assert dist.is_gloo_available() == dist.is_backend_available("GLOO") == torch.distributed.is_gloo_available()
     assert dist.is_nccl_available() == dist.is_backend_available("nccl") == torch.distributed.is_nccl_available()
-    assert not dist.is_backend_available("mpi")
+    assert dist.is_mpi_available() == dist.is_backend_available("MPI") == (find_spec("mpi4py") is not None)
     assert [dist.get_default_backend_for_device(d) for d in ("cpu", "cuda:1", torch.device("cuda"))] == [
         "native",
         "nccl",
         "nccl",
     ]
     assert dist.Backend.default_device_backend_map == {"cpu": "native", "cuda": "nccl"}
-    assert dist.Backend.backend_capability == {"native": ["cpu", "cuda"], "gloo": ["cpu"], "nccl": ["cuda"]}
+    assert dist.Backend.backend_capability == {
+        "native": ["cpu", "cuda"],
+        "gloo": ["cpu"],
+        "mpi": ["cpu", "cuda"],
+        "nccl": ["cuda"],
+    }

@@ -202,15 +202,15 @@ def test_debug_mode_compares_calls() -> None:
         dist.all_to_all_single(torch.zeros(3), torch.zeros(3))
         dist.broadcast(torch.ones(2), 1)
         with pytest.raises(
-            dist.MismatchError, match=r"ranks 0, 2 called all_reduce of 8 bytes, SUM; rank 1 called all"
+            dist.MismatchError, match=r"ranks 0, 2 called all_reduce of 2 x float32, SUM; rank 1 called all"
         ):
             dist.all_reduce(torch.ones(3 if rank == 1 else 2), async_op=True)
         with pytest.raises(
-            dist.MismatchError, match="ranks 0-1 called barrier; rank 2 called gather of 4 bytes, root 2"
+            dist.MismatchError, match="ranks 0-1 called barrier; rank 2 called gather of 1 x float32, root 2"
         ):
             dist.gather(torch.ones(1), [torch.ones(1)] * 3, 2) if rank == 2 else dist.barrier()
         with pytest.raises(
-            dist.MismatchError, match=r"rank 0 called all_reduce of 8 bytes, SUM; ranks 1-2 .* bytes, MAX"
+            dist.MismatchError, match=r"rank 0 called all_reduce of 2 x float32, SUM; ranks 1-2 .*, MAX"
         ):
             dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
         tensor = torch.ones(2)

@@ -7,7 +7,9 @@ from pathlib import Path
 import checks
 import pytest
 import torch
+from mpi_jobs import run_by_mpi
 
+import allranks as dist
 from allranks.testing import run_ranks
 
 FOLDER = str(Path(__file__).parent)
@@ -30,6 +32,27 @@ def test_native_alone_on_a_stand_in() -> None:
 def test_native_beside_gloo_on_a_stand_in() -> None:
     several = (checks.cpu_beside_it, checks.messages)
     run_ranks(2, checks.on, several, "cpu:gloo,away:native", "away", FOLDER, init=False)
+
+
+def test_mpi_on_a_stand_in() -> None:
+    several = (
+        checks.every_verb,
+        checks.messages,
+        checks.from_any_rank,
+        checks.dtypes,
+        checks.layouts,
+        checks.scaled_sums,
+        checks.objects_and_sparse,
+        checks.several_waiters,
+        checks.training,
+        checks.alone_on_its_device,
+    )
+
+    def body() -> None:
+        dist.destroy_process_group()
+        checks.on(several, "mpi", "away", FOLDER)
+
+    run_by_mpi("mpich", 2, body, timeout_s=110)
 
 
 @gpu

@@ -16,12 +16,14 @@ OPS = [op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM]
 
 
 def ops(engine: str, dtype: torch.dtype, name: str) -> str:
-    from allranks._engines.c10d import reduces
+    from allranks._engines import c10d, mpi  # which needs no MPI for this
 
     if engine in ("native", "tcp"):
         known = [op.name for op in OPS if _core.reduces(_core.DTYPES[name], op)]
+    elif engine == "mpi":
+        known = [op.name for op in OPS if mpi.reduces(dtype, op)]
     else:
-        known = [op.name for op in OPS if reduces(engine, dtype, op)]
+        known = [op.name for op in OPS if c10d.reduces(engine, dtype, op)]
     return ", ".join(known) if known else "none"
 
 
@@ -29,7 +31,7 @@ def table() -> str:
     lines = [
         "## What is reduced\n",
         f"| | {' | '.join(f'`{engine}`' for engine in _engines.ENGINES)} |",
-        "|" + "---|" * (len(_engines.ENGINES) + 1),
+        "|---|" + "---|" * len(_engines.ENGINES),
     ]
     rows: dict[str, list[str]] = {}
     for name in _core.DTYPES:

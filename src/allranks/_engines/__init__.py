@@ -20,19 +20,24 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT", "ENGINES", "available", "check_backend", "engines_of", "make_engine", "meetings", "moves"]
 
-ENGINES: dict[str, str | None] = {"native": None, "tcp": None, "gloo": "cpu", "nccl": "cuda"}
+ENGINES: dict[str, str | None] = {"native": None, "tcp": None, "gloo": "cpu", "mpi": None, "nccl": "cuda"}
 """The engines, and the type of device whose tensors each moves; None: any."""
 
 DEFAULT = "cpu:native,cuda:nccl"
 _ALIASES = {"allranks": "native"}  # what torch.distributed calls it
+_MPI = "Install it with an MPI: pip install 'allranks[mpi]', or mpi4py beside the MPI that is here"
 _OURS = ("native", "tcp")
-_PLANNED = ("mpi", "ucc", "xccl")
+_PLANNED = ("ucc", "xccl")
 
 
 def available(name: str) -> bool:
-    """Whether the engine is here: native and tcp always, gloo and nccl where torch was built with them."""
+    """Whether the engine is here: ours always, gloo and nccl where torch was built with them, mpi beside mpi4py."""
     if name not in ENGINES or name in _OURS:
         return name in ENGINES
+    if name == "mpi":
+        from allranks._engines import mpi_job
+
+        return mpi_job.installed()
     import torch.distributed
 
     return bool(getattr(torch.distributed, f"is_{name}_available")())
@@ -49,7 +54,8 @@ def check_backend(backend: str | None) -> str:
     if ":" not in given:
         _check_engine(given, backend)
         if not available(given):
-            raise ConfigError(f"backend {backend!r} is not in this torch: it was built without {given}")
+            why = f"needs mpi4py. {_MPI}" if given == "mpi" else f"is not in this torch: it was built without {given}"
+            raise ConfigError(f"backend {backend!r} {why}")
         return given
     chosen: dict[str, str] = {}
     for part in given.split(","):
@@ -122,6 +128,10 @@ def _make_one(name: str) -> Callable[[int, Sequence[Member], Exchange, str, floa
         from allranks._engines.native import NativeEngine, TcpEngine
 
         return TcpEngine if name == "tcp" else NativeEngine
+    if name == "mpi":
+        from allranks._engines.mpi import MpiEngine
+
+        return MpiEngine
     from functools import partial
 
     from allranks._engines.c10d import C10dEngine

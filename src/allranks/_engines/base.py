@@ -51,6 +51,9 @@ class Engine(abc.ABC):
     device = "cpu"
     """The type of device whose tensors it moves for certain."""
 
+    highest_tag = (1 << 31) - 1
+    """Of messages."""
+
     now: Now = staticmethod(never)
 
     @abc.abstractmethod

@@ -23,6 +23,7 @@ class ByDevice(Engine):
 
     def __init__(self, name: str, engines: Mapping[str, Engine], group_name: str) -> None:
         self.name = name
+        self.highest_tag = min(engine.highest_tag for engine in engines.values())
         self._engines = dict(engines)
         self._cpu = engines["cpu"]
         self._group_name = group_name

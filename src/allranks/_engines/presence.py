@@ -21,7 +21,9 @@ __all__ = ["Presence"]
 
 _CLOSING_S = 0.3  # a process that dies closes its descriptors one after the other
 _PAUSE_S = 0.01
-_RANK = struct.Struct("!I")
+_GOODBYE = struct.Struct("!IQ")  # who leaves, after how many collectives
+_QUEUE = 10  # so many goodbyes are kept for a rank that does not listen; Linux's default
+_UNKNOWN = (1 << 64) - 1
 
 
 class Presence:
@@ -35,32 +37,41 @@ class Presence:
         self._sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sign.bind(self._name(rank))
         self._sign.setblocking(False)
-        self._left: set[int] = set()
+        self._left: dict[int, int] = {}
 
-    def gone(self) -> tuple[list[int], list[int]]:
-        """The ranks that died, and those that left, of those on this host. Waits a moment where there are none."""
-        deadline = time.monotonic() + _CLOSING_S
+    def gone(self, patience_s: float = _CLOSING_S) -> tuple[list[int], dict[int, int]]:
+        """The ranks of this host that died, and those that left, with the number of collectives they had called.
+
+        Waits so long where there are none.
+        """
+        deadline = time.monotonic() + patience_s
         while not (missing := [rank for rank in self._near if not self._there(rank)]) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
-        self._hear()
-        return [rank for rank in missing if rank not in self._left], [rank for rank in missing if rank in self._left]
+        if missing and self._hear() >= _QUEUE:
+            # More may have said goodbye than the queue can hold. Whoever is missing may be one of them.
+            self._left = dict.fromkeys(missing, _UNKNOWN) | self._left
+        left = {rank: self._left[rank] for rank in missing if rank in self._left}
+        return [rank for rank in missing if rank not in left], left
 
-    def leave(self) -> None:
-        """Says to the others that this rank leaves, and takes the sign down."""
+    def leave(self, calls: int = 0) -> None:
+        """Says to the others that this rank leaves, after so many collectives, and takes the sign down."""
         for rank in self._near:
-            # It is gone itself, or hears nobody: it will find the sign missing, and think that this rank died.
+            # It is gone itself, or hears nobody: it will find the sign missing.
             with contextlib.suppress(ConnectionRefusedError, BlockingIOError):
-                self._sign.sendto(_RANK.pack(self._rank), self._name(rank))
+                self._sign.sendto(_GOODBYE.pack(self._rank, calls), self._name(rank))
         self.close()
 
     def close(self) -> None:
         """In a forked child: lets go of the parent's sign, which stays."""
         self._sign.close()
 
-    def _hear(self) -> None:
+    def _hear(self) -> int:
+        heard = 0
         with contextlib.suppress(BlockingIOError):  # no more of them
             while True:
-                self._left.update(_RANK.unpack(self._sign.recv(_RANK.size)))
+                self._left.update([_GOODBYE.unpack(self._sign.recv(_GOODBYE.size))])
+                heard += 1
+        return heard
 
     def _there(self, rank: int) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:

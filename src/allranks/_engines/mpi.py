@@ -1,0 +1,622 @@
+"""The mpi engine: MPI through mpi4py, for jobs that mpirun has started.
+
+A group has a communicator of its own. Every call is one of MPI's that do not block, and whoever waits for it asks
+again and again (`mpi_job.poll`): so Ctrl-C is heard, a timeout ends the wait, and a blocking call on one rank meets an
+asynchronous one on another. What nobody waits for is moved by a thread (`_Mover`).
+
+What MPI does by itself, found with Open MPI 5.0 and MPICH 5.0, and what is done about it:
+
+- MIN and MAX lose NaN. Floating-point numbers are compared as integers that have their order (`_keys`).
+- Open MPI's SUM of 8 and 16 bits saturates. They are summed in 32 bits, as are halves, which MPI does not know.
+- Counts end at 2^31 - 1 in many MPIs. A larger piece travels as one element of a type of its own (`_span`).
+- A rank that leaves is not noticed by those that wait for it. `Presence` tells them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from allranks import _core
+from allranks._engines import mpi_job
+from allranks._engines.flat import FlatEngine, FlatWork, Progress
+from allranks._engines.mpi_job import lock, poll
+from allranks._engines.native_connect import RECORD_BYTES, Exchange
+from allranks._engines.operands import Operands
+from allranks._engines.presence import Presence
+from allranks._errors import AllranksError, ConfigError, MismatchError, PeerLostError, TimeoutError, UsageError
+from allranks._host import usable_cpus
+from allranks._types import ReduceOp
+
+if TYPE_CHECKING:
+    from allranks._rendezvous import Member
+
+__all__ = ["MpiEngine", "reduces"]
+
+_RECORD = struct.Struct("!IIH16s")  # rank and size of MPI's world, the first CPU, and random bytes
+assert _RECORD.size == RECORD_BYTES
+_MOST = 1 << 30  # so many elements (or bytes) go as they are; more go in pieces
+_GRACE_S = 0.5  # what a rank that has left had sent may still be on its way
+_CANCEL_S = 1.0  # MPI's cancelling of a receive is a local affair
+_QUICK_TESTS = 50  # of a blocking call, before it gets what a longer one needs
+_NAP_S = 0.5e-3  # between two rounds of the mover
+
+_TYPES = {
+    torch.uint8: "UINT8_T", torch.uint16: "UINT16_T", torch.uint32: "UINT32_T", torch.uint64: "UINT64_T",
+    torch.int8: "INT8_T", torch.int16: "INT16_T", torch.int32: "INT32_T", torch.int64: "INT64_T",
+    torch.float32: "FLOAT", torch.float64: "DOUBLE",
+}  # fmt: skip
+_OPS = {
+    ReduceOp.SUM: "SUM", ReduceOp.AVG: "SUM", ReduceOp.PRODUCT: "PROD", ReduceOp.MIN: "MIN", ReduceOp.MAX: "MAX",
+    ReduceOp.BAND: "BAND", ReduceOp.BOR: "BOR", ReduceOp.BXOR: "BXOR",
+}  # fmt: skip
+_SUMMED_IN = {
+    torch.float16: torch.float32, torch.bfloat16: torch.float32,
+    torch.uint8: torch.int32, torch.int8: torch.int32, torch.uint16: torch.int32, torch.int16: torch.int32,
+}  # fmt: skip
+_WHOLE = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+_CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
+
+_DESTROYED = "the group was destroyed while the call was pending"
+
+_orphans: list[FlatWork] = []
+"""Calls that nobody can wait for any more, whose tensors MPI may still use."""
+
+
+def reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Whether the engine has a reduce op for a dtype: what the native engine has."""
+    return dtype in _CODES and _core.reduces(_CODES[dtype], op)
+
+
+class MpiEngine(FlatEngine):
+    """Collectives and messages of MPI."""
+
+    on_host = True
+
+    def __init__(
+        self, rank: int, members: Sequence[Member], exchange: Exchange, group_name: str, timeout_s: float
+    ) -> None:
+        super().__init__("mpi", rank, members, group_name, timeout_s)
+        self.mpi = mpi_job.start()
+        self._comm: Any = None
+        self._types = {dtype: getattr(self.mpi, name) for dtype, name in _TYPES.items()}
+        self._ops: dict[object, Any] = {op: getattr(self.mpi, name) for op, name in _OPS.items()}
+        self._calls = 0  # collectives begun
+        self._lost = ""  # why the group cannot be used any more
+        world = self.mpi.COMM_WORLD
+        mine = _RECORD.pack(world.rank, world.size, min(os.sched_getaffinity(0)), os.urandom(16))
+        rows = [_RECORD.unpack(row) for row in exchange(mine)]
+        ranks = [row[0] for row in rows]
+        if world.size == 1 and len(rows) > 1:
+            raise mpi_job.not_launched(self.mpi, len(rows))
+        if len(set(ranks)) < len(ranks) or len({row[1] for row in rows}) > 1:
+            raise ConfigError(f"group '{group_name}' on mpi: its ranks are not of one MPI job (there they are {ranks})")
+        secret: bytes = rows[0][3]
+        self._threads = self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
+        # It waits for the others, whose other threads may wait for ours: not with the lock, if MPI does without.
+        with nullcontext() if self._threads else lock:
+            everybody = world.Get_group()
+            chosen = everybody.Incl(ranks)
+            self._comm = world.Create_group(chosen, secret[0])
+            self._comm.Set_errhandler(self.mpi.ERRORS_RETURN)
+            everybody.Free()
+            chosen.Free()
+        self._collective_tag = world.Get_attr(self.mpi.TAG_UB)
+        self.highest_tag = self._collective_tag - 1
+        cpus = [row[2] for row, member in zip(rows, members, strict=True) if member.machine == members[rank].machine]
+        # Enough for all ranks of this host, or mpirun has given each of them its own.
+        self.spins = usable_cpus() >= len(cpus) or len(set(cpus)) == len(cpus)
+        self._presence = Presence(rank, members, secret)
+        if not self._debug:
+            self.now = self._now
+
+    def _now(self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /) -> bool:
+        """See base.Now: a fraction of the usual way's Python, which goes on where MPI does not end the call at once."""
+        call = None if self.closed else self._plain_call(verb, tensor, pieces, op, root)
+        if call is None:
+            return False
+        began = time.monotonic()
+        with lock:
+            self._check_usable()
+            self._calls += 1
+            number, (method, *args) = self._calls, call
+            request = method(*args)
+        nbytes = 0 if tensor is None else tensor.nbytes  # type: ignore[attr-defined]
+        try:
+            for _ in range(_QUICK_TESTS if self.spins else 1):
+                with lock:
+                    if request.Test():
+                        self._count(nbytes, began)
+                        return True
+        except self.mpi.Exception as error:
+            self.explain(error, verb)
+        except BaseException:  # Ctrl-C
+            self._give_up(self._adopted(verb, nbytes, number, request, (tensor, pieces)))
+            raise
+        self._wait(self._adopted(verb, nbytes, number, request, (tensor, pieces)))
+        return True
+
+    def _adopted(self, verb: str, nbytes: int, number: int, request: Any, keep: object) -> FlatWork:
+        """The work of a collective that has begun without one."""
+        progress = _Requests(self, keep)
+        progress.call, progress.requests = number, [request]
+        work = FlatWork(self, Operands(verb), nbytes)
+        work.progress = progress
+        self._pending.add(work)
+        return work
+
+    def _plain_call(self, verb: str, tensor: Any, pieces: Any, op: object, root: Any) -> tuple[Any, ...] | None:
+        """What MPI is to be called with, where nothing is out of the ordinary."""
+        comm, size = self._comm, len(self._members)
+        if verb == "barrier":
+            return (comm.Ibarrier,)
+        if not _ordinary(tensor):
+            return None
+        if verb in ("all_reduce", "broadcast"):
+            if verb == "broadcast":
+                return (comm.Ibcast, self._span(tensor), root) if type(root) is int and 0 <= root < size else None
+            if type(op) is not ReduceOp or not _as_is(tensor.dtype, op):
+                return None
+            return comm.Iallreduce, self.mpi.IN_PLACE, self._part(tensor), self._op(op)
+        if not _ordinary(pieces) or pieces.dtype is not tensor.dtype or _overlap(pieces, tensor):
+            return None
+        if verb == "all_gather" and pieces.numel() == size * tensor.numel():
+            return comm.Iallgather, self._span(tensor), self._span(pieces, tensor.nbytes)
+        if verb == "reduce_scatter" and pieces.numel() == size * tensor.numel() and type(op) is ReduceOp:
+            if not _as_is(tensor.dtype, op):
+                return None
+            return comm.Ireduce_scatter_block, self._part(pieces, tensor.numel()), self._part(tensor), self._op(op)
+        return None
+
+    # --- calls of MPI ---
+
+    def _reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
+        return reduces(dtype, op)
+
+    def _begin_all_reduce(self, flat: Tensor, op: ReduceOp) -> Progress:
+        into, _, then = self._reducible(flat, flat, op)
+        calls = [(self._comm.Iallreduce, self.mpi.IN_PLACE, part, self._op(op)) for part in self._parts(into)]
+        return self._collective(calls, into, then)
+
+    def _begin_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Progress:
+        given, _, then = self._reducible(flat, flat if root == self._rank else None, op)
+        at_root = (self.mpi.IN_PLACE,) if root == self._rank else ()
+        after = () if root == self._rank else (None,)
+        calls = [(self._comm.Ireduce, *at_root, part, *after, self._op(op), root) for part in self._parts(given)]
+        return self._collective(calls, given, then)
+
+    def _begin_broadcast(self, flat: Tensor, root: int) -> Progress:
+        return self._collective([(self._comm.Ibcast, self._span(flat), root)])
+
+    def _begin_all_gather(self, into: Tensor, given: Tensor) -> Progress:
+        given = given.clone() if _overlap(into, given) else given
+        return self._collective([(self._comm.Iallgather, self._span(given), self._span(into, given.numel()))], given)
+
+    def _begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress:
+        gets = None if into is None else self._span(into, given.numel())
+        return self._collective([(self._comm.Igather, self._span(given), gets, root)])
+
+    def _begin_scatter(self, into: Tensor, given: Tensor | None, root: int) -> Progress:
+        gives = None if given is None else self._span(given, into.numel())
+        return self._collective([(self._comm.Iscatter, gives, self._span(into), root)])
+
+    def _begin_reduce_scatter(self, into: Tensor, given: Tensor, op: ReduceOp) -> Progress:
+        given = given.clone() if _overlap(into, given) else given
+        gives, gets, then = self._reducible(given, into, op)
+        assert gets is not None
+        on, count = self._op(op), gets.numel()
+        if gives.numel() <= _MOST:
+            call = (self._comm.Ireduce_scatter_block, self._part(gives, count), self._part(gets), on)
+            return self._collective([call], (gives, gets), then)
+        calls = []
+        for root, piece in enumerate(torch.split(gives, count)):
+            for part, kept in zip(self._parts(piece), self._parts(gets), strict=True):
+                calls.append((self._comm.Ireduce, part, kept if root == self._rank else None, on, root))
+        return self._collective(calls, (gives, gets), then)
+
+    def _begin_all_to_all(self, into: Tensor, given: Tensor, gets: list[int], gives: list[int]) -> Progress:
+        if max(into.numel(), given.numel()) <= _MOST:
+            gets_from, gives_to = (
+                [self._span(flat)[0], (sizes, [end - size for size, end in zip(sizes, accumulate(sizes), strict=True)])]
+                for flat, sizes in ((into, gets), (given, gives))
+            )
+            byte = self.mpi.BYTE
+            return self._collective([(self._comm.Ialltoallv, [*gives_to, byte], [*gets_from, byte])])
+        arriving, leaving = torch.split(into, gets), torch.split(given, gives)
+        arriving[self._rank].copy_(leaving[self._rank])
+        calls: list[tuple[Any, ...]] = []
+        for peer in range(len(self._members)):
+            if peer != self._rank:
+                calls.append((self._comm.Irecv, self._span(arriving[peer]), peer, self._collective_tag))
+                calls.append((self._comm.Isend, self._span(leaving[peer]), peer, self._collective_tag))
+        return self._collective(calls)
+
+    def _begin_barrier(self) -> Progress:
+        return self._collective([(self._comm.Ibarrier,)])
+
+    def _begin_send(self, given: Tensor, to: int, tag: int) -> Progress:
+        self._check_tag(tag, "send")
+        return self._message((self._comm.Isend, self._span(given), to, tag), to, -1)
+
+    def _begin_recv(self, into: Tensor, source: int, tag: int) -> Progress:
+        self._check_tag(tag, "recv")
+        peer = self.mpi.ANY_SOURCE if source < 0 else source
+        return self._message((self._comm.Irecv, self._span(into), peer, tag), source, into.numel())
+
+    def _collective(
+        self, calls: list[tuple[Any, ...]], keep: object = None, then: Callable[[], object] | None = None
+    ) -> Progress:
+        """Begins a collective that is made of these calls. ``then`` is done when it has ended, by who waits for it."""
+        progress = _Requests(self, keep, then)
+        with lock:
+            self._check_usable()
+            self._calls += 1
+            progress.call = self._calls
+            for method, *args in calls:
+                progress.requests.append(method(*args))
+        return progress
+
+    def _message(self, call: tuple[Any, ...], peer: int, nbytes: int) -> Progress:
+        progress = _Requests(self)
+        progress.peer, progress.nbytes = peer, nbytes
+        with lock:
+            self._check_usable()
+            method, *args = call
+            progress.requests.append(method(*args))
+        return progress
+
+    def _check_usable(self) -> None:
+        if self.closed:
+            raise AllranksError(f"group '{self._group_name}' has been destroyed")
+        if self._lost:
+            raise AllranksError(f"group '{self._group_name}' cannot be used any more: {self._lost}")
+
+    def _check_tag(self, tag: int, verb: str) -> None:
+        if tag > self.highest_tag:
+            raise UsageError(
+                f"{verb} on group '{self._group_name}': tag={tag}, but this MPI takes tags up to {self.highest_tag}"
+            )
+
+    # --- what MPI takes ---
+
+    def _reducible(
+        self, given: Tensor, into: Tensor | None, op: ReduceOp
+    ) -> tuple[Tensor, Tensor | None, Callable[[], object] | None]:
+        """What MPI reduces and writes in place of the tensors, and what brings the result to ``into``."""
+        if _as_is(given.dtype, op):
+            return given, into, None
+        average = len(self._members) if op is ReduceOp.AVG else 1
+        if op in (ReduceOp.MIN, ReduceOp.MAX):
+            gives = _keys(given, op)
+        elif given.dtype in _SUMMED_IN:
+            gives = given.to(_SUMMED_IN[given.dtype])
+        else:
+            return given, into, None if into is None else lambda: into.div_(average)
+        if into is None:
+            return gives, None, None
+        gets = gives if into is given else gives.new_empty(into.numel())
+
+        def bring() -> None:
+            if op in (ReduceOp.MIN, ReduceOp.MAX):
+                into.copy_(_numbers_of(gets, into.dtype))
+            else:
+                into.copy_(gets.div_(average) if average > 1 else gets)
+
+        return gives, gets, bring
+
+    def _op(self, op: object) -> Any:
+        return self._ops[op]
+
+    def _parts(self, flat: Tensor) -> list[list[Any]]:
+        """Address, count and type of a tensor that is reduced, in as many parts as there must be."""
+        return [self._part(part) for part in (torch.split(flat, _MOST) if flat.numel() > _MOST else (flat,))]
+
+    def _part(self, numbers: Tensor, count: int = -1) -> list[Any]:
+        """Address, count and type of a tensor, or of the first piece of several of ``count`` elements each."""
+        return [self._memory(numbers), numbers.numel() if count < 0 else count, self._types[numbers.dtype]]
+
+    def _span(self, flat: Tensor, nbytes: int = -1) -> list[Any]:
+        """Address, count and type of bytes, or of the first piece of several of ``nbytes`` each."""
+        nbytes = flat.nbytes if nbytes < 0 else nbytes
+        if nbytes <= _MOST:
+            return [self._memory(flat), nbytes, self.mpi.BYTE]
+        return [self._memory(flat), 1, _large(self.mpi, nbytes)]
+
+    def _memory(self, flat: Tensor) -> Any:
+        return self.mpi.buffer.fromaddress(flat.data_ptr(), flat.nbytes)
+
+    # --- waiting ---
+
+    @property
+    def closed(self) -> bool:
+        """Whether the group has been left, here or in the parent process."""
+        return self._comm is None
+
+    def check(self, progress: _Requests, waited_s: float) -> None:
+        """Called now and then by who waits. Raises where it is in vain."""
+        if self.closed:
+            raise AllranksError(_DESTROYED)
+        gone = self._gone(progress)
+        if gone:
+            progress.noticed = progress.noticed or time.monotonic()
+            if time.monotonic() - progress.noticed >= _GRACE_S:
+                raise _Gone(gone)
+        if waited_s >= self._timeout_s:
+            raise _Late
+
+    def _gone(self, progress: _Requests) -> dict[int, str]:
+        """The ranks without which the call cannot end, and what became of them."""
+        assert self._presence is not None
+        died, left = self._presence.gone(0.0)
+        gone = dict.fromkeys(died, "died") | dict.fromkeys(left, "has left")
+        if progress.call:
+            # Who has begun this call and left has done its part: MPI ends a call on a rank when it can.
+            return {rank: fate for rank, fate in gone.items() if left.get(rank, -1) < progress.call}
+        if progress.peer < 0:
+            return gone if len(gone) == len(self._members) - 1 else {}
+        return {rank: fate for rank, fate in gone.items() if rank == progress.peer}
+
+    def explain(self, error: BaseException, verb: str) -> NoReturn:
+        """Raises our error for MPI's, or for what ``check`` has found."""
+        here = self.here(verb)
+        match error:
+            case _Gone():
+                said = ", ".join(f"{self._who(rank)} {fate}" for rank, fate in error.ranks.items())
+                raise PeerLostError(f"{here}: {said}.", next(iter(error.ranks))) from None
+            case _Late():
+                raise TimeoutError(
+                    f"{here}: another rank did not call within {self._timeout_s:g} s. MPI does not say which"
+                    f"{', and the group cannot be used any more' if self._lost else ''}.\n"
+                    "  A longer timeout is given by init_process_group(timeout=...)"
+                ) from None
+            case _Short():
+                raise MismatchError(
+                    f"{here}: {self._who(error.source)} sent {error.nbytes} bytes, but the tensor to receive into "
+                    f"holds {error.expected}."
+                ) from None
+            case AllranksError():
+                raise type(error)(f"{here}: {error}") from None
+            case self.mpi.Exception() if error.Get_error_class() == self.mpi.ERR_TRUNCATE:
+                raise MismatchError(
+                    f"{here}: another rank sent more bytes than this one has room for. The message was dropped."
+                ) from error
+        raise AllranksError(f"{here}: MPI: {error}") from error
+
+    def _leave_running(self, work: FlatWork) -> None:
+        assert isinstance(work.progress, _Requests)
+        if self._threads and not work.progress.done():
+            _mover.add(work.progress)
+
+    def _give_up(self, work: FlatWork) -> None:
+        if not _cancelled(work):
+            self._lost = self._lost or f"{work.verb} was left before its end"
+
+    def ended(self, work: FlatWork) -> None:
+        super().ended(work)
+        if not _cancelled(work):
+            self._lost = self._lost or f"{work.verb} did not end"
+            _orphans.append(work)
+
+    def close(self) -> None:
+        with lock:
+            comm, self._comm = self._comm, None
+            if comm is None:
+                return
+            unfinished = [work for work in tuple(self._pending) if not _cancelled(work)]
+            _orphans.extend(unfinished)
+            missed = [work.progress.call for work in unfinished if isinstance(work.progress, _Requests)]
+            if self._presence is not None:
+                self._presence.leave(min((call - 1 for call in missed if call), default=self._calls))
+            if not unfinished and not self.mpi.Is_finalized():
+                comm.Free()
+
+    def abandon(self) -> None:
+        self._comm = None
+        if self._presence is not None:
+            self._presence.close()
+
+
+def _cancelled(work: FlatWork) -> bool:
+    """Ends a call if that can be done; says whether it has ended."""
+    return isinstance(work.progress, _Requests) and work.progress.cancel()
+
+
+class _Late(RuntimeError):
+    """The group's timeout is over."""
+
+
+class _Gone(RuntimeError):
+    """Ranks that are needed are not there any more."""
+
+    def __init__(self, ranks: dict[int, str]) -> None:
+        super().__init__(ranks)
+        self.ranks = ranks
+
+
+class _Short(RuntimeError):
+    """A message was smaller than the tensor for it."""
+
+    def __init__(self, source: int, nbytes: int, expected: int) -> None:
+        super().__init__(source, nbytes, expected)
+        self.source, self.nbytes, self.expected = source, nbytes, expected
+
+
+class _Requests(Progress):
+    """Requests of MPI that make a call.
+
+    Attributes:
+        requests: those that have not ended.
+        call: the number of the collective in its group; 0: a message.
+        peer: of a message: the other rank, or -1.
+        nbytes: of a receive: what is expected, else -1.
+        noticed: when a rank without which it cannot end was found gone.
+    """
+
+    def __init__(self, engine: MpiEngine, keep: object = None, then: Callable[[], object] | None = None) -> None:
+        self.requests: list[Any] = []
+        self.call = 0
+        self.peer = -1
+        self.nbytes = -1
+        self.noticed = 0.0
+        self._engine = engine
+        self._keep = keep
+        self._then = then
+        self._status = engine.mpi.Status()
+        self._error: RuntimeError | None = None
+        self._waited_s = 0.0
+        self._waiters = 0
+
+    def done(self) -> bool:
+        return self._engine.closed or self._test()
+
+    def attended(self) -> bool:
+        """Whether somebody waits for it."""
+        return self._waiters > 0
+
+    def wait(self, seconds: float) -> bool:
+        self._waiters += 1
+        try:
+            ended = poll(self.done, seconds, self._waited_s, self._engine.spins)
+        finally:
+            self._waiters -= 1
+        if not ended or self.requests:
+            self._waited_s += seconds
+            self._engine.check(self, self._waited_s)
+            return False
+        if self._error is not None:
+            raise self._error
+        with lock:
+            if self._then is not None:
+                self._then()
+                self._then = None
+        return True
+
+    def source(self) -> int:
+        return int(self._status.Get_source())
+
+    def cancel(self) -> bool:
+        """Ends it if that can be done: receives can be cancelled. Says whether it has ended."""
+        with lock:
+            if self._test() or self.nbytes < 0:
+                return not self.requests
+            self.requests[0].Cancel()
+            return poll(self._test, _CANCEL_S)
+
+    def _test(self) -> bool:
+        """Asks MPI whether all requests have ended."""
+        with lock:
+            while self.requests:
+                try:
+                    if not self.requests[-1].Test(self._status):
+                        return False
+                except RuntimeError as error:  # MPI's
+                    self._error = self._error or error
+                self.requests.pop()
+                if self.nbytes >= 0 and self._error is None:
+                    self._error = self._wrong()
+            return True
+
+    def _wrong(self) -> RuntimeError | None:
+        """What is wrong with a receive that MPI has ended."""
+        if self._status.Is_cancelled():
+            return AllranksError(_DESTROYED)
+        arrived = self._status.Get_elements(self._engine.mpi.BYTE)
+        return None if arrived == self.nbytes else _Short(self.source(), arrived, self.nbytes)
+
+
+class _Mover:
+    """A thread that moves what nobody waits for: MPI moves nothing by itself."""
+
+    def __init__(self) -> None:
+        self._moving: set[_Requests] = set()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, progress: _Requests) -> None:
+        self._moving.add(progress)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="allranks-mpi", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while self._moving:
+                for progress in tuple(self._moving):
+                    if not progress.attended() and progress.done():
+                        self._moving.discard(progress)
+                time.sleep(_NAP_S)
+
+
+_mover = _Mover()
+
+
+@functools.cache
+def _large(mpi: Any, nbytes: int) -> Any:
+    """A type of so many bytes: chunks, and the rest."""
+    chunks, rest = divmod(nbytes, _MOST)
+    chunk = mpi.BYTE.Create_contiguous(_MOST)
+    whole = mpi.Datatype.Create_struct([chunks, rest], [0, chunks * _MOST], [chunk, mpi.BYTE]).Commit()
+    chunk.Free()
+    return whole
+
+
+@functools.cache
+def _as_is(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Whether MPI's op does on the dtype what ours means."""
+    if op is ReduceOp.AVG or dtype not in _TYPES or not reduces(dtype, op):
+        return False
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return not dtype.is_floating_point
+    return op not in (ReduceOp.SUM, ReduceOp.PRODUCT) or dtype not in _SUMMED_IN
+
+
+def _ordinary(tensor: Any) -> bool:
+    """Whether a tensor is one, whose elements lie in this process' memory as they read."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and tensor.numel() <= _MOST
+        and not (tensor.is_neg() or tensor.is_conj())
+    )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether contiguous tensors share memory, as where a rank's own piece is part of the whole: MPI forbids it."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
+def _keys(numbers: Tensor, op: ReduceOp) -> Tensor:
+    """Integers in the order of floating-point numbers, NaN beyond all others: a number's bits, turned if negative."""
+    whole = _WHOLE[numbers.dtype]
+    bits, limits = numbers.view(whole), torch.iinfo(whole)
+    return _turned(bits).masked_fill_(numbers.isnan(), limits.max if op is ReduceOp.MAX else limits.min)
+
+
+def _numbers_of(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    return _turned(keys).view(dtype)
+
+
+def _turned(bits: Tensor) -> Tensor:
+    """The bits but the sign turned, where the sign is set; its own inverse."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
