@@ -425,7 +425,8 @@ NB_MODULE(_core, m) {
       .def_static(
           "across_hosts",
           [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
-             const std::vector<int>& liveness, const std::array<std::vector<int>, 3>& far, double timeout_s, double spin_us, double spin_progress_us) {
+             const std::vector<int>& liveness, const std::array<std::vector<int>, 3>& far, double timeout_s,
+             double spin_us, double spin_progress_us) {
             const Hosts hosts(host_of);
             auto shm = std::make_unique<Shm>(hosts.place(rank), sizes, Shm::map(sizes, own(segments)), own(liveness),
                                              hosts.on(hosts.of(rank)));
@@ -436,8 +437,7 @@ NB_MODULE(_core, m) {
                                                    .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3)});
           },
           nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
-          nb::arg("far"), nb::arg("timeout_s"), nb::arg("spin_us"),
-          nb::arg("spin_progress_us"),
+          nb::arg("far"), nb::arg("timeout_s"), nb::arg("spin_us"), nb::arg("spin_progress_us"),
           "Takes over the descriptors: of this host's ranks, and, by rank of the group, of the others (else -1).")
       .def("all_reduce", all_reduce)
       .def("reduce", reduce)

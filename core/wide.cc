@@ -12,9 +12,9 @@ namespace allranks {
 
 namespace {
 
-constexpr size_t kInMeeting = 32 << 10;  // bytes that all hosts say in a meeting
-constexpr size_t kSegment = 256 << 10;   // bytes that a host reduces while the next are on their way
-constexpr size_t kSlab = 4 << 20;        // bytes that are copied aside at once
+constexpr size_t kInMeeting = 256 << 10;  // bytes that all hosts say in a meeting
+constexpr size_t kSegment = 256 << 10;    // bytes that a host reduces while the next are on their way
+constexpr size_t kSlab = 4 << 20;         // bytes that are copied aside at once
 constexpr size_t kLongestSpeech = 16 << 20;
 constexpr int64_t kNotesNs = 1'000'000'000;
 

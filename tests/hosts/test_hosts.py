@@ -426,7 +426,7 @@ def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
                     where = self._listeners[0].getsockname()
                     strangers = [socket.create_connection(where) for _ in range(3)]
                     strangers[1].sendall(b"GET / HTTP/1.0\r\n\r\n")
-                    native_tcp_frame = native_tcp.pack_frame(native_tcp._HELLO.pack(1, 0, 0))
+                    native_tcp_frame = native_tcp.pack_frame(native_tcp._HELLO.pack(1, 1, 0, 0))
                     strangers[2].sendall(native_tcp_frame)
                     try:
                         return super().meet(*args)

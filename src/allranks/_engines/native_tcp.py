@@ -45,7 +45,8 @@ __all__ = ["KINDS", "TcpDoor", "channel_key"]
 KINDS = 3
 """Connections between two ranks: for collectives, messages, signs of life (core/channel/net.h)."""
 
-_HELLO = struct.Struct("!IIB")  # from, to, kind
+_HELLO = struct.Struct("!BIIB")  # version, from, to, kind
+_VERSION = 1  # of what the core sends (core/channel/net.cc, core/wide.cc)
 _TAKEN = b"!"
 _STRANGERS = 64
 _CONNECT_S = 3.0
@@ -212,7 +213,7 @@ def _connect(address: str, port: int, key: bytes, hello: tuple[int, int, int], d
         while (frame := decoder.next()) is None:
             decoder.feed(_some(connection))
         proof, right = answer_greeting(key, nonce, frame)
-        connection.sendall(pack_frame(proof) + (pack_frame(_HELLO.pack(*hello)) if right else b""))
+        connection.sendall(pack_frame(proof) + (pack_frame(_HELLO.pack(_VERSION, *hello)) if right else b""))
         if not right:
             raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
         if _some(connection, len(_TAKEN)) != _TAKEN:  # and no more: the core's first words may be behind it
@@ -292,7 +293,9 @@ class _Reception:
                     continue
                 if len(frame) != _HELLO.size:
                     raise WireError("no greeting of a rank")
-                peer, to, kind = _HELLO.unpack(frame)
+                version, peer, to, kind = _HELLO.unpack(frame)
+                if version != _VERSION:
+                    raise ConfigError(f"rank {peer} has another version of allranks: install one on all hosts")
                 if to != self._rank or (peer, kind) not in awaited or (peer, kind) in met:
                     raise WireError(f"rank {peer} is not expected")
                 caller.connection.sendall(_TAKEN)
