@@ -57,13 +57,14 @@ class Backend(str):
     UNDEFINED = "undefined"
     NATIVE = "native"
     ALLRANKS = "allranks"  # the same, as torch.distributed calls it
+    TCP = "tcp"
     GLOO = "gloo"
     NCCL = "nccl"
     XCCL = "xccl"
     UCC = "ucc"
     MPI = "mpi"
 
-    backend_list = (UNDEFINED, NATIVE, GLOO, NCCL, XCCL, UCC, MPI)
+    backend_list = (UNDEFINED, NATIVE, TCP, GLOO, NCCL, XCCL, UCC, MPI)
     default_device_backend_map: ClassVar[dict[str, str]] = _engines.engines_of(_engines.DEFAULT)
     backend_capability: ClassVar[dict[str, list[str]]] = {
         name: [kind] if kind else ["cpu", "cuda"] for name, kind in _engines.ENGINES.items()

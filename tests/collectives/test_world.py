@@ -62,7 +62,7 @@ def test_before_and_after() -> None:
     ("arguments", "words"),
     [
         ({"backend": "infiniband"}, "unknown backend 'infiniband': expected 'native'"),
-        ({"backend": "tcp"}, "backend 'tcp' is not in this version"),
+        ({"backend": "ucc"}, "backend 'ucc' is not in this version"),
         ({"backend": "cuda:gloo"}, "'cuda:gloo' is wrong there"),
         ({"init_method": "http://x:1", "rank": 0, "world_size": 2}, "http"),
         ({"init_method": "tcp://127.0.0.1:1", "rank": 2, "world_size": 2}, "rank"),

@@ -34,7 +34,7 @@ from allranks.testing import run_ranks
         ("cuda:nccl,mtia:native", True, "one must be for the CPU"),
         ("cpu:nccl", True, "'cpu:nccl' is wrong there"),
         ("cpu:gloo,cpu:native", True, "'cpu:native' is wrong there"),
-        ("cpu:tcp", True, "not in this version"),
+        ("cpu:ucc", True, "not in this version"),
         ("cpu:mpi,cuda:nccl", True, "cpu:mpi,cuda:nccl"),
         ("cpu:mpi,cuda:mpi", True, "mpi"),
         ("cpu:infiniband", True, "unknown backend 'cpu:infiniband'"),
@@ -122,6 +122,7 @@ def test_what_is_here() -> None:
     assert dist.Backend.default_device_backend_map == {"cpu": "native", "cuda": "nccl"}
     assert dist.Backend.backend_capability == {
         "native": ["cpu", "cuda"],
+        "tcp": ["cpu", "cuda"],
         "gloo": ["cpu"],
         "mpi": ["cpu", "cuda"],
         "nccl": ["cuda"],
