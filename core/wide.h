@@ -30,6 +30,8 @@ class Wide {
   using Bytes = std::vector<const std::byte*>;
   using Pieces = std::vector<std::byte*>;
 
+  void dispatch(Team::Call& call, const Operation& operation);
+
   // What the ranks of a host say together: their contributions one after the other, or reduced.
   struct Said {
     std::function<size_t(int)> nbytes;  // of a rank's contribution

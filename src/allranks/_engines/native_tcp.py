@@ -10,6 +10,7 @@ What is sent afterwards is not encrypted.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import selectors
@@ -91,14 +92,24 @@ class TcpDoor:
 
     def _listen(self, addresses: Sequence[str]) -> None:
         self.port = 0
+        gone: OSError | None = None
         for address in addresses:
             listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-            self._listeners.append(listener)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, self.port))
+            try:
+                listener.bind((address, self.port))
+            except OSError as error:
+                listener.close()
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                gone = error  # an interface that is coming up or going down
+                continue
+            self._listeners.append(listener)
             listener.listen(socket.SOMAXCONN)
             listener.setblocking(False)
             self.port = listener.getsockname()[1]
+        if gone is not None and not self._listeners:
+            raise gone
 
     def __enter__(self) -> TcpDoor:
         return self

@@ -1,0 +1,51 @@
+"""What a host tells the others about itself."""
+
+import ipaddress
+import logging
+
+import pytest
+
+from allranks._errors import ConfigError
+from allranks._network import interface_of, machine, nearest_first, published_addresses
+from allranks._store import load_secret
+
+
+def test_addresses_are_those_that_other_hosts_may_reach() -> None:
+    for address in published_addresses({}):
+        assert not ipaddress.ip_address(address).is_loopback
+        assert interface_of(address)
+
+
+def test_interfaces_are_chosen_by_name_or_network() -> None:
+    addresses = published_addresses({})
+    if not addresses:
+        pytest.skip("this machine has no network")
+    first = addresses[0]
+    assert first in published_addresses({"ALLRANKS_IFACE": interface_of(first)})
+    bits = ipaddress.ip_address(first).max_prefixlen
+    assert published_addresses({"ALLRANKS_IFACE": f"{first}/{bits}"}) == (first,)
+    assert published_addresses({"ALLRANKS_IFACE": f"nothing0, {first}"}) == (first,)
+
+
+@pytest.mark.parametrize("chosen", ["nothing0", "203.0.113.0/24", "10.0.0.0/99"])
+def test_what_names_nothing_is_an_error(chosen: str) -> None:
+    with pytest.raises(ConfigError, match="ALLRANKS_IFACE"):
+        published_addresses({"ALLRANKS_IFACE": chosen})
+
+
+def test_addresses_of_a_network_of_ours_come_first() -> None:
+    ours = published_addresses({})
+    far = "203.0.113.7"
+    assert nearest_first((far, *ours))[-1] == far
+
+
+def test_a_process_is_on_its_own_machine() -> None:
+    assert machine() == machine()
+    assert len(machine()) == 32
+
+
+def test_no_secret_is_said_aloud(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "allranks.store"):
+        assert load_secret({"ALLRANKS_INSECURE": "1"})
+    assert "whoever reaches the ports" in caplog.text
+    assert load_secret({"ALLRANKS_INSECURE": "0", "ALLRANKS_SECRET": "x" * 20}) == b"x" * 20
