@@ -1,6 +1,7 @@
 #include "wide.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 namespace allranks {
@@ -69,7 +70,13 @@ void Wide::dispatch(Team::Call& call, const Operation& operation) {
 
 // --- the meeting ---
 
-bool Wide::fits(size_t total) const { return total <= std::min(kInMeeting, team_.shm().sizes().ring / 4); }
+bool Wide::has_room(size_t total) const {
+  const size_t ring = team_.shm().sizes().ring;
+  const size_t room = std::bit_ceil(total + 64 * static_cast<size_t>(hosts_.count()));  // what meet takes of it
+  return room <= ring / 2 && ring % room == 0;
+}
+
+bool Wide::fits(size_t total) const { return total <= kInMeeting && has_room(total); }
 
 Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
   const Fingerprint& own = call.about.fingerprint;

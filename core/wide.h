@@ -40,6 +40,8 @@ class Wide {
   };
   // Returns what each host has said, by host; it lies there until the next call.
   Bytes meet(Team::Call& call, const void* mine, const Said& said);
+  // Whether a team can hand on so many bytes from all hosts; and whether a call should take part of its data along.
+  bool has_room(size_t total) const;
   bool fits(size_t total) const;
 
   void all_reduce(Team::Call& call, Buffer buffer, ReduceOp op);

@@ -383,7 +383,7 @@ void Wide::all_to_all(Team::Call& call, const Operation& operation) {
   const auto own = static_cast<size_t>(me());
   // Of every rank: what it sends to each, then what it expects from each.
   const size_t row = 2 * ranks() * sizeof(uint64_t);
-  if (row * ranks() > team_.shm().sizes().ring / 4) throw Error("all_to_all: too many ranks for the sizes of all");
+  if (!has_room(row * ranks())) throw Error("all_to_all: too many ranks for the sizes of all");
   std::vector<uint64_t> sizes(in_bytes.begin(), in_bytes.end());
   sizes.insert(sizes.end(), out_bytes.begin(), out_bytes.end());
   const auto heard = meet(call, sizes.data(), {.nbytes = [row](int) { return row; }});
