@@ -1,23 +1,45 @@
 """torch's own suite as the judge: what gloo takes of it, allranks passes, or it stands in a table with the reason."""
 
 import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
 import torch_suite
 
+LIBRARIES = ("allranks", "plugin")
+Rows = dict[str, tuple[str, str]]
 
-@pytest.mark.timeout(240)
+
+def names_for(library: str, ranks: int) -> list[str]:
+    """The tests that are run: on the plugin nothing is excluded."""
+    return torch_suite.wanted(ranks, with_excluded=library == "plugin")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[dict[tuple[str, int], "Future[Rows]"]]:
+    """All suites, two at a time: the tests mostly wait."""
+    with ThreadPoolExecutor(2) as pool:
+        yield {
+            (library, ranks): pool.submit(torch_suite.run, library, ranks, names_for(library, ranks))
+            for library in LIBRARIES
+            for ranks in torch_suite.WORLD_SIZES
+        }
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", torch_suite.WORLD_SIZES)
-@pytest.mark.parametrize("library", ["allranks", "plugin"])
-def test_what_gloo_takes(library: str, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_gloo_takes(
+    library: str, ranks: int, running: dict[tuple[str, int], "Future[Rows]"], capsys: pytest.CaptureFixture[str]
+) -> None:
     stored = torch_suite.expected()
     version = torch.__version__.partition("+")[0]
     assert stored["torch"] == version, "another torch: python tests/conformance/torch_suite.py --write"
     by_gloo = stored[str(ranks)]
-    of_gloo = torch_suite.wanted(ranks, with_excluded=True)
-    names = of_gloo if library == "plugin" else torch_suite.wanted(ranks)
-    rows = torch_suite.run(library, ranks, names)
+    of_gloo, names = torch_suite.wanted(ranks, with_excluded=True), names_for(library, ranks)
+    rows = running[library, ranks].result()
     assert sorted(rows) == sorted(names)
     wrong = {name: why for name, (status, why) in rows.items() if status != "passed"}
     with capsys.disabled():
