@@ -187,15 +187,6 @@ def mixed_precision():
     return refusal(lambda: _trained(_ddp(mixed_precision=policy)))
 
 
-def delayed_all_reduce():
-    inner = _Branches()
-    named = [(f"last.{name}", parameter) for name, parameter in inner.last.named_parameters()]
-    model = DistributedDataParallel(
-        inner, delay_all_reduce_named_params=named, param_to_hook_all_reduce=inner.first.weight
-    )
-    return _trained(model)
-
-
 def sub_groups_and_meshes():
     alone = td.new_subgroups(1)[0]
     reverse = td.new_group([1, 0])
