@@ -238,6 +238,8 @@ def test_what_gloo_does_not(tmp_path: Path) -> None:
             model.set_gradient_divide_factor(4.0)
             model(torch.ones(1, 2)).sum().backward()
             assert model.weight.grad.full_tensor().tolist() == [[0.5, 0.5]] * 2
+            with pytest.warns(UserWarning, match="given when it is made"):
+                td.group.WORLD.set_timeout(timedelta(seconds=5))
             # A tensor without memory of its own is waited for by the plugin; and by nobody in ours.
             pending = AsyncCollectiveTensor(torch.ones(2))
             td.all_reduce(pending)

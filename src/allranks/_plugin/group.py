@@ -7,6 +7,7 @@ False) is carried out before it returns.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -214,6 +215,11 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     def _get_sequence_number_for_group(self) -> int:
         return self._calls
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        warnings.warn(f"the timeout of a group on {NAME} is given when it is made, and stays", stacklevel=3)
+
+    _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
         """Ours are compared in every call."""
