@@ -36,6 +36,7 @@ PACKAGES = (
     "fairscale==0.4.13",
     "jsonargparse[signatures]==4.53.0",
     "lightning==2.6.6",
+    "requests",  # torchvision's
     "scikit-learn",
     "transformers==5.23.0",
     "trl==1.16.0",
