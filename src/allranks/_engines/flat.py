@@ -23,7 +23,7 @@ from torch import Tensor
 
 from allranks._debug import DebugLevel, get_debug_level
 from allranks._engines.base import Engine
-from allranks._engines.operands import Operands, OperandsWork
+from allranks._engines.operands import Operands, OperandsWork, check_pieces
 from allranks._engines.presence import Presence
 from allranks._errors import AllranksError, MismatchError, NotInitializedError, TimeoutError, UsageError, rank_list
 from allranks._types import PremulSum, ReduceOp, Stats
@@ -273,7 +273,7 @@ class FlatEngine(Engine):
 
     def _joined(self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor) -> Tensor:
         """One tensor with all pieces in turn, to be read."""
-        self._check_pieces(pieces, like, operands.verb)
+        check_pieces(operands.verb, pieces, like, len(self._members), self._check)
         if isinstance(pieces, Tensor):
             return operands.read(pieces).detach()
         joined = torch.cat([_flat(operands.read(piece)) for piece in pieces])
@@ -282,7 +282,7 @@ class FlatEngine(Engine):
 
     def _filled(self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor) -> Tensor:
         """One tensor with room for all pieces in turn, to be written."""
-        self._check_pieces(pieces, like, operands.verb)
+        check_pieces(operands.verb, pieces, like, len(self._members), self._check)
         if isinstance(pieces, Tensor):
             return operands.write(pieces)
         whole = like.detach().new_empty(len(pieces), like.numel(), device="cpu" if self.on_host else None)
@@ -290,26 +290,6 @@ class FlatEngine(Engine):
             operands.fill(piece, row)
         operands.keep.append(whole)
         return whole
-
-    def _check_pieces(self, pieces: Sequence[Tensor] | Tensor, like: Tensor, verb: str) -> None:
-        size = len(self._members)
-        if isinstance(pieces, Tensor):
-            self._check(pieces, verb)
-            if pieces.dtype != like.dtype or pieces.numel() != size * like.numel():
-                raise UsageError(
-                    f"{verb}: expected {size} x {like.numel()} elements of {like.dtype} in one tensor, "
-                    f"not {pieces.numel()} of {pieces.dtype}"
-                )
-            return
-        if len(pieces) != size:
-            raise UsageError(f"{verb}: expected a list of {size} tensors, one per rank, not {len(pieces)}")
-        for rank, piece in enumerate(pieces):
-            self._check(piece, verb)
-            if piece.dtype != like.dtype or piece.numel() != like.numel():
-                raise UsageError(
-                    f"{verb}: expected {like.numel()} elements of {like.dtype} in the tensor for rank {rank}, "
-                    f"not {piece.numel()} of {piece.dtype}"
-                )
 
     # --- calls ---
 

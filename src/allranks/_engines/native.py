@@ -23,7 +23,7 @@ from allranks._debug import DebugLevel, get_debug_level
 from allranks._engines.base import Engine, never
 from allranks._engines.native_connect import DOOR_BYTES, Door, Exchange, connect
 from allranks._engines.native_errors import explain
-from allranks._engines.operands import Operands, OperandsWork
+from allranks._engines.operands import Operands, OperandsWork, check_pieces
 from allranks._errors import AllranksError, MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._host import usable_cpus
 from allranks._sites import site, stack_hash, where
@@ -358,26 +358,10 @@ class NativeEngine(Engine):
     ) -> list[int]:
         """Addresses of one piece per rank, each like ``like``: of a list, or of one tensor that holds them in turn."""
         size = len(self._members)
+        check_pieces(verb, pieces, like, size, self._check)
         if isinstance(pieces, Tensor):
-            self._check(pieces, verb)
-            if pieces.dtype != like.dtype or pieces.numel() != size * like.numel():
-                raise UsageError(
-                    f"{verb}: expected {size} x {like.numel()} elements of {like.dtype} in one tensor, "
-                    f"not {pieces.numel()} of {pieces.dtype}"
-                )
             first = use(pieces).data_ptr()
             return [first + i * like.nbytes for i in range(size)]
-        if not isinstance(pieces, (list, tuple)):
-            raise TypeError(f"{verb}: expected a tensor or a list of tensors, not {type(pieces).__name__}")
-        if len(pieces) != size:
-            raise UsageError(f"{verb}: expected a list of {size} tensors, one per rank, not {len(pieces)}")
-        for rank, piece in enumerate(pieces):
-            self._check(piece, verb)
-            if piece.dtype != like.dtype or piece.numel() != like.numel():
-                raise UsageError(
-                    f"{verb}: expected {like.numel()} elements of {like.dtype} in the tensor for rank {rank}, "
-                    f"not {piece.numel()} of {piece.dtype}"
-                )
         return [use(piece).data_ptr() for piece in pieces]
 
     # --- calls ---

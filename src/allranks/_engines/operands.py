@@ -11,6 +11,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from allranks._errors import AllranksError, UsageError
 from allranks._types import scaled
 from allranks._work import Work
 
-__all__ = ["Operands", "OperandsWork"]
+__all__ = ["Operands", "OperandsWork", "check_pieces"]
 
 
 class Operands:
@@ -143,6 +144,41 @@ class OperandsWork(Work):
 
     def _results(self) -> list[Tensor]:
         return self._operands.results
+
+
+def check_pieces(verb: str, pieces: object, like: Tensor, size: int, check: Callable[[Tensor, str], object]) -> None:
+    """Raises unless there is one piece per rank, each like ``like``: in a list, or in turn in one tensor.
+
+    Args:
+        verb: for errors.
+        pieces: what the caller gave.
+        like: this rank's tensor.
+        size: the number of ranks.
+        check: the engine's own check of a tensor.
+
+    Raises:
+        TypeError: not a tensor or a list.
+        UsageError: another number, dtype or size.
+    """
+    if isinstance(pieces, Tensor):
+        check(pieces, verb)
+        if pieces.dtype != like.dtype or pieces.numel() != size * like.numel():
+            raise UsageError(
+                f"{verb}: expected {size} x {like.numel()} elements of {like.dtype} in one tensor, "
+                f"not {pieces.numel()} of {pieces.dtype}"
+            )
+        return
+    if not isinstance(pieces, (list, tuple)):
+        raise TypeError(f"{verb}: expected a tensor or a list of tensors, not {type(pieces).__name__}")
+    if len(pieces) != size:
+        raise UsageError(f"{verb}: expected a list of {size} tensors, one per rank, not {len(pieces)}")
+    for rank, piece in enumerate(pieces):
+        check(piece, verb)
+        if piece.dtype != like.dtype or piece.numel() != like.numel():
+            raise UsageError(
+                f"{verb}: expected {like.numel()} elements of {like.dtype} in the tensor for rank {rank}, "
+                f"not {piece.numel()} of {piece.dtype}"
+            )
 
 
 def _plain(tensor: Tensor) -> bool:

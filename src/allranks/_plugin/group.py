@@ -69,7 +69,7 @@ class TorchGroup(_c10d.ProcessGroup):  # type: ignore[misc]
 
     # --- collectives ---
 
-    def allreduce(self, tensors: Any, opts: Any = _SUM, timeout: timedelta | None = None) -> TorchWork:
+    def allreduce(self, tensors: Any, opts: Any = _SUM) -> TorchWork:
         return self._call(opts, self.allranks_group.all_reduce, _only(tensors), _op(opts))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
