@@ -3,6 +3,7 @@
 // Ordinary tensors are read through DLPack's table, others in Python (allranks/_engines/native.py), so
 // that this module links with no torch and one build works with every version of it.
 #include <cxxabi.h>
+#include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
@@ -15,6 +16,8 @@
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
+#include <cstring>
 #include <optional>
 #include <tuple>
 
@@ -103,6 +106,18 @@ nb::tuple facts(const Error& error) {
 }
 
 std::vector<sys::Fd> own(const std::vector<int>& fds) { return {fds.begin(), fds.end()}; }
+
+// Asks those who connect (native_tcp.py), whose thread reads this from a pipe.
+Net::Opener asking(int pipe, uint32_t number) {
+  auto own = std::make_shared<sys::Fd>(fcntl(pipe, F_DUPFD_CLOEXEC, 0));
+  if (own->get() < 0) throw Error(std::string("dup of a pipe: ") + std::strerror(errno));
+  return [own, number](int rank, Connection kind) {
+    const std::array<uint32_t, 3> wanted{number, static_cast<uint32_t>(rank), static_cast<uint32_t>(kind)};
+    if (write(own->get(), wanted.data(), sizeof wanted) != sizeof wanted) {
+      throw Error(std::string("cannot ask for a connection: ") + std::strerror(errno));
+    }
+  };
+}
 
 using Address = uintptr_t;
 using MaybeRequest = std::shared_ptr<Request>;  // None where the call has blocked
@@ -382,7 +397,20 @@ NB_MODULE(_core, m) {
       .def(nb::init<>())
       .def_rw("piece", &Sizes::piece)
       .def_rw("ring", &Sizes::ring)
-      .def_rw("pipe", &Sizes::pipe);
+      .def_rw("pipe", &Sizes::pipe)
+      .def_rw("ranks", &Sizes::ranks, "Of a group that spans hosts: how many it has.");
+
+  m.def(
+      "neighbours",
+      [](int rank, const std::vector<int>& host_of) {
+        const Hosts hosts(host_of);
+        std::vector<int> ranks;
+        if (hosts.place(rank) != 0) return ranks;
+        for (const int h : Pulse::neighbours(hosts.of(rank), hosts.count())) ranks.push_back(hosts.leader(h));
+        return ranks;
+      },
+      nb::arg("rank"), nb::arg("host_of"),
+      "The ranks of other hosts that a rank is connected with from the beginning.");
 
   m.def(
       "create_segment",
@@ -425,20 +453,32 @@ NB_MODULE(_core, m) {
       .def_static(
           "across_hosts",
           [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
-             const std::vector<int>& liveness, const std::array<std::vector<int>, 3>& far, double timeout_s,
-             double spin_us, double spin_progress_us) {
+             const std::vector<int>& liveness, const std::vector<int>& pulses, int asking_pipe, uint32_t number,
+             double timeout_s, double spin_us, double spin_progress_us) {
             const Hosts hosts(host_of);
             auto shm = std::make_unique<Shm>(hosts.place(rank), sizes, Shm::map(sizes, own(segments)), own(liveness),
                                              hosts.on(hosts.of(rank)));
-            return std::make_shared<Comm>(std::move(shm), rank, hosts,
-                                          Net::Sockets{own(far[0]), own(far[1]), own(far[2])},
+            return std::make_shared<Comm>(std::move(shm), rank, hosts, own(pulses), asking(asking_pipe, number),
                                           Settings{.timeout_s = timeout_s,
                                                    .spin_ns = static_cast<int64_t>(spin_us * 1e3),
                                                    .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3)});
           },
           nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
-          nb::arg("far"), nb::arg("timeout_s"), nb::arg("spin_us"), nb::arg("spin_progress_us"),
-          "Takes over the descriptors: of this host's ranks, and, by rank of the group, of the others (else -1).")
+          nb::arg("pulses"), nb::arg("asking_pipe"), nb::arg("number"), nb::arg("timeout_s"), nb::arg("spin_us"),
+          nb::arg("spin_progress_us"),
+          "Takes over the descriptors: of this host's ranks, and, of a host's first rank, by rank of the group those "
+          "of "
+          "`neighbours` (else -1). For other connections it writes the number, the rank and the kind into the pipe.")
+      .def(
+          "adopt",
+          [](Comm& c, int rank, int kind, int fd, const std::string& greeting) {
+            c.net()->adopt(rank, static_cast<Connection>(kind), sys::Fd(fd), greeting);
+          },
+          nb::arg("rank"), nb::arg("kind"), nb::arg("fd"), nb::arg("greeting"),
+          "Takes over a connection with a rank of another host, on which it first sends the greeting.")
+      .def(
+          "give_up", [](Comm& c, int rank) { c.net()->give_up(rank); }, nb::arg("rank"),
+          "A rank of another host cannot be reached: the group has failed.")
       .def("all_reduce", all_reduce)
       .def("reduce", reduce)
       .def("broadcast", broadcast)

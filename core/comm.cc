@@ -28,9 +28,10 @@ Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
             settings.spin_progress_ns),
       owner_pid_(getpid()) {}
 
-Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, Net::Sockets sockets, Settings settings)
+Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> pulses, Net::Opener opener,
+           Settings settings)
     : team_(std::move(shm)),
-      net_(std::make_unique<Net>(rank, std::move(hosts), std::move(sockets), team_.shm())),
+      net_(std::make_unique<Net>(rank, std::move(hosts), std::move(pulses), std::move(opener), team_.shm())),
       wide_(std::make_unique<Wide>(team_, *net_)),
       rank_(rank),
       size_(net_->hosts().ranks()),
@@ -283,13 +284,9 @@ void Comm::run_here(Team::Call& call, const Operation& operation) {
 }
 
 std::vector<std::pair<uint32_t, Fingerprint>> Comm::last_calls() {
-  const auto here = team_.last_calls();
-  if (!net_) return here;
+  if (!net_) return team_.last_calls();
   std::vector<std::pair<uint32_t, Fingerprint>> calls;
-  for (int r = 0; r < size(); r++) {
-    const int local = team_.shm().local(r);
-    calls.push_back(local < 0 || r == rank() ? net_->last_call(r) : here[static_cast<size_t>(local)]);
-  }
+  for (int r = 0; r < size(); r++) calls.push_back(net_->last_call(r));
   return calls;
 }
 

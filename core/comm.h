@@ -50,7 +50,8 @@ class Comm {
   // A group of ranks that share this host.
   Comm(std::unique_ptr<Shm> shm, Settings settings);
   // A group that spans hosts: `shm` is of the ranks of this one.
-  Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, Net::Sockets sockets, Settings settings);
+  Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> pulses, Net::Opener opener,
+       Settings settings);
   ~Comm();
   Comm(const Comm&) = delete;
 
@@ -83,7 +84,8 @@ class Comm {
   // In a forked child, where the parent's group does not exist: lets go of its sockets.
   void abandon();
 
-  Team& team() { return team_; }  // the ranks of this host
+  Net* net() { return net_.get(); }  // nullptr: all ranks share this host
+  Team& team() { return team_; }     // the ranks of this host
 
   Stats stats() const;
   // The last collective that each rank has begun, as far as can be seen from here.

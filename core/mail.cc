@@ -365,6 +365,7 @@ void Mail::pull(int peer) {
 void Mail::push_far(int peer) {
   auto& queue = sends_[static_cast<size_t>(peer)];
   Stream& post = net_->post(peer);
+  if (!post) return net_->need_post(peer);  // and comes back when it is there
   while (!queue.empty()) {
     Parcel& parcel = *queue.front();
     const size_t total = sizeof(Frame) + parcel.buffer.nbytes();

@@ -11,7 +11,6 @@ namespace {
 constexpr size_t kInMeeting = 256 << 10;  // bytes that all hosts say in a meeting
 constexpr size_t kKept = 16 << 20;        // bytes of each scratch memory, between calls
 constexpr size_t kLongestSpeech = 16 << 20;
-constexpr int64_t kNotesNs = 1'000'000'000;
 
 // What a leader says first in a meeting.
 struct Opening {
@@ -226,16 +225,9 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
 }
 
 void Wide::disagree(Team::Call& call, Error error) {
-  const std::string site = call.site.empty() ? call.patience.caller.where() : call.site;
-  net_.say_note(call.about.call, site);
-  call.patience.caller.release();
-  error.sites = net_.notes(call.about.call, kNotesNs);
-  if (team_.size() == 1) {
-    error.sites[static_cast<size_t>(me())] = site;
-  } else {
-    const auto here = team_.exchange_notes(call);
-    for (size_t p = 0; p < here.size(); p++) error.sites[static_cast<size_t>(mates()[p])] = here[p];
-  }
+  const auto here = team_.exchange_notes(call);
+  error.sites = net_.exchange_notes(call.about, call.patience.caller, here);
+  for (size_t p = 0; p < here.size(); p++) error.sites[static_cast<size_t>(mates()[p])] = here[p];
   throw Error(error);
 }
 

@@ -11,7 +11,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <new>
 
@@ -24,25 +23,13 @@ constexpr int64_t kSliceNs = 50 * kMs;
 constexpr int64_t kAwakeNs = kMs / 10;      // without a byte, before a rank sleeps
 constexpr int64_t kBrokenNs = 1'000 * kMs;  // between the end of a lane and that of its rank, if that is what it means
 constexpr int64_t kDozeNs = 2 * kMs;        // the ranks of this host have to wait as long
-constexpr int64_t kTickNs = 200 * kMs;
-constexpr int64_t kBeatNs = 1'000 * kMs;
+constexpr int64_t kTickNs = 50 * kMs;       // the leader looks what the ranks of its host do
+constexpr int64_t kNotesNs = 1'000 * kMs;
 constexpr int64_t kFarewellNs = 2'000 * kMs;
 constexpr int kUnreachableMs = 7'000;
 constexpr size_t kBurst = 256 << 10;  // bytes moved one way before the other has its turn
 constexpr size_t kLarge = 128 << 10;
 constexpr size_t kParts = 16;
-constexpr size_t kLongestWord = 4 << 10;
-constexpr size_t kBacklog = 64 << 10;
-
-struct WordHead {
-  uint32_t word;
-  uint32_t nbytes;
-};
-struct Status {
-  uint32_t call;
-  uint32_t unused = 0;
-  Fingerprint fingerprint;
-};
 
 void set(int fd, int level, int option, int value) {
   if (setsockopt(fd, level, option, &value, sizeof value) != 0) {
@@ -58,8 +45,30 @@ void set_up(int fd) {
   set(fd, IPPROTO_TCP, TCP_KEEPCNT, 5);
 }
 
+void signal(const sys::Fd& event) {
+  const uint64_t one = 1;
+  // It fails only if the counter is full, and then nobody sleeps on it.
+  if (write(event.get(), &one, sizeof one) < 0) return;
+}
+
+void drain(const sys::Fd& event) {
+  uint64_t count;
+  if (read(event.get(), &count, sizeof count) < 0) return;  // somebody else has
+}
+
+void send_greeting(int fd, const std::string& greeting) {
+  if (::send(fd, greeting.data(), greeting.size(), MSG_NOSIGNAL) < 0) return;  // it has ended
+}
+
+// Whether nothing more will come than what is here.
+bool over(const Stream& stream) {
+  pollfd polled{.fd = stream.fd(), .events = POLLRDHUP, .revents = 0};
+  return !stream || (poll(&polled, 1, 0) > 0 && (polled.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0);
+}
+
 // Bytes that the kernel has not brought to the other side yet.
 int unsent(int fd) {
+  if (fd < 0) return 0;
   tcp_info info{};
   socklen_t size = sizeof info;
   int nbytes = 0;
@@ -69,28 +78,82 @@ int unsent(int fd) {
 
 }  // namespace
 
-Net::Net(int rank, Hosts hosts, Sockets sockets, Shm& shm)
-    : rank_(rank), hosts_(std::move(hosts)), shm_(shm), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (wake_.get() < 0) throw Error(std::string("eventfd: ") + std::strerror(errno));
+Net::Net(int rank, Hosts hosts, std::vector<sys::Fd> pulses, Opener opener, Shm& shm)
+    : rank_(rank),
+      hosts_(std::move(hosts)),
+      opener_(std::move(opener)),
+      shm_(shm),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      opened_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (wake_.get() < 0 || opened_.get() < 0) throw Error(std::string("eventfd: ") + std::strerror(errno));
   for (int r = 0; r < hosts_.ranks(); r++) {
-    const auto i = static_cast<size_t>(r);
-    if (hosts_.of(r) == hosts_.of(rank)) {
-      peers_.push_back(std::make_unique<Peer>());
-      continue;
+    peers_.push_back(std::make_unique<Peer>());
+    if (hosts_.of(r) != here()) others_.push_back(r);
+  }
+  if (!pulses.empty()) {
+    pulse_ = std::make_unique<Pulse>(here(), hosts_, *this);
+    links_.resize(static_cast<size_t>(hosts_.count()));
+    mates_gone_.resize(hosts_.on(here()).size());
+    for (const int host : Pulse::neighbours(here(), hosts_.count())) {
+      sys::Fd& fd = pulses[static_cast<size_t>(hosts_.leader(host))];
+      set_up(fd.get());
+      // Only here: a rank that computes, and does not take what others send, is not to be given up.
+      set(fd.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, kUnreachableMs);
+      links_[static_cast<size_t>(host)] = std::make_unique<Stream>();
+      links_[static_cast<size_t>(host)]->open(std::move(fd));
     }
-    for (const sys::Fd* fd : {&sockets.lanes[i], &sockets.posts[i], &sockets.pulses[i]}) set_up(fd->get());
-    // Only here: a rank that computes, and does not take what others send, is not to be given up.
-    set(sockets.pulses[i].get(), IPPROTO_TCP, TCP_USER_TIMEOUT, kUnreachableMs);
-    peers_.push_back(
-        std::make_unique<Peer>(std::move(sockets.lanes[i]), std::move(sockets.posts[i]), std::move(sockets.pulses[i])));
-    others_.push_back(r);
   }
   shm_.set_elsewhere(this, hosts_.ranks());
-  thread_ = std::thread([this] { run(); });
+  if (pulse_) start_thread();
 }
 
 Net::~Net() {
-  if (thread_.joinable()) close();
+  if (!closed_) close();
+}
+
+void Net::start_thread() {
+  const std::lock_guard lock(lock_);
+  if (!thread_.joinable() && !closing_.load()) thread_ = std::thread([this] { run(); });
+}
+
+// --- connections ---
+
+void Net::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting) {
+  set_up(fd.get());
+  {
+    const std::lock_guard lock(lock_);
+    Stream& stream = kind == Connection::lane ? peer(rank).lane : peer(rank).post;
+    if (closing_.load(std::memory_order_acquire) || stream) return;
+    // The other side may go on, and even leave, as soon as it has this. Where it has ended meanwhile, that is found
+    // when the connection is used.
+    if (!greeting.empty()) send_greeting(fd.get(), greeting);
+    stream.open(std::move(fd));
+  }
+  if (kind == Connection::lane) {
+    signal(opened_);
+  } else {
+    wake();
+    Shm::ring(shm_.bell(shm_.rank()));
+  }
+}
+
+void Net::give_up(int rank) {
+  const auto [call, fingerprint] = shm_.step_line(shm_.rank()).begun.load();
+  shm_.condemn({.kind = Kind::unreachable, .peer = rank, .reporter = rank_, .call = call, .fingerprint = fingerprint});
+}
+
+void Net::need_lane(int rank) {
+  Peer& p = peer(rank);
+  if (p.lane_asked || p.lane || rank > rank_) return;  // the higher asks for both
+  p.lane_asked = true;
+  opener_(rank, Connection::lane);
+}
+
+void Net::need_post(int rank) {
+  Peer& p = peer(rank);
+  if (p.post_asked || p.post || closing_.load(std::memory_order_acquire)) return;
+  p.post_asked = true;
+  opener_(rank, Connection::post);
 }
 
 // --- lanes ---
@@ -103,6 +166,7 @@ void Net::take_up(int rank) {
 
 void Net::send(int to, const void* data, size_t nbytes) {
   if (nbytes == 0) return;
+  need_lane(to);
   peer(to).out.push_back({static_cast<const std::byte*>(data), nbytes});
   take_up(to);
 }
@@ -110,6 +174,7 @@ void Net::send(int to, const void* data, size_t nbytes) {
 uint64_t Net::receive(int from, void* data, size_t nbytes) {
   Peer& p = peer(from);
   if (nbytes == 0) return p.asked;
+  need_lane(from);
   p.in.push_back({static_cast<std::byte*>(data), nbytes});
   take_up(from);
   return p.asked += nbytes;
@@ -215,7 +280,7 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
       sys::yield();
       continue;
     }
-    polled.clear();
+    polled.assign({{.fd = opened_.get(), .events = POLLIN, .revents = 0}});
     for (const int r : busy_) {
       const Peer& p = peer(r);
       if (p.lane.ended()) continue;
@@ -223,6 +288,7 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
       polled.push_back({.fd = p.lane.fd(), .events = static_cast<short>(events), .revents = 0});
     }
     poll(polled.data(), polled.size(), ended ? 1 : static_cast<int>(kSliceNs / kMs));
+    if (polled.front().revents != 0) drain(opened_);
   }
 }
 
@@ -244,19 +310,13 @@ void Net::clear() {
   busy_.clear();
 }
 
-// --- pulses: what other threads ask of the thread ---
-
-void Net::wake() {
-  const uint64_t one = 1;
-  // It fails only if the counter is full, and then the thread is awake.
-  if (write(wake_.get(), &one, sizeof one) < 0) return;
-}
+// --- posts ---
 
 bool Net::doze() {
   std::vector<pollfd> polled;
   for (const int r : others_) {
     const Stream& post = peer(r).post;
-    if (post.ended()) continue;
+    if (!post || post.ended()) continue;
     const auto events = static_cast<short>(POLLIN | (post.full() ? POLLOUT : 0));
     polled.push_back({.fd = post.fd(), .events = events, .revents = 0});
   }
@@ -264,38 +324,30 @@ bool Net::doze() {
 }
 
 void Net::watch_posts() {
-  if (!watching_.exchange(true, std::memory_order_seq_cst)) wake();
+  if (watching_.exchange(true, std::memory_order_seq_cst)) return;
+  start_thread();
+  wake();
 }
 
-void Net::announce() { wake(); }
+// --- signs of life: what is asked ---
+
+void Net::wake() { signal(wake_); }
 
 void Net::say(uint32_t call, const Fingerprint& fingerprint) {
-  shm_.step_line(shm_.rank()).begun.store(call, std::memory_order_release);
-  const std::lock_guard lock(pulse_lock_);
-  call_ = call;
-  fingerprint_ = fingerprint;
-  call_said_ = false;
+  shm_.step_line(shm_.rank()).begun.store(call, fingerprint);
 }
 
 std::pair<uint32_t, Fingerprint> Net::last_call(int rank) {
-  const std::lock_guard lock(pulse_lock_);
-  if (rank == rank_) return {call_, fingerprint_};
-  return {peer(rank).call, peer(rank).fingerprint};
+  const int local = shm_.local(rank);
+  return local < 0 ? shm_.far(rank).begun.load() : shm_.step_line(local).begun.load();
 }
 
 std::vector<int> Net::behind(uint32_t call) {
   std::vector<int> ranks;
   for (int r = 0; r < hosts_.ranks(); r++) {
     const int local = shm_.local(r);
-    uint32_t begun = 0;
-    if (r == rank_) {
-      begun = call;
-    } else if (local < 0) {
-      begun = last_call(r).first;
-    } else {
-      begun = shm_.step_line(local).begun.load(std::memory_order_acquire);
-    }
-    if (static_cast<int32_t>(call - begun) > 0) ranks.push_back(r);
+    const uint32_t begun = local < 0 ? shm_.far(r).begun.call() : shm_.step_line(local).begun.call();
+    if (r != rank_ && static_cast<int32_t>(call - begun) > 0) ranks.push_back(r);
   }
   return ranks;
 }
@@ -306,22 +358,42 @@ int Net::blame(int awaited, uint32_t call) {
   return late.empty() || std::find(late.begin(), late.end(), awaited) != late.end() ? awaited : late.front();
 }
 
-void Net::say_note(uint32_t call, const std::string& text) {
-  std::vector<std::byte> body(sizeof call + std::min(text.size(), kLongestWord / 2));
-  std::memcpy(body.data(), &call, sizeof call);
-  std::memcpy(body.data() + sizeof call, text.data(), body.size() - sizeof call);
-  const std::lock_guard lock(pulse_lock_);
-  tell_all(Word::note, body.data(), body.size());
+Presence Net::presence(int rank) {
+  const auto heard = static_cast<Presence>(shm_.far(rank).presence.load(std::memory_order_acquire));
+  if (heard != Presence::left && heard != Presence::unspoken) return heard;
+  // Everything that it has sent is here when its connections have ended, too. Where nobody speaks for it, that is all
+  // there is to be seen.
+  const Peer& p = peer(rank);
+  const bool known = heard == Presence::left || p.lane || p.post;
+  return known && over(p.lane) && over(p.post) ? Presence::left : Presence::here;
 }
 
-std::vector<std::string> Net::notes(uint32_t call, int64_t timeout_ns) {
-  std::unique_lock lock(pulse_lock_);
-  noted_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), [&] {
-    return std::all_of(others_.begin(), others_.end(), [&](int r) { return peer(r).note_call == call; });
-  });
+std::vector<std::string> Net::exchange_notes(const Failure& about, Caller& caller,
+                                             const std::vector<std::string>& here) {
+  if (leads()) {
+    const auto& mates = hosts_.on(this->here());
+    for (size_t p = mates.size(); p-- > 0;) {  // its own last: that is where the thread looks
+      Far& far = shm_.far(mates[p]);
+      const size_t n = std::min(here[p].size(), far.note.size() - 1);
+      std::copy_n(here[p].begin(), n, far.note.begin());
+      far.note[n] = '\0';
+      far.note_call.store(about.call, std::memory_order_release);
+    }
+    wake();
+  }
+  const auto noted = [&](int r) { return shm_.far(r).note_call.load(std::memory_order_seq_cst) == about.call; };
+  Patience patience{.caller = caller, .timeout_ns = kNotesNs, .spin_ns = 0, .final = false};
+  try {
+    shm_.wait(shm_.gate(), patience, about, [&] {
+      const auto silent = std::find_if_not(others_.begin(), others_.end(), noted);
+      return silent == others_.end() ? -1 : *silent;
+    });
+  } catch (const Error& error) {
+    if (error.failure.kind != Kind::timeout) throw;  // the mismatch is known without the notes
+  }
   std::vector<std::string> texts(peers_.size());
   for (const int r : others_) {
-    if (peer(r).note_call == call) texts[static_cast<size_t>(r)] = peer(r).note;
+    if (noted(r)) texts[static_cast<size_t>(r)] = shm_.far(r).note.data();
   }
   return texts;
 }
@@ -329,200 +401,197 @@ std::vector<std::string> Net::notes(uint32_t call, int64_t timeout_ns) {
 void Net::close() {
   closing_.store(true, std::memory_order_release);
   wake();
+  {
+    const std::lock_guard lock(lock_);  // nothing is opened, and no thread started, from here on
+    closed_ = true;
+  }
   if (thread_.joinable()) thread_.join();
+  farewell();
   abandon();
 }
 
 void Net::abandon() {
+  closing_.store(true, std::memory_order_relaxed);
+  closed_ = true;
   for (const int r : others_) {
     peer(r).lane.drop();
     peer(r).post.drop();
-    peer(r).pulse.drop();
   }
-  if (thread_.joinable()) {
-    thread_.detach();  // it runs in the parent only
-    new (&noted_) std::condition_variable;
+  for (auto& link : links_) {
+    if (link) link->drop();
   }
+  if (thread_.joinable()) thread_.detach();  // it runs in the parent only
 }
 
-// --- pulses: the thread ---
+// --- signs of life: the thread ---
 
 void Net::run() {
   while (!closing_.load(std::memory_order_acquire)) turn();
-  farewell();
 }
 
 void Net::turn() {
   const bool watching = watching_.load(std::memory_order_seq_cst);
   std::vector<pollfd> polled{{.fd = wake_.get(), .events = POLLIN, .revents = 0}};
-  std::vector<int> whose{-1};
-  const auto watch = [&](int rank, const Stream& stream, int events) {
-    polled.push_back({.fd = stream.fd(), .events = static_cast<short>(events), .revents = 0});
-    whose.push_back(rank);
+  const auto watch = [&](int fd, int events) {
+    polled.push_back({.fd = fd, .events = static_cast<short>(events), .revents = 0});
   };
-  for (const int r : others_) {
-    Peer& p = peer(r);
-    if (!p.pulse.ended()) {
-      const std::lock_guard lock(pulse_lock_);
-      watch(r, p.pulse, POLLIN | (p.outbox.empty() ? 0 : POLLOUT));
+  std::vector<int> heard;
+  if (pulse_) {
+    for (int host = 0; host < hosts_.count(); host++) {
+      const auto& link = links_[static_cast<size_t>(host)];
+      if (!link || link->ended()) continue;
+      watch(link->fd(), POLLIN | (pulse_->outbox(host).empty() ? 0 : POLLOUT));
+      heard.push_back(host);
     }
-    if (watching && !p.post.ended()) watch(r, p.post, POLLIN | (p.post.full() ? POLLOUT : 0));
-    if (p.leaving && presence(r) == Presence::here) {
-      // Everything that it has sent is here when its other connections have ended, too.
-      std::array<pollfd, 2> rest{{{.fd = p.lane.fd(), .events = POLLRDHUP, .revents = 0},
-                                  {.fd = p.post.fd(), .events = POLLRDHUP, .revents = 0}}};
-      poll(rest.data(), rest.size(), 0);
-      const auto over = [](const pollfd& x) { return (x.revents & (POLLRDHUP | POLLHUP | POLLERR)) != 0; };
-      if (over(rest[0]) && over(rest[1])) {
-        p.presence.store(Presence::left, std::memory_order_release);
-      } else {
-        watch(r, p.lane, over(rest[0]) ? 0 : POLLRDHUP);
-        watch(r, p.post, over(rest[1]) ? 0 : POLLRDHUP);
-      }
+    for (int mate = 0; mate < shm_.size(); mate++) {
+      if (mate != shm_.rank() && !mates_gone_[static_cast<size_t>(mate)]) watch(shm_.liveness(mate), POLLRDHUP);
     }
   }
-  poll(polled.data(), polled.size(), static_cast<int>(kTickNs / kMs));
-  bool posts = false;
-  for (size_t i = 0; i < polled.size(); i++) {
-    if (polled[i].revents == 0) continue;
-    if (whose[i] < 0) {
-      uint64_t count;
-      if (read(wake_.get(), &count, sizeof count) < 0) continue;
-    } else if (Peer& p = peer(whose[i]); polled[i].fd == p.pulse.fd()) {
-      if ((polled[i].revents & POLLOUT) != 0) {
-        const std::lock_guard lock(pulse_lock_);
-        flush_pulse(p);
-      }
-      listen_to(whose[i]);
-    } else {
-      posts = posts || polled[i].fd == p.post.fd();
+  const size_t before_posts = polled.size();
+  if (watching) {
+    for (const int r : others_) {
+      const Stream& post = peer(r).post;
+      if (post && !post.ended()) watch(post.fd(), POLLIN | (post.full() ? POLLOUT : 0));
     }
   }
-  if (posts && watching) {
+  poll(polled.data(), polled.size(), pulse_ ? static_cast<int>(kTickNs / kMs) : -1);
+  if (polled.front().revents != 0) drain(wake_);
+  const auto stirred = [](const pollfd& p) { return p.revents != 0; };
+  if (std::any_of(polled.begin() + static_cast<std::ptrdiff_t>(before_posts), polled.end(), stirred)) {
     watching_.store(false, std::memory_order_seq_cst);
     Shm::ring(shm_.bell(shm_.rank()));
   }
-  beat(sys::now_ns());
+  if (!pulse_) return;
+  for (size_t i = 0; i < heard.size(); i++) {
+    if ((polled[i + 1].revents & ~POLLOUT) != 0) listen_to(heard[i]);
+  }
+  mind_mates();
+  speak();
+  flush_pulses();
 }
 
-void Net::beat(int64_t now) {
+void Net::listen_to(int host) {
+  Stream& link = *links_[static_cast<size_t>(host)];
+  std::array<std::byte, 4096> some;
+  while (const size_t n = link.get(some.data(), some.size())) pulse_->hear(host, some.data(), n);
+  if (link.ended()) pulse_->ended(host, link.error());
+}
+
+// The deaths of those for whom this rank speaks, which nobody else would notice while nobody waits for them.
+void Net::mind_mates() {
+  for (int mate = 0; mate < shm_.size(); mate++) {
+    const auto i = static_cast<size_t>(mate);
+    if (mate == shm_.rank() || mates_gone_[i] || !sys::hung_up(shm_.liveness(mate))) continue;
+    mates_gone_[i] = true;
+    if (shm_.has_left(mate)) continue;
+    const auto [call, fingerprint] = last_call(rank_);
+    shm_.condemn(
+        {.kind = Kind::died, .peer = shm_.number(mate), .reporter = rank_, .call = call, .fingerprint = fingerprint});
+  }
+}
+
+std::vector<Pulse::Status> Net::statuses() const {
+  std::vector<Pulse::Status> all;
+  for (int mate = 0; mate < shm_.size(); mate++) {
+    const auto [call, fingerprint] = shm_.step_line(mate).begun.load();
+    all.push_back({.call = call, .left = shm_.has_left(mate) ? 1U : 0U, .fingerprint = fingerprint});
+  }
+  return all;
+}
+
+void Net::speak() {
   if (!announced_ && shm_.condemned()) {
     announced_ = true;
     try {
       shm_.check_verdict();
     } catch (const Error& error) {
-      const std::lock_guard lock(pulse_lock_);
-      tell_all(Word::verdict, &error.failure, sizeof error.failure);
+      pulse_->condemn(error.failure);
     }
   }
-  const std::lock_guard lock(pulse_lock_);
-  if (now - beaten_ns_ < (call_said_ ? kBeatNs : kTickNs)) return;
-  beaten_ns_ = now;
-  call_said_ = true;
-  const Status status{.call = call_, .fingerprint = fingerprint_};
-  tell_all(Word::status, &status, sizeof status);
+  pulse_->say(sys::now_ns(), statuses());
+  const uint32_t noted = shm_.far(rank_).note_call.load(std::memory_order_acquire);
+  if (noted == noted_) return;
+  noted_ = noted;
+  std::vector<std::string> texts;
+  for (const int r : hosts_.on(here())) texts.emplace_back(shm_.far(r).note.data());
+  pulse_->say_notes(noted, texts);
 }
 
-void Net::tell_all(Word word, const void* body, size_t nbytes) {
-  const WordHead head{static_cast<uint32_t>(word), static_cast<uint32_t>(nbytes)};
-  for (const int r : others_) {
-    Peer& p = peer(r);
-    if (p.outbox.size() > kBacklog) continue;  // it has not listened for minutes
-    const auto add = [&p](const void* data, size_t n) {
-      const auto* bytes = static_cast<const std::byte*>(data);
-      p.outbox.insert(p.outbox.end(), bytes, bytes + n);
-    };
-    add(&head, sizeof head);
-    if (nbytes > 0) add(body, nbytes);
-    flush_pulse(p);
+void Net::flush_pulses() {
+  for (int host = 0; host < hosts_.count(); host++) {
+    const auto& link = links_[static_cast<size_t>(host)];
+    if (!link || link->ended()) continue;
+    const auto& outbox = pulse_->outbox(host);
+    if (!outbox.empty()) pulse_->sent(host, link->put(outbox.data(), outbox.size()));
   }
 }
 
-void Net::flush_pulse(Peer& to) {
-  if (to.outbox.empty()) return;
-  const size_t taken = to.pulse.put(to.outbox.data(), to.outbox.size());
-  to.outbox.erase(to.outbox.begin(), to.outbox.begin() + static_cast<std::ptrdiff_t>(taken));
+void Net::heard_status(int rank, const Pulse::Status& status) {
+  Far& far = shm_.far(rank);
+  far.begun.store(status.call, status.fingerprint);
+  if (status.left != 0) far.presence.store(static_cast<uint32_t>(Presence::left), std::memory_order_release);
 }
 
-void Net::listen_to(int rank) {
-  Peer& p = peer(rank);
-  std::array<std::byte, kLongestWord> some;
-  while (const size_t n = p.pulse.get(some.data(), some.size())) {
-    p.inbox.insert(p.inbox.end(), some.begin(), some.begin() + static_cast<std::ptrdiff_t>(n));
-    size_t at = 0;
-    WordHead head;
-    while (p.inbox.size() - at >= sizeof head) {
-      std::memcpy(&head, p.inbox.data() + at, sizeof head);
-      if (head.nbytes > kLongestWord) return lost(rank, Presence::unreachable);
-      if (p.inbox.size() - at < sizeof head + head.nbytes) break;
-      hear(rank, static_cast<Word>(head.word), p.inbox.data() + at + sizeof head, head.nbytes);
-      at += sizeof head + head.nbytes;
-    }
-    p.inbox.erase(p.inbox.begin(), p.inbox.begin() + static_cast<std::ptrdiff_t>(at));
-  }
-  if (p.pulse.ended() && !p.leaving) {
-    const int error = p.pulse.error();
-    const bool silent = error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH;
-    lost(rank, silent ? Presence::unreachable : Presence::died);
+void Net::heard_note(int rank, uint32_t call, const std::string& text) {
+  Far& far = shm_.far(rank);
+  const size_t n = std::min(text.size(), far.note.size() - 1);
+  std::copy_n(text.begin(), n, far.note.begin());
+  far.note[n] = '\0';
+  far.note_call.store(call, std::memory_order_seq_cst);
+  Shm::ring(shm_.gate());
+}
+
+void Net::heard_close(int host) {
+  for (const int r : hosts_.on(host)) {
+    uint32_t here = static_cast<uint32_t>(Presence::here);
+    shm_.far(r).presence.compare_exchange_strong(here, static_cast<uint32_t>(Presence::unspoken));
   }
 }
 
-void Net::hear(int rank, Word word, const std::byte* body, size_t nbytes) {
-  Peer& p = peer(rank);
-  if (word == Word::status && nbytes == sizeof(Status)) {
-    Status status;
-    std::memcpy(&status, body, sizeof status);
-    const std::lock_guard lock(pulse_lock_);
-    p.call = status.call;
-    p.fingerprint = status.fingerprint;
-  } else if (word == Word::verdict && nbytes == sizeof(Failure)) {
-    Failure failure;
-    std::memcpy(static_cast<void*>(&failure), body, sizeof failure);
-    shm_.condemn(failure);
-  } else if (word == Word::note && nbytes >= sizeof(uint32_t)) {
-    const std::lock_guard lock(pulse_lock_);
-    std::memcpy(&p.note_call, body, sizeof p.note_call);
-    p.note.assign(reinterpret_cast<const char*>(body) + sizeof p.note_call, nbytes - sizeof p.note_call);
-    noted_.notify_all();
-  } else if (word == Word::bye) {
-    p.leaving = true;
+void Net::heard_end(int host, Kind how) {
+  for (const int r : hosts_.on(host)) {
+    if (how == Kind::died && r != hosts_.leader(host)) continue;
+    const Presence presence = how == Kind::died ? Presence::died : Presence::unreachable;
+    shm_.far(r).presence.store(static_cast<uint32_t>(presence), std::memory_order_release);
   }
 }
 
-void Net::lost(int rank, Presence how) {
-  peer(rank).presence.store(how, std::memory_order_release);
-  Failure failure{.kind = how == Presence::died ? Kind::died : Kind::unreachable, .peer = rank, .reporter = rank_};
-  {
-    const std::lock_guard lock(pulse_lock_);
-    failure.call = call_;
-    failure.fingerprint = fingerprint_;
-  }
-  shm_.condemn(failure);
-}
+void Net::heard_verdict(const Failure& failure) { shm_.condemn(failure); }
 
 void Net::farewell() {
-  beat(sys::now_ns());
-  {
-    const std::lock_guard lock(pulse_lock_);
-    tell_all(Word::bye, nullptr, 0);
-  }
-  const auto each = [&](auto&& body) {
-    for (const int r : others_) {
-      if (presence(r) == Presence::died || presence(r) == Presence::unreachable) continue;
-      for (Stream* stream : {&peer(r).lane, &peer(r).post, &peer(r).pulse}) body(*stream);
+  std::vector<Stream*> streams;
+  for (const int r : others_) {
+    const auto presence = static_cast<Presence>(shm_.far(r).presence.load(std::memory_order_acquire));
+    if (presence == Presence::died || presence == Presence::unreachable) continue;
+    for (Stream* stream : {&peer(r).lane, &peer(r).post}) {
+      if (*stream) streams.push_back(stream);
     }
-  };
-  each([](Stream& stream) { shutdown(stream.fd(), SHUT_WR); });
-  // A socket that is closed while something unread lies in it forgets what it has still to send.
+  }
   const int64_t until = sys::now_ns() + kFarewellNs;
+  if (pulse_) {
+    speak();
+    pulse_->leave(statuses());
+    const auto owed = [&](int host) {
+      const auto& link = links_[static_cast<size_t>(host)];
+      return link && !link->ended() && !pulse_->outbox(host).empty();
+    };
+    const auto neighbours = Pulse::neighbours(here(), hosts_.count());
+    for (flush_pulses(); std::any_of(neighbours.begin(), neighbours.end(), owed) && sys::now_ns() < until;) {
+      poll(nullptr, 0, 1);
+      flush_pulses();
+    }
+    for (const int host : neighbours) streams.push_back(links_[static_cast<size_t>(host)].get());
+  }
+  for (const Stream* stream : streams) shutdown(stream->fd(), SHUT_WR);
+  // A socket that is closed while something unread lies in it forgets what it has still to send.
+  std::vector<std::byte> dropped(64 << 10);
   for (;;) {
     int held = 0;
-    std::vector<std::byte> dropped(64 << 10);
-    each([&](Stream& stream) {
-      for (int i = 0; i < 64 && stream.get(dropped.data(), dropped.size()) > 0; i++) {
+    for (Stream* stream : streams) {
+      for (int i = 0; i < 64 && stream->get(dropped.data(), dropped.size()) > 0; i++) {
       }
-      held += unsent(stream.fd());
-    });
+      held += unsent(stream->fd());
+    }
     if (held == 0 || sys::now_ns() >= until) return;
     poll(nullptr, 0, 1);
   }

@@ -1,21 +1,30 @@
 // The ranks of a group on other hosts: connected sockets, and signs of life.
 //
-// With each of them a rank has three TCP connections, so that nothing has to be told apart in a stream:
-//   lane    the bytes of collectives. Both sides know which bytes come when: calls are matched by order.
-//   post    messages (mail.h).
-//   pulse   a thread's: what a rank does at present, that it leaves, that the group has failed.
+// Between two ranks there are connections of two kinds, so that nothing has to be told apart in a stream; each is
+// there from when it is first needed:
+//   lane    the bytes of collectives. Both sides know which bytes come when: calls are matched by order. So both find
+//   at
+//           once that they need it, and the higher rank asks for it.
+//   post    messages (mail.h). Who has one to send asks for it.
+// Who asks does not wait: somebody else connects (native_tcp.py) and hands over what both sides get (adopt); until then
+// the bytes wait as they do for a slow rank, with the same deadlines, verdicts and signals.
+//   pulse   between hosts, not ranks: the first rank of each, its leader, has them (pulse.h), from the beginning.
 //
-// The thread makes a failure on another host a verdict in the shared memory of this one, where whoever
-// waits finds it, and tells the other hosts of verdicts made here. Three states are told apart: a rank whose
-// process has ended (its sockets are closed), one that cannot be reached (the kernel of its host acknowledges
-// nothing for 7 s), and one that is alive but not in this call (its pulse says in which it is). A rank that is stopped
-// is not dead, because its kernel still answers.
+// The leader's thread speaks for the ranks of its host, as what they do stands in their shared memory; and writes what
+// it hears of others there, into a table in its own segment (Far), where all of them read it. It makes a failure on
+// another host a verdict in the shared memory of this one, where whoever waits finds it, and tells the other hosts of
+// verdicts made here. Three states are told apart: a rank whose process has ended (its sockets are closed), one that
+// cannot be reached (the kernel of its host acknowledges nothing for 7 s), and one that is alive but not in this call.
+// A rank that is stopped is not dead, because its kernel still answers. When a leader has left, and other ranks of its
+// host have not, nobody speaks for those: that they go is seen by who is connected with them.
+//
+// Other ranks have a thread from when they first sleep for messages: it rings their bell.
 #pragma once
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -24,23 +33,29 @@
 #include <vector>
 
 #include "../hosts.h"
+#include "pulse.h"
 #include "shm.h"
 #include "stream.h"
 
 namespace allranks {
 
-class Net final : public Elsewhere {
- public:
-  // By rank of the group; of ranks on this host none is open.
-  struct Sockets {
-    std::vector<sys::Fd> lanes;
-    std::vector<sys::Fd> posts;
-    std::vector<sys::Fd> pulses;
-  };
+enum class Connection : uint32_t { lane, post, pulse };
 
-  Net(int rank, Hosts hosts, Sockets sockets, Shm& shm);
+class Net final : public Elsewhere, public Pulse::Listener {
+ public:
+  // Has a connection made with a rank, some time: adopt() or give_up() follows on both sides, unless the group is
+  // closed before. From any thread; does not block.
+  using Opener = std::function<void(int rank, Connection kind)>;
+
+  // pulses: of a leader, by rank of the group, those with other leaders; else empty.
+  Net(int rank, Hosts hosts, std::vector<sys::Fd> pulses, Opener opener, Shm& shm);
   ~Net() override;
   Net(const Net&) = delete;
+
+  // A connection with a rank, from any thread. Sends the greeting before anything else can be sent on it.
+  void adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting = {});
+  // There will be none.
+  void give_up(int rank);
 
   const Hosts& hosts() const { return hosts_; }
   int rank() const { return rank_; }
@@ -61,25 +76,26 @@ class Net final : public Elsewhere {
   // --- posts ---
 
   Stream& post(int rank) { return peer(rank).post; }
+  void need_post(int rank);  // with the mail's lock held
   bool doze() override;
   // The thread rings this rank's bell, once, when one of them has something, or can take something again.
   void watch_posts() override;
 
-  // --- pulses ---
+  // --- signs of life ---
 
   // What this rank does.
   void say(uint32_t call, const Fingerprint& fingerprint);
-  // What the others have said.
+  // What another has said.
   std::pair<uint32_t, Fingerprint> last_call(int rank);
   // The ranks, of any host, that have not begun that call, as far as is known here.
   std::vector<int> behind(uint32_t call);
-  // Where this rank's call stands that does not match.
-  void say_note(uint32_t call, const std::string& text);
-  // Waits for everybody's notes of that call; "" where none came in time.
-  std::vector<std::string> notes(uint32_t call, int64_t timeout_ns);
+  // After a mismatch that every rank has found: where each rank's call stands, as `here` says, by place, of this
+  // host's.
+  // "" where nothing came in time.
+  std::vector<std::string> exchange_notes(const Failure& about, Caller& caller, const std::vector<std::string>& here);
 
-  Presence presence(int rank) override { return peer(rank).presence.load(std::memory_order_acquire); }
-  void announce() override;
+  Presence presence(int rank) override;
+  void announce() override { wake(); }
   int blame(int awaited, uint32_t call) override;
 
   void close();    // tells the others, and waits a little until the kernel has sent what it holds
@@ -95,29 +111,16 @@ class Net final : public Elsewhere {
     size_t nbytes;
   };
   struct Peer {
-    Peer() = default;
-    Peer(sys::Fd a, sys::Fd b, sys::Fd c) : lane(std::move(a)), post(std::move(b)), pulse(std::move(c)) {}
-
     Stream lane;
     Stream post;
-    Stream pulse;
+    bool lane_asked = false;
+    bool post_asked = false;
     std::deque<Out> out;
     std::deque<In> in;
     uint64_t asked = 0;  // bytes, since the beginning
     uint64_t come = 0;
     bool busy = false;
-
-    // The thread's, but for `presence`, and for `outbox` and what follows, which pulse_lock_ guards.
-    std::atomic<Presence> presence = Presence::here;
-    bool leaving = false;
-    std::vector<std::byte> inbox;
-    std::vector<std::byte> outbox;
-    uint32_t call = 0;
-    Fingerprint fingerprint;
-    uint32_t note_call = 0;
-    std::string note;
   };
-  enum class Word : uint32_t { status = 1, verdict, note, bye };
 
   Peer& peer(int rank) { return *peers_[static_cast<size_t>(rank)]; }
   bool move();
@@ -126,34 +129,50 @@ class Net final : public Elsewhere {
   template <class Done>
   void wait(Patience& patience, const Failure& about, Done&& done);
 
+  void need_lane(int rank);
+  void start_thread();
+  void wake();
+
+  // Of the thread; in the end of who closes.
   void run();
   void turn();
-  void beat(int64_t now);
-  void tell_all(Word word, const void* body, size_t nbytes);  // with pulse_lock_ held
-  void flush_pulse(Peer& to);                                 // with pulse_lock_ held
-  void listen_to(int rank);
-  void hear(int rank, Word word, const std::byte* body, size_t nbytes);
-  void lost(int rank, Presence how);
-  void wake();
+  void mind_mates();
+  void speak();
+  void flush_pulses();
+  void listen_to(int host);
+  std::vector<Pulse::Status> statuses() const;
   void farewell();
+
+  void heard_status(int rank, const Pulse::Status& status) override;
+  void heard_note(int rank, uint32_t call, const std::string& text) override;
+  void heard_close(int host) override;
+  void heard_end(int host, Kind how) override;
+  void heard_verdict(const Failure& failure) override;
+
+  bool leads() const { return hosts_.place(rank_) == 0; }
+  int here() const { return hosts_.of(rank_); }
 
   int rank_;
   Hosts hosts_;
+  Opener opener_;
   Shm& shm_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; of ranks on this host without sockets
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; of those on this host never connected
   std::vector<int> others_;                   // the ranks on other hosts
   std::vector<int> busy_;                     // of these, those with something queued on their lane
 
-  std::mutex pulse_lock_;
-  std::condition_variable noted_;
-  uint32_t call_ = 0;
-  Fingerprint fingerprint_;
-  bool call_said_ = true;
+  // The thread's.
+  std::unique_ptr<Pulse> pulse_;                // of a leader
+  std::vector<std::unique_ptr<Stream>> links_;  // by host: the neighbours' pulses
+  std::vector<bool> mates_gone_;                // by place
+  uint32_t noted_ = 0;
   bool announced_ = false;
-  int64_t beaten_ns_ = 0;
+
   std::atomic<bool> watching_ = false;
   std::atomic<bool> closing_ = false;
-  sys::Fd wake_;
+  sys::Fd wake_;     // the thread, from poll
+  sys::Fd opened_;   // who waits on lanes, from poll
+  std::mutex lock_;  // of what follows, and of streams that are opened while others close all
+  bool closed_ = false;
   std::thread thread_;
 };
 

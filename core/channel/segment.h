@@ -17,8 +17,10 @@
 
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "../error.h"
 #include "../types.h"
@@ -42,11 +44,44 @@ struct alignas(kLine) CallLine {
 };
 static_assert(sizeof(CallLine) == kLine);
 
+// The collective that a rank has begun last, where the group spans hosts: written by one thread, read by any.
+class Begun {
+ public:
+  void store(uint32_t call, const Fingerprint& fingerprint) {
+    // The version is odd while this writes: who reads a word of it then sees another version at the end.
+    const uint32_t version = version_.load(std::memory_order_relaxed);
+    version_.store(version + 1, std::memory_order_relaxed);
+    const auto words = std::bit_cast<Words>(fingerprint);
+    for (size_t i = 0; i < words.size(); i++) words_[i].store(words[i], std::memory_order_release);
+    call_.store(call, std::memory_order_release);
+    version_.store(version + 2, std::memory_order_release);
+  }
+  uint32_t call() const { return call_.load(std::memory_order_acquire); }
+  std::pair<uint32_t, Fingerprint> load() const {
+    Words words{};
+    uint32_t call = 0;
+    for (int tries = 0; tries < 1000; tries++) {  // its writer may have been killed in between
+      const uint32_t version = version_.load(std::memory_order_acquire);
+      for (size_t i = 0; i < words.size(); i++) words[i] = words_[i].load(std::memory_order_acquire);
+      call = call_.load(std::memory_order_acquire);
+      if (version % 2 == 0 && version_.load(std::memory_order_acquire) == version) break;
+    }
+    return {call, std::bit_cast<Fingerprint>(words)};
+  }
+
+ private:
+  using Words = std::array<uint64_t, sizeof(Fingerprint) / sizeof(uint64_t)>;
+  std::atomic<uint32_t> version_;
+  std::atomic<uint32_t> call_;
+  std::array<std::atomic<uint64_t>, sizeof(Fingerprint) / sizeof(uint64_t)> words_;
+};
+
 struct alignas(kLine) StepLine {
   std::atomic<uint32_t> done;
   uint32_t disagree;  // by the leader of a host: not 0: where in its ring everybody's fingerprints stand, plus 1
-  std::atomic<uint32_t> begun;  // the group's number of the call that this rank is in, where it spans hosts
+  Begun begun;
 };
+static_assert(sizeof(StepLine) == kLine);
 
 // Only the segment of rank 0 uses its gate and its verdict; they are the whole group's.
 struct alignas(kLine) Verdict {
@@ -58,6 +93,15 @@ struct alignas(kLine) Verdict {
 struct alignas(kLine) Note {
   std::atomic<uint32_t> number;  // of the call
   std::array<char, 2 * kLine - sizeof(uint32_t)> text;
+};
+
+// What the leader of a host has heard of a rank on another one; of those here only the notes, by which it speaks for
+// them. See net.h.
+struct alignas(kLine) Far {
+  Begun begun;
+  std::atomic<uint32_t> presence;   // here, or what has become of it (shm.h)
+  std::atomic<uint32_t> note_call;  // the group's number of the call that the note is about
+  std::array<char, 2 * kLine - sizeof(uint32_t)> note;
 };
 
 struct alignas(kLine) PipeControl {
@@ -78,12 +122,13 @@ struct alignas(kLine) Header {
   std::atomic<uint32_t> left;  // this rank has left the group: destroyed it, or exited
 };
 
-// Sizes in bytes. They decide the layout, so all ranks must agree; tests shrink them so that small
+// Sizes, in bytes but for the last. They decide the layout, so all ranks must agree; tests shrink them so that small
 // tensors take every path.
 struct Sizes {
   size_t piece = 128 << 10;  // the largest: a power of two
   size_t ring = 2 << 20;     // a multiple of it, at least 6
   size_t pipe = 256 << 10;
+  size_t ranks = 0;  // of the group, where it spans hosts
 };
 
 class Layout {
@@ -103,7 +148,9 @@ class Layout {
   size_t pipe_control(int to) const { return note() + sizeof(Note) + static_cast<size_t>(to) * sizeof(PipeControl); }
   size_t ring() const { return page(pipe_control(ranks_)); }
   size_t pipe(int to) const { return ring() + page(sizes_.ring) + static_cast<size_t>(to) * page(sizes_.pipe); }
-  size_t bytes() const { return pipe(ranks_); }
+  size_t far(int number) const { return pipe(ranks_) + static_cast<size_t>(number) * sizeof(Far); }
+  // Only the segment of rank 0 has a table of the ranks elsewhere.
+  size_t bytes(int rank) const { return rank == 0 ? far(static_cast<int>(sizes_.ranks)) : pipe(ranks_); }
 
  private:
   static size_t page(size_t n) { return (n + 4095) / 4096 * 4096; }

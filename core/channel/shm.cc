@@ -16,10 +16,10 @@ constexpr int64_t kAwakeNs = 100'000;  // about twice what a futex wake-up may c
 }  // namespace
 
 uint64_t Layout::magic() const {
-  constexpr uint64_t version = 1;
+  constexpr uint64_t version = 2;
   uint64_t h = 0x616c6c72616e6b73 ^ version;
-  for (const uint64_t x :
-       {static_cast<uint64_t>(ranks_), uint64_t{sizes_.piece}, uint64_t{sizes_.ring}, uint64_t{sizes_.pipe}}) {
+  for (const uint64_t x : {static_cast<uint64_t>(ranks_), uint64_t{sizes_.piece}, uint64_t{sizes_.ring},
+                           uint64_t{sizes_.pipe}, uint64_t{sizes_.ranks}}) {
     h = (h ^ x) * 0x100000001b3;
   }
   return h;
@@ -27,8 +27,8 @@ uint64_t Layout::magic() const {
 
 sys::Fd Shm::create_segment(int rank, int ranks, Sizes sizes) {
   const Layout layout(ranks, sizes);
-  sys::Fd fd = sys::sealed_memory("allranks", layout.bytes());
-  const sys::Mapping map(fd, layout.bytes());
+  sys::Fd fd = sys::sealed_memory("allranks", layout.bytes(rank));
+  const sys::Mapping map(fd, layout.bytes(rank));
   // The rest starts as the kernel gives it: zero is the initial state of every line.
   auto* header = new (map.data() + layout.header()) Header{};
   header->magic = layout.magic();
@@ -40,7 +40,9 @@ sys::Fd Shm::create_segment(int rank, int ranks, Sizes sizes) {
 Shm::Maps Shm::map(Sizes sizes, const std::vector<sys::Fd>& segments) {
   Maps maps;
   const Layout layout(static_cast<int>(segments.size()), sizes);
-  for (const auto& fd : segments) maps.push_back(std::make_shared<sys::Mapping>(fd, layout.bytes()));
+  for (size_t r = 0; r < segments.size(); r++) {
+    maps.push_back(std::make_shared<sys::Mapping>(segments[r], layout.bytes(static_cast<int>(r))));
+  }
   return maps;
 }
 

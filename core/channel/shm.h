@@ -17,13 +17,19 @@
 
 namespace allranks {
 
-enum class Presence : uint8_t { here, left, died, unreachable };
+enum class Presence : uint32_t {
+  here,
+  left,
+  died,
+  unreachable,
+  unspoken,  // here, but whoever spoke for it has left (net.h)
+};
 
 // The ranks of the group on other hosts, as far as waiting concerns them (net.h).
 class Elsewhere {
  public:
   virtual ~Elsewhere() = default;
-  // left: and nothing more will come from it.
+  // left: and nothing more will come from it. Never unspoken.
   virtual Presence presence(int rank) = 0;
   // The group is condemned: tell them.
   virtual void announce() = 0;
@@ -60,6 +66,8 @@ class Shm {
   CallLine& call_line(int rank, uint32_t call) { return at<CallLine>(rank, layout_.call(call)); }
   Note& note(int rank) { return at<Note>(rank, layout_.note()); }
   StepLine& step_line(int rank) { return at<StepLine>(rank, layout_.step()); }
+  Far& far(int number) { return at<Far>(0, layout_.far(number)); }  // of a rank of the group, where it spans hosts
+  int liveness(int rank) const { return liveness_[static_cast<size_t>(rank)].get(); }
   std::byte* ring_at(int rank, uint64_t position) {
     return maps_[static_cast<size_t>(rank)]->data() + layout_.ring() + position % sizes().ring;
   }

@@ -10,11 +10,11 @@
 namespace allranks {
 
 size_t Stream::put(iovec* parts, size_t n) {
-  if (fd_.get() < 0) return 0;
+  if (fd() < 0) return 0;
   if (full()) {
     // The kernel calls it writable when a good part of its buffer is free. To fill every gap as it opens would
     // cut the stream into crumbs.
-    pollfd p{.fd = fd_.get(), .events = POLLOUT, .revents = 0};
+    pollfd p{.fd = fd(), .events = POLLOUT, .revents = 0};
     if (poll(&p, 1, 0) == 0) return 0;
   }
   msghdr message{};
@@ -23,7 +23,7 @@ size_t Stream::put(iovec* parts, size_t n) {
   size_t nbytes = 0;
   for (size_t i = 0; i < n; i++) nbytes += parts[i].iov_len;
   for (;;) {
-    const ssize_t taken = sendmsg(fd_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    const ssize_t taken = sendmsg(fd(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (taken >= 0) {
       full_.store(static_cast<size_t>(taken) < nbytes, std::memory_order_relaxed);
       return static_cast<size_t>(taken);
@@ -56,9 +56,9 @@ size_t Stream::get(void* to, size_t nbytes) {
 }
 
 size_t Stream::receive(std::byte* to, size_t nbytes) {
-  if (fd_.get() < 0) return 0;
+  if (fd() < 0) return 0;
   for (;;) {
-    const ssize_t n = recv(fd_.get(), to, nbytes, MSG_DONTWAIT);
+    const ssize_t n = recv(fd(), to, nbytes, MSG_DONTWAIT);
     if (n > 0) return static_cast<size_t>(n);
     if (n < 0 && errno == EINTR) continue;
     if (n == 0 || errno != EAGAIN) {

@@ -16,8 +16,14 @@ namespace allranks {
 // One thread at a time puts, one gets.
 class Stream {
  public:
-  Stream() = default;
-  explicit Stream(sys::Fd fd) : fd_(std::move(fd)) {}
+  Stream() = default;  // not connected yet: nothing is taken, nothing is there
+  Stream(const Stream&) = delete;
+
+  // From any thread, once.
+  void open(sys::Fd fd) {
+    owned_ = std::move(fd);
+    fd_.store(owned_.get(), std::memory_order_release);
+  }
 
   // The bytes that were taken; 0: the kernel's buffer is full, or the connection has ended.
   size_t put(iovec* parts, size_t n);
@@ -31,16 +37,20 @@ class Stream {
   // The last put could not be taken whole.
   bool full() const { return full_.load(std::memory_order_relaxed); }
 
-  int fd() const { return fd_.get(); }
-  explicit operator bool() const { return fd_.get() >= 0; }
-  void drop() { fd_.reset(); }
+  int fd() const { return fd_.load(std::memory_order_acquire); }  // -1: not open
+  explicit operator bool() const { return fd() >= 0; }
+  void drop() {
+    fd_.store(-1, std::memory_order_relaxed);
+    owned_.reset();
+  }
 
  private:
   static constexpr size_t kStage = 8 << 10;
 
   size_t receive(std::byte* to, size_t nbytes);
 
-  sys::Fd fd_;
+  sys::Fd owned_;
+  std::atomic<int> fd_ = -1;
   std::atomic<bool> ended_ = false;
   int error_ = 0;
   std::atomic<bool> full_ = false;

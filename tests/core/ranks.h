@@ -6,10 +6,13 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <numeric>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "comm.h"
@@ -53,10 +56,8 @@ struct Ranks {
       return rows;
     };
     std::vector<Row> near = square();
-    std::vector<Net::Sockets> far(n);
-    for (auto& sockets : far) {
-      for (Row* row : {&sockets.lanes, &sockets.posts, &sockets.pulses}) row->resize(n);
-    }
+    std::vector<Row> pulses(n);  // of leaders
+    for (int h = 0; h < hosts.count() && hosts.count() > 1; h++) pulses[static_cast<size_t>(hosts.leader(h))].resize(n);
     for (size_t a = 0; a < n; a++) {
       for (size_t b = 0; b < a; b++) {
         if (hosts.of(static_cast<int>(a)) == hosts.of(static_cast<int>(b))) {
@@ -64,15 +65,18 @@ struct Ranks {
           CHECK(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
           near[a][b] = sys::Fd(pair[0]);
           near[b][a] = sys::Fd(pair[1]);
-          continue;
-        }
-        for (auto row : {&Net::Sockets::lanes, &Net::Sockets::posts, &Net::Sockets::pulses}) {
-          auto [one, other] = tcp_pair();
-          (far[a].*row)[b] = std::move(one);
-          (far[b].*row)[a] = std::move(other);
         }
       }
     }
+    for (int h = 0; h < hosts.count(); h++) {
+      for (const int other : Pulse::neighbours(h, hosts.count())) {
+        if (other > h) continue;
+        const auto a = static_cast<size_t>(hosts.leader(h));
+        const auto b = static_cast<size_t>(hosts.leader(other));
+        std::tie(pulses[a][b], pulses[b][a]) = tcp_pair();
+      }
+    }
+    if (hosts.count() > 1) sizes.ranks = n;
     std::vector<Shm::Maps> maps;  // by host
     for (int h = 0; h < hosts.count(); h++) {
       const int here = static_cast<int>(hosts.on(h).size());
@@ -90,8 +94,19 @@ struct Ranks {
                                        std::move(liveness), mates);
       comms.push_back(hosts.count() == 1
                           ? std::make_unique<Comm>(std::move(shm), settings)
-                          : std::make_unique<Comm>(std::move(shm), r, hosts, std::move(far[i]), settings));
+                          : std::make_unique<Comm>(
+                                std::move(shm), r, hosts, std::move(pulses[i]),
+                                [this, r](int peer, Connection kind) { open(r, peer, kind); }, settings));
     }
+  }
+
+  // Connects two ranks, once, whichever asks, as Python does for real ones.
+  void open(int rank, int peer, Connection kind) {
+    const std::lock_guard lock(opening);
+    if (!opened.insert({std::min(rank, peer), std::max(rank, peer), kind}).second) return;
+    auto [one, other] = tcp_pair();
+    comms[static_cast<size_t>(rank)]->net()->adopt(peer, kind, std::move(one));
+    comms[static_cast<size_t>(peer)]->net()->adopt(rank, kind, std::move(other));
   }
 
   // Runs body(comm) on every rank; throws the first rank's failure.
@@ -113,6 +128,8 @@ struct Ranks {
     }
   }
 
+  std::mutex opening;
+  std::set<std::tuple<int, int, Connection>> opened;
   std::vector<std::unique_ptr<Comm>> comms;
 };
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 
 import pytest
@@ -14,28 +15,41 @@ import allranks as dist
 from allranks.testing import run_ranks
 
 
-def test_its_ranks_listen_on_loopback_and_only_while_they_meet() -> None:
-    def body() -> tuple[str, list[str]]:
+def _tcp_sockets() -> tuple[list[tuple[str, int]], list[str]]:
+    """Where this process listens, and the hosts of those that it is connected with."""
+    listening, peers = [], []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            probe = socket.socket(fileno=os.dup(int(number)))
+        except OSError:
+            continue  # a file
+        with probe:
+            if probe.family != socket.AF_INET:
+                continue
+            if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                listening.append(probe.getsockname())
+            else:
+                peers.append(probe.getpeername()[0])
+    return listening, peers
+
+
+def test_its_ranks_listen_on_loopback_on_one_port_and_only_while_there_is_a_group() -> None:
+    def body() -> None:
         dist.init_process_group("tcp")
         assert dist.get_backend() == "tcp"
-        tensor = torch.ones(100_000)
-        dist.all_reduce(tensor)
-        assert (tensor == 3).all()
-        peers, listening = set(), []
-        for number in os.listdir("/proc/self/fd"):
-            try:
-                probe = socket.socket(fileno=os.dup(int(number)))
-            except OSError:
-                continue  # a file
-            with probe:
-                if probe.family == socket.AF_INET:
-                    peers.add(probe.getpeername()[0])
-                    if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        listening.append(str(probe))
+        groups = [dist.new_group() for _ in range(3)]
+        for group in (None, *groups):
+            tensor = torch.ones(100_000)
+            dist.all_reduce(tensor, group=group)
+            assert (tensor == 3).all()
+        listening, peers = _tcp_sockets()
+        assert [address for address, _ in listening] == ["127.0.0.1"]
+        assert set(peers) == {"127.0.0.1"}
         dist.destroy_process_group()
-        return ",".join(peers), listening
+        assert _tcp_sockets() == ([], [])
+        assert threading.active_count() == 1
 
-    assert run_ranks(3, body, init=False) == [("127.0.0.1", [])] * 3
+    run_ranks(3, body, init=False)
 
 
 def test_groups_leave_no_descriptors_and_no_threads() -> None:
@@ -45,6 +59,7 @@ def test_groups_leave_no_descriptors_and_no_threads() -> None:
         def held() -> tuple[int, int]:
             return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
+        dist.barrier()  # connects
         before = held()
         for _ in range(30):
             group = dist.new_group([0, 1])

@@ -414,36 +414,30 @@ def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
     def body() -> list[str]:
         import socket
 
-        from allranks._engines import native_tcp
+        from allranks._engines import native_tcp as tcp
 
-        listened = []
-
-        class Watched(native_tcp.TcpDoor):
-            def meet(self, *args: Any) -> Any:
-                listened.extend(f"{a}:{self.port}" for a in [s.getsockname()[0] for s in self._listeners])
-                if dist.get_rank() == 0:
-                    # Strangers that come first: one is silent, one talks, one claims to be rank 1.
-                    where = self._listeners[0].getsockname()
-                    strangers = [socket.create_connection(where) for _ in range(3)]
-                    strangers[1].sendall(b"GET / HTTP/1.0\r\n\r\n")
-                    native_tcp_frame = native_tcp.pack_frame(native_tcp._HELLO.pack(1, 1, 0, 0))
-                    strangers[2].sendall(native_tcp_frame)
-                    try:
-                        return super().meet(*args)
-                    finally:
-                        assert strangers[2].recv(10) == b""
-                        for stranger in strangers:
-                            stranger.close()
-                return super().meet(*args)
-
-        from allranks._engines import native_connect
-
-        native_connect.TcpDoor = Watched
-        group = dist.new_group()
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor, group=group)
-        assert tensor.item() == 2
-        return listened
+        (reception,) = tcp.Reception._all.values()
+        (circle,) = reception._circles.values()
+        if dist.get_rank() == 0:
+            # Strangers that come first: one is silent, one talks, one claims to be rank 1, and repeats our own proof.
+            where = reception._listeners[0].getsockname()
+            strangers = [socket.create_connection(where, 10) for _ in range(3)]
+            strangers[1].sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert strangers[1].recv(10) == b""
+            hello = tcp.Hello(circle.name, 1, 0, tcp.POST)
+            strangers[2].sendall(tcp.pack_frame(tcp.greet(hello, bytes(32))))
+            said = strangers[2].recv(1000)
+            strangers[2].sendall(tcp.pack_frame(said[-32:]))
+            assert strangers[2].recv(10) == b""
+            nobody = socket.create_connection(where, 10)
+            nobody.sendall(tcp.pack_frame(tcp.greet(hello._replace(circle=bytes(16)), bytes(32))))
+            assert nobody.recv(10) == b"?"
+            for stranger in (*strangers, nobody):
+                stranger.close()
+            assert "secret" in str(circle.refusals)
+        dist.barrier()
+        dist.send(torch.ones(1), 1) if dist.get_rank() == 0 else dist.recv(torch.ones(1), 0)
+        return [listener.getsockname()[0] for listener in reception._listeners]
 
     for host, listened in zip(three_hosts.hosts, on_hosts(three_hosts, [0, 1], body), strict=False):
-        assert [where.rpartition(":")[0] for where in listened] == [host.address]
+        assert listened == [host.address]

@@ -83,22 +83,32 @@ class NativeEngine(Engine):
         sizes = _core.Sizes()
         sizes.pipe = min(max(_PIPES_BYTES // size // 4096 * 4096, _PIPE_BYTES[0]), _PIPE_BYTES[1])
         place = host_of[:rank].count(host_of[rank])
+        if self._spans_hosts:
+            sizes.ranks = len(members)
         made = connect(rank, members, host_of, exchange, lambda: _core.create_segment(place, size, sizes), timeout_s)
+        self._circle = made.circle
+        self._troubles = made.circle.troubles if made.circle is not None else {}
         spare = usable_cpus() - size
         spins = _SPIN_US if spare >= 0 else 0.0, _SPIN_US if spare >= size else 0.0
-        if self._spans_hosts:
+        if made.circle is not None:
+            circle = made.circle
             self.comm = _core.Comm.across_hosts(
-                rank, host_of, sizes, made.segments, made.liveness, made.far, timeout_s, *spins
-            )
+                rank, host_of, sizes, made.segments, made.liveness, made.pulses,
+                circle.asking_pipe, circle.number, timeout_s, *spins,
+            )  # fmt: skip
+            circle.comm = self.comm
         else:
             self.comm = _core.Comm(rank, sizes, made.segments, made.liveness, timeout_s, *spins)
 
         if get_debug_level() is not DebugLevel.DETAIL:
             comm = self.comm  # not self: a call outlives the engine when the group is destroyed meanwhile
+            troubles = self._troubles
 
             def explain_now(failure: _core.Failure, verb: str) -> AllranksError:
                 calls = comm.last_calls()
-                return explain(failure, verb, group=group_name, rank=rank, members=members, last_calls=calls)
+                return explain(
+                    failure, verb, group=group_name, rank=rank, members=members, last_calls=calls, troubles=troubles
+                )
 
             self.now = _core.Now(self.comm, explain_now)
 
@@ -291,6 +301,9 @@ class NativeEngine(Engine):
 
     def close(self) -> None:
         self.comm.close()
+        if self._circle is not None:
+            self._circle.close()
+            self._circle = None
         self.now = never
         self._pending.clear()
 
@@ -308,6 +321,7 @@ class NativeEngine(Engine):
             rank=self._rank,
             members=self._members,
             last_calls=self.comm.last_calls(),
+            troubles=self._troubles,
         )
 
     # --- tensors ---

@@ -2,7 +2,8 @@
 
 Those of one host hand a piece of their memory to each other, over unix sockets in the abstract namespace, which leave
 no file behind. The sockets stay open as liveness sockets: the end of one says that its rank is gone. Those of
-different hosts connect over TCP (`native_tcp`). How the ranks hear of each other's addresses is the caller's
+different hosts connect over TCP when they need it (`native_tcp`); from the beginning only the first ranks of hosts
+do, for signs of life. How the ranks hear of each other's addresses is the caller's
 business (`Exchange`): a store for the world, the parent group for a group made later.
 
 On one host are ranks that see one running kernel and one network namespace (`_network.machine`), and then the unix
@@ -20,7 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from allranks._engines.native_tcp import TcpDoor, channel_key
+from allranks import _core
+from allranks._engines.native_tcp import Circle, Reception, Target
 from allranks._errors import JoinError, rank_list
 from allranks._store import load_secret
 
@@ -51,17 +53,14 @@ class Connections(NamedTuple):
     Attributes:
         segments: descriptors of the memories of this host's ranks, in order.
         liveness: of the sockets to them that stay connected; -1 for this rank.
-        far: for each kind (`native_tcp.KINDS`) the connections by rank; -1 for those of this host. Empty where all are.
+        pulses: of the connections for signs of life, by rank; -1 for others. Empty where this rank has none.
+        circle: what makes the connections with other hosts that are needed later; None where all share this host.
     """
 
     segments: list[int]
     liveness: list[int]
-    far: list[list[int]]
-
-    def close(self) -> None:
-        for descriptor in (*self.segments, *self.liveness, *(fd for kind in self.far for fd in kind)):
-            if descriptor >= 0:
-                os.close(descriptor)
+    pulses: list[int]
+    circle: Circle | None
 
 
 def connect(
@@ -88,31 +87,37 @@ def connect(
     """
     memory = create()
     if len(members) == 1:
-        return Connections([memory], [-1], [])
+        return Connections([memory], [-1], [], None)
     deadline = time.monotonic() + timeout_s
     near = [r for r, host in enumerate(host_of) if host == host_of[rank]]
     local = len({member.machine for member in members}) == 1  # and so is the network
     with Door(memory) as door:
         if len(near) == len(members):
-            return Connections(*door.meet(rank, exchange(door.record + _PORT.pack(0)), timeout_s), [])
+            return Connections(*door.meet(rank, exchange(door.record + _PORT.pack(0)), timeout_s), [], None)
         secret = load_secret()
-        with TcpDoor((_LOOPBACK,) if local else members[rank].addresses) as tcp_door:
-            records = exchange(door.record + _PORT.pack(tcp_door.port))
-            segments, liveness = door.meet(near.index(rank), [records[r] for r in near], timeout_s, near)
-            made = Connections(segments, liveness, [])
-            try:
-                targets = [
-                    None
-                    if r in near
-                    else ((_LOOPBACK,) if local else members[r].addresses, _PORT.unpack(record[DOOR_BYTES:])[0])
-                    for r, record in enumerate(records)
-                ]
-                key = channel_key(secret, records[0][_NAME_BYTES:DOOR_BYTES])
-                far = tcp_door.meet(rank, members, targets, key, max(deadline - time.monotonic(), 0.1))
-            except BaseException:
-                made.close()
-                raise
-    return made._replace(far=far)
+        reception = Reception.of((_LOOPBACK,) if local else members[rank].addresses)
+        circle = None
+        pulses: list[int] = []
+        try:
+            records = exchange(door.record + _PORT.pack(reception.port))
+            targets: list[Target | None] = [
+                None
+                if r in near
+                else ((_LOOPBACK,) if local else members[r].addresses, _PORT.unpack(record[DOOR_BYTES:])[0])
+                for r, record in enumerate(records)
+            ]
+            circle = Circle(reception, rank, members, targets, secret, records[0][_NAME_BYTES:DOOR_BYTES])
+            # Before its host's ranks meet: they find a leader missing that has not reached the other hosts.
+            pulses = circle.connect_pulses(_core.neighbours(rank, list(host_of)), max(deadline - time.monotonic(), 0.1))
+            left_s = max(deadline - time.monotonic(), 0.1)
+            segments, liveness = door.meet(near.index(rank), [records[r] for r in near], left_s, near)
+        except BaseException:
+            for pulse in pulses:
+                if pulse >= 0:
+                    os.close(pulse)
+            circle.close() if circle is not None else reception.let_go()
+            raise
+    return Connections(segments, liveness, pulses, circle)
 
 
 class Door:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from allranks import _core
@@ -22,6 +22,7 @@ def explain(
     rank: int,
     members: Sequence[Member],
     last_calls: Sequence[tuple[int, _core.Call]],
+    troubles: Mapping[int, str],
 ) -> AllranksError:
     """The error that the core's facts amount to.
 
@@ -32,6 +33,7 @@ def explain(
         rank: this rank.
         members: the ranks of the group.
         last_calls: number and fingerprint of each rank's last collective.
+        troubles: why this rank could not be connected with others.
     """
     kind, peer, reporter, call, theirs, seconds, calls, waiting_for, sites, text = failure.args
 
@@ -77,6 +79,8 @@ def explain(
             f"\n{last_call(peer)}{noticed}",
             peer,
         )
+    if kind == "unreachable" and peer in troubles:
+        return PeerLostError(f"{here}: {who(peer)} cannot be reached: {troubles[peer]}{noticed}", peer)
     if kind == "unreachable":
         return PeerLostError(
             f"{here}: {who(peer)} cannot be reached: its host has not answered for some seconds, or the connection"

@@ -1,9 +1,13 @@
 """Connects the native engine's ranks of different hosts.
 
-Every rank listens on the addresses that its host publishes, and on no others; the higher rank of two dials the lower.
-Both prove that they know the job's secret, in the store's way (`_store.wire`), before anything else is said. A
-stranger can neither hold up those who belong here nor make a rank keep much: at most 64 at a time, for 5 s, with a
-quarter of a kilobyte each.
+A process that is in groups which span hosts has one reception for all of them: a thread that listens on the
+addresses which its host publishes, and on no others, and makes the connections that the core asks for. Both sides
+prove that they know the job's secret; what they prove names the group, the two ranks and the purpose, so that no
+connection can be taken for another. A stranger can neither hold up those who belong here nor make a rank keep much: at
+most 64 at a time, for 5 s, with a quarter of a kilobyte each.
+
+Either side may connect. If both do at once, the higher rank's connection is taken, and the lower one's turned down.
+A rank that is stopped is waited for; one whose host does not answer, or where nobody listens, is given up.
 
 What is sent afterwards is not encrypted.
 """
@@ -11,17 +15,19 @@ What is sent afterwards is not encrypted.
 from __future__ import annotations
 
 import errno
+import hashlib
 import hmac
 import os
 import selectors
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from allranks._errors import ConfigError, JoinError, SecretError, rank_list
+from allranks._errors import AllranksError, ConfigError, JoinError, SecretError, rank_list
 from allranks._network import nearest_first
 from allranks._store import reason
 from allranks._store.wire import (
@@ -30,296 +36,475 @@ from allranks._store.wire import (
     KNOCK,
     NONCE,
     SHARE_SECRET,
-    VERSION,
     FrameDecoder,
-    Greeting,
     WireError,
-    answer_greeting,
     pack_frame,
 )
 
 if TYPE_CHECKING:
+    from allranks import _core
     from allranks._rendezvous import Member
 
-__all__ = ["KINDS", "TcpDoor", "channel_key"]
+__all__ = ["LANE", "POST", "PULSE", "Circle", "Hello", "Reception", "circle_key", "circle_name", "greet", "proof"]
 
-KINDS = 3
-"""Connections between two ranks: for collectives, messages, signs of life (core/channel/net.h)."""
+LANE, POST, PULSE = range(3)
+"""What a connection is for (core/channel/net.h)."""
 
-_HELLO = struct.Struct("!BIIB")  # version, from, to, kind
-_VERSION = 1  # of what the core sends (core/channel/net.cc, core/wide.cc)
-_TAKEN = b"!"
+PROTOCOL = b"allranks-channel/2|"
+"""Its number counts versions of the greeting, and of what the core sends (net.cc, pulse.cc, wide.cc, mail.cc)."""
+
+_NAME = 16
+_HELLO = struct.Struct(f"!{_NAME}sIIB")
+_TAKEN, _TURNED_DOWN, _UNKNOWN = b"!", b"x", b"?"
+_ASK = struct.Struct("=III")  # number of the group, rank, kind
+_CLOSE = 99  # in place of a kind
 _STRANGERS = 64
 _CONNECT_S = 3.0
-_PAUSE_S = 0.05
+_GIVE_UP_S = 10.0
+_PAUSE_S = 0.02
+_LONGEST_PAUSE_S = 0.2
 _PORTS_TRIED = 50
 
+Target = tuple[tuple[str, ...], int]
+"""Addresses and port."""
 
-def channel_key(secret: bytes, token: bytes) -> bytes:
+
+# --- the greeting: pure ----------------------------------------------------------------------------------------
+
+
+class Hello(NamedTuple):
+    """What a connection is to be: said first, and part of what both sides prove.
+
+    Attributes:
+        circle: the group, see ``circle_name``.
+        from_: the rank that connects.
+        to: the rank that is meant.
+        kind: what for.
+    """
+
+    circle: bytes
+    from_: int
+    to: int
+    kind: int
+
+
+def circle_key(secret: bytes, token: bytes) -> bytes:
     """What the ranks of one group prove to each other to know."""
     return hmac.digest(secret, b"allranks-channel|" + token, "sha256")
 
 
-class TcpDoor:
-    """Where the ranks of other hosts find this one.
+def circle_name(token: bytes) -> bytes:
+    """How they name it before they have."""
+    return hashlib.sha256(b"allranks-circle|" + token).digest()[:_NAME]
 
-    Args:
-        addresses: where to listen.
 
-    Attributes:
-        port: the same on all of them.
+def greet(hello: Hello, nonce: bytes) -> bytes:
+    """The first frame, of who connects. The second is a nonce and a proof, the third a proof."""
+    return PROTOCOL + _HELLO.pack(*hello) + nonce + KNOCK
+
+
+def read_greeting(frame: bytes) -> tuple[Hello, bytes]:
+    """Its hello and nonce.
 
     Raises:
-        ConfigError: there is no address, or none can be listened on.
+        WireError: not an allranks rank.
+        ConfigError: one of another version.
+    """
+    if not frame.startswith(PROTOCOL[:-2]):
+        raise WireError("not an allranks rank")
+    if not frame.startswith(PROTOCOL):
+        raise ConfigError("it has another version of allranks: install one on all hosts")
+    if len(frame) != len(PROTOCOL) + _HELLO.size + NONCE + len(KNOCK):
+        raise WireError("no greeting of a rank")
+    return Hello(*_HELLO.unpack_from(frame, len(PROTOCOL))), frame[len(PROTOCOL) + _HELLO.size : -len(KNOCK)]
+
+
+def proof(key: bytes, role: bytes, hello: Hello, nonces: bytes) -> bytes:
+    """That one knows the key: of this connection, for this role, and worth nothing elsewhere."""
+    return hmac.digest(key, PROTOCOL + role + b"|" + _HELLO.pack(*hello) + nonces, "sha256")
+
+
+# --- a group ---------------------------------------------------------------------------------------------------
+
+
+class Circle:
+    """A group's connections with other hosts, as this process sees them.
+
+    Attributes:
+        number: what the core names it by.
+        comm: what takes over its connections; None while the group is made.
+        troubles: why there is no connection with a rank that was given up.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        if not addresses:
-            raise ConfigError(
-                f"host {socket.gethostname()} has no network address that other hosts could reach (loopback and bridges"
-                " of containers do not count). Name an interface: ALLRANKS_IFACE=eth0"
-            )
-        self._listeners: list[socket.socket] = []
-        self._refusals: dict[str, str] = {}
-        for attempt in range(_PORTS_TRIED):
-            try:
-                self._listen(addresses)
-                break
-            except OSError as error:
-                self.close()
-                if attempt == _PORTS_TRIED - 1:
-                    raise ConfigError(f"Cannot listen on {', '.join(addresses)}: {reason(error)}.") from None
-
-    def _listen(self, addresses: Sequence[str]) -> None:
-        self.port = 0
-        gone: OSError | None = None
-        for address in addresses:
-            listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((address, self.port))
-            except OSError as error:
-                listener.close()
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-                gone = error  # an interface that is coming up or going down
-                continue
-            self._listeners.append(listener)
-            listener.listen(socket.SOMAXCONN)
-            listener.setblocking(False)
-            self.port = listener.getsockname()[1]
-        if gone is not None and not self._listeners:
-            raise gone
-
-    def __enter__(self) -> TcpDoor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        for listener in self._listeners:
-            listener.close()
-        self._listeners.clear()
-
-    def meet(
+    def __init__(
         self,
+        reception: Reception,
         rank: int,
         members: Sequence[Member],
-        targets: Sequence[tuple[tuple[str, ...], int] | None],
-        key: bytes,
-        timeout_s: float,
-    ) -> list[list[int]]:
-        """Connects with other ranks.
+        targets: Sequence[Target | None],
+        secret: bytes,
+        token: bytes,
+    ) -> None:
+        self.comm: _core.Comm | None = None
+        self.troubles: dict[int, str] = {}
+        self._reception = reception
+        self.rank = rank
+        self._members = members
+        self.targets = targets
+        self.key = circle_key(secret, token)
+        self.name = circle_name(token)
+        self.refusals: dict[str, str] = {}
+        self.pulses: dict[int, socket.socket] = {}
+        self.open: set[tuple[int, int]] = set()
+        self.failed: AllranksError | None = None
+        self.changed = threading.Condition()
+        self.number = reception.enter(self)
 
-        Args:
-            rank: this process in the group.
-            members: who is in it.
-            targets: addresses and port by rank; None of those that are not to be connected.
-            key: what all of them know, see ``channel_key``.
-            timeout_s: for all of it.
+    @property
+    def asking_pipe(self) -> int:
+        """Where the core writes which connections it needs."""
+        return self._reception.asking_pipe
+
+    def connect_pulses(self, peers: Sequence[int], timeout_s: float) -> list[int]:
+        """Connects with the leaders of other hosts.
 
         Returns:
-            For each kind the descriptors by rank, -1 where there is no connection.
+            The descriptors by rank, -1 of others; nothing where there are no peers.
 
         Raises:
-            JoinError: a rank could not be reached in time.
+            JoinError: one could not be reached in time.
             SecretError: one has another secret.
         """
+        if not peers:
+            return []
         deadline = time.monotonic() + timeout_s
-        met: dict[tuple[int, int], socket.socket] = {}
-        try:
-            for peer in range(rank):
-                if targets[peer] is not None:
-                    self._dial(rank, peer, members, targets[peer], key, deadline, met)
-            awaited = {(p, kind) for p in range(rank + 1, len(targets)) if targets[p] for kind in range(KINDS)}
-            if awaited:
-                _Reception(rank, key, self._listeners, self._refusals).take(awaited, met, deadline)
-            missing = sorted({peer for peer, _ in awaited - met.keys()})
+        for peer in peers:
+            if peer < self.rank:
+                self._reception.ask(self.number, peer, PULSE)
+        with self.changed:
+            while (missing := [p for p in peers if p not in self.pulses]) and self.failed is None:
+                if not self.changed.wait(max(deadline - time.monotonic(), 0.001)) and time.monotonic() >= deadline:
+                    break
+            if self.failed is not None:
+                raise self.failed
             if missing:
-                refused = "".join(f"\n  {line}" for line in self._refusals.values())
-                raise JoinError(
-                    f"rank {rank} (host {members[rank].host}): {rank_list(missing)} "
-                    f"({', '.join(members[p].host for p in missing[:4])}) did not connect in {timeout_s:.1f} s. It"
-                    f" listened on port {self.port} of {', '.join(members[rank].addresses)}.{refused}\n"
-                    "  Can they reach one of these addresses? A firewall between the hosts must let ranks connect;"
-                    " ALLRANKS_IFACE names the interface to use."
-                )
-        except BaseException:
-            for connection in met.values():
-                connection.close()
-            raise
-        found = {where: connection.detach() for where, connection in met.items()}
-        return [[found.get((peer, kind), -1) for peer in range(len(targets))] for kind in range(KINDS)]
+                raise JoinError(self._who_is_missing(missing, timeout_s))
+            return [self.pulses.pop(r).detach() if r in peers else -1 for r in range(len(self._members))]
 
-    def _dial(
-        self,
-        rank: int,
-        peer: int,
-        members: Sequence[Member],
-        target: tuple[tuple[str, ...], int] | None,
-        key: bytes,
-        deadline: float,
-        met: dict[tuple[int, int], socket.socket],
-    ) -> None:
-        assert target is not None
-        addresses, port = target
-        began = time.monotonic()
-        trouble = "it publishes no address"
-        while True:
-            for address in nearest_first(addresses):
-                try:
-                    for kind in range(KINDS):
-                        if (peer, kind) not in met:
-                            met[peer, kind] = _connect(address, port, key, (rank, peer, kind), deadline)
-                    return
-                except SecretError as error:
-                    raise SecretError(f"rank {rank}: rank {peer} ({members[peer].host}, {address}): {error}") from None
-                except (OSError, WireError, ConfigError) as error:
-                    trouble = f"{address}: {reason(error)}"
-            if time.monotonic() >= deadline:
-                raise JoinError(
-                    f"rank {rank} (host {members[rank].host}): no connection with rank {peer} (host"
-                    f" {members[peer].host}) for {time.monotonic() - began:.1f} s; tried port {port} of"
-                    f" {', '.join(addresses) or 'no address'} (last: {trouble}).\n"
-                    "  Can this host reach one of these addresses? A firewall between the hosts must let ranks connect;"
-                    " ALLRANKS_IFACE names the interface to use."
-                )
-            time.sleep(_PAUSE_S)
+    def _who_is_missing(self, missing: list[int], timeout_s: float) -> str:
+        me = self._members[self.rank]
+        tried = "".join(f"\n  {self.troubles[p]}" for p in missing if p in self.troubles)
+        refused = "".join(f"\n  {line}" for line in self.refusals.values())
+        return (
+            f"rank {self.rank} (host {me.host}): {rank_list(missing)}"
+            f" ({', '.join(self._members[p].host for p in missing[:4])}) did not connect in {timeout_s:.1f} s. It"
+            f" listened on port {self._reception.port} of {', '.join(me.addresses)}.{tried}{refused}\n"
+            "  Can they reach one of these addresses? A firewall between the hosts must let ranks connect;"
+            " ALLRANKS_IFACE names the interface to use."
+        )
 
+    def note_trouble(self, peer: int, port: int, addresses: Sequence[str], seconds: float, last: str) -> None:
+        """Keeps why a rank cannot be reached."""
+        self.troubles[peer] = (
+            f"no connection with rank {peer} (host {self._members[peer].host}) for {seconds:.1f} s; tried port {port}"
+            f" of {', '.join(addresses) or 'no address'} (last: {last}).\n"
+            "  Can this host reach one of these addresses? A firewall between the hosts must let ranks connect;"
+            " ALLRANKS_IFACE names the interface to use."
+        )
 
-def _connect(address: str, port: int, key: bytes, hello: tuple[int, int, int], deadline: float) -> socket.socket:
-    connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        now = time.monotonic()
-        connection.settimeout(max(0.01, min(deadline - now, _CONNECT_S)))
-        connection.connect((address, port))
-        if connection.getsockname() == connection.getpeername():  # TCP's simultaneous open, with itself
-            raise ConnectionRefusedError("nobody listens there")
-        # It may have to dial others before it answers.
-        connection.settimeout(max(0.01, min(deadline - now, GREETING_S)))
-        nonce = os.urandom(NONCE)
-        connection.sendall(pack_frame(VERSION + nonce + KNOCK))
-        decoder = FrameDecoder(GREETING_LIMIT)
-        while (frame := decoder.next()) is None:
-            decoder.feed(_some(connection))
-        proof, right = answer_greeting(key, nonce, frame)
-        connection.sendall(pack_frame(proof) + (pack_frame(_HELLO.pack(_VERSION, *hello)) if right else b""))
-        if not right:
-            raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
-        if _some(connection, len(_TAKEN)) != _TAKEN:  # and no more: the core's first words may be behind it
-            raise WireError("it does not expect this rank")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    # Of the reception's thread.
+
+    def takes(self, peer: int, kind: int) -> bool:
+        """Whether such a connection can be used now."""
+        return peer < len(self.targets) and self.targets[peer] is not None and (kind == PULSE or self.comm is not None)
+
+    def give(self, peer: int, kind: int, connection: socket.socket, greeting: bytes) -> None:
+        """Hands a connection over."""
+        self.open.add((peer, kind))
+        if kind == PULSE:
+            if greeting:
+                with suppress(OSError):  # it has ended: so its own end will say
+                    connection.send(greeting)
+            with self.changed:
+                self.pulses[peer] = connection
+                self.changed.notify_all()
+            return
+        comm = self.comm
+        if comm is None:  # closed meanwhile
+            connection.close()
+        else:
+            comm.adopt(peer, kind, connection.detach(), greeting.decode())
+
+    def give_up(self, peer: int, kind: int, error: AllranksError | None) -> None:
+        """There will be no connection with a rank."""
+        if kind == PULSE:
+            with self.changed:
+                self.failed = error
+                self.changed.notify_all()
+            return
+        if error is not None:
+            self.troubles[peer] = str(error)
+        if (comm := self.comm) is not None:
+            comm.give_up(peer)
+
+    def close(self) -> None:
+        """The group has ended, or was never made. Idempotent."""
+        self._reception.leave(self)
+        self.comm = None
+        for connection in self.pulses.values():
+            connection.close()
+        self.pulses.clear()
 
 
-def _some(connection: socket.socket, most: int = GREETING_LIMIT) -> bytes:
-    data = connection.recv(most)
-    if not data:
-        raise ConnectionResetError("it closed the connection")
-    return data
+# --- connections on their way -------------------------------------------------------------------------------------
 
 
 class _Caller:
     """A connection that has not said yet, or not proved, whose it is."""
 
-    def __init__(self, connection: socket.socket, name: str, key: bytes) -> None:
+    circle: Circle | None = None
+    hello: Hello
+    expected: bytes
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
         self.connection = connection
         self.name = name
         self.since = time.monotonic()
-        self.greeting: Greeting | None = Greeting(key, os.urandom(NONCE))
         self.decoder = FrameDecoder(GREETING_LIMIT)
 
 
-class _Reception:
-    """Takes the connections that others open to this rank."""
+class _Dial:
+    """A connection that is wanted, address after address until one leads to the rank."""
 
-    def __init__(self, rank: int, key: bytes, listeners: list[socket.socket], refusals: dict[str, str]) -> None:
-        self._rank = rank
-        self._key = key
-        self._listeners = listeners
-        self._refusals = refusals
+    connection: socket.socket | None = None  # None: pausing
+    nonce: bytes
+    decoder: FrameDecoder
+
+    def __init__(self, circle: Circle, peer: int, kind: int) -> None:
+        target = circle.targets[peer]
+        assert target is not None
+        self.circle, self.peer, self.kind = circle, peer, kind
+        self.addresses, self.port = nearest_first(target[0]), target[1]
+        self.began = self.answered = time.monotonic()
+        self.next = 0  # which address
+        self.until: float | None = self.began  # of the present state
+        self.pause_s = _PAUSE_S
+        self.connected = self.proved = False
+        self.trouble = "it publishes no address"
+
+    @property
+    def address(self) -> str:
+        return self.addresses[self.next % len(self.addresses)]
+
+
+# --- the reception ---------------------------------------------------------------------------------------------
+
+
+class Reception:
+    """Where the ranks of other hosts find this process, and what connects it with them.
+
+    Attributes:
+        port: the same on all addresses.
+        asking_pipe: where a group's number, a rank and a kind are written to have them connected.
+    """
+
+    _all: ClassVar[dict[tuple[str, ...], Reception]] = {}
+    _guard = threading.Lock()
+
+    @classmethod
+    def of(cls, addresses: Sequence[str]) -> Reception:
+        """The reception on these addresses, which is opened if there is none. To be let go of.
+
+        Raises:
+            ConfigError: there is no address, or none can be listened on.
+        """
+        with cls._guard:
+            found = cls._all.get(tuple(addresses))
+            if found is None:
+                found = cls._all[tuple(addresses)] = cls(tuple(addresses))
+            found._users += 1
+            return found
+
+    def __init__(self, addresses: tuple[str, ...]) -> None:
+        if not addresses:
+            raise ConfigError(
+                f"host {socket.gethostname()} has no network address that other hosts could reach (loopback and bridges"
+                " of containers do not count). Name an interface: ALLRANKS_IFACE=eth0"
+            )
+        self._addresses = addresses
+        self._users = 0
+        self._circles: dict[int, Circle] = {}
+        self._made = 0
         self._callers: dict[_Caller, None] = {}
+        self._dials: dict[_Dial, None] = {}
+        self._stopping = False
+        self._listeners = _listen(addresses)
+        self.port: int = self._listeners[0].getsockname()[1]
+        self._heard, self.asking_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        # Not epoll: a forked child that closed a descriptor of it would change the parent's.
+        self._selector = selectors.PollSelector()
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._heard, selectors.EVENT_READ, self._take_orders)
+        self._thread = threading.Thread(target=self._run, name="allranks-reception", daemon=True)
+        self._thread.start()
 
-    def take(self, awaited: set[tuple[int, int]], met: dict[tuple[int, int], socket.socket], deadline: float) -> None:
-        """Until all that are awaited, by rank and kind, have been met, or the deadline."""
-        with selectors.DefaultSelector() as self._selector:
-            for listener in self._listeners:
-                self._selector.register(listener, selectors.EVENT_READ)
-            try:
-                while awaited - met.keys() and (left_s := deadline - time.monotonic()) > 0:
-                    for key, _ in self._selector.select(min(left_s, 0.5)):
-                        if key.data is None:
-                            self._accept(key.fileobj)  # type: ignore[arg-type]
-                        elif key.data in self._callers:
-                            self._hear(key.data, awaited, met)
-                    for caller in [c for c in self._callers if time.monotonic() - c.since > GREETING_S]:
-                        self._drop(caller)
-            finally:
-                for caller in list(self._callers):
-                    self._drop(caller)
+    def let_go(self) -> None:
+        """Closes it, if nobody else uses it."""
+        with self._guard:
+            self._users -= 1
+            if self._users > 0:
+                return
+            del self._all[self._addresses]
+        self._stopping = True
+        self.ask(0, 0, _CLOSE)
+        self._thread.join()
+        self._close_descriptors()
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """In a forked child, where there is no thread: closes what is the parent's."""
+        cls._guard = threading.Lock()
+        for reception in cls._all.values():
+            for circle in reception._circles.values():
+                for connection in circle.pulses.values():
+                    connection.close()
+            for dial in reception._dials:
+                if dial.connection is not None:
+                    dial.connection.close()
+            for caller in reception._callers:
+                caller.connection.close()
+            reception._close_descriptors()
+        cls._all.clear()
+
+    def _close_descriptors(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        os.close(self._heard)
+        os.close(self.asking_pipe)
+
+    def enter(self, circle: Circle) -> int:
+        """A group is to be known here from now on. Returns its number."""
+        with self._guard:
+            self._made += 1
+            self._circles[self._made] = circle
+            return self._made
+
+    def leave(self, circle: Circle) -> None:
+        """A group is no longer known here."""
+        with self._guard:
+            known = self._circles.pop(circle.number, None)
+        if known is not None:
+            self.ask(circle.number, 0, _CLOSE)
+            self.let_go()
+
+    def ask(self, number: int, peer: int, kind: int) -> None:
+        """Wants a connection."""
+        os.write(self.asking_pipe, _ASK.pack(number, peer, kind))
+
+    # What follows is the thread's.
+
+    def _run(self) -> None:
+        while not self._stopping:
+            now = time.monotonic()
+            marks = [c.since + GREETING_S for c in self._callers]
+            marks += [d.until for d in self._dials if d.until is not None]
+            for key, _ in self._selector.select(max(min(marks) - now, 0.0) if marks else None):
+                key.data(key.fileobj)
+            now = time.monotonic()
+            for caller in [c for c in self._callers if now - c.since > GREETING_S]:
+                self._drop(caller)
+            for dial in [d for d in self._dials if d.until is not None and now >= d.until]:
+                if dial.connection is None:
+                    self._start(dial)
+                else:
+                    self._fail(dial, "no answer")
+        for caller in list(self._callers):
+            self._drop(caller)
+        for dial in list(self._dials):
+            self._end(dial)
+
+    def _take_orders(self, _: object) -> None:
+        data = os.read(self._heard, 512 * _ASK.size)
+        for number, peer, kind in _ASK.iter_unpack(data):
+            if kind == _CLOSE:
+                for dial in [d for d in self._dials if d.circle.number == number]:
+                    self._end(dial)
+                continue
+            circle = self._circles.get(number)
+            if circle is not None and (peer, kind) not in circle.open and self._dial_of(circle, peer, kind) is None:
+                dial = _Dial(circle, peer, kind)
+                self._dials[dial] = None
+                self._start(dial)
+
+    def _dial_of(self, circle: Circle, peer: int, kind: int) -> _Dial | None:
+        return next((d for d in self._dials if d.circle is circle and (d.peer, d.kind) == (peer, kind)), None)
+
+    # Who connects to this process.
 
     def _accept(self, listener: socket.socket) -> None:
-        with suppress(BlockingIOError, ConnectionAbortedError):
+        try:
             connection, where = listener.accept()
-            connection.setblocking(False)
-            if len(self._callers) >= _STRANGERS:
-                self._drop(next(iter(self._callers)))
-            caller = _Caller(connection, str(where[0]), self._key)
-            self._callers[caller] = None
-            self._selector.register(connection, selectors.EVENT_READ, caller)
+        except OSError as error:  # gone again; or no descriptor is free, and some may be soon
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(_PAUSE_S)
+            return
+        connection.setblocking(False)
+        if len(self._callers) >= _STRANGERS:
+            self._drop(next(iter(self._callers)))
+        caller = _Caller(connection, str(where[0]))
+        self._callers[caller] = None
+        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._hear(caller))
 
-    def _hear(self, caller: _Caller, awaited: set[tuple[int, int]], met: dict[tuple[int, int], socket.socket]) -> None:
+    def _hear(self, caller: _Caller) -> None:
+        if caller not in self._callers:
+            return
         try:
             caller.decoder.feed(_some(caller.connection))
-            while (frame := caller.decoder.next()) is not None:
-                if caller.greeting is not None:
-                    answer = caller.greeting.step(frame)
-                    if answer is not None:
-                        caller.connection.sendall(pack_frame(answer))
-                    else:
-                        caller.greeting = None
-                    continue
-                if len(frame) != _HELLO.size:
-                    raise WireError("no greeting of a rank")
-                version, peer, to, kind = _HELLO.unpack(frame)
-                if version != _VERSION:
-                    raise ConfigError(f"rank {peer} has another version of allranks: install one on all hosts")
-                if to != self._rank or (peer, kind) not in awaited or (peer, kind) in met:
-                    raise WireError(f"rank {peer} is not expected")
-                caller.connection.sendall(_TAKEN)
-                met[peer, kind] = caller.connection
-                self._forget(caller)
-                return
+            while caller in self._callers and (frame := caller.decoder.next()) is not None:
+                if caller.circle is None:
+                    self._answer(caller, frame)
+                else:
+                    self._check(caller, caller.circle, frame)
         except BlockingIOError:
             return
         except ConfigError as error:  # another secret or version
-            self._refusals[caller.name] = f"{caller.name} was refused: {error}"
+            for circle in [caller.circle] if caller.circle else list(self._circles.values()):
+                circle.refusals[caller.name] = f"{caller.name} was refused: {error}"
             self._drop(caller)
         except (OSError, WireError):
             self._drop(caller)
+
+    def _answer(self, caller: _Caller, frame: bytes) -> None:
+        hello, nonce = read_greeting(frame)
+        for circle in list(self._circles.values()):
+            if circle.name == hello.circle and circle.rank == hello.to and circle.takes(hello.from_, hello.kind):
+                break
+        else:  # not made yet, or left
+            caller.connection.sendall(_UNKNOWN)
+            self._drop(caller)
+            return
+        mine = os.urandom(NONCE)
+        caller.circle, caller.hello = circle, hello
+        caller.expected = proof(circle.key, b"client", hello, nonce + mine)
+        caller.connection.sendall(pack_frame(PROTOCOL + mine + proof(circle.key, b"server", hello, nonce + mine)))
+
+    def _check(self, caller: _Caller, circle: Circle, frame: bytes) -> None:
+        if not hmac.compare_digest(frame, caller.expected):
+            raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
+        peer, kind = caller.hello.from_, caller.hello.kind
+        own = self._dial_of(circle, peer, kind)
+        if (peer, kind) in circle.open or (own is not None and circle.rank > peer):
+            caller.connection.sendall(_TURNED_DOWN)
+            self._drop(caller)
+            return
+        if own is not None:
+            self._end(own)
+        self._forget(caller)
+        if self._circles.get(circle.number) is not circle:  # left meanwhile
+            caller.connection.close()
+            return
+        circle.give(peer, kind, caller.connection, _TAKEN)
 
     def _forget(self, caller: _Caller) -> None:
         self._selector.unregister(caller.connection)
@@ -328,3 +513,175 @@ class _Reception:
     def _drop(self, caller: _Caller) -> None:
         self._forget(caller)
         caller.connection.close()
+
+    # To whom this process connects.
+
+    def _start(self, dial: _Dial) -> None:
+        if not dial.addresses:
+            self._fail(dial, dial.trouble)
+            return
+        family = socket.AF_INET6 if ":" in dial.address else socket.AF_INET
+        try:
+            dial.connection = socket.socket(family, socket.SOCK_STREAM)
+        except OSError as error:
+            self._fail(dial, reason(error))
+            return
+        dial.connection.setblocking(False)
+        dial.connected = dial.proved = False
+        dial.until = time.monotonic() + _CONNECT_S
+        with suppress(BlockingIOError):
+            try:
+                dial.connection.connect((dial.address, dial.port))
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                self._fail(dial, reason(error))
+                return
+        self._selector.register(dial.connection, selectors.EVENT_WRITE, lambda _: self._go_on(dial))
+
+    def _go_on(self, dial: _Dial) -> None:
+        connection = dial.connection
+        if dial not in self._dials or connection is None:
+            return
+        hello = Hello(dial.circle.name, dial.circle.rank, dial.peer, dial.kind)
+        try:
+            if not dial.connected:
+                if trouble := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    raise OSError(trouble, os.strerror(trouble))
+                if connection.getsockname() == connection.getpeername():  # TCP's simultaneous open, with itself
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
+                # From here on no clock: it may be stopped, and the end of the connection says enough.
+                _keep_alive(connection)
+                dial.connected, dial.until = True, None
+                dial.nonce, dial.decoder = os.urandom(NONCE), FrameDecoder(GREETING_LIMIT)
+                connection.sendall(pack_frame(greet(hello, dial.nonce)))
+                self._selector.modify(connection, selectors.EVENT_READ, lambda _: self._go_on(dial))
+                return
+            if dial.proved:
+                self._hear_verdict(dial, connection, _some(connection, 1))  # and no more: the core's words may be next
+                return
+            data = _some(connection)
+            if data == _UNKNOWN:
+                dial.answered = time.monotonic()
+                self._fail(dial, "it is not in the group yet, or no longer")
+                return
+            dial.decoder.feed(data)
+            if (frame := dial.decoder.next()) is None:
+                return
+            self._prove(dial, connection, hello, frame)
+        except BlockingIOError:
+            return
+        except ConfigError as error:
+            self._end(dial)
+            who = f"rank {dial.circle.rank}: rank {dial.peer} ({dial.address})"
+            dial.circle.give_up(dial.peer, dial.kind, type(error)(f"{who}: {error}"))
+        except (OSError, WireError) as error:
+            self._fail(dial, reason(error))
+
+    def _prove(self, dial: _Dial, connection: socket.socket, hello: Hello, frame: bytes) -> None:
+        if not frame.startswith(PROTOCOL[:-2]):
+            raise WireError("what it says is not allranks")
+        theirs, said = frame[len(PROTOCOL) : len(PROTOCOL) + NONCE], frame[len(PROTOCOL) + NONCE :]
+        nonces = dial.nonce + theirs
+        right = hmac.compare_digest(said, proof(dial.circle.key, b"server", hello, nonces))
+        # Even to one that has another secret, which can then say so.
+        connection.sendall(pack_frame(proof(dial.circle.key, b"client", hello, nonces)))
+        if not right:
+            raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
+        dial.proved = True
+
+    def _hear_verdict(self, dial: _Dial, connection: socket.socket, said: bytes) -> None:
+        if said == _TURNED_DOWN:  # the other side's own connection is there or on its way
+            self._end(dial)
+            return
+        if said != _TAKEN:
+            raise WireError("what it says is not allranks")
+        self._selector.unregister(connection)
+        del self._dials[dial]
+        if self._circles.get(dial.circle.number) is not dial.circle:
+            connection.close()
+            return
+        dial.circle.give(dial.peer, dial.kind, connection, b"")
+
+    def _fail(self, dial: _Dial, trouble: str) -> None:
+        """One attempt has failed: another follows, after a pause, or none."""
+        now = time.monotonic()
+        where = f"{dial.address}: " if dial.addresses else ""
+        dial.trouble = f"{where}{trouble}"
+        if dial.connected:
+            dial.answered = now
+        self._hang_up(dial)
+        dial.next += 1
+        dial.circle.note_trouble(dial.peer, dial.port, dial.addresses, now - dial.began, dial.trouble)
+        if dial.kind != PULSE and now - dial.answered > _GIVE_UP_S and dial.next >= len(dial.addresses):
+            del self._dials[dial]
+            dial.circle.give_up(dial.peer, dial.kind, None)
+            return
+        whole_round = not dial.addresses or dial.next % len(dial.addresses) == 0
+        dial.until = now + (dial.pause_s if whole_round else 0.0)
+        dial.pause_s = min(dial.pause_s * 1.5, _LONGEST_PAUSE_S)
+
+    def _hang_up(self, dial: _Dial) -> None:
+        if dial.connection is not None:
+            with suppress(KeyError):
+                self._selector.unregister(dial.connection)
+            dial.connection.close()
+            dial.connection = None
+
+    def _end(self, dial: _Dial) -> None:
+        self._hang_up(dial)
+        del self._dials[dial]
+
+
+def _listen(addresses: Sequence[str]) -> list[socket.socket]:
+    """Sockets that listen on one port of all these addresses that are there."""
+    for attempt in range(_PORTS_TRIED):
+        listeners: list[socket.socket] = []
+        try:
+            _bind(addresses, listeners)
+            return listeners
+        except OSError as error:
+            for listener in listeners:
+                listener.close()
+            if attempt == _PORTS_TRIED - 1:
+                raise ConfigError(f"Cannot listen on {', '.join(addresses)}: {reason(error)}.") from None
+    raise AssertionError
+
+
+def _bind(addresses: Sequence[str], listeners: list[socket.socket]) -> None:
+    port = 0
+    gone: OSError | None = None
+    for address in addresses:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+        except OSError as error:
+            listener.close()
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            gone = error  # an interface that is coming up or going down
+            continue
+        listeners.append(listener)
+        listener.listen(socket.SOMAXCONN)
+        listener.setblocking(False)
+        port = listener.getsockname()[1]
+    if gone is not None and not listeners:
+        raise gone
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """A host that has gone is noticed in 7 s."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 5)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _some(connection: socket.socket, most: int = GREETING_LIMIT) -> bytes:
+    data = connection.recv(most)
+    if not data:
+        raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+    return data
+
+
+os.register_at_fork(after_in_child=Reception.forget_all)
