@@ -1,0 +1,381 @@
+// Thousands of networks of simulated hosts: delays, slow links, stops, deaths, hosts that vanish, ranks that leave.
+//
+// A seed makes one network and what befalls it. The time is simulated, so that all of them take some seconds. A seed
+// that fails is printed; ALLRANKS_PULSE_SEED=n runs that one alone.
+#include <cerrno>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <random>
+#include <set>
+
+#include "channel/pulse.h"
+#include "ranks.h"
+
+using namespace allranks;
+using namespace allranks::test;
+
+namespace {
+
+constexpr int64_t kMs = 1'000'000;
+constexpr int64_t kTickNs = 50 * kMs;
+constexpr int64_t kSilentNs = 7'000 * kMs;  // until a kernel gives up a host
+constexpr int64_t kEndNs = 30'000 * kMs;
+
+struct Network;
+
+// One host: what its ranks do, and what its station has heard.
+struct Station final : Pulse::Listener {
+  Station(Network& network, int host, const Hosts& hosts)
+      : network(network), host(host), pulse(host, hosts, *this), own(hosts.on(host).size()) {}
+
+  void heard_status(int rank, const Pulse::Status& status) override { heard[rank] = status; }
+  void heard_note(int rank, uint32_t call, const std::string& text) override { notes[rank] = {call, text}; }
+  void heard_close(int closed) override { closes.insert(closed); }
+  void heard_end(int, Kind) override {}
+  void heard_verdict(const Failure& failure) override { condemn(failure); }
+  void condemn(const Failure& failure);
+
+  Network& network;
+  int host;
+  Pulse pulse;
+  std::vector<Pulse::Status> own;
+  std::map<int, Pulse::Status> heard;
+  std::map<int, std::pair<uint32_t, std::string>> notes;
+  std::set<int> closes;
+  std::optional<Failure> verdict;
+  int64_t condemned_ns = 0;
+  int64_t stopped_until = 0;
+  bool gone = false;  // dead, or left
+  bool dead = false;
+  bool cut = false;
+};
+
+struct Network {
+  explicit Network(uint64_t seed) : random(seed) {
+    const int count = pick(2, pick(0, 3) == 0 ? 20 : 9);
+    std::vector<int> host_of;
+    for (int h = 0; h < count; h++) host_of.insert(host_of.end(), static_cast<size_t>(pick(1, 3)), h);
+    std::shuffle(host_of.begin(), host_of.end(), random);
+    hosts.emplace(host_of);
+    for (int h = 0; h < count; h++) stations.push_back(std::make_unique<Station>(*this, h, *hosts));
+    for (int h = 0; h < count; h++) {
+      neighbours.push_back(Pulse::neighbours(h, count));
+      for (const int other : neighbours.back()) {
+        links[{h, other}].delay = pick(0, 9) == 0 ? pick(100, 400) * kMs : pick(1, 2'000) * kMs / 1'000;
+      }
+    }
+  }
+
+  struct Packet {
+    int64_t due;
+    std::vector<std::byte> bytes;
+    bool end = false;
+    int error = 0;
+  };
+  // One way of a connection: in order, whatever the delays.
+  struct Link {
+    int64_t delay = 0;
+    std::deque<Packet> packets;
+    bool closed = false;  // nothing can be put in any more
+  };
+
+  int pick(int least, int most) { return std::uniform_int_distribution<>(least, most)(random); }
+  Station& station(int host) { return *stations[static_cast<size_t>(host)]; }
+  bool up(int a, int b) { return !station(a).cut && !station(b).cut; }
+
+  void close(int from, int to, int error) {
+    Link& link = links[{from, to}];
+    link.closed = true;
+    const int64_t delay = error == 0 ? link.delay + pick(0, 20) * kMs : kSilentNs + pick(0, 1'000) * kMs;
+    link.packets.push_back({.due = now + delay, .bytes = {}, .end = true, .error = error});
+  }
+
+  // What the kernel of a host does when its leader's process has ended, if anybody hears it.
+  void close_all(Station& station) {
+    for (const int other : Pulse::neighbours(station.host, hosts->count())) {
+      if (up(station.host, other)) close(station.host, other, 0);
+    }
+  }
+
+  void die(int host) {
+    station(host).gone = station(host).dead = true;
+    close_all(station(host));
+    failed(hosts->leader(host));
+  }
+
+  void unplug(int host) {
+    station(host).cut = true;
+    for (const int other : Pulse::neighbours(host, hosts->count())) {
+      close(host, other, ETIMEDOUT);
+      close(other, host, ETIMEDOUT);
+    }
+    for (const int r : hosts->on(host)) failed(r);
+  }
+
+  void leave(int host) {
+    Station& leaving = station(host);
+    for (auto& status : leaving.own) status.left = 1;
+    leaving.pulse.leave(leaving.own);
+    send(leaving);
+    leaving.gone = true;
+    close_all(leaving);
+    left.insert(host);
+  }
+
+  void failed(int rank) {
+    lost.insert(rank);
+    if (failed_ns == 0) failed_ns = now;
+  }
+
+  void send(Station& from) {
+    for (const int to : neighbours[static_cast<size_t>(from.host)]) {
+      const auto& outbox = from.pulse.outbox(to);
+      if (outbox.empty()) continue;
+      Link& link = links[{from.host, to}];
+      if (link.closed) continue;
+      // In pieces of any size: a stream.
+      for (size_t at = 0; at < outbox.size();) {
+        const size_t n = std::min(outbox.size() - at, static_cast<size_t>(pick(1, 2'000)));
+        link.packets.push_back({.due = now + link.delay + pick(0, 5) * kMs / 10,
+                                .bytes = {outbox.begin() + static_cast<std::ptrdiff_t>(at),
+                                          outbox.begin() + static_cast<std::ptrdiff_t>(at + n)}});
+        at += n;
+      }
+      sent_bytes += outbox.size();
+      backlog = std::max(backlog, outbox.size());
+      from.pulse.sent(to, outbox.size());
+    }
+  }
+
+  // One round: what has arrived by now, then what each station says.
+  void turn() {
+    for (auto& [ends, link] : links) {
+      Station& to = station(ends.second);
+      while (!link.packets.empty() && link.packets.front().due <= now && now >= to.stopped_until) {
+        const Packet packet = std::move(link.packets.front());
+        link.packets.pop_front();
+        if (to.gone) continue;
+        if (packet.end && packet.error != 0) {
+          to.pulse.ended(ends.first, packet.error);
+        } else if (!up(ends.first, ends.second)) {
+          continue;  // lost on the way
+        } else if (packet.end) {
+          to.pulse.ended(ends.first, 0);
+        } else {
+          to.pulse.hear(ends.first, packet.bytes.data(), packet.bytes.size());
+        }
+      }
+    }
+    for (auto& station : stations) {
+      if (station->gone || now < station->stopped_until) continue;
+      if (now < calls_until && pick(0, 3) == 0) {
+        station->own[static_cast<size_t>(pick(0, static_cast<int>(station->own.size()) - 1))].call++;
+      }
+      station->pulse.say(now, station->own);
+      send(*station);
+    }
+  }
+
+  std::mt19937_64 random;
+  std::optional<Hosts> hosts;
+  std::vector<std::unique_ptr<Station>> stations;
+  std::vector<std::vector<int>> neighbours;
+  std::map<std::pair<int, int>, Link> links;
+  int64_t now = kMs;
+  int64_t calls_until = 8'000 * kMs;
+  int64_t failed_ns = 0;
+  std::set<int> lost;  // ranks that are dead, or cannot be reached
+  std::set<int> left;  // hosts
+  size_t sent_bytes = 0;
+  size_t backlog = 0;
+};
+
+void Station::condemn(const Failure& failure) {
+  pulse.condemn(failure);
+  if (verdict) return;
+  verdict = failure;
+  condemned_ns = network.now;
+}
+
+// Stations that hear of each other, over those that live and are not stopped for ever.
+std::set<int> reached_from(Network& net, int first) {
+  std::set<int> found{first};
+  std::deque<int> ahead{first};
+  while (!ahead.empty()) {
+    const int host = ahead.front();
+    ahead.pop_front();
+    for (const int other : Pulse::neighbours(host, net.hosts->count())) {
+      const Station& s = net.station(other);
+      if (!s.gone && !s.cut && found.insert(other).second) ahead.push_back(other);
+    }
+  }
+  return found;
+}
+
+void run(uint64_t seed) {
+  Network net(seed);
+  const int count = net.hosts->count();
+  enum Event { nothing, mate_dies, leader_dies, host_vanishes, leaves, stops, notes };
+  struct Planned {
+    int64_t at;
+    Event event;
+    int host;
+  };
+  std::vector<Planned> plan;
+  for (int n = net.pick(0, 4); n > 0; n--) {
+    plan.push_back(
+        {net.pick(100, 6'000) * kMs, static_cast<Event>(net.pick(mate_dies, notes)), net.pick(0, count - 1)});
+  }
+  std::sort(plan.begin(), plan.end(), [](const auto& a, const auto& b) { return a.at < b.at; });
+  int64_t stop = 0;
+  size_t events = 0;
+  uint32_t noted = 0;
+  for (; net.now < kEndNs; net.now += kTickNs) {
+    for (; !plan.empty() && plan.front().at <= net.now; plan.erase(plan.begin())) {
+      const auto& [at, event, host] = plan.front();
+      Station& s = net.station(host);
+      if (s.gone || s.cut) continue;
+      events++;
+      switch (event) {
+        case mate_dies: {
+          // Its leader sees it, if there is one besides and it is not stopped; that is net.cc's affair.
+          const int rank = net.hosts->on(host).back();
+          if (rank == net.hosts->leader(host) || net.now < s.stopped_until) break;
+          net.failed(rank);
+          s.condemn({.kind = Kind::died, .peer = rank, .reporter = net.hosts->leader(host)});
+          break;
+        }
+        case leader_dies:
+          net.die(host);
+          break;
+        case host_vanishes:
+          net.unplug(host);
+          break;
+        case leaves:
+          if (net.now >= s.stopped_until) net.leave(host);
+          break;
+        case stops:
+          s.stopped_until = net.now + net.pick(100, 12'000) * kMs;
+          stop = std::max(stop, s.stopped_until);
+          break;
+        case notes:
+          if (net.now < s.stopped_until) break;
+          noted++;
+          s.pulse.say_notes(noted, std::vector<std::string>(s.own.size(), "at " + std::to_string(noted)));
+          break;
+        case nothing:
+          break;
+      }
+    }
+    net.turn();
+  }
+
+  // Nothing is said for ever.
+  const size_t said = net.sent_bytes;
+  for (int i = 0; i < 20; i++, net.now += kTickNs) net.turn();
+  CHECK(net.sent_bytes == said);
+  // What a station may owe another at once: a status and notes of every host, and a few words.
+  CHECK(net.backlog < static_cast<size_t>(net.hosts->ranks()) * 128 + static_cast<size_t>(count) * 128 + 512);
+
+  for (const auto& s : net.stations) {
+    if (!s->verdict) continue;
+    // Whoever is named is lost, or is so from here.
+    const int peer = s->verdict->peer;
+    const Station& named = net.station(net.hosts->of(peer));
+    const bool from_cut = net.station(net.hosts->of(s->verdict->reporter)).cut;
+    CHECK(net.lost.contains(peer) || (from_cut && s->verdict->kind == Kind::unreachable));
+    if (s->verdict->kind == Kind::unreachable) CHECK(named.cut || from_cut);
+    if (s->verdict->kind == Kind::died) CHECK(net.lost.contains(peer));
+    CHECK(net.failed_ns > 0 && s->condemned_ns >= net.failed_ns);
+  }
+  // Each of those that live and can be reached by a neighbour of the lost knows; in time.
+  for (const int rank : net.lost) {
+    const Station& from = net.station(net.hosts->of(rank));
+    std::vector<int> witnesses = Pulse::neighbours(from.host, count);
+    if (!from.gone && !from.cut) witnesses = {from.host};
+    for (const int witness : witnesses) {
+      const Station& w = net.station(witness);
+      if (w.gone || w.cut) continue;
+      for (const int host : reached_from(net, witness)) {
+        const Station& s = net.station(host);
+        CHECK(s.verdict.has_value());
+        // Those that left on the way, and those that were stopped, excuse a delay.
+        if (net.left.empty() && stop == 0 && net.lost.size() == 1) CHECK(s.condemned_ns - net.failed_ns < 10'000 * kMs);
+      }
+    }
+  }
+  // Where nothing was lost everybody has heard the last of everybody.
+  if (net.lost.empty()) {
+    for (const auto& s : net.stations) {
+      CHECK(!s->verdict);
+      if (s->gone) continue;
+      for (const int host : reached_from(net, s->host)) {
+        if (host == s->host) continue;
+        const auto& ranks = net.hosts->on(host);
+        for (size_t p = 0; p < ranks.size(); p++) {
+          CHECK(s->heard.contains(ranks[p]));
+          CHECK(s->heard.at(ranks[p]).call == net.station(host).own[p].call);
+        }
+      }
+      for (const int host : Pulse::neighbours(s->host, count))
+        CHECK(s->closes.contains(host) == net.left.contains(host));
+    }
+  }
+}
+
+}  // namespace
+
+TEST(signs_of_life_on_any_network) {
+  const char* only = std::getenv("ALLRANKS_PULSE_SEED");
+  const char* given = std::getenv("ALLRANKS_PULSE_SEEDS");
+  const uint64_t first = only != nullptr ? std::strtoull(only, nullptr, 10) : 1;
+  const uint64_t last = only != nullptr ? first : given != nullptr ? std::strtoull(given, nullptr, 10) : 200;
+  for (uint64_t seed = first; seed <= last; seed++) {
+    try {
+      run(seed);
+    } catch (const std::exception& error) {
+      throw std::runtime_error(std::string(error.what()) + "; again: ALLRANKS_PULSE_SEED=" + std::to_string(seed));
+    }
+  }
+}
+
+TEST(every_host_is_near_in_signs_of_life) {
+  for (int hosts = 1; hosts <= 300; hosts++) {
+    std::set<int> seen{0};
+    std::vector<int> edge{0};
+    int steps = 0;
+    for (; static_cast<int>(seen.size()) < hosts; steps++) {
+      std::vector<int> next;
+      for (const int h : edge) {
+        for (const int other : Pulse::neighbours(h, hosts)) {
+          const auto theirs = Pulse::neighbours(other, hosts);
+          CHECK(std::find(theirs.begin(), theirs.end(), h) != theirs.end());
+          if (seen.insert(other).second) next.push_back(other);
+        }
+      }
+      CHECK(!next.empty());
+      edge = next;
+    }
+    CHECK(Pulse::neighbours(0, hosts).size() <= 18);
+    CHECK(steps <= (hosts <= 9 ? 2 : 5));
+  }
+}
+
+TEST(garbage_ends_a_sign_of_life_and_no_more) {
+  const Hosts hosts(std::vector<int>{0, 1});
+  std::mt19937_64 random(7);
+  for (int round = 0; round < 2'000; round++) {
+    struct Quiet final : Pulse::Listener {
+      void heard_status(int rank, const Pulse::Status&) override { CHECK(rank == 1); }
+      void heard_note(int rank, uint32_t, const std::string&) override { CHECK(rank == 1); }
+      void heard_close(int) override {}
+      void heard_end(int host, Kind how) override { CHECK(host == 1 && how == Kind::unreachable); }
+      void heard_verdict(const Failure&) override {}
+    } quiet;
+    Pulse pulse(0, hosts, quiet);
+    std::vector<std::byte> bytes(200);
+    for (auto& b : bytes) b = static_cast<std::byte>(random() % (round % 2 == 0 ? 256 : 4));
+    pulse.hear(1, bytes.data(), bytes.size());
+  }
+}
