@@ -1,18 +1,22 @@
 #include "wide.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
+
+#include "algorithms/algorithms.h"
 
 namespace allranks {
 
 namespace {
 
+constexpr int kSpeakDirectly = 8;         // hosts
 constexpr size_t kInMeeting = 256 << 10;  // bytes that all hosts say in a meeting
 constexpr size_t kKept = 16 << 20;        // bytes of each scratch memory, between calls
 constexpr size_t kLongestSpeech = 16 << 20;
 
-// What a leader says first in a meeting.
+// What a leader says first in a meeting: the head of its speech.
 struct Opening {
   uint32_t call;
   uint32_t each;    // not 0: its ranks do not agree, or compare call sites; so many fingerprints follow
@@ -21,6 +25,16 @@ struct Opening {
 };
 
 size_t aligned(size_t nbytes) { return (nbytes + 63) / 64 * 64; }
+
+Opening opening_of(const std::byte* speech) {
+  Opening opening;
+  std::memcpy(&opening, speech, sizeof opening);
+  return opening;
+}
+
+size_t length_of(const Opening& opening) {
+  return sizeof opening + opening.each * sizeof(Fingerprint) + opening.nbytes;
+}
 
 }  // namespace
 
@@ -124,7 +138,6 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
     at += sizeof opening;
     if (!of_mates.empty()) std::memcpy(at, of_mates.data(), of_mates.size() * sizeof(Fingerprint));
     at += of_mates.size() * sizeof(Fingerprint);
-    heard[static_cast<size_t>(here())] = at;
     if (opening.nbytes > 0 && said.kernel != nullptr && !alone) {
       std::vector<const void*> operands;
       for (int p = 0; p < team_.size(); p++) operands.push_back(contribution(p));
@@ -137,32 +150,14 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
       }
     }
 
-    incoming_.resize(count);
-    for (int h = 0; h < hosts_.count(); h++) {
-      if (h == here()) continue;
-      auto& buffer = incoming_[static_cast<size_t>(h)];
-      if (buffer.size() < sizeof opening) buffer.resize(sizeof opening);
-      net_.receive(hosts_.leader(h), buffer.data(), sizeof opening);
-      net_.send(hosts_.leader(h), outgoing_.data(), outgoing_.size());
-    }
-    flush(call);
+    const Bytes speeches =
+        hosts_.count() <= kSpeakDirectly ? exchange_directly(call, outgoing_) : disseminate(call, outgoing_);
     std::vector<Opening> openings(count, opening);
-    for (int h = 0; h < hosts_.count(); h++) {
-      if (h == here()) continue;
-      auto& buffer = incoming_[static_cast<size_t>(h)];
-      Opening& theirs = openings[static_cast<size_t>(h)];
-      std::memcpy(&theirs, buffer.data(), sizeof theirs);
-      if (theirs.call != call.about.call || theirs.each > ranks() || theirs.nbytes > kLongestSpeech) {
-        throw Error("rank " + std::to_string(hosts_.leader(h)) + " is at call " + std::to_string(theirs.call) +
-                    ", this rank at call " + std::to_string(call.about.call) +
-                    ": what came over the network is not what was sent");
-      }
-      buffer.resize(std::max(buffer.size(), theirs.each * sizeof(Fingerprint) + theirs.nbytes));
-      net_.receive(hosts_.leader(h), buffer.data(), theirs.each * sizeof(Fingerprint) + theirs.nbytes);
-      heard[static_cast<size_t>(h)] = buffer.data() + theirs.each * sizeof(Fingerprint);
-      agree = agree && theirs.each == 0 && theirs.fingerprint.agrees(own);
+    for (size_t h = 0; h < count; h++) {
+      openings[h] = opening_of(speeches[h]);
+      heard[h] = speeches[h] + sizeof opening + openings[h].each * sizeof(Fingerprint);
+      agree = agree && openings[h].each == 0 && openings[h].fingerprint.agrees(own);
     }
-    flush(call);
     if (!agree) {
       all.resize(ranks());
       for (int h = 0; h < hosts_.count(); h++) {
@@ -222,6 +217,193 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
   }
   call.about.fingerprint.site = 0;  // compared: what follows on this host is one call in parts
   return heard;
+}
+
+void Wide::check(const Team::Call& call, int host, const std::byte* speech) const {
+  const Opening theirs = opening_of(speech);
+  if (theirs.call == call.about.call && theirs.each <= ranks() && theirs.nbytes <= kLongestSpeech) return;
+  throw Error("rank " + std::to_string(hosts_.leader(host)) + " is at call " + std::to_string(theirs.call) +
+              ", this rank at call " + std::to_string(call.about.call) +
+              ": what came over the network is not what was sent");
+}
+
+Wide::Bytes Wide::exchange_directly(Team::Call& call, const std::vector<std::byte>& speech) {
+  const auto count = static_cast<size_t>(hosts_.count());
+  incoming_.resize(count);
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h == here()) continue;
+    auto& buffer = incoming_[static_cast<size_t>(h)];
+    if (buffer.size() < sizeof(Opening)) buffer.resize(sizeof(Opening));
+    net_.receive(hosts_.leader(h), buffer.data(), sizeof(Opening));
+    net_.send(hosts_.leader(h), speech.data(), speech.size());
+  }
+  flush(call);
+  Bytes speeches(count, speech.data());
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h == here()) continue;
+    auto& buffer = incoming_[static_cast<size_t>(h)];
+    check(call, h, buffer.data());
+    const size_t length = length_of(opening_of(buffer.data()));
+    if (buffer.size() < length) buffer.resize(length);
+    net_.receive(hosts_.leader(h), buffer.data() + sizeof(Opening), length - sizeof(Opening));
+    speeches[static_cast<size_t>(h)] = buffer.data();
+  }
+  flush(call);
+  return speeches;
+}
+
+// In round k each gets, from the host 2^k further on, the speeches of the 2^k hosts from there on.
+Wide::Bytes Wide::disseminate(Team::Call& call, const std::vector<std::byte>& speech) {
+  const int count = hosts_.count();
+  incoming_.resize(2);
+  auto& known = incoming_[0];  // the speeches of this host and of those behind it
+  auto& come = incoming_[1];
+  known = speech;
+  std::vector<size_t> starts{0};
+  for (int distance = 1; distance < count; distance *= 2) {
+    const auto some = static_cast<size_t>(std::min(distance, count - distance));
+    const int to = hosts_.leader((here() - distance + count) % count);
+    const int from = hosts_.leader((here() + distance) % count);
+    const uint64_t given = some == starts.size() ? known.size() : starts[some];
+    uint64_t coming = 0;
+    net_.send(to, &given, sizeof given);
+    net_.send(to, known.data(), given);
+    net_.wait_received(call.patience, call.about, from, net_.receive(from, &coming, sizeof coming));
+    if (coming > some * (kLongestSpeech + sizeof(Opening) + ranks() * sizeof(Fingerprint))) {
+      throw Error("rank " + std::to_string(from) + " announces " + std::to_string(coming) +
+                  " bytes: what came over the network is not what was sent");
+    }
+    come.resize(coming);
+    net_.receive(from, come.data(), coming);
+    flush(call);
+    size_t at = 0;
+    for (size_t i = 0; i < some; i++) {
+      const int host = (here() + distance + static_cast<int>(i)) % count;
+      if (coming - at < sizeof(Opening)) throw Error("a speech of host " + std::to_string(host) + " is cut off");
+      check(call, host, come.data() + at);
+      starts.push_back(known.size() + at);
+      at += length_of(opening_of(come.data() + at));
+      if (at > coming) throw Error("a speech of host " + std::to_string(host) + " is cut off");
+    }
+    known.insert(known.end(), come.begin(), come.end());
+  }
+  Bytes speeches(static_cast<size_t>(count));
+  for (int i = 0; i < count; i++) {
+    speeches[static_cast<size_t>((here() + i) % count)] = known.data() + starts[static_cast<size_t>(i)];
+  }
+  return speeches;
+}
+
+// --- the sizes of an all_to_all ---
+
+void Wide::compare_sizes(Team::Call& call, const Operation& operation) {
+  const auto& in_bytes = operation.in_bytes;
+  const auto& out_bytes = operation.out_bytes;
+  // Of every rank: what it sends to each, then what it expects from each.
+  const size_t row = 2 * ranks() * sizeof(uint64_t);
+  if (!fits(row * ranks())) return compare_sizes_of_many(call, operation);
+  std::vector<uint64_t> sizes(in_bytes.begin(), in_bytes.end());
+  sizes.insert(sizes.end(), out_bytes.begin(), out_bytes.end());
+  const auto heard = meet(call, sizes.data(), {.nbytes = [row](int) { return row; }});
+  const auto size = [&](int rank, size_t column) {
+    uint64_t value;
+    const std::byte* theirs = heard[static_cast<size_t>(hosts_.of(rank))];
+    std::memcpy(&value, theirs + static_cast<size_t>(hosts_.place(rank)) * row + column * sizeof value, sizeof value);
+    return value;
+  };
+  for (int from = 0; from < hosts_.ranks(); from++) {
+    for (int to = 0; to < hosts_.ranks(); to++) {
+      const uint64_t sent = size(from, static_cast<size_t>(to));
+      const uint64_t expected = size(to, ranks() + static_cast<size_t>(from));
+      if (sent != expected) refuse_sizes(call, from, to, sent, expected);
+    }
+  }
+}
+
+// Where all sizes of all ranks are too many: the leaders exchange those between their hosts, every rank compares what
+// is sent to it, and all hear what the others have found.
+// Cost: two meetings, and between each two hosts the product of their ranks in numbers.
+void Wide::compare_sizes_of_many(Team::Call& call, const Operation& operation) {
+  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  std::vector<uint64_t> row(operation.in_bytes.begin(), operation.in_bytes.end());
+  std::vector<uint64_t> column(ranks());  // what each rank sends to this one
+  const size_t line = ranks() * sizeof(uint64_t);
+  const Buffer gives{row.data(), line, DType::u8};
+  const Buffer gets{column.data(), line, DType::u8};
+  if (place() != 0) {
+    algorithms::gather(team_, next(call), gives, {}, 0);
+    algorithms::scatter(team_, next(call), {}, gets, 0);
+  } else {
+    const auto here_ranks = mates().size();
+    std::vector<std::vector<uint64_t>> rows(here_ranks, std::vector<uint64_t>(ranks()));
+    auto columns = rows;  // by rank here
+    const auto pieces = [](auto& lines) {
+      Pieces all;
+      for (auto& l : lines) all.push_back(reinterpret_cast<std::byte*>(l.data()));
+      return all;
+    };
+    if (team_.size() == 1) {
+      rows[0] = row;
+    } else {
+      algorithms::gather(team_, next(call), gives, pieces(rows), 0);
+    }
+    const auto count = static_cast<size_t>(hosts_.count());
+    std::vector<std::vector<uint64_t>> out(count);
+    std::vector<std::vector<uint64_t>> in(count);
+    for (int h = 0; h < hosts_.count(); h++) {
+      const auto i = static_cast<size_t>(h);
+      for (const auto& theirs : rows) {
+        for (const int r : hosts_.on(h)) out[i].push_back(theirs[static_cast<size_t>(r)]);
+      }
+      in[i].resize(hosts_.on(h).size() * here_ranks);
+      if (h == here()) {
+        in[i] = out[i];
+        continue;
+      }
+      net_.send(hosts_.leader(h), out[i].data(), out[i].size() * sizeof(uint64_t));
+      net_.receive(hosts_.leader(h), in[i].data(), in[i].size() * sizeof(uint64_t));
+    }
+    flush(call);
+    for (int r = 0; r < hosts_.ranks(); r++) {
+      const auto& from = in[static_cast<size_t>(hosts_.of(r))];
+      for (size_t p = 0; p < here_ranks; p++) {
+        columns[p][static_cast<size_t>(r)] = from[static_cast<size_t>(hosts_.place(r)) * here_ranks + p];
+      }
+    }
+    if (team_.size() == 1) {
+      column = columns[0];
+    } else {
+      algorithms::scatter(team_, next(call), pieces(columns), gets, 0);
+    }
+  }
+  // From whom, how much, and what was expected; from nobody: as many as there are ranks.
+  std::array<uint64_t, 3> found{ranks(), 0, 0};
+  for (size_t from = ranks(); from-- > 0;) {
+    if (column[from] != operation.out_bytes[from]) found = {from, column[from], operation.out_bytes[from]};
+  }
+  const auto heard = meet(call, found.data(), {.nbytes = [](int) { return sizeof found; }});
+  std::array<uint64_t, 3> worst{ranks(), 0, 0};
+  int to = 0;
+  for (int r = 0; r < hosts_.ranks(); r++) {
+    std::array<uint64_t, 3> theirs;
+    std::memcpy(theirs.data(),
+                heard[static_cast<size_t>(hosts_.of(r))] + static_cast<size_t>(hosts_.place(r)) * sizeof theirs,
+                sizeof theirs);
+    if (theirs[0] >= worst[0]) continue;
+    worst = theirs;
+    to = r;
+  }
+  if (worst[0] < ranks()) refuse_sizes(call, static_cast<int>(worst[0]), to, worst[1], worst[2]);
+}
+
+void Wide::refuse_sizes(Team::Call& call, int from, int to, uint64_t sent, uint64_t expected) {
+  Failure failure = call.about;
+  failure.kind = Kind::mismatch;
+  failure.peer = from;
+  Error error(failure);
+  error.text = "rank " + std::to_string(from) + " sends " + std::to_string(sent) + " bytes to rank " +
+               std::to_string(to) + ", which expects " + std::to_string(expected);
+  disagree(call, error);
 }
 
 void Wide::disagree(Team::Call& call, Error error) {

@@ -4,7 +4,8 @@
 // call begins with a meeting: the ranks of each host assemble, the hosts' leaders exchange what their ranks call,
 // with as much of the operands as is small, and hand on what they have heard. So every rank knows that all call the
 // same, or that they do not, before any tensor is touched; a small call is over with that. Larger operands follow
-// by every rank's own lanes.
+// by every rank's own lanes. Up to 8 hosts the leaders speak with each other, beyond they pass on what they
+// have heard, in log2 of the hosts' number rounds (Bruck et al., 1997), so that a leader has few lanes.
 //
 // Order of reduction: each host's operands by rank, then the hosts' results by the host's first rank. It is the same
 // for every size and on every rank. float16 and bfloat16 are rounded once per level: on the host, and between hosts.
@@ -40,6 +41,18 @@ class Wide {
   };
   // Returns what each host has said, by host; it lies there until the next call.
   Bytes meet(Team::Call& call, const void* mine, const Said& said);
+  // What the leaders do in it: each gives its speech, and gets, by host, where the others' stand.
+  Bytes exchange_directly(Team::Call& call, const std::vector<std::byte>& speech);
+  Bytes disseminate(Team::Call& call, const std::vector<std::byte>& speech);
+
+  // Throws unless it is of this call.
+  void check(const Team::Call& call, int host, const std::byte* speech) const;
+
+  // The sizes of an all_to_all, which every rank compares, so that all hear of those that disagree.
+  void compare_sizes(Team::Call& call, const Operation& operation);
+  void compare_sizes_of_many(Team::Call& call, const Operation& operation);
+  [[noreturn]] void refuse_sizes(Team::Call& call, int from, int to, uint64_t sent, uint64_t expected);
+
   // Whether a team can hand on so many bytes from all hosts; and whether a call should take part of its data along.
   bool has_room(size_t total) const;
   bool fits(size_t total) const;
@@ -77,7 +90,7 @@ class Wide {
   Net& net_;
   const Hosts& hosts_;
   std::vector<std::byte> outgoing_;               // of a meeting
-  std::vector<std::vector<std::byte>> incoming_;  // by host
+  std::vector<std::vector<std::byte>> incoming_;  // by host; or all speeches, as they were passed on
   std::vector<std::vector<std::byte>> scratch_;
 };
 

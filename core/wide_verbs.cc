@@ -375,40 +375,13 @@ void Wide::reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, Reduc
   }
 }
 
-// The sizes of all ranks in the meeting; then each rank sends to each itself, on its own host through shared memory.
+// The sizes are compared (wide.cc); then each rank sends to each itself, on its own host through shared memory.
 // Cost: what goes to other hosts, over the network.
 void Wide::all_to_all(Team::Call& call, const Operation& operation) {
   const auto& [ins, outs] = std::tie(operation.ins, operation.outs);
   const auto& [in_bytes, out_bytes] = std::tie(operation.in_bytes, operation.out_bytes);
   const auto own = static_cast<size_t>(me());
-  // Of every rank: what it sends to each, then what it expects from each.
-  const size_t row = 2 * ranks() * sizeof(uint64_t);
-  if (!has_room(row * ranks())) throw Error("all_to_all: too many ranks for the sizes of all");
-  std::vector<uint64_t> sizes(in_bytes.begin(), in_bytes.end());
-  sizes.insert(sizes.end(), out_bytes.begin(), out_bytes.end());
-  const auto heard = meet(call, sizes.data(), {.nbytes = [row](int) { return row; }});
-  const auto size = [&](int rank, size_t column) {
-    uint64_t value;
-    std::memcpy(&value,
-                heard[static_cast<size_t>(hosts_.of(rank))] + static_cast<size_t>(hosts_.place(rank)) * row +
-                    column * sizeof value,
-                sizeof value);
-    return value;
-  };
-  for (int from = 0; from < hosts_.ranks(); from++) {
-    for (int to = 0; to < hosts_.ranks(); to++) {
-      const uint64_t sent = size(from, static_cast<size_t>(to));
-      const uint64_t expected = size(to, ranks() + static_cast<size_t>(from));
-      if (sent == expected) continue;
-      Failure failure = call.about;
-      failure.kind = Kind::mismatch;
-      failure.peer = from;
-      Error error(failure);
-      error.text = "rank " + std::to_string(from) + " sends " + std::to_string(sent) + " bytes to rank " +
-                   std::to_string(to) + ", which expects " + std::to_string(expected);
-      disagree(call, error);
-    }
-  }
+  compare_sizes(call, operation);
   Pieces from = ins;
   const auto overlap = [&] {
     for (size_t a = 0; a < ranks(); a++) {

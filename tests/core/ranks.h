@@ -133,9 +133,11 @@ struct Ranks {
   std::vector<std::unique_ptr<Comm>> comms;
 };
 
-// Which host each rank is on: alone, together, apart, even and uneven.
-inline const std::vector<std::vector<int>> kShapes = {{0},       {0, 0},       {0, 0, 0},       {0, 0, 0, 0, 0}, {0, 1},
-                                                      {0, 1, 2}, {0, 0, 1, 1}, {0, 1, 1, 2, 2}, {0, 1, 0, 1, 1}};
+// Which host each rank is on: alone, together, apart, even and uneven, and on so many that leaders pass on what they
+// hear.
+inline const std::vector<std::vector<int>> kShapes = {
+    {0},       {0, 0},       {0, 0, 0},       {0, 0, 0, 0, 0}, {0, 1},
+    {0, 1, 2}, {0, 0, 1, 1}, {0, 1, 1, 2, 2}, {0, 1, 0, 1, 1}, {0, 0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 8}};
 
 // Small pieces, so that small tensors take every path.
 inline Sizes small_sizes() { return {.piece = 512, .ring = 6 * 512, .pipe = 1024}; }

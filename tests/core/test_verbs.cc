@@ -158,6 +158,42 @@ TEST_PLACED(all_to_all_sizes_that_disagree_raise_everywhere, 3) {
   });
 }
 
+// On so many hosts that leaders pass on what they hear, with rings too small for the sizes of all.
+TEST(disagreements_of_many_raise_everywhere_and_the_group_goes_on) {
+  const auto& hosts = kShapes.back();
+  const size_t n = hosts.size();
+  Ranks ranks(hosts, small_sizes());
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    std::vector<std::vector<int32_t>> ins(n, std::vector<int32_t>(2));
+    std::vector<std::vector<int32_t>> outs = ins;
+    Operation op{.fingerprint = {.verb = Verb::all_to_all, .dtype = DType::i32},
+                 .ins = pieces(ins),
+                 .outs = pieces(outs),
+                 .in_bytes = std::vector<size_t>(n, 8),
+                 .out_bytes = std::vector<size_t>(n, 8)};
+    if (comm.rank() == 1) op.out_bytes[9] = 4;
+    if (comm.rank() == 10) op.out_bytes[4] = 0;
+    try {
+      comm.run(op, caller);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.text == "rank 4 sends 8 bytes to rank 10, which expects 0");
+    }
+    std::vector<int32_t> v(comm.rank() == 7 ? 3 : 4, 1);
+    try {
+      comm.run(all_reduce(v), caller);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.failure.kind == Kind::mismatch && error.calls.size() == n);
+      for (size_t r = 0; r < n; r++) CHECK(error.calls[r].count == (r == 7 ? 3 : 4));
+    }
+    v.assign(4, comm.rank());
+    comm.run(all_reduce(v), caller);
+    CHECK(v == std::vector<int32_t>(4, static_cast<int32_t>(n * (n - 1) / 2)));
+  });
+}
+
 TEST_PLACED(large_messages_go_round_while_nobody_waits, 4) {
   const int n = 4;
   Ranks ranks(hosts, small_sizes());
