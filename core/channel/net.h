@@ -66,10 +66,17 @@ class Net final : public Elsewhere, public Pulse::Listener {
   void send(int to, const void* data, size_t nbytes);
   // Queues the place of the next bytes from a rank. Returns what wait_received takes.
   uint64_t receive(int from, void* data, size_t nbytes);
+  // The same for large operands, whose bytes are lent to the kernel (stream.h): one side lends what the other borrows,
+  // and both settle at the end of the call. Until then the bytes must not change, but where the other side has
+  // provably read them: where something made of them has come back.
+  void lend(int to, const void* data, size_t nbytes);
+  uint64_t borrow(int from, void* data, size_t nbytes);
   // Moves what can be moved until these bytes are there. Throws Error.
   void wait_received(Patience& patience, const Failure& about, int from, uint64_t until);
   // The same until nothing is queued.
   void flush(Patience& patience, const Failure& about);
+  // The same until the other sides have read all that was lent, too.
+  void settle(Patience& patience, const Failure& about);
   // Forgets what a failed call has queued.
   void clear();
 
@@ -77,7 +84,7 @@ class Net final : public Elsewhere, public Pulse::Listener {
 
   Stream& post(int rank) { return peer(rank).post; }
   void need_post(int rank);  // with the mail's lock held
-  bool doze() override;
+  bool doze(int timeout_ms) override;
   // The thread rings this rank's bell, once, when one of them has something, or can take something again.
   void watch_posts() override;
 
@@ -105,6 +112,7 @@ class Net final : public Elsewhere, public Pulse::Listener {
   struct Out {
     const std::byte* data;
     size_t nbytes;
+    bool lent = false;
   };
   struct In {
     std::byte* data;
@@ -120,12 +128,14 @@ class Net final : public Elsewhere, public Pulse::Listener {
     uint64_t asked = 0;  // bytes, since the beginning
     uint64_t come = 0;
     bool busy = false;
+    bool lends = false;    // since all was settled
+    bool borrows = false;  // the same
   };
 
   Peer& peer(int rank) { return *peers_[static_cast<size_t>(rank)]; }
   bool move();
   void take_up(int rank);
-  size_t left(int rank);
+  bool hand_over(Peer& p);
   template <class Done>
   void wait(Patience& patience, const Failure& about, Done&& done);
 

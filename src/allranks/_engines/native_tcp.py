@@ -309,7 +309,7 @@ class Reception:
     """
 
     _all: ClassVar[dict[tuple[str, ...], Reception]] = {}
-    _guard = threading.Lock()
+    _guard = threading.RLock()  # a signal handler may leave a group while its thread enters one
 
     @classmethod
     def of(cls, addresses: Sequence[str]) -> Reception:
@@ -364,7 +364,7 @@ class Reception:
     @classmethod
     def forget_all(cls) -> None:
         """In a forked child, where there is no thread: closes what is the parent's."""
-        cls._guard = threading.Lock()
+        cls._guard = threading.RLock()
         for reception in cls._all.values():
             for circle in reception._circles.values():
                 for connection in circle.pulses.values():
