@@ -144,7 +144,11 @@ void Net::start_thread() {
 // --- connections ---
 
 void Net::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting) {
-  set_up(fd.get());
+  try {
+    set_up(fd.get());
+  } catch (const Error&) {
+    return give_up(rank);  // who has handed it over has nobody to tell
+  }
   {
     const std::lock_guard lock(lock_);
     Stream& stream = kind == Connection::lane ? peer(rank).lane : peer(rank).post;
@@ -356,11 +360,10 @@ void Net::flush(Patience& patience, const Failure& about) {
 void Net::settle(Patience& patience, const Failure& about) {
   flush(patience, about);
   static const std::byte read{1};
-  static std::byte heard;
   for (const int r : others_) {
     Peer& p = peer(r);
     if (std::exchange(p.borrows, false)) send(r, &read, 1);
-    if (std::exchange(p.lends, false)) receive(r, &heard, 1);
+    if (std::exchange(p.lends, false)) receive(r, &heard_, 1);
   }
   flush(patience, about);
 }

@@ -169,6 +169,7 @@ class Net final : public Elsewhere, public Pulse::Listener {
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; of those on this host never connected
   std::vector<int> others_;                   // the ranks on other hosts
   std::vector<int> busy_;                     // of these, those with something queued on their lane
+  std::byte heard_{};                         // that others have read what was lent
 
   // The thread's.
   std::unique_ptr<Pulse> pulse_;                // of a leader

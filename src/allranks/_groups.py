@@ -67,7 +67,8 @@ def new_group(
         MismatchError: the ranks ask for different groups; on every rank.
 
     Cost:
-        one all_gather of 40 bytes, a connection between each two members, and a segment of about 2 MiB per member.
+        one all_gather of 40 bytes, a connection between each two members of a host and between hosts, and a segment of
+        about 4 MiB per member. Connections between members of different hosts are made when they are first needed.
     """
     world = resolve_group(None)
     members = _checked(range(world.size()) if ranks is None else ranks, world.size(), "ranks")

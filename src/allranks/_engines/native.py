@@ -92,10 +92,14 @@ class NativeEngine(Engine):
         spins = _SPIN_US if spare >= 0 else 0.0, _SPIN_US if spare >= size else 0.0
         if made.circle is not None:
             circle = made.circle
-            self.comm = _core.Comm.across_hosts(
-                rank, host_of, sizes, made.segments, made.liveness, made.pulses,
-                circle.asking_pipe, circle.number, timeout_s, *spins,
-            )  # fmt: skip
+            try:
+                self.comm = _core.Comm.across_hosts(
+                    rank, host_of, sizes, made.segments, made.liveness, made.pulses,
+                    circle.asking_pipe, circle.number, timeout_s, *spins,
+                )  # fmt: skip
+            except BaseException:
+                circle.close()
+                raise
             circle.comm = self.comm
         else:
             self.comm = _core.Comm(rank, sizes, made.segments, made.liveness, timeout_s, *spins)
