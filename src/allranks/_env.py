@@ -206,7 +206,7 @@ def _read_agent(env: Mapping[str, str]) -> str:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the word that torchrun writes
         return ""
     run, restart = env.get("TORCHELASTIC_RUN_ID", "none"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"allranks/{run}/{restart}/"
+    return f"allranks/{run}/{restart}"
 
 
 def _missing(names: list[str], known: str, world_size: int | None) -> ConfigError:
