@@ -356,7 +356,8 @@ class ForeignStore(Store):
                 return Listed([key for key in self._method("list_keys")() if key.startswith(prefix)])
             case Wait(keys, timeout_s, values):
                 if not self._wait(keys, timeout_s):
-                    return Late(keys[:20])
+                    missing = [key for key in keys if not self._store.check([key])]
+                    return Late((missing or keys)[:20])
                 return Found([bytes(self._store.get(key)) for key in keys] if values else [])
             case _:
                 raise UsageError(f"{self}: queues of a store that is not ours are reached by its own methods only")

@@ -25,6 +25,7 @@ __all__ = ["TCPStore"]
 
 _WORKERS = HIDDEN + "workers"
 _ALL_HERE = HIDDEN + "all here"
+_LINGER_S = 1.0  # how long a master that leaves serves those who have not left yet: all leave after one barrier
 _tenants: dict[int, _Lease] = {}  # servers that several stores of this process share, by port
 _tenants_lock = threading.Lock()
 
@@ -58,7 +59,7 @@ class _Lease:
                 return
             if _tenants.get(self.server.port) is self:
                 del _tenants[self.server.port]
-        self.server.close()
+        self.server.close(_LINGER_S)
 
 
 class _Use:
@@ -154,7 +155,10 @@ class TCPStore(Store):
         return copy.copy(self)
 
     def close(self) -> None:
-        """Ends the connections, and the master's server. Idempotent; what drops the store does it, too."""
+        """Ends the connections, and the master's server, once the others have left or 1 s later. Idempotent.
+
+        Dropping the store, and the end of the process, do it too.
+        """
         self._finalizer()
 
     def _ask(self, request: Request) -> Reply:
