@@ -358,7 +358,6 @@ for i in range(1 << 30):
 
 
 def test_who_is_killed_while_writing_takes_nothing_along(tmp_path: Path) -> None:
-    pick = random.Random(0)
     with allranks.FileStore(str(tmp_path / "store")) as store:
         for turn in range(4):
             store.append("mine", f"{turn};")
@@ -366,7 +365,9 @@ def test_who_is_killed_while_writing_takes_nothing_along(tmp_path: Path) -> None
             writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "store")])
             while store.add("written", 0) <= before:
                 time.sleep(0.01)
-            time.sleep(pick.uniform(0.0, 0.02))
+            size = (tmp_path / "store").stat().st_size
+            while (tmp_path / "store").stat().st_size < size + (1 << 20):
+                pass  # so that it is hit in the middle of a write
             writer.send_signal(signal.SIGKILL)
             writer.wait()
             assert store.get("mine").decode() == "".join(f"{t};" for t in range(turn + 1))
