@@ -10,6 +10,7 @@ meaning, over allranks' own channel. The map of the package:
     _multigpu      all_reduce_multigpu and its kin
     _shared        empty_shared: tensors that collectives do not copy
     _group         ProcessGroup: what the functions above call
+    _store         TCPStore, FileStore, HashStore, PrefixStore
     _plugin        torch.distributed's plugin, torch_group
     _older         names of THD and of earlier torch, Backend
     _debug         DebugLevel
@@ -43,6 +44,7 @@ from allranks._errors import (
     MismatchError,
     NotInitializedError,
     PeerLostError,
+    QueueEmptyError,
     SecretError,
     StoreLostError,
     TimeoutError,
@@ -124,6 +126,7 @@ if TYPE_CHECKING:
     )
     from allranks._plugin.worlds import torch_group
     from allranks._shared import empty_shared
+    from allranks._store import FileStore, HashStore, PrefixStore, Store, TCPStore
     from allranks._types import ReduceOp, Stats, premul_sum, reduce_op
     from allranks._work import Work
     from allranks._world import (
@@ -230,6 +233,7 @@ _HOME = {
         "is_initialized",
         "stats",
     ),
+    "_store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "parallel": ("DistributedDataParallel", "GradBucket"),
 }
 _MODULES = ("algorithms", "checkpoint", "data", "launch", "multiprocessing", "nn", "parallel", "testing", "tools")
@@ -242,21 +246,15 @@ _ONLY_TORCHS = (
     "BroadcastOptions",
     "BuiltinCommHookType",
     "DeviceMesh",
-    "FileStore",
     "GatherOptions",
     "GroupName",
-    "HashStore",
     "Logger",
-    "PrefixStore",
     "ProcessGroupGloo",
-    "QueueEmptyError",
     "RankType",
     "ReduceOptions",
     "ReduceScatterOptions",
     "Reducer",
     "ScatterOptions",
-    "Store",
-    "TCPStore",
     "breakpoint",
     "get_pg_count",
     "init_device_mesh",
@@ -277,18 +275,24 @@ __all__ = [
     "DistNetworkError",
     "DistStoreError",
     "DistributedDataParallel",
+    "FileStore",
     "GradBucket",
     "GroupMember",
+    "HashStore",
     "JoinError",
     "MismatchError",
     "NotInitializedError",
     "P2POp",
     "PeerLostError",
+    "PrefixStore",
     "ProcessGroup",
+    "QueueEmptyError",
     "ReduceOp",
     "SecretError",
     "Stats",
+    "Store",
     "StoreLostError",
+    "TCPStore",
     "TimeoutError",
     "UsageError",
     "Work",

@@ -49,6 +49,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "ALLRANKS_IFACE", "by hand", "Interfaces (eth0) or networks (10.0.0.0/16) that other hosts use; else all."
     ),
+    Variable("ALLRANKS_PICKLE", "by hand", "0: object collectives carry plain values and tensors only, no pickle."),
     Variable("ALLRANKS_DEBUG", "by hand", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Wins over torch's."),
     Variable("ALLRANKS_INSTEAD_OF_GLOO", "by hand", "1: torch.distributed's groups on gloo are ours."),
     Variable("TORCH_DISTRIBUTED_DEBUG", "by hand", "Debug level, by torch's name: OFF, INFO, DETAIL."),
@@ -206,7 +207,7 @@ def _read_agent(env: Mapping[str, str]) -> str:
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the word that torchrun writes
         return ""
     run, restart = env.get("TORCHELASTIC_RUN_ID", "none"), env.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return f"allranks/{run}/{restart}/"
+    return f"allranks/{run}/{restart}"
 
 
 def _missing(names: list[str], known: str, world_size: int | None) -> ConfigError:

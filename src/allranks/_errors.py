@@ -10,12 +10,13 @@ bytes, seconds) and what to do next. The tree::
     |   |-- SecretError               two sides of a connection do not have the same secret
     |-- TimeoutError(builtins.TimeoutError)
     |   |-- JoinError                 ranks did not meet in time: names those that are missing
+    |   |-- QueueEmptyError           a queue of a store holds nothing, and the call does not wait
     |-- PeerLostError                 a rank died, left or broke off; `.rank` says which
     |-- StoreLostError                the connection to the store broke: its server ended
     |-- MismatchError                 ranks disagree on what they call
 
 torch's names for what programs catch are aliases: DistError is AllranksError, DistBackendError (a collective broke)
-PeerLostError, DistNetworkError (a connection did) StoreLostError, DistStoreError (a wait in the store did) JoinError.
+PeerLostError, DistNetworkError (a connection did) StoreLostError, DistStoreError (a wait in a store did) TimeoutError.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "QueueEmptyError",
     "SecretError",
     "StoreLostError",
     "TimeoutError",
@@ -75,6 +77,10 @@ class JoinError(TimeoutError):
     """The ranks did not all meet in time, or two of them disagree on who they are. Names them."""
 
 
+class QueueEmptyError(TimeoutError):
+    """``queue_pop(block=False)`` of a store's queue that is empty."""
+
+
 class PeerLostError(AllranksError):
     """Another rank died, left the group, or gave up in the middle of a call.
 
@@ -102,7 +108,7 @@ class MismatchError(AllranksError):
 DistError = AllranksError
 DistBackendError = PeerLostError
 DistNetworkError = StoreLostError
-DistStoreError = JoinError
+DistStoreError = TimeoutError
 
 
 def rank_list(ranks: Sequence[int]) -> str:

@@ -1,7 +1,8 @@
 """Collectives of Python objects, with torch.distributed's names: pickled, sent as bytes, unpickled.
 
 Unpickling runs code that the sender chose. That is safe between ranks of one job, which are connected only after
-they have proved that they belong to it; never unpickle what comes from elsewhere.
+they have proved that they belong to it; never unpickle what comes from elsewhere. ALLRANKS_PICKLE=0 does without:
+objects are then plain values and tensors, in msgpack, and a pickle that comes is refused.
 
 Cost: each is a collective of the lengths and one of the bytes, and the pickling, which is most of it.
 """
@@ -9,13 +10,16 @@ Cost: each is a collective of the lengths and one of the bytes, and the pickling
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from allranks._collectives import outside, root_of, source_of
-from allranks._errors import UsageError
+from allranks._env import read_int
+from allranks._errors import MismatchError, UsageError
 from allranks._world import resolve_group
 
 if TYPE_CHECKING:
@@ -54,7 +58,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     # Padded to the longest: one collective, and the core needs one size.
     rows = mine.new_empty(resolved.size(), max(lengths))
     resolved.all_gather(rows, _padded(mine, max(lengths)))
-    object_list[:] = [_unpack(rows[r, : lengths[r]]) for r in range(resolved.size())]
+    object_list[:] = [_unpack(rows[r, : lengths[r]], resolved, r) for r in range(resolved.size())]
 
 
 def gather_object(
@@ -91,7 +95,9 @@ def gather_object(
     rows = [mine.new_empty(max(lengths)) for _ in lengths] if here else None
     resolved.gather(_padded(mine, max(lengths)), rows, root)
     if rows is not None and object_gather_list is not None:
-        object_gather_list[:] = [_unpack(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+        object_gather_list[:] = [
+            _unpack(row[:length], resolved, r) for r, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        ]
 
 
 def broadcast_object_list(
@@ -128,7 +134,7 @@ def broadcast_object_list(
         packed = packed.new_empty(int(length[0]))
     resolved.broadcast(packed, root)
     if not here:
-        _fill(object_list, packed, int(length[1]))
+        _fill(object_list, packed, int(length[1]), resolved, root)
 
 
 def scatter_object_list(
@@ -167,7 +173,7 @@ def scatter_object_list(
     longest = int(lengths.max())
     mine = torch.empty(longest, dtype=torch.uint8, device=resolved.device)
     resolved.scatter(mine, None if pieces is None else [_padded(piece, longest) for piece in pieces], root)
-    scatter_object_output_list[0] = _unpack(mine[: int(lengths[resolved.rank()])])
+    scatter_object_output_list[0] = _unpack(mine[: int(lengths[resolved.rank()])], resolved, root)
 
 
 def send_object_list(
@@ -235,18 +241,84 @@ def recv_object_list(
     sender = resolved.recv(length, source_of(resolved, src, group_src))
     packed = torch.empty(int(length[0]), dtype=torch.uint8, device=resolved.device)
     resolved.recv(packed, sender)
-    _fill(object_list, packed, int(length[1]))
+    _fill(object_list, packed, int(length[1]), resolved, sender)
     return resolved.ranks[sender]
 
 
 def _pack(obj: Any, group: ProcessGroup) -> Tensor:
     buffer = io.BytesIO()
-    pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    if _pickles():
+        pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    else:
+        buffer.write(_PLAIN + _encode(_as_plain(obj)))
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).to(group.device)
 
 
-def _unpack(data: Tensor) -> Any:
-    return pickle.loads(data.cpu().numpy().tobytes())
+def _unpack(data: Tensor, group: ProcessGroup, sender: int) -> Any:
+    packed = data.cpu().numpy().tobytes()
+    if packed[:1] == _PLAIN:
+        try:
+            return _decode(packed[1:])
+        except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
+            raise MismatchError(f"what rank {sender} sent is no object in msgpack: {error}") from None
+    if not _pickles():
+        raise MismatchError(
+            f"rank {sender} sent a pickle (group '{group.name}'), and ALLRANKS_PICKLE=0 refuses them on rank"
+            f" {group.rank()}.\n  Set ALLRANKS_PICKLE to the same on all ranks."
+        )
+    return pickle.loads(packed)
+
+
+def _pickles() -> bool:
+    return read_int(os.environ, "ALLRANKS_PICKLE", 0, 1) != 0
+
+
+# --- objects without pickle: msgpack's own types keep theirs, the others are its extensions
+
+_PLAIN = b"M"  # what they begin with; a pickle of protocol 2 or later begins with 0x80
+_AS_THEY_ARE = (type(None), bool, float, str, bytes)
+_TUPLE, _SET, _FROZENSET, _DICT, _INT, _TENSOR = range(6)
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def _as_plain(obj: Any) -> Any:
+    kind = type(obj)  # a subclass would come out as its base
+    if kind in _AS_THEY_ARE:
+        return obj
+    if kind is int:
+        return obj if -(1 << 63) <= obj < 1 << 63 else msgspec.msgpack.Ext(_INT, str(obj).encode())
+    if kind is list:
+        return [_as_plain(item) for item in obj]
+    if kind is dict:
+        return msgspec.msgpack.Ext(_DICT, _encode([[_as_plain(key), _as_plain(value)] for key, value in obj.items()]))
+    for code, known in ((_TUPLE, tuple), (_SET, set), (_FROZENSET, frozenset)):
+        if kind is known:
+            return msgspec.msgpack.Ext(code, _encode([_as_plain(item) for item in obj]))
+    if kind is torch.Tensor and obj.layout == torch.strided and not obj.is_quantized:
+        data = obj.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        row = [str(obj.dtype), list(obj.shape), obj.requires_grad, data.view(torch.uint8).numpy().tobytes()]
+        return msgspec.msgpack.Ext(_TENSOR, _encode(row))
+    raise UsageError(
+        f"ALLRANKS_PICKLE=0 is set, and msgpack cannot say {kind.__name__}. Expected None, bool, int, float, str,"
+        " bytes, list, tuple, dict, set or dense tensors; or allow pickles, ALLRANKS_PICKLE=1, on all ranks."
+    )
+
+
+def _from_extension(code: int, data: memoryview) -> Any:
+    if code == _INT:
+        return int(bytes(data))
+    row = _decode(data)
+    if code == _TENSOR:
+        name, shape, grad, content = row
+        dtype = getattr(torch, name.removeprefix("torch."))
+        flat = torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+        return flat.reshape(shape).requires_grad_(grad)
+    if code == _DICT:
+        return dict(row)
+    return {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset}[code](row)
+
+
+_decode = msgspec.msgpack.Decoder(ext_hook=_from_extension).decode
 
 
 def _padded(data: Tensor, length: int) -> Tensor:
@@ -259,10 +331,10 @@ def _all_lengths(group: ProcessGroup, data: Tensor) -> list[int]:
     return [int(length) for length in lengths.tolist()]
 
 
-def _fill(objects: list[Any], packed: Tensor, count: int) -> None:
+def _fill(objects: list[Any], packed: Tensor, count: int, group: ProcessGroup, sender: int) -> None:
     if len(objects) != count:
         raise UsageError(f"object_list holds {len(objects)} objects here, but {count} on the sending rank")
-    objects[:] = _unpack(packed)
+    objects[:] = _unpack(packed, group, sender)
 
 
 def _check_list(objects: Any, what: str) -> None:

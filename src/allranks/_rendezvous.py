@@ -34,7 +34,7 @@ from allranks._errors import ConfigError, JoinError, StoreLostError, TimeoutErro
 from allranks._network import machine, published_addresses
 from allranks._store import (
     ForeignStore,
-    MemoryStore,
+    HashStore,
     PrefixStore,
     Store,
     StoreClient,
@@ -178,7 +178,7 @@ def join(
     env = read_env(rank, world_size, environ, by_env=store is None and url.scheme == "env")
     me = Member.here(env.rank, env.world_size)
     if env.world_size == 1:
-        return Meeting(0, 1, MemoryStore(), (me,), 0, 1)
+        return Meeting(0, 1, HashStore(), (me,), 0, 1)
     attempt = _Attempt(me, time.monotonic() + timeout_s, timeout_s)
     try:
         if store is not None:
@@ -343,7 +343,7 @@ class _Attempt:
         Raises:
             JoinError: the same on all ranks that wait.
         """
-        members = self._register(PrefixStore("join/", self.store))
+        members = self._register(PrefixStore("join", self.store))
         if self.client is not None:
             self.client.deadline = math.inf
         self._remove_file()
@@ -476,7 +476,7 @@ class _Attempt:
         return root.add(f"allranks/joins/{self.me.rank}/{_PROCESS}.{self.me.pid}", 1)
 
     def _enter(self, root: Store, generation: int) -> None:
-        self.store = PrefixStore(f"allranks/{generation}/", root)
+        self.store = PrefixStore(f"allranks/{generation}", root)
 
     def _left(self) -> float:
         return self.deadline - time.monotonic()

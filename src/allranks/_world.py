@@ -128,7 +128,8 @@ def init_process_group(
             seconds; 30 minutes if None.
         world_size: the number of ranks; -1: from the environment, or MPI's.
         rank: this process, 0 to world_size - 1; -1: from the environment, or MPI's.
-        store: a connected store with torch's ``set, get, add, wait``, in place of ``init_method``.
+        store: ``TCPStore``, ``FileStore``, ``HashStore`` or ``PrefixStore``, ours or torch's, or an object with their
+            methods, in place of ``init_method``; rank and world size must then be given.
         group_name: how errors call the group; ``world`` if empty.
         pg_options: none are known.
         device_id: the device that this rank works on, an index or a device: it becomes the current one.

@@ -18,12 +18,7 @@ MISSING = {
     ),
     "BackendConfig": "engines are named by strings",
     "GroupName": "a type alias of torch's",
-    **dict.fromkeys(
-        ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"],
-        "stores are not public here; init_process_group(store=) takes torch's",
-    ),
-    "QueueEmptyError": "of the queues in torch's stores",
-    "rendezvous": "init_process_group meets by itself; stores are not public here",
+    "rendezvous": "init_process_group meets by itself",
     "register_rendezvous_handler": "init_process_group knows env://, tcp:// and file://, and takes a store",
     "DeviceMesh": "not here yet: groups are made with new_group, split_group and new_subgroups",
     "init_device_mesh": "not here yet: groups are made with new_group, split_group and new_subgroups",
@@ -41,6 +36,7 @@ MISSING = {
 DIFFERENT = {
     "init_process_group": {"_ranks": "torch's own, for groups that torch makes itself"},
 }
+_IN_DOCSTRINGS = "torch's are in docstrings only: tests/rendezvous/test_stores_as_torchs.py compares them"
 _BUILT_IN = "made by the library alone: no program calls it"
 # Classes whose constructor is not compared, and why.
 MADE_OTHERWISE = {
@@ -50,9 +46,11 @@ MADE_OTHERWISE = {
     "DistError": "an exception",
     "DistNetworkError": "an exception",
     "DistStoreError": "an exception",
+    **dict.fromkeys(["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"], _IN_DOCSTRINGS),
     "GradBucket": _BUILT_IN,
     "GroupMember": "a namespace in both",
     "ProcessGroup": _BUILT_IN,
+    "QueueEmptyError": "an exception",
     "ReduceOp": "an enum here",
     "Work": _BUILT_IN,
     "group": "a namespace in both",
@@ -113,6 +111,7 @@ MISSING_METHODS = {
         "factor": "premul_sum's has it",
         "op": "torch's op is an object around an enum",
     },
+    "TCPStore": {"libuvBackend": "there is one kind of server here"},
     "Work": {
         "block_current_stream": "of devices",
         "boxed": _CXX,

@@ -44,7 +44,7 @@ def test_two_ports_are_one_too_many(rank: str) -> None:
 
 def test_torchruns_agent() -> None:
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"}
-    assert read_env(environ=FULL | agent).agent == "allranks/job/2/"
+    assert read_env(environ=FULL | agent).agent == "allranks/job/2"
     assert read_env(environ=FULL | agent | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent == ""
     assert read_env(environ=FULL | agent | {"ALLRANKS_STORE": "unix:@x"}).agent == ""
     assert read_env(environ=FULL | agent, by_env=False).agent == ""

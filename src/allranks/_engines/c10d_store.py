@@ -51,8 +51,8 @@ class GroupStore(TorchStore):
                 record = _RECORD.pack(0, bytes.fromhex(self._server.address.removeprefix(_UNIX)))
             else:
                 secret = os.urandom(RECORD_BYTES - 2)
-                self._server = StoreServer.tcp(members[0].host, 0, secret)
-                record = _RECORD.pack(int(self._server.address.rpartition(":")[2]), secret)
+                self._server = StoreServer.tcp("", 0, secret)
+                record = _RECORD.pack(self._server.port, secret)
             self._server.start()
         try:
             port, self.secret = _RECORD.unpack(exchange(record)[0])
@@ -84,17 +84,16 @@ class GroupStore(TorchStore):
             self._server.close()
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._client.set(key, value.encode() if isinstance(value, str) else bytes(value))
+        self._client.set(key, value)
 
     def get(self, key: str) -> bytes:
-        return self._client.get(key, self._timeout_s)
+        return self._client.get(key)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
+        return self._client.multi_get(keys)
 
     def multi_set(self, keys: list[str], values: list[bytes]) -> None:
-        for key, value in zip(keys, values, strict=True):
-            self.set(key, value)
+        self._client.multi_set(keys, values)
 
     def add(self, key: str, amount: int) -> int:
         return self._client.add(key, amount)
@@ -103,11 +102,10 @@ class GroupStore(TorchStore):
         return self._client.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._client.wait(keys, self._timeout_s if timeout is None else timeout.total_seconds())
+        self._client.wait(keys, timeout)
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        before, after = (v.encode() if isinstance(v, str) else bytes(v) for v in (expected, desired))
-        return self._client.compare_set(key, before, after)
+        return self._client.compare_set(key, expected, desired)
 
     def delete_key(self, key: str) -> bool:
-        return self._client.delete(key)
+        return self._client.delete_key(key)

@@ -9,11 +9,13 @@ The map, from pure to worldly, so that each layer can be tested alone:
 
 - ``wire``    frames, the handshake, requests and replies: bytes in, bytes out
 - ``table``   ``KeyTable``: the values, and who waits for which; time comes in as an argument
-- ``stores``  ``Store`` and the kinds without a connection: ``MemoryStore``, ``PrefixStore``, ``ForeignStore``
+- ``stores``  ``Store`` and the kinds without a connection: ``HashStore``, ``PrefixStore``, ``ForeignStore``
 - ``client``  ``StoreClient``: the kind that asks a server
-- ``address`` whether a host name means this host
+- ``address`` where a server listens that was given a host name
 - ``server``  ``StoreServer``: one thread, one selector, any number of clients
 - ``secret``  ``load_secret``: what both sides of a TCP connection must know
+- ``tcp``     ``TCPStore``: server and client as torch's users know them
+- ``file``    ``FileStore``: a log in a file, under its lock
 
 Nothing is encrypted. On TCP both sides prove that they know the secret; on a unix socket the kernel vouches for
 the peer's user, and the secret may be empty.
@@ -23,21 +25,25 @@ from __future__ import annotations
 
 from allranks._errors import SecretError, StoreLostError
 from allranks._store.client import StoreClient, reason
+from allranks._store.file import FileStore
 from allranks._store.secret import load_secret
 from allranks._store.server import StoreServer
-from allranks._store.stores import ForeignStore, MemoryStore, PrefixStore, Store
+from allranks._store.stores import ForeignStore, HashStore, PrefixStore, Store
+from allranks._store.tcp import TCPStore
 from allranks._store.wire import FRAME_LIMIT
 
 __all__ = [
     "FRAME_LIMIT",
+    "FileStore",
     "ForeignStore",
-    "MemoryStore",
+    "HashStore",
     "PrefixStore",
     "SecretError",
     "Store",
     "StoreClient",
     "StoreLostError",
     "StoreServer",
+    "TCPStore",
     "load_secret",
     "reason",
 ]

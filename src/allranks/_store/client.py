@@ -23,7 +23,7 @@ import msgspec
 
 from allranks._env import split_host_port
 from allranks._errors import ConfigError, JoinError, SecretError, StoreLostError, TimeoutError, UsageError
-from allranks._store.stores import AskingStore
+from allranks._store.stores import Store
 from allranks._store.wire import (
     FRAME_LIMIT,
     GREETING_LIMIT,
@@ -34,6 +34,7 @@ from allranks._store.wire import (
     SHARE_SECRET,
     VERSION,
     FrameDecoder,
+    Pop,
     Reply,
     Request,
     Wait,
@@ -83,12 +84,13 @@ class _Line:
         self.sock.settimeout(min(max(deadline - time.monotonic(), 0.001), LONGEST_S))
 
 
-class StoreClient(AskingStore):
+class StoreClient(Store):
     """A store that a ``StoreServer`` holds. Each thread that asks at the same time gets its own connection.
 
     Attributes:
         address: where the server is.
-        timeout_s: the longest time any single request may take.
+        timeout_s: how long to wait for keys where nothing else is said, and the longest time any other request may
+            take.
         deadline: a moment (``time.monotonic``) that no request outlasts, however long its own timeout.
     """
 
@@ -143,6 +145,10 @@ class StoreClient(AskingStore):
                 with suppress(OSError):  # already broken: its user is about to notice
                     line.sock.shutdown(socket.SHUT_RDWR)
 
+    def clone(self) -> StoreClient:
+        """Another client of the same server, with connections and a timeout of its own."""
+        return StoreClient(self.address, self._secret, self.timeout_s)
+
     def _ask(self, request: Request) -> Reply:
         payload = encode(request)
         if len(payload) > FRAME_LIMIT:
@@ -151,7 +157,7 @@ class StoreClient(AskingStore):
             )
         began = time.monotonic()
         patience_s = self.timeout_s
-        if isinstance(request, Wait) and request.timeout_s > 0:
+        if isinstance(request, Wait | Pop) and request.timeout_s > 0:
             patience_s = request.timeout_s + _GRACE_S
         deadline = min(began + patience_s, self.deadline)
         kept = False

@@ -13,7 +13,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from types import TracebackType
 import msgspec
 
 from allranks._errors import ConfigError, SecretError, UsageError
-from allranks._store.address import trouble_with
+from allranks._store.address import addresses_of, trouble_with
 from allranks._store.client import credentials, reason
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
@@ -43,6 +43,7 @@ from allranks._store.wire import (
 __all__ = ["StoreServer"]
 
 _GREETING_PEERS = 64
+_PORTS_TRIED = 50  # until one is found that is free on all addresses
 _log = logging.getLogger("allranks.store")
 
 
@@ -69,12 +70,12 @@ class StoreServer:
         refusals: one line for each host that came with another secret or version.
     """
 
-    def __init__(self, listener: socket.socket, address: str, secret: bytes, host: str = "") -> None:
+    def __init__(self, listeners: Sequence[socket.socket], address: str, secret: bytes, host: str = "") -> None:
         self.address = address
         self.host = host
         self.refusals: dict[str, str] = {}
         self._secret = secret
-        self._listener = listener
+        self._listeners = tuple(listeners)
         self._owner = os.getpid()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
@@ -90,15 +91,15 @@ class StoreServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind("\0" + name)
         listener.listen(1024)
-        return cls(listener, f"unix:@{name}", secret)
+        return cls([listener], f"unix:@{name}", secret)
 
     @classmethod
     def tcp(cls, host: str, port: int, secret: bytes) -> StoreServer:
         """Listens on a TCP port; only holders of the secret get in.
 
         Args:
-            host: a loopback address to listen there only. For any other name or address the server listens on
-                all interfaces, as a host's own name often resolves to 127.0.1.1 on the host itself.
+            host: what the clients dial: a name or an address of this host. Where that is listened on, ``address``
+                says; "" stands for all that the host publishes.
             port: the port; 0 for a free one.
             secret: what clients must know.
 
@@ -107,41 +108,60 @@ class StoreServer:
         """
         if not secret:
             raise UsageError("StoreServer.tcp needs a secret: see load_secret.")
-        loopback = "127.0.0.1" if host == "localhost" else host if host == "::1" or host.startswith("127.") else ""
-        dual = not loopback and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual or ":" in loopback else socket.AF_INET
+        addresses = addresses_of(host)
+        for attempt in range(_PORTS_TRIED):
+            try:
+                listeners = _listen(addresses, port)
+                break
+            except OSError as error:
+                if port == 0 and error.errno == errno.EADDRINUSE and attempt < _PORTS_TRIED - 1:
+                    continue
+                holder = _port_holder(port) if error.errno == errno.EADDRINUSE else ""
+                raise ConfigError(
+                    f"Cannot listen on port {port} ({', '.join(addresses)}): {reason(error)}{holder}.\n"
+                    "  Choose another port (MASTER_PORT), the same on all ranks, or end the program that holds it."
+                ) from None
+        shown = addresses[0] if host == "localhost" else host or socket.gethostname()
+        return cls(listeners, _tcp_address(shown, listeners[0].getsockname()[1]), secret, host)
+
+    @classmethod
+    def on(cls, bound: socket.socket, host: str, secret: bytes) -> StoreServer:
+        """Listens on a TCP socket that somebody else has bound; takes it over."""
         try:
-            listener = socket.create_server((loopback, port), family=family, backlog=1024, dualstack_ipv6=dual)
-        except OSError as error:
-            holder = _port_holder(port) if error.errno == errno.EADDRINUSE else ""
-            why = reason(error).partition(" (while")[0]  # create_server adds what is said here anyway
-            raise ConfigError(
-                f"Cannot listen on port {port} ({loopback or 'all interfaces'}): {why}{holder}.\n"
-                "  Choose another port (MASTER_PORT), the same on all ranks, or end the program that holds it."
-            ) from None
-        port = listener.getsockname()[1]
-        shown = loopback or host or socket.gethostname()
-        return cls(listener, f"tcp:[{shown}]:{port}" if ":" in shown else f"tcp:{shown}:{port}", secret, host)
+            bound.listen(1024)
+            port = bound.getsockname()[1]
+        except (OSError, IndexError) as error:
+            bound.close()
+            raise ConfigError(f"Cannot listen on the socket that was given: {reason(error)}.") from None
+        return cls([bound], _tcp_address(host, port), secret, host)
+
+    @property
+    def port(self) -> int:
+        """The port of a TCP server."""
+        return int(self.address.rpartition(":")[2])
 
     @property
     def here(self) -> str:
         """The address for clients on this host, which needs no name service."""
-        if self._listener.family == socket.AF_UNIX or self.address.startswith(("tcp:127.", "tcp:[::1]")):
+        listener = self._listeners[0]
+        if listener.family == socket.AF_UNIX:
             return self.address
-        return f"tcp:127.0.0.1:{self.address.rpartition(':')[2]}"
+        host = listener.getsockname()[0]
+        return _tcp_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), self.port)
 
     def whereabouts(self) -> str:
         """Where a TCP server listens, and what is wrong with the name that its clients may dial; "" on a unix socket.
 
         Takes a second at most, where the name service does not answer.
         """
-        if self._listener.family == socket.AF_UNIX:
+        if self._listeners[0].family == socket.AF_UNIX:
             return ""
-        host, port = self._listener.getsockname()[:2]
-        if host not in ("0.0.0.0", "::"):
-            return f"on port {port} of {host}, which only this host reaches"
+        hosts = [str(listener.getsockname()[0]) for listener in self._listeners]
+        where = f"on port {self.port} of {', '.join(hosts)}"
+        if all(host == "::1" or host.startswith("127.") for host in hosts):
+            where += ", which only this host reaches"
         trouble = trouble_with(self.host) if self.host else ""
-        return f"on port {port} of all interfaces" + (f"; {self.host!r} {trouble}" if trouble else "")
+        return where + (f"; {self.host!r} {trouble}" if trouble else "")
 
     def start(self) -> StoreServer:
         """Starts the thread that serves."""
@@ -159,8 +179,9 @@ class StoreServer:
                 os.eventfd_write(self._wake, 1)
                 self._thread.join()
             else:
-                self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+                self._stop_listening()
+        for listener in self._listeners:
+            listener.close()
         os.close(self._wake)
 
     def __enter__(self) -> StoreServer:
@@ -170,17 +191,19 @@ class StoreServer:
         self.close()
 
     def _run(self) -> None:
-        self._listener.setblocking(False)
         with selectors.DefaultSelector() as self._selector:
-            self._selector.register(self._listener, selectors.EVENT_READ)
+            for listener in self._listeners:
+                listener.setblocking(False)
+                self._selector.register(listener, selectors.EVENT_READ, listener)
             self._selector.register(self._wake, selectors.EVENT_READ)
             try:
                 while self._stop_at is None:
                     self._turn()
                 # Also wakes whoever shares this socket after a fork, and frees the port although they hold it.
-                self._selector.unregister(self._listener)
+                for listener in self._listeners:
+                    self._selector.unregister(listener)
                 self._selector.unregister(self._wake)
-                self._listener.shutdown(socket.SHUT_RDWR)
+                self._stop_listening()
                 while time.monotonic() < self._stop_at and any(
                     peer.greeting is None or peer.greeting.begun for peer in self._peers
                 ):
@@ -188,15 +211,21 @@ class StoreServer:
             finally:
                 for peer in list(self._peers):
                     self._drop(peer)
-                self._listener.close()
+                for listener in self._listeners:
+                    listener.close()
+
+    def _stop_listening(self) -> None:
+        for listener in self._listeners:
+            with suppress(OSError):  # a socket that was given may be in any state
+                listener.shutdown(socket.SHUT_RDWR)
 
     def _turn(self) -> None:
         deadlines = [self._table.next_deadline(), self._stop_at, *(p.since + GREETING_S for p in self._strangers)]
         first = min((d for d in deadlines if d is not None), default=None)
         for key, events in self._selector.select(None if first is None else max(0.0, first - time.monotonic())):
             peer = key.data
-            if key.fileobj is self._listener:
-                self._accept()
+            if peer in self._listeners:
+                self._accept(peer)
             elif peer in self._peers:
                 if events & selectors.EVENT_WRITE:
                     self._flush(peer)
@@ -207,10 +236,10 @@ class StoreServer:
         for peer in [p for p in self._strangers if p.since + GREETING_S <= now]:
             self._drop(peer, "said nothing that makes sense in time")
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         for _ in range(_GREETING_PEERS):
             try:
-                sock, where = self._listener.accept()
+                sock, where = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError as error:  # no descriptors left
@@ -325,6 +354,38 @@ class StoreServer:
         self._table.forget(peer)
         self._selector.unregister(peer.sock)
         peer.sock.close()
+
+
+def _tcp_address(host: str, port: int) -> str:
+    return f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
+
+
+def _listen(addresses: Sequence[str], port: int) -> list[socket.socket]:
+    """Listens on one port of several addresses."""
+    listeners: list[socket.socket] = []
+    gone: OSError | None = None
+    try:
+        for address in addresses:
+            listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            listeners.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((address, port))
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                gone = error  # an interface that is coming up or going down
+                listeners.pop().close()
+                continue
+            listener.listen(1024)
+            port = listener.getsockname()[1]
+        if gone is not None and not listeners:
+            raise gone
+    except BaseException:
+        for listener in listeners:
+            listener.close()
+        raise
+    return listeners
 
 
 def _port_holder(port: int) -> str:

@@ -1,13 +1,17 @@
-"""The interface of a store, and the kinds that need no connection.
+"""The stores: one interface, with torch's names, for programs and for the package itself.
 
-``MemoryStore`` is a job of one rank; ``PrefixStore`` gives each use of a store keys of its own; ``ForeignStore``
-is whatever a user hands to ``init_process_group(store=...)``. The kind that talks to a server is ``client``'s; it
-shares ``AskingStore`` with ``MemoryStore``, so that both say the same.
+Every method is one request and its reply, so a kind of store is one method, ``_ask``. Here are the kinds without a
+connection: ``HashStore`` in this process; ``PrefixStore``, which gives each use of a store keys of its own;
+``ForeignStore``, whatever a user hands to ``init_process_group(store=...)``. The kind that asks a server is
+``client``'s, the kind in a file is ``file``'s.
+
+Source: the methods, their arguments and what they answer are torch.distributed.Store's; tests/rendezvous compares.
 """
 
 from __future__ import annotations
 
 import abc
+import copy
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -15,78 +19,211 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar
 
-from allranks._errors import TimeoutError, UsageError
+import msgspec
+
+from allranks._errors import QueueEmptyError, TimeoutError, UsageError
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
     LONGEST_S,
     Add,
+    Append,
     CompareSet,
     Delete,
     Done,
     Failed,
     Found,
     Late,
+    Length,
+    Listed,
+    Names,
     Peek,
+    Pop,
+    Push,
     Reply,
     Request,
     Set,
+    SetMany,
     Wait,
 )
 
-__all__ = ["AskingStore", "ForeignStore", "MemoryStore", "PrefixStore", "Store"]
+__all__ = ["ForeignStore", "HashStore", "PrefixStore", "Store", "seconds_of"]
 
-_ReplyT = TypeVar("_ReplyT", Done, Found)
+_ReplyT = TypeVar("_ReplyT", Done, Found, Listed)
+Timeout = timedelta | float
+
+DEFAULT_TIMEOUT_S = 300.0  # torch's
+
+
+def seconds_of(timeout: Timeout) -> float:
+    """A timeout given as torch gives it (timedelta) or as a number of seconds; 0 or less does not wait.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, timedelta | float | int) or timeout != timeout:
+        raise UsageError(f"timeout must be a timedelta or a number of seconds, not {timeout!r}")
+    return min(timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout), LONGEST_S)
 
 
 class Store(abc.ABC):
-    """Small values under names, seen by all ranks of a job. Thread-safe."""
+    """Small values under names, seen by all who share the store. Thread-safe.
+
+    The base of ``TCPStore``, ``FileStore``, ``HashStore`` and ``PrefixStore``. Keys are strings; values are bytes, and
+    a string stands for its UTF-8. A timeout is a timedelta or a number of seconds; where none is given it is the
+    store's, 300 s unless set. A wait that ends in vain raises TimeoutError, which names the keys.
+
+    Example:
+        >>> store = HashStore()
+        >>> store.set("a", "1")
+        >>> store.add("a", 2), store.get("a"), store.check(["a", "b"])
+        (3, b'3', False)
+    """
+
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
     @abc.abstractmethod
-    def set(self, key: str, value: bytes) -> None:
+    def _ask(self, request: Request) -> Reply: ...
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long ``get``, ``wait`` and their kin wait where they are not told."""
+        return timedelta(seconds=self.timeout_s)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Sets it.
+
+        Raises:
+            UsageError: not a time.
+        """
+        self.timeout_s = seconds_of(timeout)
+
+    def set(self, key: str, value: bytes | str) -> None:
         """Sets a value, and wakes those who wait for it."""
+        self._reply(Set(_key(key), _value(value)), Done)
 
-    @abc.abstractmethod
-    def get(self, key: str, timeout_s: float) -> bytes:
+    def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Returns a value; waits until it is set.
 
         Raises:
             TimeoutError: nobody set it in time.
         """
+        return self.multi_get([key], timeout)[0]
 
-    @abc.abstractmethod
-    def add(self, key: str, amount: int) -> int:
-        """Adds to a counter, which starts at 0, in one step; returns the sum."""
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        """Sets several values at once.
 
-    @abc.abstractmethod
-    def check(self, keys: Sequence[str]) -> bool:
-        """Says whether all keys are set."""
+        Raises:
+            UsageError: there are not as many values as keys.
+        """
+        if isinstance(values, str | bytes):
+            raise UsageError(f"values must be a list of values, not {values!r:.80}")
+        self._reply(SetMany(_keys(keys), [_value(value) for value in values]), Done)
 
-    @abc.abstractmethod
-    def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Waits until all keys are set.
+    def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
+        """Returns several values; waits until all are set.
 
         Raises:
             TimeoutError: some were not set in time; names them.
         """
+        values = self._reply(Wait(_keys(keys), self._patience(timeout), True), Found).values
+        if None in values:
+            raise UsageError(f"{self}: {keys[values.index(None)]!r} was deleted while others were waited for")
+        return values  # type: ignore[return-value]
 
-    @abc.abstractmethod
-    def delete(self, key: str) -> bool:
-        """Removes a key; says whether it was there."""
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Waits until all keys are set (or are queues that hold something).
 
-    @abc.abstractmethod
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Sets a value if it is ``expected`` (``b""`` also stands for absent); returns the value afterwards.
-
-        As in torch: where the key is absent and ``expected`` is not ``b""``, returns ``expected``.
+        Raises:
+            TimeoutError: some were not set in time; names them.
         """
+        self._reply(Wait(_keys(keys), self._patience(timeout), False), Found)
 
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Gives back what this object holds."""
+    def check(self, keys: Sequence[str]) -> bool:
+        """Says whether all keys are set (or are queues that hold something)."""
+        return isinstance(self._ask(Wait(_keys(keys), 0.0, False)), Found)
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter, which starts at 0, in one step; returns the sum. ``get`` finds it as decimal digits.
+
+        Raises:
+            UsageError: what is there is no whole number, or the sum does not fit into 64 bits.
+        """
+        if not isinstance(amount, int) or not -(1 << 63) <= amount < 1 << 63:
+            raise UsageError(f"add({key!r}): the amount must be a whole number of 64 bits, not {amount!r}")
+        return self._reply(Add(_key(key), int(amount)), Done).number
+
+    def append(self, key: str, value: bytes | str) -> None:
+        """Adds to the end of a value; an absent one is empty."""
+        self._reply(Append(_key(key), _value(value)), Done)
+
+    def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
+        """Sets a value if it is the expected one (an empty one also stands for absent); returns it as it is then.
+
+        As in torch: where the key is absent and ``expected_value`` is not empty, returns ``expected_value``.
+        """
+        request = CompareSet(_key(key), _value(expected_value), _value(desired_value))
+        return self._reply(request, Found).values[0] or b""
+
+    def delete_key(self, key: str) -> bool:
+        """Removes a key; says whether it was there."""
+        return bool(self._reply(Delete(_key(key)), Done).number)
+
+    def num_keys(self) -> int:
+        """How many keys are set."""
+        return len(self.list_keys())
+
+    def list_keys(self) -> list[str]:
+        """The keys that are set."""
+        return self._reply(Names(""), Listed).names
+
+    def queue_push(self, key: str, value: bytes | str) -> None:
+        """Adds a value to the end of a queue. Queues and values have names of their own."""
+        self._reply(Push(_key(key), _value(value)), Done)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Takes the first value of a queue. Who has waited longest gets the next one.
+
+        Args:
+            key: the queue.
+            block: whether to wait for a value.
+
+        Raises:
+            QueueEmptyError: it is empty, and ``block`` is false.
+            TimeoutError: nobody pushed one in time.
+        """
+        reply = self._ask(Pop(_key(key), self.timeout_s if block else 0.0))
+        if isinstance(reply, Late) and not block:
+            raise QueueEmptyError(f"{self}: queue {key!r} is empty")
+        return self._checked(reply, Found, self.timeout_s).values[0] or b""
+
+    def queue_len(self, key: str) -> int:
+        """How many values a queue holds."""
+        return self._reply(Length(_key(key)), Done).number
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Waits until ``world_size`` callers have come to the barrier of this name, which serves once.
+
+        Raises:
+            TimeoutError: not all came in time.
+        """
+        if self.add(f"{key}/num_members", 1) == world_size:
+            self.set(f"{key}/last_member", b"")
+        self.wait([f"{key}/last_member"], timeout)
+
+    def has_extended_api(self) -> bool:
+        """Whether ``append``, ``multi_get`` and ``multi_set`` are there: in all of ours."""
+        return True
+
+    def clone(self) -> Store:
+        """Another object on the same store, with a timeout of its own. (For threads it is not needed.)"""
+        return copy.copy(self)
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
-        """Returns the values that are set now, None for the others."""
-        return [self.get(key, 1.0) if self.check([key]) else None for key in keys]
+        """Returns the values that are set now, None for the others. Not in torch."""
+        return self._reply(Peek(_keys(keys)), Found).values
+
+    def close(self) -> None:  # noqa: B027
+        """Gives back what this object holds. Not in torch, where the garbage collector does it."""
 
     def __enter__(self) -> Store:
         return self
@@ -94,60 +231,28 @@ class Store(abc.ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-
-class AskingStore(Store):
-    """A store whose every method is one request and its reply."""
-
-    @abc.abstractmethod
-    def _ask(self, request: Request) -> Reply: ...
-
-    @abc.abstractmethod
-    def __str__(self) -> str: ...
+    def _patience(self, timeout: Timeout | None) -> float:
+        return self.timeout_s if timeout is None else seconds_of(timeout)
 
     def _reply(self, request: Request, kind: type[_ReplyT]) -> _ReplyT:
-        match self._ask(request):
-            case Late(missing) if isinstance(request, Wait):
-                names = ", ".join(map(repr, missing))
+        return self._checked(self._ask(request), kind, getattr(request, "timeout_s", 0.0))
+
+    def _checked(self, reply: Reply, kind: type[_ReplyT], waited_s: float) -> _ReplyT:
+        match reply:
+            case Late(missing):
                 raise TimeoutError(
-                    f"{self}: nobody set {names} in {request.timeout_s:.1f} s.\n"
+                    f"{self}: nobody set {', '.join(map(repr, missing))} in {waited_s:.1f} s.\n"
                     "  The rank that sets it may be late or gone: look at its output."
-                    "    Longer: init_process_group(timeout=...)"
+                    "    Longer: init_process_group(timeout=...), or the store's timeout"
                 )
             case Failed(text):
                 raise UsageError(f"{self}: {text}")
-            case reply:
-                assert isinstance(reply, kind), reply
-                return reply
-
-    def set(self, key: str, value: bytes) -> None:
-        self._reply(Set(key, value), Done)
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        value = self._reply(Wait([key], min(timeout_s, LONGEST_S), True), Found).values[0]
-        assert value is not None
-        return value
-
-    def add(self, key: str, amount: int) -> int:
-        return self._reply(Add(key, amount), Done).number
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return isinstance(self._ask(Wait(list(keys), 0.0, False)), Found)
-
-    def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        self._reply(Wait(list(keys), min(timeout_s, LONGEST_S), False), Found)
-
-    def delete(self, key: str) -> bool:
-        return bool(self._reply(Delete(key), Done).number)
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        return self._reply(CompareSet(key, expected, desired), Found).values[0] or b""
-
-    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
-        return self._reply(Peek(list(keys)), Found).values
+        assert isinstance(reply, kind), reply
+        return reply
 
 
-class MemoryStore(AskingStore):
-    """A store inside this process, for a job of one rank."""
+class HashStore(Store):
+    """A store inside this process: for its threads, or for a job of one rank."""
 
     def __init__(self) -> None:
         self._table = KeyTable()
@@ -175,43 +280,45 @@ class MemoryStore(AskingStore):
                 self._table.forget(who)
                 self._replies.pop(who, None)
 
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 class PrefixStore(Store):
-    """A view of another store in which every key begins with a prefix."""
+    """A view of another store in which every key begins with a prefix and a slash.
+
+    Args:
+        prefix: what keys begin with.
+        store: the store behind it, ours or one with torch's methods; it stays open when the view is closed.
+    """
 
     def __init__(self, prefix: str, store: Store) -> None:
-        self.prefix = prefix
-        self.store = store
+        self.prefix = f"{_key(prefix)}/"
+        self._store = store if isinstance(store, Store) else ForeignStore(store)
+        self.timeout_s = self._store.timeout_s
 
-    def set(self, key: str, value: bytes) -> None:
-        self.store.set(self.prefix + key, value)
+    @property
+    def underlying_store(self) -> Store:
+        """The store behind it."""
+        return self._store
 
-    def get(self, key: str, timeout_s: float) -> bytes:
-        return self.store.get(self.prefix + key, timeout_s)
+    def __str__(self) -> str:
+        return str(self._store)
 
-    def add(self, key: str, amount: int) -> int:
-        return self.store.add(self.prefix + key, amount)
+    def num_keys(self) -> int:
+        """How many keys are set in the store behind it; as in torch, all of them."""
+        return self._store.num_keys()
 
-    def check(self, keys: Sequence[str]) -> bool:
-        return self.store.check([self.prefix + key for key in keys])
+    def list_keys(self) -> list[str]:
+        """The keys that are set under the prefix, without it."""
+        return [name.removeprefix(self.prefix) for name in super().list_keys()]
 
-    def wait(self, keys: Sequence[str], timeout_s: float) -> None:
-        self.store.wait([self.prefix + key for key in keys], timeout_s)
-
-    def delete(self, key: str) -> bool:
-        return self.store.delete(self.prefix + key)
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        return self.store.compare_set(self.prefix + key, expected, desired)
-
-    def peek(self, keys: Sequence[str]) -> list[bytes | None]:
-        return self.store.peek([self.prefix + key for key in keys])
-
-    def close(self) -> None:
-        """A view holds nothing; the store behind it stays open."""
+    def _ask(self, request: Request) -> Reply:
+        match request:
+            case Names(prefix):
+                request = Names(self.prefix + prefix)
+            case Peek(keys) | Wait(keys) | SetMany(keys):
+                request = msgspec.structs.replace(request, keys=[self.prefix + key for key in keys])
+            case _:
+                request = msgspec.structs.replace(request, key=self.prefix + request.key)
+        return self._store._ask(request)
 
 
 class ForeignStore(Store):
@@ -225,44 +332,71 @@ class ForeignStore(Store):
             )
         self._store = store
 
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
+    def __str__(self) -> str:
+        return f"store={type(self._store).__name__}"
 
-    def get(self, key: str, timeout_s: float) -> bytes:
-        self.wait([key], timeout_s)
-        return bytes(self._store.get(key))
+    def _ask(self, request: Request) -> Reply:
+        match request:
+            case Set(key, value):
+                self._store.set(key, value)
+            case SetMany(keys, values):
+                for key, value in zip(keys, values, strict=True):
+                    self._store.set(key, value)
+            case Append(key, value):
+                self._method("append")(key, value)
+            case Add(key, amount):
+                return Done(int(self._store.add(key, amount)))
+            case Delete(key):
+                return Done(int(self._method("delete_key")(key)))
+            case CompareSet(key, expected, desired):
+                return Found([bytes(self._method("compare_set")(key, expected, desired))])
+            case Peek(keys):
+                return Found([bytes(self._store.get(key)) if self._store.check([key]) else None for key in keys])
+            case Names(prefix):
+                return Listed([key for key in self._method("list_keys")() if key.startswith(prefix)])
+            case Wait(keys, timeout_s, values):
+                if not self._wait(keys, timeout_s):
+                    missing = [key for key in keys if not self._store.check([key])]
+                    return Late((missing or keys)[:20])
+                return Found([bytes(self._store.get(key)) for key in keys] if values else [])
+            case _:
+                raise UsageError(f"{self}: queues of a store that is not ours are reached by its own methods only")
+        return Done()
 
-    def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._store.check(list(keys)))
-
-    def wait(self, keys: Sequence[str], timeout_s: float) -> None:
+    def _wait(self, keys: list[str], timeout_s: float) -> bool:
+        if timeout_s <= 0:  # in torch a timeout of 0 means for ever
+            return bool(self._store.check(keys))
         began = time.monotonic()
-        # In torch a timeout of 0 means for ever.
-        limit = timedelta(seconds=min(max(timeout_s, 0.001), LONGEST_S))
         try:
-            self._store.wait(list(keys), limit)
-        except (RuntimeError, OSError) as error:  # torch raises DistStoreError, a RuntimeError, for all failures
-            if time.monotonic() - began < limit.total_seconds() * 0.9:
+            self._store.wait(keys, timedelta(seconds=timeout_s))
+        except (RuntimeError, OSError):  # torch raises DistStoreError, a RuntimeError, for all failures
+            if time.monotonic() - began < timeout_s * 0.9:
                 raise
-            raise TimeoutError(
-                f"store={type(self._store).__name__}: {', '.join(map(repr, keys[:20]))} not set in {timeout_s:.1f} s.\n"
-                "  The rank that sets it may be late or gone: look at its output."
-            ) from error
-
-    def delete(self, key: str) -> bool:
-        return bool(self._method("delete_key")(key))
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        return bytes(self._method("compare_set")(key, expected, desired))
-
-    def close(self) -> None:
-        """The store is the user's; it stays open."""
+            return False
+        return True
 
     def _method(self, name: str) -> Callable[..., Any]:
         method = getattr(self._store, name, None)
         if method is None:
-            raise UsageError(f"store={type(self._store).__name__} has no method {name}, which this call needs.")
+            raise UsageError(f"{self} has no method {name}, which this call needs.")
         return method  # type: ignore[no-any-return]
+
+
+def _key(key: str) -> str:
+    if not isinstance(key, str):
+        raise UsageError(f"a store's key must be a string, not {key!r:.80}")
+    return key
+
+
+def _keys(keys: Sequence[str]) -> list[str]:
+    if isinstance(keys, str | bytes):
+        raise UsageError(f"keys must be a list of strings, not {keys!r:.80}")
+    return [_key(key) for key in keys]
+
+
+def _value(value: bytes | str) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise UsageError(f"a store's value must be bytes or a string, not {value!r:.80}")
+    return bytes(value)

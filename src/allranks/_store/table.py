@@ -1,37 +1,49 @@
 """What a store knows: its values, and who waits for which.
 
-A dict, and a heap of deadlines. Neither sockets nor clocks: time comes in as an argument and replies go out as a
-list, so that the server and ``MemoryStore`` share it, and a test can drive it through any history.
+Two dicts, of values and of queues, and a heap of deadlines. Neither sockets nor clocks: time comes in as an argument
+and replies go out as a list, so that the server, ``HashStore`` and ``FileStore`` share it, and a test can drive it
+through any history. What the values mean is torch's stores', see ``stores``.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from allranks._store.wire import (
     Add,
+    Append,
     CompareSet,
     Delete,
     Done,
     Failed,
     Found,
     Late,
+    Length,
+    Listed,
+    Names,
     Peek,
+    Pop,
+    Push,
     Reply,
     Request,
     Set,
+    SetMany,
     Wait,
 )
 
-__all__ = ["KeyTable"]
+__all__ = ["HIDDEN", "KeyTable"]
+
+HIDDEN = "\0"
+"""What keys begin with that the stores themselves use: nobody sees them listed or counted."""
 
 
 @dataclass
 class _Parked:
-    request: Wait
+    request: Wait | Pop
     missing: set[str]
 
 
@@ -43,8 +55,9 @@ class KeyTable:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self._queues: dict[str, deque[bytes]] = {}  # none is empty
         self._parked: dict[Hashable, _Parked] = {}
-        self._waiters: dict[str, set[Hashable]] = {}
+        self._waiters: dict[str, dict[Hashable, None]] = {}  # in the order in which they came
         self._deadlines: list[tuple[float, int, Hashable, _Parked]] = []
         self._order = itertools.count()
 
@@ -53,12 +66,24 @@ class KeyTable:
         match request:
             case Set(key, value):
                 return [(who, Done()), *self._put(key, value)]
+            case SetMany(keys, values):
+                if len(keys) != len(values):
+                    return [(who, Failed(f"multi_set: {len(keys)} keys, but {len(values)} values"))]
+                due = [self._put(key, value) for key, value in zip(keys, values, strict=True)]
+                return [(who, Done()), *itertools.chain.from_iterable(due)]
             case Add(key, amount):
-                try:
-                    number = int(self._values.get(key, b"0")) + amount
-                except ValueError:
-                    return [(who, Failed(f"add({key!r}): its value is not a whole number"))]
-                return [(who, Done(number)), *self._put(key, b"%d" % number)]
+                return self._add(who, key, amount)
+            case Append(key, value):
+                return [(who, Done()), *self._put(key, self._values.get(key, b"") + value)]
+            case Names(prefix):
+                hidden = prefix + HIDDEN
+                found = [key for key in self._values if key.startswith(prefix) and not key.startswith(hidden)]
+                return [(who, Listed(found))]
+            case Push(key, value):
+                self._queues.setdefault(key, deque()).append(value)
+                return [(who, Done()), *self._arrived(key)]
+            case Length(key):
+                return [(who, Done(len(self._queues.get(key, ()))))]
             case Peek(keys):
                 return [(who, Found([self._values.get(key) for key in keys]))]
             case Delete(key):
@@ -70,8 +95,10 @@ class KeyTable:
                 if current == expected or (current is None and not expected):
                     return [(who, Found([desired])), *self._put(key, desired)]
                 return [(who, Found([expected if current is None else current]))]
-            case Wait():
-                return self._park(who, request, now)
+            case Wait(keys, _, values):
+                return self._park(who, request, {key for key in keys if not self._is_there(key, values)}, now)
+            case Pop(key):
+                return self._park(who, request, set() if key in self._queues else {key}, now)
 
     def expire(self, now: float) -> list[tuple[Hashable, Reply]]:
         """Ends the waits whose time is over."""
@@ -97,32 +124,58 @@ class KeyTable:
         """Drops what ``who`` waits for."""
         parked = self._parked.pop(who, None)
         for key in parked.missing if parked else ():
-            self._waiters[key].discard(who)
+            self._waiters[key].pop(who)
             if not self._waiters[key]:
                 del self._waiters[key]
 
+    def _add(self, who: Hashable, key: str, amount: int) -> list[tuple[Hashable, Reply]]:
+        try:
+            number = int(self._values.get(key) or b"0") + amount
+        except ValueError:
+            return [(who, Failed(f"add({key!r}): its value is not a whole number"))]
+        if not -(1 << 63) <= number < 1 << 63:
+            return [(who, Failed(f"add({key!r}): the sum {number} does not fit into 64 bits"))]
+        return [(who, Done(number)), *self._put(key, b"%d" % number)]
+
     def _put(self, key: str, value: bytes) -> list[tuple[Hashable, Reply]]:
         self._values[key] = value
+        return self._arrived(key)
+
+    def _is_there(self, key: str, as_value: bool) -> bool:
+        return key in self._values or (not as_value and key in self._queues)
+
+    def _arrived(self, key: str) -> list[tuple[Hashable, Reply]]:
+        """Ends the waits that were for this key alone; what is in a queue, one of them takes."""
         due: list[tuple[Hashable, Reply]] = []
-        for who in self._waiters.pop(key, ()):
+        for who in tuple(self._waiters.get(key, ())):
             parked = self._parked[who]
-            parked.missing.discard(key)
-            if not parked.missing:
-                del self._parked[who]
-                due.append((who, self._found(parked.request)))
+            request = parked.request
+            if key in self._queues if isinstance(request, Pop) else self._is_there(key, request.values):
+                del self._waiters[key][who]
+                parked.missing.discard(key)
+                if not parked.missing:
+                    del self._parked[who]
+                    due.append((who, self._found(request)))
+        if not self._waiters.get(key, True):
+            del self._waiters[key]
         return due
 
-    def _park(self, who: Hashable, request: Wait, now: float) -> list[tuple[Hashable, Reply]]:
-        missing = {key for key in request.keys if key not in self._values}
+    def _park(self, who: Hashable, request: Wait | Pop, missing: set[str], now: float) -> list[tuple[Hashable, Reply]]:
         if not missing:
             return [(who, self._found(request))]
         if request.timeout_s <= 0:
             return [(who, Late(sorted(missing)[:20]))]
         parked = self._parked[who] = _Parked(request, missing)
         for key in missing:
-            self._waiters.setdefault(key, set()).add(who)
+            self._waiters.setdefault(key, {})[who] = None
         heapq.heappush(self._deadlines, (now + request.timeout_s, next(self._order), who, parked))
         return []
 
-    def _found(self, request: Wait) -> Found:
-        return Found([self._values.get(key) for key in request.keys] if request.values else [])
+    def _found(self, request: Wait | Pop) -> Found:
+        if isinstance(request, Wait):
+            return Found([self._values.get(key) for key in request.keys] if request.values else [])
+        queue = self._queues[request.key]
+        value = queue.popleft()
+        if not queue:
+            del self._queues[request.key]
+        return Found([value])

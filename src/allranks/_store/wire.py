@@ -20,6 +20,7 @@ from allranks._errors import ConfigError, SecretError
 
 __all__ = [
     "Add",
+    "Append",
     "CompareSet",
     "Delete",
     "Done",
@@ -33,12 +34,18 @@ __all__ = [
     "KNOCK",
     "LONGEST_S",
     "Late",
+    "Length",
+    "Listed",
     "NONCE",
+    "Names",
     "Peek",
+    "Pop",
+    "Push",
     "Reply",
     "Request",
     "SHARE_SECRET",
     "Set",
+    "SetMany",
     "VERSION",
     "Wait",
     "WireError",
@@ -181,9 +188,19 @@ class Set(_Message, frozen=True):
     value: bytes
 
 
+class SetMany(_Message, frozen=True):
+    keys: list[str]
+    values: list[bytes]
+
+
 class Add(_Message, frozen=True):
     key: str
     amount: int
+
+
+class Append(_Message, frozen=True):
+    key: str
+    value: bytes
 
 
 class Peek(_Message, frozen=True):
@@ -206,12 +223,34 @@ class CompareSet(_Message, frozen=True):
     desired: bytes
 
 
+class Names(_Message, frozen=True):
+    prefix: str
+
+
+class Push(_Message, frozen=True):
+    key: str
+    value: bytes
+
+
+class Pop(_Message, frozen=True):
+    key: str
+    timeout_s: float
+
+
+class Length(_Message, frozen=True):
+    key: str
+
+
 class Done(_Message, frozen=True):
     number: int = 0
 
 
 class Found(_Message, frozen=True):
     values: list[bytes | None]
+
+
+class Listed(_Message, frozen=True):
+    names: list[str]
 
 
 class Late(_Message, frozen=True):
@@ -222,8 +261,8 @@ class Failed(_Message, frozen=True):
     text: str
 
 
-Request = Set | Add | Peek | Wait | Delete | CompareSet
-Reply = Done | Found | Late | Failed
+Request = Set | SetMany | Add | Append | Peek | Wait | Delete | CompareSet | Names | Push | Pop | Length
+Reply = Done | Found | Listed | Late | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request: Callable[[bytes], Request] = msgspec.msgpack.Decoder(Request).decode
