@@ -316,8 +316,8 @@ def test_rank_0_never_comes(port: int, tmp_path: Path) -> None:
         Rank(f"file://{tmp_path}/meet", 1, 3, timeout_s=0.5),
         Rank(None, timeout_s=0.5, RANK=1, WORLD_SIZE=3, ALLRANKS_STORE="unix:@allranks-nobody"),
     )
-    assert_missing(told[0], f"rank 0 (the server at tcp:localhost:{port}) never answered for 0.5 s", 0.5)
-    assert_missing(told[1], "never answered for 0.5 s (last: the file is not there)", 0.5)
+    assert_missing(told[0], f"rank 0 (the server at tcp:localhost:{port}) did not answer for 0.5 s", 0.5)
+    assert_missing(told[1], "did not answer for 0.5 s (last: the file is not there)", 0.5)
     assert_missing(told[2], "unix:@allranks-nobody did not answer for 0.5 s (last: connection refused)", 0.5)
 
 
@@ -383,9 +383,7 @@ def test_two_processes_with_one_rank_on_a_port(port: int) -> None:
         server = pool.submit(join, url, rank=0, world_size=3, timeout_s=20.0, environ=environ)
         doubles = [Rank(url, 1, 3), Rank(url, 1, 3)]
         with StoreClient.connect(f"tcp:localhost:{port}", SECRET.encode(), 20.0) as client:
-            client.get("allranks/1/join/member/1", 20.0)
-            while int(client.get("allranks/1/join/claims/1", 20.0)) < 2:
-                time.sleep(0.005)
+            client.get("allranks/1/join/double/1", 20.0)
         zero = Rank(url, 0, 3).answer()
         assert zero["error"] == "ConfigError"
         assert f"held by pid {os.getpid()} (" in zero["text"]
@@ -516,7 +514,7 @@ def test_one_rank_speaks_for_all_that_wait_for_the_same_ranks(
     assert line.startswith("allranks: rank 0 has waited 0 s for ranks 3-4 (it listens on port ")
     failures(None, *((i, 5, 0.8) for i in (4, 2, 1)), environ=launcher)
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("allranks: rank 1 has waited 0 s for ranks 0, 3 on the launcher's store at unix:@")
+    assert re.match(r"allranks: rank [124] has waited 0 s for ranks 0, 3 on the launcher's store at unix:@", line)
 
 
 def test_who_is_in_time_says_nothing(
