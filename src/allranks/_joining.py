@@ -194,7 +194,7 @@ class Joining:
         while True:
             answer = yield from self._do(Connect())
             if answer is None:
-                answer = yield from self._do(Add(f"allranks/joins/{self.me.rank}/{self.process}", 1))
+                answer = yield from self._count()
             match answer:
                 case Done(number) if number == 1 or not self.fresh:
                     return number
@@ -214,6 +214,19 @@ class Joining:
                 yield from self._notice(f"for {self.where}; last: {trouble.text}")
             yield from self._do(Pause(min(pause_s, self._left())))
             pause_s = min(pause_s * 1.5, 0.1)
+
+    def _count(self) -> Steps[Answer]:
+        # Not by Add: where the connection breaks before the answer is here, nobody knows whether it was counted.
+        key, visit, known = f"allranks/joins/{self.me.rank}/{self.process}", repr(self.began), b""
+        while True:
+            number = int(known.partition(b" ")[0] or b"0") + 1
+            answer = yield from self._do(CompareSet(key, known, b"%d %s" % (number, visit.encode())))
+            if not isinstance(answer, Found) or not answer.values[0]:
+                return answer
+            known = answer.values[0]
+            counted, _, whose = known.partition(b" ")
+            if whose == visit.encode():
+                return Done(int(counted))
 
     # At the store.
 
@@ -280,7 +293,9 @@ class Joining:
         return None
 
     def _roll_call(self, give_up: bool = False) -> Steps[_Verdict | None]:
-        found = yield from self._everyone("member")
+        size = self.me.world_size
+        found = yield from self._everyone("member", "double") if give_up else self._everyone("member")
+        found, doubles = found[:size], found[size:]
         members = [claim.member for claim in found if claim is not None]
         missing = tuple(rank for rank, claim in enumerate(found) if claim is None)
         if not missing:
@@ -288,10 +303,8 @@ class Joining:
             return (yield from self._settle(_Verdict()))
         if not give_up:
             return None
-        doubles = yield from self._everyone("double")
         lines = [
-            f"{len(missing)} of {len(found)} ranks did not join in {self.timeout_s:.1f} s: missing"
-            f" {rank_list(missing)}.",
+            f"{len(missing)} of {size} ranks did not join in {self.timeout_s:.1f} s: missing {rank_list(missing)}.",
             f"Joined: {', '.join(map(str, members[:8]))}{' and others' if len(members) > 8 else ''}.",
             *(
                 _twice(first.member, second.member)
@@ -319,6 +332,11 @@ class Joining:
         match answer:
             case Done() | Found() | Late():
                 return answer
+            case Lost(text, cause) if self._left() <= 0:
+                raise JoinError(
+                    f"{self.me}: not all ranks joined in {self.timeout_s:.1f} s, and {self.where} did not answer in"
+                    f" time who is missing ({text}).\n  Look at its output.    Longer: init_process_group(timeout=...)"
+                ) from cause
             case Lost(text, cause):
                 raise JoinError(
                     f"{self.me}: {self.where} went away while the ranks joined ({text}).\n"
@@ -338,8 +356,8 @@ class Joining:
             raise self._strange(answer)
         return claim
 
-    def _everyone(self, what: str) -> Steps[list[_Claim | None]]:
-        keys = [f"{self._board}{what}/{rank}" for rank in range(self.me.world_size)]
+    def _everyone(self, *kinds: str) -> Steps[list[_Claim | None]]:
+        keys = [f"{self._board}{kind}/{rank}" for kind in kinds for rank in range(self.me.world_size)]
         answer = yield from self._ask(Peek(keys))
         assert isinstance(answer, Found)
         return [_decode(value) for value in answer.values]
