@@ -31,6 +31,7 @@ from allranks._store.wire import (
     NONCE,
     VERSION,
     Failed,
+    Found,
     FrameDecoder,
     Greeting,
     Reply,
@@ -43,6 +44,8 @@ from allranks._store.wire import (
 __all__ = ["StoreServer"]
 
 _GREETING_PEERS = 64
+_BACKLOG = 4096  # thousands of ranks may start at once; the system may allow fewer
+_LARGE = 4096
 _log = logging.getLogger("allranks.store")
 
 
@@ -53,7 +56,7 @@ class _Peer:
         self.greeting: Greeting | None = greeting
         self.since = since
         self.decoder = FrameDecoder(GREETING_LIMIT)
-        self.out = bytearray()
+        self.out = memoryview(b"")
         self.events = selectors.EVENT_READ
 
 
@@ -80,6 +83,7 @@ class StoreServer:
         self._thread: threading.Thread | None = None
         self._stop_at: float | None = None
         self._table = KeyTable()
+        self._last: tuple[bytes | None, bytes] = (None, b"")
         self._peers: dict[_Peer, None] = {}
         self._strangers: dict[_Peer, None] = {}  # the peers that have not proved themselves yet
 
@@ -89,7 +93,7 @@ class StoreServer:
         name = f"allranks-{os.urandom(16).hex()}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind("\0" + name)
-        listener.listen(1024)
+        listener.listen(_BACKLOG)
         return cls(listener, f"unix:@{name}", secret)
 
     @classmethod
@@ -111,7 +115,7 @@ class StoreServer:
         dual = not loopback and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual or ":" in loopback else socket.AF_INET
         try:
-            listener = socket.create_server((loopback, port), family=family, backlog=1024, dualstack_ipv6=dual)
+            listener = socket.create_server((loopback, port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
         except OSError as error:
             holder = _port_holder(port) if error.errno == errno.EADDRINUSE else ""
             why = reason(error).partition(" (while")[0]  # create_server adds what is said here anyway
@@ -193,7 +197,9 @@ class StoreServer:
     def _turn(self) -> None:
         deadlines = [self._table.next_deadline(), self._stop_at, *(p.since + GREETING_S for p in self._strangers)]
         first = min((d for d in deadlines if d is not None), default=None)
-        for key, events in self._selector.select(None if first is None else max(0.0, first - time.monotonic())):
+        ready = self._selector.select(None if first is None else max(0.0, first - time.monotonic()))
+        # Whoever comes new may push out others that have not proved themselves yet: they are heard before.
+        for key, events in sorted(ready, key=lambda item: item[0].data is None):
             peer = key.data
             if key.fileobj is self._listener:
                 self._accept()
@@ -240,7 +246,10 @@ class StoreServer:
         def worth(peer: _Peer) -> tuple[bool, float]:
             return peer.greeting is not None and peer.greeting.begun, peer.since
 
-        self._drop(min(self._strangers, key=worth), "had to make room")
+        peer = min(self._strangers, key=worth)
+        self._read(peer)  # its proof may have come by now
+        if peer in self._strangers:
+            self._drop(peer, "had to make room")
 
     def _read(self, peer: _Peer) -> None:
         try:
@@ -266,10 +275,10 @@ class StoreServer:
         except SecretError:
             raise
         except ConfigError:
-            self._send(peer, VERSION)  # so that the other side can say so, too
+            self._send(peer, pack_frame(VERSION))  # so that the other side can say so, too
             raise
         if answer is not None:
-            self._send(peer, answer)
+            self._send(peer, pack_frame(answer))
         else:
             peer.greeting = None
             peer.decoder.limit = FRAME_LIMIT
@@ -287,18 +296,28 @@ class StoreServer:
     def _reply(self, due: list[tuple[Hashable, Reply]]) -> None:
         for who, reply in due:
             if isinstance(who, _Peer) and who in self._peers:
-                payload = encode(reply)
-                if len(payload) > FRAME_LIMIT:
-                    payload = encode(Failed(f"a reply of {len(payload)} bytes, the limit is {FRAME_LIMIT}"))
-                self._send(who, payload)
+                self._send(who, self._frame(reply))
 
-    def _send(self, peer: _Peer, payload: bytes) -> None:
-        peer.out += pack_frame(payload)
+    def _frame(self, reply: Reply) -> bytes:
+        # All ranks ask for the same large values: each such frame is made and kept once, however slowly they read.
+        value = reply.values[0] if isinstance(reply, Found) and len(reply.values) == 1 else None
+        if value is not None and value is self._last[0]:
+            return self._last[1]
+        payload = encode(reply)
+        if len(payload) > FRAME_LIMIT:
+            payload = encode(Failed(f"a reply of {len(payload)} bytes, the limit is {FRAME_LIMIT}"))
+        frame = pack_frame(payload)
+        if value is not None and len(value) >= _LARGE:
+            self._last = value, frame
+        return frame
+
+    def _send(self, peer: _Peer, frame: bytes) -> None:
+        peer.out = memoryview(bytes(peer.out) + frame if peer.out else frame)
         self._flush(peer)
 
     def _flush(self, peer: _Peer) -> None:
         try:
-            del peer.out[: peer.sock.send(peer.out)]
+            peer.out = peer.out[peer.sock.send(peer.out) :]
         except BlockingIOError:
             pass
         except OSError as error:
