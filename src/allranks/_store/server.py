@@ -44,6 +44,7 @@ from allranks._store.wire import (
 __all__ = ["StoreServer"]
 
 _GREETING_PEERS = 64
+_PROOF_S = 0.015  # where no room is left, whoever began well has so long to prove itself; others wait in the backlog
 _BACKLOG = 4096  # thousands of ranks may start at once; the system may allow fewer
 _LARGE = 4096
 _log = logging.getLogger("allranks.store")
@@ -83,6 +84,7 @@ class StoreServer:
         self._thread: threading.Thread | None = None
         self._stop_at: float | None = None
         self._table = KeyTable()
+        self._full_until: float | None = None  # until then nobody is let in
         self._last: tuple[bytes | None, bytes] = (None, b"")
         self._peers: dict[_Peer, None] = {}
         self._strangers: dict[_Peer, None] = {}  # the peers that have not proved themselves yet
@@ -182,7 +184,8 @@ class StoreServer:
                 while self._stop_at is None:
                     self._turn()
                 # Also wakes whoever shares this socket after a fork, and frees the port although they hold it.
-                self._selector.unregister(self._listener)
+                if self._full_until is None:
+                    self._selector.unregister(self._listener)
                 self._selector.unregister(self._wake)
                 self._listener.shutdown(socket.SHUT_RDWR)
                 while time.monotonic() < self._stop_at and any(
@@ -195,7 +198,12 @@ class StoreServer:
                 self._listener.close()
 
     def _turn(self) -> None:
-        deadlines = [self._table.next_deadline(), self._stop_at, *(p.since + GREETING_S for p in self._strangers)]
+        deadlines = [
+            self._table.next_deadline(),
+            self._stop_at,
+            self._full_until,
+            *(p.since + GREETING_S for p in self._strangers),
+        ]
         first = min((d for d in deadlines if d is not None), default=None)
         ready = self._selector.select(None if first is None else max(0.0, first - time.monotonic()))
         # Whoever comes new may push out others that have not proved themselves yet: they are heard before.
@@ -209,12 +217,19 @@ class StoreServer:
                 if events & selectors.EVENT_READ and peer in self._peers:
                     self._read(peer)
         now = time.monotonic()
+        if self._full_until is not None and (now >= self._full_until or len(self._strangers) < _GREETING_PEERS):
+            self._full_until = None
+            if self._stop_at is None:
+                self._selector.register(self._listener, selectors.EVENT_READ)
         self._reply(self._table.expire(now))
         for peer in [p for p in self._strangers if p.since + GREETING_S <= now]:
             self._drop(peer, "said nothing that makes sense in time")
 
     def _accept(self) -> None:
         for _ in range(_GREETING_PEERS):
+            if len(self._strangers) >= _GREETING_PEERS and not self._evict():
+                self._selector.unregister(self._listener)
+                return
             try:
                 sock, where = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -235,21 +250,24 @@ class StoreServer:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 name = str(where[0]).removeprefix("::ffff:")
-            if len(self._strangers) >= _GREETING_PEERS:
-                self._evict()
             peer = _Peer(sock, name, Greeting(self._secret, os.urandom(NONCE)), time.monotonic())
             self._peers[peer] = self._strangers[peer] = None
             self._selector.register(sock, peer.events, peer)
             self._read(peer)  # a real client has spoken by now, and is through before the next idle one comes
 
-    def _evict(self) -> None:
+    def _evict(self) -> bool:
         def worth(peer: _Peer) -> tuple[bool, float]:
             return peer.greeting is not None and peer.greeting.begun, peer.since
 
         peer = min(self._strangers, key=worth)
         self._read(peer)  # its proof may have come by now
         if peer in self._strangers:
+            begun, since = worth(peer)
+            if begun and time.monotonic() < since + _PROOF_S:
+                self._full_until = since + _PROOF_S
+                return False
             self._drop(peer, "had to make room")
+        return True
 
     def _read(self, peer: _Peer) -> None:
         try:
