@@ -284,7 +284,7 @@ class StoreServer:
             return
         except ConfigError as error:
             self._refuse(peer, str(error))
-        except (OSError, WireError, msgspec.MsgspecError, RecursionError) as error:
+        except (OSError, WireError) as error:
             self._drop(peer, str(error))
 
     def _greet(self, peer: _Peer, greeting: Greeting, frame: bytes) -> None:
