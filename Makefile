@@ -44,6 +44,7 @@ bench: $(VENV)/installed $(BENCH)/installed
 	$(BIN)/allranks run -n 2 benchmarks/ddp_step.py --json benchmarks/ddp_step.json
 	$(BIN)/allranks run -n 2 --show 0 benchmarks/torch_plugin.py --json benchmarks/torch_plugin.json
 	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
+	taskset -c 0 $(BIN)/python benchmarks/rendezvous.py --json benchmarks/rendezvous.json
 	$(BIN)/python benchmarks/figures.py
 
 # Environments with what .venv has, and an MPI each: of MPI there is one in an environment. Without them `make test`

@@ -124,6 +124,19 @@ def test_they_are_dropped_and_nothing_grows(server: Server) -> None:
     server.assert_well()
 
 
+def test_a_member_that_breaks_the_protocol_harms_only_itself(server: Server) -> None:
+    """After the greeting: text that is no UTF-8, an unknown message, nesting without end, two requests at once."""
+    for words in (b"\x91\xa2\x00\x80", b"\x92\xa3Who\x01", b"\x91" * 9999, b"", b"\xc1"):
+        nonce = os.urandom(32)
+        with server.dial() as sock:
+            sock.sendall(hello(nonce))
+            proof, _ = answer_greeting(SECRET, nonce, sock.recv(4096)[4:])
+            sock.sendall(pack_frame(proof) + pack_frame(words) * 2)
+            sock.shutdown(socket.SHUT_WR)
+            assert is_dropped(sock)
+    server.assert_well()
+
+
 def test_five_hundred_that_say_nothing_or_half(server: Server) -> None:
     """Also those that begin well and never prove anything; a rank comes through while they are there."""
     for words in (b"", hello()[:10], hello()):

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from allranks import _rendezvous
@@ -295,6 +296,46 @@ def test_missing_ranks_on_the_launchers_store(launcher: dict[str, str]) -> None:
     for text in told:
         assert "4 of 7 ranks did not join in 0.5 s: missing ranks 1, 3-5.\n" in text
         assert f"Joined: rank 0 {me}, rank 2 {me}, rank 6 {me}." in text
+
+
+def test_a_double_is_named_to_those_who_miss_another_rank(launcher: dict[str, str]) -> None:
+    """Two processes say RANK=1 and none says RANK=2: a common slip."""
+    with ThreadPoolExecutor(1) as pool:
+        missing = pool.submit(failures, None, (0, 3, 2.0), (1, 3, 2.0), environ=launcher)
+        with StoreClient.connect(launcher["ALLRANKS_STORE"]) as client:
+            client.get("allranks/1/join/member/1", 5.0)
+        double = Rank(None, RANK=1, WORLD_SIZE=3, **launcher)
+        assert "error" in double.answer()
+        for text in missing.result(10.0):
+            assert "1 of 3 ranks did not join in 2.0 s: missing rank 2.\n" in text
+            assert f"joined first, then rank 1 (host {socket.gethostname()}, pid {double.process.pid})." in text
+
+
+def test_another_protocol_is_told_at_once() -> None:
+    store = MemoryStore()
+    other = {"process": "x", "member": {"rank": 1, "pid": 5, "host": "h", "machine": "m", "world_size": 2}}
+    store.set("allranks/1/join/first", msgspec.msgpack.encode(other))
+    with pytest.raises(ConfigError, match=r"joins by protocol 2, rank 1 \(host h, pid 5\) by 1: they run different"):
+        join(None, rank=0, world_size=2, timeout_s=30.0, store=store, environ={})
+    store.set("allranks/2/join/first", b"1")
+    with pytest.raises(ConfigError, match="Another version of allranks"):
+        join(None, rank=0, world_size=2, timeout_s=30.0, store=store, environ={})
+
+
+def test_an_exchange_names_who_did_not_come(launcher: dict[str, str]) -> None:
+    def take_part(rank: int) -> list[bytes]:
+        meeting = join(None, rank=rank, world_size=3, timeout_s=10.0, environ=launcher)
+        try:
+            rows = meeting.exchange(b"%d" % rank, 5.0)
+            if rank:
+                with pytest.raises(TimeoutError, match=r"rank 0 did not come to an exchange of 3 ranks in 0\.1 s"):
+                    meeting.exchange(b"", 0.1)
+            return rows
+        finally:
+            meeting.close()
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(take_part, range(3))) == [[b"0", b"1", b"2"]] * 3
 
 
 def test_who_gives_up_first_tells_the_others(port: int) -> None:
