@@ -43,6 +43,8 @@ bench: $(VENV)/installed $(BENCH)/installed
 	$(BENCH_RUN) python --json benchmarks/python.json $(BENCH_FLAGS)
 	$(BIN)/allranks run -n 2 benchmarks/ddp_step.py --json benchmarks/ddp_step.json
 	$(BIN)/allranks run -n 2 --show 0 benchmarks/torch_plugin.py --json benchmarks/torch_plugin.json
+	$(BENCH)/bin/python benchmarks/hosts.py --json benchmarks/hosts_1.json $(BENCH_FLAGS)
+	$(BENCH)/bin/python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json $(BENCH_FLAGS)
 	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
 	taskset -c 0 $(BIN)/python benchmarks/rendezvous.py --json benchmarks/rendezvous.json
 	$(BIN)/python benchmarks/figures.py

@@ -44,11 +44,11 @@ def all_reduce_table(two, four):
         yield "| " + " | ".join(cells) + " |"
 
 
-def verb_table(two, four):
+def verb_table(two, four, names=("2 ranks", "4 ranks")):
     """Every verb: the ratios' median over all sizes, and the worst."""
     found = [{(s["verb"], s["peer"]): s for s in report["summaries"]} for report in (two, four)]
     title = "gloo | worst | fastest | MPI | worst"
-    yield f"| verb | 2 ranks: {title} | 4 ranks: {title} |"
+    yield f"| verb | {names[0]}: {title} | {names[1]}: {title} |"
     yield "|---" * 11 + "|"
     for table in two["tables"]:
         verb, cells = table["verb"], []
@@ -73,6 +73,23 @@ def shared_table(shared):
         yield (
             f"| {size(row['nbytes'])} | " + " | ".join(took + [times(row["ratios"][p]) for p in ("gloo", "mpi")]) + " |"
         )
+
+
+def hosts_lines(one, two):
+    """Between two hosts, beside gloo and Open MPI over TCP; and a plain stream."""
+    yield "Between two hosts (network namespaces of this machine, joined by veth and a bridge; the peers over the same"
+    yield "network), one and two ranks on each:"
+    yield ""
+    yield from verb_table(one, two, ("1 per host", "2 per host"))
+    yield ""
+    sends = {row["nbytes"]: row for table in one["tables"] if table["verb"] == "send" for row in table["rows"]}
+    largest = max(sends)
+    ours = largest / sends[largest]["timings"]["native"]["median_s"]
+    plain = sorted(one["iperf3_bytes_per_s"])[len(one["iperf3_bytes_per_s"]) // 2]
+    yield (
+        f"`send` moves {ours / 1e9:.2f} GB/s there at {size(largest)}; one stream of iperf3 {plain / 1e9:.2f} GB/s "
+        f"({times(ours / plain)})."
+    )
 
 
 def plugin_lines(report):
@@ -126,6 +143,7 @@ def render():
         "Python's own share of a blocking call, above the core's binding (which reads the tensor itself): "
         f"{share['python_s'] * 1e6:.2f} us.",
     ]
+    lines += ["", *hosts_lines(load("hosts_1"), load("hosts_2"))]
     lines += ["", *plugin_lines(load("torch_plugin"))]
     step, launch = load("ddp_step"), load("launch")
     contenders = step["contenders"]

@@ -22,6 +22,7 @@ bool fits(const Frame& frame, const Buffer& buffer) {
 size_t burst_bytes(size_t pipe) { return std::min<size_t>(pipe / 4, 64 << 10); }
 
 constexpr size_t kFarBurst = 1 << 20;  // the same, between hosts
+constexpr size_t kLent = 512 << 10;    // bytes of a message that is worth a receipt
 
 size_t payload_of(const Frame& frame) { return frame.fingerprint.count * size_of(frame.fingerprint.dtype); }
 
@@ -36,6 +37,7 @@ Mail::Mail(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin
       spin_ns_(spin_ns),
       spin_progress_ns_(spin_progress_ns),
       sends_(static_cast<size_t>(size_)),
+      lent_(static_cast<size_t>(size_)),
       incoming_(static_cast<size_t>(size_)),
       unexpected_(static_cast<size_t>(size_)) {}
 
@@ -125,6 +127,7 @@ std::shared_ptr<Parcel> Mail::post_send(Buffer buffer, int to, int32_t tag, Call
   parcel->peer = to;
   parcel->tag = tag;
   parcel->frame = {.fingerprint = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count}, .tag = tag};
+  parcel->frame.lent = far(to) && buffer.nbytes() >= kLent ? 1 : 0;
   parcel->about = parcel->frame.fingerprint;
   sends_[peer].push_back(parcel);
   push(to);
@@ -195,6 +198,10 @@ void Mail::wait(const std::shared_ptr<Parcel>& parcel, Caller& caller, int64_t t
 
 void Mail::in_background() {
   const std::lock_guard lock(lock_);
+  rouse();
+}
+
+void Mail::rouse() {
   if (stopping_ || idle()) return;
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   posted_.notify_one();
@@ -244,13 +251,15 @@ void Mail::abandon() {
 }
 
 bool Mail::idle() const {
-  return recvs_.empty() && claimed_ == 0 &&
-         std::all_of(sends_.begin(), sends_.end(), [](const auto& queue) { return queue.empty(); });
+  const auto none = [](const auto& queues) {
+    return std::all_of(queues.begin(), queues.end(), [](const auto& queue) { return queue.empty(); });
+  };
+  return recvs_.empty() && claimed_ == 0 && none(sends_) && none(lent_);
 }
 
 int Mail::awaited() const {
   for (size_t r = 0; r < sends_.size(); r++) {
-    if (!sends_[r].empty()) return static_cast<int>(r);
+    if (!sends_[r].empty() || !lent_[r].empty()) return static_cast<int>(r);
   }
   for (const auto& parcel : recvs_) {
     if (const int from = parcel->peer; from >= 0) return from;
@@ -267,9 +276,11 @@ void Mail::fail_all(const std::exception_ptr& error) {
   const auto fail = [&](const std::shared_ptr<Parcel>& parcel) {
     if (parcel != nullptr && !parcel->done.load(std::memory_order_relaxed)) finish(*parcel, error);
   };
-  for (auto& queue : sends_) {
-    for (const auto& parcel : queue) fail(parcel);
-    queue.clear();
+  for (auto* queues : {&sends_, &lent_}) {
+    for (auto& queue : *queues) {
+      for (const auto& parcel : queue) fail(parcel);
+      queue.clear();
+    }
   }
   for (const auto& parcel : recvs_) fail(parcel);
   recvs_.clear();
@@ -290,7 +301,7 @@ void Mail::fail_all(const std::exception_ptr& error) {
 void Mail::progress() {
   for (int r = 0; r < size_; r++) {
     if (r == rank_) continue;
-    if (!sends_[static_cast<size_t>(r)].empty()) push(r);
+    if (!sends_[static_cast<size_t>(r)].empty() || !lent_[static_cast<size_t>(r)].empty()) push(r);
     far(r) ? pull_far(r) : pull(r);
   }
 }
@@ -367,22 +378,47 @@ void Mail::push_far(int peer) {
   Stream& post = net_->post(peer);
   while (!queue.empty()) {
     Parcel& parcel = *queue.front();
+    const bool lent = parcel.frame.lent != 0;
     const size_t total = sizeof(Frame) + parcel.buffer.nbytes();
     const size_t header = std::min(parcel.moved, sizeof(Frame));
     const size_t payload = parcel.moved - header;
-    std::array<iovec, 2> parts{
-        {{reinterpret_cast<std::byte*>(&parcel.frame) + header, sizeof(Frame) - header},
-         {parcel.buffer.bytes() + payload, std::min(parcel.buffer.nbytes() - payload, kFarBurst)}}};
-    const size_t taken = post.put(parts.data(), parts.size());
+    const size_t burst = std::min(parcel.buffer.nbytes() - payload, kFarBurst);
+    size_t taken = 0;
+    if (lent && header == sizeof(Frame)) {
+      taken = post.lend(parcel.buffer.bytes() + payload, burst);
+    } else {
+      std::array<iovec, 2> parts{{{reinterpret_cast<std::byte*>(&parcel.frame) + header, sizeof(Frame) - header},
+                                  {parcel.buffer.bytes() + payload, lent ? 0 : burst}}};
+      taken = post.put(parts.data(), parts.size());
+    }
     parcel.moved += taken;
     if (parcel.moved == total) {
-      const auto done = std::move(queue.front());
+      const auto sent = std::move(queue.front());
       queue.pop_front();
-      finish(*done);
+      if (lent) {
+        lent_[static_cast<size_t>(peer)].push_back(sent);
+      } else {
+        finish(*sent);
+      }
     } else if (taken == 0 || post.full()) {
       return;
     }
   }
+  post.drain();
+}
+
+// Tells the sender that what it has lent has been read.
+void Mail::acknowledge(int peer) {
+  auto& queue = sends_[static_cast<size_t>(peer)];
+  auto receipt = std::make_shared<Parcel>();
+  receipt->buffer = {nullptr, 0, DType::u8};
+  receipt->peer = peer;
+  receipt->frame.fingerprint.verb = Verb::recv;
+  // Before what has not begun.
+  const bool begun = !queue.empty() && queue.front()->moved > 0;
+  queue.insert(queue.begin() + (begun ? 1 : 0), std::move(receipt));
+  push(peer);
+  if (!queue.empty()) rouse();  // who has received may make no other call
 }
 
 void Mail::pull_far(int peer) {
@@ -395,6 +431,15 @@ void Mail::pull_far(int peer) {
       if (n == 0) return;
       in.header += n;
       if (in.header < sizeof(Frame)) continue;
+      if (in.frame.fingerprint.verb == Verb::recv) {
+        auto& lent = lent_[static_cast<size_t>(peer)];
+        in = {};
+        if (lent.empty()) continue;  // the group has failed
+        const auto read = std::move(lent.front());
+        lent.pop_front();
+        finish(*read);
+        continue;
+      }
       dispatch(peer);
     }
     if (const size_t left = payload_of(in.frame) - in.payload; left > 0) {
@@ -438,6 +483,7 @@ void Mail::dispatch(int peer) {
 // All of a message is there.
 void Mail::complete(int peer) {
   Incoming in = std::exchange(incoming_[static_cast<size_t>(peer)], Incoming{});
+  if (in.frame.lent != 0) acknowledge(peer);
   if (in.parcel != nullptr) {
     claimed_--;
     finish(*in.parcel);

@@ -5,6 +5,8 @@
 // that small messages are buffered and two ranks may both send first. A message that arrives before it is asked for, or
 // behind one that is, is kept aside.
 //
+// A large message to another host is lent (stream.h): its send is done when the other side has read it.
+//
 // Nothing here blocks for a single message: whoever waits for any of them moves all of them
 // (`progress`), or else a rank that waits for its send while its peer does the same would hang. For
 // messages that nobody waits for yet there is a thread, started by the first of them.
@@ -96,11 +98,13 @@ class Mail {
   void push(int peer);
   void pull(int peer);
   void push_far(int peer);
+  void acknowledge(int peer);
   void pull_far(int peer);
   void dispatch(int peer);
   void complete(int peer);
   void finish(Parcel& parcel, std::exception_ptr error = nullptr);
   void fail_all(const std::exception_ptr& error);
+  void rouse();  // the thread
   bool idle() const;
   int awaited() const;
 
@@ -119,6 +123,7 @@ class Mail {
 
   std::mutex lock_;
   std::vector<std::deque<std::shared_ptr<Parcel>>> sends_;  // by peer
+  std::vector<std::deque<std::shared_ptr<Parcel>>> lent_;   // by peer: sent, and not known to have been read
   std::list<std::shared_ptr<Parcel>> recvs_;                // in the order of posting
   std::vector<Incoming> incoming_;                          // by peer
   std::vector<std::list<Unexpected>> unexpected_;           // by peer, in the order of arrival

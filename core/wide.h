@@ -70,6 +70,7 @@ class Wide {
   Pieces of_mates(const Pieces& all) const;
   std::byte* scratch(size_t index, size_t nbytes);
   void flush(Team::Call& call) { net_.flush(call.patience, call.about); }
+  void settle(Team::Call& call) { net_.settle(call.patience, call.about); }
 
   [[noreturn]] void disagree(Team::Call& call, Error error);
 

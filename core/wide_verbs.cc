@@ -75,8 +75,8 @@ void Wide::across(Team::Call& call, const std::vector<int>& peers, Buffer operan
   for (size_t s = 0; s < steps + kLag; s++) {
     for (size_t h = 0; h < hosts && s < steps; h++) {
       if (h == own) continue;
-      net_.send(peers[h], place(h, s), elements(h, s) * element);
-      tickets[(s % kSlots) * hosts + h] = net_.receive(peers[h], slot(h, s), elements(own, s) * element);
+      net_.lend(peers[h], place(h, s), elements(h, s) * element);
+      tickets[(s % kSlots) * hosts + h] = net_.borrow(peers[h], slot(h, s), elements(own, s) * element);
     }
     if (s < kLag) continue;
     const size_t t = s - kLag;
@@ -89,11 +89,11 @@ void Wide::across(Team::Call& call, const std::vector<int>& peers, Buffer operan
     }
     for (size_t h = 0; h < hosts; h++) {
       if (h == own) continue;
-      if (gets(h)) net_.send(peers[h], result(t), elements(own, t) * element);
-      if (gets(own)) net_.receive(peers[h], place(h, t), elements(h, t) * element);
+      if (gets(h)) net_.lend(peers[h], result(t), elements(own, t) * element);
+      if (gets(own)) net_.borrow(peers[h], place(h, t), elements(h, t) * element);
     }
   }
-  flush(call);
+  settle(call);
 }
 
 // --- the verbs: the head of each file in algorithms/ says what they mean ---
@@ -152,7 +152,7 @@ void Wide::reduce(Team::Call& call, Buffer buffer, ReduceOp op, int root) {
   peers[static_cast<size_t>(hosts_.of(root))] = root;
   const int collector = peers[static_cast<size_t>(here())];
   const size_t element = size_of(buffer.dtype);
-  const size_t slab = kSlab / element;
+  const size_t slab = team_.size() > 1 ? kSlab / element : buffer.count;
   for (size_t begin = 0; begin < buffer.count; begin += slab) {
     Buffer part{buffer.bytes() + begin * element, std::min(slab, buffer.count - begin), buffer.dtype};
     if (team_.size() > 1) {
@@ -187,20 +187,20 @@ void Wide::broadcast(Team::Call& call, Buffer buffer, int root) {
   std::vector<uint64_t> tickets;
   if (me() == speaker && before >= 0) {
     for (size_t at = 0; at < n; at += kSegment) {
-      tickets.push_back(net_.receive(before, buffer.bytes() + at, std::min(kSegment, n - at)));
+      tickets.push_back(net_.borrow(before, buffer.bytes() + at, std::min(kSegment, n - at)));
     }
   }
   for (size_t begin = 0; begin < n; begin += kSlab) {
     const size_t end = std::min(n, begin + kSlab);
     for (size_t at = begin; me() == speaker && at < end; at += kSegment) {
       if (before >= 0) net_.wait_received(call.patience, call.about, before, tickets[at / kSegment]);
-      if (after >= 0) net_.send(after, buffer.bytes() + at, std::min(kSegment, n - at));
+      if (after >= 0) net_.lend(after, buffer.bytes() + at, std::min(kSegment, n - at));
     }
     if (team_.size() > 1) {
       algorithms::broadcast(team_, next(call), {buffer.bytes() + begin, end - begin, DType::u8}, hosts_.place(speaker));
     }
   }
-  flush(call);
+  settle(call);
 }
 
 // Small: in the meeting. Large: what each rank gives goes to one rank of every other host, and there to the others
@@ -232,17 +232,17 @@ void Wide::all_gather(Team::Call& call, Buffer in, const Pieces& outs) {
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
     const auto& there = hosts_.on(h);
-    net_.send(there[static_cast<size_t>(place()) % there.size()], in.data, n);
+    net_.lend(there[static_cast<size_t>(place()) % there.size()], in.data, n);
     for (size_t p = static_cast<size_t>(place()); p < there.size(); p += mates_here) {
-      net_.receive(there[p], outs[static_cast<size_t>(there[p])], n);
+      net_.borrow(there[p], outs[static_cast<size_t>(there[p])], n);
     }
   }
   if (mates_here == 1) {
     algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
-    return flush(call);
+    return settle(call);
   }
   algorithms::all_gather(team_, next(call), in, of_mates(outs));
-  flush(call);
+  settle(call);
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
     const auto& there = hosts_.on(h);
@@ -268,21 +268,21 @@ void Wide::gather(Team::Call& call, Buffer in, const Pieces& outs, int root) {
   if (fits(n * ranks())) return all_gather(call, in, outs);
   meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   if (hosts_.of(root) != here()) {
-    net_.send(root, in.data, n);
-    return flush(call);
+    net_.lend(root, in.data, n);
+    return settle(call);
   }
   if (me() == root) {
     // What the root gives may lie where another rank's piece is to go.
     algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
     in.data = outs[static_cast<size_t>(me())];
     for (size_t r = 0; r < outs.size(); r++) {
-      if (hosts_.of(static_cast<int>(r)) != here()) net_.receive(static_cast<int>(r), outs[r], n);
+      if (hosts_.of(static_cast<int>(r)) != here()) net_.borrow(static_cast<int>(r), outs[r], n);
     }
   }
   if (team_.size() > 1) {
     algorithms::gather(team_, next(call), in, me() == root ? of_mates(outs) : Pieces{}, hosts_.place(root));
   }
-  flush(call);
+  settle(call);
 }
 
 // Large: the root sends to every rank of another host itself; to those of its own through shared memory.
@@ -303,14 +303,14 @@ void Wide::scatter(Team::Call& call, const Pieces& ins, Buffer out, int root) {
   }
   meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   if (hosts_.of(root) != here()) {
-    net_.receive(root, out.data, n);
-    return flush(call);
+    net_.borrow(root, out.data, n);
+    return settle(call);
   }
   if (me() == root) {
     for (size_t r = 0; r < ins.size(); r++) {
-      if (hosts_.of(static_cast<int>(r)) != here()) net_.send(static_cast<int>(r), ins[r], n);
+      if (hosts_.of(static_cast<int>(r)) != here()) net_.lend(static_cast<int>(r), ins[r], n);
     }
-    flush(call);  // `out` may lie where a piece does
+    settle(call);  // `out` may lie where a piece does
   }
   if (team_.size() > 1) {
     algorithms::scatter(team_, next(call), me() == root ? of_mates(ins) : Pieces{}, out, hosts_.place(root));
@@ -364,13 +364,13 @@ void Wide::reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, Reduc
       }
       for (size_t first = 0; first < there.size(); first += lanes) {
         const std::byte* mine = reduced(there, first);
-        if (first + at < there.size()) net_.send(there[first + at], mine, bytes);
+        if (first + at < there.size()) net_.lend(there[first + at], mine, bytes);
       }
       std::byte* theirs = scratch(used++, bytes);
       operands[static_cast<size_t>(h)] = theirs;
-      net_.receive(there[at % there.size()], theirs, bytes);
+      net_.borrow(there[at % there.size()], theirs, bytes);
     }
-    flush(call);
+    settle(call);
     kernel(out.bytes() + begin * element, operands.data(), hosts_.count(), count, hosts_.ranks());
   }
 }
@@ -436,15 +436,15 @@ void Wide::all_to_all(Team::Call& call, const Operation& operation) {
       got_here.push_back(out_bytes[r]);
       continue;
     }
-    net_.send(rank, from[r], in_bytes[r]);
-    net_.receive(rank, outs[r], out_bytes[r]);
+    net_.lend(rank, from[r], in_bytes[r]);
+    net_.borrow(rank, outs[r], out_bytes[r]);
   }
   if (team_.size() == 1) {
     algorithms::move_bytes(outs[own], from[own], in_bytes[own]);
   } else {
     algorithms::all_to_all(team_, next(call), of_mates(from), sent_here, of_mates(outs), got_here);
   }
-  flush(call);
+  settle(call);
 }
 
 }  // namespace allranks

@@ -1,8 +1,9 @@
 #include "net.h"
 
+#include <fcntl.h>
 #include <linux/sockios.h>
+#include <linux/tcp.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
@@ -14,6 +15,7 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <string_view>
 
 namespace allranks {
 
@@ -23,13 +25,14 @@ constexpr int64_t kMs = 1'000'000;
 constexpr int64_t kSliceNs = 50 * kMs;
 constexpr int64_t kAwakeNs = kMs / 10;      // without a byte, before a rank sleeps
 constexpr int64_t kBrokenNs = 1'000 * kMs;  // between the end of a lane and that of its rank, if that is what it means
-constexpr int64_t kDozeNs = 2 * kMs;        // the ranks of this host have to wait as long
 constexpr int64_t kTickNs = 200 * kMs;
 constexpr int64_t kBeatNs = 1'000 * kMs;
 constexpr int64_t kFarewellNs = 2'000 * kMs;
+constexpr uint32_t kNearUs = 2'000;
+constexpr uint8_t kClosed = 7;  // TCP_CLOSE of netinet/tcp.h, whose tcp_info is the older one
 constexpr int kUnreachableMs = 7'000;
 constexpr size_t kBurst = 256 << 10;  // bytes moved one way before the other has its turn
-constexpr size_t kLarge = 128 << 10;
+constexpr size_t kLent = 64 << 10;    // bytes from which lending is worth a pipe
 constexpr size_t kParts = 16;
 constexpr size_t kLongestWord = 4 << 10;
 constexpr size_t kBacklog = 64 << 10;
@@ -50,7 +53,29 @@ void set(int fd, int level, int option, int value) {
   }
 }
 
+// BBR paces what it sends, with a timer for every few packets: between neighbours that costs more than it can bring.
+// Any other choice of the system stays, and BBR does where the way is long.
+void do_without_pacing(int fd) {
+  std::array<char, 16> chosen{};
+  socklen_t size = chosen.size() - 1;
+  tcp_info info{};
+  socklen_t info_size = sizeof info;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, chosen.data(), &size) != 0 ||
+      getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &info_size) != 0) {
+    return;
+  }
+  if (std::string_view(chosen.data()) != "bbr" || info.tcpi_min_rtt == 0 || info.tcpi_min_rtt > kNearUs) return;
+  for (const std::string_view name : {"cubic", "reno"}) {
+    if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size())) == 0) return;
+  }
+}
+
 void set_up(int fd) {
+  const int flags = fcntl(fd, F_GETFL);
+  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) {
+    throw Error(std::string("fcntl of a connection to another host: ") + std::strerror(errno));
+  }
+  do_without_pacing(fd);
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(fd, IPPROTO_TCP, TCP_KEEPIDLE, 2);
@@ -63,7 +88,7 @@ int unsent(int fd) {
   tcp_info info{};
   socklen_t size = sizeof info;
   int nbytes = 0;
-  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_state == TCP_CLOSE) return 0;
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_state == kClosed) return 0;
   return ioctl(fd, SIOCOUTQ, &nbytes) == 0 ? nbytes : 0;
 }
 
@@ -115,27 +140,60 @@ uint64_t Net::receive(int from, void* data, size_t nbytes) {
   return p.asked += nbytes;
 }
 
+void Net::lend(int to, const void* data, size_t nbytes) {
+  if (nbytes == 0) return;
+  Peer& p = peer(to);
+  p.out.push_back({static_cast<const std::byte*>(data), nbytes, nbytes >= kLent});
+  p.lends = true;
+  take_up(to);
+}
+
+uint64_t Net::borrow(int from, void* data, size_t nbytes) {
+  if (nbytes > 0) peer(from).borrows = true;
+  return receive(from, data, nbytes);
+}
+
+// Gives the kernel what it takes, up to a burst.
+bool Net::hand_over(Peer& p) {
+  size_t total = 0;
+  while (!p.out.empty() && total < kBurst) {
+    size_t taken = 0;
+    size_t tried = 0;
+    if (p.out.front().lent) {
+      tried = std::min(p.out.front().nbytes, kBurst - total);
+      taken = p.lane.lend(p.out.front().data, tried);
+    } else {
+      std::array<iovec, kParts> parts;
+      size_t n = 0;
+      for (; n < p.out.size() && n < kParts && total + tried < kBurst && !p.out[n].lent; n++) {
+        const size_t nbytes = std::min(p.out[n].nbytes, kBurst - total - tried);
+        parts[n] = {const_cast<std::byte*>(p.out[n].data), nbytes};
+        tried += nbytes;
+      }
+      taken = p.lane.put(parts.data(), n);
+    }
+    if (taken == 0) break;
+    total += taken;
+    while (taken > 0) {
+      Out& first = p.out.front();
+      const size_t part = std::min(taken, first.nbytes);
+      first.data += part;
+      first.nbytes -= part;
+      taken -= part;
+      if (first.nbytes == 0) p.out.pop_front();
+    }
+  }
+  return total > 0;
+}
+
 bool Net::move() {
   bool moved = false;
   for (size_t b = 0; b < busy_.size();) {
     Peer& p = peer(busy_[b]);
     if (!p.out.empty()) {
-      std::array<iovec, kParts> parts;
-      size_t n = 0;
-      size_t total = 0;
-      for (; n < p.out.size() && n < kParts && total < kBurst; n++) {
-        const size_t nbytes = std::min(p.out[n].nbytes, kBurst - total);
-        parts[n] = {const_cast<std::byte*>(p.out[n].data), nbytes};
-        total += nbytes;
-      }
-      for (size_t taken = p.lane.put(parts.data(), n); taken > 0;) {
-        moved = true;
-        Out& first = p.out.front();
-        const size_t part = std::min(taken, first.nbytes);
-        first = {first.data + part, first.nbytes - part};
-        taken -= part;
-        if (first.nbytes == 0) p.out.pop_front();
-      }
+      moved = hand_over(p) || moved;
+    } else {
+      p.lane.drain();
     }
     for (size_t burst = 0; !p.in.empty() && burst < kBurst;) {
       In& first = p.in.front();
@@ -147,7 +205,7 @@ bool Net::move() {
       first = {first.data + n, first.nbytes - n};
       if (first.nbytes == 0) p.in.pop_front();
     }
-    if (p.out.empty() && p.in.empty()) {
+    if (p.out.empty() && p.in.empty() && p.lane.drained()) {
       p.busy = false;
       busy_[b] = busy_.back();
       busy_.pop_back();
@@ -156,14 +214,6 @@ bool Net::move() {
     }
   }
   return moved;
-}
-
-size_t Net::left(int rank) {
-  const Peer& p = peer(rank);
-  size_t nbytes = 0;
-  for (const In& in : p.in) nbytes += in.nbytes;
-  for (const Out& out : p.out) nbytes += out.nbytes;
-  return nbytes;
 }
 
 template <class Done>
@@ -210,8 +260,9 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
       shm_.condemn(failure);
       shm_.check_verdict();
     }
-    // What is large comes in more than one wake-up anyway, and better in whole packets than in crumbs.
-    if (now - stirred < kAwakeNs && left(awaited) < kLarge) {
+    // To wake a sleeper costs the sender more than the packet, where it must ask another CPU to (of a virtual machine
+    // above all): who gets something all the time does not sleep.
+    if (now - stirred < kAwakeNs) {
       sys::yield();
       continue;
     }
@@ -219,7 +270,7 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
     for (const int r : busy_) {
       const Peer& p = peer(r);
       if (p.lane.ended()) continue;
-      const auto events = (p.in.empty() ? 0 : POLLIN) | (p.out.empty() ? 0 : POLLOUT);
+      const auto events = (p.in.empty() ? 0 : POLLIN) | (p.out.empty() && p.lane.drained() ? 0 : POLLOUT);
       polled.push_back({.fd = p.lane.fd(), .events = static_cast<short>(events), .revents = 0});
     }
     poll(polled.data(), polled.size(), ended ? 1 : static_cast<int>(kSliceNs / kMs));
@@ -235,7 +286,20 @@ void Net::flush(Patience& patience, const Failure& about) {
   wait(patience, about, [&] { return busy_.empty() ? -1 : busy_.front(); });
 }
 
+void Net::settle(Patience& patience, const Failure& about) {
+  flush(patience, about);
+  static const std::byte read{1};
+  static std::byte heard;
+  for (const int r : others_) {
+    Peer& p = peer(r);
+    if (std::exchange(p.borrows, false)) send(r, &read, 1);
+    if (std::exchange(p.lends, false)) receive(r, &heard, 1);
+  }
+  flush(patience, about);
+}
+
 void Net::clear() {
+  for (const int r : others_) peer(r).lends = peer(r).borrows = false;
   for (const int r : busy_) {
     peer(r).out.clear();
     peer(r).in.clear();
@@ -252,7 +316,7 @@ void Net::wake() {
   if (write(wake_.get(), &one, sizeof one) < 0) return;
 }
 
-bool Net::doze() {
+bool Net::doze(int timeout_ms) {
   std::vector<pollfd> polled;
   for (const int r : others_) {
     const Stream& post = peer(r).post;
@@ -260,7 +324,7 @@ bool Net::doze() {
     const auto events = static_cast<short>(POLLIN | (post.full() ? POLLOUT : 0));
     polled.push_back({.fd = post.fd(), .events = events, .revents = 0});
   }
-  return poll(polled.data(), polled.size(), static_cast<int>(kDozeNs / kMs)) > 0;
+  return poll(polled.data(), polled.size(), timeout_ms) > 0;
 }
 
 void Net::watch_posts() {

@@ -51,17 +51,24 @@ class Net final : public Elsewhere {
   void send(int to, const void* data, size_t nbytes);
   // Queues the place of the next bytes from a rank. Returns what wait_received takes.
   uint64_t receive(int from, void* data, size_t nbytes);
+  // The same for large operands, whose bytes are lent to the kernel (stream.h): one side lends what the other borrows,
+  // and both settle at the end of the call. Until then the bytes must not change, but where the other side has
+  // provably read them: where something made of them has come back.
+  void lend(int to, const void* data, size_t nbytes);
+  uint64_t borrow(int from, void* data, size_t nbytes);
   // Moves what can be moved until these bytes are there. Throws Error.
   void wait_received(Patience& patience, const Failure& about, int from, uint64_t until);
   // The same until nothing is queued.
   void flush(Patience& patience, const Failure& about);
+  // The same until the other sides have read all that was lent, too.
+  void settle(Patience& patience, const Failure& about);
   // Forgets what a failed call has queued.
   void clear();
 
   // --- posts ---
 
   Stream& post(int rank) { return peer(rank).post; }
-  bool doze() override;
+  bool doze(int timeout_ms) override;
   // The thread rings this rank's bell, once, when one of them has something, or can take something again.
   void watch_posts() override;
 
@@ -89,6 +96,7 @@ class Net final : public Elsewhere {
   struct Out {
     const std::byte* data;
     size_t nbytes;
+    bool lent = false;
   };
   struct In {
     std::byte* data;
@@ -106,6 +114,8 @@ class Net final : public Elsewhere {
     uint64_t asked = 0;  // bytes, since the beginning
     uint64_t come = 0;
     bool busy = false;
+    bool lends = false;    // since all was settled
+    bool borrows = false;  // the same
 
     // The thread's, but for `presence`, and for `outbox` and what follows, which pulse_lock_ guards.
     std::atomic<Presence> presence = Presence::here;
@@ -122,7 +132,7 @@ class Net final : public Elsewhere {
   Peer& peer(int rank) { return *peers_[static_cast<size_t>(rank)]; }
   bool move();
   void take_up(int rank);
-  size_t left(int rank);
+  bool hand_over(Peer& p);
   template <class Done>
   void wait(Patience& patience, const Failure& about, Done&& done);
 

@@ -69,6 +69,7 @@ struct alignas(kLine) PipeControl {
 struct Frame {
   Fingerprint fingerprint;
   int32_t tag = 0;
+  uint32_t lent = 0;  // to be answered, when it has been read, with a frame whose verb is recv
 };
 
 struct alignas(kLine) Header {

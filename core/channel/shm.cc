@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kSliceNs = 50'000'000;
 constexpr int64_t kAwakeNs = 100'000;  // about twice what a futex wake-up may cost
+constexpr int kDozeMs = 2;             // the other ranks of this host have to wait as long
 
 }  // namespace
 
@@ -106,15 +107,24 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
   } while (sys::now_ns() - began < kAwakeNs);
   int64_t looked = began;
   const bool posts = elsewhere_ != nullptr && &bell == &this->bell(rank_);
-  // Messages from other hosts ring no bell. As long as they come this rank looks for them itself.
+  // Messages from other hosts ring no bell. Who waits for one looks for them itself as long as they come.
   for (int64_t stirred = began; posts && sys::now_ns() - stirred < kSliceNs;) {
-    if (elsewhere_->doze()) stirred = sys::now_ns();
-    if (ready(context) < 0) return;
+    const int awaited = ready(context);
+    if (awaited < 0) return;
+    if (awaited != kAnyRank && local(awaited) >= 0) break;
+    // As in Net::wait: no sleep as long as something comes all the time.
+    const bool awake = sys::now_ns() - stirred < kAwakeNs;
+    if (elsewhere_->doze(awake ? 0 : kDozeMs)) {
+      stirred = sys::now_ns();
+    } else if (awake) {
+      sys::yield();
+    }
     if (const int64_t now = sys::now_ns(); now - looked >= kSliceNs) {
       looked = now;
       look_around(patience, about, ready, context, began);
     }
   }
+  if (ready(context) < 0) return;
   for (;;) {
     if (posts) elsewhere_->watch_posts();
     bell.sleepers.fetch_add(1, std::memory_order_seq_cst);

@@ -30,7 +30,7 @@ class Elsewhere {
   // Whom a rank really waits for that waits, in this call, for what `awaited` is to pass on.
   virtual int blame(int awaited, uint32_t call) = 0;
   // Sleeps until a message from another host can be moved, at most for some milliseconds. Whether one can.
-  virtual bool doze() = 0;
+  virtual bool doze(int timeout_ms) = 0;
   // This rank is about to sleep for longer: its bell is to be rung for messages from other hosts, too.
   virtual void watch_posts() = 0;
 };

@@ -1,22 +1,66 @@
 #include "stream.h"
 
+#include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
+#include <signal.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 
 namespace allranks {
 
-size_t Stream::put(iovec* parts, size_t n) {
-  if (fd_.get() < 0) return 0;
-  if (full()) {
-    // The kernel calls it writable when a good part of its buffer is free. To fill every gap as it opens would
-    // cut the stream into crumbs.
-    pollfd p{.fd = fd_.get(), .events = POLLOUT, .revents = 0};
-    if (poll(&p, 1, 0) == 0) return 0;
+namespace {
+
+// What a pipe holds where nobody has asked for more: 16 pages. To fill it at once is to send whole segments.
+constexpr size_t kPipe = 64 << 10;
+
+// splice raises SIGPIPE where the connection has ended, and cannot be told not to. Python ignores the signal, but a
+// program may have asked for its default, which is to end.
+class WithoutSigpipe {
+ public:
+  WithoutSigpipe() {
+    sigemptyset(&signal_);
+    sigaddset(&signal_, SIGPIPE);
+    pthread_sigmask(SIG_BLOCK, &signal_, &before_);
   }
+  ~WithoutSigpipe() {
+    if (sigismember(&before_, SIGPIPE) == 1) return;
+    const timespec now{};
+    if (raised) sigtimedwait(&signal_, nullptr, &now);
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  bool raised = false;
+
+ private:
+  sigset_t signal_;
+  sigset_t before_;
+};
+
+}  // namespace
+
+// The kernel calls a socket writable when a good part of its buffer is free. To fill every gap as it opens would cut
+// the stream into crumbs.
+bool Stream::writable() {
+  if (fd_.get() < 0) return false;
+  if (!full()) return true;
+  pollfd p{.fd = fd_.get(), .events = POLLOUT, .revents = 0};
+  return poll(&p, 1, 0) != 0;
+}
+
+// errno of a write.
+void Stream::refused() {
+  const bool full = errno == EAGAIN || errno == ENOBUFS;
+  full_.store(full, std::memory_order_relaxed);
+  if (!full) ended_.store(true, std::memory_order_relaxed);
+}
+
+size_t Stream::put(iovec* parts, size_t n) {
+  if (!drain() || !writable()) return 0;
   msghdr message{};
   message.msg_iov = parts;
   message.msg_iovlen = n;
@@ -29,9 +73,7 @@ size_t Stream::put(iovec* parts, size_t n) {
       return static_cast<size_t>(taken);
     }
     if (errno == EINTR) continue;
-    const bool full = errno == EAGAIN || errno == ENOBUFS;
-    full_.store(full, std::memory_order_relaxed);
-    if (!full) ended_.store(true, std::memory_order_relaxed);
+    refused();
     return 0;
   }
 }
@@ -39,6 +81,52 @@ size_t Stream::put(iovec* parts, size_t n) {
 size_t Stream::put(const void* data, size_t nbytes) {
   iovec part{const_cast<void*>(data), nbytes};
   return put(&part, 1);
+}
+
+size_t Stream::lend(const void* data, size_t nbytes) {
+  if (!lends_) return put(data, nbytes);
+  if (pipe_in_.get() < 0) {
+    std::array<int, 2> ends;
+    if (pipe2(ends.data(), O_CLOEXEC | O_NONBLOCK) != 0) {
+      lends_ = false;
+      return put(data, nbytes);
+    }
+    pipe_out_ = sys::Fd(ends[0]);
+    pipe_in_ = sys::Fd(ends[1]);
+  }
+  if (!drain() || !writable()) return 0;
+  iovec part{const_cast<void*>(data), std::min(nbytes, kPipe)};
+  ssize_t taken;
+  do {
+    taken = vmsplice(pipe_in_.get(), &part, 1, SPLICE_F_NONBLOCK);
+  } while (taken < 0 && errno == EINTR);
+  if (taken <= 0) {
+    // Memory whose pages cannot be had (a device's), a kernel without.
+    lends_ = false;
+    return put(data, nbytes);
+  }
+  in_pipe_ = static_cast<size_t>(taken);
+  drain();
+  return static_cast<size_t>(taken);
+}
+
+bool Stream::drain() {
+  if (in_pipe_ == 0) return true;
+  if (!writable()) return false;
+  WithoutSigpipe without;
+  while (in_pipe_ > 0) {
+    const ssize_t taken = splice(pipe_out_.get(), nullptr, fd_.get(), nullptr, in_pipe_, SPLICE_F_NONBLOCK);
+    if (taken < 0 && errno == EINTR) continue;
+    if (taken <= 0) {
+      if (taken == 0) errno = EPIPE;
+      without.raised = errno == EPIPE;
+      refused();
+      return false;
+    }
+    full_.store(false, std::memory_order_relaxed);
+    in_pipe_ -= static_cast<size_t>(taken);
+  }
+  return true;
 }
 
 size_t Stream::get(void* to, size_t nbytes) {

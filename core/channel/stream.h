@@ -1,6 +1,9 @@
 // A connected TCP socket of which nobody ever waits: bytes go in and come out as far as the kernel takes and has them.
 //
-// Small reads are served from a stage, so that a header and the few bytes behind it cost one system call.
+// Small reads are served from a stage, so that a header and the few bytes behind it cost one system call. Large writes
+// may lend their memory instead of having it copied: the kernel sends from the pages themselves, which it gets by way
+// of a pipe (vmsplice, splice). Lent memory must not change until the peer has said that it has read all of it: that it
+// has been acknowledged is not enough, as between namespaces of one host the peer's kernel holds the same pages.
 #pragma once
 
 #include <sys/uio.h>
@@ -22,6 +25,11 @@ class Stream {
   // The bytes that were taken; 0: the kernel's buffer is full, or the connection has ended.
   size_t put(iovec* parts, size_t n);
   size_t put(const void* data, size_t nbytes);
+  // As put; the memory is lent.
+  size_t lend(const void* data, size_t nbytes);
+  // Hands on what was taken and lies in the pipe still. True: nothing is left there.
+  bool drain();
+  bool drained() const { return in_pipe_ == 0; }
   // The bytes that there were, at most nbytes.
   size_t get(void* to, size_t nbytes);
 
@@ -39,8 +47,14 @@ class Stream {
   static constexpr size_t kStage = 8 << 10;
 
   size_t receive(std::byte* to, size_t nbytes);
+  bool writable();
+  void refused();
 
   sys::Fd fd_;
+  sys::Fd pipe_in_;
+  sys::Fd pipe_out_;
+  size_t in_pipe_ = 0;
+  bool lends_ = true;  // the kernel has not refused to
   std::atomic<bool> ended_ = false;
   int error_ = 0;
   std::atomic<bool> full_ = false;

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TOOLS = ("ip", "unshare", "nsenter")
-_NETWORK = "10.77.0"
+_NETWORK, _NETWORK6 = "10.77.0", "fd77"
 _HOLD = """
 mount --bind "$1/hosts" /etc/hosts
 mount --bind "$1/nsswitch" /etc/nsswitch.conf
@@ -48,6 +48,8 @@ class Host:
     address: str
     holder: int
     """The process that holds its namespaces."""
+    names: Path
+    """Its /etc/hosts."""
 
     def enter(self) -> None:
         """Moves this process there; it must have one thread only."""
@@ -57,6 +59,10 @@ class Host:
                 if libc.setns(namespace.fileno(), flag) != 0:
                     raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"  # torch's gloo takes the host's own name for an address
+
+    def set_up(self, *command: str) -> None:
+        """Runs a command of ``ip`` there."""
+        _inside(self.holder, "ip", *command)
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
         """Starts a program there."""
@@ -71,6 +77,15 @@ class Cluster:
         self.hosts = hosts
         self._switch = switch
 
+    def wire(self, host: int, name: str, address: str) -> None:
+        """Gives a host one more interface on the switch."""
+        holder = self.hosts[host].holder
+        port = f"{name}port{host}"
+        _inside(self._switch, "ip", "link", "add", port, "type", "veth", "peer", "name", name, "netns", str(holder))
+        _inside(self._switch, "ip", "link", "set", port, "master", "bridge", "up")
+        self.hosts[host].set_up("address", "add", address, "dev", name)
+        self.hosts[host].set_up("link", "set", name, "up")
+
     def cut(self, host: int) -> None:
         """Unplugs a host: packets are lost, and nobody is told."""
         _inside(self._switch, "ip", "link", "set", f"port{host}", "down")
@@ -81,11 +96,11 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(size: int) -> Iterator[Cluster]:
-    """``size`` hosts: node0, node1, ..."""
+def cluster(size: int, ipv6: bool = False) -> Iterator[Cluster]:
+    """``size`` hosts: node0, node1, ...; ``ipv6``: they have addresses of that kind only."""
     with tempfile.TemporaryDirectory(prefix="allranks-hosts-") as folder, contextlib.ExitStack() as stack:
         names = [f"node{i}" for i in range(size)]
-        addresses = [f"{_NETWORK}.{i + 1}" for i in range(size)]
+        addresses = [f"{_NETWORK6}::{i + 1}" if ipv6 else f"{_NETWORK}.{i + 1}" for i in range(size)]
         switch = _hold(stack, Path(folder) / "switch", "switch", "127.0.0.1 localhost\n")
         _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
         _inside(switch, "ip", "link", "set", "bridge", "up")
@@ -99,9 +114,10 @@ def cluster(size: int) -> Iterator[Cluster]:
             plug = ("type", "veth", "peer", "name", "eth0", "netns", str(holder))
             _inside(switch, "ip", "link", "add", f"port{i}", *plug)
             _inside(switch, "ip", "link", "set", f"port{i}", "master", "bridge", "up")
-            _inside(holder, "ip", "address", "add", f"{address}/24", "dev", "eth0")
+            plain = (f"{address}/64", "dev", "eth0", "nodad") if ipv6 else (f"{address}/24", "dev", "eth0")
+            _inside(holder, "ip", "address", "add", *plain)
             _inside(holder, "ip", "link", "set", "eth0", "up")
-            hosts.append(Host(name, address, holder))
+            hosts.append(Host(name, address, holder, Path(folder) / name / "hosts"))
         yield Cluster(hosts, switch)
 
 

@@ -168,6 +168,60 @@ def test_messages_from_any_rank_and_in_the_background(three_hosts: Cluster) -> N
     on_hosts(three_hosts, [0, 1, 1, 2], body)
 
 
+@pytest.mark.parametrize("places", [[0, 1], [0, 1, 1, 2]], ids=str)
+def test_tensors_may_change_as_soon_as_a_call_returns(three_hosts: Cluster, places: list[int]) -> None:
+    def body() -> None:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        n = 1_000_003  # large enough that its pages are lent to the kernel
+
+        def broadcast(x: torch.Tensor) -> torch.Tensor:
+            dist.broadcast(x, 0)
+            return x.clone()
+
+        def message(x: torch.Tensor) -> torch.Tensor:
+            if rank == 0:
+                for peer in range(1, size):
+                    dist.send(x, peer)
+                return x
+            got = torch.empty_like(x)
+            time.sleep(0.01)  # what has been sent waits in the kernel meanwhile
+            dist.recv(got, 0)
+            return got
+
+        def all_reduce(x: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+            return x.clone()
+
+        def all_gather(x: torch.Tensor) -> torch.Tensor:
+            whole = x.new_empty(size * n)
+            dist.all_gather_into_tensor(whole, x)
+            return whole
+
+        def all_to_all(x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x[: n // size * size])
+            dist.all_to_all_single(out, x[: n // size * size])
+            return out
+
+        def scatter(x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            dist.scatter(out, [x] * size if rank == 0 else None, 0)
+            return out
+
+        def reduce_scatter(x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            dist.reduce_scatter(out, [x] * size, dist.ReduceOp.MAX)
+            return out
+
+        for i in range(6):
+            for verb in (broadcast, message, all_reduce, all_gather, all_to_all, scatter, reduce_scatter):
+                given = torch.full((n,), float(i))
+                got = verb(given)
+                given.fill_(-1)
+                assert (got == (-1 if verb is message and rank == 0 else i)).all(), verb.__name__
+
+    on_hosts(three_hosts, places, body)
+
+
 def test_groups_of_one_host_share_memory_and_others_do_without(three_hosts: Cluster) -> None:
     def body() -> None:
         rank = dist.get_rank()

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         return rank.main(argv)
     try:
         if "mpi" in options.against:
-            return start.start_by_mpi(options.nproc, argv)
+            return start.start_by_mpi(options.nproc, options.hosts, argv)
     except start.MpiMissing as error:
         print(f"allranks bench: error: {error}", file=sys.stderr)
         return 2

@@ -1,10 +1,10 @@
 """How the ranks of a bench come up.
 
 Without MPI, ``allranks run`` starts them. The ranks of an MPI job must be children of ``mpirun``, so that with MPI it
-starts them, and ours meet through a file whose name they hear of by MPI.
+starts them, and ours meet where they hear of by MPI.
 
-Open MPI is used as it sets itself up on one host: shared memory (the ``sm`` BTL, single copies by CMA where the kernel
-allows them), its own choice of algorithms, its own binding, and its own yielding where ranks outnumber cores, which
+Open MPI is used as it sets itself up: on one host shared memory (the ``sm`` BTL, single copies by CMA where the kernel
+allows them), between hosts TCP (the ``tcp`` BTL), its own choice of algorithms, its own binding, and its own yielding where ranks outnumber cores, which
 ``--oversubscribe`` allows. MPI_THREAD_FUNNELED spares it the locks of mpi4py's MPI_THREAD_MULTIPLE.
 
 One MPI per virtual environment: mpi4py loads the library that lies beside it, and its mpirun is the one there.
@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import shlex
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from allranks.tools.bench.engines import Mpi
@@ -45,7 +47,7 @@ def start(nproc: int, argv: Sequence[str]) -> int:
     return cli.main(["-n", str(nproc), "--show", "0", "-q", "-m", _RANK, *argv])
 
 
-def start_by_mpi(nproc: int, argv: Sequence[str]) -> int:
+def start_by_mpi(nproc: int, hosts: str | None, argv: Sequence[str]) -> int:
     """Becomes ``mpirun``, so that signals reach it. Does not return unless MPI is missing.
 
     Raises:
@@ -53,8 +55,10 @@ def start_by_mpi(nproc: int, argv: Sequence[str]) -> int:
     """
     mpirun = _mpirun()
     cpus = os.sched_getaffinity(0)
-    flags = ["-n", str(nproc), "--mca", "pml", "ob1", "--mca", "btl", "self,sm"]
-    if nproc > _cores(cpus):
+    flags = ["-n", str(nproc), "--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp" if hosts else "self,sm"]
+    if hosts:
+        flags += ["-H", hosts, "-x", _CPUS, "-x", _FLAGS]
+    elif nproc > _cores(cpus):
         flags.append("--oversubscribe")  # which also ends binding
     os.environ |= {_CPUS: ",".join(map(str, sorted(cpus))), _FLAGS: shlex.join(flags)}
     if os.geteuid() == 0:
@@ -104,8 +108,20 @@ def join_by_mpi() -> tuple[Mpi, set[int]]:
     from allranks.tools.bench.engines import Mpi
 
     with tempfile.TemporaryDirectory(prefix="allranks-bench-") if comm.rank == 0 else nullcontext("") as folder:
-        meeting = comm.bcast(f"{folder}/store", 0)
-        allranks.init_process_group(init_method=f"file://{meeting}", rank=comm.rank, world_size=comm.size)
+        alone = len(set(comm.allgather(socket.gethostname()))) == 1
+        meeting = f"file://{folder}/store" if alone else _port_of_rank_0(comm)
+        allranks.init_process_group(init_method=comm.bcast(meeting, 0), rank=comm.rank, world_size=comm.size)
         allranks.barrier()
     binding = "not bound" if bound == cpus else f"bound to {len(bound)} of {len(cpus)} CPUs in its own blocks"
     return Mpi(mpi, bound, f"mpirun {os.environ[_FLAGS]}; {binding}; buffers described beforehand"), cpus
+
+
+def _port_of_rank_0(comm: Any) -> str:
+    """Where ranks of several hosts meet. They get a secret, too."""
+    from allranks._network import published_addresses
+
+    os.environ["ALLRANKS_SECRET"] = comm.bcast(secrets.token_hex(32), 0)
+    address = published_addresses()[0]
+    with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
+        port = free.getsockname()[1]
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

@@ -1,0 +1,86 @@
+"""Calls between two hosts: this library, gloo and Open MPI over TCP, and what one plain stream of iperf3 moves there.
+
+python benchmarks/hosts.py --json benchmarks/hosts_1.json            # one rank on each of two hosts
+python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json
+
+The hosts are network namespaces of this machine (tests/hosts/cluster.py; root), joined by veth and a bridge: they share
+its CPUs and its memory, so that what is compared is what the ends do, not a wire. Run it with the Python of
+build/bench-venv (`make mpi`), which has Open MPI. Further arguments go to `allranks bench`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "hosts"))
+
+from cluster import cluster  # noqa: E402
+
+AGENT = """#!/bin/sh
+# What mpirun takes for ssh: HOST COMMAND...
+case "$1" in {cases} *) echo "no host $1" >&2; exit 1;; esac
+shift
+exec nsenter --target "$holder" --net --uts --mount -- sh -c "$*"
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--per-host", type=int, default=1)
+    parser.add_argument("--verbs", default="all")
+    parser.add_argument("--json", type=Path)
+    options, more = parser.parse_known_args()
+    with cluster(2) as hosts, tempfile.TemporaryDirectory() as folder:
+        agent = Path(folder) / "agent"
+        cases = " ".join(f"{h.name}|{h.address}) holder={h.holder};;" for h in hosts.hosts)
+        agent.write_text(AGENT.format(cases=cases))
+        agent.chmod(0o755)
+        ranks = 2 * options.per_host
+        env = {name: value for name, value in os.environ.items() if not name.startswith("ALLRANKS_")} | {
+            "PRTE_MCA_plm_ssh_agent": str(agent),
+            # Both hosts are this machine: bound to a host's first core, all ranks would share it.
+            "PRTE_MCA_hwloc_default_binding_policy": "none",
+            "PRTE_MCA_prte_allow_run_as_root": "1",
+            "OMPI_MCA_mpi_yield_when_idle": str(int(ranks > len(os.sched_getaffinity(0)))),
+            "OMP_NUM_THREADS": "1",
+        }
+        placed = ",".join(f"{host.address}:{options.per_host}" for host in hosts.hosts)
+        command = [sys.executable, "-m", "allranks", "bench", options.verbs, "-n", str(ranks), "-H", placed]
+        command += ["--against", "gloo,mpi", *more]
+        if options.json:
+            command += ["--json", str(options.json.absolute())]
+        bench = hosts.hosts[0].start(command, env)
+        for line in bench.stdout:
+            print(line, end="", flush=True)
+        if bench.wait() != 0:
+            sys.exit(bench.returncode)
+        streams = [iperf3(hosts.hosts, env) for _ in range(5)]
+        print(f"iperf3, one stream: {', '.join(f'{s:.2f}' for s in streams)} GB/s")
+        if options.json:
+            report = json.loads(options.json.read_text())
+            report["iperf3_bytes_per_s"] = [round(s * 1e9) for s in streams]
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def iperf3(hosts, env):
+    """GB/s of one stream for two seconds."""
+    server = hosts[1].start(["iperf3", "--server", "--one-off", "--forceflush"], env)
+    try:
+        while "listening" not in server.stdout.readline():
+            pass
+        client = hosts[0].start(["iperf3", "--client", hosts[1].address, "--time", "2", "--json"], env)
+        return json.loads(client.communicate()[0])["end"]["sum_received"]["bits_per_second"] / 8e9
+    finally:
+        server.terminate()
+        server.wait()
+
+
+if __name__ == "__main__":
+    if subprocess.run(["which", "iperf3"], stdout=subprocess.DEVNULL).returncode:
+        sys.exit("iperf3 is missing: apt-get install iperf3")
+    main()
