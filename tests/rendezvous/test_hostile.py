@@ -57,11 +57,11 @@ class Server:
         assert self.resident_kib() - self.kib < SLACK_KIB
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+@contextlib.contextmanager
+def serving(first: str = "") -> Iterator[Server]:
     environ = os.environ | {"PYTHONPATH": str(Path(_store.__file__).parents[2])}
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVER], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", first + SERVER], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None
     assert process.stdout is not None
@@ -69,6 +69,12 @@ def server() -> Iterator[Server]:
         yield Server(process, int(process.stdout.readline()))
         process.stdin.close()
         assert process.wait(10.0) == 0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as server:
+        yield server
 
 
 def hello(nonce: bytes = bytes(32)) -> bytes:
@@ -142,6 +148,18 @@ def test_five_hundred_that_say_nothing_or_half(server: Server) -> None:
     for words in (b"", hello()[:10], hello()):
         with contextlib.ExitStack() as stack:
             for _ in range(500):
+                sock = stack.enter_context(server.dial())
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(words)
+            server.assert_well()
+
+
+@pytest.mark.parametrize("words", [b"", hello()], ids=["silent", "half-greeted"])
+def test_a_crowd_that_takes_all_descriptors(words: bytes) -> None:
+    """The server may have thirty: it makes room, and serves a rank."""
+    with serving("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))\n") as server:
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
                 sock = stack.enter_context(server.dial())
                 with contextlib.suppress(ConnectionError):
                     sock.sendall(words)

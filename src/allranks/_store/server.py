@@ -228,7 +228,6 @@ class StoreServer:
     def _accept(self) -> None:
         for _ in range(_GREETING_PEERS):
             if len(self._strangers) >= _GREETING_PEERS and not self._evict():
-                self._selector.unregister(self._listener)
                 return
             try:
                 sock, where = self._listener.accept()
@@ -265,6 +264,7 @@ class StoreServer:
             begun, since = worth(peer)
             if begun and time.monotonic() < since + _PROOF_S:
                 self._full_until = since + _PROOF_S
+                self._selector.unregister(self._listener)
                 return False
             self._drop(peer, "had to make room")
         return True

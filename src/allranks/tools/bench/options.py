@@ -36,7 +36,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "or python (Python's share of a call)",
     )
     parser.add_argument("-n", "--nproc", type=int, help="ranks on this host (default 2; of python 1)")
-    parser.add_argument("-H", "--hosts", metavar="HOST:N,...", help="with mpi: where mpirun starts how many of the ranks")
+    parser.add_argument(
+        "-H", "--hosts", metavar="HOST:N,...", help="with mpi: where mpirun starts how many of the ranks"
+    )
     parser.add_argument(
         "--against", type=_peers, default=[], metavar="PEERS", help=f"what to compare with, of {', '.join(_PEERS)}"
     )
