@@ -46,6 +46,7 @@ bench: $(VENV)/installed $(BENCH)/installed
 	$(BENCH)/bin/python benchmarks/hosts.py --json benchmarks/hosts_1.json $(BENCH_FLAGS)
 	$(BENCH)/bin/python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json $(BENCH_FLAGS)
 	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
+	taskset -c 0 $(BIN)/python benchmarks/rendezvous.py --json benchmarks/rendezvous.json
 	$(BIN)/python benchmarks/figures.py
 
 # Environments with what .venv has, and an MPI each: of MPI there is one in an environment. Without them `make test`

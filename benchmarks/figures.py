@@ -1,7 +1,7 @@
-"""Writes the figures of the README from the files that the benchmarks wrote.
+"""Writes the figures of the README and of docs/rendezvous.md from the files that the benchmarks wrote.
 
 python benchmarks/figures.py            # what `make bench` runs last
-python benchmarks/figures.py --check    # says whether README.md holds what the files say
+python benchmarks/figures.py --check    # says whether they hold what the files say
 """
 
 import json
@@ -163,16 +163,28 @@ def render():
     return "\n".join(lines) + "\n"
 
 
+def rendezvous_table():
+    """How many ranks join in which time, and what each of them costs."""
+    yield "| ranks | joined, s | members, s | exchange, s | bytes: joining | bytes: members | server, KiB a rank |"
+    yield "|---" * 7 + "|"
+    for job in load("rendezvous")["jobs"]:
+        seconds = [f"{job[name]:.2g}" if name in job else "-" for name in ("joined_s", "members_s", "exchange_s")]
+        counts = [f"{job[f'{name}_bytes_per_rank']:,.0f}" for name in ("joined", "members")]
+        cells = [f"{job['ranks']:,}", *seconds, *counts, f"{job['server_members_kib_per_rank']:.1f}"]
+        yield "| " + " | ".join(cells) + " |"
+
+
 def main():
-    readme = ROOT / "README.md"
-    head, rest = readme.read_text().split(BEGIN)
-    _, tail = rest.split(END)
-    text = head + BEGIN + render() + END + tail
-    if "--check" in sys.argv:
-        if text != readme.read_text():
-            raise SystemExit("README.md does not hold the figures of benchmarks/*.json: run benchmarks/figures.py")
-    else:
-        readme.write_text(text)
+    pages = {"README.md": render, "docs/rendezvous.md": lambda: "\n".join(rendezvous_table()) + "\n"}
+    for name, make in pages.items():
+        page = ROOT / name
+        head, rest = page.read_text().split(BEGIN)
+        _, tail = rest.split(END)
+        text = head + BEGIN + make() + END + tail
+        if "--check" not in sys.argv:
+            page.write_text(text)
+        elif text != page.read_text():
+            raise SystemExit(f"{name} does not hold the figures of benchmarks/*.json: run benchmarks/figures.py")
 
 
 if __name__ == "__main__":

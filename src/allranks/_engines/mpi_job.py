@@ -24,7 +24,7 @@ import msgspec
 
 from allranks._env import read_int
 from allranks._errors import ConfigError, JoinError, rank_list
-from allranks._rendezvous import Member
+from allranks._rendezvous import Member, this_member
 
 __all__ = ["MpiMeeting", "installed", "join", "lock", "not_launched", "poll", "start"]
 
@@ -148,7 +148,7 @@ def join(rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str
                 f"{name}={given}, but MPI says {real} (rank {world.rank} of {world.size}). "
                 "Leave it out: mpirun -n gives each process its rank"
             )
-    me = Member.here(world.rank, world.size)
+    me = this_member(world.rank, world.size)
     if world.size > 1:
         _meet(mpi, time.monotonic() + timeout_s, timeout_s)
     rows = _exchange(msgspec.msgpack.encode(me), time.monotonic() + timeout_s, timeout_s)

@@ -7,7 +7,6 @@ also the world, or a group, of ours. The other way, ``torch_group`` makes ours k
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -155,12 +154,9 @@ def _sub_group(about: Any) -> ProcessGroup:
     meeting = _meet(about, rank, len(ranks), timeout_s)
     members = [replace(member, rank=r) for member, r in zip(meeting.members, ranks, strict=True)]
     name = f"torch group {about.group_id}"
-    times = itertools.count()
 
     def exchange(record: bytes) -> list[bytes]:
-        key = f"engines/{next(times)}/"
-        meeting.store.set(f"{key}{rank}", record)
-        return [meeting.store.get(f"{key}{r}", timeout_s) for r in range(len(ranks))]
+        return meeting.exchange(record, timeout_s)
 
     try:
         engine = _engines.make_engine(_ENGINE, rank, members, exchange, name, timeout_s)

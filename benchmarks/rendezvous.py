@@ -1,0 +1,249 @@
+"""Times how many ranks join a job: light ranks, many in one process, over real sockets at a real server.
+
+    taskset -c 0 python benchmarks/rendezvous.py --json benchmarks/rendezvous.json
+
+The ranks and the server are two processes; bound to one core they share it, as here they are to be counted together.
+A rank is the state machine of ``allranks._joining`` and a socket; neither torch nor tensors are loaded. ``joined``:
+from the first rank's first packet until the last one knows that all are there. ``members``: how much longer until every
+rank has the table of all members. ``exchange``: each gives a record of 64 bytes to each, n * n records by nature.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import resource
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from allranks._joining import TABLE, Connect, Joining, Leave, Lost, Member, Pause, Say, exchange, unpack_members
+from allranks._store.wire import (
+    FRAME_LIMIT,
+    GREETING_LIMIT,
+    KNOCK,
+    NONCE,
+    VERSION,
+    FrameDecoder,
+    Wait,
+    answer_greeting,
+    decode_reply,
+    encode,
+    pack_frame,
+)
+
+SECRET = b"a secret of this benchmark"
+RANKS_PER_HOST = 8
+SERVER = f"""
+import sys
+from allranks._store import StoreServer
+with StoreServer.tcp("localhost", 0, {SECRET!r}).start() as server:
+    print(server.address.rpartition(":")[2], flush=True)
+    sys.stdin.read()
+"""
+
+
+class Rank:
+    """A rank without a thread: what its state machine asks for goes out, what comes is fed to it."""
+
+    def __init__(self, crowd, steps):
+        self.crowd = crowd
+        self.steps = steps
+        self.sock = None
+        self.result = None
+        self.done = False
+        self.due = None  # when a pause ends
+
+    def begin(self):
+        self.perform(next(self.steps))
+
+    def go_on(self, steps):
+        self.steps, self.done = steps, False
+        self.begin()
+
+    def resume(self, answer):
+        try:
+            self.perform(self.steps.send((time.monotonic(), answer)))
+        except StopIteration as end:
+            self.result, self.done = end.value, True
+            self.crowd.waiting -= 1
+
+    def perform(self, act):
+        if isinstance(act, Connect):
+            self.decoder, self.nonce = FrameDecoder(GREETING_LIMIT), os.urandom(NONCE)
+            self.sock = socket.create_connection(("127.0.0.1", self.crowd.port), timeout=60)
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.crowd.selector.register(self.sock, selectors.EVENT_READ, self)
+            self.send(VERSION + self.nonce + KNOCK)
+        elif isinstance(act, Leave):
+            self.resume(None)
+        elif isinstance(act, Say):
+            print(act.line)
+            self.resume(None)
+        elif isinstance(act, Pause):
+            self.crowd.pauses.append((time.monotonic() + act.seconds, self))
+        elif self.sock is None:
+            self.resume(Lost("it closed the connection"))
+        else:
+            self.send(encode(act))
+
+    def send(self, payload):
+        self.sock.settimeout(60)
+        try:
+            self.sock.sendall(pack_frame(payload))
+        except OSError:
+            return  # the reader is told, too
+        self.sock.setblocking(False)
+
+    def read(self):
+        try:
+            data = self.sock.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            self.crowd.lost += 1
+            self.resume(Lost("it closed the connection"))
+            return
+        self.crowd.bytes += len(data)
+        self.decoder.feed(data)
+        frame = self.decoder.next()
+        if frame is None:
+            return
+        if self.decoder.limit == FRAME_LIMIT:
+            self.resume(decode_reply(frame))
+            return
+        proof, right = answer_greeting(SECRET, self.nonce, frame)
+        assert right
+        self.decoder.limit = FRAME_LIMIT
+        self.send(proof)
+        self.resume(None)
+
+    def close(self):
+        if self.sock is not None:
+            self.crowd.selector.unregister(self.sock)
+            self.sock.close()
+            self.sock = None
+
+
+class Crowd:
+    """All ranks, and the loop that moves them."""
+
+    def __init__(self, port):
+        self.port = port
+        self.selector = selectors.DefaultSelector()
+        self.pauses = []
+        self.bytes = self.waiting = self.lost = 0
+
+    def turn(self, timeout_s):
+        for key, _ in self.selector.select(timeout_s):
+            if key.data.sock is key.fileobj:
+                key.data.read()
+        now = time.monotonic()
+        due = [rank for at, rank in self.pauses if at <= now]
+        self.pauses = [(at, rank) for at, rank in self.pauses if at > now]
+        for rank in due:
+            rank.resume(None)
+
+    def run(self, starts):
+        """Starts something on every rank and returns how long until all are done, and how many bytes came."""
+        began, before = time.perf_counter(), self.bytes
+        self.waiting = len(starts)
+        for count, start in enumerate(starts):
+            start()
+            if count % 16 == 0:
+                self.turn(0)
+        while self.waiting:
+            self.turn(0.01 if self.pauses else 1.0)
+        return time.perf_counter() - began, self.bytes - before
+
+
+def read_table(prefix):
+    _, answer = yield Wait([f"{prefix}/{TABLE}"], 60.0, True)
+    return answer.values[0]
+
+
+def resident_kib(pid):
+    return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0])
+
+
+def measure(size, with_exchange):
+    """Returns the figures of one job of ``size`` ranks."""
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        crowd = Crowd(int(server.stdout.readline()))
+        before = resident_kib(server.pid)
+        ranks = []
+        for rank in range(size):
+            host = rank // RANKS_PER_HOST
+            me = Member(
+                rank,
+                10000 + 7 * rank,
+                f"node{host}",
+                hashlib.md5(b"%d" % host).hexdigest(),
+                size,
+                (f"10.{host >> 8}.{host & 255}.1",),
+            )
+            joining = Joining(me, f"bench.{rank}", time.monotonic(), 300.0, "the server", "", fresh=True)
+            ranks.append(Rank(crowd, joining.steps()))
+        joined_s, joined_bytes = crowd.run([rank.begin for rank in ranks])
+        joined_kib = resident_kib(server.pid) - before
+        members_s, members_bytes = crowd.run([lambda r=r: r.go_on(read_table(r.result)) for r in ranks])
+        tables = {rank.result for rank in ranks}
+        began = time.perf_counter()
+        assert [m.rank for m in unpack_members(tables.pop())] == list(range(size))
+        assert not tables, "all have the same members"
+        figures = {
+            "ranks": size,
+            "joined_s": joined_s,
+            "joined_bytes_per_rank": joined_bytes / size,
+            "members_s": members_s,
+            "members_bytes_per_rank": members_bytes / size,
+            "unpack_s": time.perf_counter() - began,
+            "server_joined_kib_per_rank": joined_kib / size,
+            "server_members_kib_per_rank": (resident_kib(server.pid) - before) / size,
+            "connections_again": crowd.lost,
+        }
+        if with_exchange:
+            record = bytes(64)
+            took_s, moved = crowd.run(
+                [lambda i=i, r=r: r.go_on(exchange("x/", i, size, record, 300.0)) for i, r in enumerate(ranks)]
+            )
+            assert all(rank.result == [record] * size for rank in ranks[:: max(1, size // 10)])
+            figures |= {"exchange_s": took_s, "exchange_bytes_per_rank": moved / size}
+        for rank in ranks:
+            rank.close()
+        return figures
+    finally:
+        server.stdin.close()
+        server.wait(30)
+        server.stdout.close()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sizes", nargs="*", type=int, default=[10, 100, 1000, 10000])
+    parser.add_argument("--exchange-up-to", type=int, default=1000, help="n * n records: not beyond (default: 1000)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    rows = []
+    for size in args.sizes:
+        if size + 100 > most:
+            raise SystemExit(f"{size} ranks need as many open files; this process may have {most} (ulimit -Hn)")
+        rows.append(measure(size, size <= args.exchange_up_to))
+        print({name: round(value, 4) for name, value in rows[-1].items()}, flush=True)
+    if args.json:
+        cores = len(os.sched_getaffinity(0))
+        args.json.write_text(json.dumps({"machine": platform.machine(), "cores": cores, "jobs": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What travels, under random bytes: nothing but the errors that are meant, and no more memory than was fed."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tracemalloc
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allranks._errors import ConfigError
+from allranks._joining import Member, _pack_members, unpack_members
+from allranks._store.wire import (
+    FRAME_LIMIT,
+    GREETING_LIMIT,
+    KNOCK,
+    NONCE,
+    VERSION,
+    Add,
+    CompareSet,
+    Delete,
+    Done,
+    Failed,
+    Found,
+    FrameDecoder,
+    Greeting,
+    Late,
+    Peek,
+    Set,
+    Wait,
+    WireError,
+    answer_greeting,
+    decode_reply,
+    decode_request,
+    encode,
+    pack_frame,
+)
+from allranks.launch.messages import Event, Exited, Output, Report
+from allranks.launch.messages import Failed as RankFailed
+
+SECRET = b"0123456789abcdef"
+fuzz = settings(max_examples=400, deadline=None, database=None)
+HELLO = VERSION + bytes(range(NONCE)) + KNOCK
+ANSWER = Greeting(SECRET, bytes(NONCE)).step(HELLO) or b""
+PROOF, _ = answer_greeting(SECRET, bytes(range(NONCE)), ANSWER)
+REQUESTS = [
+    Set("key", b"value"),
+    Add("n", -7),
+    Peek(["a", "b"]),
+    Wait(["a"], 3.5, True),
+    Delete("a"),
+    CompareSet("a", b"", b"x"),
+]
+REPLIES = [Done(5), Found([b"a", None, bytes(300)]), Late(["a"]), Failed("why")]
+EVENTS = [Output(1, 2, b"line\n"), RankFailed(0, 77, Report(1, "ValueError: x", "text", "a.py:1")), Exited(3, 9, -11)]
+REAL = [*map(encode, REQUESTS), *map(encode, REPLIES), *map(encode, EVENTS), HELLO, ANSWER, PROOF]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """Real traffic with some bytes changed, put in, left out, repeated or cut off."""
+    data = bytearray(draw(st.sampled_from(REAL)))
+    for _ in range(draw(st.integers(0, 4))):
+        at = draw(st.integers(0, max(len(data) - 1, 0)))
+        end = at + draw(st.integers(0, 4))
+        data[at:end] = draw(st.one_of(st.binary(max_size=5), st.just(bytes(data[at:end]) * 2)))
+    return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data)
+
+
+anything = st.one_of(st.binary(max_size=600), mutated())
+
+
+@fuzz
+@given(st.lists(anything, max_size=6), st.sampled_from([GREETING_LIMIT, FRAME_LIMIT]), st.data())
+def test_streams(parts: list[bytes], limit: int, data: st.DataObject) -> None:
+    """However a stream is cut, the same frames come out, and nothing is kept but what was fed."""
+    stream = b"".join(pack_frame(part) if data.draw(st.booleans()) else part for part in parts)
+
+    def frames(pieces: list[bytes]) -> list[bytes | str]:
+        decoder, out = FrameDecoder(limit), list[bytes | str]()
+        try:
+            for piece in pieces:
+                decoder.feed(piece)
+                while (frame := decoder.next()) is not None:
+                    assert len(frame) <= limit
+                    out.append(frame)
+                assert len(decoder._buffer) <= len(stream)
+        except WireError:
+            out.append("dropped")
+        return out
+
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    assert frames(pieces) == frames([stream])
+
+
+@fuzz
+@given(st.lists(anything, min_size=1, max_size=4))
+def test_the_servers_greeting(frames: list[bytes]) -> None:
+    """No bytes but the proof itself pass."""
+    greeting = Greeting(SECRET, random.Random(len(frames)).randbytes(NONCE))
+    with contextlib.suppress(WireError, ConfigError):
+        for frame in frames:
+            answer = greeting.step(frame)
+            assert answer is not None
+            assert len(answer) <= GREETING_LIMIT
+
+
+@fuzz
+@given(anything)
+def test_the_clients_greeting(frame: bytes) -> None:
+    """Only the server's own answer to this nonce is right."""
+    with contextlib.suppress(WireError, ConfigError):
+        proof, right = answer_greeting(SECRET, bytes(range(NONCE)), frame)
+        assert len(proof) == 32
+        assert right == (frame == ANSWER)
+
+
+def decode_event(frame: bytes) -> Event:
+    """Agent and launcher are processes of one user on one host: what comes broken ends the reader, by any of these."""
+    try:
+        return msgspec.msgpack.decode(frame, type=Event)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(str(error)) from None
+
+
+@fuzz
+@given(anything)
+def test_messages(frame: bytes) -> None:
+    """What is read is what it says: written again and read again it is the same."""
+    for decode in (decode_request, decode_reply, decode_event):
+        with contextlib.suppress(msgspec.ValidationError, WireError):
+            message = decode(frame)
+            again = decode(encode(message))
+            assert again == message or message != message  # a wait of nan seconds
+
+
+@pytest.mark.parametrize(
+    "head", [b"\xdd\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\x91" * 9999]
+)
+def test_an_announced_length_costs_nothing(head: bytes) -> None:
+    """Lists, bytes and texts of four thousand million, and deep nesting, in a few bytes."""
+    frames = [head, b"\x93\xa4Peek" + head, b"\x94\xa4Wait" + head]
+    tracemalloc.start()
+    try:
+        for frame in frames:
+            for decode in (decode_request, decode_reply, decode_event):
+                with pytest.raises((msgspec.MsgspecError, WireError, RecursionError)):
+                    decode(frame)
+            decoder = FrameDecoder(FRAME_LIMIT)
+            decoder.feed(FRAME_LIMIT.to_bytes(4, "big") + frame)
+            assert decoder.next() is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+names = st.text(max_size=8)
+
+
+@fuzz
+@given(st.lists(st.tuples(st.integers(0, 1 << 22), st.sampled_from("abc"), names, st.lists(names, max_size=2))))
+def test_the_table_of_members(rows: list[tuple[int, str, str, list[str]]]) -> None:
+    """Ranks in any order on any hosts come out as they went in."""
+    members = tuple(
+        Member(rank, pid, host, machine, len(rows), tuple(addresses))
+        for rank, (pid, host, machine, addresses) in enumerate(rows)
+    )
+    assert unpack_members(_pack_members(members)) == members

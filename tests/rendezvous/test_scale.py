@@ -1,0 +1,25 @@
+"""A thousand ranks join: the short run of ``benchmarks/rendezvous.py``, which publishes the figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from allranks import _rendezvous
+
+SRC = Path(_rendezvous.__file__).parents[1]
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "rendezvous.py"
+
+
+def test_a_thousand_ranks(tmp_path: Path) -> None:
+    """In no more bytes each than ten take, but for the table of members: no rank is told of each other one."""
+    file = tmp_path / "figures.json"
+    command = [sys.executable, str(BENCHMARK), "10", "1000", "--exchange-up-to", "10", "--json", str(file)]
+    subprocess.run(command, check=True, timeout=100, env={"PYTHONPATH": str(SRC)}, capture_output=True)
+    ten, thousand = json.loads(file.read_text())["jobs"]
+    assert thousand["joined_bytes_per_rank"] < 2 * ten["joined_bytes_per_rank"] + 1000
+    assert thousand["members_bytes_per_rank"] < 10 * 1000
+    assert thousand["server_members_kib_per_rank"] < 100
+    assert thousand["joined_s"] < 60.0  # does not hang; the figure is the benchmark's

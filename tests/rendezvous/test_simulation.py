@@ -1,0 +1,67 @@
+"""The rendezvous under thousands of simulated faults: whoever lives hears in time, and is told what is so.
+
+``ALLRANKS_SEED=n pytest -s tests/rendezvous/test_simulation.py`` runs one seed and prints its events.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+import pytest
+from simulation import Job, Wrong
+
+from allranks._joining import Joining
+from allranks._store.wire import Add, Set
+
+SEEDS = 10_000
+ONE = os.environ.get("ALLRANKS_SEED")
+
+
+@pytest.mark.parametrize("thousand", range(SEEDS // 1000) if ONE is None else ["one"])
+def test_seeds(thousand: int) -> None:
+    for seed in range(thousand * 1000, thousand * 1000 + 1000) if ONE is None else [int(ONE)]:
+        try:
+            Job(seed).run()
+        except Exception as error:
+            events = replay(seed)
+            raise Wrong(f"seed {seed}: {error!r}\n" + "\n".join(events)) from error
+        if ONE is not None:
+            print("\n".join(replay(seed)))
+
+
+def replay(seed: int) -> list[str]:
+    events: list[str] = []
+    try:
+        Job(seed, events).run()
+    except Exception as error:  # noqa: BLE001
+        events.append(repr(error))
+    return events
+
+
+def test_a_seed_replays() -> None:
+    assert len(replay(4710)) > 5
+    assert replay(4710) == replay(4710)
+
+
+def count_by_add(self: Joining) -> Any:
+    return (yield from self._do(Add(f"joins/{self.me.rank}/{self.process}", 1)))
+
+
+def settle_by_set(self: Joining, verdict: Any) -> Any:
+    yield from self._ask(Set(f"{self._board}verdict", msgspec.msgpack.encode(verdict)))
+    return verdict
+
+
+def run_all(seeds: range) -> None:
+    for seed in seeds:
+        Job(seed).run()
+
+
+@pytest.mark.parametrize(("method", "broken"), [("_count", count_by_add), ("_settle", settle_by_set)])
+def test_the_simulation_finds_what_is_broken(method: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these is a way that looks right; the first was ours."""
+    monkeypatch.setattr(Joining, method, broken)
+    with pytest.raises(Wrong):
+        run_all(range(5000))
