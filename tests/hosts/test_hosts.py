@@ -24,7 +24,9 @@ from allranks.testing import run_ranks
 
 SECRET = "a secret of the tests, long enough"
 PLACES = ([0, 1], [0, 0, 1, 1], [0, 1, 1, 2])
-PROGRAMS = 10
+# From two hosts to four, with one rank to three on each, in order and not.
+MANY_PLACES = (*PLACES, [3, 0, 2, 1], [0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 3, 0, 2, 3])
+PROGRAMS = 6
 STEPS = 8
 
 _ports = itertools.count(29600)
@@ -53,8 +55,8 @@ def on_hosts(
     return run_ranks(len(places), enter_and_run, init=False, env=env, timeout_s=timeout_s + 30, **others)
 
 
-@pytest.mark.parametrize("places", PLACES, ids=str)
-def test_random_programs_equal_torch(three_hosts: Cluster, places: list[int]) -> None:
+@pytest.mark.parametrize("places", MANY_PLACES, ids=str)
+def test_random_programs_equal_torch(four_hosts: Cluster, places: list[int]) -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent / "conformance"))
     import test_programs as programs
 
@@ -89,15 +91,15 @@ def test_random_programs_equal_torch(three_hosts: Cluster, places: list[int]) ->
             "native": {"world": None, "some": dist.new_group(some)},
         }
         wrong = []
-        for seed in range(PROGRAMS):
+        for seed in range(PROGRAMS if size <= 4 else PROGRAMS // 3):
             if said := programs.difference(groups, ("native", made_up(seed, size))):
                 wrong.append(f"program {seed}: {said}")
         peer.destroy_process_group()
         return wrong
 
     port = next(_ports)
-    store = f"tcp://{three_hosts.hosts[places[0]].address}:{port}"
-    for rank, wrong in enumerate(on_hosts(three_hosts, places, body, store, timeout_s=90)):
+    store = f"tcp://{four_hosts.hosts[places[0]].address}:{port}"
+    for rank, wrong in enumerate(on_hosts(four_hosts, places, body, store, timeout_s=90)):
         assert not wrong, f"rank {rank}: {wrong[0]}"
 
 
