@@ -70,8 +70,8 @@ $(BENCH)/installed $(MPICH)/installed: constraints.txt | $(VENV)/installed
 	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt 'mpi4py>=4' '$(MPI)'
 	touch $@
 
-# The core's own tests, ranks as threads: plain (then with thousands of simulated networks), and under two sanitizers. gcc 12's thread
-# sanitizer knows only memory layouts with little randomisation, hence setarch.
+# The core's own tests, ranks as threads: plain (then with thousands of simulated networks), and under two sanitizers.
+# gcc 12's thread sanitizer knows only memory layouts with little randomisation, hence setarch.
 core-tests: $(SANITIZERS:%=build/core-%/passed)
 
 build/core-%/passed: $(CORE) $(CORE_TESTS) | $(VENV)/installed
