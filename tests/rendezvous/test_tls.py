@@ -23,7 +23,21 @@ from test_rendezvous import SRC, Rank, assert_met
 
 from allranks._errors import ConfigError
 from allranks._store import StoreClient, StoreServer, TCPStore
+from allranks._store import server as server_module
 from allranks._store.tls import Tls, tls_context
+from allranks._store.wire import (
+    GREETING_LIMIT,
+    KNOCK,
+    NONCE,
+    VERSION,
+    Add,
+    Done,
+    FrameDecoder,
+    answer_greeting,
+    decode_reply,
+    encode,
+    pack_frame,
+)
 
 SECRET = b"0123456789abcdef"
 NAMES = ("ALLRANKS_TLS_CERT", "ALLRANKS_TLS_KEY", "ALLRANKS_TLS_CA")
@@ -159,8 +173,39 @@ def test_many_clients_and_large_values(server: StoreServer) -> None:
     assert server.refusals == {}
 
 
+def test_a_crowd_does_not_push_out_who_has_a_certificate(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_CERTIFIED_S", 4.0)
+    nonce = bytes(NONCE)
+
+    def hear(sock: socket.socket, tls: Tls) -> bytes:
+        decoder = FrameDecoder(GREETING_LIMIT)
+        while (frame := decoder.next()) is None:
+            data = sock.recv(1 << 16)
+            assert data, "it was pushed out"
+            decoder.feed(tls.receive(data))
+            sock.sendall(tls.due())
+        return frame
+
+    with contextlib.ExitStack() as crowd:
+        waiting = []
+        for _ in range(64):
+            sock = crowd.enter_context(socket.create_connection(("127.0.0.1", server.port), TIMELY_S))
+            context = tls_context(False)
+            assert context is not None
+            tls = Tls(context, server_side=False)
+            sock.sendall(tls.seal(pack_frame(VERSION + nonce + KNOCK)))
+            waiting.append((sock, tls, answer_greeting(SECRET, nonce, hear(sock, tls))[0]))
+        crowd.enter_context(socket.create_connection(("127.0.0.1", server.port), TIMELY_S))
+        time.sleep(0.1)  # enough to push out whoever has only begun
+        for number, (sock, tls, proof) in enumerate(waiting, 1):
+            sock.sendall(tls.seal(pack_frame(proof) + pack_frame(encode(Add("count", 1)))))
+            assert decode_reply(hear(sock, tls)) == Done(number)
+
+
 def test_strangers_who_stall_or_send_junk_hold_nobody_up(server: StoreServer) -> None:
-    hello = Tls(tls_context(False), server_side=False).seal(b"")
+    context = tls_context(False)
+    assert context is not None
+    hello = Tls(context, server_side=False).seal(b"")
     with contextlib.ExitStack() as crowd:
         for number in range(150):
             stranger = crowd.enter_context(socket.create_connection(("127.0.0.1", server.port)))
@@ -212,7 +257,7 @@ def test_who_does_not_fit_is_told_on_both_sides(
         while not server.refusals and time.monotonic() < began + TIMELY_S:
             time.sleep(0.01)
         assert time.monotonic() - began < TIMELY_S
-    assert re.search(f"127.0.0.1 was refused: it.*{at_server}.*; {BOTH_SET}", server.refusals["127.0.0.1"])
+    assert re.search(f"127.0.0.1 was refused: .*{at_server}.*; {BOTH_SET}", server.refusals["127.0.0.1"])
     assert "127.0.0.1 was refused" in caplog.text
 
 

@@ -296,8 +296,9 @@ class StoreServer:
             self._drop(peer, "said nothing that makes sense in time")
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_GREETING_PEERS):
-            if len(self._strangers) >= _GREETING_PEERS and not self._evict():
+        for number in range(_GREETING_PEERS):
+            # Nobody makes room before the selector has said that somebody waits for it.
+            if len(self._strangers) >= _GREETING_PEERS and (number or not self._evict()):
                 return
             try:
                 sock, where = listener.accept()
