@@ -3,9 +3,10 @@
 python benchmarks/hosts.py --json benchmarks/hosts_1.json            # one rank on each of two hosts
 python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json
 
-The hosts are network namespaces of this machine (tests/hosts/cluster.py; root), joined by veth and a bridge: they share
-its CPUs and its memory, so that what is compared is what the ends do, not a wire. Run it with the Python of
-build/bench-venv (`make mpi`), which has Open MPI. Further arguments go to `allranks bench`.
+The hosts are network namespaces of this machine (tests/hosts/cluster.py; root), joined by veth and a bridge: what is
+compared is what the ends do, not a wire. As hosts do, each has CPUs of its own, half of this machine's: without, the
+system now and then puts both ranks on one CPU, which makes any of the libraries several times slower. Run it with the
+Python of build/bench-venv (`make mpi`), which has Open MPI. Further arguments go to `allranks bench`.
 """
 
 import argparse
@@ -25,7 +26,7 @@ AGENT = """#!/bin/sh
 # What mpirun takes for ssh: HOST COMMAND...
 case "$1" in {cases} *) echo "no host $1" >&2; exit 1;; esac
 shift
-exec nsenter --target "$holder" --net --uts --mount -- sh -c "$*"
+exec taskset --cpu-list "$cpus" nsenter --target "$holder" --net --uts --mount -- sh -c "$*"
 """
 
 
@@ -37,16 +38,21 @@ def main():
     options, more = parser.parse_known_args()
     with cluster(2) as hosts, tempfile.TemporaryDirectory() as folder:
         agent = Path(folder) / "agent"
-        cases = " ".join(f"{h.name}|{h.address}) holder={h.holder};;" for h in hosts.hosts)
+        cpus = sorted(os.sched_getaffinity(0))
+        halves = [cpus[: len(cpus) // 2] or cpus, cpus[len(cpus) // 2 :]]
+        lists = [",".join(map(str, half)) for half in halves]
+        cases = " ".join(
+            f"{h.name}|{h.address}) holder={h.holder}; cpus={own};;" for h, own in zip(hosts.hosts, lists, strict=True)
+        )
         agent.write_text(AGENT.format(cases=cases))
         agent.chmod(0o755)
         ranks = 2 * options.per_host
         env = {name: value for name, value in os.environ.items() if not name.startswith("ALLRANKS_")} | {
             "PRTE_MCA_plm_ssh_agent": str(agent),
-            # Both hosts are this machine: bound to a host's first core, all ranks would share it.
+            # Both hosts are this machine: bound to what mpirun takes for a host's first core, all ranks would share it.
             "PRTE_MCA_hwloc_default_binding_policy": "none",
             "PRTE_MCA_prte_allow_run_as_root": "1",
-            "OMPI_MCA_mpi_yield_when_idle": str(int(ranks > len(os.sched_getaffinity(0)))),
+            "OMPI_MCA_mpi_yield_when_idle": str(int(ranks > len(cpus))),
             "OMP_NUM_THREADS": "1",
         }
         placed = ",".join(f"{host.address}:{options.per_host}" for host in hosts.hosts)
@@ -54,12 +60,12 @@ def main():
         command += ["--against", "gloo,mpi", *more]
         if options.json:
             command += ["--json", str(options.json.absolute())]
-        bench = hosts.hosts[0].start(command, env)
+        bench = hosts.hosts[0].start(["taskset", "--cpu-list", lists[0], *command], env)
         for line in bench.stdout:
             print(line, end="", flush=True)
         if bench.wait() != 0:
             sys.exit(bench.returncode)
-        streams = [iperf3(hosts.hosts, env) for _ in range(5)]
+        streams = [iperf3(hosts.hosts, lists, env) for _ in range(5)]
         print(f"iperf3, one stream: {', '.join(f'{s:.2f}' for s in streams)} GB/s")
         if options.json:
             report = json.loads(options.json.read_text())
@@ -67,13 +73,15 @@ def main():
             options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def iperf3(hosts, env):
+def iperf3(hosts, cpus, env):
     """GB/s of one stream for two seconds."""
-    server = hosts[1].start(["iperf3", "--server", "--one-off", "--forceflush"], env)
+    server = hosts[1].start(["taskset", "--cpu-list", cpus[1], "iperf3", "--server", "--one-off", "--forceflush"], env)
     try:
         while "listening" not in server.stdout.readline():
             pass
-        client = hosts[0].start(["iperf3", "--client", hosts[1].address, "--time", "2", "--json"], env)
+        client = hosts[0].start(
+            ["taskset", "--cpu-list", cpus[0], "iperf3", "--client", hosts[1].address, "--time", "2", "--json"], env
+        )
         return json.loads(client.communicate()[0])["end"]["sum_received"]["bits_per_second"] / 8e9
     finally:
         server.terminate()

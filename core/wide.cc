@@ -4,8 +4,10 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <numeric>
 
 #include "algorithms/algorithms.h"
+#include "algorithms/moves.h"
 
 namespace allranks {
 
@@ -13,6 +15,8 @@ namespace {
 
 constexpr int kSpeakDirectly = 8;         // hosts
 constexpr size_t kInMeeting = 256 << 10;  // bytes that all hosts say in a meeting
+constexpr size_t kAlong = 1 << 10;        // bytes that a rank sends along with the sizes of its all_to_all
+constexpr size_t kAlongAlone = 16 << 10;  // the same, where every rank is alone on its host
 constexpr size_t kKept = 16 << 20;        // bytes of each scratch memory, between calls
 constexpr size_t kLongestSpeech = 16 << 20;
 
@@ -32,9 +36,9 @@ Opening opening_of(const std::byte* speech) {
   return opening;
 }
 
-size_t length_of(const Opening& opening) {
-  return sizeof opening + opening.each * sizeof(Fingerprint) + opening.nbytes;
-}
+size_t head_of(const Opening& opening) { return sizeof opening + opening.each * sizeof(Fingerprint); }
+
+size_t length_of(const Opening& opening) { return head_of(opening) + opening.nbytes; }
 
 }  // namespace
 
@@ -132,17 +136,17 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
         opening.nbytes = 0;
       }
     }
-    outgoing_.resize(sizeof opening + of_mates.size() * sizeof(Fingerprint) + opening.nbytes);
-    std::byte* at = outgoing_.data();
-    std::memcpy(at, &opening, sizeof opening);
-    at += sizeof opening;
-    if (!of_mates.empty()) std::memcpy(at, of_mates.data(), of_mates.size() * sizeof(Fingerprint));
-    at += of_mates.size() * sizeof(Fingerprint);
-    if (opening.nbytes > 0 && said.kernel != nullptr && !alone) {
+    const size_t head = head_of(opening);
+    outgoing_.resize(head + (alone ? 0 : opening.nbytes));
+    std::memcpy(outgoing_.data(), &opening, sizeof opening);
+    if (!of_mates.empty()) std::memcpy(outgoing_.data() + sizeof opening, of_mates.data(), head - sizeof opening);
+    std::byte* at = outgoing_.data() + head;
+    const Speech speech{outgoing_.data(), alone ? static_cast<const std::byte*>(mine) : at};
+    if (!alone && opening.nbytes > 0 && said.kernel != nullptr) {
       std::vector<const void*> operands;
       for (int p = 0; p < team_.size(); p++) operands.push_back(contribution(p));
       said.kernel(at, operands.data(), team_.size(), said.count, team_.size());
-    } else if (opening.nbytes > 0) {
+    } else if (!alone && opening.nbytes > 0) {
       for (int p = 0; p < team_.size(); p++) {
         const size_t n = said.nbytes(mates()[static_cast<size_t>(p)]);
         if (n > 0) std::memcpy(at, contribution(p), n);
@@ -150,19 +154,19 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
       }
     }
 
-    const Bytes speeches =
-        hosts_.count() <= kSpeakDirectly ? exchange_directly(call, outgoing_) : disseminate(call, outgoing_);
+    const Speeches speeches =
+        hosts_.count() <= kSpeakDirectly ? exchange_directly(call, speech, said) : disseminate(call, speech);
     std::vector<Opening> openings(count, opening);
     for (size_t h = 0; h < count; h++) {
-      openings[h] = opening_of(speeches[h]);
-      heard[h] = speeches[h] + sizeof opening + openings[h].each * sizeof(Fingerprint);
+      openings[h] = opening_of(speeches[h].head);
+      heard[h] = speeches[h].body;
       agree = agree && openings[h].each == 0 && openings[h].fingerprint.agrees(own);
     }
     if (!agree) {
       all.resize(ranks());
       for (int h = 0; h < hosts_.count(); h++) {
         const Opening& theirs = openings[static_cast<size_t>(h)];
-        const std::byte* each = heard[static_cast<size_t>(h)] - theirs.each * sizeof(Fingerprint);
+        const std::byte* each = speeches[static_cast<size_t>(h)].head + sizeof theirs;
         for (const int r : hosts_.on(h)) {
           Fingerprint& f = all[static_cast<size_t>(r)];
           f = theirs.fingerprint;
@@ -227,7 +231,8 @@ void Wide::check(const Team::Call& call, int host, const std::byte* speech) cons
               ": what came over the network is not what was sent");
 }
 
-Wide::Bytes Wide::exchange_directly(Team::Call& call, const std::vector<std::byte>& speech) {
+Wide::Speeches Wide::exchange_directly(Team::Call& call, const Speech& own, const Said& said) {
+  const Opening ours = opening_of(own.head);
   const auto count = static_cast<size_t>(hosts_.count());
   incoming_.resize(count);
   for (int h = 0; h < hosts_.count(); h++) {
@@ -235,30 +240,45 @@ Wide::Bytes Wide::exchange_directly(Team::Call& call, const std::vector<std::byt
     auto& buffer = incoming_[static_cast<size_t>(h)];
     if (buffer.size() < sizeof(Opening)) buffer.resize(sizeof(Opening));
     net_.receive(hosts_.leader(h), buffer.data(), sizeof(Opening));
-    net_.send(hosts_.leader(h), speech.data(), speech.size());
+    net_.send(hosts_.leader(h), own.head, head_of(ours));
+    net_.send(hosts_.leader(h), own.body, ours.nbytes);
   }
   flush(call);
-  Bytes speeches(count, speech.data());
+  bool agree = ours.each == 0;
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h == here()) continue;
+    const std::byte* head = incoming_[static_cast<size_t>(h)].data();
+    check(call, h, head);
+    const Opening theirs = opening_of(head);
+    agree = agree && theirs.each == 0 && theirs.fingerprint.agrees(ours.fingerprint);
+  }
+  Speeches speeches(count, own);
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
     auto& buffer = incoming_[static_cast<size_t>(h)];
-    check(call, h, buffer.data());
-    const size_t length = length_of(opening_of(buffer.data()));
-    if (buffer.size() < length) buffer.resize(length);
-    net_.receive(hosts_.leader(h), buffer.data() + sizeof(Opening), length - sizeof(Opening));
-    speeches[static_cast<size_t>(h)] = buffer.data();
+    const Opening theirs = opening_of(buffer.data());
+    const size_t head = head_of(theirs);
+    std::byte* body = agree && said.into ? said.into(h) : nullptr;
+    const size_t kept = head + (body == nullptr ? theirs.nbytes : 0);
+    if (buffer.size() < kept) buffer.resize(kept);
+    net_.receive(hosts_.leader(h), buffer.data() + sizeof(Opening), head - sizeof(Opening));
+    if (body == nullptr) body = buffer.data() + head;
+    net_.receive(hosts_.leader(h), body, theirs.nbytes);
+    speeches[static_cast<size_t>(h)] = {buffer.data(), body};
   }
   flush(call);
   return speeches;
 }
 
 // In round k each gets, from the host 2^k further on, the speeches of the 2^k hosts from there on.
-Wide::Bytes Wide::disseminate(Team::Call& call, const std::vector<std::byte>& speech) {
+Wide::Speeches Wide::disseminate(Team::Call& call, const Speech& own) {
   const int count = hosts_.count();
   incoming_.resize(2);
   auto& known = incoming_[0];  // the speeches of this host and of those behind it
   auto& come = incoming_[1];
-  known = speech;
+  const Opening ours = opening_of(own.head);
+  known.assign(own.head, own.head + head_of(ours));
+  if (ours.nbytes > 0) known.insert(known.end(), own.body, own.body + ours.nbytes);
   std::vector<size_t> starts{0};
   for (int distance = 1; distance < count; distance *= 2) {
     const auto some = static_cast<size_t>(std::min(distance, count - distance));
@@ -287,37 +307,65 @@ Wide::Bytes Wide::disseminate(Team::Call& call, const std::vector<std::byte>& sp
     }
     known.insert(known.end(), come.begin(), come.end());
   }
-  Bytes speeches(static_cast<size_t>(count));
+  Speeches speeches(static_cast<size_t>(count));
   for (int i = 0; i < count; i++) {
-    speeches[static_cast<size_t>((here() + i) % count)] = known.data() + starts[static_cast<size_t>(i)];
+    const std::byte* head = known.data() + starts[static_cast<size_t>(i)];
+    speeches[static_cast<size_t>((here() + i) % count)] = {head, head + head_of(opening_of(head))};
   }
   return speeches;
 }
 
 // --- the sizes of an all_to_all ---
 
-void Wide::compare_sizes(Team::Call& call, const Operation& operation) {
+Wide::Bytes Wide::compare_sizes(Team::Call& call, const Operation& operation) {
   const auto& in_bytes = operation.in_bytes;
   const auto& out_bytes = operation.out_bytes;
-  // Of every rank: what it sends to each, then what it expects from each.
+  // Of every rank: what it sends to each, then what it expects from each; then what it sends, if that is little.
   const size_t row = 2 * ranks() * sizeof(uint64_t);
-  if (!fits(row * ranks())) return compare_sizes_of_many(call, operation);
-  std::vector<uint64_t> sizes(in_bytes.begin(), in_bytes.end());
-  sizes.insert(sizes.end(), out_bytes.begin(), out_bytes.end());
-  const auto heard = meet(call, sizes.data(), {.nbytes = [row](int) { return row; }});
+  Bytes along(ranks());
+  if (!fits(row * ranks())) {
+    compare_sizes_of_many(call, operation);
+    return along;
+  }
+  // Where hosts have several ranks a record must be as long as all others.
+  const bool alone = hosts_.count() == hosts_.ranks();
+  const size_t most = alone ? kAlongAlone : fits((row + kAlong) * ranks()) ? kAlong : 0;
+  const size_t total = std::accumulate(in_bytes.begin(), in_bytes.end(), size_t{0});
+  const size_t length = row + (alone ? (total <= most ? total : 0) : most);
+  std::byte* record = scratch(3, length);
+  std::byte* at = record;
+  for (const auto& sizes : {in_bytes, out_bytes}) {
+    for (const uint64_t size : sizes) {
+      std::memcpy(at, &size, sizeof size);
+      at += sizeof size;
+    }
+  }
+  for (size_t r = 0; r < ranks() && total <= most; r++) {
+    algorithms::move_bytes(at, operation.ins[r], in_bytes[r]);
+    at += in_bytes[r];
+  }
+  const auto heard = meet(call, record, {.nbytes = [length](int) { return length; }});
+  const auto record_of = [&](int rank) {
+    return heard[static_cast<size_t>(hosts_.of(rank))] + static_cast<size_t>(hosts_.place(rank)) * length;
+  };
   const auto size = [&](int rank, size_t column) {
     uint64_t value;
-    const std::byte* theirs = heard[static_cast<size_t>(hosts_.of(rank))];
-    std::memcpy(&value, theirs + static_cast<size_t>(hosts_.place(rank)) * row + column * sizeof value, sizeof value);
+    std::memcpy(&value, record_of(rank) + column * sizeof value, sizeof value);
     return value;
   };
   for (int from = 0; from < hosts_.ranks(); from++) {
+    size_t before = 0;  // of what comes along: what others get that stand before this rank
+    size_t all = 0;
     for (int to = 0; to < hosts_.ranks(); to++) {
       const uint64_t sent = size(from, static_cast<size_t>(to));
       const uint64_t expected = size(to, ranks() + static_cast<size_t>(from));
       if (sent != expected) refuse_sizes(call, from, to, sent, expected);
+      if (to == me()) before = all;
+      all += sent;
     }
+    if (all <= most) along[static_cast<size_t>(from)] = record_of(from) + row + before;
   }
+  return along;
 }
 
 // Where all sizes of all ranks are too many: the leaders exchange those between their hosts, every rank compares what

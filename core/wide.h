@@ -38,18 +38,27 @@ class Wide {
     std::function<size_t(int)> nbytes;  // of a rank's contribution
     Kernel kernel = nullptr;            // reduces those of a host
     size_t count = 0;                   // elements of each
+    // Where a rank that is alone on its host wants what another has said, once all agree; nullptr: where it likes.
+    std::function<std::byte*(int)> into = nullptr;
   };
   // Returns what each host has said, by host; it lies there until the next call.
   Bytes meet(Team::Call& call, const void* mine, const Said& said);
+  // What a leader says: a head, and what its ranks contribute.
+  struct Speech {
+    const std::byte* head;
+    const std::byte* body;
+  };
+  using Speeches = std::vector<Speech>;
   // What the leaders do in it: each gives its speech, and gets, by host, where the others' stand.
-  Bytes exchange_directly(Team::Call& call, const std::vector<std::byte>& speech);
-  Bytes disseminate(Team::Call& call, const std::vector<std::byte>& speech);
+  Speeches exchange_directly(Team::Call& call, const Speech& own, const Said& said);
+  Speeches disseminate(Team::Call& call, const Speech& own);
 
   // Throws unless it is of this call.
   void check(const Team::Call& call, int host, const std::byte* speech) const;
 
-  // The sizes of an all_to_all, which every rank compares, so that all hear of those that disagree.
-  void compare_sizes(Team::Call& call, const Operation& operation);
+  // The sizes of an all_to_all, which every rank compares, so that all hear of those that disagree. Who sends little
+  // sends it along. Returns, by rank, where what it sends to this one lies; nullptr: it is still to come.
+  Bytes compare_sizes(Team::Call& call, const Operation& operation);
   void compare_sizes_of_many(Team::Call& call, const Operation& operation);
   [[noreturn]] void refuse_sizes(Team::Call& call, int from, int to, uint64_t sent, uint64_t expected);
 

@@ -13,6 +13,7 @@ namespace allranks {
 namespace {
 
 constexpr size_t kSegment = 256 << 10;  // bytes that a host reduces while the next are on their way
+constexpr size_t kWhole = 32 << 10;     // bytes of a reduce_scatter of which every host may hear all
 constexpr size_t kSlab = 4 << 20;       // bytes that are copied aside at once
 
 // AVG divides when all operands have been added.
@@ -173,8 +174,10 @@ void Wide::reduce(Team::Call& call, Buffer buffer, ReduceOp op, int root) {
 void Wide::broadcast(Team::Call& call, Buffer buffer, int root) {
   const size_t n = buffer.nbytes();
   if (fits(n)) {
-    const auto heard = meet(call, buffer.data, {.nbytes = [=](int r) { return r == root ? n : size_t{0}; }});
-    if (me() != root && n > 0) std::memcpy(buffer.data, heard[static_cast<size_t>(hosts_.of(root))], n);
+    const auto heard = meet(call, buffer.data,
+                            {.nbytes = [=](int r) { return r == root ? n : size_t{0}; },
+                             .into = [&](int h) { return h == hosts_.of(root) ? buffer.bytes() : nullptr; }});
+    if (me() != root) algorithms::move_bytes(buffer.bytes(), heard[static_cast<size_t>(hosts_.of(root))], n);
     return;
   }
   meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
@@ -208,8 +211,15 @@ void Wide::broadcast(Team::Call& call, Buffer buffer, int root) {
 // Cost: large: (P - ranks of the host) n bytes over each host's network.
 void Wide::all_gather(Team::Call& call, Buffer in, const Pieces& outs) {
   const size_t n = in.nbytes();
+  bool spoilt = false;  // what others are to get is overwritten by what they give
+  for (size_t r = 0; r < outs.size(); r++) {
+    const bool in_place = r == static_cast<size_t>(me()) && outs[r] == in.bytes();
+    spoilt = spoilt || (!in_place && algorithms::intersect(outs[r], n, in.bytes(), n));
+  }
   if (fits(n * ranks())) {
-    const auto heard = meet(call, in.data, {.nbytes = [n](int) { return n; }});
+    const bool direct = !outs.empty() && !spoilt && hosts_.count() == hosts_.ranks();
+    const auto into = [&](int h) { return direct ? outs[static_cast<size_t>(hosts_.leader(h))] : nullptr; };
+    const auto heard = meet(call, in.data, {.nbytes = [n](int) { return n; }, .into = into});
     for (size_t r = 0; r < outs.size(); r++) {
       const int rank = static_cast<int>(r);
       const std::byte* from = heard[static_cast<size_t>(hosts_.of(rank))] + static_cast<size_t>(hosts_.place(rank)) * n;
@@ -218,11 +228,6 @@ void Wide::all_gather(Team::Call& call, Buffer in, const Pieces& outs) {
     return;
   }
   meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
-  bool spoilt = false;  // what others are to get is overwritten by what they give
-  for (size_t r = 0; r < outs.size(); r++) {
-    const bool in_place = r == static_cast<size_t>(me()) && outs[r] == in.bytes();
-    spoilt = spoilt || (!in_place && algorithms::intersect(outs[r], n, in.bytes(), n));
-  }
   if (spoilt) {
     std::byte* aside = scratch(2, n);
     std::memcpy(aside, in.data, n);
@@ -328,7 +333,7 @@ void Wide::reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, Reduc
   const Kernel partly = kernel_of(out.dtype, within_host(op));
   const auto hosts = static_cast<size_t>(hosts_.count());
   std::vector<const void*> operands(hosts);
-  if (fits(n * ranks() * hosts)) {
+  if (n * ranks() * hosts <= kWhole) {
     std::byte* packed = scratch(2, n * ranks());
     for (size_t r = 0; r < ranks(); r++) algorithms::move_bytes(packed + r * n, ins[r], n);
     const size_t all = n * ranks();
@@ -381,7 +386,7 @@ void Wide::all_to_all(Team::Call& call, const Operation& operation) {
   const auto& [ins, outs] = std::tie(operation.ins, operation.outs);
   const auto& [in_bytes, out_bytes] = std::tie(operation.in_bytes, operation.out_bytes);
   const auto own = static_cast<size_t>(me());
-  compare_sizes(call, operation);
+  const Bytes along = compare_sizes(call, operation);
   Pieces from = ins;
   const auto overlap = [&] {
     for (size_t a = 0; a < ranks(); a++) {
@@ -391,7 +396,7 @@ void Wide::all_to_all(Team::Call& call, const Operation& operation) {
     }
     return false;
   };
-  if (overlap()) {
+  if (along[own] == nullptr && overlap()) {
     // What is still to be sent would be overwritten by what comes.
     std::byte* aside = scratch(2, std::accumulate(in_bytes.begin(), in_bytes.end(), size_t{0}));
     for (size_t r = 0; r < ranks(); r++) {
@@ -402,19 +407,24 @@ void Wide::all_to_all(Team::Call& call, const Operation& operation) {
   }
   std::vector<size_t> sent_here;
   std::vector<size_t> got_here;
+  bool all_along_here = true;
   for (size_t r = 0; r < ranks(); r++) {
     const int rank = static_cast<int>(r);
+    const bool sends = along[own] == nullptr;
+    const bool gets = along[r] == nullptr;
+    if (!gets) algorithms::move_bytes(outs[r], along[r], out_bytes[r]);
     if (hosts_.of(rank) == here()) {
-      sent_here.push_back(in_bytes[r]);
-      got_here.push_back(out_bytes[r]);
+      sent_here.push_back(sends ? in_bytes[r] : 0);
+      got_here.push_back(gets ? out_bytes[r] : 0);
+      all_along_here = all_along_here && !gets;
       continue;
     }
-    net_.lend(rank, from[r], in_bytes[r]);
-    net_.borrow(rank, outs[r], out_bytes[r]);
+    if (sends) net_.lend(rank, from[r], in_bytes[r]);
+    if (gets) net_.borrow(rank, outs[r], out_bytes[r]);
   }
   if (team_.size() == 1) {
-    algorithms::move_bytes(outs[own], from[own], in_bytes[own]);
-  } else {
+    if (along[own] == nullptr) algorithms::move_bytes(outs[own], from[own], in_bytes[own]);
+  } else if (!all_along_here) {
     algorithms::all_to_all(team_, next(call), of_mates(from), sent_here, of_mates(outs), got_here);
   }
   settle(call);

@@ -40,21 +40,18 @@ void set(int fd, int level, int option, int value) {
   }
 }
 
-// BBR paces what it sends, with a timer for every few packets: between neighbours that costs more than it can bring.
-// Any other choice of the system stays, and BBR does where the way is long.
-void do_without_pacing(int fd) {
-  std::array<char, 16> chosen{};
-  socklen_t size = chosen.size() - 1;
+// BBR paces what it sends, with a timer for every few packets: between neighbours that costs more than it can bring. So
+// the sockets come without it (_engines/native_tcp.py); where the way is long they get it back, if it is the system's.
+void pace_on_long_ways(int fd) {
   tcp_info info{};
   socklen_t info_size = sizeof info;
-  if (getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, chosen.data(), &size) != 0 ||
-      getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &info_size) != 0) {
-    return;
-  }
-  if (std::string_view(chosen.data()) != "bbr" || info.tcpi_min_rtt == 0 || info.tcpi_min_rtt > kNearUs) return;
-  for (const std::string_view name : {"cubic", "reno"}) {
-    if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), static_cast<socklen_t>(name.size())) == 0) return;
-  }
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &info_size) != 0 || info.tcpi_min_rtt <= kNearUs) return;
+  const sys::Fd fresh(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  std::array<char, 16> name{};
+  socklen_t size = name.size();
+  if (getsockopt(fresh.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), &size) != 0) return;
+  // Where this user may not choose it the socket stays as it is.
+  if (std::string_view(name.data()) == "bbr") setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), size);
 }
 
 void set_up(int fd) {
@@ -62,7 +59,7 @@ void set_up(int fd) {
   if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) {
     throw Error(std::string("fcntl of a connection to another host: ") + std::strerror(errno));
   }
-  do_without_pacing(fd);
+  pace_on_long_ways(fd);
   set(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set(fd, IPPROTO_TCP, TCP_KEEPIDLE, 2);
@@ -214,12 +211,12 @@ void Net::lend(int to, const void* data, size_t nbytes) {
   need_lane(to);
   Peer& p = peer(to);
   p.out.push_back({static_cast<const std::byte*>(data), nbytes, nbytes >= kLent});
-  p.lends = true;
+  p.lends = p.lends || nbytes >= kLent;
   take_up(to);
 }
 
 uint64_t Net::borrow(int from, void* data, size_t nbytes) {
-  if (nbytes > 0) peer(from).borrows = true;
+  if (nbytes >= kLent) peer(from).borrows = true;
   return receive(from, data, nbytes);
 }
 

@@ -66,9 +66,9 @@ class Net final : public Elsewhere, public Pulse::Listener {
   void send(int to, const void* data, size_t nbytes);
   // Queues the place of the next bytes from a rank. Returns what wait_received takes.
   uint64_t receive(int from, void* data, size_t nbytes);
-  // The same for large operands, whose bytes are lent to the kernel (stream.h): one side lends what the other borrows,
-  // and both settle at the end of the call. Until then the bytes must not change, but where the other side has
-  // provably read them: where something made of them has come back.
+  // The same for operands that may be large, whose bytes are lent to the kernel (stream.h): one side lends what the
+  // other borrows, in the same pieces, and both settle at the end of the call. Until then the bytes must not change,
+  // but where the other side has provably read them: where something made of them has come back.
   void lend(int to, const void* data, size_t nbytes);
   uint64_t borrow(int from, void* data, size_t nbytes);
   // Moves what can be moved until these bytes are there. Throws Error.

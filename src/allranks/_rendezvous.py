@@ -18,8 +18,10 @@ import importlib
 import itertools
 import math
 import os
+import secrets
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -70,6 +72,7 @@ _T = TypeVar("_T")
 _SCHEMES = "env://, tcp://HOST:PORT, file:///PATH"
 _LINGER_S = 3.0  # how long rank 0, when it leaves, keeps the store for those who have not left yet
 _NOTICE_S = NOTICE_S
+_LOOK_S = 0.1
 _PROCESS = uuid.uuid4().hex  # with the pid, unlike the pid alone: no two processes share it, in any container
 
 
@@ -86,6 +89,8 @@ class _Spot(msgspec.Struct, frozen=True):
     token: str
     host: str
     machine: str
+    far: tuple[str, ...] = ()  # addresses for other hosts, once one has asked for them
+    trouble: str = ""  # why there are none
 
 
 class _NotYet(Exception):
@@ -237,6 +242,10 @@ class _Attempt:
         self._joining = Joining(me, f"{_PROCESS}.{me.pid}", began, timeout_s, "", "")
         self._file: Path | None = None
         self._file_was_there = False
+        self._tries = itertools.count()
+        self._porter: threading.Thread | None = None
+        self._request: Path | None = None
+        self._over = threading.Event()
 
     def leave(self, linger_s: float) -> None:
         """Gives back everything, after a failure."""
@@ -286,18 +295,37 @@ class _Attempt:
         )
 
     def meet_in_file(self, path: Path) -> None:
-        """Serves on a unix socket as rank 0 and writes its address to the file, or finds rank 0 there."""
+        """Serves on a unix socket as rank 0 and writes its address to the file, or finds rank 0 there.
+
+        A rank of another host asks for a TCP port, by a file beside the file: a job on one host opens none.
+        """
         if not path.parent.is_dir() or path.is_dir():
             raise ConfigError(f"file://{path}: Expected a file, not yet there, in a folder that is.")
-        token = uuid.uuid4().hex
+        token = secrets.token_hex(32)
         self._meet(
             f"rank 0 (the server named in {path})",
             lambda: StoreServer.unix(token.encode()),
-            lambda: _read_spot(path, self.me),
+            lambda: _read_spot(path, self.me, next(self._tries)),
             token.encode(),
         )
         if self.server is not None:
-            self._write_file(path, _Spot(self.server.address, token, self.me.host, self.me.machine))
+            spot = _Spot(self.server.address, token, self.me.host, self.me.machine)
+            self._write_file(path, spot)
+            self._porter = threading.Thread(target=self._await_other_hosts, args=(path, spot), daemon=True)
+            self._porter.start()
+
+    def _await_other_hosts(self, path: Path, spot: _Spot) -> None:
+        assert self.server is not None
+        self._request = _request_for_port(path, spot.token)
+        while not self._over.wait(_LOOK_S):
+            # Listed, not asked for by name: over NFS what was not there a moment ago is not asked for again.
+            if self._request.name in os.listdir(path.parent):
+                try:
+                    answer = msgspec.structs.replace(spot, far=tuple(self.server.listen_to_other_hosts()))
+                except ConfigError as error:
+                    answer = msgspec.structs.replace(spot, trouble=f"rank 0: {error}")
+                self._write_file(path, answer)
+                return
 
     def _meet(
         self, where: str, serve: Callable[[], StoreServer], find: Callable[[], tuple[str, bytes]], secret: bytes
@@ -375,6 +403,11 @@ class _Attempt:
             raise ConfigError(f"file://{path}: cannot be written: {reason(error)}.") from None
 
     def _remove_file(self) -> None:
+        self._over.set()
+        if self._porter is not None:
+            self._porter.join()
+        if self._request is not None:
+            self._request.unlink(missing_ok=True)
         path, self._file = self._file, None
         if path is None or self.server is None:
             return
@@ -398,18 +431,27 @@ def _drive(steps: Steps[_T], perform: Callable[[Act], Answer]) -> _T:
         return end.value  # type: ignore[no-any-return]
 
 
-def _read_spot(path: Path, me: Member) -> tuple[str, bytes]:
+def _read_spot(path: Path, me: Member, turn: int) -> tuple[str, bytes]:
+    """Where rank 0 is, and its token; of several addresses another at each turn."""
     try:
         spot = msgspec.json.decode(path.read_bytes(), type=_Spot)
+        if spot.machine != me.machine and not spot.far and not spot.trouble:
+            _request_for_port(path, spot.token).touch(0o600)
+            raise _NotYet(f"rank 0, on host {spot.host}, does not listen for other hosts yet")
     except FileNotFoundError:
         raise _NotYet("the file is not there") from None
     except msgspec.MsgspecError:
         raise _NotYet("the file names no server") from None
     except OSError as error:
-        raise ConfigError(f"file://{path}: cannot be read: {reason(error)}.") from None
-    if spot.machine != me.machine:
-        raise _NotYet(f"the file is of host {spot.host}, this is {me.host}; between hosts use tcp://")
-    return spot.address, spot.token.encode()
+        raise ConfigError(f"file://{path}: cannot be read, or the folder not written: {reason(error)}.") from None
+    if spot.trouble:
+        raise _NotYet(spot.trouble)
+    where = spot.address if spot.machine == me.machine else spot.far[turn % len(spot.far)]
+    return where, spot.token.encode()
+
+
+def _request_for_port(path: Path, token: str) -> Path:
+    return path.with_name(f".{path.name}.{token[:8]}.far")
 
 
 def _file_path(url: SplitResult, init_method: str | None) -> Path:

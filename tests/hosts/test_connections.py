@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -23,15 +24,18 @@ def _held(state: str) -> int:
     links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
     mine = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return sum(row[3] == state and row[9] in mine for row in rows)
+    return len({row[9] for row in rows if row[3] == state} & mine)  # a row may stand there twice
 
 
-def test_nobody_holds_what_it_does_not_use(three_hosts: Cluster) -> None:
+def test_nobody_holds_what_it_does_not_use(three_hosts: Cluster, tmp_path: Path) -> None:
     def body() -> None:
         rank = dist.get_rank()
         leads = rank % 2 == 0
         # With the two other leaders, from the beginning.
         assert (_held(_ESTABLISHED), _held(_LISTEN)) == (2 if leads else 0, 1)
+        (tmp_path / str(rank)).touch()
+        while len(list(tmp_path.iterdir())) < dist.get_world_size():  # a barrier would connect
+            time.sleep(0.01)
         # A rank that is stopped while others connect with it is waited for.
         if rank == 5:
             pids = [int(member.pid) for member in dist.group.WORLD.members]
@@ -41,12 +45,14 @@ def test_nobody_holds_what_it_does_not_use(three_hosts: Cluster) -> None:
         dist.all_reduce(small)
         assert (small == 6).all()
         assert _held(_ESTABLISHED) == (4 if leads else 0)
+        dist.barrier()
         if rank == 1:
             dist.send(small, 3)
         elif rank == 3:
             dist.recv(small, 1)
         dist.barrier()
         assert _held(_ESTABLISHED) == (4 if leads else 1 if rank in (1, 3) else 0)
+        dist.barrier()
         # All of the rank's own counterparts.
         large = torch.ones(500_000)
         dist.all_reduce(large)
@@ -101,10 +107,20 @@ def test_a_rank_that_cannot_be_reached_is_given_up(three_hosts: Cluster) -> None
 
         native_tcp._GIVE_UP_S = 0.5
         (reception,) = native_tcp.Reception._all.values()
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
         if dist.get_rank() == 0:
             for listener in reception._listeners:
                 listener.close()
+        else:
+            (circle,) = reception._circles.values()
+            (address,), port = circle.targets[0]
+            listens = True
+            while listens:
+                try:
+                    socket.create_connection((address, port), 10).close()
+                except ConnectionRefusedError:
+                    listens = False
+                except ConnectionResetError:
+                    continue  # in the backlog when it was closed
         with pytest.raises(dist.PeerLostError) as caught:
             dist.all_reduce(torch.ones(1))
         assert caught.value.rank == 0 or dist.get_rank() == 0

@@ -523,6 +523,7 @@ class Reception:
         family = socket.AF_INET6 if ":" in dial.address else socket.AF_INET
         try:
             dial.connection = socket.socket(family, socket.SOCK_STREAM)
+            _do_without_pacing(dial.connection)
         except OSError as error:
             self._fail(dial, reason(error))
             return
@@ -653,6 +654,7 @@ def _bind(addresses: Sequence[str], listeners: list[socket.socket]) -> None:
     gone: OSError | None = None
     for address in addresses:
         listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        _do_without_pacing(listener)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((address, port))
@@ -685,3 +687,16 @@ def _some(connection: socket.socket, most: int = GREETING_LIMIT) -> bytes:
 
 
 os.register_at_fork(after_in_child=Reception.forget_all)
+
+
+def _do_without_pacing(connection: socket.socket) -> None:
+    """Takes BBR from a socket that has not connected yet: one that it has once paced stays paced, whatever follows.
+
+    Between neighbours the timers cost more than pacing brings; on long ways the core gives BBR back.
+    """
+    if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") != b"bbr":
+        return
+    for name in (b"cubic", b"reno"):
+        with suppress(OSError):  # not every user may choose every one
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return

@@ -7,6 +7,7 @@ only for a short time, and no peer can make the server wait or hoard. The values
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import selectors
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from allranks._errors import ConfigError, SecretError, UsageError
+from allranks._network import published_addresses
 from allranks._store.address import addresses_of, trouble_with
 from allranks._store.client import credentials, reason
 from allranks._store.table import KeyTable
@@ -111,6 +113,7 @@ class StoreServer:
         self._secret = secret
         self._context = context
         self._listeners = tuple(listeners)
+        self._more: tuple[socket.socket, ...] = ()  # listeners that the thread has not taken yet
         self._owner = os.getpid()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
@@ -148,18 +151,7 @@ class StoreServer:
             raise UsageError("StoreServer.tcp needs a secret: see load_secret.")
         context = tls_context(server_side=True)
         addresses = addresses_of(host)
-        for attempt in range(_PORTS_TRIED):
-            try:
-                listeners = _listen(addresses, port)
-                break
-            except OSError as error:
-                if port == 0 and error.errno == errno.EADDRINUSE and attempt < _PORTS_TRIED - 1:
-                    continue
-                holder = _port_holder(port) if error.errno == errno.EADDRINUSE else ""
-                raise ConfigError(
-                    f"Cannot listen on port {port} ({', '.join(addresses)}): {reason(error)}{holder}.\n"
-                    "  Choose another port (MASTER_PORT), the same on all ranks, or end the program that holds it."
-                ) from None
+        listeners = _listen_anywhere(addresses, port)
         shown = addresses[0] if host == "localhost" else host or socket.gethostname()
         return cls(listeners, _tcp_address(shown, listeners[0].getsockname()[1]), secret, host, context)
 
@@ -212,6 +204,19 @@ class StoreServer:
         self._thread.start()
         return self
 
+    def listen_to_other_hosts(self) -> list[str]:
+        """Listens on a TCP port of all published addresses, too, once it has started. Returns what other hosts dial.
+
+        Raises:
+            ConfigError: there is no such address, or no port can be had.
+        """
+        addresses = published_addresses()
+        if not addresses or not self._secret:
+            raise ConfigError(f"host {socket.gethostname()} has no network address that other hosts could reach.")
+        self._more = tuple(_listen_anywhere(addresses, 0))
+        os.eventfd_write(self._wake, 1)
+        return [_tcp_address(*listener.getsockname()[:2]) for listener in self._more]
+
     def close(self, linger_s: float = 0.0) -> None:
         """Stops listening, waits up to ``linger_s`` for the clients to go, and ends the thread. Idempotent."""
         if self._stop_at is not None:
@@ -223,7 +228,7 @@ class StoreServer:
                 self._thread.join()
             else:
                 self._stop_listening()
-        for listener in self._listeners:
+        for listener in (*self._listeners, *self._more):
             listener.close()
         os.close(self._wake)
 
@@ -262,6 +267,15 @@ class StoreServer:
             else:
                 self._selector.unregister(listener)
 
+    def _take_more(self) -> None:
+        os.eventfd_read(self._wake)
+        more, self._more = self._more, ()
+        self._listeners += more
+        for listener in more:
+            listener.setblocking(False)
+            if self._full_until is None:
+                self._selector.register(listener, selectors.EVENT_READ, listener)
+
     def _stop_listening(self) -> None:
         for listener in self._listeners:
             with suppress(OSError):  # a socket that was given may be in any state
@@ -279,7 +293,9 @@ class StoreServer:
         # Whoever comes new may push out others that have not proved themselves yet: they are heard before.
         for key, events in sorted(ready, key=lambda item: item[0].data in self._listeners):
             peer = key.data
-            if peer in self._listeners:
+            if peer is None:
+                self._take_more()
+            elif peer in self._listeners:
                 self._accept(peer)
             elif peer in self._peers:
                 if events & selectors.EVENT_WRITE:
@@ -452,6 +468,21 @@ class StoreServer:
 
 def _tcp_address(host: str, port: int) -> str:
     return f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
+
+
+def _listen_anywhere(addresses: Sequence[str], port: int) -> list[socket.socket]:
+    for attempt in itertools.count(1):
+        try:
+            return _listen(addresses, port)
+        except OSError as error:
+            if port == 0 and error.errno == errno.EADDRINUSE and attempt < _PORTS_TRIED:
+                continue
+            holder = _port_holder(port) if error.errno == errno.EADDRINUSE else ""
+            raise ConfigError(
+                f"Cannot listen on port {port} ({', '.join(addresses)}): {reason(error)}{holder}.\n"
+                "  Choose another port (MASTER_PORT), the same on all ranks, or end the program that holds it."
+            ) from None
+    raise AssertionError
 
 
 def _listen(addresses: Sequence[str], port: int) -> list[socket.socket]:

@@ -58,10 +58,12 @@ def start_by_mpi(nproc: int, hosts: str | None, argv: Sequence[str]) -> int:
     cpus = os.sched_getaffinity(0)
     flags = ["-n", str(nproc), "--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp" if hosts else "self,sm"]
     if hosts:
-        flags += ["-H", hosts, "-x", _CPUS, "-x", _FLAGS]
+        flags += ["-H", hosts, "-x", _FLAGS]
     elif nproc > _cores(cpus):
         flags.append("--oversubscribe")  # which also ends binding
-    os.environ |= {_CPUS: ",".join(map(str, sorted(cpus))), _FLAGS: shlex.join(flags)}
+    if not hosts:  # else every rank uses what its host gives it
+        os.environ[_CPUS] = ",".join(map(str, sorted(cpus)))
+    os.environ[_FLAGS] = shlex.join(flags)
     if os.geteuid() == 0:
         flags.append("--allow-run-as-root")
     sys.stdout.flush()
@@ -98,7 +100,7 @@ def join() -> None:
 def join_by_mpi() -> tuple[Mpi, set[int]]:
     """In a rank of mpirun: starts MPI and makes our process group. Returns MPI, and the CPUs of the others."""
     bound = os.sched_getaffinity(0)
-    cpus = {int(cpu) for cpu in os.environ[_CPUS].split(",")}
+    cpus = {int(cpu) for cpu in os.environ[_CPUS].split(",")} if _CPUS in os.environ else bound
     os.sched_setaffinity(0, cpus)  # before a library counts CPUs or starts threads
     from allranks._engines import mpi_job
 
