@@ -289,6 +289,17 @@ def test_unix_sockets_are_left_alone() -> None:
             assert client.add("alive", 1) == 1
 
 
+def test_a_unix_server_that_listens_to_other_hosts_too(ours: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "published_addresses", lambda: ["127.0.0.1"])
+    with setting(ours.environ()), StoreServer.unix(SECRET).start() as server:
+        (address,) = server.listen_to_other_hosts()
+        for number, where in enumerate((server.address, address), 1):
+            with StoreClient.connect(where, SECRET, 5.0) as client:
+                assert client.add("alive", 1) == number
+        with setting({}), pytest.raises(ConfigError, match="speaks TLS, and we do not"):
+            StoreClient.connect(address, SECRET, 5.0)
+
+
 def test_wrong_settings(sites: tuple[Site, Site], tmp_path: Path) -> None:
     ours, theirs = sites
     assert tls_context(True, {}) is None

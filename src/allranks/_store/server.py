@@ -213,6 +213,7 @@ class StoreServer:
         addresses = published_addresses()
         if not addresses or not self._secret:
             raise ConfigError(f"host {socket.gethostname()} has no network address that other hosts could reach.")
+        self._context = tls_context(server_side=True)
         self._more = tuple(_listen_anywhere(addresses, 0))
         os.eventfd_write(self._wake, 1)
         return [_tcp_address(*listener.getsockname()[:2]) for listener in self._more]
@@ -336,7 +337,8 @@ class StoreServer:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 name = str(where[0]).removeprefix("::ffff:")
-            tls = None if self._context is None else Tls(self._context, server_side=True)
+            context = None if sock.family == socket.AF_UNIX else self._context
+            tls = None if context is None else Tls(context, server_side=True)
             peer = _Peer(sock, name, Greeting(self._secret, os.urandom(NONCE)), time.monotonic(), tls)
             self._peers[peer] = self._strangers[peer] = None
             self._selector.register(sock, peer.events, peer)
