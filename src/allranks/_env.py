@@ -46,6 +46,9 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ALLRANKS_SECRET", "allranks run, or by hand", "Secret of the job, at least 16 characters."),
     Variable("ALLRANKS_SECRET_FILE", "by hand", "File that holds the secret (mode 0600)."),
     Variable("ALLRANKS_INSECURE", "by hand", "1: no secret. Whoever reaches the ports of the job can join it."),
+    Variable("ALLRANKS_TLS_CERT", "by hand", "TLS for TCP stores: this host's certificate (PEM file)."),
+    Variable("ALLRANKS_TLS_KEY", "by hand", "The certificate's key (PEM file, mode 0600, without a password)."),
+    Variable("ALLRANKS_TLS_CA", "by hand", "The authority that signs all hosts' certificates (PEM file)."),
     Variable(
         "ALLRANKS_IFACE", "by hand", "Interfaces (eth0) or networks (10.0.0.0/16) that other hosts use; else all."
     ),

@@ -14,11 +14,12 @@ The map, from pure to worldly, so that each layer can be tested alone:
 - ``address`` where a server listens that was given a host name
 - ``server``  ``StoreServer``: one thread, one selector, any number of clients
 - ``secret``  ``load_secret``: what both sides of a TCP connection must know
+- ``tls``     TLS under the handshake of a TCP connection, where ALLRANKS_TLS_ is set
 - ``tcp``     ``TCPStore``: server and client as torch's users know them
 - ``file``    ``FileStore``: a log in a file, under its lock
 
-Nothing is encrypted. On TCP both sides prove that they know the secret; on a unix socket the kernel vouches for
-the peer's user, and the secret may be empty.
+On TCP both sides prove that they know the secret; on a unix socket the kernel vouches for the peer's user, and the
+secret may be empty. Without TLS nothing is encrypted.
 """
 
 from __future__ import annotations

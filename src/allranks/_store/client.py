@@ -17,13 +17,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from allranks._env import split_host_port
 from allranks._errors import ConfigError, JoinError, SecretError, StoreLostError, TimeoutError, UsageError
 from allranks._store.stores import Store
+from allranks._store.tls import Tls, tls_context
 from allranks._store.wire import (
     FRAME_LIMIT,
     GREETING_LIMIT,
@@ -37,6 +38,7 @@ from allranks._store.wire import (
     Pop,
     Reply,
     Request,
+    TlsError,
     Wait,
     WireError,
     answer_greeting,
@@ -44,6 +46,9 @@ from allranks._store.wire import (
     encode,
     pack_frame,
 )
+
+if TYPE_CHECKING:
+    import ssl
 
 __all__ = ["StoreClient", "credentials", "reason"]
 
@@ -53,23 +58,27 @@ _GRACE_S = 0.5  # the server ends a wait first; a client that hears nothing give
 class _Line:
     """One connection of a client: a request and its reply at a time."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext | None = None) -> None:
         self.sock = sock
+        self._tls = None if context is None else Tls(context, server_side=False)
         self._decoder = FrameDecoder(GREETING_LIMIT)
 
     def ask(self, payload: bytes, deadline: float) -> bytes:
         self._patience(deadline)
-        self.sock.sendall(pack_frame(payload))
+        self._send(pack_frame(payload))
         return self._receive(deadline)
 
     def greet(self, secret: bytes, deadline: float) -> None:
         nonce = os.urandom(NONCE)
         frame = self.ask(VERSION + nonce + KNOCK, deadline)
         proof, right = answer_greeting(secret, nonce, frame)
-        self.sock.sendall(pack_frame(proof))  # also where it is wrong, so that the server can say why, too
+        self._send(pack_frame(proof))  # also where it is wrong, so that the server can say why, too
         if not right:
             raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
         self._decoder.limit = FRAME_LIMIT
+
+    def _send(self, frame: bytes) -> None:
+        self.sock.sendall(frame if self._tls is None else self._tls.seal(frame))
 
     def _receive(self, deadline: float) -> bytes:
         while (frame := self._decoder.next()) is None:
@@ -77,8 +86,19 @@ class _Line:
             data = self.sock.recv(1 << 16)
             if not data:
                 raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
-            self._decoder.feed(data)
+            self._decoder.feed(data if self._tls is None else self._unseal(self._tls, data))
         return frame
+
+    def _unseal(self, tls: Tls, data: bytes) -> bytes:
+        try:
+            said = tls.receive(data)
+        except TlsError:
+            with suppress(OSError):  # the peer is told why, if it still listens
+                self.sock.sendall(tls.due())
+            raise
+        if due := tls.due():
+            self.sock.sendall(due)
+        return said
 
     def _patience(self, deadline: float) -> None:
         self.sock.settimeout(min(max(deadline - time.monotonic(), 0.001), LONGEST_S))
@@ -99,6 +119,7 @@ class StoreClient(Store):
         self.deadline = math.inf
         self._secret = secret
         self.timeout_s = timeout_s
+        self._context: ssl.SSLContext | None = None  # read from the environment by the first TCP connection
         self._lock = threading.Lock()
         self._idle: list[_Line] = []
         self._busy: set[_Line] = set()
@@ -125,7 +146,8 @@ class StoreClient(Store):
 
         Raises:
             JoinError: nobody answered in time.
-            ConfigError: what answers is no allranks store, has another version or (SecretError) another secret.
+            ConfigError: what answers is no allranks store, has another version or (SecretError) another secret, only
+                one side has TLS or they do not accept each other's certificates, or an ALLRANKS_TLS_ variable is wrong.
         """
         client = cls(address, secret, timeout_s)
         client._idle.append(client._dial(time.monotonic() + timeout_s, retry, on_failure))
@@ -220,8 +242,10 @@ class StoreClient(Store):
     def _dial_once(self, deadline: float) -> _Line:
         trouble: OSError = OSError(errno.EADDRNOTAVAIL, "its name has no address")
         stranger: Exception | None = None
+        if self._context is None and self.address.startswith("tcp:"):
+            self._context = tls_context(server_side=False)
         for family, target in _resolve(self.address):
-            line = _Line(socket.socket(family, socket.SOCK_STREAM))
+            line = _Line(socket.socket(family, socket.SOCK_STREAM), self._context)
             try:
                 now = time.monotonic()
                 line.sock.settimeout(min(max(deadline - now, 0.001), 3.0))
@@ -231,6 +255,8 @@ class StoreClient(Store):
                 return line
             except OSError as error:
                 trouble = error
+            except TlsError as error:
+                stranger = ConfigError(str(error))
             except (WireError, ConfigError) as error:
                 stranger = error
             except BaseException:

@@ -18,6 +18,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,6 +27,7 @@ from allranks._network import published_addresses
 from allranks._store.address import addresses_of, trouble_with
 from allranks._store.client import credentials, reason
 from allranks._store.table import KeyTable
+from allranks._store.tls import Tls, tls_context
 from allranks._store.wire import (
     FRAME_LIMIT,
     GREETING_LIMIT,
@@ -37,31 +39,52 @@ from allranks._store.wire import (
     FrameDecoder,
     Greeting,
     Reply,
+    TlsError,
     WireError,
     decode_request,
     encode,
     pack_frame,
 )
 
+if TYPE_CHECKING:
+    import ssl
+
 __all__ = ["StoreServer"]
 
 _GREETING_PEERS = 64
 _PORTS_TRIED = 50  # until one is found that is free on all addresses
 _PROOF_S = 0.015  # where no room is left, whoever began well has so long to prove itself; others wait in the backlog
+_HANDSHAKE_S = 0.1  # the same for TLS, whose handshakes take the server a millisecond each
+_CERTIFIED_S = 1.0  # the same for who is through with TLS, and so no stranger to the authority
 _BACKLOG = 4096  # thousands of ranks may start at once; the system may allow fewer
 _LARGE = 4096
 _log = logging.getLogger("allranks.store")
 
 
 class _Peer:
-    def __init__(self, sock: socket.socket, name: str, greeting: Greeting, since: float) -> None:
+    def __init__(self, sock: socket.socket, name: str, greeting: Greeting, since: float, tls: Tls | None) -> None:
         self.sock = sock
         self.name = name
         self.greeting: Greeting | None = greeting
         self.since = since
+        self.tls = tls
         self.decoder = FrameDecoder(GREETING_LIMIT)
         self.out = memoryview(b"")
         self.events = selectors.EVENT_READ
+
+    @property
+    def stage(self) -> int:
+        """How far it has come: 0 it has said nothing that makes sense, 1 TLS, 2 our greeting, 3 its proof."""
+        if self.greeting is None:
+            return 3
+        return 2 if self.greeting.begun else int(self.tls is not None and self.tls.begun)
+
+    @property
+    def patience_s(self) -> float:
+        """How long it may stay where no room is left."""
+        if self.stage == 2 and self.tls is not None:
+            return _CERTIFIED_S
+        return (0.0, _HANDSHAKE_S, _PROOF_S)[self.stage]
 
 
 class StoreServer:
@@ -76,11 +99,19 @@ class StoreServer:
         refusals: one line for each host that came with another secret or version.
     """
 
-    def __init__(self, listeners: Sequence[socket.socket], address: str, secret: bytes, host: str = "") -> None:
+    def __init__(
+        self,
+        listeners: Sequence[socket.socket],
+        address: str,
+        secret: bytes,
+        host: str = "",
+        context: ssl.SSLContext | None = None,
+    ) -> None:
         self.address = address
         self.host = host
         self.refusals: dict[str, str] = {}
         self._secret = secret
+        self._context = context
         self._listeners = tuple(listeners)
         self._more: tuple[socket.socket, ...] = ()  # listeners that the thread has not taken yet
         self._owner = os.getpid()
@@ -104,7 +135,7 @@ class StoreServer:
 
     @classmethod
     def tcp(cls, host: str, port: int, secret: bytes) -> StoreServer:
-        """Listens on a TCP port; only holders of the secret get in.
+        """Listens on a TCP port; only holders of the secret get in, and with TLS where ALLRANKS_TLS_ is set.
 
         Args:
             host: what the clients dial: a name or an address of this host. Where that is listened on, ``address``
@@ -113,25 +144,31 @@ class StoreServer:
             secret: what clients must know.
 
         Raises:
-            ConfigError: the port cannot be had; says who holds it, if that can be seen.
+            ConfigError: the port cannot be had; says who holds it, if that can be seen. Or an ALLRANKS_TLS_ variable
+                is wrong.
         """
         if not secret:
             raise UsageError("StoreServer.tcp needs a secret: see load_secret.")
+        context = tls_context(server_side=True)
         addresses = addresses_of(host)
         listeners = _listen_anywhere(addresses, port)
         shown = addresses[0] if host == "localhost" else host or socket.gethostname()
-        return cls(listeners, _tcp_address(shown, listeners[0].getsockname()[1]), secret, host)
+        return cls(listeners, _tcp_address(shown, listeners[0].getsockname()[1]), secret, host, context)
 
     @classmethod
     def on(cls, bound: socket.socket, host: str, secret: bytes) -> StoreServer:
         """Listens on a TCP socket that somebody else has bound; takes it over."""
         try:
+            context = tls_context(server_side=True)
             bound.listen(_BACKLOG)
             port = bound.getsockname()[1]
+        except ConfigError:
+            bound.close()
+            raise
         except (OSError, IndexError) as error:
             bound.close()
             raise ConfigError(f"Cannot listen on the socket that was given: {reason(error)}.") from None
-        return cls([bound], _tcp_address(host, port), secret, host)
+        return cls([bound], _tcp_address(host, port), secret, host, context)
 
     @property
     def port(self) -> int:
@@ -176,6 +213,7 @@ class StoreServer:
         addresses = published_addresses()
         if not addresses or not self._secret:
             raise ConfigError(f"host {socket.gethostname()} has no network address that other hosts could reach.")
+        self._context = tls_context(server_side=True)
         self._more = tuple(_listen_anywhere(addresses, 0))
         os.eventfd_write(self._wake, 1)
         return [_tcp_address(*listener.getsockname()[:2]) for listener in self._more]
@@ -215,9 +253,7 @@ class StoreServer:
                     self._listen_to_strangers(False)
                 self._selector.unregister(self._wake)
                 self._stop_listening()
-                while time.monotonic() < self._stop_at and any(
-                    peer.greeting is None or peer.greeting.begun for peer in self._peers
-                ):
+                while time.monotonic() < self._stop_at and any(peer.stage for peer in self._peers):
                     self._turn()
             finally:
                 for peer in list(self._peers):
@@ -277,8 +313,9 @@ class StoreServer:
             self._drop(peer, "said nothing that makes sense in time")
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(_GREETING_PEERS):
-            if len(self._strangers) >= _GREETING_PEERS and not self._evict():
+        for number in range(_GREETING_PEERS):
+            # Nobody makes room before the selector has said that somebody waits for it.
+            if len(self._strangers) >= _GREETING_PEERS and (number or not self._evict()):
                 return
             try:
                 sock, where = listener.accept()
@@ -300,21 +337,20 @@ class StoreServer:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 name = str(where[0]).removeprefix("::ffff:")
-            peer = _Peer(sock, name, Greeting(self._secret, os.urandom(NONCE)), time.monotonic())
+            context = None if sock.family == socket.AF_UNIX else self._context
+            tls = None if context is None else Tls(context, server_side=True)
+            peer = _Peer(sock, name, Greeting(self._secret, os.urandom(NONCE)), time.monotonic(), tls)
             self._peers[peer] = self._strangers[peer] = None
             self._selector.register(sock, peer.events, peer)
             self._read(peer)  # a real client has spoken by now, and is through before the next idle one comes
 
     def _evict(self) -> bool:
-        def worth(peer: _Peer) -> tuple[bool, float]:
-            return peer.greeting is not None and peer.greeting.begun, peer.since
-
-        peer = min(self._strangers, key=worth)
+        peer = min(self._strangers, key=lambda peer: (peer.stage, peer.since))
         self._read(peer)  # its proof may have come by now
         if peer in self._strangers:
-            begun, since = worth(peer)
-            if begun and time.monotonic() < since + _PROOF_S:
-                self._full_until = since + _PROOF_S
+            until = peer.since + peer.patience_s
+            if time.monotonic() < until:
+                self._full_until = until
                 self._listen_to_strangers(False)
                 return False
             self._drop(peer, "had to make room")
@@ -325,7 +361,7 @@ class StoreServer:
             data = peer.sock.recv(1 << 16 if peer.greeting is None else 1 << 12)
             if not data:
                 raise WireError("it closed the connection")
-            peer.decoder.feed(data)
+            peer.decoder.feed(data if peer.tls is None else self._unseal(peer, peer.tls, data))
             while peer in self._peers and (frame := peer.decoder.next()) is not None:
                 if peer.greeting is None:
                     self._serve(peer, frame)
@@ -335,8 +371,19 @@ class StoreServer:
             return
         except ConfigError as error:
             self._refuse(peer, str(error))
+        except TlsError as error:
+            if peer.tls is None:
+                self._send(peer, pack_frame(VERSION))  # a client with TLS sees by it that we have none
+            self._refuse(peer, str(error))
         except (OSError, WireError) as error:
             self._drop(peer, str(error))
+
+    def _unseal(self, peer: _Peer, tls: Tls, data: bytes) -> bytes:
+        try:
+            return tls.receive(data)
+        finally:  # an alert, too
+            if due := tls.due():
+                self._push(peer, due)
 
     def _greet(self, peer: _Peer, greeting: Greeting, frame: bytes) -> None:
         try:
@@ -381,7 +428,13 @@ class StoreServer:
         return frame
 
     def _send(self, peer: _Peer, frame: bytes) -> None:
-        peer.out = memoryview(bytes(peer.out) + frame if peer.out else frame)
+        try:
+            self._push(peer, frame if peer.tls is None else peer.tls.seal(frame))
+        except TlsError as error:
+            self._drop(peer, str(error))
+
+    def _push(self, peer: _Peer, data: bytes) -> None:
+        peer.out = memoryview(bytes(peer.out) + data if peer.out else data)
         self._flush(peer)
 
     def _flush(self, peer: _Peer) -> None:

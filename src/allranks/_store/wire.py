@@ -44,10 +44,13 @@ __all__ = [
     "Push",
     "Reply",
     "Request",
+    "SET_TLS",
     "SHARE_SECRET",
     "Set",
     "SetMany",
+    "TlsError",
     "VERSION",
+    "WANTS_TLS",
     "Wait",
     "WireError",
     "answer_greeting",
@@ -71,6 +74,7 @@ LONGEST_S = 1e8
 
 _PROTOCOL = b"allranks-store/"
 VERSION = _PROTOCOL + b"1"
+WANTS_TLS = _PROTOCOL + b"tls"  # what a server with TLS answers to a client without it
 NONCE = 32
 KNOCK = b"\r\n\r\n"  # ends the first frame: a stranger who reads lines (HTTP, SMTP, Redis) answers at once
 
@@ -80,8 +84,18 @@ SHARE_SECRET = (
 )
 
 
+SET_TLS = (
+    "set ALLRANKS_TLS_CERT, ALLRANKS_TLS_KEY and ALLRANKS_TLS_CA on both sides, with certificates that the same"
+    " authority signed, or on neither"
+)
+
+
 class WireError(Exception):
     """A peer broke the protocol. Internal: its connection is dropped."""
+
+
+class TlsError(WireError):
+    """A peer speaks TLS where we do not, or not as we do. Both sides say so."""
 
 
 # --- frames and the handshake: pure ---------------------------------------------------------------------------
@@ -113,6 +127,8 @@ class FrameDecoder:
             return None
         (length,) = struct.unpack_from(">I", self._buffer)
         if length > self.limit:
+            if self._buffer.startswith(b"\x16\x03"):
+                raise TlsError(f"it speaks TLS, and we do not; {SET_TLS}")
             raise WireError(_what_says(bytes(self._buffer[:80]), length, self.limit))
         if len(self._buffer) < 4 + length:
             return None
@@ -170,6 +186,8 @@ def answer_greeting(secret: bytes, nonce: bytes, frame: bytes) -> tuple[bytes, b
     """The client's half: returns its proof, and whether the server's was right."""
     if not frame.startswith(_PROTOCOL):
         raise WireError("what it says is not allranks")
+    if frame == WANTS_TLS:
+        raise TlsError(f"it speaks TLS, and we do not; {SET_TLS}")
     version, server_nonce, proof = frame[: -2 * NONCE], frame[-2 * NONCE : -NONCE], frame[-NONCE:]
     if version != VERSION:
         raise ConfigError(f"speaks another version ({frame[:24]!r}, we speak {VERSION!r}): install one on all hosts")

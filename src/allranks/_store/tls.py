@@ -1,0 +1,188 @@
+"""TLS for a store's TCP connections: optional, mutual, and under the handshake of ``wire``.
+
+Who can listen to the network sees what the ranks tell each other when they meet. With ALLRANKS_TLS_CERT,
+ALLRANKS_TLS_KEY and ALLRANKS_TLS_CA he sees nothing, and nobody is heard whom the authority has given no certificate.
+Host names are not compared: ranks dial addresses that no certificate names, the authority is the job's or the site's
+own, and both sides still prove the secret inside.
+
+Bytes in, bytes out, like ``wire``: the server's one thread can never be made to wait for a handshake. ``ssl`` is
+imported late, as the launcher's start is paid for by everybody.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from allranks._errors import ConfigError
+from allranks._store.wire import SET_TLS, WANTS_TLS, TlsError, WireError, pack_frame
+
+if TYPE_CHECKING:
+    import ssl
+
+__all__ = ["Tls", "tls_context"]
+
+_CERT, _KEY, _CA = _NAMES = ("ALLRANKS_TLS_CERT", "ALLRANKS_TLS_KEY", "ALLRANKS_TLS_CA")
+_RECORDS = (b"\x15", b"\x16")  # how a peer that speaks TLS begins: an alert, or a handshake
+_OPENSSL = "see docs/security.md for the openssl lines"
+
+
+def tls_context(server_side: bool, environ: Mapping[str, str] = os.environ) -> ssl.SSLContext | None:
+    """What one side's connections are made from, or None where no ALLRANKS_TLS_ variable is set.
+
+    Both sides show a certificate that the authority signed; TLS 1.2 at least.
+
+    Raises:
+        ConfigError: some variables are set and others not, a file cannot be used, others can read the key, or the key
+            is not the certificate's.
+    """
+    files = {name: environ.get(name, "").strip() for name in _NAMES}
+    if not any(files.values()):
+        return None
+    if missing := [name for name, file in files.items() if not file]:
+        given = ", ".join(name for name, file in files.items() if file)
+        raise ConfigError(
+            f"{given} is set, {', '.join(missing)} is not. Expected all three, or none of them: TLS needs this host's"
+            f" certificate, its key, and the authority that signs everybody's; {_OPENSSL}."
+        )
+    for name, file in files.items():
+        _check_file(name, Path(file))
+    import ssl
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if server_side:
+        context.num_tickets = 0  # nobody resumes
+    try:
+        context.load_verify_locations(files[_CA])
+    except ssl.SSLError as error:
+        raise ConfigError(f"{_CA}={files[_CA]} holds no certificate in PEM ({_reason(error)}); {_OPENSSL}.") from None
+
+    def password() -> str:  # OpenSSL would ask at the terminal
+        raise ConfigError(
+            f"{_KEY}={files[_KEY]} is encrypted. Expected a key without a password, in a file of mode 0600."
+        )
+
+    try:
+        context.load_cert_chain(files[_CERT], files[_KEY], password)
+    except ssl.SSLError as error:
+        what = "is not the key of" if error.reason == "KEY_VALUES_MISMATCH" else "cannot be used with"
+        raise ConfigError(
+            f"{_KEY}={files[_KEY]} {what} {_CERT}={files[_CERT]} ({_reason(error)}). Expected a certificate and its own"
+            f" key, both in PEM; {_OPENSSL}."
+        ) from None
+    return context
+
+
+def _check_file(name: str, path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            file.read(1)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ConfigError(f"{name}={path} cannot be read: {why}. Expected a file in PEM; {_OPENSSL}.") from None
+    if name == _KEY and (status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o077):
+        raise ConfigError(
+            f"{name}={path} is not safe: owner {status.st_uid}, mode {status.st_mode & 0o777:04o}."
+            f" Expected owner {os.geteuid()}, mode 0600.\n"
+            f"  Run chmod 600 {path}, or, if others may have read it, make a new key and certificate."
+        )
+
+
+class Tls:
+    """One side of one connection: what a peer sent goes in, what is to be sent comes out.
+
+    What is sealed before the handshake is over goes out right behind it, in the same packet: a server that does not
+    want our certificate has then read all of it, and its reason arrives before the end of the connection.
+
+    Attributes:
+        begun: whether the peer has begun to speak TLS.
+    """
+
+    def __init__(self, context: ssl.SSLContext, server_side: bool) -> None:
+        import ssl
+
+        self.begun = False
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._engine = context.wrap_bio(self._in, self._out, server_side)
+        self._shaken = False
+        self._kept = b""
+        self._answer = b""  # to a peer without TLS
+
+    def seal(self, data: bytes) -> bytes:
+        """Takes what the peer shall get; returns the bytes to send for it, which may be those of a handshake first."""
+        self._kept += data
+        self._advance()
+        return self.due()
+
+    def receive(self, data: bytes) -> bytes:
+        """Takes the next bytes from the peer; returns what they say. Call ``due`` then, also where this raises.
+
+        Raises:
+            TlsError: the peer speaks without TLS, or the two do not accept each other.
+            WireError: the peer speaks something else, or ended the connection.
+        """
+        if not self.begun:
+            if data.startswith(b"\0"):  # a frame as ``wire`` makes it
+                self._answer = pack_frame(WANTS_TLS)
+                raise TlsError(f"it speaks without TLS, and we with it; {SET_TLS}")
+            if not data.startswith(_RECORDS):
+                raise WireError(f"neither TLS nor allranks: {data[:40]!r}")
+            self.begun = True
+        self._in.write(data)
+        self._advance()
+        said = b""
+        while self._shaken and (part := self._read()):
+            said += part
+        return said
+
+    def due(self) -> bytes:
+        """Returns what the handshake, or an alert, has to tell the peer."""
+        answer, self._answer = self._answer, b""
+        return self._out.read() + answer
+
+    def _advance(self) -> None:
+        import ssl
+
+        try:
+            if not self._shaken:
+                self._engine.do_handshake()
+                self._shaken = True
+            while self._kept:
+                self._kept = self._kept[self._engine.write(self._kept) :]
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            raise TlsError(_explain(error)) from None
+
+    def _read(self) -> bytes:
+        import ssl
+
+        try:
+            if part := self._engine.read(1 << 16):
+                return part
+        except ssl.SSLWantReadError:
+            return b""
+        except ssl.SSLZeroReturnError:
+            pass
+        except ssl.SSLError as error:
+            raise TlsError(_explain(error)) from None
+        raise WireError("it closed the connection")
+
+
+def _explain(error: ssl.SSLError) -> str:
+    if why := getattr(error, "verify_message", ""):
+        return f"its certificate is not accepted here ({why}); {SET_TLS}"
+    if "ALERT" in (error.reason or ""):
+        return f"it does not accept our certificate, or our TLS ({_reason(error)}); {SET_TLS}"
+    return f"TLS with it fails ({_reason(error)}); {SET_TLS}"
+
+
+def _reason(error: ssl.SSLError) -> str:
+    return (error.reason or str(error)).lower().replace("_", " ")
