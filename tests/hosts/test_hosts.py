@@ -323,6 +323,51 @@ def test_a_killed_rank_is_named_on_every_host(three_hosts: Cluster, count: int) 
         assert re.search(r"rank 2 \(node1, pid \d+\) died", text)
 
 
+@pytest.mark.parametrize("count", [10, 400_000])
+def test_a_killed_rank_is_named_by_every_verb(three_hosts: Cluster, count: int) -> None:
+    def body() -> float:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        mine, whole = torch.ones(count), torch.ones(count * size)
+        pieces = list(whole.chunk(size))
+        verbs: list[Callable[[Any], object]] = [
+            lambda group: dist.all_reduce(mine, group=group),
+            lambda group: dist.reduce(mine, 0, group=group),
+            lambda group: dist.broadcast(mine, 1, group=group),
+            lambda group: dist.all_gather_into_tensor(whole, mine, group=group),
+            lambda group: dist.gather(mine, pieces if rank == 3 else None, 3, group=group),
+            lambda group: dist.scatter(mine, pieces if rank == 0 else None, 0, group=group),
+            lambda group: dist.reduce_scatter_tensor(mine, whole, group=group),
+            lambda group: dist.all_to_all_single(whole, torch.ones(count * size), group=group),
+            lambda group: dist.barrier(group=group),
+            lambda group: (
+                dist.send(mine, 2, group=group) if rank != 2 else [dist.recv(mine, group=group) for _ in "abc"]
+            ),
+            lambda group: (
+                dist.recv(mine, 2, group=group) if rank != 2 else [dist.send(mine, r, group) for r in (0, 1, 3)]
+            ),
+        ]
+        groups = [dist.new_group() for _ in verbs]
+        for verb, group in zip(verbs, groups, strict=True):
+            verb(group)
+        dist.barrier()
+        began = time.monotonic()
+        if rank == 2:
+            threading.Timer(random.uniform(0, 0.1), os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+        def forever(verb: Callable[[Any], object], group: Any) -> None:
+            while True:
+                verb(group)
+
+        for verb, group in zip(verbs, groups, strict=True):
+            with pytest.raises(dist.PeerLostError) as caught:
+                forever(verb, group)
+            assert caught.value.rank == 2, caught.value
+        return time.monotonic() - began
+
+    for noticed_s in [s for s in on_hosts(three_hosts, [0, 1, 1, 2], body, may_die={2}) if s is not None]:
+        assert noticed_s < 5
+
+
 def test_a_death_is_noticed_while_nobody_needs_the_rank(three_hosts: Cluster) -> None:
     def body() -> None:
         dist.barrier()
