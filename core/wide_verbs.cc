@@ -333,7 +333,7 @@ void Wide::reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, Reduc
   const Kernel partly = kernel_of(out.dtype, within_host(op));
   const auto hosts = static_cast<size_t>(hosts_.count());
   std::vector<const void*> operands(hosts);
-  if (n * ranks() * hosts <= kWhole) {
+  if (n * ranks() * hosts <= kWhole && has_room(n * ranks() * hosts)) {
     std::byte* packed = scratch(2, n * ranks());
     for (size_t r = 0; r < ranks(); r++) algorithms::move_bytes(packed + r * n, ins[r], n);
     const size_t all = n * ranks();
