@@ -229,6 +229,9 @@ void Mail::run() {
       if (error.failure.kind == Kind::timeout && !shm_.condemned()) continue;
       const std::lock_guard lock(lock_);
       fail_all(std::current_exception());
+    } catch (...) {
+      const std::lock_guard lock(lock_);
+      fail_all(std::current_exception());
     }
   }
 }

@@ -50,6 +50,9 @@ void Wide::run(Team::Call& call, const Operation& operation) {
     net_.clear();  // what is queued belongs to the caller
     if (error.failure.kind == Kind::timeout) error.waiting_for = net_.behind(call.about.call);
     throw;
+  } catch (...) {
+    net_.clear();
+    throw;
   }
   for (auto& part : scratch_) {
     if (part.capacity() > kKept) part = {};
@@ -235,15 +238,19 @@ Wide::Speeches Wide::exchange_directly(Team::Call& call, const Speech& own, cons
   const Opening ours = opening_of(own.head);
   const auto count = static_cast<size_t>(hosts_.count());
   incoming_.resize(count);
+  std::vector<uint64_t> tickets(count);
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
     auto& buffer = incoming_[static_cast<size_t>(h)];
     if (buffer.size() < sizeof(Opening)) buffer.resize(sizeof(Opening));
-    net_.receive(hosts_.leader(h), buffer.data(), sizeof(Opening));
+    tickets[static_cast<size_t>(h)] = net_.receive(hosts_.leader(h), buffer.data(), sizeof(Opening));
     net_.send(hosts_.leader(h), own.head, head_of(ours));
     net_.send(hosts_.leader(h), own.body, ours.nbytes);
   }
-  flush(call);
+  // Not until all is sent: that may need others to read first what this rank has still to be told the length of.
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h != here()) net_.wait_received(call.patience, call.about, hosts_.leader(h), tickets[static_cast<size_t>(h)]);
+  }
   bool agree = ours.each == 0;
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;

@@ -153,7 +153,8 @@ void Wide::reduce(Team::Call& call, Buffer buffer, ReduceOp op, int root) {
   peers[static_cast<size_t>(hosts_.of(root))] = root;
   const int collector = peers[static_cast<size_t>(here())];
   const size_t element = size_of(buffer.dtype);
-  const size_t slab = team_.size() > 1 ? kSlab / element : buffer.count;
+  // The same on all hosts: they cut what they exchange alike.
+  const size_t slab = hosts_.count() == hosts_.ranks() ? buffer.count : kSlab / element;
   for (size_t begin = 0; begin < buffer.count; begin += slab) {
     Buffer part{buffer.bytes() + begin * element, std::min(slab, buffer.count - begin), buffer.dtype};
     if (team_.size() > 1) {

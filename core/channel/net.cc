@@ -363,6 +363,8 @@ void Net::settle(Patience& patience, const Failure& about) {
     if (std::exchange(p.lends, false)) receive(r, &heard_, 1);
   }
   flush(patience, about);
+  // Who has given up may have changed already what it had lent.
+  shm_.check_verdict();
 }
 
 void Net::clear() {
@@ -529,10 +531,14 @@ void Net::turn() {
   if (!pulse_) return;
   for (size_t i = 0; i < heard.size(); i++) {
     if ((polled[i + 1].revents & ~POLLOUT) != 0) listen_to(heard[i]);
+    if (links_[static_cast<size_t>(heard[i])]->ended()) heard[i] = -1;
   }
   mind_mates();
   speak();
   flush_pulses();
+  for (const int host : heard) {
+    if (host >= 0 && links_[static_cast<size_t>(host)]->ended()) listen_to(host);  // a write has found it
+  }
 }
 
 void Net::listen_to(int host) {

@@ -56,7 +56,10 @@ bool Stream::writable() {
 void Stream::refused() {
   const bool full = errno == EAGAIN || errno == ENOBUFS;
   full_.store(full, std::memory_order_relaxed);
-  if (!full) ended_.store(true, std::memory_order_relaxed);
+  if (full) return;
+  // The kernel tells once; who reads afterwards finds only that the connection is closed.
+  if (errno != EPIPE) error_.store(errno, std::memory_order_relaxed);
+  ended_.store(true, std::memory_order_relaxed);
 }
 
 size_t Stream::put(iovec* parts, size_t n) {
@@ -150,7 +153,7 @@ size_t Stream::receive(std::byte* to, size_t nbytes) {
     if (n > 0) return static_cast<size_t>(n);
     if (n < 0 && errno == EINTR) continue;
     if (n == 0 || errno != EAGAIN) {
-      if (n < 0) error_ = errno;
+      if (n < 0) error_.store(errno, std::memory_order_relaxed);
       ended_.store(true, std::memory_order_relaxed);
     }
     return 0;

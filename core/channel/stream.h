@@ -41,7 +41,8 @@ class Stream {
 
   // A put or a get has found the connection ended. What has come before can still be got.
   bool ended() const { return ended_.load(std::memory_order_relaxed); }
-  int error() const { return error_; }  // errno of the get that found it; 0: the peer has closed it
+  // errno of what found it; 0: the peer has closed it.
+  int error() const { return error_.load(std::memory_order_relaxed); }
   // The last put could not be taken whole.
   bool full() const { return full_.load(std::memory_order_relaxed); }
 
@@ -50,6 +51,9 @@ class Stream {
   void drop() {
     fd_.store(-1, std::memory_order_relaxed);
     owned_.reset();
+    pipe_in_.reset();
+    pipe_out_.reset();
+    in_pipe_ = 0;
   }
 
  private:
@@ -66,7 +70,7 @@ class Stream {
   size_t in_pipe_ = 0;
   bool lends_ = true;  // the kernel has not refused to
   std::atomic<bool> ended_ = false;
-  int error_ = 0;
+  std::atomic<int> error_ = 0;
   std::atomic<bool> full_ = false;
   std::vector<std::byte> stage_;
   size_t begin_ = 0;

@@ -318,14 +318,23 @@ class _Attempt:
         assert self.server is not None
         self._request = _request_for_port(path, spot.token)
         while not self._over.wait(_LOOK_S):
-            # Listed, not asked for by name: over NFS what was not there a moment ago is not asked for again.
-            if self._request.name in os.listdir(path.parent):
-                try:
-                    answer = msgspec.structs.replace(spot, far=tuple(self.server.listen_to_other_hosts()))
-                except ConfigError as error:
-                    answer = msgspec.structs.replace(spot, trouble=f"rank 0: {error}")
+            try:
+                # Listed, not asked for by name: over NFS what was not there a moment ago is not asked for again.
+                if self._request.name not in os.listdir(path.parent):
+                    continue
+            except OSError:  # a network file system that is away for a moment
+                continue
+            try:
+                answer = msgspec.structs.replace(spot, far=tuple(self.server.listen_to_other_hosts()))
+            except ConfigError as error:
+                answer = msgspec.structs.replace(spot, trouble=f"rank 0: {error}")
+            try:
                 self._write_file(path, answer)
-                return
+            except ConfigError as error:
+                self._perform(
+                    Say(f"allranks: {self.me}: ranks of other hosts cannot be told where to connect: {error}")
+                )
+            return
 
     def _meet(
         self, where: str, serve: Callable[[], StoreServer], find: Callable[[], tuple[str, bytes]], secret: bytes
@@ -394,7 +403,8 @@ class _Attempt:
     def _write_file(self, path: Path, spot: _Spot) -> None:
         draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
-            self._file_was_there = path.exists() and path.stat().st_size == 0
+            if self._file is None:
+                self._file_was_there = path.exists() and path.stat().st_size == 0
             with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(msgspec.json.encode(spot))
             self._file = draft.replace(path)

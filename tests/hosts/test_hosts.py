@@ -170,6 +170,22 @@ def test_messages_from_any_rank_and_in_the_background(three_hosts: Cluster) -> N
     on_hosts(three_hosts, [0, 1, 1, 2], body)
 
 
+@pytest.mark.parametrize("places", [[0, 0, 1], [0, 1, 1]], ids=str)
+def test_large_reductions_on_hosts_with_unequal_ranks(three_hosts: Cluster, places: list[int]) -> None:
+    def body() -> None:
+        n = 2_500_001  # several slabs
+        for root in range(3):
+            tensor = torch.arange(n, dtype=torch.float32).remainder_(1000).mul_(dist.get_rank() + 1)
+            dist.reduce(tensor, root)
+            factor = 6 if dist.get_rank() == root else dist.get_rank() + 1
+            assert torch.equal(tensor, torch.arange(n, dtype=torch.float32).remainder_(1000).mul_(factor))
+        parts = torch.ones(3 * n)
+        dist.reduce_scatter_tensor(tensor, parts)
+        assert (tensor == 3).all()
+
+    on_hosts(three_hosts, places, body)
+
+
 @pytest.mark.parametrize("places", [[0, 1], [0, 1, 1, 2]], ids=str)
 def test_tensors_may_change_as_soon_as_a_call_returns(three_hosts: Cluster, places: list[int]) -> None:
     def body() -> None:

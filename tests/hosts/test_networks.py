@@ -70,8 +70,10 @@ def test_a_shared_file_with_three_shells(three_hosts: Cluster, tmp_path: Path) -
     ranks = [(host, {"R": str(rank)}) for rank, host in enumerate(three_hosts.hosts)]
     arguments = f"init_method='file://{shared}', rank=int(E['R']), world_size=3, timeout=40"
     program = "from os import environ as E\n" + SUM.format(arguments=arguments)
+    shared.touch()  # as tempfile makes it; its owner expects to find it again
     assert run(tmp_path, ranks, program) == sums(3)
-    assert [path.name for path in tmp_path.iterdir() if "meeting" in path.name] == []
+    assert [path.name for path in tmp_path.iterdir() if "meeting" in path.name] == ["meeting"]
+    assert shared.read_bytes() == b""
 
 
 def test_two_nodes_with_two_ranks_each_as_torchrun_names_them(three_hosts: Cluster, tmp_path: Path) -> None:

@@ -189,3 +189,17 @@ def test_a_slow_drip_ends_in_time(server: Server) -> None:
         assert max(ended.values()) < GREETING_S + 2.0
         assert max(delays) < RANK_DELAY_S
     server.assert_well()
+
+
+def test_a_crowd_at_two_doors() -> None:
+    """Strangers who have begun well fill the hall; then others come at both listeners at once."""
+    doors = [socket.create_server(("127.0.0.1", 0), backlog=256) for _ in range(2)]
+    first = pack_frame(VERSION + os.urandom(32) + KNOCK)
+    with _store.StoreServer(doors, f"tcp:127.0.0.1:{doors[0].getsockname()[1]}", SECRET).start() as server:
+        for _ in range(5):
+            with contextlib.ExitStack() as crowd:
+                for i in range(160):
+                    guest = crowd.enter_context(socket.create_connection(doors[i % 2].getsockname()))
+                    guest.sendall(first)
+                with StoreClient.connect(server.address, SECRET, 10.0) as client:
+                    assert client.add("alive", 1) > 0

@@ -215,8 +215,9 @@ class StoreServer:
             raise ConfigError(f"host {socket.gethostname()} has no network address that other hosts could reach.")
         self._context = tls_context(server_side=True)
         self._more = tuple(_listen_anywhere(addresses, 0))
-        os.eventfd_write(self._wake, 1)
-        return [_tcp_address(*listener.getsockname()[:2]) for listener in self._more]
+        where = [_tcp_address(*listener.getsockname()[:2]) for listener in self._more]
+        os.eventfd_write(self._wake, 1)  # from here on they are the thread's
+        return where
 
     def close(self, linger_s: float = 0.0) -> None:
         """Stops listening, waits up to ``linger_s`` for the clients to go, and ends the thread. Idempotent."""
@@ -297,7 +298,8 @@ class StoreServer:
             if peer is None:
                 self._take_more()
             elif peer in self._listeners:
-                self._accept(peer)
+                if self._full_until is None:
+                    self._accept(peer)
             elif peer in self._peers:
                 if events & selectors.EVENT_WRITE:
                     self._flush(peer)
@@ -350,8 +352,9 @@ class StoreServer:
         if peer in self._strangers:
             until = peer.since + peer.patience_s
             if time.monotonic() < until:
+                if self._full_until is None:
+                    self._listen_to_strangers(False)
                 self._full_until = until
-                self._listen_to_strangers(False)
                 return False
             self._drop(peer, "had to make room")
         return True
