@@ -19,8 +19,8 @@ def names_for(library: str, ranks: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[dict[tuple[str, int], "Future[Rows]"]]:
-    """All suites, two at a time: the tests mostly wait."""
-    with ThreadPoolExecutor(2) as pool:
+    """All suites at once: the tests mostly wait."""
+    with ThreadPoolExecutor(4) as pool:
         yield {
             (library, ranks): pool.submit(torch_suite.run, library, ranks, names_for(library, ranks))
             for library in LIBRARIES

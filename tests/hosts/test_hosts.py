@@ -26,7 +26,7 @@ SECRET = "a secret of the tests, long enough"
 PLACES = ([0, 1], [0, 0, 1, 1], [0, 1, 1, 2])
 # From two hosts to four, with one rank to three on each, in order and not.
 MANY_PLACES = (*PLACES, [3, 0, 2, 1], [0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 3, 0, 2, 3])
-PROGRAMS = 6
+PROGRAMS = 4
 STEPS = 8
 
 _ports = itertools.count(29600)
