@@ -8,25 +8,30 @@ Source: Linux' netdevice(7) for the calls, proc(5) and the kernel's if_inet6 for
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import ipaddress
+import itertools
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from allranks._errors import ConfigError
 
-__all__ = ["interface_of", "machine", "nearest_first", "published_addresses"]
+__all__ = ["interface_of", "listen", "machine", "nearest_first", "published_addresses"]
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B
 _UP, _LOOPBACK = 0x1, 0x8
 _IFREQ = struct.Struct("16s16s8x")
 # Interfaces of bridges to containers and virtual machines of this host only.
 _INNER = ("docker", "br-", "virbr", "vmnet", "veth", "cni", "flannel", "cali", "lxc", "lxdbr", "podman")
+
+
+_PORTS_TRIED = 50  # until one is found that is free on all addresses
 
 
 class _Interface(NamedTuple):
@@ -67,6 +72,62 @@ def machine() -> str:
     addresses = sorted(str(i.address) for i in _interfaces() if i.address.version == 4)
     facts = f"{boot} {network} {addresses}"
     return hashlib.sha256(facts.encode()).hexdigest()[:32]
+
+
+def listen(
+    addresses: Sequence[str], port: int, backlog: int, prepare: Callable[[socket.socket], None] | None = None
+) -> list[socket.socket]:
+    """Listens on one port of several addresses; those that have just gone are left out.
+
+    Args:
+        addresses: of this host.
+        port: the port; 0 for one that is free on all of them.
+        backlog: how many connections may wait on each.
+        prepare: called with each socket before it is bound.
+
+    Raises:
+        OSError: the port is taken, or none of the addresses is here.
+    """
+    for attempt in itertools.count(1):
+        listeners: list[socket.socket] = []
+        try:
+            _bind(addresses, port, backlog, prepare, listeners)
+            return listeners
+        except BaseException as error:
+            for listener in listeners:
+                listener.close()
+            taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            if not taken or port != 0 or attempt == _PORTS_TRIED:
+                raise
+    raise AssertionError
+
+
+def _bind(
+    addresses: Sequence[str],
+    port: int,
+    backlog: int,
+    prepare: Callable[[socket.socket], None] | None,
+    listeners: list[socket.socket],
+) -> None:
+    gone: OSError | None = None
+    for address in addresses:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        listeners.append(listener)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if prepare is not None:
+            prepare(listener)
+        try:
+            listener.bind((address, port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            gone = error  # an interface that is coming up or going down
+            listeners.pop().close()
+            continue
+        listener.listen(backlog)
+        port = listener.getsockname()[1]
+    if gone is not None and not listeners:
+        raise gone
 
 
 def interface_of(address: str) -> str:

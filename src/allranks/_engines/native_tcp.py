@@ -28,7 +28,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from allranks._errors import AllranksError, ConfigError, JoinError, SecretError, rank_list
-from allranks._network import nearest_first
+from allranks._network import listen, nearest_first
 from allranks._store import reason
 from allranks._store.wire import (
     GREETING_LIMIT,
@@ -63,7 +63,6 @@ _CONNECT_S = 3.0
 _GIVE_UP_S = 10.0
 _PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.2
-_PORTS_TRIED = 50
 
 Target = tuple[tuple[str, ...], int]
 """Addresses and port."""
@@ -635,41 +634,14 @@ class Reception:
 
 
 def _listen(addresses: Sequence[str]) -> list[socket.socket]:
-    """Sockets that listen on one port of all these addresses that are there."""
-    for attempt in range(_PORTS_TRIED):
-        listeners: list[socket.socket] = []
-        try:
-            _bind(addresses, listeners)
-            return listeners
-        except OSError as error:
-            for listener in listeners:
-                listener.close()
-            if attempt == _PORTS_TRIED - 1:
-                raise ConfigError(f"Cannot listen on {', '.join(addresses)}: {reason(error)}.") from None
-    raise AssertionError
-
-
-def _bind(addresses: Sequence[str], listeners: list[socket.socket]) -> None:
-    port = 0
-    gone: OSError | None = None
-    for address in addresses:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-        _do_without_pacing(listener)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, port))
-        except OSError as error:
-            listener.close()
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            gone = error  # an interface that is coming up or going down
-            continue
-        listeners.append(listener)
-        listener.listen(socket.SOMAXCONN)
+    def prepare(listener: socket.socket) -> None:
         listener.setblocking(False)
-        port = listener.getsockname()[1]
-    if gone is not None and not listeners:
-        raise gone
+        _do_without_pacing(listener)
+
+    try:
+        return listen(addresses, 0, socket.SOMAXCONN, prepare)
+    except OSError as error:
+        raise ConfigError(f"Cannot listen on {', '.join(addresses)}: {reason(error)}.") from None
 
 
 def _keep_alive(connection: socket.socket) -> None:

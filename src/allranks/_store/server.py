@@ -7,7 +7,6 @@ only for a short time, and no peer can make the server wait or hoard. The values
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 import selectors
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from allranks._errors import ConfigError, SecretError, UsageError
-from allranks._network import published_addresses
+from allranks._network import listen, published_addresses
 from allranks._store.address import addresses_of, trouble_with
 from allranks._store.client import credentials, reason
 from allranks._store.table import KeyTable
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
 __all__ = ["StoreServer"]
 
 _GREETING_PEERS = 64
-_PORTS_TRIED = 50  # until one is found that is free on all addresses
 _PROOF_S = 0.015  # where no room is left, whoever began well has so long to prove itself; others wait in the backlog
 _HANDSHAKE_S = 0.1  # the same for TLS, whose handshakes take the server a millisecond each
 _CERTIFIED_S = 1.0  # the same for who is through with TLS, and so no stranger to the authority
@@ -151,7 +149,7 @@ class StoreServer:
             raise UsageError("StoreServer.tcp needs a secret: see load_secret.")
         context = tls_context(server_side=True)
         addresses = addresses_of(host)
-        listeners = _listen_anywhere(addresses, port)
+        listeners = _listen(addresses, port)
         shown = addresses[0] if host == "localhost" else host or socket.gethostname()
         return cls(listeners, _tcp_address(shown, listeners[0].getsockname()[1]), secret, host, context)
 
@@ -214,7 +212,7 @@ class StoreServer:
         if not addresses or not self._secret:
             raise ConfigError(f"host {socket.gethostname()} has no network address that other hosts could reach.")
         self._context = tls_context(server_side=True)
-        self._more = tuple(_listen_anywhere(addresses, 0))
+        self._more = tuple(_listen(addresses, 0))
         where = [_tcp_address(*listener.getsockname()[:2]) for listener in self._more]
         os.eventfd_write(self._wake, 1)  # from here on they are the thread's
         return where
@@ -475,47 +473,15 @@ def _tcp_address(host: str, port: int) -> str:
     return f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
 
 
-def _listen_anywhere(addresses: Sequence[str], port: int) -> list[socket.socket]:
-    for attempt in itertools.count(1):
-        try:
-            return _listen(addresses, port)
-        except OSError as error:
-            if port == 0 and error.errno == errno.EADDRINUSE and attempt < _PORTS_TRIED:
-                continue
-            holder = _port_holder(port) if error.errno == errno.EADDRINUSE else ""
-            raise ConfigError(
-                f"Cannot listen on port {port} ({', '.join(addresses)}): {reason(error)}{holder}.\n"
-                "  Choose another port (MASTER_PORT), the same on all ranks, or end the program that holds it."
-            ) from None
-    raise AssertionError
-
-
 def _listen(addresses: Sequence[str], port: int) -> list[socket.socket]:
-    """Listens on one port of several addresses."""
-    listeners: list[socket.socket] = []
-    gone: OSError | None = None
     try:
-        for address in addresses:
-            listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            listeners.append(listener)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((address, port))
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-                gone = error  # an interface that is coming up or going down
-                listeners.pop().close()
-                continue
-            listener.listen(_BACKLOG)
-            port = listener.getsockname()[1]
-        if gone is not None and not listeners:
-            raise gone
-    except BaseException:
-        for listener in listeners:
-            listener.close()
-        raise
-    return listeners
+        return listen(addresses, port, _BACKLOG)
+    except OSError as error:
+        holder = _port_holder(port) if error.errno == errno.EADDRINUSE else ""
+        raise ConfigError(
+            f"Cannot listen on port {port} ({', '.join(addresses)}): {reason(error)}{holder}.\n"
+            "  Choose another port (MASTER_PORT), the same on all ranks, or end the program that holds it."
+        ) from None
 
 
 def _port_holder(port: int) -> str:
