@@ -182,6 +182,11 @@ class StoreServer:
         host = listener.getsockname()[0]
         return _tcp_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), self.port)
 
+    def published(self) -> tuple[str, ...]:
+        """The addresses of a TCP server for clients on other hosts."""
+        names = [listener.getsockname()[:2] for listener in self._listeners]
+        return tuple(_tcp_address(*name) for name in names if not name[0].startswith("127.") and name[0] != "::1")
+
     def whereabouts(self) -> str:
         """Where a TCP server listens, and what is wrong with the name that its clients may dial; "" on a unix socket.
 

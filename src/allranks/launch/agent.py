@@ -39,6 +39,7 @@ class Plan:
 
     Attributes:
         nproc: number of ranks.
+        first: number of the first in the job; the others follow.
         target: what they run.
         start: "fork" continues in a copy of this process; "spawn" executes a fresh interpreter.
         environ: the environment that all share.
@@ -50,11 +51,12 @@ class Plan:
     start: Literal["fork", "spawn"]
     environ: dict[str, str]
     stdio: tuple[Stdio, ...]
+    first: int = 0
 
 
 @dataclass
 class _Process:
-    rank: int
+    rank: int  # in the job
     pid: int
     pidfd: int
     wires: Wires
@@ -86,7 +88,7 @@ class Agent:
         self._listening = True
         self._finished = False
 
-    def start(self, mask: Set[int], files: tuple[int, int]) -> Rank | None:
+    def start(self, mask: Set[int], files: tuple[int, int], private: tuple[int, ...] = ()) -> Rank | None:
         """Starts all ranks. Returns in each of the processes, as ``os.fork`` does.
 
         The caller blocks the signals that it will handle, so that none is lost between fork and handler.
@@ -94,6 +96,7 @@ class Agent:
         Args:
             mask: the signal mask for the ranks.
             files: the limits on open files for the ranks.
+            private: descriptors of the caller's that no rank may keep open.
 
         Returns:
             None in this process; in a forked rank, the rank, which the caller must let ``run``.
@@ -105,32 +108,34 @@ class Agent:
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or each rank would write what is buffered once more
-        for rank in range(self._plan.nproc):
-            wires = Wires.open(self._plan.stdio[rank])
+        for local_rank in range(self._plan.nproc):
+            wires = Wires.open(self._plan.stdio[local_rank])
             pid = os.fork()
             if pid == 0:
                 try:
                     self._guard.protect(os.getpid())  # by the rank, as we may be killed right here
                     inherited = {fd for p in self._processes for fd in (p.pidfd, *p.wires.near())}
-                    inherited |= {self._guard.fd, self._ear, self.wake, *wires.near()}
+                    inherited |= {self._guard.fd, self._ear, self.wake, *wires.near(), *private}
                     become_rank(parent, (wires.out, wires.err), tuple(inherited), mask, files)
-                    child = self._become(rank, wires)
+                    child = self._become(local_rank, wires)
                 finally:
                     if child is None:  # an error must not go up into the launcher's code, of which this is a copy
                         traceback.print_exc()
                         os._exit(1)
                 return child
             wires.close_far()
+            rank = self._plan.first + local_rank
             self._processes.append(_Process(rank, pid, os.pidfd_open(pid), wires))
         self._listen()
         return None
 
-    def _become(self, number: int, wires: Wires) -> Rank:
+    def _become(self, local_rank: int, wires: Wires) -> Rank:
         plan = self._plan
         rank = Rank(plan.target, wires.status, os.getpid())
-        environ = plan.environ | place_environ(number)
-        if plan.stdio[number].out_tty or plan.stdio[number].err_tty:
-            size = {"LINES": plan.stdio[number].rows, "COLUMNS": plan.stdio[number].columns}
+        environ = plan.environ | place_environ(plan.first + local_rank, local_rank)
+        stdio = plan.stdio[local_rank]
+        if stdio.out_tty or stdio.err_tty:
+            size = {"LINES": stdio.rows, "COLUMNS": stdio.columns}
             environ |= {name: str(value) for name, value in size.items() if name in environ}
         if plan.start == "fork" and plan.target.is_python:
             rank.adopt(environ)
@@ -165,6 +170,11 @@ class Agent:
             else:
                 for fd in self._open.intersection(process.wires.ears.values()):
                     self._selector.unregister(fd)
+
+    def watch(self, fd: int) -> None:
+        """Makes ``poll`` return when this descriptor can be read from, too."""
+        assert self._selector is not None
+        self._selector.register(fd, selectors.EVENT_READ, lambda events: None)
 
     def heed(self, fds: Set[int]) -> None:
         """Makes ``poll`` return when one of these descriptors can be written to. Replaces those of the last call."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from allranks._host import usable_cpus
 
-__all__ = ["common_environ", "place_environ", "threads_per_rank"]
+__all__ = ["Share", "common_environ", "free_port", "place_environ", "threads_per_rank"]
 
 # Left over from a job that this job is started from; they would lead torch to that job's agent.
 _FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
@@ -25,40 +26,67 @@ def threads_per_rank(nproc: int, threads: int | None, environ: Mapping[str, str]
     return environ.get("OMP_NUM_THREADS") or str(max(1, usable_cpus() // nproc))
 
 
-def common_environ(environ: Mapping[str, str], nproc: int, threads: int | None, store: str) -> dict[str, str]:
-    """The environment that all ranks share.
+@dataclass(frozen=True)
+class Share:
+    """A host's share of a job.
+
+    Attributes:
+        nproc: ranks on this host.
+        world_size: ranks in the job.
+        node: number of this host.
+        nodes: how many hosts there are.
+        run: name of the job.
+        restart: how often it has been started again.
+        restarts: how often it may be.
+    """
+
+    nproc: int
+    world_size: int
+    node: int = 0
+    nodes: int = 1
+    run: str = field(default_factory=lambda: secrets.token_hex(8))
+    restart: int = 0
+    restarts: int = 0
+
+
+def common_environ(
+    environ: Mapping[str, str], share: Share, threads: int | None, store: str, master: tuple[str, int]
+) -> dict[str, str]:
+    """The environment that all ranks of a host share.
 
     Args:
         environ: the launcher's own.
-        nproc: number of ranks.
+        share: what is started here, of what.
         threads: threads per rank; None to decide.
         store: address of the launcher's store.
+        master: where an unmodified torch.distributed program on rank 0 listens.
     """
     return {name: value for name, value in environ.items() if name not in _FOREIGN} | {
-        "OMP_NUM_THREADS": threads_per_rank(nproc, threads, environ),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "ROLE_WORLD_SIZE": str(nproc),
+        "OMP_NUM_THREADS": threads_per_rank(share.nproc, threads, environ),
+        "WORLD_SIZE": str(share.world_size),
+        "LOCAL_WORLD_SIZE": str(share.nproc),
+        "ROLE_WORLD_SIZE": str(share.world_size),
         "ROLE_NAME": "default",
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "NODE_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": secrets.token_hex(8),
+        "GROUP_RANK": str(share.node),
+        "GROUP_WORLD_SIZE": str(share.nodes),
+        "NODE_RANK": str(share.node),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "TORCHELASTIC_RESTART_COUNT": str(share.restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(share.restarts),
+        "TORCHELASTIC_RUN_ID": share.run,
         "ALLRANKS_STORE": store,
     }
 
 
-def place_environ(rank: int) -> dict[str, str]:
+def place_environ(rank: int, local_rank: int) -> dict[str, str]:
     """What differs from rank to rank."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+    return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A TCP port that is free at this moment on every address of this host."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("", 0))
         port: int = probe.getsockname()[1]
         return port

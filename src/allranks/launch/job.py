@@ -8,8 +8,6 @@ thread starts after, as a process with threads cannot be forked safely.
 from __future__ import annotations
 
 import gc
-import importlib
-import importlib.util
 import os
 import signal
 from collections.abc import Set
@@ -19,9 +17,10 @@ from pathlib import Path
 from allranks._errors import ConfigError
 from allranks._store import StoreServer
 from allranks.launch.agent import Agent, Plan
-from allranks.launch.environ import common_environ
+from allranks.launch.environ import Share, common_environ, free_port
 from allranks.launch.guard import Guard
 from allranks.launch.options import Options
+from allranks.launch.preload import preload
 from allranks.launch.rank import Rank
 from allranks.launch.screen import Screen, ensure_standard_streams
 from allranks.launch.supervise import FORWARDED, Supervisor
@@ -78,7 +77,8 @@ def _prepare(options: Options) -> _Job | Rank:
     screen = Screen(options.nproc, options.show, options.logs, os.environ)
     if options.instead_of_gloo:
         os.environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"  # read when torch is imported, here or in the ranks
-    environ = common_environ(os.environ, options.nproc, options.threads, server.address)
+    share = Share(options.nproc, options.nproc)
+    environ = common_environ(os.environ, share, options.threads, server.address, ("127.0.0.1", free_port()))
     start = options.start
     if start == "fork" and options.target.is_python and not preload(environ["OMP_NUM_THREADS"]):
         start = "spawn"
@@ -93,26 +93,6 @@ def _prepare(options: Options) -> _Job | Rank:
         server.close()
         return rank
     return _Job(options, agent, server, screen, mask)
-
-
-def preload(threads: str) -> bool:
-    """Imports torch into this process, which ranks are then forked from.
-
-    Args:
-        threads: threads per rank, which torch's libraries read when they are loaded.
-
-    Returns:
-        False if torch cannot be imported: then a fresh interpreter should meet the error, and show it if the
-        program needs torch at all.
-    """
-    os.environ["OMP_NUM_THREADS"] = threads
-    gc.disable()  # with freeze: collections in the ranks leave the pages shared
-    try:
-        importlib.import_module("torch")
-    except (ImportError, OSError):
-        return False
-    gc.freeze()
-    return True
 
 
 def _make_folder(path: Path) -> None:

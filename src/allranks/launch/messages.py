@@ -1,14 +1,43 @@
-"""What an agent tells its launcher.
+"""What an agent and its launcher say to each other.
 
-Typed and free of objects of this process, so that the same agent can later sit on another host and send them
-over ssh. What they mean for the job is decided in ``supervise`` and ``blame``.
+Typed and free of objects of this process, as an agent may sit on another host. Upwards goes what ranks write, why
+they fail, that they are gone; downwards what to start and whom to signal. What it means for the job is decided in
+``supervise`` and ``blame``.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
-__all__ = ["Event", "Exited", "Failed", "Output", "Report"]
+from allranks.launch.target import Target
+from allranks.launch.wires import Stdio
+
+__all__ = [
+    "Asked",
+    "Command",
+    "End",
+    "Event",
+    "Exited",
+    "Failed",
+    "Finish",
+    "Finished",
+    "Hello",
+    "Listen",
+    "Lost",
+    "Message",
+    "Noted",
+    "Output",
+    "Prepare",
+    "Ready",
+    "Report",
+    "Resize",
+    "Returned",
+    "Signal",
+    "Start",
+    "Unable",
+]
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -57,4 +86,183 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
-Event = Output | Failed | Exited
+class Returned(msgspec.Struct, frozen=True, tag=True):
+    """A rank that ran a function is through with it. ``result`` is pickled."""
+
+    rank: int
+    result: bytes
+
+
+class Asked(msgspec.Struct, frozen=True, tag=True):
+    """An agent was sent a signal, by a batch system for example, that is meant for the whole job."""
+
+    signal: int
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """A host is gone, with all its ranks: its agent ended, or the connection to it."""
+
+    host: str
+    ranks: tuple[int, ...]
+    why: str
+
+
+class Noted(msgspec.Struct, frozen=True, tag=True):
+    """A line that is no rank's: what ssh or an agent itself says on stderr."""
+
+    host: str
+    text: bytes
+
+
+Event = Output | Failed | Exited | Returned | Asked | Lost | Noted
+"""What happens while ranks run."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """An agent is there.
+
+    Attributes:
+        host: the name that its host has for itself, or that a scheduler has for it.
+        version: of allranks.
+        python: of the interpreter.
+        machine: what ``_network.machine`` says.
+        node: its number, where whoever started it said so.
+        nproc: ranks that are wanted there, where whoever started it said so.
+        now: its clock.
+    """
+
+    host: str
+    version: str
+    python: str
+    machine: str
+    node: int | None
+    nproc: int | None
+    now: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """An agent has done what ``Prepare`` asked.
+
+    Attributes:
+        store: where the ranks' store is for this host's ranks; "" if it is elsewhere.
+        stores: where it is for other hosts' ranks, as addresses of which any may be the one that they reach.
+        port: a TCP port that is free there.
+        now: its clock.
+    """
+
+    store: str
+    stores: tuple[str, ...]
+    port: int
+    now: float
+
+
+class Unable(msgspec.Struct, frozen=True, tag=True):
+    """An agent cannot do what it was asked."""
+
+    why: str
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is left of the ranks of this round."""
+
+
+Message = Event | Hello | Ready | Unable | Finished
+"""What an agent says."""
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """All that an agent can do before it knows the other hosts.
+
+    Attributes:
+        target: what its ranks run.
+        nproc: how many it will start.
+        start: fork or spawn.
+        folder: the working directory; "" for the agent's own.
+        environ: variables on top of the agent's own.
+        threads: threads per rank; None to decide.
+        secret: guards the job's store.
+        serves: rank 0 is there, and the store with it.
+        spans: other hosts have ranks, too.
+        bind: what CPUs a rank is bound to.
+        one_gpu_per_rank: each rank sees one GPU only.
+    """
+
+    target: Target
+    nproc: int
+    start: Literal["fork", "spawn"]
+    folder: str
+    environ: dict[str, str]
+    threads: int | None
+    secret: bytes
+    serves: bool
+    spans: bool
+    bind: str = "none"
+    one_gpu_per_rank: bool = False
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """Start the ranks.
+
+    Attributes:
+        first: number of the first one there; the others follow.
+        world_size: how many there are in the job.
+        node: number of the host.
+        nodes: how many hosts there are.
+        stores: where the store may be reached, from other hosts than rank 0's.
+        port: a port that was free on rank 0's host, for programs that use torch.distributed.
+        run: name of the job.
+        restart: how often it has been started again.
+        restarts: how often it may be.
+        stdio: what stdout and stderr of each rank are.
+    """
+
+    first: int
+    world_size: int
+    node: int
+    nodes: int
+    stores: tuple[str, ...]
+    port: int
+    run: str
+    restart: int
+    restarts: int
+    stdio: tuple[Stdio, ...]
+
+
+class Signal(msgspec.Struct, frozen=True, tag=True):
+    """Send a signal to the process groups of ranks."""
+
+    number: int
+    ranks: list[int]
+
+
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """Read what ranks write, or let it wait."""
+
+    on: bool
+
+
+class Resize(msgspec.Struct, frozen=True, tag=True):
+    """The terminal has another size."""
+
+    rows: int
+    columns: int
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """Kill what is left of the ranks; another round may follow."""
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """The job is over.
+
+    Attributes:
+        code: its exit code.
+        text: why, where it failed.
+    """
+
+    code: int
+    text: bytes = b""
+
+
+Command = Prepare | Start | Signal | Listen | Resize | Finish | End
+"""What a launcher says to an agent."""

@@ -1,0 +1,199 @@
+"""Connections between a launcher and agents that were not started through a pipe of its own.
+
+srun starts all agents at once, and a person who types the same command on every host starts them one by one: those
+dial the launcher. Both sides prove that they know the job's secret, by the stores' own handshake, under another key,
+so that a rank that dials the launcher's port by mistake is told so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from allranks._errors import ConfigError, SecretError
+from allranks._network import listen
+from allranks._store import reason
+from allranks._store.wire import (
+    GREETING_LIMIT,
+    GREETING_S,
+    KNOCK,
+    NONCE,
+    SHARE_SECRET,
+    VERSION,
+    FrameDecoder,
+    Greeting,
+    WireError,
+    answer_greeting,
+    pack_frame,
+)
+
+__all__ = ["Door", "dial"]
+
+_AT_ONCE = 64
+_PAUSE_S = 0.05
+
+
+class Door:
+    """Where agents come in: a thread accepts, and one for each who is greeted, so that no stranger holds up another.
+
+    Args:
+        addresses: of this host, to listen on; "0.0.0.0" for all.
+        port: the port; 0 for a free one.
+        secret: what who comes must know.
+
+    Attributes:
+        port: the port.
+        wake: becomes readable when somebody has come in.
+        refused: why the last one was not let in, by address.
+
+    Raises:
+        OSError: the port is taken.
+    """
+
+    def __init__(self, addresses: Sequence[str], port: int, secret: bytes) -> None:
+        self._secret = _derived(secret)
+        self._listeners = listen(addresses, port, 1024)
+        self.port: int = self._listeners[0].getsockname()[1]
+        self.refused: dict[str, str] = {}
+        self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._places = threading.BoundedSemaphore(_AT_ONCE)
+        self._closing = threading.Lock()
+        self._closed = False
+        self._threads = [threading.Thread(target=self._accept, args=(sock,), daemon=True) for sock in self._listeners]
+        for thread in self._threads:
+            thread.start()
+
+    def take(self) -> list[socket.socket]:
+        """Who has come in since."""
+        try:
+            os.eventfd_read(self.wake)
+        except BlockingIOError:
+            return []
+        came = []
+        while not self._came.empty():
+            came.append(self._came.get())
+        return came
+
+    def close(self) -> None:
+        """Lets nobody in any more."""
+        with self._closing:
+            self._closed = True
+        for listener in self._listeners:
+            listener.shutdown(socket.SHUT_RDWR)  # ends the accept of the thread
+        for thread in self._threads:
+            thread.join()
+        for listener in self._listeners:
+            listener.close()
+        for sock in self.take():
+            sock.close()
+        os.close(self.wake)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closed:
+            try:
+                sock, peer = listener.accept()
+            except OSError:
+                if not self._closed:
+                    time.sleep(_PAUSE_S)  # out of descriptors, for a moment
+                continue
+            self._places.acquire()
+            threading.Thread(target=self._greet, args=(sock, str(peer[0])), daemon=True).start()
+
+    def _greet(self, sock: socket.socket, peer: str) -> None:
+        try:
+            greeting, frames = Greeting(self._secret, os.urandom(NONCE)), FrameDecoder(GREETING_LIMIT)
+            until = time.monotonic() + GREETING_S
+            while (answer := greeting.step(_frame(sock, frames, until))) is not None:
+                sock.sendall(pack_frame(answer))
+            sock.sendall(pack_frame(b"in"))
+            _keep(sock)
+            with self._closing:
+                if self._closed:
+                    raise ConnectionResetError("the job is over")
+                self._came.put(sock)
+                os.eventfd_write(self.wake, 1)
+        except (OSError, WireError, ConfigError) as error:
+            self.refused[peer] = reason(error) if isinstance(error, OSError) else str(error)
+            sock.close()
+        finally:
+            self._places.release()
+
+
+def dial(addresses: Sequence[str], port: int, secret: bytes, until: float) -> socket.socket:
+    """Goes to a launcher's door; tries until it opens.
+
+    Args:
+        addresses: where it may be; the first that opens is taken.
+        port: its port.
+        secret: what both must know.
+        until: when to give up (``time.monotonic``).
+
+    Raises:
+        SecretError: the launcher knows another secret.
+        ConfigError: nobody, or somebody else, answered in time.
+    """
+    trouble = "not tried"
+    while True:
+        for address in addresses:
+            sock: socket.socket | None = None
+            try:
+                sock = socket.create_connection((address, port), min(3.0, max(0.1, until - time.monotonic())))
+                _enter(sock, _derived(secret))
+            except SecretError:
+                if sock is not None:
+                    sock.close()
+                raise
+            except (OSError, UnicodeError, WireError, ConfigError) as error:
+                trouble = f"{address}:{port}: {reason(error) if isinstance(error, OSError) else error}"
+                if sock is not None:
+                    sock.close()
+                continue
+            _keep(sock)
+            return sock
+        if time.monotonic() >= until:
+            raise ConfigError(f"found no launcher at {', '.join(addresses)}, port {port} (last: {trouble})")
+        time.sleep(_PAUSE_S)
+
+
+def _enter(sock: socket.socket, secret: bytes) -> None:
+    frames, until = FrameDecoder(GREETING_LIMIT), time.monotonic() + GREETING_S
+    nonce = os.urandom(NONCE)
+    sock.sendall(pack_frame(VERSION + nonce + KNOCK))
+    proof, right = answer_greeting(secret, nonce, _frame(sock, frames, until))
+    sock.sendall(pack_frame(proof))
+    if not right:
+        raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
+    if _frame(sock, frames, until) != b"in":
+        raise WireError("what it says is not allranks")
+
+
+def _frame(sock: socket.socket, frames: FrameDecoder, until: float) -> bytes:
+    while (frame := frames.next()) is None:
+        sock.settimeout(max(0.001, until - time.monotonic()))
+        # One byte at a time where messages may follow: they are the link's.
+        data = sock.recv(1)
+        if not data:
+            raise ConnectionResetError("it closed the connection")
+        frames.feed(data)
+    return frame
+
+
+def _keep(sock: socket.socket) -> None:
+    """A host that vanishes without a word must be missed: after half a minute."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def _derived(secret: bytes) -> bytes:
+    return hmac.digest(secret, b"allranks launcher", hashlib.sha256)

@@ -1,0 +1,542 @@
+"""The agents of a job that runs on other hosts, or on several: what ``supervise`` sees as one ``Agent``.
+
+Each host is a link, and often a process of this host (ssh, srun, an agent) whose end tells why a link ended. What
+agents say comes out of ``poll`` with times on this host's clock; a host that is gone is an event, as an exited rank is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import msgspec
+
+from allranks import __version__
+from allranks._errors import ConfigError
+from allranks.launch.door import Door
+from allranks.launch.link import Link, LinkLost, to_agent
+from allranks.launch.messages import (
+    Command,
+    End,
+    Event,
+    Exited,
+    Failed,
+    Finish,
+    Finished,
+    Hello,
+    Listen,
+    Lost,
+    Message,
+    Noted,
+    Prepare,
+    Ready,
+    Resize,
+    Signal,
+    Start,
+    Unable,
+)
+from allranks.launch.ways import explain
+
+__all__ = ["Crowd", "Fleet", "Host"]
+
+_CHUNK = 1 << 16
+_SAID_BYTES = 1 << 14
+_FINISH_S = 10.0
+_END_S = 2.0
+_GONE_S = 0.3
+
+
+@dataclass(eq=False)
+class Host:
+    """One host of a job, and its agent.
+
+    Attributes:
+        name: as the user, the scheduler or the host itself calls it.
+        way: how the agent was started there.
+        python: the interpreter that runs it.
+        process: the process of this host that ends when the agent does, if there is one for it alone.
+        link: to the agent; None before it is there, and after it is gone.
+        hello: what the agent said first.
+        ranks: what it runs in this round.
+        running: those of them whose process is not gone.
+        offset: added to its clock gives ours.
+    """
+
+    name: str
+    way: str
+    python: str = ""
+    process: subprocess.Popen[bytes] | None = None
+    link: Link[Message] | None = None
+    hello: Hello | None = None
+    ranks: range = range(0)
+    running: set[int] = field(default_factory=set)
+    offset: float = math.inf
+    answer: Ready | Unable | Finished | None = None
+    why: str = ""  # it is gone
+    said: bytearray = field(default_factory=bytearray)
+    line: bytearray = field(default_factory=bytearray)
+
+    def hear_clock(self, now: float) -> None:
+        """Takes a time that its agent has just sent. The message was on its way for a while: the quickest counts."""
+        self.offset = min(self.offset, time.monotonic() - now)
+
+
+@dataclass(eq=False)
+class Crowd:
+    """A process that starts the agents of many hosts, which then dial in: srun.
+
+    Attributes:
+        way: its name.
+        process: the process.
+        said: what it wrote on stderr.
+    """
+
+    way: str
+    process: subprocess.Popen[bytes]
+    said: bytearray = field(default_factory=bytearray)
+    line: bytearray = field(default_factory=bytearray)
+
+
+class Fleet:
+    """The agents of a job.
+
+    Args:
+        door: where agents dial in; None if none do. The fleet closes it.
+
+    Attributes:
+        hosts: those that the job counts on; in the order of their ranks, once it is known.
+        wake: a byte written to this descriptor makes ``poll`` return.
+    """
+
+    def __init__(self, door: Door | None = None) -> None:
+        self.hosts: list[Host] = []
+        self._crowds: list[Crowd] = []
+        self._door = door
+        self._callers: list[Host] = []  # who has dialled in, and is not one of the hosts yet
+        self._selector = selectors.DefaultSelector()
+        self._ear, self.wake = os.pipe()
+        os.set_blocking(self._ear, False)
+        os.set_blocking(self.wake, False)
+        self._events: list[Event] = []
+        self._heeded: set[int] = set()
+        self._listening = True
+        self._selector.register(self._ear, selectors.EVENT_READ, lambda: os.read(self._ear, _CHUNK))
+        if door is not None:
+            self._selector.register(door.wake, selectors.EVENT_READ, self._let_in)
+
+    # Before the ranks.
+
+    def start_host(self, name: str, way: str, command: Sequence[str], python: str, environ: Mapping[str, str]) -> Host:
+        """Starts an agent that speaks on the pipes of a command.
+
+        Raises:
+            ConfigError: there is no such command here.
+        """
+        process = _start(command, environ, subprocess.PIPE)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        link = to_agent(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
+        process.stdin.close()
+        process.stdout.close()
+        host = Host(name, way, python, process, link)
+        self.hosts.append(host)
+        self._attach(host)
+        self._hear_stderr(host, process)
+        return host
+
+    def start_crowd(self, way: str, command: Sequence[str], environ: Mapping[str, str]) -> None:
+        """Starts a command whose agents dial in.
+
+        Raises:
+            ConfigError: there is no such command here.
+        """
+        crowd = Crowd(way, _start(command, environ, subprocess.DEVNULL))
+        self._crowds.append(crowd)
+        self._hear_stderr(crowd, crowd.process)
+
+    def expect(self, names: Iterable[str], way: str) -> None:
+        """Counts on hosts whose agents will dial in and have these names."""
+        self.hosts += [Host(name, way) for name in names]
+
+    def gather(self, until: float, enough: Callable[[], bool]) -> None:
+        """Waits until ``enough`` says so, which is asked whenever something has happened.
+
+        Raises:
+            ConfigError: a host cannot be had, or the time is over; says which, and why.
+        """
+        while not enough():
+            gone = [host for host in self.hosts if host.why]
+            if gone:
+                self._settle(gone)
+                raise ConfigError("\n".join(dict.fromkeys(host.why for host in self.hosts if host.why)))
+            for crowd in self._crowds:
+                if (code := crowd.process.poll()) is not None:
+                    missing = ", ".join(host.name for host in self.hosts if host.hello is None)
+                    self._read_all_stderr()
+                    raise ConfigError(explain(crowd.way, missing, "", code, crowd.said.decode(errors="replace")))
+            left = until - time.monotonic()
+            if left <= 0:
+                raise ConfigError(self._who_is_missing())
+            self._turn(min(left, 0.5))
+
+    def admit(self, host: Host) -> None:
+        """Makes a caller one of the hosts."""
+        self._callers.remove(host)
+        self.hosts.append(host)
+
+    @property
+    def callers(self) -> list[Host]:
+        """Who has dialled in without being expected by name, and said hello."""
+        return [host for host in self._callers if host.hello is not None]
+
+    def greeted(self) -> bool:
+        """Whether all hosts have said hello.
+
+        Raises:
+            ConfigError: one of them has another version of allranks.
+        """
+        for host in self.hosts:
+            if host.hello is not None and host.hello.version != __version__:
+                raise ConfigError(
+                    f"{host.name}: has allranks {host.hello.version} (python {host.hello.python}), this is"
+                    f" {__version__}; install one version on all hosts"
+                )
+        return all(host.hello is not None for host in self.hosts)
+
+    def prepare(self, commands: Sequence[Prepare], until: float) -> list[Ready]:
+        """Has all hosts do what can be done before ranks start. Returns what they say, by host.
+
+        Raises:
+            ConfigError: one cannot, or does not answer in time.
+        """
+        for host, command in zip(self.hosts, commands, strict=True):
+            host.answer = None
+            self._say(host, command)
+        self.gather(until, lambda: all(host.answer is not None for host in self.hosts))
+        self._raise_unable()
+        return [host.answer for host in self.hosts if isinstance(host.answer, Ready)]
+
+    def start(self, commands: Sequence[Start]) -> None:
+        """Has all hosts start their ranks."""
+        for host, command in zip(self.hosts, commands, strict=True):
+            host.answer = None
+            host.ranks = range(command.first, command.first + len(command.stdio))
+            host.running = set(host.ranks)
+        for host, command in zip(self.hosts, commands, strict=True):
+            self._say(host, command)
+
+    # What an agent has, too.
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks whose process is not gone."""
+        return sorted(rank for host in self.hosts for rank in host.running)
+
+    @property
+    def heard(self) -> bool:
+        """Agents themselves wait for who still writes, when told to finish."""
+        return False
+
+    def poll(self, timeout_s: float | None) -> list[Event]:
+        """Waits for events, for ``wake``, or for the time to pass."""
+        if not self._events:
+            self._turn(timeout_s)
+        events, self._events = self._events, []
+        return events
+
+    def signal(self, number: int, ranks: list[int]) -> None:
+        """Sends a signal to the process groups of ranks that are not gone."""
+        for host in self.hosts:
+            if chosen := sorted(host.running.intersection(ranks)):
+                self._say(host, Signal(number, chosen))
+
+    def resize(self, rows: int, columns: int) -> None:
+        """Sets the size of all ranks' terminals, and tells them."""
+        for host in self.hosts:
+            self._say(host, Resize(rows, columns))
+
+    def listen(self, on: bool) -> None:
+        """Reads what ranks write, or lets it wait in their pipes until they wait too."""
+        if on != self._listening:
+            self._listening = on
+            for host in self.hosts:
+                self._say(host, Listen(on))
+
+    def heed(self, fds: Set[int]) -> None:
+        """Makes ``poll`` return when one of these descriptors can be written to. Replaces those of the last call."""
+        for fd in self._heeded - fds:
+            self._selector.unregister(fd)
+        for fd in fds - self._heeded:
+            self._selector.register(fd, selectors.EVENT_WRITE, lambda: None)
+        self._heeded = set(fds)
+
+    def finish(self) -> list[Event]:
+        """Ends the round: kills all that is left of the ranks, hears what is left of their output."""
+        self.heed(set())
+        for host in self.hosts:
+            host.answer = None
+            self._say(host, Finish())
+        until = time.monotonic() + _FINISH_S
+        while any(h.link is not None and not isinstance(h.answer, Finished) for h in self.hosts):
+            if (left := until - time.monotonic()) <= 0:
+                break
+            self._turn(left)
+        for host in self.hosts:
+            if host.link is not None and not isinstance(host.answer, Finished):
+                self._lose(host, f"{host.name}: its agent did not answer for {_FINISH_S:g} s")
+            host.running.clear()
+        self._listening = True
+        events, self._events = self._events, []
+        return events
+
+    def end(self, code: int, text: bytes = b"") -> None:
+        """Tells all agents that the job is over, and how."""
+        for host in (*self.hosts, *self._callers):
+            self._say(host, End(code, text))
+
+    def close(self) -> None:
+        """Ends all agents and whatever started them. To be called once."""
+        processes = [h.process for h in (*self.hosts, *self._callers) if h.process is not None]
+        processes += [crowd.process for crowd in self._crowds]
+        until = time.monotonic() + _END_S
+        while any(h.link is not None and h.link.backlog for h in self.hosts) and time.monotonic() < until:
+            self._turn(0.05)  # what was said last
+        for host in (*self.hosts, *self._callers):
+            self._detach(host)
+        if self._door is not None:
+            self._selector.unregister(self._door.wake)
+            self._door.close()
+        for process in processes:
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)
+        for process in processes:
+            try:
+                process.wait(_GONE_S)
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            if process.stderr is not None:
+                process.stderr.close()
+        self._selector.close()
+        os.close(self._ear)
+        os.close(self.wake)
+
+    # Descriptors.
+
+    def _turn(self, timeout_s: float | None) -> None:
+        for host in (*self.hosts, *self._callers):
+            if host.link is not None:
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if host.link.backlog else 0)
+                if host.link.ear == host.link.mouth:
+                    self._selector.modify(host.link.ear, events, self._hearer(host))
+                elif host.link.backlog:
+                    with contextlib.suppress(KeyError):  # it stands there already
+                        self._selector.register(host.link.mouth, selectors.EVENT_WRITE, lambda: None)
+                elif host.link.mouth in self._selector.get_map():
+                    self._selector.unregister(host.link.mouth)
+        for key, _ in self._selector.select(timeout_s):
+            if key.fd in self._selector.get_map():
+                key.data()
+        for host in (*self.hosts, *self._callers):
+            if host.link is not None and host.link.backlog:
+                self._try(host, host.link.flush)
+
+    def _attach(self, host: Host) -> None:
+        assert host.link is not None
+        self._selector.register(host.link.ear, selectors.EVENT_READ, self._hearer(host))
+
+    def _hearer(self, host: Host) -> Callable[[], None]:
+        return lambda: self._hear(host)
+
+    def _detach(self, host: Host) -> None:
+        link, host.link = host.link, None
+        if link is not None:
+            for fd in {link.ear, link.mouth}:
+                if fd in self._selector.get_map():
+                    self._selector.unregister(fd)
+            link.close()
+
+    def _let_in(self) -> None:
+        assert self._door is not None
+        for sock in self._door.take():
+            fd = sock.detach()
+            host = Host("?", "dial", link=to_agent(fd, fd))
+            self._callers.append(host)
+            self._attach(host)
+
+    def _hear_stderr(self, source: Host | Crowd, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        fd = process.stderr.fileno()
+        os.set_blocking(fd, False)
+        self._selector.register(fd, selectors.EVENT_READ, lambda: self._read_stderr(source, fd))
+
+    def _read_stderr(self, source: Host | Crowd, fd: int) -> None:
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return
+        if not data and fd in self._selector.get_map():
+            self._selector.unregister(fd)
+        source.said += data
+        del source.said[:-_SAID_BYTES]
+        source.line += data
+        *lines, rest = source.line.split(b"\n")
+        if not data and rest:
+            lines, rest = [*lines, rest], bytearray()
+        source.line = bytearray(rest)
+        name = source.name if isinstance(source, Host) else source.way
+        self._events += [Noted(name, bytes(line)) for line in lines if line.strip()]
+
+    def _read_all_stderr(self) -> None:
+        for source in (*self.hosts, *self._crowds):
+            if source.process is not None and source.process.stderr is not None:
+                fd = source.process.stderr.fileno()
+                if fd in self._selector.get_map():
+                    self._read_stderr(source, fd)
+
+    # Messages.
+
+    def _say(self, host: Host, command: Command) -> None:
+        if host.link is not None:
+            link = host.link
+            self._try(host, lambda: link.say(command))
+
+    def _try(self, host: Host, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except LinkLost as lost:
+            self._lost(host, lost)
+
+    def _hear(self, host: Host) -> None:
+        try:
+            messages = host.link.hear() if host.link is not None else []
+        except LinkLost as lost:
+            self._lost(host, lost)
+            return
+        for message in messages:
+            self._take(host, message)
+
+    def _take(self, host: Host, message: Message) -> None:
+        match message:
+            case Hello():
+                host.hello = message
+                host.hear_clock(message.now)
+                self._recognise(host)
+            case Ready() | Unable() | Finished():
+                host.answer = message
+                if isinstance(message, Ready):
+                    host.hear_clock(message.now)
+                elif isinstance(message, Unable) and host.ranks and host.running:
+                    self._lose(host, f"{host.name}: {message.why}")
+            case Failed(rank, pid, report):
+                at = report.at + host.offset if report.at else time.monotonic()
+                report = msgspec.structs.replace(report, at=min(at, time.monotonic()))
+                self._events.append(Failed(rank, pid, report))
+            case Exited():
+                host.running.discard(message.rank)
+                self._events.append(message)
+            case _:
+                self._events.append(message)
+
+    def _recognise(self, caller: Host) -> None:
+        """Gives an expected host the link of whoever has dialled in under its name."""
+        assert caller.hello is not None
+        if caller not in self._callers:
+            return
+        name = caller.hello.host
+        for host in self.hosts:
+            if host.hello is None and host.process is None and _same_name(host.name, name):
+                self._callers.remove(caller)
+                link, caller.link = caller.link, None
+                assert link is not None
+                host.link, host.hello, host.offset = link, caller.hello, caller.offset
+                self._selector.modify(link.ear, selectors.EVENT_READ, self._hearer(host))
+                return
+        caller.name = name
+
+    def _lost(self, host: Host, lost: LinkLost) -> None:
+        if host.link is None:
+            return
+        if host.process is None:
+            self._lose(host, f"{host.name}: the connection to its agent is gone ({lost})")
+            return
+        self._detach(host)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            host.process.wait(_GONE_S)  # what it says on its way out, and its exit code, tell more than the pipe
+        self._read_all_stderr()
+        code = host.process.poll()
+        if host.hello is None:
+            self._lose(host, explain(host.way, host.name, host.python, code, host.said.decode(errors="replace")))
+            return
+        what = f"its agent is gone ({host.way} ended with {_ending(code)})" if code is not None else f"({lost})"
+        last = host.said.decode(errors="replace").strip().splitlines()[-1:]
+        self._lose(host, ": ".join([f"{host.name}: {what}", *last]))
+
+    def _lose(self, host: Host, why: str) -> None:
+        self._detach(host)
+        if host in self._callers:
+            self._callers.remove(host)
+        host.why = why
+        host.answer = None
+        if host.running:
+            self._events.append(Lost(host.name, tuple(sorted(host.running)), why))
+            host.running.clear()
+
+    def _settle(self, gone: list[Host]) -> None:
+        """Gives the others a moment to fail, too: one message then names all."""
+        until = time.monotonic() + _GONE_S
+        while (left := until - time.monotonic()) > 0 and any(h.hello is None and not h.why for h in self.hosts):
+            self._turn(left)
+
+    def _raise_unable(self) -> None:
+        whys: dict[str, list[str]] = {}
+        for host in self.hosts:
+            if isinstance(host.answer, Unable):
+                whys.setdefault(host.answer.why, []).append(host.name)
+        if whys:
+            raise ConfigError("\n".join(f"{', '.join(names)}: {why}" for why, names in whys.items()))
+
+    def _who_is_missing(self) -> str:
+        missing = [host.name for host in self.hosts if host.hello is None or host.link is None]
+        refused = "; ".join(f"{peer}: {why}" for peer, why in (self._door.refused if self._door else {}).items())
+        said = " | ".join(crowd.said.decode(errors="replace").strip() for crowd in self._crowds if crowd.said)
+        words = f"no answer from {', '.join(missing) or 'the other hosts'} in time"
+        if refused:
+            words += f"; turned away: {refused}"
+        return words + (f"; {said}" if said else "") + " (longer: --join-timeout)"
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self.hosts)
+
+
+def _start(command: Sequence[str], environ: Mapping[str, str], stdin: int) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdin=stdin,
+            stdout=subprocess.PIPE if stdin == subprocess.PIPE else subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is this process's to handle
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot start {command[0]!r}: {str(error.strerror).lower()}") from None
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def _same_name(wanted: str, host: str) -> bool:
+    return wanted == host or wanted.partition(".")[0] == host.partition(".")[0]

@@ -1,0 +1,353 @@
+"""An agent in a process of its own: starts ranks on its host as a launcher elsewhere says, and tells it what they do.
+
+``python -m allranks.launch.serve`` speaks on stdin and stdout (started by ssh, or on the launcher's own host); with
+``--dial`` it goes to the launcher's door (started by srun). It decides nothing but this: when the launcher is gone,
+however it went, the ranks are killed at once.
+
+As in ``job``, the store's socket is bound before ranks are forked, and its thread starts after; each round of a job
+that is started again has a store of its own, and so no thread when ranks are forked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import FrameType
+
+import msgspec
+
+from allranks import __version__
+from allranks._env import split_host_port
+from allranks._errors import ConfigError, JoinError
+from allranks._network import interface_of, machine, nearest_first
+from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
+from allranks.launch.agent import Agent, Plan
+from allranks.launch.door import dial
+from allranks.launch.environ import Share, common_environ, free_port
+from allranks.launch.guard import Guard
+from allranks.launch.link import Link, LinkLost, to_launcher
+from allranks.launch.messages import (
+    Asked,
+    Command,
+    End,
+    Event,
+    Finish,
+    Finished,
+    Hello,
+    Listen,
+    Prepare,
+    Ready,
+    Resize,
+    Signal,
+    Start,
+    Unable,
+)
+from allranks.launch.preload import preload
+from allranks.launch.rank import Rank
+from allranks.launch.target import check
+from allranks.launch.wires import reserve_descriptors
+
+__all__ = ["Station", "hello", "main"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
+_STRAGGLERS_S = 0.5
+_DIAL_S = 60.0
+_REACH_S = 3.0
+
+
+def hello(node: int | None = None, nproc: int | None = None) -> Hello:
+    """What this process says first."""
+    name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    python = ".".join(map(str, sys.version_info[:3]))
+    return Hello(name, __version__, python, machine(), node, nproc, time.monotonic())
+
+
+class Station:
+    """The agent of one host, through all rounds of a job.
+
+    Args:
+        link: to the launcher. Closed at the end.
+    """
+
+    def __init__(self, link: Link[Command]) -> None:
+        self._link = link
+        self._prepared: Prepare | None = None
+        self._guard: Guard | None = None
+        self._server: StoreServer | None = None
+        self._agent: Agent | None = None
+        self._commands: deque[Command] = deque()
+        self._received: deque[int] = deque()
+        self._listening = True
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def run(self, first: Hello) -> End | Rank:
+        """Serves until the job is over.
+
+        Returns:
+            The launcher's last word; or, in each of the forked ranks, the rank, which the caller must let ``run``.
+
+        Raises:
+            LinkLost: the launcher is gone; so are the ranks.
+        """
+        rank: Rank | None = None
+        try:
+            self._link.say(first)
+            while True:
+                match self._next():
+                    case Prepare() as command:
+                        self._prepare(command)
+                    case Start() as command:
+                        rank = self._start(command)
+                        if rank is not None:
+                            return rank
+                    case End() as command:
+                        return command
+                    case Finish():  # of a round that could not start here
+                        self._clear()
+                        self._link.say(Finished())
+        finally:
+            if rank is None:
+                self._clear()
+                self._link.close()
+                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _next(self) -> Command:
+        while not self._commands:
+            self._commands += self._link.await_one(float("inf"))
+        return self._commands.popleft()
+
+    def _prepare(self, command: Prepare) -> None:
+        self._clear()
+        try:
+            if command.folder:
+                _enter(command.folder)
+            os.environ.update(command.environ)
+            _activate()
+            check(command.target)
+            self._guard = Guard()  # while this process is small
+            if command.serves:
+                self._server = StoreServer.tcp("", 0, command.secret) if command.spans else StoreServer.unix()
+            self._prepared = command
+            if command.start == "fork" and command.target.is_python:
+                share = Share(command.nproc, command.nproc)
+                threads = common_environ(os.environ, share, command.threads, "", ("", 0))["OMP_NUM_THREADS"]
+                if not preload(threads):
+                    self._prepared = msgspec.structs.replace(command, start="spawn")
+        except ConfigError as error:
+            self._clear()
+            self._link.say(Unable(str(error)))
+            return
+        server = self._server
+        here = server.here if server is not None else ""
+        stores = (server.published() or (here,)) if server is not None and command.spans else ()
+        self._link.say(Ready(here, stores, free_port() if server is not None else 0, time.monotonic()))
+
+    def _start(self, command: Start) -> Rank | None:
+        prepared, guard = self._prepared, self._guard
+        assert prepared is not None
+        assert guard is not None
+        try:
+            environ = self._environ(prepared, command)
+            files = reserve_descriptors(prepared.nproc)
+        except ConfigError as error:
+            self._link.say(Unable(str(error)))
+            return None
+        plan = Plan(prepared.nproc, prepared.target, prepared.start, environ, command.stdio, command.first)
+        agent = Agent(plan, guard)
+        private = tuple({self._link.ear, self._link.mouth})
+        try:
+            rank = agent.start(self._mask, files, private)
+        except OSError as error:
+            self._guard = None
+            agent.close()
+            self._link.say(Unable(f"cannot start {prepared.nproc} ranks: {error.strerror}"))
+            return None
+        if rank is not None:
+            if self._server is not None:
+                self._server.close()
+            return rank
+        self._guard, self._agent = None, agent
+        if self._server is not None:
+            self._server.start()
+        self._watch(agent)
+        return None
+
+    def _environ(self, prepared: Prepare, command: Start) -> dict[str, str]:
+        share = Share(
+            prepared.nproc,
+            command.world_size,
+            command.node,
+            command.nodes,
+            command.run,
+            command.restart,
+            command.restarts,
+        )
+        if not prepared.spans:
+            assert self._server is not None
+            return common_environ(os.environ, share, prepared.threads, self._server.here, ("127.0.0.1", command.port))
+        if self._server is not None:
+            own = _host_of(command.stores[0])
+            store, master = self._server.here, own
+        else:
+            store, own = _reach(command.stores, prepared.secret)
+            master = _host_of(store)
+        environ = common_environ(os.environ, share, prepared.threads, store, (master, command.port))
+        environ["ALLRANKS_SECRET"] = prepared.secret.decode()
+        if interface := interface_of(own):  # or engines take what the host's own name resolves to: often 127.0.1.1
+            for engine in ("GLOO", "NCCL"):
+                environ.setdefault(f"{engine}_SOCKET_IFNAME", interface)
+        return environ
+
+    def _watch(self, agent: Agent) -> None:
+        """Relays until the round is over."""
+        agent.watch(self._link.ear)
+        self._listening = True
+
+        def receive(number: int, frame: FrameType | None) -> None:
+            self._received.append(number)
+
+        wakeup = signal.set_wakeup_fd(agent.wake, warn_on_full_buffer=False)
+        before = {number: signal.signal(number, receive) for number in _SIGNALS}
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        try:
+            while not self._commands or not isinstance(self._commands[0], Finish | End | Prepare):
+                self._relay(agent.poll(None))
+                self._obey(agent)
+            if isinstance(self._commands[0], Finish):
+                self._commands.popleft()
+                self._finish(agent)
+        finally:
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._clear()
+
+    def _relay(self, events: list[Event]) -> None:
+        for event in events:
+            self._link.say(event)
+        while self._received:
+            self._link.say(Asked(self._received.popleft()))
+
+    def _obey(self, agent: Agent) -> None:
+        self._link.flush()
+        self._commands += self._link.hear()
+        while self._commands:
+            match self._commands[0]:
+                case Signal(number, ranks):
+                    agent.signal(number, ranks)
+                case Listen(on):
+                    self._listening = on
+                case Resize(rows, columns):
+                    agent.resize(rows, columns)
+                case _:
+                    break
+            self._commands.popleft()
+        agent.heed({self._link.mouth} if self._link.backlog else set())
+        agent.listen(self._listening and self._link.backlog < _BACKLOG)
+
+    def _finish(self, agent: Agent) -> None:
+        until = time.monotonic() + _STRAGGLERS_S
+        agent.listen(True)
+        while not agent.running and agent.heard and (left := until - time.monotonic()) > 0:
+            self._relay(agent.poll(left))
+            self._link.flush()
+        self._relay(agent.finish())
+        self._link.say(Finished())
+
+    def _clear(self) -> None:
+        """Gives back what a round had."""
+        agent, guard, server = self._agent, self._guard, self._server
+        self._agent = self._guard = self._server = None
+        if agent is not None:
+            agent.close()
+        if guard is not None:
+            guard.dismiss()
+        if server is not None:
+            server.close()
+
+
+def _enter(folder: str) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot enter the working directory {folder!r}: {str(error.strerror).lower()} (another one: --chdir)"
+        ) from None
+
+
+def _activate() -> None:
+    """Puts this interpreter's virtual environment on PATH, as its activation would."""
+    if sys.prefix == sys.base_prefix:
+        return
+    scripts = os.path.dirname(sys.executable)
+    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    if scripts not in path:
+        os.environ["PATH"] = os.pathsep.join([scripts, *path])
+    os.environ["VIRTUAL_ENV"] = sys.prefix
+
+
+def _host_of(address: str) -> str:
+    return split_host_port(address.removeprefix("tcp:"), "the store's address")[0]
+
+
+def _reach(stores: Sequence[str], secret: bytes) -> tuple[str, str]:
+    """The first address at which the store answers, and this host's own on the way there."""
+    by_host = {_host_of(store): store for store in stores}
+    tried = []
+    for host in nearest_first(tuple(by_host)):
+        store = by_host[host]
+        try:
+            StoreClient.connect(store, secret, _REACH_S, retry=False).close()
+        except (ConfigError, JoinError, StoreLostError, OSError) as error:
+            tried.append(f"{host} ({str(error).partition(chr(10))[0]})")
+            continue
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return store, str(probe.getsockname()[0])
+    raise ConfigError(
+        f"cannot reach the host of rank 0 at {', '.join(tried) or 'any address'}; which network to use: --iface"
+    )
+
+
+def main(argv: Sequence[str]) -> int | Rank:
+    """Serves a launcher on stdin and stdout, or where ``--dial`` says."""
+    parser = argparse.ArgumentParser(prog="allranks agent", allow_abbrev=False)
+    parser.add_argument("--dial", metavar="HOST,...:PORT")
+    args = parser.parse_args(argv)
+    try:
+        if args.dial is None:
+            ear, mouth = os.dup(0), os.dup(1)
+            null = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(null, 0)
+            os.close(null)
+            os.dup2(2, 1)  # what is printed here by mistake is no message
+        else:
+            hosts, _, port = args.dial.rpartition(":")
+            sock = dial(hosts.split(","), int(port), load_secret(), time.monotonic() + _DIAL_S)
+            ear = mouth = sock.detach()
+        last = Station(to_launcher(ear, mouth)).run(hello())
+    except ConfigError as error:
+        print(f"allranks run: {socket.gethostname()}: {error}", file=sys.stderr)
+        return 2
+    except LinkLost:
+        return 1
+    return last if isinstance(last, Rank) else last.code
+
+
+def run_as_main(argv: Sequence[str]) -> int:
+    """As ``main``; a forked rank goes on outside of all that belongs to the agent."""
+    code = main(argv)
+    return code if isinstance(code, int) else code.run()
+
+
+if __name__ == "__main__":
+    sys.exit(run_as_main(sys.argv[1:]))
