@@ -1,0 +1,262 @@
+"""Lists of hosts, as schedulers and users write them: text in, names and counts out.
+
+The tools that expand them (scontrol, ...) may be missing where they are needed, in a container for one. What a list is
+of, and which of these forms it has, is ``_places``' and the launcher's business.
+
+Source: SLURM's "HOSTLIST EXPRESSIONS" (scontrol(1)), Open MPI's and MPICH's host files, PBS' PBS_NODEFILE
+(pbs_resources(7)), LSF's LSB_MCPU_HOSTS, SGE's PE_HOSTFILE (sge_pe(5)).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from allranks._errors import ConfigError
+
+__all__ = [
+    "Slots",
+    "count_lines",
+    "expand_counts",
+    "expand_hosts",
+    "expand_numbers",
+    "parse_hostfile",
+    "parse_hosts",
+    "parse_pairs",
+    "parse_pe_hostfile",
+]
+
+_MOST = 1 << 20  # hosts, tasks or ports of one list: more than there are, and no typing error fills the memory
+_NAME = re.compile(r"[\w.@%-]+|(?:[\w.-]+@)?\[[0-9A-Fa-f:.%\w]+\]")  # user@ as for ssh; an IPv6 address in brackets
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_SLOTS = re.compile(r"(max[_-])?slots\s*=\s*(\d+)")
+
+
+@dataclass(frozen=True)
+class Slots:
+    """A host, and how many processes it is meant for.
+
+    Attributes:
+        name: its name or address.
+        count: how many; None where the list does not say so.
+    """
+
+    name: str
+    count: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.count is None else f"{self.name}:{self.count}"
+
+
+def expand_hosts(text: str, source: str) -> list[str]:
+    """Expands a SLURM list: ``a[01-03,07],gpu-[1-2]n[5-6]``.
+
+    Args:
+        text: the list.
+        source: where it comes from, for the error.
+
+    Raises:
+        ConfigError: it is not such a list.
+    """
+    names: list[str] = []
+    for item in _split(text, source):
+        for name in _expand(item, text, source):
+            names.append(_checked(name, text, source))
+            _limit(len(names), source)
+    return names
+
+
+def expand_counts(text: str, source: str) -> list[int]:
+    """Expands SLURM's numbers of tasks by node: ``2(x2),1`` are 2, 2 and 1.
+
+    Raises:
+        ConfigError: it is not such a list.
+    """
+    counts: list[int] = []
+    for item in text.strip().split(","):
+        match = _COUNT.fullmatch(item.strip())
+        if match is None:
+            raise ConfigError(f"{source}={text!r} is not a list of counts ({item!r}). Expected one such as 2(x2),1.")
+        times = int(match[2] or 1)
+        _limit(len(counts) + times, source)
+        counts += [int(match[1])] * times
+    return counts
+
+
+def expand_numbers(text: str, source: str) -> list[int]:
+    """Expands ranges of numbers: ``20000-20002,20007``.
+
+    Raises:
+        ConfigError: it is not such a list.
+    """
+    return [int(number) for number in _numbers(text.strip().removeprefix("[").removesuffix("]"), text, source)]
+
+
+def parse_hosts(text: str, source: str) -> tuple[Slots, ...]:
+    """Reads a list as in ``--hosts``: names or SLURM's ranges, each with ``:slots`` where it has any.
+
+    Raises:
+        ConfigError: it is not such a list.
+    """
+    found = []
+    for item in _split(text, source):
+        names, count = _split_count(item, text, source)
+        found += [Slots(name, count) for name in ([names] if _NAME.fullmatch(names) else expand_hosts(names, source))]
+    return _merged(found)
+
+
+def parse_hostfile(text: str, source: str) -> tuple[Slots, ...]:
+    """Reads a host file: a host in each line, as ``h``, ``h:4``, ``h slots=4`` or ``h 4``; ``#`` begins a comment.
+
+    A host that stands in several lines has the sum of them, and a line without a number is then one slot.
+
+    Raises:
+        ConfigError: a line is none of these, or no host is there.
+    """
+    found: list[Slots] = []
+    for where, line in _lines(text, source):
+        first, *rest = line.split(None, 1)
+        names, count = _split_count(first, line, where)
+        words = rest[0].strip() if rest else ""
+        if words.isdecimal() and count is None:
+            count, words = int(words), ""
+        for match in _SLOTS.finditer(words):
+            if match[1] is None:  # max_slots is a limit to what mpirun may overload, not a wish
+                count = int(match[2])
+        if left := _SLOTS.sub("", words).strip():
+            raise ConfigError(f"{where}: {left!r} is not known. Expected a host and how many, such as: node0 slots=4")
+        found += [Slots(name, count) for name in ([names] if _NAME.fullmatch(names) else expand_hosts(names, where))]
+    return _some(_merged(found), source)
+
+
+def count_lines(text: str, source: str) -> tuple[Slots, ...]:
+    """Reads a file in which each line is one slot, as PBS and LSF write it.
+
+    Raises:
+        ConfigError: a line is no host name, or no host is there.
+    """
+    return _some(_summed(Slots(_checked(line, line, where), 1) for where, line in _lines(text, source)), source)
+
+
+def parse_pairs(text: str, source: str) -> tuple[Slots, ...]:
+    """Reads LSF's names and numbers in turn: ``h 4 h2 4``.
+
+    Raises:
+        ConfigError: it is not such a list.
+    """
+    words = text.split()
+    names, counts = words[::2], words[1::2]
+    if len(names) != len(counts) or not all(count.isdecimal() for count in counts):
+        raise ConfigError(
+            f"{source}={text!r} is not a list of hosts and numbers. Expected one such as: node0 4 node1 4"
+        )
+    pairs = zip(names, counts, strict=True)
+    return _some(_summed(Slots(_checked(name, text, source), int(count)) for name, count in pairs), source)
+
+
+def parse_pe_hostfile(text: str, source: str) -> tuple[Slots, ...]:
+    """Reads SGE's file: host, slots, queue and processors in each line.
+
+    Raises:
+        ConfigError: a line is not such a one, or no host is there.
+    """
+    found = []
+    for where, line in _lines(text, source):
+        name, *rest = line.split()
+        if not rest or not rest[0].isdecimal():
+            raise ConfigError(f"{where}: {line!r} is not a host and its slots. Expected: node0 4 all.q@node0 UNDEFINED")
+        found.append(Slots(_checked(name, line, where), int(rest[0])))
+    return _some(_summed(found), source)
+
+
+def _split(text: str, source: str) -> list[str]:
+    """Splits at the commas that are not within brackets."""
+    items, depth = [""], 0
+    for letter in text.strip():
+        depth += {"[": 1, "]": -1}.get(letter, 0)
+        if depth not in (0, 1):
+            raise _not_hosts(text, source, "its brackets do not match")
+        if letter == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += letter
+    if depth:
+        raise _not_hosts(text, source, "its brackets do not match")
+    items = [item.strip() for item in items]
+    if not all(items):
+        raise _not_hosts(text, source, "a name is missing")
+    return items
+
+
+def _expand(item: str, text: str, source: str) -> Iterable[str]:
+    before, bracket, rest = item.partition("[")
+    if not bracket:
+        return [item]
+    inner, _, after = rest.partition("]")
+    numbers, tails = _numbers(inner, text, source), list(_expand(after, text, source))
+    _limit(len(numbers) * len(tails), source)
+    return [before + number + tail for number in numbers for tail in tails]
+
+
+def _numbers(inner: str, text: str, source: str) -> list[str]:
+    found: list[str] = []
+    for span in inner.split(","):
+        match = _RANGE.fullmatch(span.strip())
+        low, high = (match[1], match[2] or match[1]) if match else ("1", "0")
+        if int(high) < int(low):
+            raise ConfigError(f"{source}={text!r}: {span!r} is not a range of numbers. Expected one such as 01-03.")
+        _limit(len(found) + int(high) - int(low) + 1, source)
+        found += [f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1)]
+    return found
+
+
+def _split_count(item: str, text: str, source: str) -> tuple[str, int | None]:
+    names, colon, count = item.rpartition(":")
+    if not colon or item.endswith("]") or (":" in names and not names.endswith("]")):  # the last: a bare IPv6 address
+        return (f"[{item}]" if colon and not item.endswith("]") else item), None
+    if not count.isdecimal():
+        raise _not_hosts(text, source, f"{count!r} is not a number of slots")
+    return names, int(count)
+
+
+def _checked(name: str, text: str, source: str) -> str:
+    if not _NAME.fullmatch(name) or name.startswith("-"):  # not an option of ssh
+        raise _not_hosts(text, source, f"{name!r} is not a host name")
+    return name
+
+
+def _lines(text: str, source: str) -> Iterable[tuple[str, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if said := line.partition("#")[0].strip():
+            yield f"{source}, line {number}", said
+
+
+def _merged(found: list[Slots]) -> tuple[Slots, ...]:
+    """One entry for each host. Where one stands there twice, or has a number, a line is a slot."""
+    found = [Slots(_checked(s.name, s.name, "the list of hosts").strip("[]"), s.count) for s in found]
+    counted = len({slots.name for slots in found}) < len(found)
+    return _summed(Slots(s.name, 1 if s.count is None and counted else s.count) for s in found)
+
+
+def _summed(found: Iterable[Slots]) -> tuple[Slots, ...]:
+    counts: dict[str, int | None] = {}
+    for slots in found:
+        counts[slots.name] = slots.count if slots.name not in counts else (counts[slots.name] or 0) + (slots.count or 0)
+    return tuple(Slots(name, count) for name, count in counts.items())
+
+
+def _some(found: tuple[Slots, ...], source: str) -> tuple[Slots, ...]:
+    if not found:
+        raise ConfigError(f"{source} names no host.")
+    return found
+
+
+def _limit(count: int, source: str) -> None:
+    if count > _MOST:
+        raise ConfigError(f"{source} names more than {_MOST} of them.")
+
+
+def _not_hosts(text: str, source: str, why: str) -> ConfigError:
+    return ConfigError(f"{source}={text!r} is not a list of hosts: {why}. Expected one such as node[01-03,07],gpu1.")
