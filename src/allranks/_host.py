@@ -10,13 +10,22 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["usable_cpus"]
+__all__ = ["count_gpus", "usable_cpus"]
 
 
 def usable_cpus() -> int:
     """The CPUs that this process may keep busy: its affinity, cut by its cgroup's quota; at least 1."""
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, math.floor(min(len(os.sched_getaffinity(0)), quota)))
+
+
+def count_gpus() -> int:
+    """The GPUs that this process may use: those of CUDA_VISIBLE_DEVICES where it is set, else NVIDIA's of this host."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
 def _cgroup_quota(root: Path, membership: Path) -> float:

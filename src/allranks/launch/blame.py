@@ -31,6 +31,8 @@ class Failure:
         status: exit code, or minus the signal that killed it.
         at: when, on this host's monotonic clock.
         report: what the rank told of it, if it could.
+        host: where it ran, where there are several hosts.
+        lost: why its whole host is gone; "" if it is not.
     """
 
     rank: int
@@ -38,6 +40,8 @@ class Failure:
     status: int
     at: float
     report: Report | None = None
+    host: str = ""
+    lost: str = ""
 
     @property
     def echo(self) -> bool:
@@ -50,7 +54,9 @@ class Failure:
         return self.status if self.status >= 0 else 128 - self.status
 
     def __str__(self) -> str:
-        who = f"rank {self.rank} (pid {self.pid})"
+        if self.lost:
+            return self.lost
+        who = f"rank {self.rank} ({f'host {self.host}, ' if self.host else ''}pid {self.pid})"
         if self.status >= 0:
             return f"{who} exited with code {self.status}"
         try:
@@ -82,7 +88,7 @@ class Blame:
 
         def key(failure: Failure) -> tuple[bool, bool, float]:
             # A killed process is noticed when it is gone, a moment after others may have noticed its silence.
-            told = failure.status >= 0 or failure.report is not None
+            told = not failure.lost and (failure.status >= 0 or failure.report is not None)
             return failure.echo, told, failure.at
 
         return min(self.failures.values(), key=key)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from allranks._errors import ConfigError
 from allranks.launch.options import parse
-from allranks.launch.target import check
 
 __all__ = ["main"]
 
@@ -26,7 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         options = parse(sys.argv[1:] if argv is None else argv)
-        check(options.target)
         from allranks.launch.job import launch
 
         job = launch(options)

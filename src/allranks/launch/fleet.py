@@ -399,7 +399,8 @@ class Fleet:
         self._events += [Noted(name, bytes(line)) for line in lines if line.strip()]
 
     def _read_all_stderr(self) -> None:
-        for source in (*self.hosts, *self._crowds):
+        sources: list[Host | Crowd] = [*self.hosts, *self._crowds]
+        for source in sources:
             if source.process is not None and source.process.stderr is not None:
                 fd = source.process.stderr.fileno()
                 if fd in self._selector.get_map():

@@ -1,32 +1,30 @@
-"""One job on this host, from options to exit code: the order in which things must happen.
-
-The guard is forked while this process is small. Threads per rank are decided before torch is imported, as its
-libraries read them then. The store's socket is bound before ranks are forked, as they are told its address; its
-thread starts after, as a process with threads cannot be forked safely.
-"""
+"""Where a job runs, from the options and the place: here, on the hosts of a list or of an allocation, or on each host
+where the same command was typed; or in place, where this process is a rank of somebody else's job already."""
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-from collections.abc import Set
-from dataclasses import dataclass
-from pathlib import Path
+import subprocess
+import sys
+from typing import NoReturn
 
 from allranks._errors import ConfigError
-from allranks._store import StoreServer
-from allranks.launch.agent import Agent, Plan
-from allranks.launch.environ import Share, common_environ, free_port
-from allranks.launch.guard import Guard
+from allranks._host import count_gpus, usable_cpus
+from allranks._hostlist import Slots
+from allranks._places import Place, detect, read_hosts
+from allranks.launch.layout import describe_plan, share_out
+from allranks.launch.local import run_here
 from allranks.launch.options import Options
-from allranks.launch.preload import preload
 from allranks.launch.rank import Rank
-from allranks.launch.screen import Screen, ensure_standard_streams
-from allranks.launch.supervise import FORWARDED, Supervisor
-from allranks.launch.wires import reserve_descriptors
+from allranks.launch.screen import ensure_standard_streams
+from allranks.launch.spread import is_here, join_leader, lead, run_there
+from allranks.launch.target import check
 
 __all__ = ["launch"]
+
+_LAUNCHED = ("allranks", "torchrun")  # a rank of ours may start jobs of its own
+_PORT = 29500
 
 
 def launch(options: Options) -> int | Rank:
@@ -39,66 +37,71 @@ def launch(options: Options) -> int | Rank:
     Raises:
         ConfigError: the job cannot be started as asked.
     """
+    ensure_standard_streams()
+    if options.folder is not None:
+        try:
+            os.chdir(options.folder)
+        except OSError as error:
+            raise ConfigError(f"cannot enter {str(options.folder)!r} (--chdir): {error.strerror}") from None
+    check(options.target)
+    if options.iface:
+        os.environ["ALLRANKS_IFACE"] = options.iface
     try:
-        job = _prepare(options)
-        return job if isinstance(job, Rank) else job.run()
+        return _launch(options, detect(os.environ, options.env, launcher=True))
     except KeyboardInterrupt:  # while nothing has been started
         return 128 + signal.SIGINT
 
 
-@dataclass(frozen=True)
-class _Job:
-    options: Options
-    agent: Agent
-    server: StoreServer
-    screen: Screen
-    mask: Set[int]
-
-    def run(self) -> int:
-        gc.enable()
-        self.screen.open()
-        supervisor = Supervisor(self.agent, self.screen, self.options.grace_s, self.options.quiet)
-        with self.server:
-            self.server.start()
-            try:
-                return supervisor.run(self.mask)
-            finally:
-                self.agent.close()
-                self.screen.close()
-
-
-def _prepare(options: Options) -> _Job | Rank:
-    ensure_standard_streams()
-    if options.logs is not None:
-        _make_folder(options.logs)
-    files = reserve_descriptors(options.nproc)
-    guard = Guard()
-    server = StoreServer.unix()
-    screen = Screen(options.nproc, options.show, options.logs, os.environ)
-    if options.instead_of_gloo:
-        os.environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"  # read when torch is imported, here or in the ranks
-    share = Share(options.nproc, options.nproc)
-    environ = common_environ(os.environ, share, options.threads, server.address, ("127.0.0.1", free_port()))
-    start = options.start
-    if start == "fork" and options.target.is_python and not preload(environ["OMP_NUM_THREADS"]):
-        start = "spawn"
-    agent = Agent(Plan(options.nproc, options.target, start, environ, screen.stdio()), guard)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    try:
-        rank = agent.start(mask, files)
-    except OSError as error:
-        agent.close()
-        raise ConfigError(f"cannot start {options.nproc} ranks: {error.strerror}") from error
-    if rank is not None:
-        server.close()
-        return rank
-    return _Job(options, agent, server, screen, mask)
+def _launch(options: Options, place: Place) -> int | Rank:
+    if place.role == "rank" and place.kind not in _LAUNCHED and not options.hosts and options.node is None:
+        if options.nproc is None and options.per_host is None:
+            _replace_by_target(options)
+        raise ConfigError(
+            f"this process is rank {place.rank} of {place.size} already, started by {place.kind}; -n would start ranks"
+            " in each of them. Leave it out to run the program as that rank, or say --env local"
+        )
+    if options.hosts or (place.role == "allocation" and options.node is None):
+        hosts = options.hosts or read_hosts(place)
+        way = place.way if place.role == "allocation" else "ssh"
+        if not (len(hosts) == 1 and is_here(hosts[0].name)):
+            return run_there(options, hosts, way)
+        return _run_here(options, hosts[0])
+    nodes = options.nodes or ((place.nodes, place.nodes) if place.role == "node" and place.nodes else None)
+    if nodes is not None and nodes[1] > 1:
+        return _run_among(options, place, nodes)
+    return _run_here(options, Slots("localhost"))
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {str(path)!r} for --logs: {error.strerror}") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"cannot write into the folder {str(path)!r} for --logs")
+def _run_here(options: Options, host: Slots) -> int | Rank:
+    if options.nodes is not None and options.nodes[0] > 1:
+        raise ConfigError(f"{options.nodes[0]} hosts were asked for (-N), and there is only {host.name}")
+    (nproc,) = share_out([host], options.nproc, options.per_host, [(usable_cpus(), count_gpus())])
+    if options.dry_run:
+        print(describe_plan([host.name], [nproc], "from this process", options.target.words()))
+        return 0
+    return run_here(options, nproc)
+
+
+def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | Rank:
+    node = options.node if options.node is not None else place.node
+    name, port = options.leader or (place.leader, place.ports[0] if place.ports else None)
+    if node is None:
+        raise ConfigError(
+            f"{nodes[1]} hosts were asked for (-N), and neither which they are (--hosts), nor which of them this is"
+            " (--node-rank), nor a scheduler says more"
+        )
+    if node >= nodes[1]:
+        raise ConfigError(f"--node-rank {node} is out of range; there are {nodes[1]} hosts, numbered from 0")
+    port = _PORT if port is None else port
+    if node == 0:
+        return lead(options, nodes, name, port)
+    return join_leader(options, node, name or "127.0.0.1", port)
+
+
+def _replace_by_target(options: Options) -> NoReturn:
+    target = options.target
+    words = [target.name, *target.args]
+    if target.is_python:
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        words = [sys.executable, *flags, *(["-m"] if target.kind == "module" else []), *words]
+    os.execvp(words[0], words)

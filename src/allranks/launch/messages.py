@@ -16,6 +16,7 @@ from allranks.launch.wires import Stdio
 
 __all__ = [
     "Asked",
+    "Came",
     "Command",
     "End",
     "Event",
@@ -107,6 +108,12 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     why: str
 
 
+class Came(msgspec.Struct, frozen=True, tag=True):
+    """A host is there that could take part. Told by a fleet, not by an agent."""
+
+    host: str
+
+
 class Noted(msgspec.Struct, frozen=True, tag=True):
     """A line that is no rank's: what ssh or an agent itself says on stderr."""
 
@@ -114,7 +121,7 @@ class Noted(msgspec.Struct, frozen=True, tag=True):
     text: bytes
 
 
-Event = Output | Failed | Exited | Returned | Asked | Lost | Noted
+Event = Output | Failed | Exited | Returned | Asked | Lost | Came | Noted
 """What happens while ranks run."""
 
 
@@ -128,6 +135,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         machine: what ``_network.machine`` says.
         node: its number, where whoever started it said so.
         nproc: ranks that are wanted there, where whoever started it said so.
+        cpus: how many it may use.
+        gpus: how many it has.
         now: its clock.
     """
 
@@ -137,6 +146,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     machine: str
     node: int | None
     nproc: int | None
+    cpus: int
+    gpus: int
     now: float
 
 

@@ -15,7 +15,8 @@ from typing import Any, Literal, NoReturn
 
 from allranks._env import split_host_port
 from allranks._errors import ConfigError
-from allranks._hostlist import Slots, parse_hosts, read_hostfile
+from allranks._hostlist import Slots, parse_hostfile, parse_hosts
+from allranks._places import CHOICES
 from allranks.launch.target import Kind, Target
 
 __all__ = ["Options", "Show", "parse"]
@@ -193,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         add(name, dest="master_addr", metavar="HOST[:PORT]", help="host 0, in that case" if "-a" in name else _HIDE)
     for name in ("--master-port", "--master_port"):
         add(name, dest="master_port", type=_port, metavar="PORT", help=_HIDE)
-    add("--env", default="auto", metavar="KIND", help="what this place is: auto, local, ssh, slurm, pbs, lsf, mpi, k8s")
+    add("--env", default="auto", choices=CHOICES, metavar="KIND", help=f"what this place is: {', '.join(CHOICES)}")
     for name in ("--restarts", "--max-restarts", "--max_restarts"):
         shown = "start the job again when a rank fails, so often (default 0)"
         add(name, dest="restarts", type=_whole, default=0, metavar="K", help=shown if name == "--restarts" else _HIDE)
@@ -263,7 +264,9 @@ def _port(text: str) -> int:
 
 def _nodes(text: str) -> tuple[int, int]:
     least, colon, greatest = text.partition(":")
-    numbers = [_at_least_one(part, "a number of hosts (N or MIN:MAX)") for part in (least, greatest if colon else least)]
+    numbers = [
+        _at_least_one(part, "a number of hosts (N or MIN:MAX)") for part in (least, greatest if colon else least)
+    ]
     if numbers[0] > numbers[1]:
         raise argparse.ArgumentTypeError(f"{text!r}: MIN is greater than MAX")
     return numbers[0], numbers[1]
@@ -272,9 +275,13 @@ def _nodes(text: str) -> tuple[int, int]:
 def _hosts(text: str | None, file: Path | None) -> tuple[Slots, ...]:
     if text is not None and file is not None:
         raise ConfigError("--hosts and --hostfile exclude each other")
-    if file is not None:
-        return read_hostfile(file)
-    return parse_hosts(text) if text is not None else ()
+    if file is None:
+        return parse_hosts(text, "--hosts") if text is not None else ()
+    try:
+        return parse_hostfile(file.read_text(), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"cannot read the hostfile {str(file)!r}: {why}") from None
 
 
 def _leader(address: str | None, port: int | None) -> tuple[str, int | None] | None:

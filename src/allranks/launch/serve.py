@@ -25,6 +25,7 @@ import msgspec
 from allranks import __version__
 from allranks._env import split_host_port
 from allranks._errors import ConfigError, JoinError
+from allranks._host import count_gpus, usable_cpus
 from allranks._network import interface_of, machine, nearest_first
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
 from allranks.launch.agent import Agent, Plan
@@ -66,7 +67,7 @@ def hello(node: int | None = None, nproc: int | None = None) -> Hello:
     """What this process says first."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     python = ".".join(map(str, sys.version_info[:3]))
-    return Hello(name, __version__, python, machine(), node, nproc, time.monotonic())
+    return Hello(name, __version__, python, machine(), node, nproc, usable_cpus(), count_gpus(), time.monotonic())
 
 
 class Station:

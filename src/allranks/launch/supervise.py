@@ -9,13 +9,15 @@ import contextlib
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 from types import FrameType
 
 from allranks._errors import rank_list
 from allranks.launch.agent import Agent
 from allranks.launch.blame import Blame, Failure, describe_failure, describe_interrupt
-from allranks.launch.messages import Event, Exited, Failed, Output
+from allranks.launch.fleet import Fleet
+from allranks.launch.messages import Asked, Came, Event, Exited, Failed, Lost, Noted, Output
 from allranks.launch.screen import Screen
 
 __all__ = ["FORWARDED", "Supervisor"]
@@ -24,6 +26,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STRAGGLERS_S = 0.5
 _LINGER_S = 10.0  # from the first rank's end to a word about it
 _DRAIN_S = 1.0  # the least that a reader gets for what is left when a job was stopped
+_LOST_CODE = 255  # as ssh has it
 _BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
 
 
@@ -35,9 +38,23 @@ class Supervisor:
         screen: where their output goes.
         grace_s: time between the signal that asks ranks to end and the one that makes them.
         quiet: leave out what need not be said.
+        hosts: the host of each rank, where there are several.
+
+    Attributes:
+        results: what ranks that ran a function returned, pickled.
+        failed: once it has run: a rank failed, or a host was lost; nobody asked for the end.
+        joined: once it has run: it was ended so that a host that came can take part.
+        last_words: once it has run: how it ended, as it was told.
     """
 
-    def __init__(self, agent: Agent, screen: Screen, grace_s: float, quiet: bool) -> None:
+    def __init__(
+        self, agent: Agent | Fleet, screen: Screen, grace_s: float, quiet: bool, hosts: Sequence[str] = ()
+    ) -> None:
+        self.results: dict[int, bytes] = {}
+        self.failed = False
+        self.joined = False
+        self.last_words = b""
+        self._hosts = hosts
         self._agent = agent
         self._screen = screen
         self._grace_s = grace_s
@@ -122,16 +139,40 @@ class Supervisor:
             self._screen.take(event)
         elif isinstance(event, Failed):
             self._screen.log(event.rank, event.report.text)
-            self._blame.add(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
-        else:
+            failed = Failure(event.rank, event.pid, event.report.code, event.report.at, event.report)
+            self._blame.add(self._placed(failed))
+        elif isinstance(event, Exited):
             self._take_exit(event)
+        elif isinstance(event, Lost):
+            for rank in event.ranks:
+                self._screen.end(rank)
+            if self._kill_at is None:
+                lost = Failure(event.ranks[0], 0, _LOST_CODE, time.monotonic(), host=event.host, lost=event.why)
+                self._blame.add(lost)
+        elif isinstance(event, Noted):
+            self._screen.note(event.host.encode() + b": " + event.text)
+        elif isinstance(event, Asked):
+            self._received.append(event.signal)
+        elif isinstance(event, Came):
+            self._take_came(event)
+        else:
+            self.results[event.rank] = event.result
+
+    def _placed(self, failure: Failure) -> Failure:
+        return replace(failure, host=self._hosts[failure.rank]) if self._hosts else failure
+
+    def _take_came(self, event: Came) -> None:
+        if self._kill_at is None:
+            self.joined = True
+            self._screen.note(f"allranks run: {event.host} has come; the ranks start again".encode())
+            self._stop(signal.SIGTERM, self._agent.running)
 
     def _take_exit(self, event: Exited) -> None:
         self._screen.end(event.rank)
         if self._kill_at is not None:
             return
         if event.status != 0:
-            self._blame.add(Failure(event.rank, event.pid, event.status, time.monotonic()))
+            self._blame.add(self._placed(Failure(event.rank, event.pid, event.status, time.monotonic())))
             return
         if not self._left:
             self._linger_at = time.monotonic() + _LINGER_S
@@ -202,6 +243,8 @@ class Supervisor:
                 name = signal.Signals(self._signalled).name
                 self._screen.note(describe_interrupt(name, failures, self._quiet))
             return self._own_code()
+        if self.joined:  # what ranks said when they were asked to end
+            return 0
         if self._cause is None and failures and not self._output_lost:  # echoes, and all were gone before they settled
             self._cause = self._blame.cause()
             self._stopped_at = time.monotonic()
@@ -209,7 +252,9 @@ class Supervisor:
             return self._own_code()
         before = [failure for failure in failures if failure.at < self._stopped_at]
         tail = self._screen.tail(self._cause.rank)
-        self._screen.note(describe_failure(self._cause, before, tail, self._quiet, sorted(self._left)))
+        self.failed = True
+        self.last_words = describe_failure(self._cause, before, tail, self._quiet, sorted(self._left))
+        self._screen.note(self.last_words)
         return self._cause.exit_code
 
     def _own_code(self) -> int:

@@ -7,6 +7,7 @@ before anything is started, and without running any of the user's code.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ class Target:
     def is_python(self) -> bool:
         """True if a python interpreter runs it, so that the launcher can fork ranks and get reports."""
         return self.kind != "command"
+
+    def words(self) -> str:
+        """As a line of a shell."""
+        return shlex.join(
+            [*{"module": ["python", "-m"], "script": ["python"], "command": []}[self.kind], self.name, *self.args]
+        )
 
 
 def check(target: Target) -> None:

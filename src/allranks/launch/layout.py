@@ -1,0 +1,101 @@
+"""How many ranks each host gets. Pure.
+
+By blocks, as mpirun and srun do: the first host's ranks come first. What the hosts are for (their slots) is a limit
+where it was said, and what a host has (CPUs, GPUs) only where that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from allranks._errors import ConfigError
+from allranks._hostlist import Slots
+
+__all__ = ["describe_plan", "share_out"]
+
+
+def share_out(
+    hosts: Sequence[Slots],
+    nproc: int | None,
+    per_host: int | Literal["auto", "gpu"] | None,
+    has: Sequence[tuple[int, int]] = (),
+) -> list[int]:
+    """Says how many ranks each host gets.
+
+    Args:
+        hosts: the hosts, in the order of their ranks.
+        nproc: ranks in all; None if it follows.
+        per_host: ranks on each host, or what they are counted by; None if it follows.
+        has: CPUs and GPUs of each host; needed where ``per_host`` is a word.
+
+    Returns:
+        The number of ranks by host; a host at the end may get none.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    counts = [host.count for host in hosts]
+    if isinstance(per_host, str):
+        found = [max(1, cpus) if per_host == "auto" else gpus for cpus, gpus in has]
+        for host, count in zip(hosts, found, strict=True):
+            if count == 0:
+                raise ConfigError(f"{host.name} has no GPU, and one rank for each was asked for (-n gpu)")
+    elif per_host is not None:
+        found = [per_host] * len(hosts)
+        for host in hosts:
+            if host.count is not None and host.count < per_host:
+                raise ConfigError(
+                    f"{per_host} ranks on each host do not fit: {host.name} has {_slots(host.count)}"
+                    f" (more: {host.name}:{per_host})"
+                )
+    elif nproc is None:
+        return [1 if count is None else count for count in counts]
+    elif all(count is None for count in counts):
+        least, more = divmod(nproc, len(hosts))
+        return [least + (number < more) for number in range(len(hosts))]
+    else:
+        found, left = [], nproc
+        for count in counts:
+            fitting = min(left, 1 if count is None else count)
+            found.append(fitting)
+            left -= fitting
+        if left:
+            said = ", ".join(f"{h.name} has {_slots(1 if h.count is None else h.count)}" for h in hosts)
+            raise ConfigError(f"{nproc} ranks do not fit: {said} (more: {hosts[0].name}:{nproc})")
+        return found
+    if nproc is not None and nproc != sum(found):
+        raise ConfigError(
+            f"{nproc} ranks were asked for (-n), and {sum(found)} by {_words(per_host)} on {len(hosts)} host(s)"
+        )
+    return found
+
+
+def _slots(count: int) -> str:
+    return "1 slot" if count == 1 else f"{count} slots"
+
+
+def _words(per_host: int | str) -> str:
+    return f"--nproc-per-node {per_host}"
+
+
+def describe_plan(hosts: Sequence[str], counts: Sequence[int | str], how: str, what: str) -> str:
+    """What would be started where, a line a host.
+
+    Args:
+        hosts: the hosts.
+        counts: how many ranks each gets; a word where that is not known before it is asked.
+        how: how they are reached.
+        what: the program.
+    """
+    width = max(len(name) for name in hosts)
+    lines = [f"{what}, on {len(hosts)} host{'s' * (len(hosts) != 1)}, started {how}:"]
+    first = 0
+    for name, count in zip(hosts, counts, strict=True):
+        if isinstance(count, str):
+            lines.append(f"  {name:{width}}  {count}")
+            continue
+        ranks = f"rank {first}" if count == 1 else f"ranks {first}-{first + count - 1}"
+        lines.append(f"  {name:{width}}  {ranks if count else 'none'}")
+        first += count
+    return "\n".join(lines)

@@ -1,0 +1,118 @@
+"""A job on this host, whose ranks are forked from this process: the order in which things must happen.
+
+The guard is forked while this process is small. Threads per rank are decided before torch is imported, as its
+libraries read them then. The store's socket is bound before ranks are forked, as they are told its address; its
+thread starts after, as a process with threads cannot be forked safely; and it has ended before a next round.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from allranks._errors import ConfigError
+from allranks._store import StoreServer
+from allranks.launch.agent import Agent, Plan
+from allranks.launch.environ import Share, common_environ, free_port
+from allranks.launch.guard import Guard
+from allranks.launch.options import Options
+from allranks.launch.preload import preload
+from allranks.launch.rank import Rank
+from allranks.launch.screen import Screen
+from allranks.launch.supervise import FORWARDED, Supervisor
+from allranks.launch.wires import reserve_descriptors
+
+__all__ = ["make_folder", "run_here"]
+
+
+def run_here(options: Options, nproc: int) -> int | Rank:
+    """Runs a job of ``nproc`` ranks.
+
+    Returns:
+        The exit code; or, in each of the forked ranks, the rank, which the caller must let ``run``, outside of
+        everything that belongs to the launcher.
+
+    Raises:
+        ConfigError: the job cannot be started as asked.
+    """
+    run = secrets.token_hex(8)
+    restart = 0
+    while True:
+        round_ = _prepare(options, Share(nproc, nproc, run=run, restart=restart, restarts=options.restarts))
+        if isinstance(round_, Rank):
+            return round_
+        code, failed = round_.run()
+        if not failed or restart == options.restarts:
+            return code
+        restart += 1
+        print(f"allranks run: starting again ({restart} of {options.restarts})", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class _Round:
+    options: Options
+    agent: Agent
+    server: StoreServer
+    screen: Screen
+    mask: Set[int]
+
+    def run(self) -> tuple[int, bool]:
+        """The exit code, and whether a rank failed."""
+        gc.enable()
+        self.screen.open()
+        supervisor = Supervisor(self.agent, self.screen, self.options.grace_s, self.options.quiet)
+        with self.server:
+            self.server.start()
+            try:
+                return supervisor.run(self.mask), supervisor.failed
+            finally:
+                self.agent.close()
+                self.screen.close()
+
+
+def _prepare(options: Options, share: Share) -> _Round | Rank:
+    if options.logs is not None:
+        make_folder(options.logs)
+    nproc = share.nproc
+    files = reserve_descriptors(nproc)
+    guard = Guard()
+    server = StoreServer.unix()
+    screen = Screen(nproc, options.show, options.logs, os.environ)
+    if options.instead_of_gloo:
+        os.environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"  # read when torch is imported, here or in the ranks
+    master = ("127.0.0.1", (options.leader[1] if options.leader else None) or free_port())
+    environ = common_environ(os.environ, share, options.threads, server.address, master)
+    start = options.start
+    if start == "fork" and options.target.is_python and not preload(environ["OMP_NUM_THREADS"]):
+        start = "spawn"
+    agent = Agent(Plan(nproc, options.target, start, environ, screen.stdio()), guard)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        rank = agent.start(mask, files)
+    except OSError as error:
+        agent.close()
+        raise ConfigError(f"cannot start {nproc} ranks: {error.strerror}") from error
+    if rank is not None:
+        server.close()
+        return rank
+    return _Round(options, agent, server, screen, mask)
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder for ``--logs``.
+
+    Raises:
+        ConfigError: it cannot be had, or not be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {str(path)!r} for --logs: {error.strerror}") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write into the folder {str(path)!r} for --logs")
