@@ -12,8 +12,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,18 @@ def trouble() -> str:
     return f"namespaces are not allowed: {tried.stderr.strip()}" if tried.returncode else ""
 
 
+def await_true(condition: Callable[[], bool], what: str, log: Path, patience_s: float = 30.0) -> None:
+    """Waits for a daemon.
+
+    Raises:
+        AssertionError: it took too long; with the end of its log.
+    """
+    deadline = time.monotonic() + patience_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not {what} in {patience_s} s: {log.read_text()[-2000:]}"
+        time.sleep(0.05)
+
+
 @dataclass(frozen=True)
 class Host:
     name: str
@@ -66,8 +79,31 @@ class Host:
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
         """Starts a program there."""
-        inside = ["nsenter", "--target", str(self.holder), "--net", "--uts", "--mount", "--", *command]
-        return subprocess.Popen(inside, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            self.inside(*command), env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def inside(self, *command: str) -> list[str]:
+        """The command that runs a program there."""
+        return ["nsenter", "--target", str(self.holder), "--net", "--uts", "--mount", "--", *command]
+
+    @contextlib.contextmanager
+    def serve(self, log: Path, *command: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+        """Runs a daemon there, until the block is left or this process ends. It must stay in the foreground."""
+        daemon = ["setpriv", "--pdeathsig", "TERM", "--", *command]
+        with log.open("a") as file:
+            process = subprocess.Popen(
+                self.inside(*daemon), env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+        try:
+            yield
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 class Cluster:

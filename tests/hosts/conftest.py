@@ -1,18 +1,24 @@
-"""The hosts that the tests here run on."""
+"""The hosts that the tests here run on, and what serves on them."""
 
 import os
 from collections.abc import Iterator
+from typing import NoReturn
 
 import cluster
 import pytest
+import slurm as slurms
+import sshd
+
+
+def _absent(reason: str) -> NoReturn:
+    if os.environ.get("ALLRANKS_TEST_HOSTS") == "required":
+        pytest.fail(f"the tests of several hosts cannot run: {reason}")
+    pytest.skip(f"not to be had on this machine: {reason}")
 
 
 def _hosts(count: int) -> Iterator[cluster.Cluster]:
-    reason = cluster.trouble()
-    if reason and os.environ.get("ALLRANKS_TEST_HOSTS") == "required":
-        pytest.fail(f"the tests of several hosts cannot run: {reason}")
-    if reason:
-        pytest.skip(f"no hosts can be made on this machine: {reason}")
+    if reason := cluster.trouble():
+        _absent(f"hosts: {reason}")
     with cluster.cluster(count) as made:
         yield made
 
@@ -25,3 +31,20 @@ def three_hosts() -> Iterator[cluster.Cluster]:
 @pytest.fixture(scope="session")
 def four_hosts() -> Iterator[cluster.Cluster]:
     yield from _hosts(4)
+
+
+@pytest.fixture(scope="session")
+def ssh(three_hosts: cluster.Cluster) -> Iterator[sshd.Ssh]:
+    if reason := sshd.trouble():
+        _absent(f"sshd: {reason}")
+    with sshd.sshd(three_hosts) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[slurms.Slurm]:
+    if reason := slurms.trouble():
+        _absent(f"SLURM: {reason}")
+    for hosts in _hosts(2):
+        with slurms.slurm(hosts) as made:
+            yield made
