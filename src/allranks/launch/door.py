@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from allranks._errors import ConfigError, SecretError
 from allranks._network import listen
@@ -37,6 +38,7 @@ __all__ = ["Door", "dial"]
 
 _AT_ONCE = 64
 _PAUSE_S = 0.05
+_TELL_S = 10.0
 
 
 class Door:
@@ -126,39 +128,44 @@ class Door:
             self._places.release()
 
 
-def dial(addresses: Sequence[str], port: int, secret: bytes, until: float) -> socket.socket:
+def dial(
+    targets: Sequence[tuple[str, int]], secret: bytes, until: float, on_wait: Callable[[str], None] = lambda last: None
+) -> socket.socket:
     """Goes to a launcher's door; tries until it opens.
 
     Args:
-        addresses: where it may be; the first that opens is taken.
-        port: its port.
+        targets: hosts and ports where it may be; the first that opens is taken.
         secret: what both must know.
         until: when to give up (``time.monotonic``).
+        on_wait: called once with what was last wrong, where it takes long.
 
     Raises:
         SecretError: the launcher knows another secret.
         ConfigError: nobody, or somebody else, answered in time.
     """
     trouble = "not tried"
+    told_at = time.monotonic() + _TELL_S
     while True:
-        for address in addresses:
+        for address, port in targets:
             sock: socket.socket | None = None
             try:
                 sock = socket.create_connection((address, port), min(3.0, max(0.1, until - time.monotonic())))
                 _enter(sock, _derived(secret))
-            except SecretError:
-                if sock is not None:
-                    sock.close()
-                raise
             except (OSError, UnicodeError, WireError, ConfigError) as error:
                 trouble = f"{address}:{port}: {reason(error) if isinstance(error, OSError) else error}"
                 if sock is not None:
                     sock.close()
+                if isinstance(error, SecretError) and len(targets) == 1:
+                    raise SecretError(trouble) from None
                 continue
             _keep(sock)
             return sock
         if time.monotonic() >= until:
-            raise ConfigError(f"found no launcher at {', '.join(addresses)}, port {port} (last: {trouble})")
+            where = ", ".join(f"{address}:{port}" for address, port in targets)
+            raise ConfigError(f"found no launcher at {where} (last: {trouble}; longer: --join-timeout)")
+        if time.monotonic() >= told_at:
+            told_at = math.inf
+            on_wait(trouble)
         time.sleep(_PAUSE_S)
 
 

@@ -23,6 +23,7 @@ from allranks._errors import ConfigError
 from allranks.launch.door import Door
 from allranks.launch.link import Link, LinkLost, to_agent
 from allranks.launch.messages import (
+    Came,
     Command,
     End,
     Event,
@@ -51,6 +52,7 @@ _SAID_BYTES = 1 << 14
 _FINISH_S = 10.0
 _END_S = 2.0
 _GONE_S = 0.3
+_AGAIN_S = 3.0
 
 
 @dataclass(eq=False)
@@ -64,6 +66,8 @@ class Host:
         process: the process of this host that ends when the agent does, if there is one for it alone.
         link: to the agent; None before it is there, and after it is gone.
         hello: what the agent said first.
+        slots: how many ranks it is meant for; None if nobody says.
+        place: its place in the order of ranks.
         ranks: what it runs in this round.
         running: those of them whose process is not gone.
         offset: added to its clock gives ours.
@@ -75,9 +79,12 @@ class Host:
     process: subprocess.Popen[bytes] | None = None
     link: Link[Message] | None = None
     hello: Hello | None = None
+    slots: int | None = None
+    place: int = 0
     ranks: range = range(0)
     running: set[int] = field(default_factory=set)
     offset: float = math.inf
+    again: Callable[[], Host] | None = None
     answer: Ready | Unable | Finished | None = None
     why: str = ""  # it is gone
     said: bytearray = field(default_factory=bytearray)
@@ -119,7 +126,11 @@ class Fleet:
         self.hosts: list[Host] = []
         self._crowds: list[Crowd] = []
         self._door = door
-        self._callers: list[Host] = []  # who has dialled in, and is not one of the hosts yet
+        self._callers: list[Host] = []  # who has dialled in, or is tried again, and is not one of the hosts yet
+        self._absent: dict[str, Callable[[], Host]] = {}  # how to try again those who are gone
+        self._try_at = 0.0
+        self._hears_callers = False
+        self._shut = False
         self._selector = selectors.DefaultSelector()
         self._ear, self.wake = os.pipe()
         os.set_blocking(self._ear, False)
@@ -139,14 +150,18 @@ class Fleet:
         Raises:
             ConfigError: there is no such command here.
         """
+        host = self._call(name, way, command, python, environ)
+        self.hosts.append(host)
+        return host
+
+    def _call(self, name: str, way: str, command: Sequence[str], python: str, environ: Mapping[str, str]) -> Host:
         process = _start(command, environ, subprocess.PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
         link = to_agent(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
         process.stdin.close()
         process.stdout.close()
-        host = Host(name, way, python, process, link)
-        self.hosts.append(host)
+        host = Host(name, way, python, process, link, again=lambda: self._call(name, way, command, python, environ))
         self._attach(host)
         self._hear_stderr(host, process)
         return host
@@ -189,7 +204,53 @@ class Fleet:
     def admit(self, host: Host) -> None:
         """Makes a caller one of the hosts."""
         self._callers.remove(host)
+        self._absent.pop(host.name, None)
         self.hosts.append(host)
+        self.hosts.sort(key=lambda host: host.place)
+
+    def turn_away(self, host: Host, why: str) -> None:
+        """Sends a caller home."""
+        self._say(host, End(2, why.encode()))
+        self._callers.remove(host)
+        self._detach(host)
+
+    def drop(self, host: Host, try_again: bool) -> None:
+        """Counts on a host no longer.
+
+        Args:
+            host: one that is gone.
+            try_again: see from time to time whether it can be had again.
+        """
+        self.hosts.remove(host)
+        self._detach(host)
+        if host.process is not None:
+            self._bury(host.process)
+            if try_again and host.again is not None:
+                again, place, slots = host.again, host.place, host.slots
+                self._absent[host.name] = lambda: _like(again(), place, slots)
+
+    def hear_callers(self, on: bool) -> None:
+        """Whether ``poll`` tells of hosts that could take part."""
+        self._hears_callers = on
+
+    @property
+    def by_callers(self) -> bool:
+        """Whether hosts come by themselves."""
+        return self._door is not None and not self._crowds
+
+    def refusals(self) -> str:
+        """Who was turned away at the door, and why; "" if nobody."""
+        refused = self._door.refused if self._door is not None else {}
+        return f"(turned away: {'; '.join(f'{peer}: {why}' for peer, why in refused.items())})" if refused else ""
+
+    def shut_door(self) -> int:
+        """Lets nobody in any more. Returns the door's port, which is free then."""
+        assert self._door is not None
+        port = self._door.port
+        self._selector.unregister(self._door.wake)
+        self._door.close()
+        self._shut = True
+        return port
 
     @property
     def callers(self) -> list[Host]:
@@ -227,7 +288,7 @@ class Fleet:
         """Has all hosts start their ranks."""
         for host, command in zip(self.hosts, commands, strict=True):
             host.answer = None
-            host.ranks = range(command.first, command.first + len(command.stdio))
+            host.ranks = range(command.first, command.first + command.count)
             host.running = set(host.ranks)
         for host, command in zip(self.hosts, commands, strict=True):
             self._say(host, command)
@@ -246,8 +307,14 @@ class Fleet:
 
     def poll(self, timeout_s: float | None) -> list[Event]:
         """Waits for events, for ``wake``, or for the time to pass."""
+        if self._hears_callers and self._absent:
+            timeout_s = min(_AGAIN_S if timeout_s is None else timeout_s, _AGAIN_S)
+            self.try_again()
         if not self._events:
             self._turn(timeout_s)
+        if self._hears_callers and self.callers:
+            self._hears_callers = False
+            self._events.append(Came(", ".join(host.name for host in self.callers)))
         events, self._events = self._events, []
         return events
 
@@ -310,9 +377,8 @@ class Fleet:
             self._turn(0.05)  # what was said last
         for host in (*self.hosts, *self._callers):
             self._detach(host)
-        if self._door is not None:
-            self._selector.unregister(self._door.wake)
-            self._door.close()
+        if self._door is not None and not self._shut:
+            self.shut_door()
         for process in processes:
             try:
                 process.wait(max(0.0, until - time.monotonic()))
@@ -320,17 +386,23 @@ class Fleet:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGTERM)
         for process in processes:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GONE_S)
-            except subprocess.TimeoutExpired:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            if process.stderr is not None:
-                process.stderr.close()
+            self._bury(process)
         self._selector.close()
         os.close(self._ear)
         os.close(self.wake)
+
+    def try_again(self) -> None:
+        """Calls those who are gone, unless it was just tried."""
+        if time.monotonic() < self._try_at:
+            return
+        self._try_at = time.monotonic() + _AGAIN_S
+        trying = {host.name for host in self._callers}
+        for name, again in self._absent.items():
+            if name not in trying:
+                with contextlib.suppress(ConfigError):  # the command has gone, with the network that it is on
+                    self._callers.append(again())
 
     # Descriptors.
 
@@ -375,6 +447,16 @@ class Fleet:
             self._callers.append(host)
             self._attach(host)
 
+    def _bury(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.stderr is not None:
+            if process.stderr.fileno() in self._selector.get_map():
+                self._selector.unregister(process.stderr.fileno())
+            process.stderr.close()
+
     def _hear_stderr(self, source: Host | Crowd, process: subprocess.Popen[bytes]) -> None:
         assert process.stderr is not None
         fd = process.stderr.fileno()
@@ -395,6 +477,8 @@ class Fleet:
         if not data and rest:
             lines, rest = [*lines, rest], bytearray()
         source.line = bytearray(rest)
+        if source in self._callers:
+            return  # who is tried again fails mostly
         name = source.name if isinstance(source, Host) else source.way
         self._events += [Noted(name, bytes(line)) for line in lines if line.strip()]
 
@@ -488,6 +572,8 @@ class Fleet:
         self._detach(host)
         if host in self._callers:
             self._callers.remove(host)
+            if host.process is not None:
+                self._bury(host.process)
         host.why = why
         host.answer = None
         if host.running:
@@ -510,11 +596,10 @@ class Fleet:
 
     def _who_is_missing(self) -> str:
         missing = [host.name for host in self.hosts if host.hello is None or host.link is None]
-        refused = "; ".join(f"{peer}: {why}" for peer, why in (self._door.refused if self._door else {}).items())
         said = " | ".join(crowd.said.decode(errors="replace").strip() for crowd in self._crowds if crowd.said)
         words = f"no answer from {', '.join(missing) or 'the other hosts'} in time"
-        if refused:
-            words += f"; turned away: {refused}"
+        if refused := self.refusals():
+            words += f" {refused}"
         return words + (f"; {said}" if said else "") + " (longer: --join-timeout)"
 
     def __iter__(self) -> Iterator[Host]:
@@ -533,6 +618,11 @@ def _start(command: Sequence[str], environ: Mapping[str, str], stdin: int) -> su
         )
     except OSError as error:
         raise ConfigError(f"cannot start {command[0]!r}: {str(error.strerror).lower()}") from None
+
+
+def _like(host: Host, place: int, slots: int | None) -> Host:
+    host.place, host.slots = place, slots
+    return host
 
 
 def _ending(code: int) -> str:

@@ -3,6 +3,7 @@ where the same command was typed; or in place, where this process is a rank of s
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -84,18 +85,26 @@ def _run_here(options: Options, host: Slots) -> int | Rank:
 
 def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | Rank:
     node = options.node if options.node is not None else place.node
-    name, port = options.leader or (place.leader, place.ports[0] if place.ports else None)
-    if node is None:
+    name, port = options.leader or (place.leader, None)
+    if node is None and not name:
         raise ConfigError(
             f"{nodes[1]} hosts were asked for (-N), and neither which they are (--hosts), nor which of them this is"
             " (--node-rank), nor a scheduler says more"
         )
-    if node >= nodes[1]:
+    if node is not None and node >= nodes[1]:
         raise ConfigError(f"--node-rank {node} is out of range; there are {nodes[1]} hosts, numbered from 0")
-    port = _PORT if port is None else port
-    if node == 0:
-        return lead(options, nodes, name, port)
-    return join_leader(options, node, name or "127.0.0.1", port)
+    ports = [port] if port is not None else [*place.ports] or [_PORT]
+    if options.dry_run:
+        where = f"{name or 'this host'}, port {', '.join(map(str, ports))}"
+        print(f"{options.target.words()}, on this host and {nodes[1] - 1} more, which meet on {where}")
+        return 0
+    if node == 0 or (node is None and is_here(name)):
+        try:
+            return lead(options, nodes, name, ports)
+        except OSError as error:
+            if node == 0 or error.errno != errno.EADDRINUSE:
+                raise ConfigError(f"cannot listen on port {ports[0]}: {str(error.strerror).lower()}") from None
+    return join_leader(options, node, [(name or "127.0.0.1", port) for port in ports])
 
 
 def _replace_by_target(options: Options) -> NoReturn:

@@ -35,7 +35,7 @@ def share_out(
     Raises:
         ConfigError: they do not fit.
     """
-    counts = [host.count for host in hosts]
+    slots = [host.count for host in hosts]
     if isinstance(per_host, str):
         found = [max(1, cpus) if per_host == "auto" else gpus for cpus, gpus in has]
         for host, count in zip(hosts, found, strict=True):
@@ -50,13 +50,13 @@ def share_out(
                     f" (more: {host.name}:{per_host})"
                 )
     elif nproc is None:
-        return [1 if count is None else count for count in counts]
-    elif all(count is None for count in counts):
+        return [1 if count is None else count for count in slots]
+    elif all(count is None for count in slots):
         least, more = divmod(nproc, len(hosts))
         return [least + (number < more) for number in range(len(hosts))]
     else:
         found, left = [], nproc
-        for count in counts:
+        for count in slots:
             fitting = min(left, 1 if count is None else count)
             found.append(fitting)
             left -= fitting

@@ -216,6 +216,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         first: number of the first one there; the others follow.
+        count: how many there are.
         world_size: how many there are in the job.
         node: number of the host.
         nodes: how many hosts there are.
@@ -224,10 +225,11 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         run: name of the job.
         restart: how often it has been started again.
         restarts: how often it may be.
-        stdio: what stdout and stderr of each rank are.
+        stdio: what stdout and stderr of each rank are; empty where the agent shows them itself.
     """
 
     first: int
+    count: int
     world_size: int
     node: int
     nodes: int

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import msgspec
@@ -38,10 +38,12 @@ from allranks.launch.messages import (
     Command,
     End,
     Event,
+    Exited,
     Finish,
     Finished,
     Hello,
     Listen,
+    Output,
     Prepare,
     Ready,
     Resize,
@@ -51,6 +53,7 @@ from allranks.launch.messages import (
 )
 from allranks.launch.preload import preload
 from allranks.launch.rank import Rank
+from allranks.launch.screen import Screen
 from allranks.launch.target import check
 from allranks.launch.wires import reserve_descriptors
 
@@ -75,10 +78,17 @@ class Station:
 
     Args:
         link: to the launcher. Closed at the end.
+        own: what this host's own command line says, which counts here more than the launcher's; None if it has none.
+        show: makes the screen that shows this host's ranks; None to send what they write to the launcher.
     """
 
-    def __init__(self, link: Link[Command]) -> None:
+    def __init__(
+        self, link: Link[Command], own: Prepare | None = None, show: Callable[[Start], Screen] | None = None
+    ) -> None:
         self._link = link
+        self._own = own
+        self._show = show
+        self._screen: Screen | None = None
         self._prepared: Prepare | None = None
         self._guard: Guard | None = None
         self._server: StoreServer | None = None
@@ -126,6 +136,17 @@ class Station:
 
     def _prepare(self, command: Prepare) -> None:
         self._clear()
+        if (own := self._own) is not None:
+            command = msgspec.structs.replace(
+                command,
+                target=own.target,
+                start=own.start,
+                folder=own.folder,
+                environ=own.environ,
+                threads=own.threads,
+                bind=own.bind,
+                one_gpu_per_rank=own.one_gpu_per_rank,
+            )
         try:
             if command.folder:
                 _enter(command.folder)
@@ -160,7 +181,9 @@ class Station:
         except ConfigError as error:
             self._link.say(Unable(str(error)))
             return None
-        plan = Plan(prepared.nproc, prepared.target, prepared.start, environ, command.stdio, command.first)
+        screen = self._show(command) if self._show is not None else None
+        stdio = command.stdio if screen is None else screen.stdio()
+        plan = Plan(prepared.nproc, prepared.target, prepared.start, environ, stdio, command.first)
         agent = Agent(plan, guard)
         private = tuple({self._link.ear, self._link.mouth})
         try:
@@ -174,7 +197,9 @@ class Station:
             if self._server is not None:
                 self._server.close()
             return rank
-        self._guard, self._agent = None, agent
+        self._guard, self._agent, self._screen = None, agent, screen
+        if screen is not None:
+            screen.open()
         if self._server is not None:
             self._server.start()
         self._watch(agent)
@@ -215,7 +240,8 @@ class Station:
             self._received.append(number)
 
         wakeup = signal.set_wakeup_fd(agent.wake, warn_on_full_buffer=False)
-        before = {number: signal.signal(number, receive) for number in _SIGNALS}
+        numbers = _SIGNALS if self._screen is None else (*_SIGNALS, signal.SIGWINCH)
+        before = {number: signal.signal(number, receive) for number in numbers}
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         try:
             while not self._commands or not isinstance(self._commands[0], Finish | End | Prepare):
@@ -232,10 +258,23 @@ class Station:
             self._clear()
 
     def _relay(self, events: list[Event]) -> None:
+        screen = self._screen
         for event in events:
+            if screen is not None and isinstance(event, Output):
+                screen.take(event)
+                continue
+            if screen is not None and isinstance(event, Exited):
+                screen.end(event.rank)
             self._link.say(event)
         while self._received:
-            self._link.say(Asked(self._received.popleft()))
+            if (number := self._received.popleft()) != signal.SIGWINCH:
+                self._link.say(Asked(number))
+            elif screen is not None and self._agent is not None:
+                screen.resized()
+                self._agent.resize(*screen.size())
+        if screen is not None:
+            for name, error in screen.flush():
+                screen.note(f"allranks run: cannot write to {name}: {error.strerror}".encode())
 
     def _obey(self, agent: Agent) -> None:
         self._link.flush()
@@ -251,8 +290,9 @@ class Station:
                 case _:
                     break
             self._commands.popleft()
-        agent.heed({self._link.mouth} if self._link.backlog else set())
-        agent.listen(self._listening and self._link.backlog < _BACKLOG)
+        blocked, backlog = (set(), 0) if self._screen is None else (self._screen.blocked, self._screen.backlog)
+        agent.heed(blocked | ({self._link.mouth} if self._link.backlog else set()))
+        agent.listen(self._listening and max(backlog, self._link.backlog) < _BACKLOG)
 
     def _finish(self, agent: Agent) -> None:
         until = time.monotonic() + _STRAGGLERS_S
@@ -265,14 +305,17 @@ class Station:
 
     def _clear(self) -> None:
         """Gives back what a round had."""
-        agent, guard, server = self._agent, self._guard, self._server
-        self._agent = self._guard = self._server = None
+        agent, guard, server, screen = self._agent, self._guard, self._server, self._screen
+        self._agent = self._guard = self._server = self._screen = None
         if agent is not None:
             agent.close()
         if guard is not None:
             guard.dismiss()
         if server is not None:
             server.close()
+        if screen is not None:
+            screen.flush()
+            screen.close()
 
 
 def _enter(folder: str) -> None:
@@ -333,7 +376,8 @@ def main(argv: Sequence[str]) -> int | Rank:
             os.dup2(2, 1)  # what is printed here by mistake is no message
         else:
             hosts, _, port = args.dial.rpartition(":")
-            sock = dial(hosts.split(","), int(port), load_secret(), time.monotonic() + _DIAL_S)
+            targets = [(host, int(port)) for host in hosts.split(",")]
+            sock = dial(targets, load_secret(), time.monotonic() + _DIAL_S)
             ear = mouth = sock.detach()
         last = Station(to_launcher(ear, mouth)).run(hello())
     except ConfigError as error:

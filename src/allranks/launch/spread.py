@@ -7,6 +7,7 @@ anyway, and may not reach this one.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
@@ -17,19 +18,29 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from allranks._errors import ConfigError
+from allranks._host import count_gpus, usable_cpus
 from allranks._hostlist import Slots
 from allranks._network import published_addresses
-from allranks.launch.door import Door
+from allranks._store import load_secret
+from allranks._store.address import addresses_of
+from allranks.launch.door import Door, dial
 from allranks.launch.fleet import Fleet
 from allranks.launch.layout import describe_plan, share_out
+from allranks.launch.link import LinkLost, to_launcher
 from allranks.launch.local import make_folder
 from allranks.launch.messages import Prepare, Start
 from allranks.launch.options import Options
 from allranks.launch.rank import Rank
 from allranks.launch.screen import Screen
+from allranks.launch.serve import Station, hello
 from allranks.launch.supervise import FORWARDED, Supervisor
 from allranks.launch.ways import LIKE_SSH, agent_words, carried, like_ssh, srun_words
+
+_TELL_S = 10.0
+_LAST_CALL_S = 10.0  # once there are as many hosts as must be, others get so long to come
 
 __all__ = ["is_here", "join_leader", "lead", "run_there"]
 
@@ -67,128 +78,295 @@ def run_there(options: Options, hosts: Sequence[Slots], way: str) -> int:
     if options.dry_run:
         print(describe_plan([host.name for host in hosts], words, f"by {way}", options.target.words()))
         return 0
-    job = _Job(options, [host.count for host in hosts])
+    job = _Job(options, least, len(hosts))
     try:
-        job.open_by(way, [host.name for host in hosts])
+        job.open_by(way, hosts)
         return job.run()
     finally:
         job.close()
 
 
+def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[int]) -> int:
+    """Runs a job of which the same command is started on each host, as host 0.
+
+    Args:
+        options: what this host's command line says; the target is each host's own.
+        nodes: the least and the greatest number of hosts.
+        name: what other hosts call this one; "" for whatever reaches it.
+        ports: where to listen: the first that is free.
+
+    Raises:
+        ConfigError: the job cannot be started as asked.
+        OSError: no port is free.
+    """
+    door = _open_door(addresses_of(name), ports)
+    job = _Job(options, *nodes, Fleet(door))
+    try:
+        job.open_to_callers()
+        return job.run()
+    finally:
+        job.close()
+
+
+def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str, int]]) -> int | Rank:
+    """Takes part in such a job, as another host. Returns as ``launch`` does.
+
+    Raises:
+        ConfigError: the leader is not found, or does not want this host.
+    """
+    where = ", ".join(f"{host}:{port}" for host, port in targets)
+
+    def tell(last: str) -> None:
+        if not options.quiet:
+            _say(f"waiting for host 0 at {where} (last: {last})")
+
+    sock = dial(targets, load_secret(), time.monotonic() + options.join_timeout_s, tell)
+    descriptor = sock.detach()
+    own = _prepare_of(options, 1)
+
+    def show(start: Start) -> Screen:
+        return Screen(start.world_size, options.show, options.logs, os.environ)
+
+    try:
+        last = Station(to_launcher(descriptor, descriptor), own, show).run(hello(node, _own_slots(options)))
+    except LinkLost:
+        raise ConfigError(f"host 0 ({where}) is gone; the ranks on this host were stopped") from None
+    if isinstance(last, Rank):
+        return last
+    if last.text:
+        os.write(2, last.text + b"\n")
+    return last.code
+
+
 @dataclass
 class _Job:
     options: Options
-    counts: list[int | None]
+    least: int
+    most: int
     fleet: Fleet = field(default_factory=Fleet)
     secret: bytes = field(default_factory=lambda: secrets.token_hex(32).encode())
     run_id: str = field(default_factory=lambda: secrets.token_hex(8))
     restart: int = 0
-    screen: Screen | None = None
+    port: int = 0
 
-    def open_by(self, way: str, names: Sequence[str]) -> None:
-        """Starts agents."""
+    @property
+    def elastic(self) -> bool:
+        return self.least < self.most
+
+    def open_by(self, way: str, hosts: Sequence[Slots]) -> None:
+        """Starts agents on these hosts."""
         options = self.options
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         until = time.monotonic() + options.join_timeout_s
         environ = dict(os.environ)
+        python = sys.executable
         if way in LIKE_SSH:
-            agent = agent_words(sys.executable, flags)
+            agent = agent_words(python, flags)
             needed = {name: environ[name] for name in ("PYTHONPATH",) if name in environ}
-            for name in names:
-                if is_here(name):
-                    self.fleet.start_host(name, "agent", agent, sys.executable, environ)
+            for host in hosts:
+                if is_here(host.name):
+                    self.fleet.start_host(host.name, "agent", agent, python, environ)
                 else:
-                    words = like_ssh(way, name, agent, needed, options.ssh)
-                    self.fleet.start_host(name, way, words, sys.executable, environ)
+                    words = like_ssh(way, host.name, agent, needed, options.ssh)
+                    self.fleet.start_host(host.name, way, words, python, environ)
         else:
-            door = Door(["0.0.0.0"], 0, self.secret)
+            door = _open_door(["0.0.0.0"], [0], self.secret)
             self.fleet.close()
             self.fleet = Fleet(door)
+            names = [host.name for host in hosts]
             self.fleet.expect(names, way)
-            dialled = f"{','.join(published_addresses())}:{door.port}"
-            words = srun_words(names, agent_words(sys.executable, flags, dialled))
+            dialled = ",".join(published_addresses())
+            words = srun_words(names, agent_words(python, flags, f"{dialled}:{door.port}"))
             self.fleet.start_crowd(way, words, environ | {"ALLRANKS_SECRET": self.secret.decode()})
+        for place, (there, slots) in enumerate(zip(self.fleet, hosts, strict=True)):
+            there.place, there.slots = place, slots.count
         self.fleet.gather(until, self.fleet.greeted)
+
+    def open_to_callers(self) -> None:
+        """Starts an agent here, and waits for those of the other hosts."""
+        options, fleet = self.options, self.fleet
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        own = fleet.start_host("this host", "agent", agent_words(sys.executable, flags), sys.executable, os.environ)
+        own.slots = _own_slots(options)
+        until = time.monotonic() + options.join_timeout_s
+        tell_at = time.monotonic() + _TELL_S
+        last_call = math.inf
+
+        def enough() -> bool:
+            nonlocal tell_at, last_call
+            self.admit_callers()
+            if own.hello is not None:
+                own.name = own.hello.host
+            missing = self.most - len(fleet.hosts)
+            now = time.monotonic()
+            if len(fleet.hosts) >= self.least:
+                last_call = min(last_call, now + _LAST_CALL_S)
+            if missing and now >= tell_at and not options.quiet:
+                tell_at = math.inf
+                here = {host.place for host in fleet}
+                who = ", ".join(str(number) for number in range(self.most) if number not in here)
+                _say(
+                    f"waiting for {'host' if missing == 1 else 'hosts'} {who} of {self.most} {fleet.refusals()}".strip()
+                )
+            return fleet.greeted() and (not missing or now >= last_call)
+
+        fleet.gather(until, enough)
+        if not self.elastic:
+            self.port = fleet.shut_door()  # so that a program that uses torch.distributed finds it free
+
+    def admit_callers(self) -> None:
+        """Takes those who came, as long as there is room."""
+        fleet = self.fleet
+        for caller in fleet.callers:
+            assert caller.hello is not None
+            taken = {host.place for host in fleet}
+            free = [place for place in range(self.most) if place not in taken]
+            place = caller.hello.node if caller.process is None else caller.place
+            if place is None or (place in taken and self.elastic):
+                place = free[0] if free else self.most
+            if place in taken:
+                fleet.turn_away(caller, f"there is another host {place} already (--node-rank)")
+            elif place >= self.most:
+                fleet.turn_away(caller, f"the job has its {self.most} hosts already")
+            else:
+                caller.place = place
+                if caller.process is None:
+                    caller.slots = caller.hello.nproc
+                fleet.admit(caller)
 
     def run(self) -> int:
         """Runs rounds until one is the last."""
-        options = self.options
+        options, fleet = self.options, self.fleet
         if options.logs is not None:
             make_folder(options.logs)
+        budget = options.restarts
         while True:
-            supervisor = self._round()
-            code = supervisor[0]
-            if not supervisor[1].failed or self.restart == options.restarts:
-                self.fleet.end(code, supervisor[1].last_words)
+            code, supervisor = self._round()
+            lost = [host for host in fleet if host.why]
+            for host in lost:
+                fleet.drop(host, try_again=self.elastic)
+            again = supervisor.joined
+            if supervisor.failed and lost and self.elastic:
+                again = True
+            elif supervisor.failed and budget > 0 and (not lost or self.elastic):
+                again, budget = True, budget - 1
+            if not again or not self._enough_hosts():
+                fleet.end(code, supervisor.last_words)
                 return code
             self.restart += 1
-            print(f"allranks run: starting again ({self.restart} of {options.restarts})", file=sys.stderr, flush=True)
+            names = ", ".join(host.name for host in fleet)
+            _say(f"starting again on {names} ({budget} restarts left)")
+
+    def _enough_hosts(self) -> bool:
+        """Takes who has come back; waits for some to do so where too few are left."""
+        fleet = self.fleet
+        self.admit_callers()
+        if len(fleet.hosts) >= self.least:
+            return bool(fleet.hosts)
+        _say(f"{len(fleet.hosts)} of at least {self.least} hosts are left; waiting for others")
+
+        def enough() -> bool:
+            fleet.try_again()
+            self.admit_callers()
+            return len(fleet.hosts) >= self.least
+
+        try:
+            fleet.gather(time.monotonic() + self.options.join_timeout_s, enough)
+        except ConfigError as error:
+            _say(str(error))
+            return False
+        return True
 
     def _round(self) -> tuple[int, Supervisor]:
         options, fleet = self.options, self.fleet
-        slots = [Slots(host.name, count) for host, count in zip(fleet, self.counts, strict=True)]
-        has = [(host.hello.cpus, host.hello.gpus) for host in fleet if host.hello is not None]
-        counts = share_out(slots, options.nproc, options.per_host, has)
+        counts = self._counts()
         world_size = sum(counts)
-        environ = carried(os.environ, options.exports)
-        if options.instead_of_gloo:
-            environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"
         prepare = [
-            Prepare(
-                target=options.target,
-                nproc=count,
-                start=options.start,
-                folder=os.getcwd(),
-                environ=environ,
-                threads=options.threads,
-                secret=self.secret,
-                serves=number == 0,
-                spans=len(counts) > 1,
+            msgspec.structs.replace(
+                _prepare_of(options, count), secret=self.secret, serves=number == 0, spans=len(counts) > 1
             )
             for number, count in enumerate(counts)
         ]
         ready = fleet.prepare(prepare, time.monotonic() + options.join_timeout_s)
         screen = Screen(world_size, options.show, options.logs, os.environ)
         stdio = screen.stdio()
-        first = 0
-        start = []
-        for number, count in enumerate(counts):
-            start.append(
-                Start(
-                    first=first,
-                    world_size=world_size,
-                    node=number,
-                    nodes=len(counts),
-                    stores=ready[0].stores,
-                    port=ready[0].port,
-                    run=self.run_id,
-                    restart=self.restart,
-                    restarts=options.restarts,
-                    stdio=stdio[first : first + count],
-                )
+        firsts = [sum(counts[:number]) for number in range(len(counts))]
+        start = [
+            Start(
+                first=first,
+                count=count,
+                world_size=world_size,
+                node=number,
+                nodes=len(counts),
+                stores=ready[0].stores,
+                port=self.port or ready[0].port,
+                run=self.run_id,
+                restart=self.restart,
+                restarts=options.restarts,
+                stdio=stdio[first : first + count],
             )
-            first += count
+            for number, (first, count) in enumerate(zip(firsts, counts, strict=True))
+        ]
         names = [host.name for host, count in zip(fleet, counts, strict=True) for _ in range(count)]
         supervisor = Supervisor(fleet, screen, options.grace_s, options.quiet, names)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         screen.open()
+        fleet.hear_callers(self.elastic and len(fleet.hosts) < self.most)
         try:
             fleet.start(start)
             return supervisor.run(mask), supervisor
         finally:
+            fleet.hear_callers(False)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             screen.close()
+
+    def _counts(self) -> list[int]:
+        """How many ranks each host gets in this round."""
+        options, fleet = self.options, self.fleet
+        slots = [Slots(host.name, host.slots) for host in fleet]
+        if fleet.by_callers and options.nproc is None:  # each host's own command line says
+            return [1 if slot.count is None else slot.count for slot in slots]
+        has = [(host.hello.cpus, host.hello.gpus) for host in fleet if host.hello is not None]
+        return share_out(slots, options.nproc, options.per_host, has)
 
     def close(self) -> None:
         """Ends all agents."""
         self.fleet.close()
 
 
-def lead(options: Options, nodes: tuple[int, int], name: str, port: int) -> int:
-    """Runs a job of which the same command is started on each host, as host 0."""
-    raise NotImplementedError
+def _prepare_of(options: Options, nproc: int) -> Prepare:
+    environ = carried(os.environ, options.exports)
+    if options.instead_of_gloo:
+        environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"
+    return Prepare(
+        target=options.target,
+        nproc=nproc,
+        start=options.start,
+        folder=os.getcwd(),
+        environ=environ,
+        threads=options.threads,
+        secret=b"",
+        serves=False,
+        spans=False,
+    )
 
 
-def join_leader(options: Options, node: int, name: str, port: int) -> int | Rank:
-    """Takes part in such a job, as another host."""
-    raise NotImplementedError
+def _own_slots(options: Options) -> int | None:
+    if isinstance(options.per_host, str):
+        return usable_cpus() if options.per_host == "auto" else count_gpus()
+    return options.per_host
+
+
+def _open_door(addresses: Sequence[str], ports: Sequence[int], secret: bytes | None = None) -> Door:
+    trouble: OSError | None = None
+    for port in ports:
+        try:
+            return Door(addresses, port, load_secret() if secret is None else secret)
+        except OSError as error:
+            trouble = error
+    assert trouble is not None
+    raise trouble
+
+
+def _say(text: str) -> None:
+    print(f"allranks run: {text}", file=sys.stderr, flush=True)
