@@ -56,8 +56,8 @@ def share_out(
         return [least + (number < more) for number in range(len(hosts))]
     else:
         found, left = [], nproc
-        for count in slots:
-            fitting = min(left, 1 if count is None else count)
+        for slot in slots:
+            fitting = min(left, 1 if slot is None else slot)
             found.append(fitting)
             left -= fitting
         if left:
