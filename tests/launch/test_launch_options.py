@@ -6,11 +6,12 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from launcher_process import Launcher
 
-from allranks._host import usable_cpus
+from allranks._hostlist import Slots
 from allranks.launch import environ
 from allranks.launch.options import Options, parse
 from allranks.launch.target import Target
@@ -19,7 +20,7 @@ from allranks.launch.target import Target
 def test_defaults() -> None:
     options = parse(["train.py"])
     assert options.target == Target("script", "train.py")
-    assert (options.nproc, options.start, options.show, options.logs) == (1, "fork", "all", None)
+    assert (options.nproc, options.start, options.show, options.logs) == (None, "fork", "all", None)
     assert (options.grace_s, options.threads, options.quiet) == (10, None, False)
 
 
@@ -34,20 +35,36 @@ def test_module_and_command() -> None:
     assert parse(["--", "ls", "--", "-l"]).target == Target("command", "ls", ("--", "-l"))
 
 
-@pytest.mark.parametrize(
-    "words", [["-n", "3"], ["-n3"], ["--nproc=3"], ["-np", "3"], ["--nproc-per-node", "3"], ["--nproc_per_node=3"]]
-)
+@pytest.mark.parametrize("words", [["-n", "3"], ["-n3"], ["--nproc=3"], ["-np", "3"]])
 def test_spellings_of_nproc(words: list[str]) -> None:
     assert parse([*words, "--use-env", "--standalone", "x.py"]).nproc == 3
 
 
-def test_torchrun_s_options_for_one_host() -> None:
-    words = ["--nnodes=1", "--node_rank", "0", "--max-restarts", "0", "--nproc-per-node", "3", "x.py", "--nnodes"]
-    assert parse(words) == Options(Target("script", "x.py", ("--nnodes",)), nproc=3)
+@pytest.mark.parametrize("words", [["--nproc-per-node", "3"], ["--nproc_per_node=3"]])
+def test_spellings_of_nproc_per_node(words: list[str]) -> None:
+    assert parse([*words, "x.py"]).per_host == 3
+
+
+def test_torchrun_s_options() -> None:
+    words = ["--nnodes=2:4", "--node_rank", "1", "--max-restarts", "2", "--nproc-per-node", "3", "x.py", "--nnodes"]
+    wanted = Options(Target("script", "x.py", ("--nnodes",)), per_host=3, nodes=(2, 4), node=1, restarts=2)
+    assert parse(words) == wanted
+
+
+def test_hosts(tmp_path: Path) -> None:
+    assert parse(["-H", "a[1-2]:2,b", "x.py"]).hosts == (Slots("a1", 2), Slots("a2", 2), Slots("b"))
+    (tmp_path / "hosts").write_text("a slots=2\n# none\nb\n")
+    assert parse(["--hostfile", str(tmp_path / "hosts"), "x.py"]).hosts == (Slots("a", 2), Slots("b"))
+
+
+def test_leader() -> None:
+    assert parse(["--master-addr", "node0:7", "x.py"]).leader == ("node0", 7)
+    assert parse(["--master_addr", "::1", "--master_port=8", "x.py"]).leader == ("::1", 8)
 
 
 def test_auto() -> None:
-    assert parse(["-n", "auto", "x.py"]).nproc == usable_cpus()
+    assert parse(["-n", "auto", "x.py"]).per_host == "auto"
+    assert parse(["--nproc-per-node", "gpu", "x.py"]).per_host == "gpu"
     assert parse(["--threads", "auto", "x.py"]).threads is None
     assert parse(["--threads", "3", "x.py"]).threads == 3
 
@@ -79,7 +96,18 @@ BAD = {
     "script as command": (["--", "./plain.py"], "leave out the --"),
     "not executable": (["--", "./tool.sh"], "./tool.sh is not executable: chmod +x ./tool.sh"),
     "no path": (["--", "tool.sh"], "there is no command 'tool.sh'; the file in this folder is ./tool.sh"),
-    "hosts": (["--nnodes", "2", "plain.py"], "--nnodes 2 is torchrun's, and not in this version of allranks run"),
+    "which hosts": (["--nnodes", "2", "plain.py"], "neither which they are (--hosts), nor which of them this is"),
+    "too few hosts": (["-N", "2", "-H", "a", "plain.py"], "2 hosts were asked for (-N), and there are 1: a"),
+    "host number": (["-N", "2", "--node-rank", "2", "plain.py"], "--node-rank 2 is out of range; there are 2 hosts"),
+    "odd hosts": (["-N", "3:2", "plain.py"], "MIN is greater than MAX"),
+    "slots": (["-n", "5", "-H", "a:2,b:2", "plain.py"], "5 ranks do not fit: a has 2 slots, b has 2 slots"),
+    "hosts twice": (["-H", "a", "--hostfile", "b", "plain.py"], "--hosts and --hostfile exclude each other"),
+    "no hostfile": (["--hostfile", "nowhere", "plain.py"], "cannot read the hostfile 'nowhere'"),
+    "two ports": (["--master-addr", "a:1", "--master-port", "2", "plain.py"], "name two ports"),
+    "both numbers": (["-n", "3", "--nproc-per-node", "2", "plain.py"], "3 ranks were asked for (-n), and 2 by"),
+    "folder to be in": (["--chdir", "nowhere", "plain.py"], "cannot enter 'nowhere'"),
+    "environment": (["--env", "venus", "plain.py"], "invalid choice: 'venus'"),
+    "not there": (["--env", "slurm", "plain.py"], "--env=slurm, but this environment has nothing of it"),
     "rendezvous": (["--rdzv_backend=c10d", "plain.py"], "--rdzv_backend c10d is torchrun's, and not in this version"),
     "no python": (["--no-python", "ls"], "use -- command"),
     "log folder": (["--log-dir", "x", "plain.py"], "use --logs DIR"),
@@ -109,7 +137,7 @@ def test_wrong_arguments_cost_one_line_and_no_time(launcher: Launcher, case: str
     assert done.out == ""
     assert message in done.err
     assert done.err.startswith("allranks run: error: ")
-    assert len(done.err.splitlines()) == 1
+    assert all(line.startswith("  ") for line in done.err.splitlines()[1:])
     assert "Traceback" not in done.err
 
 
@@ -117,7 +145,7 @@ def test_so_many_ranks_that_files_run_out(launcher: Launcher) -> None:
     done = launcher.run("-n", "100000000", "--", "true")
     assert done.code == 2
     assert "open files" in done.err
-    assert len(done.err.splitlines()) == 1
+    assert all(line.startswith("  ") for line in done.err.splitlines()[1:])
 
 
 def allranks(*words: str, module: str = "allranks") -> subprocess.CompletedProcess[str]:

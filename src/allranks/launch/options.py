@@ -179,7 +179,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-n", "--nproc", "-np", type=_count, metavar="N", help="ranks in all; auto: one per CPU; gpu: one per GPU")
+    add("-n", "--nproc", type=_count, metavar="N", help="ranks in all; auto: one per CPU; gpu: one per GPU (default 1)")
+    add("-np", dest="nproc", type=_count, default=argparse.SUPPRESS, help=_HIDE)
     for name in ("--nproc-per-node", "--nproc_per_node"):
         add(name, dest="per_host", type=_count, metavar="N", help="ranks on each host" if "-per" in name else _HIDE)
     add("-H", "--hosts", metavar="HOST[:N],...", help="run on these hosts by ssh, at most N ranks on each")
