@@ -1,0 +1,223 @@
+"""``allranks run -H ...``: one command starts ranks on other hosts, over a real sshd."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import Jobs, finish, jobs, read_until
+from sshd import Ssh
+
+SAY_WHERE = """
+    import json, os, socket, sys
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "GLOO_SOCKET_IFNAME")
+    place = {name: os.environ.get(name) for name in names}
+    more = {"host": socket.gethostname(), "folder": os.getcwd(), "prefix": sys.prefix, "x": os.environ.get("X_GIVEN")}
+    print(json.dumps(place | more | {"path": os.environ["PATH"].split(":")[0], "argv": sys.argv[1:]}))
+"""
+WAIT = """
+    import time
+    print("up", flush=True)
+    time.sleep(100)
+"""
+FAIL_AT_2 = """
+    import os, sys, time
+    print("up", flush=True)
+    if os.environ["RANK"] == "2":
+        time.sleep(0.3)
+        raise ValueError("boom of rank 2")
+    time.sleep(100)
+"""
+FIRST_ROUND_FAILS = """
+    import os, signal, socket
+    round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    print("round", round, os.environ["RANK"], os.environ["WORLD_SIZE"], socket.gethostname(), flush=True)
+    if round == 0 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def job(ssh: Ssh, tmp_path: Path) -> Iterator[Jobs]:
+    with jobs(ssh.hosts, ssh.environ, tmp_path) as made:
+        yield made
+
+
+def test_ranks_know_their_place(job: Jobs) -> None:
+    done = job.run(
+        *(2, "-n", "3", "-H", "node0:2,node1:2", "-x", "X_GIVEN=a b", job.write(SAY_WHERE), "it's", "two words"),
+    )
+    assert done.code == 0, done.err
+    said = {int(line["RANK"]): line for line in (json.loads(text.partition("] ")[2]) for text in done.lines)}
+    assert [said[rank]["host"] for rank in range(3)] == ["node0", "node0", "node1"]
+    assert [said[rank]["LOCAL_RANK"] for rank in range(3)] == ["0", "1", "0"]
+    assert [said[rank]["LOCAL_WORLD_SIZE"] for rank in range(3)] == ["2", "2", "1"]
+    assert [said[rank]["GROUP_RANK"] for rank in range(3)] == ["0", "0", "1"]
+    for line in said.values():
+        assert (line["WORLD_SIZE"], line["MASTER_ADDR"], line["GLOO_SOCKET_IFNAME"]) == ("3", "10.77.0.1", "eth0")
+        assert (line["folder"], line["prefix"]) == (str(job.folder), sys.prefix)  # the same environment, and folder
+        assert line["path"] == os.path.dirname(sys.executable)
+        assert (line["x"], line["argv"]) == ("a b", ["it's", "two words"])
+
+
+@pytest.mark.parametrize("module", ["allranks", "torch.distributed"])
+def test_ranks_meet(job: Jobs, module: str) -> None:
+    """Also torch's gloo, where each host's own name resolves to 127.0.1.1."""
+    script = f"""
+        import torch, {module} as dist
+        dist.init_process_group({'"gloo"' if module != "allranks" else ""})
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        print(int(tensor), dist.get_rank())
+        dist.destroy_process_group()
+    """
+    done = job.run(0, "-n", "3", "-H", "node0:1,node1:2", job.write(script), torch=True)
+    assert (done.code, done.lines) == (0, ["[node0:0] 3 0", "[node1:1] 3 1", "[node1:2] 3 2"]), done.err
+
+
+def test_a_failure_stops_all_hosts_and_is_named(job: Jobs) -> None:
+    process = job.start(2, "-n", "3", "-H", "node0,node1,node2", job.write(FAIL_AT_2))
+    read_until(process, 3)
+    began = time.monotonic()
+    done = finish(process)
+    assert time.monotonic() - began < 5  # the goal is 2, on a machine with nothing else to do
+    assert done.code == 1
+    assert "allranks run: rank 2 (host node2, pid " in done.err
+    assert "exited with code 1" in done.err
+    assert "ValueError: boom of rank 2" in done.err
+
+
+def test_a_killed_rank_is_named_by_its_signal(job: Jobs) -> None:
+    script = job.write(WAIT + "\n    # rank")
+    process = job.start(0, "-n", "2", "-H", "node0,node1", "--start", "spawn", script)
+    read_until(process, 2)
+    (victim,) = job.on(1, "launch.rank")
+    os.kill(victim, signal.SIGKILL)
+    done = finish(process)
+    assert done.code == 137
+    assert f"rank 1 (host node1, pid {victim}) was killed by SIGKILL" in done.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_all_hosts(job: Jobs, number: int) -> None:
+    process = job.start(2, "-n", "2", "-H", "node0,node1", job.write(WAIT))
+    read_until(process, 2)
+    process.send_signal(number)
+    done = finish(process)
+    assert done.code == 128 + number
+    assert (
+        "rank 0, rank 1: at script.py:4" in done.err.replace("ranks 0-1", "rank 0, rank 1") or number != signal.SIGINT
+    )
+
+
+@pytest.mark.parametrize("victim", ["launcher", "ssh", "agent", "sshd"])
+def test_nothing_is_left_when_a_part_is_killed(job: Jobs, victim: str) -> None:
+    process = job.start(2, "-n", "2", "-H", "node0,node1", job.write(WAIT))
+    read_until(process, 2)
+    words = {"launcher": "-m allranks run", "ssh": "ssh -F", "agent": "launch.serve", "sshd": "sshd: root@notty"}
+    pids = job.on(2 if victim in ("launcher", "ssh") else 1, words[victim])
+    os.kill(max(pids) if victim != "agent" else min(pids), signal.SIGKILL)
+    done = finish(process)
+    if victim != "launcher":
+        assert done.code == 255
+        assert "its agent is gone (ssh ended with " in done.err
+    assert not job.left()
+
+
+def test_what_cannot_be_started_is_told_in_one_go(job: Jobs) -> None:
+    script = job.write("print('must not run')")
+    done = job.run(0, "-n", "3", "-H", "node0,nowhere1,nowhere2", script)
+    assert (done.code, done.out) == (2, "")
+    assert "nowhere1: ssh cannot connect: " in done.err
+    assert "nowhere2: ssh cannot connect: " in done.err
+
+
+def test_a_refused_key(job: Jobs, ssh: Ssh) -> None:
+    key = job.folder / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    config = job.folder / "config"
+    config.write_text(ssh.config.read_text().replace(f"IdentityFile {ssh.folder}/id", f"IdentityFile {key}"))
+    client = shutil.which("ssh")  # not the fixture's, which brings its own configuration
+    done = job.run(0, "-H", "node1", "--ssh", f"{client} -F {config}", job.write(WAIT))
+    assert (done.code, done.out) == (2, "")
+    assert "node1: " in done.err
+    assert "Permission denied" in done.err
+
+
+def test_what_is_missing_on_the_other_host(job: Jobs) -> None:
+    """The other host sees neither the script's folder nor, then, the interpreter."""
+    folder = job.folder / "here"
+    folder.mkdir()
+    (folder / "script.py").write_text("print('must not run')")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", folder / "venv"], check=True)
+    host = job.hosts.hosts[1]
+    subprocess.run(host.inside("mkdir", "-p", "/tmp/empty-of-the-tests"), check=True)
+    subprocess.run(host.inside("mount", "--bind", "/tmp/empty-of-the-tests", str(folder)), check=True)
+    try:
+        done = job.run(0, "-H", "node0,node1", "--chdir", str(job.folder), str(folder / "script.py"))
+        assert (done.code, done.out) == (2, "")
+        assert f"node1: there is no script '{folder}/script.py'" in done.err
+        site = folder / "venv" / "lib"
+        packages = next(site.glob("python*")) / "site-packages"
+        (packages / "more.pth").write_text("\n".join(p for p in sys.path if p.endswith("site-packages")))
+        python = str(folder / "venv" / "bin" / "python")
+        done = finish(job.start_any(0, python, "-m", "allranks", "run", "-H", "node0,node1", job.write("")))
+        assert (done.code, done.out) == (2, "")
+        assert f"node1: there is no interpreter {python}" in done.err
+    finally:
+        subprocess.run(host.inside("umount", str(folder)), check=True)
+        os.rmdir("/tmp/empty-of-the-tests")
+
+
+def test_a_job_is_started_again(job: Jobs) -> None:
+    done = job.run(0, "-n", "2", "-H", "node0,node1", "--restarts", "1", job.write(FIRST_ROUND_FAILS))
+    assert done.code == 0, done.err
+    assert done.lines == [
+        "[node0:0] round 0 0 2 node0",
+        "[node0:0] round 1 0 2 node0",
+        "[node1:1] round 0 1 2 node1",
+        "[node1:1] round 1 1 2 node1",
+    ]
+    assert "rank 1 (host node1, pid " in done.err
+    assert "starting again on node0, node1" in done.err
+
+
+def test_an_elastic_job_goes_on_with_fewer_hosts_and_takes_one_back(job: Jobs) -> None:
+    script = """
+        import os, sys, time
+        round = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        print("round", round, os.environ["RANK"], os.environ["WORLD_SIZE"], flush=True)
+        time.sleep(100 if round != "2" else 0)
+    """
+    process = job.start(2, "-N", "1:2", "-H", "node0,node1", "--grace", "2", job.write(script))
+    assert sorted(read_until(process, 2)) == ["[node0:0] round 0 0 2", "[node1:1] round 0 1 2"]
+    os.kill(min(job.on(1, "launch.serve")), signal.SIGKILL)
+    assert read_until(process, 1) == ["[node0:0] round 1 0 1"]
+    done = finish(process)
+    assert done.code == 0, done.err
+    assert done.lines == ["[node0:0] round 2 0 2", "[node1:1] round 2 1 2"]
+    assert "allranks run: node1 has come" in done.err
+
+
+def test_a_host_that_does_not_answer_any_more_is_missed(job: Jobs) -> None:
+    """Its cable is pulled: nobody says so."""
+    process = job.start(0, "-n", "2", "-H", "node0,node1", job.write(WAIT))
+    read_until(process, 2)
+    agents = job.on(1, "launch.serve")
+    job.hosts.cut(1)
+    try:
+        done = finish(process)
+        assert done.code == 255
+        assert "node1: its agent is gone" in done.err
+    finally:
+        job.hosts.plug(1)
+        for pid in agents:
+            os.kill(pid, signal.SIGKILL)  # it hears of it when its own kernel gives up, in many minutes
