@@ -71,6 +71,7 @@ def test_time_stands_before_prefixes_and_bars_stay_in_place() -> None:
     assert seen.feed((0, b"\r20%")) == ["10:00 [1] x", "10:01 [0] 20%"]
     assert seen.feed((1, b"y\n"))[1:] == ["10:01 [1] y", "10:01 [0] 20%"]
 
+
 @pytest.mark.parametrize(
     ("writes", "shown"),
     [

@@ -125,7 +125,7 @@ class Collapse(Through):
         rest = self._rests[rank]
         since = self._begun.get(rank, now)
         text = self._take(rank) + data
-        if _MOVES.search(text) or text.find(b"\n", 0, _LIMIT) < 0 and len(text) > _LIMIT:
+        if _MOVES.search(text) or (text.find(b"\n", 0, _LIMIT) < 0 and len(text) > _LIMIT):
             return self._pass(rank, text) + self.tick(now)
         out = b""
         if rest.passing:

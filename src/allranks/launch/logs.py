@@ -113,7 +113,7 @@ class Logs:
 
 
 def _open(option: str, path: Path) -> _File:
-    return _File(option, open(path, "wb", buffering=0))  # noqa: SIM115
+    return _File(option, open(path, "wb", buffering=0))
 
 
 @contextlib.contextmanager

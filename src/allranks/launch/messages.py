@@ -18,6 +18,7 @@ __all__ = [
     "Asked",
     "Came",
     "Command",
+    "Dump",
     "End",
     "Event",
     "Exited",
@@ -36,6 +37,7 @@ __all__ = [
     "Resize",
     "Returned",
     "Signal",
+    "Stacks",
     "Start",
     "Unable",
 ]
@@ -87,6 +89,14 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
+class Stacks(msgspec.Struct, frozen=True, tag=True):
+    """More of the stacks that ``Dump`` asked for. ``why``: there are none, and the reason."""
+
+    rank: int
+    text: bytes = b""
+    why: str = ""
+
+
 class Returned(msgspec.Struct, frozen=True, tag=True):
     """A rank that ran a function is through with it. ``result`` is pickled."""
 
@@ -121,7 +131,7 @@ class Noted(msgspec.Struct, frozen=True, tag=True):
     text: bytes
 
 
-Event = Output | Failed | Exited | Returned | Asked | Lost | Came | Noted
+Event = Output | Failed | Exited | Stacks | Returned | Asked | Lost | Came | Noted
 """What happens while ranks run."""
 
 
@@ -240,9 +250,16 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """Send a signal to the process groups of ranks."""
+    """Send a signal to the process groups of ranks; ``alone``: to python ranks without their children."""
 
     number: int
+    ranks: list[int]
+    alone: bool = False
+
+
+class Dump(msgspec.Struct, frozen=True, tag=True):
+    """Tell the stacks of ranks."""
+
     ranks: list[int]
 
 
@@ -275,5 +292,5 @@ class End(msgspec.Struct, frozen=True, tag=True):
     text: bytes = b""
 
 
-Command = Prepare | Start | Signal | Listen | Resize | Finish | End
+Command = Prepare | Start | Signal | Dump | Listen | Resize | Finish | End
 """What a launcher says to an agent."""

@@ -7,7 +7,6 @@ spellings are accepted where they mean the same on one host.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence

@@ -36,6 +36,7 @@ from allranks.launch.link import Link, LinkLost, to_launcher
 from allranks.launch.messages import (
     Asked,
     Command,
+    Dump,
     End,
     Event,
     Finish,
@@ -242,8 +243,10 @@ class Station:
         self._commands += self._link.hear()
         while self._commands:
             match self._commands[0]:
-                case Signal(number, ranks):
-                    agent.signal(number, ranks)
+                case Signal(number, ranks, alone):
+                    agent.signal(number, ranks, alone)
+                case Dump(ranks):
+                    agent.dump(ranks)
                 case Listen(on):
                     self._listening = on
                 case Resize(rows, columns):

@@ -23,7 +23,6 @@ from allranks._network import published_addresses
 from allranks.launch.door import Door
 from allranks.launch.fleet import Fleet
 from allranks.launch.layout import describe_plan, share_out
-from allranks.launch.local import make_folder
 from allranks.launch.messages import Prepare, Start
 from allranks.launch.options import Options
 from allranks.launch.rank import Rank
@@ -113,8 +112,6 @@ class _Job:
     def run(self) -> int:
         """Runs rounds until one is the last."""
         options = self.options
-        if options.logs is not None:
-            make_folder(options.logs)
         while True:
             supervisor = self._round()
             code = supervisor[0]
@@ -144,11 +141,17 @@ class _Job:
                 secret=self.secret,
                 serves=number == 0,
                 spans=len(counts) > 1,
+                bind=options.bind,
+                one_gpu_per_rank=options.one_gpu_per_rank,
             )
             for number, count in enumerate(counts)
         ]
         ready = fleet.prepare(prepare, time.monotonic() + options.join_timeout_s)
-        screen = Screen(world_size, options.show, options.logs, os.environ)
+        names = [host.name for host, count in zip(fleet, counts, strict=True) for _ in range(count)]
+        several = names if len(counts) > 1 else None
+        screen = Screen(
+            range(world_size), options.display, os.environ, hosts=several, run_id=self.run_id, attempt=self.restart
+        )
         stdio = screen.stdio()
         first = 0
         start = []
@@ -168,9 +171,10 @@ class _Job:
                 )
             )
             first += count
-        names = [host.name for host, count in zip(fleet, counts, strict=True) for _ in range(count)]
-        supervisor = Supervisor(fleet, screen, options.grace_s, options.quiet, names)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        supervisor = Supervisor(
+            fleet, screen, options.grace_s, options.quiet, names, idle_s=options.idle_s, signals=options.signals
+        )
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
         try:
             fleet.start(start)
