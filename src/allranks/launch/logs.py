@@ -7,6 +7,7 @@ torchrun's layout, which its users' tools read (torch/distributed/elastic/multip
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -49,16 +50,16 @@ class Logs:
         if (folder := display.logs) is not None:
             with _refusing("--logs", folder):
                 folder.mkdir(parents=True, exist_ok=True)
-                self._lines = {rank: _open("--logs", folder / f"rank{rank}.log") for rank in places}
+                how = "ab" if attempt else "wb"
+                self._lines = {rank: _open("--logs", folder / f"rank{rank}.log", how) for rank in places}
         if display.log_dir is None and not (display.tee or display.redirects):
             return
         with _refusing("--log-dir", display.log_dir or Path(tempfile.gettempdir())):
             if (base := display.log_dir) is None:
-                base = self.temporary = Path(tempfile.mkdtemp(prefix="allranks_"))
+                base = self.temporary = _temporary_folder(run_id)
             base.mkdir(parents=True, exist_ok=True)
-            runs = {host: Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=base)) for host, _ in places.values()}
             for rank, (host, local_rank) in places.items():
-                own = runs[host] / f"attempt_{attempt}" / str(local_rank)
+                own = _run_folder(base, run_id, host) / f"attempt_{attempt}" / str(local_rank)
                 own.mkdir(parents=True)
                 for stream, name in ((1, "stdout.log"), (2, "stderr.log")):
                     if display.tee.has(local_rank, stream) or display.redirects.has(local_rank, stream):
@@ -112,8 +113,18 @@ class Logs:
         files.clear()
 
 
-def _open(option: str, path: Path) -> _File:
-    return _File(option, open(path, "wb", buffering=0))
+def _open(option: str, path: Path, how: str = "wb") -> _File:
+    return _File(option, FileIO(path, how))
+
+
+@functools.cache  # one for all attempts of a run
+def _temporary_folder(run_id: str) -> Path:
+    return Path(tempfile.mkdtemp(prefix="allranks_"))
+
+
+@functools.cache
+def _run_folder(base: Path, run_id: str, host: str) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f"{run_id}_", dir=base))
 
 
 @contextlib.contextmanager
