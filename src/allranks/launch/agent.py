@@ -23,6 +23,7 @@ from typing import Literal
 from allranks.launch.environ import place_environ
 from allranks.launch.guard import Guard
 from allranks.launch.messages import Event, Exited, Failed, Output, Stacks
+from allranks.launch.placement import Seat
 from allranks.launch.rank import Rank, become_rank, decode_reports
 from allranks.launch.stacks import DUMP
 from allranks.launch.target import Target
@@ -45,6 +46,7 @@ class Plan:
         start: "fork" continues in a copy of this process; "spawn" executes a fresh interpreter.
         environ: the environment that all share.
         stdio: what stdout and stderr of each rank are.
+        seats: CPUs and GPU of each rank; empty where all have all.
     """
 
     nproc: int
@@ -53,6 +55,7 @@ class Plan:
     environ: dict[str, str]
     stdio: tuple[Stdio, ...]
     first: int = 0
+    seats: tuple[Seat, ...] = ()
 
 
 @dataclass
@@ -135,6 +138,11 @@ class Agent:
         plan = self._plan
         rank = Rank(plan.target, wires.status, wires.stacks, os.getpid())
         environ = plan.environ | place_environ(plan.first + local_rank, local_rank)
+        if plan.seats:
+            seat = plan.seats[local_rank]
+            environ |= seat.environ()
+            if seat.cpus:
+                os.sched_setaffinity(0, seat.cpus)
         stdio = plan.stdio[local_rank]
         if stdio.out_tty or stdio.err_tty:
             size = {"LINES": stdio.rows, "COLUMNS": stdio.columns}

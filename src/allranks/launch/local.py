@@ -21,6 +21,7 @@ from allranks.launch.agent import Agent, Plan
 from allranks.launch.environ import Share, common_environ, free_port
 from allranks.launch.guard import Guard
 from allranks.launch.options import Options
+from allranks.launch.placement import seats
 from allranks.launch.preload import preload
 from allranks.launch.rank import Rank
 from allranks.launch.screen import Screen
@@ -80,6 +81,7 @@ class _Round:
 
 def _prepare(options: Options, share: Share) -> _Round | Rank:
     nproc = share.nproc
+    places = seats(nproc, options.bind, options.one_gpu_per_rank, os.environ)
     files = reserve_descriptors(nproc)
     guard = Guard()
     server = StoreServer.unix()
@@ -87,11 +89,11 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
     if options.instead_of_gloo:
         os.environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"  # read when torch is imported, here or in the ranks
     master = ("127.0.0.1", (options.leader[1] if options.leader else None) or free_port())
-    environ = common_environ(os.environ, share, options.threads, server.address, master)
+    environ = common_environ(os.environ, share, options.threads, server.address, master, places)
     start = options.start
     if start == "fork" and options.target.is_python and not preload(environ["OMP_NUM_THREADS"]):
         start = "spawn"
-    agent = Agent(Plan(nproc, options.target, start, environ, screen.stdio()), guard)
+    agent = Agent(Plan(nproc, options.target, start, environ, screen.stdio(), seats=places), guard)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
     try:
         rank = agent.start(mask, files)

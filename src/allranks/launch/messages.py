@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from allranks.launch.options import Bind
 from allranks.launch.target import Target
 from allranks.launch.wires import Stdio
 
@@ -217,7 +218,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     secret: bytes
     serves: bool
     spans: bool
-    bind: str = "none"
+    bind: Bind = "none"
     one_gpu_per_rank: bool = False
 
 

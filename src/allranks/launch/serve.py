@@ -50,6 +50,7 @@ from allranks.launch.messages import (
     Start,
     Unable,
 )
+from allranks.launch.placement import Seat, seats
 from allranks.launch.preload import preload
 from allranks.launch.rank import Rank
 from allranks.launch.target import check
@@ -84,6 +85,7 @@ class Station:
         self._guard: Guard | None = None
         self._server: StoreServer | None = None
         self._agent: Agent | None = None
+        self._seats: tuple[Seat, ...] = ()
         self._commands: deque[Command] = deque()
         self._received: deque[int] = deque()
         self._listening = True
@@ -136,11 +138,12 @@ class Station:
             self._guard = Guard()  # while this process is small
             if command.serves:
                 self._server = StoreServer.tcp("", 0, command.secret) if command.spans else StoreServer.unix()
+            self._seats = seats(command.nproc, command.bind, command.one_gpu_per_rank, os.environ)
             self._prepared = command
             if command.start == "fork" and command.target.is_python:
                 share = Share(command.nproc, command.nproc)
-                threads = common_environ(os.environ, share, command.threads, "", ("", 0))["OMP_NUM_THREADS"]
-                if not preload(threads):
+                environ = common_environ(os.environ, share, command.threads, "", ("", 0), self._seats)
+                if not preload(environ["OMP_NUM_THREADS"]):
                     self._prepared = msgspec.structs.replace(command, start="spawn")
         except ConfigError as error:
             self._clear()
@@ -161,7 +164,7 @@ class Station:
         except ConfigError as error:
             self._link.say(Unable(str(error)))
             return None
-        plan = Plan(prepared.nproc, prepared.target, prepared.start, environ, command.stdio, command.first)
+        plan = Plan(prepared.nproc, prepared.target, prepared.start, environ, command.stdio, command.first, self._seats)
         agent = Agent(plan, guard)
         private = tuple({self._link.ear, self._link.mouth})
         try:
@@ -193,14 +196,15 @@ class Station:
         )
         if not prepared.spans:
             assert self._server is not None
-            return common_environ(os.environ, share, prepared.threads, self._server.here, ("127.0.0.1", command.port))
+            master = "127.0.0.1", command.port
+            return common_environ(os.environ, share, prepared.threads, self._server.here, master, self._seats)
         if self._server is not None:
             own = _host_of(command.stores[0])
-            store, master = self._server.here, own
+            store, host = self._server.here, own
         else:
             store, own = _reach(command.stores, prepared.secret)
-            master = _host_of(store)
-        environ = common_environ(os.environ, share, prepared.threads, store, (master, command.port))
+            host = _host_of(store)
+        environ = common_environ(os.environ, share, prepared.threads, store, (host, command.port), self._seats)
         environ["ALLRANKS_SECRET"] = prepared.secret.decode()
         if interface := interface_of(own):  # or engines take what the host's own name resolves to: often 127.0.1.1
             for engine in ("GLOO", "NCCL"):
