@@ -111,13 +111,17 @@ DistNetworkError = StoreLostError
 DistStoreError = TimeoutError
 
 
+def spans(numbers: Sequence[int], separator: str) -> str:
+    """Several numbers in few words: ``0-3,7``."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return separator.join(str(low) if low == high else f"{low}-{high}" for low, high in found)
+
+
 def rank_list(ranks: Sequence[int]) -> str:
     """How errors name several ranks: ``rank 1``, ``ranks 0-3, 7``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks, ', ')}"

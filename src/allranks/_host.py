@@ -14,7 +14,12 @@ __all__ = ["count_gpus", "usable_cpus"]
 
 
 def usable_cpus() -> int:
-    """The CPUs that this process may keep busy: its affinity, cut by its cgroup's quota; at least 1."""
+    """The CPUs that this process may keep busy: its affinity, cut by its cgroup's quota; at least 1.
+
+    A launcher that has given each rank CPUs of its own says in ALLRANKS_CPUS how many its ranks have together.
+    """
+    if (together := os.environ.get("ALLRANKS_CPUS", "")).isdigit():
+        return max(1, int(together))
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, math.floor(min(len(os.sched_getaffinity(0)), quota)))
 

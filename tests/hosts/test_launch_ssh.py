@@ -209,7 +209,8 @@ def test_an_elastic_job_goes_on_with_fewer_hosts_and_takes_one_back(job: Jobs) -
 
 def test_a_host_that_does_not_answer_any_more_is_missed(job: Jobs) -> None:
     """Its cable is pulled: nobody says so."""
-    process = job.start(0, "-n", "2", "-H", "node0,node1", job.write(WAIT))
+    quick = "ssh -o ServerAliveInterval=1 -o ServerAliveCountMax=2"
+    process = job.start(0, "-n", "2", "-H", "node0,node1", "--ssh", quick, job.write(WAIT))
     read_until(process, 2)
     agents = job.on(1, "launch.serve")
     job.hosts.cut(1)

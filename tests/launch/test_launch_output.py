@@ -7,9 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from terminal_model import Terminal
 
-from allranks.launch.output import Live, Plain, Renderer, prefixes
+from allranks.launch.output import Live, Names, Plain, Renderer
 
 UP_AND_ERASE = b"\x1b[1A\x1b[2K"
+
+
+def prefixes(n: int, hosts: list[str] | None = None, colour: bool = False) -> dict[int, bytes]:
+    return Names(n, hosts, colour).each(range(n))
 
 
 def feed(renderer: Renderer, *writes: tuple[int, bytes]) -> bytes:
@@ -38,13 +42,34 @@ class Seen:
 
 
 def test_prefixes_are_of_one_width() -> None:
-    assert prefixes(2) == [b"[0] ", b"[1] "]
+    assert prefixes(2) == {0: b"[0] ", 1: b"[1] "}
     assert prefixes(12)[1] == b"[ 1] "
     assert prefixes(12)[11] == b"[11] "
 
 
 def test_prefixes_in_colour_end_in_a_reset() -> None:
-    assert prefixes(1, colour=True) == [b"\x1b[36m[0] \x1b[0m"]
+    assert prefixes(1, colour=True) == {0: b"\x1b[36m[0] \x1b[0m"}
+
+
+def test_prefixes_across_hosts_are_of_one_width() -> None:
+    each = prefixes(11, ["node9"] * 8 + ["node10"] * 3)
+    assert (each[7], each[10]) == (b"[  node9:7] ", b"[node10:10] ")
+
+
+def test_some_ranks_of_a_job_keep_their_numbers() -> None:
+    names = Names(12)
+    renderer = Plain(names.each([8, 9]))
+    assert feed(renderer, (9, b"a\n"), (8, b"b")) + renderer.end(8) == b"[ 9] a\n[ 8] b\n"
+    assert names.of([8, 9, 11]) == b"[8-9,11] "
+
+
+def test_time_stands_before_prefixes_and_bars_stay_in_place() -> None:
+    seen = Seen()
+    seen.live.stamp = b"10:00 "
+    assert seen.feed((0, b"\r10%"), (1, b"x\n")) == ["10:00 [1] x", "10:00 [0] 10%"]
+    seen.live.stamp = b"10:01 "
+    assert seen.feed((0, b"\r20%")) == ["10:00 [1] x", "10:01 [0] 20%"]
+    assert seen.feed((1, b"y\n"))[1:] == ["10:01 [1] y", "10:01 [0] 20%"]
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,10 @@ from typing import Literal
 
 from allranks.launch.environ import place_environ
 from allranks.launch.guard import Guard
-from allranks.launch.messages import Event, Exited, Failed, Output
+from allranks.launch.messages import Event, Exited, Failed, Output, Stacks
+from allranks.launch.placement import Seat
 from allranks.launch.rank import Rank, become_rank, decode_reports
+from allranks.launch.stacks import DUMP
 from allranks.launch.target import Target
 from allranks.launch.wires import Stdio, Wires, resize
 
@@ -44,6 +46,7 @@ class Plan:
         start: "fork" continues in a copy of this process; "spawn" executes a fresh interpreter.
         environ: the environment that all share.
         stdio: what stdout and stderr of each rank are.
+        seats: CPUs and GPU of each rank; empty where all have all.
     """
 
     nproc: int
@@ -52,6 +55,7 @@ class Plan:
     environ: dict[str, str]
     stdio: tuple[Stdio, ...]
     first: int = 0
+    seats: tuple[Seat, ...] = ()
 
 
 @dataclass
@@ -87,6 +91,7 @@ class Agent:
         self._heeded: set[int] = set()
         self._listening = True
         self._finished = False
+        self._due: list[Event] = []  # for the next poll
 
     def start(self, mask: Set[int], files: tuple[int, int], private: tuple[int, ...] = ()) -> Rank | None:
         """Starts all ranks. Returns in each of the processes, as ``os.fork`` does.
@@ -131,8 +136,13 @@ class Agent:
 
     def _become(self, local_rank: int, wires: Wires) -> Rank:
         plan = self._plan
-        rank = Rank(plan.target, wires.status, os.getpid())
+        rank = Rank(plan.target, wires.status, wires.stacks, os.getpid())
         environ = plan.environ | place_environ(plan.first + local_rank, local_rank)
+        if plan.seats:
+            seat = plan.seats[local_rank]
+            environ |= seat.environ()
+            if seat.cpus:
+                os.sched_setaffinity(0, seat.cpus)
         stdio = plan.stdio[local_rank]
         if stdio.out_tty or stdio.err_tty:
             size = {"LINES": stdio.rows, "COLUMNS": stdio.columns}
@@ -151,6 +161,8 @@ class Agent:
             self._hear(process)
             status = process.wires.status_ear
             self._selector.register(status, selectors.EVENT_READ, partial(self._read_status, process))
+            stacks = process.wires.stacks_ear
+            self._selector.register(stacks, selectors.EVENT_READ, partial(self._read_stacks, process))
             self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._read_exit, process))
 
     def _hear(self, process: _Process) -> None:
@@ -193,22 +205,41 @@ class Agent:
     def poll(self, timeout_s: float | None) -> list[Event]:
         """Waits for events, for ``wake``, or for the time to pass."""
         assert self._selector is not None
-        events: list[Event] = []
-        for key, _ in self._selector.select(timeout_s):
+        events, self._due = self._due, []
+        for key, _ in self._selector.select(0 if events else timeout_s):
             # An earlier handler of this round, a rank's exit, may have read this one to its end.
             if key.fd in self._selector.get_map():
                 handle: Callable[[list[Event]], object] = key.data
                 handle(events)
         return events
 
-    def signal(self, number: int, ranks: list[int]) -> None:
-        """Sends a signal to the process groups of ranks that are not gone."""
+    def signal(self, number: int, ranks: list[int], alone: bool = False) -> None:
+        """Sends a signal to the process groups of ranks that are not gone.
+
+        Args:
+            number: the signal.
+            ranks: whose.
+            alone: spare the children of python ranks, which may not know what to do with it.
+        """
         for process in self._processes:
             if process.rank in ranks and not process.exited:
+                if alone and self._plan.target.is_python:
+                    os.kill(process.pid, number)
+                    continue
                 try:
                     os.killpg(process.pid, number)
                 except ProcessLookupError:  # it has not made its group yet
                     os.kill(process.pid, number)
+
+    def dump(self, ranks: list[int]) -> None:
+        """Asks for the stacks of ranks that are not gone. What they answer, or why they cannot, comes from ``poll``."""
+        for process in self._processes:
+            if process.rank not in ranks or process.exited:
+                continue
+            if why := _why_mute(process.pid):
+                self._due.append(Stacks(process.rank, why=why))
+            else:
+                os.kill(process.pid, DUMP)
 
     def resize(self, rows: int, columns: int) -> None:
         """Sets the size of all ranks' terminals, and tells them."""
@@ -281,6 +312,18 @@ class Agent:
         events.extend(Failed(process.rank, process.pid, report) for report in decode_reports(process.told))
         return len(data)
 
+    def _read_stacks(self, process: _Process, events: list[Event]) -> int:
+        """As ``_read_output``, for stacks."""
+        try:
+            data = os.read(process.wires.stacks_ear, _CHUNK)
+        except BlockingIOError:
+            return 0
+        if data:
+            events.append(Stacks(process.rank, data))
+        else:
+            self._forget(process.wires.stacks_ear)
+        return len(data)
+
     def _read_exit(self, process: _Process, events: list[Event]) -> None:
         result = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT)
         assert result is not None
@@ -296,6 +339,7 @@ class Agent:
         if self._selector is None:
             return
         readers = {process.wires.status_ear: partial(self._read_status, process)}
+        readers[process.wires.stacks_ear] = partial(self._read_stacks, process)
         readers |= {fd: partial(self._read_output, process, n, fd) for n, fd in process.wires.ears.items()}
         for fd, read in readers.items():
             left = _LAST_BYTES
@@ -311,3 +355,14 @@ class Agent:
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
             os.close(fd)
+
+
+def _why_mute(pid: int) -> str:
+    """Why a process cannot be asked for its stacks; "" if it can."""
+    with open(f"/proc/{pid}/status") as file:
+        status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
+    if status["State"].startswith(("T", "t")):
+        return f"is stopped (pid {pid}: SIGSTOP, a terminal or a debugger) and cannot say where it is"
+    if not int(status.get("SigCgt", "0"), 16) >> (DUMP - 1) & 1:  # it would be ended by the question
+        return f"runs no python script (pid {pid}: a command, or not begun) and cannot say where it is"
+    return ""

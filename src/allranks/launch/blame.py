@@ -9,7 +9,7 @@ believed only after ``SETTLE_S``.
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from allranks._errors import rank_list
@@ -125,16 +125,19 @@ def describe_failure(
     return b"\n".join(lines)
 
 
-def describe_interrupt(name: str, failures: Sequence[Failure], quiet: bool) -> bytes:
+def describe_interrupt(
+    name: str, failures: Sequence[Failure], quiet: bool, unasked: Mapping[str, Sequence[int]] | None = None
+) -> bytes:
     """The last words of a job that was stopped by a signal: where each rank was, which tells why it hung.
 
     Args:
         name: the signal's name.
         failures: what the ranks reported on their way out.
         quiet: only what must be said.
+        unasked: place -> ranks that the signal ended before they could report anything.
     """
     lines = [f"{_COMMAND}: stopped by {name}".encode()]
-    places: dict[str, list[int]] = {}
+    places = {place: list(ranks) for place, ranks in (unasked or {}).items()}
     for failure in failures:
         report = failure.report
         if report is not None and report.interrupted and report.where:

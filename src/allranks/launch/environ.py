@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from allranks._host import usable_cpus
+from allranks.launch.placement import Seat
 
 __all__ = ["Share", "common_environ", "free_port", "place_environ", "threads_per_rank"]
 
 # Left over from a job that this job is started from; they would lead torch to that job's agent.
-_FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE")
+_FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ALLRANKS_CPUS")
 
 
-def threads_per_rank(nproc: int, threads: int | None, environ: Mapping[str, str]) -> str:
-    """OMP_NUM_THREADS for a rank: the option, else the user's own setting, else a fair share of the CPUs."""
+def threads_per_rank(nproc: int, threads: int | None, environ: Mapping[str, str], seats: Sequence[Seat] = ()) -> str:
+    """OMP_NUM_THREADS for a rank: the option, else the user's own setting, else a fair share of the CPUs.
+
+    The same for all, as torch is imported once for all: what the rank with the fewest CPUs can use.
+    """
     if threads is not None:
         return str(threads)
-    return environ.get("OMP_NUM_THREADS") or str(max(1, usable_cpus() // nproc))
+    return environ.get("OMP_NUM_THREADS") or str(
+        min((seat.threads for seat in seats), default=max(1, usable_cpus() // nproc))
+    )
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,12 @@ class Share:
 
 
 def common_environ(
-    environ: Mapping[str, str], share: Share, threads: int | None, store: str, master: tuple[str, int]
+    environ: Mapping[str, str],
+    share: Share,
+    threads: int | None,
+    store: str,
+    master: tuple[str, int],
+    seats: Sequence[Seat] = (),
 ) -> dict[str, str]:
     """The environment that all ranks of a host share.
 
@@ -60,23 +71,31 @@ def common_environ(
         threads: threads per rank; None to decide.
         store: address of the launcher's store.
         master: where an unmodified torch.distributed program on rank 0 listens.
+        seats: what CPUs ranks are bound to; empty where they are not.
     """
-    return {name: value for name, value in environ.items() if name not in _FOREIGN} | {
-        "OMP_NUM_THREADS": threads_per_rank(share.nproc, threads, environ),
-        "WORLD_SIZE": str(share.world_size),
-        "LOCAL_WORLD_SIZE": str(share.nproc),
-        "ROLE_WORLD_SIZE": str(share.world_size),
-        "ROLE_NAME": "default",
-        "GROUP_RANK": str(share.node),
-        "GROUP_WORLD_SIZE": str(share.nodes),
-        "NODE_RANK": str(share.node),
-        "MASTER_ADDR": master[0],
-        "MASTER_PORT": str(master[1]),
-        "TORCHELASTIC_RESTART_COUNT": str(share.restart),
-        "TORCHELASTIC_MAX_RESTARTS": str(share.restarts),
-        "TORCHELASTIC_RUN_ID": share.run,
-        "ALLRANKS_STORE": store,
-    }
+    bound = {cpu for seat in seats for cpu in seat.cpus}
+    # Who is bound sees its own CPUs only, and cannot tell whether all ranks together have enough.
+    cpus = {"ALLRANKS_CPUS": str(min(len(bound), usable_cpus()))} if bound else {}
+    return (
+        cpus
+        | {name: value for name, value in environ.items() if name not in _FOREIGN}
+        | {
+            "OMP_NUM_THREADS": threads_per_rank(share.nproc, threads, environ, seats),
+            "WORLD_SIZE": str(share.world_size),
+            "LOCAL_WORLD_SIZE": str(share.nproc),
+            "ROLE_WORLD_SIZE": str(share.world_size),
+            "ROLE_NAME": "default",
+            "GROUP_RANK": str(share.node),
+            "GROUP_WORLD_SIZE": str(share.nodes),
+            "NODE_RANK": str(share.node),
+            "MASTER_ADDR": master[0],
+            "MASTER_PORT": str(master[1]),
+            "TORCHELASTIC_RESTART_COUNT": str(share.restart),
+            "TORCHELASTIC_MAX_RESTARTS": str(share.restarts),
+            "TORCHELASTIC_RUN_ID": share.run,
+            "ALLRANKS_STORE": store,
+        }
+    )
 
 
 def place_environ(rank: int, local_rank: int) -> dict[str, str]:

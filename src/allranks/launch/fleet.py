@@ -25,6 +25,7 @@ from allranks.launch.link import Link, LinkLost, to_agent
 from allranks.launch.messages import (
     Came,
     Command,
+    Dump,
     End,
     Event,
     Exited,
@@ -318,11 +319,17 @@ class Fleet:
         events, self._events = self._events, []
         return events
 
-    def signal(self, number: int, ranks: list[int]) -> None:
-        """Sends a signal to the process groups of ranks that are not gone."""
+    def signal(self, number: int, ranks: list[int], alone: bool = False) -> None:
+        """Sends a signal to the process groups of ranks that are not gone; see ``Agent.signal``."""
         for host in self.hosts:
             if chosen := sorted(host.running.intersection(ranks)):
-                self._say(host, Signal(number, chosen))
+                self._say(host, Signal(number, chosen, alone))
+
+    def dump(self, ranks: list[int]) -> None:
+        """Asks for the stacks of ranks, which come as ``Stacks``."""
+        for host in self.hosts:
+            if chosen := sorted(host.running.intersection(ranks)):
+                self._say(host, Dump(chosen))
 
     def resize(self, rows: int, columns: int) -> None:
         """Sets the size of all ranks' terminals, and tells them."""

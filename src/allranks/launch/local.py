@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Set
 from dataclasses import dataclass
-from pathlib import Path
 
 from allranks._errors import ConfigError
 from allranks._store import StoreServer
@@ -22,13 +21,14 @@ from allranks.launch.agent import Agent, Plan
 from allranks.launch.environ import Share, common_environ, free_port
 from allranks.launch.guard import Guard
 from allranks.launch.options import Options
+from allranks.launch.placement import seats
 from allranks.launch.preload import preload
 from allranks.launch.rank import Rank
 from allranks.launch.screen import Screen
 from allranks.launch.supervise import FORWARDED, Supervisor
 from allranks.launch.wires import reserve_descriptors
 
-__all__ = ["make_folder", "run_here"]
+__all__ = ["run_here"]
 
 
 def run_here(options: Options, nproc: int) -> int | Rank:
@@ -66,7 +66,10 @@ class _Round:
         """The exit code, and whether a rank failed."""
         gc.enable()
         self.screen.open()
-        supervisor = Supervisor(self.agent, self.screen, self.options.grace_s, self.options.quiet)
+        options = self.options
+        supervisor = Supervisor(
+            self.agent, self.screen, options.grace_s, options.quiet, idle_s=options.idle_s, signals=options.signals
+        )
         with self.server:
             self.server.start()
             try:
@@ -77,22 +80,21 @@ class _Round:
 
 
 def _prepare(options: Options, share: Share) -> _Round | Rank:
-    if options.logs is not None:
-        make_folder(options.logs)
     nproc = share.nproc
+    places = seats(nproc, options.bind, options.one_gpu_per_rank, os.environ)
     files = reserve_descriptors(nproc)
     guard = Guard()
     server = StoreServer.unix()
-    screen = Screen(nproc, options.show, options.logs, os.environ)
+    screen = Screen(range(nproc), options.display, os.environ, run_id=share.run, attempt=share.restart)
     if options.instead_of_gloo:
         os.environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"  # read when torch is imported, here or in the ranks
     master = ("127.0.0.1", (options.leader[1] if options.leader else None) or free_port())
-    environ = common_environ(os.environ, share, options.threads, server.address, master)
+    environ = common_environ(os.environ, share, options.threads, server.address, master, places)
     start = options.start
     if start == "fork" and options.target.is_python and not preload(environ["OMP_NUM_THREADS"]):
         start = "spawn"
-    agent = Agent(Plan(nproc, options.target, start, environ, screen.stdio()), guard)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    agent = Agent(Plan(nproc, options.target, start, environ, screen.stdio(), seats=places), guard)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
     try:
         rank = agent.start(mask, files)
     except OSError as error:
@@ -102,17 +104,3 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
         server.close()
         return rank
     return _Round(options, agent, server, screen, mask)
-
-
-def make_folder(path: Path) -> None:
-    """Makes the folder for ``--logs``.
-
-    Raises:
-        ConfigError: it cannot be had, or not be written.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the folder {str(path)!r} for --logs: {error.strerror}") from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"cannot write into the folder {str(path)!r} for --logs")

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from allranks.launch.options import Bind
 from allranks.launch.target import Target
 from allranks.launch.wires import Stdio
 
@@ -18,6 +19,7 @@ __all__ = [
     "Asked",
     "Came",
     "Command",
+    "Dump",
     "End",
     "Event",
     "Exited",
@@ -36,6 +38,7 @@ __all__ = [
     "Resize",
     "Returned",
     "Signal",
+    "Stacks",
     "Start",
     "Unable",
 ]
@@ -87,6 +90,14 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
     status: int
 
 
+class Stacks(msgspec.Struct, frozen=True, tag=True):
+    """More of the stacks that ``Dump`` asked for. ``why``: there are none, and the reason."""
+
+    rank: int
+    text: bytes = b""
+    why: str = ""
+
+
 class Returned(msgspec.Struct, frozen=True, tag=True):
     """A rank that ran a function is through with it. ``result`` is pickled."""
 
@@ -121,7 +132,7 @@ class Noted(msgspec.Struct, frozen=True, tag=True):
     text: bytes
 
 
-Event = Output | Failed | Exited | Returned | Asked | Lost | Came | Noted
+Event = Output | Failed | Exited | Stacks | Returned | Asked | Lost | Came | Noted
 """What happens while ranks run."""
 
 
@@ -207,7 +218,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     secret: bytes
     serves: bool
     spans: bool
-    bind: str = "none"
+    bind: Bind = "none"
     one_gpu_per_rank: bool = False
 
 
@@ -242,9 +253,16 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """Send a signal to the process groups of ranks."""
+    """Send a signal to the process groups of ranks; ``alone``: to python ranks without their children."""
 
     number: int
+    ranks: list[int]
+    alone: bool = False
+
+
+class Dump(msgspec.Struct, frozen=True, tag=True):
+    """Tell the stacks of ranks."""
+
     ranks: list[int]
 
 
@@ -277,5 +295,5 @@ class End(msgspec.Struct, frozen=True, tag=True):
     text: bytes = b""
 
 
-Command = Prepare | Start | Signal | Listen | Resize | Finish | End
+Command = Prepare | Start | Signal | Dump | Listen | Resize | Finish | End
 """What a launcher says to an agent."""

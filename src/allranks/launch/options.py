@@ -7,8 +7,9 @@ spellings are accepted where they mean the same on one host.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Sequence
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -19,15 +20,62 @@ from allranks._hostlist import Slots, parse_hostfile, parse_hosts
 from allranks._places import CHOICES
 from allranks.launch.target import Kind, Target
 
-__all__ = ["Options", "Show", "parse"]
+__all__ = ["Bind", "Display", "Options", "Show", "Streams", "parse"]
 
 Show = Literal["0", "all", "none"]
+Bind = Literal["none", "core", "numa"]
 
 _HIDE = argparse.SUPPRESS
 
 _USAGE = """allranks run [options] script.py [args ...]
        allranks run [options] -m module [args ...]
        allranks run [options] -- command [args ...]"""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """torchrun's words for output streams: 0 none, 1 stdout, 2 stderr, 3 both.
+
+    Attributes:
+        of_all: for all ranks.
+        of_some: local rank -> its own; the others then have none.
+    """
+
+    of_all: int = 0
+    of_some: Mapping[int, int] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.of_all or self.of_some)
+
+    def has(self, local_rank: int, stream: int) -> bool:
+        """True if it names a stream (1 or 2) of a rank."""
+        chosen = self.of_all if self.of_some is None else self.of_some.get(local_rank, 0)
+        return bool(chosen & stream)
+
+
+@dataclass(frozen=True)
+class Display:
+    """How the output of ranks is shown and kept.
+
+    Attributes:
+        show: whose output is shown.
+        only: of these local ranks only; None for all.
+        timestamps: put the time before each line.
+        collapse: show a line that many ranks write once; auto: from 8 ranks on.
+        logs: folder for one file per rank.
+        redirects: streams that go to torchrun's files and are not shown.
+        tee: streams that go to torchrun's files and are shown.
+        log_dir: folder for torchrun's files; None for a temporary one, if there are such files at all.
+    """
+
+    show: Show = "all"
+    only: frozenset[int] | None = None
+    timestamps: bool = False
+    collapse: Literal["auto", "always", "never"] = "auto"
+    logs: Path | None = None
+    redirects: Streams = Streams()
+    tee: Streams = Streams()
+    log_dir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -45,8 +93,7 @@ class Options:
         leader: host and port of host 0 in that case.
         env: what kind of place this is; "auto" to find out.
         start: fork ranks from a process that has imported torch, or execute fresh interpreters.
-        show: whose output is shown.
-        logs: folder for one file per rank.
+        display: how output is shown and kept.
         grace_s: time that ranks get to end by themselves when the job is stopped.
         threads: threads per rank; None to decide.
         instead_of_gloo: give programs that ask torch.distributed for gloo our groups.
@@ -58,6 +105,10 @@ class Options:
         iface: which networks hosts use among each other.
         dry_run: say what would be started, and where.
         quiet: leave out what need not be said.
+        idle_s: stop the job when no rank has written anything for so long; None: never.
+        signals: those that are passed on to the ranks and stop nothing.
+        bind: which CPUs a rank may use.
+        one_gpu_per_rank: let each rank see one GPU of its own.
     """
 
     target: Target
@@ -69,8 +120,7 @@ class Options:
     leader: tuple[str, int | None] | None = None
     env: str = "auto"
     start: Literal["fork", "spawn"] = "fork"
-    show: Show = "all"
-    logs: Path | None = None
+    display: Display = Display()
     grace_s: float = 10.0
     threads: int | None = None
     instead_of_gloo: bool = False
@@ -82,6 +132,10 @@ class Options:
     iface: str = ""
     dry_run: bool = False
     quiet: bool = False
+    idle_s: float | None = None
+    signals: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
+    bind: Bind = "none"
+    one_gpu_per_rank: bool = False
 
 
 # torchrun's options that are not here; the value that asks for what is so anyway, or None where the option has none.
@@ -94,14 +148,10 @@ _TORCHRUNS = {
     "--monitor-interval": "",
     "--start-method": "",
     "--role": "",
-    "--log-dir": "",
-    "--redirects": "",
-    "--tee": "",
-    "--local-ranks-filter": "",
     "--no-python": None,
     "--run-path": None,
 }
-_INSTEAD = {"--log-dir": "--logs DIR", "--no-python": "-- command", "--start-method": "--start"}
+_INSTEAD = {"--no-python": "-- command", "--start-method": "--start"}
 
 
 class _Elsewhere(argparse.Action):
@@ -154,8 +204,16 @@ def parse(argv: Sequence[str]) -> Options:
         leader=_leader(args.master_addr, args.master_port),
         env=args.env,
         start=args.start,
-        show=args.show,
-        logs=args.logs,
+        display=Display(
+            show=args.show,
+            only=args.local_ranks_filter,
+            timestamps=args.timestamps,
+            collapse=args.collapse,
+            logs=args.logs,
+            redirects=args.redirects,
+            tee=args.tee,
+            log_dir=args.log_dir,
+        ),
         grace_s=args.grace,
         threads=args.threads,
         instead_of_gloo=args.instead_of_gloo,
@@ -167,6 +225,10 @@ def parse(argv: Sequence[str]) -> Options:
         iface=args.iface,
         dry_run=args.dry_run,
         quiet=args.quiet,
+        idle_s=args.idle_timeout,
+        signals=args.signals,
+        bind=args.bind,
+        one_gpu_per_rank=args.one_gpu_per_rank,
     )
 
 
@@ -199,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("--restarts", "--max-restarts", "--max_restarts"):
         shown = "start the job again when a rank fails, so often (default 0)"
         add(name, dest="restarts", type=_whole, default=0, metavar="K", help=shown if name == "--restarts" else _HIDE)
-    add("--join-timeout", type=_seconds, default=300.0, metavar="SECONDS", help="wait so long for hosts (default 300)")
+    add("--join-timeout", type=_seconds, default=300.0, metavar="TIME", help="wait so long for hosts (default 5m)")
     add(
         *("-x", "--export"),
         dest="exports",
@@ -220,14 +282,7 @@ def _parser() -> argparse.ArgumentParser:
         default="fork",
         help="fork ranks from a process that has imported torch, or start fresh interpreters (default fork)",
     )
-    add(
-        "--show",
-        choices=("0", "all", "none"),
-        default="all",
-        help="whose output to print: 0 is rank 0's, unprefixed (default all)",
-    )
-    add("--logs", type=Path, metavar="DIR", help="also write each rank's output to DIR/rankN.log")
-    add("--grace", type=_seconds, default=10.0, metavar="SECONDS", help="between SIGTERM and SIGKILL (default 10)")
+    add("--grace", type=_seconds, default=10.0, metavar="TIME", help="between SIGTERM and SIGKILL (default 10s)")
     add("--threads", type=_threads, metavar="N", help="OMP_NUM_THREADS per rank, or auto: CPUs / ranks (default auto)")
     add(
         "--instead-of-gloo",
@@ -235,6 +290,9 @@ def _parser() -> argparse.ArgumentParser:
         help="give a program that asks torch.distributed for gloo groups on our channel; it need not be changed",
     )
     add("-q", "--quiet", action="store_true", help="of the launcher's own lines, print only the cause of a failure")
+    _add_display(parser)
+    _add_placement(parser)
+    _add_watch(parser)
     # What they ask for is so anyway.
     for name in ("--use-env", "--use_env", "--standalone"):
         add(name, action="store_true", help=argparse.SUPPRESS)
@@ -305,10 +363,101 @@ def _at_least_one(text: str, what: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds (0 or more)")
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([smh]?)", text, re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time (30 or 30s, 5m, 2h)")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def _some_seconds(text: str) -> float:
+    if not (seconds := _seconds(text)):
+        raise argparse.ArgumentTypeError("it must be more than 0")
     return seconds
+
+
+def _add_display(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add(
+        "--show",
+        choices=("0", "all", "none"),
+        default="all",
+        help="whose output to print: 0 is rank 0's, unprefixed (default all)",
+    )
+    add("--timestamps", action="store_true", help="put the time before each line, on the screen and in files")
+    add(
+        "--collapse",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="print a line that several ranks write at the same time once (default auto: from 8 ranks on)",
+    )
+    add("--logs", type=Path, metavar="DIR", help="also write each rank's output to DIR/rankN.log")
+    for short, name, what in (("-t", "--tee", "also"), ("-r", "--redirects", "only")):
+        text = f"write streams {what} to files under --log-dir: 1 stdout, 2 stderr, 3 both; or 0:3,10:1 by local rank"
+        add(short, name, type=_streams, default=Streams(), metavar="STREAMS", help=text)
+    help_of_log_dir = "folder for -t and -r: DIR/<run>_<random>/attempt_0/<local rank>/stdout.log, stderr.log"
+    _add_both(add, "--log-dir", type=Path, metavar="DIR", help=help_of_log_dir)
+    help_of_filter = "print the output of these local ranks only"
+    _add_both(add, "--local-ranks-filter", type=_ranks, metavar="0,1,...", help=help_of_filter)
+
+
+def _add_placement(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("placement").add_argument
+    add(
+        "--bind",
+        choices=("none", "core", "numa"),
+        default="none",
+        help="give each rank cores of its own, or the cores of a NUMA node, its GPU's if it has one (default none)",
+    )
+    add("--one-gpu-per-rank", action="store_true", help="let each rank see one GPU, by CUDA_VISIBLE_DEVICES")
+
+
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("hangs and signals").add_argument
+    add(
+        "--idle-timeout",
+        type=_some_seconds,
+        metavar="TIME",
+        help="when no rank has written anything for so long, print the stacks of all, stop and exit with 124",
+    )
+    add(
+        "--signals",
+        type=_signals,
+        default=(signal.SIGUSR1, signal.SIGUSR2),
+        metavar="NAMES",
+        help="signals to pass on to the ranks; the job goes on (default USR1,USR2; none for none)",
+    )
+
+
+def _add_both(add: Callable[..., Any], name: str, **how: Any) -> None:
+    """Adds an option in its spellings with - and, as torchrun has it, with _."""
+    add(name, **how)
+    add("--" + name[2:].replace("-", "_"), **how | {"help": argparse.SUPPRESS, "default": argparse.SUPPRESS})
+
+
+def _streams(text: str) -> Streams:
+    if re.fullmatch("[0-3]", text):
+        return Streams(int(text))
+    if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text, re.ASCII):
+        return Streams(of_some={int(rank): int(value) for rank, value in (x.split(":") for x in text.split(","))})
+    raise argparse.ArgumentTypeError(f"{text!r} is neither 0, 1, 2 or 3 nor a map as 0:3,1:2 of local ranks to these")
+
+
+def _ranks(text: str) -> frozenset[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of local ranks as 0,1")
+    return frozenset(map(int, text.split(",")))
+
+
+def _signals(text: str) -> tuple[int, ...]:
+    numbers = []
+    for word in text.split(",") if text != "none" else ():
+        name = "SIG" + word.strip().upper().removeprefix("SIG")
+        if name not in signal.Signals.__members__:
+            raise argparse.ArgumentTypeError(f"there is no signal {word!r}; names are as USR1,USR2")
+        if name in _NOT_PASSED:
+            raise argparse.ArgumentTypeError(f"{name} has a meaning for the job itself and cannot be passed on")
+        numbers.append(signal.Signals[name])
+    return tuple(numbers)
+
+
+_NOT_PASSED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD", "SIGWINCH", "SIGPIPE")

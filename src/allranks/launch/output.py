@@ -14,15 +14,19 @@ elsewhere the movement is dropped, so that it never overwrites another rank's li
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Live", "Plain", "Renderer", "prefixes"]
+from allranks._errors import spans
+
+__all__ = ["Live", "Names", "Plain", "Renderer"]
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
+_BOLD = 1
 _LINE_LIMIT = 1 << 20  # a longer line is broken, so that a rank without line ends does not fill the memory
 _REDRAW_LIMIT = 1 << 16
 
@@ -35,17 +39,49 @@ _PARTIAL = re.compile(rb"(?:\r+|\x1b(?:\[[0-?]*[ -/]*)?)\Z")
 _INVISIBLE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 
 
-def prefixes(nproc: int, colour: bool = False) -> list[bytes]:
-    """``[rank] `` for each rank, all of one width."""
-    width = len(str(nproc - 1))
-    plain = [f"[{rank:>{width}}] ".encode() for rank in range(nproc)]
-    if not colour:
-        return plain
-    return [b"\x1b[%dm%b\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], text) for rank, text in enumerate(plain)]
+@dataclass(frozen=True)
+class Names:
+    """What stands before a line: ``[3] ``, ``[node1:3] `` where the job spans hosts; all of one width.
+
+    Attributes:
+        world_size: number of ranks of the job, shown here or not.
+        hosts: the host of each rank; None on one host.
+        colour: for a terminal that shows colours.
+    """
+
+    world_size: int
+    hosts: Sequence[str] | None = None
+    colour: bool = False
+
+    @functools.cached_property
+    def width(self) -> int:
+        """Columns of a rank's prefix."""
+        return max(len(self._text([rank])) for rank in range(self.world_size)) + len("[] ")
+
+    def each(self, ranks: Sequence[int]) -> dict[int, bytes]:
+        """The prefix of each rank."""
+        return {rank: self.of([rank]) for rank in ranks}
+
+    def of(self, ranks: Sequence[int]) -> bytes:
+        """The prefix of a line that several ranks wrote: ``[0-2,5] ``, ``[node1:4-7] ``; ``[0-7] `` across hosts."""
+        text = f"[{self._text(ranks):>{self.width - len('[] ')}}] ".encode()
+        if not self.colour:
+            return text
+        return b"\x1b[%dm%b\x1b[0m" % (_COLOURS[ranks[0] % len(_COLOURS)] if len(ranks) == 1 else _BOLD, text)
+
+    def _text(self, ranks: Sequence[int]) -> str:
+        hosts = {self.hosts[rank] for rank in ranks} if self.hosts is not None else set()
+        return (f"{hosts.pop()}:" if len(hosts) == 1 else "") + spans(ranks, ",")
 
 
 class Renderer(Protocol):
-    """What turns ranks' bytes into a screen's bytes."""
+    """What turns ranks' bytes into a screen's bytes.
+
+    Attributes:
+        stamp: the time, which stands before the prefixes; empty for none. Always of one width.
+    """
+
+    stamp: bytes
 
     def feed(self, rank: int, data: bytes) -> bytes:
         """Takes what a rank wrote; returns what to write now."""
@@ -61,11 +97,16 @@ class Renderer(Protocol):
 
 
 class Plain:
-    """Renderer for pipes and files."""
+    """Renderer for pipes and files.
 
-    def __init__(self, prefixes: Sequence[bytes]) -> None:
+    Args:
+        prefixes: one for each rank.
+    """
+
+    def __init__(self, prefixes: Mapping[int, bytes]) -> None:
+        self.stamp = b""
         self._prefixes = prefixes
-        self._open = [bytearray() for _ in prefixes]
+        self._open = {rank: bytearray() for rank in prefixes}
 
     def feed(self, rank: int, data: bytes) -> bytes:
         """See ``Renderer``."""
@@ -79,7 +120,7 @@ class Plain:
         if len(line) > _LINE_LIMIT:
             lines.append(bytes(line))
             line.clear()
-        prefix = self._prefixes[rank]
+        prefix = self.stamp + self._prefixes[rank]
         return b"".join(prefix + text[_last_state(text) :] + b"\n" for text in lines)
 
     def end(self, rank: int) -> bytes:
@@ -88,7 +129,7 @@ class Plain:
         self._open[rank].clear()
         if not text or (b"\r" in text and not text.strip()):  # the second is a bar that wiped itself
             return b""
-        return self._prefixes[rank] + text + b"\n"
+        return self.stamp + self._prefixes[rank] + text + b"\n"
 
     def note(self, text: bytes) -> bytes:
         """See ``Renderer``."""
@@ -136,10 +177,11 @@ class Live:
         columns: may be changed at any time.
     """
 
-    def __init__(self, prefixes: Sequence[bytes], columns: int) -> None:
+    def __init__(self, prefixes: Mapping[int, bytes], columns: int) -> None:
         self.columns = columns
+        self.stamp = b""
         self._prefixes = prefixes
-        self._lines = [_Line() for _ in prefixes]
+        self._lines = {rank: _Line() for rank in prefixes}
         self._owner: int | None = None  # whose line stands on the bottom row; None: the row is empty
         self._drawn_by: int | None = None  # who had the bottom row last
         self._above = 0  # rows right above the bottom one that the owner may go back to
@@ -163,7 +205,7 @@ class Live:
     def end(self, rank: int) -> bytes:
         """See ``Renderer``."""
         line = self._lines[rank]
-        last = self._prefixes[rank] + bytes(line.text) + b"\n" if line.open else b""
+        last = self._name(rank) + bytes(line.text) + b"\n" if line.open else b""
         if self._owner == rank:
             out = self._wipe() + last
             line.restart()
@@ -179,6 +221,9 @@ class Live:
     def note(self, text: bytes) -> bytes:
         """See ``Renderer``."""
         return self._aside(text + b"\n", self._owner)
+
+    def _name(self, rank: int) -> bytes:
+        return self.stamp + self._prefixes[rank]
 
     def _behind(self, rank: int, data: bytes) -> bytes:
         """Takes bytes of a rank while the bottom row is another's."""
@@ -197,7 +242,7 @@ class Live:
 
     def _take(self, rank: int, data: bytes, drawn: bool) -> bytes:
         """Moves a rank's line on. Returns all that the rank draws, or the lines it completed."""
-        line, prefix, out = self._lines[rank], self._prefixes[rank], bytearray()
+        line, prefix, out = self._lines[rank], self._name(rank), bytearray()
         for match in _TOKEN.finditer(data):
             kind, token = match.lastgroup, match.group()
             if kind == "newline":
@@ -252,10 +297,10 @@ class Live:
         line.due = line.rewound or not line.text
         if not line.text:
             return b""
-        return self._prefixes[rank] + bytes(line.text) + (b"\r" if line.rewound else b"")
+        return self._name(rank) + bytes(line.text) + (b"\r" if line.rewound else b"")
 
     def _show_lowest(self) -> bytes:
-        rank = next((rank for rank, line in enumerate(self._lines) if line.open), None)
+        rank = next((rank for rank, line in self._lines.items() if line.open), None)
         return b"" if rank is None else self._show(rank)
 
     def _wipe(self) -> bytes:
@@ -267,7 +312,7 @@ class Live:
         if line.due and not line.text:  # a line just ended; or a return, after which there is nothing to keep
             return b""
         line.due = True
-        rows = max(0, _width(self._prefixes[rank] + bytes(line.text)) - 1) // self.columns
+        rows = max(0, _width(self._name(rank) + bytes(line.text)) - 1) // self.columns
         return (b"\x1b[%dA" % rows if rows else b"") + b"\r\x1b[J"
 
 

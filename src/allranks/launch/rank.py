@@ -12,6 +12,7 @@ take long, or make other ranks fail) run. The agent prints it, so the rank does 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import functools
 import gc
 import os
@@ -32,6 +33,7 @@ import msgspec
 
 from allranks._errors import AllranksError, PeerLostError
 from allranks.launch.messages import Report
+from allranks.launch.stacks import DUMP, describe, is_own
 from allranks.launch.target import Target, set_first_path
 
 __all__ = ["Rank", "become_rank", "decode_reports", "is_echo"]
@@ -39,7 +41,6 @@ __all__ = ["Rank", "become_rank", "decode_reports", "is_echo"]
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_STDLIB = os.path.dirname(os.__file__) + os.sep
 _DEFAULT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 
 
@@ -79,11 +80,13 @@ class Rank:
     Attributes:
         target: what to run.
         status: descriptor for the failure report.
+        stacks: descriptor for the stacks of its threads, when asked for by a signal.
         pid: this process; a child that the program forks is not the rank.
     """
 
     target: Target
     status: int
+    stacks: int
     pid: int
 
     def execute(self, environ: Mapping[str, str], fresh: bool) -> None:
@@ -98,9 +101,10 @@ class Rank:
         target = self.target
         argv = [target.name, *target.args]
         if fresh:
-            os.set_inheritable(self.status, True)
+            for fd in (self.status, self.stacks):
+                os.set_inheritable(fd, True)
             flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-            argv = [sys.executable, *flags, "-m", __name__, str(self.status), target.kind, *argv]
+            argv = [sys.executable, *flags, "-m", __name__, str(self.status), str(self.stacks), target.kind, *argv]
         try:
             os.execvpe(argv[0], argv, environ)
         except OSError as error:
@@ -124,6 +128,7 @@ class Rank:
     def run(self) -> int:
         """Runs a python target as ``__main__``. Whatever it raises is reported, then raised."""
         target = self.target
+        faulthandler.register(DUMP, self.stacks)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         sys.argv = [target.name, *target.args]
@@ -253,12 +258,11 @@ def _trim(error: BaseException, summary: traceback.TracebackException) -> None:
 def _place(trace: TracebackType | None) -> str:
     """The innermost line of a traceback that belongs to neither python, nor a library, nor us."""
     frames = traceback.extract_tb(trace)
-    alien = (_STDLIB, _PACKAGE, "<")  # "<": made of text, as dataclass does
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(alien)]
+    own = [frame for frame in frames if is_own(frame.filename)]
     if not frames:
         return ""
     frame = (own or frames)[-1]
-    return _printable(f"{frame.filename.removeprefix(os.getcwd() + os.sep)}:{frame.lineno} in {frame.name}")
+    return _printable(describe(frame.filename, frame.lineno, frame.name))
 
 
 def _say_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -278,7 +282,8 @@ def _say(
 
 
 if __name__ == "__main__":
-    _status = int(sys.argv[1])
-    os.set_inheritable(_status, False)
-    _kind, _name, *_args = sys.argv[2:]
-    sys.exit(Rank(Target(_kind, _name, tuple(_args)), _status, os.getpid()).run())  # type: ignore[arg-type]
+    _status, _stacks = map(int, sys.argv[1:3])
+    for _fd in (_status, _stacks):
+        os.set_inheritable(_fd, False)
+    _kind, _name, *_args = sys.argv[3:]
+    sys.exit(Rank(Target(_kind, _name, tuple(_args)), _status, _stacks, os.getpid()).run())  # type: ignore[arg-type]

@@ -6,23 +6,26 @@ renderer for each. How lines are put together is ``output``'s business.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
+import time
 from collections import deque
-from collections.abc import Mapping
-from io import FileIO
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 
+from allranks.launch.collapse import Collapse, Through
+from allranks.launch.logs import Logs
 from allranks.launch.messages import Output
-from allranks.launch.options import Show
+from allranks.launch.options import Display
 from allranks.launch.outlet import Outlet
-from allranks.launch.output import Live, Plain, Renderer, prefixes
+from allranks.launch.output import Live, Names, Plain
 from allranks.launch.wires import Stdio
 
 __all__ = ["Screen", "ensure_standard_streams"]
 
 _TAIL_LINES = 20
+_MANY = 8  # ranks whose lines are collapsed if the user does not say
 
 
 def ensure_standard_streams() -> None:
@@ -36,50 +39,86 @@ def ensure_standard_streams() -> None:
 
 
 class Screen:
-    """Writes what the ranks write, each line behind its rank's number (unless only rank 0 is shown).
+    """Writes what ranks write, each line behind its rank's number (unless only rank 0 is shown).
 
     Args:
-        nproc: number of ranks.
-        show: whose output is shown.
-        logs: folder for one file per rank; None for no files.
+        ranks: those that are shown here, which may be a part of the job's.
+        display: what is shown, how, and what is kept in files.
         environ: decides on colours (NO_COLOR) and on terminals that cannot redraw a line (TERM).
+        world_size: number of ranks of the job; None if all are shown here.
+        hosts: the host of each rank of the job; None where it does not span hosts.
+        run_id: the job's name, for log files.
+        attempt: how often the job has been started again, for log files.
 
     Attributes:
-        nproc: number of ranks.
+        ranks: those that are shown here.
+        logs: the log files.
+
+    Raises:
+        ConfigError: a log file cannot be made.
     """
 
-    def __init__(self, nproc: int, show: Show, logs: Path | None, environ: Mapping[str, str]) -> None:
-        self.nproc = nproc
-        self._shown = {"0": range(1), "all": range(nproc), "none": range(0)}[show]
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        display: Display,
+        environ: Mapping[str, str],
+        *,
+        world_size: int | None = None,
+        hosts: Sequence[str] | None = None,
+        run_id: str = "none",
+        attempt: int = 0,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self._mine = frozenset(ranks)
+        self._display = display
+        places = _places(self.ranks, hosts)
+        chosen = {"0": range(1), "all": self.ranks, "none": range(0)}[display.show]
+        only = display.only
+        self._shown = [rank for rank in self.ranks if rank in chosen and (only is None or places[rank][1] in only)]
+        self.logs = Logs(display, places, run_id, attempt)
+        self._hidden_streams = {
+            (rank, stream) for rank in self.ranks for stream in (1, 2)
+            if rank not in self._shown
+            or (display.redirects.has(places[rank][1], stream) and not display.tee.has(places[rank][1], stream))
+        }  # fmt: skip
         self._capable = environ.get("TERM", "dumb") != "dumb"
         colour = self._capable and not environ.get("NO_COLOR")
         self._merged = os.path.sameopenfile(1, 2)
-        self._renderers: dict[int, Renderer] = {}
         # One rank's output alone needs no telling apart: it passes as that rank writes it.
-        alone = show == "0"
-        self._prefix_width = 0 if alone else len(prefixes(nproc)[0])
+        alone = display.show == "0"
+        names = Names(world_size or len(self.ranks), hosts)
+        self._names = names
+        self._prefix_width = (0 if alone else names.width) + len(self._stamp())
+        collapse = {"auto": len(self._shown) >= _MANY, "always": len(self._shown) > 1, "never": False}[display.collapse]
+        self._ways: dict[int, Through] = {}
         for fd in (1,) if self._merged else (1, 2):
-            names = [b""] * nproc if alone else prefixes(nproc, colour=colour and os.isatty(fd))
-            self._renderers[fd] = Live(names, _window(fd)[1]) if self._live(fd) else Plain(names)
+            names = replace(names, colour=colour and os.isatty(fd))
+            prefixes = dict.fromkeys(self.ranks, b"") if alone else names.each(self.ranks)
+            renderer = Live(prefixes, _window(fd)[1]) if self._live(fd) else Plain(prefixes)
+            of = (lambda ranks: b"") if alone else names.of
+            self._ways[fd] = Collapse(renderer, of, self._shown) if collapse else Through(renderer, of)
         self._outlets: dict[int, Outlet] = {}
-        hidden = [rank for rank in range(nproc) if rank not in self._shown]
-        self._tails: dict[int, deque[bytes]] = {rank: deque(maxlen=_TAIL_LINES) for rank in hidden}
-        self._bare = {stream: Plain([b""] * nproc) for stream in (1, 2)}  # lines for files and tails
-        self._files: list[FileIO] = []
-        if logs is not None:
-            self._files = [open(logs / f"rank{rank}.log", "wb", buffering=0) for rank in range(nproc)]  # noqa: SIM115
-        self._logged = [bytearray() for _ in self._files]
+        self._tails: dict[int, deque[bytes]] = {rank: deque(maxlen=_TAIL_LINES) for rank, _ in self._hidden_streams}
+        self._bare = {stream: Plain(dict.fromkeys(self.ranks, b"")) for stream in (1, 2)}  # lines for files and tails
+        self._apart = Plain(dict.fromkeys(self.ranks, b""))  # stderr that comes by itself and goes where stdout goes
 
     def open(self) -> None:
         """Makes ready to write. After the ranks are forked, so that none keeps our reader waiting for its end."""
-        self._outlets = {fd: Outlet(fd) for fd in self._renderers}
+        self._outlets = {fd: Outlet(fd) for fd in self._ways}
 
     def stdio(self) -> tuple[Stdio, ...]:
         """What the ranks' stdout and stderr are to be, so that the ranks behave as if they wrote here themselves."""
         rows, columns = self.size()
-        shown = Stdio(self._live(1), not self._merged and self._live(2), self._merged, rows, columns)
-        hidden = Stdio(merged=self._merged)
-        return tuple(shown if rank in self._shown else hidden for rank in range(self.nproc))
+        return tuple(self._stdio(rank, rows, columns) for rank in self.ranks)
+
+    def _stdio(self, rank: int, rows: int, columns: int) -> Stdio:
+        in_files = [self.logs.has_bytes(rank, stream) for stream in (1, 2)]
+        merged = self._merged and not any(in_files)
+        out_tty, err_tty = (
+            self._live(fd) and not in_files[fd - 1] and (rank, fd) not in self._hidden_streams for fd in (1, 2)
+        )
+        return Stdio(out_tty, err_tty and not self._merged, merged, rows, columns)
 
     def size(self) -> tuple[int, int]:
         """Rows and columns that a rank has for itself."""
@@ -88,37 +127,68 @@ class Screen:
 
     def resized(self) -> None:
         """Takes it that the terminal's size has changed."""
-        for fd, renderer in self._renderers.items():
-            if isinstance(renderer, Live):
-                renderer.columns = _window(fd)[1]
+        for fd, way in self._ways.items():
+            if isinstance(way.renderer, Live):
+                way.renderer.columns = _window(fd)[1]
 
     def take(self, output: Output) -> None:
         """Takes what a rank wrote. Written by ``flush``."""
-        rank, fd = output.rank, output.stream
-        if rank in self._shown:
-            self._outlets[fd].put(self._renderers[fd].feed(rank, output.data))
-        if self._files or rank in self._tails:
-            self._keep(rank, self._bare[fd].feed(rank, output.data))
+        rank, stream, data = output.rank, output.stream, output.data
+        now = self._set_time()
+        if not self._display.timestamps:
+            self.logs.put_bytes(rank, stream, data)
+        hidden = (rank, stream) in self._hidden_streams
+        if not hidden:
+            if stream in self._ways:
+                self._put(stream, self._ways[stream].feed(rank, data, now))
+            else:
+                self._put_apart(rank, self._apart.feed(rank, data), now)
+        if hidden or self.logs.has_lines(rank) or self._display.timestamps:
+            self._keep(rank, stream, self._bare[stream].feed(rank, data))
 
     def end(self, rank: int) -> None:
-        """Takes it that a rank writes no more."""
-        for fd, renderer in self._renderers.items():
-            self._outlets[fd].put(renderer.end(rank))
-        for bare in self._bare.values():
-            self._keep(rank, bare.end(rank))
+        """Takes it that a rank writes no more. One that is shown elsewhere does not count, here and below."""
+        if rank not in self._mine:
+            return
+        now = self._set_time()
+        self._put_apart(rank, self._apart.end(rank), now)
+        if rank in self._shown:
+            for fd, way in self._ways.items():
+                self._put(fd, way.end(rank, now))
+        for stream, bare in self._bare.items():
+            self._keep(rank, stream, bare.end(rank))
 
     def note(self, text: bytes) -> None:
-        """Takes lines of the launcher's own, for stderr."""
+        """Takes lines of the launcher's own, for stderr, after all that was taken before."""
+        self.settle()
         fd = 1 if self._merged else 2
-        self._outlets[fd].put(self._renderers[fd].note(text))
+        self._put(fd, self._ways[fd].renderer.note(text))
+
+    def say(self, ranks: Sequence[int], lines: Sequence[bytes]) -> None:
+        """Takes lines about ranks, for stderr and for their log files, whether or not the ranks' output is shown."""
+        self._set_time()
+        fd = 1 if self._merged else 2
+        for line in lines:
+            self.note(self._ways[fd].renderer.stamp + self._names.of(ranks) + line)
+        for rank in self._mine.intersection(ranks):
+            self.logs.put_lines(rank, b"".join(self._bare[2].stamp + line + b"\n" for line in lines))
+
+    def settle(self) -> None:
+        """Shows all that waits for others to say it too."""
+        for fd, way in self._ways.items():
+            self._put(fd, way.flush())
+
+    def due(self) -> float | None:
+        """When to call ``flush`` even if nothing is taken any more (``time.monotonic``); None for never."""
+        return min((due for way in self._ways.values() if (due := way.due()) is not None), default=None)
 
     def log(self, rank: int, text: str) -> None:
         """Adds to a rank's log file only."""
-        if self._files:
-            self._logged[rank] += text.encode()
+        if rank in self._mine:
+            self.logs.put_lines(rank, text.encode())
 
     def tail(self, rank: int) -> list[bytes]:
-        """The last lines of a rank whose output is not shown."""
+        """The last lines of a rank that are not shown."""
         return list(self._tails.get(rank, ()))
 
     def flush(self) -> list[tuple[str, OSError]]:
@@ -127,15 +197,10 @@ class Screen:
         Returns:
             What cannot be written to any more, and why; each is named once. BrokenPipeError: its reader is gone.
         """
-        lost: list[tuple[str, OSError]] = []
-        try:
-            for rank, waiting in enumerate(self._logged):
-                while waiting:
-                    del waiting[: self._files[rank].write(waiting)]
-        except OSError as error:
-            self._close_files()
-            lost.append(("--logs", error))
+        lost = self.logs.flush()
+        now = time.monotonic()
         for fd, outlet in self._outlets.items():
+            self._put(fd, self._ways[fd].tick(now))
             try:
                 outlet.flush()
             except OSError as error:
@@ -156,22 +221,41 @@ class Screen:
         """Drops what is not written, and closes the log files."""
         for outlet in self._outlets.values():
             outlet.close()
-        self._close_files()
+        self.logs.close()
 
-    def _close_files(self) -> None:
-        for file in self._files:
-            with contextlib.suppress(OSError):
-                file.close()
-        self._files, self._logged = [], []
+    def _put(self, fd: int, data: bytes) -> None:
+        self._outlets[fd].put(data)
 
-    def _keep(self, rank: int, lines: bytes) -> None:
-        if self._files:
-            self._logged[rank] += lines
-        if rank in self._tails:
+    def _put_apart(self, rank: int, lines: bytes, now: float) -> None:
+        for line in lines.split(b"\n")[:-1]:
+            self._put(1, self._ways[1].line(rank, line, now))
+
+    def _keep(self, rank: int, stream: int, lines: bytes) -> None:
+        self.logs.put_lines(rank, lines)
+        if self._display.timestamps:
+            self.logs.put_bytes(rank, stream, lines)
+        if (rank, stream) in self._hidden_streams:
             self._tails[rank].extend(lines.splitlines())
+
+    def _set_time(self) -> float:
+        stamp = self._stamp()
+        for renderer in (*(way.renderer for way in self._ways.values()), *self._bare.values()):
+            renderer.stamp = stamp
+        return time.monotonic()
+
+    def _stamp(self) -> bytes:
+        if not self._display.timestamps:
+            return b""
+        return datetime.now().isoformat(" ", "milliseconds").encode() + b" "
 
     def _live(self, fd: int) -> bool:
         return self._capable and os.isatty(fd)
+
+
+def _places(ranks: Sequence[int], hosts: Sequence[str] | None) -> dict[int, tuple[str, int]]:
+    """Host and local rank of each rank."""
+    names = ["" if hosts is None else hosts[rank] for rank in ranks]
+    return {rank: (name, names[:n].count(name)) for n, (rank, name) in enumerate(zip(ranks, names, strict=True))}
 
 
 def _window(fd: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ from allranks.launch.link import Link, LinkLost, to_launcher
 from allranks.launch.messages import (
     Asked,
     Command,
+    Dump,
     End,
     Event,
     Exited,
@@ -51,6 +53,7 @@ from allranks.launch.messages import (
     Start,
     Unable,
 )
+from allranks.launch.placement import Seat, seats
 from allranks.launch.preload import preload
 from allranks.launch.rank import Rank
 from allranks.launch.screen import Screen
@@ -62,6 +65,8 @@ __all__ = ["Station", "hello", "main"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
 _STRAGGLERS_S = 0.5
+_SIGN_S = 1.0
+_DRAIN_S = 1.0
 _DIAL_S = 60.0
 _REACH_S = 3.0
 
@@ -93,9 +98,11 @@ class Station:
         self._guard: Guard | None = None
         self._server: StoreServer | None = None
         self._agent: Agent | None = None
+        self._seats: tuple[Seat, ...] = ()
         self._commands: deque[Command] = deque()
         self._received: deque[int] = deque()
         self._listening = True
+        self._next_sign = 0.0
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
     def run(self, first: Hello) -> End | Rank:
@@ -156,11 +163,12 @@ class Station:
             self._guard = Guard()  # while this process is small
             if command.serves:
                 self._server = StoreServer.tcp("", 0, command.secret) if command.spans else StoreServer.unix()
+            self._seats = seats(command.nproc, command.bind, command.one_gpu_per_rank, os.environ)
             self._prepared = command
             if command.start == "fork" and command.target.is_python:
                 share = Share(command.nproc, command.nproc)
-                threads = common_environ(os.environ, share, command.threads, "", ("", 0))["OMP_NUM_THREADS"]
-                if not preload(threads):
+                environ = common_environ(os.environ, share, command.threads, "", ("", 0), self._seats)
+                if not preload(environ["OMP_NUM_THREADS"]):
                     self._prepared = msgspec.structs.replace(command, start="spawn")
         except ConfigError as error:
             self._clear()
@@ -183,7 +191,7 @@ class Station:
             return None
         screen = self._show(command) if self._show is not None else None
         stdio = command.stdio if screen is None else screen.stdio()
-        plan = Plan(prepared.nproc, prepared.target, prepared.start, environ, stdio, command.first)
+        plan = Plan(prepared.nproc, prepared.target, prepared.start, environ, stdio, command.first, self._seats)
         agent = Agent(plan, guard)
         private = tuple({self._link.ear, self._link.mouth})
         try:
@@ -217,14 +225,15 @@ class Station:
         )
         if not prepared.spans:
             assert self._server is not None
-            return common_environ(os.environ, share, prepared.threads, self._server.here, ("127.0.0.1", command.port))
+            master = "127.0.0.1", command.port
+            return common_environ(os.environ, share, prepared.threads, self._server.here, master, self._seats)
         if self._server is not None:
             own = _host_of(command.stores[0])
-            store, master = self._server.here, own
+            store, host = self._server.here, own
         else:
             store, own = _reach(command.stores, prepared.secret)
-            master = _host_of(store)
-        environ = common_environ(os.environ, share, prepared.threads, store, (master, command.port))
+            host = _host_of(store)
+        environ = common_environ(os.environ, share, prepared.threads, store, (host, command.port), self._seats)
         environ["ALLRANKS_SECRET"] = prepared.secret.decode()
         if interface := interface_of(own):  # or engines take what the host's own name resolves to: often 127.0.1.1
             for engine in ("GLOO", "NCCL"):
@@ -245,7 +254,8 @@ class Station:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         try:
             while not self._commands or not isinstance(self._commands[0], Finish | End | Prepare):
-                self._relay(agent.poll(None))
+                due = self._screen.due() if self._screen is not None else None
+                self._relay(agent.poll(None if due is None else max(0.0, due - time.monotonic())))
                 self._obey(agent)
             if isinstance(self._commands[0], Finish):
                 self._commands.popleft()
@@ -262,7 +272,10 @@ class Station:
         for event in events:
             if screen is not None and isinstance(event, Output):
                 screen.take(event)
-                continue
+                if time.monotonic() < self._next_sign:
+                    continue
+                self._next_sign = time.monotonic() + _SIGN_S
+                event = Output(event.rank, event.stream, b"")  # the launcher counts on hearing that ranks do something
             if screen is not None and isinstance(event, Exited):
                 screen.end(event.rank)
             self._link.say(event)
@@ -281,8 +294,10 @@ class Station:
         self._commands += self._link.hear()
         while self._commands:
             match self._commands[0]:
-                case Signal(number, ranks):
-                    agent.signal(number, ranks)
+                case Signal(number, ranks, alone):
+                    agent.signal(number, ranks, alone)
+                case Dump(ranks):
+                    agent.dump(ranks)
                 case Listen(on):
                     self._listening = on
                 case Resize(rows, columns):
@@ -314,8 +329,18 @@ class Station:
         if server is not None:
             server.close()
         if screen is not None:
-            screen.flush()
+            _drain(screen)
             screen.close()
+
+
+def _drain(screen: Screen) -> None:
+    """Shows what is left, as long as somebody reads it."""
+    for rank in screen.ranks:
+        screen.end(rank)
+    screen.settle()
+    until = time.monotonic() + _DRAIN_S
+    while not screen.flush() and screen.backlog and (left := until - time.monotonic()) > 0:
+        select.select([], list(screen.blocked), [], left)
 
 
 def _enter(folder: str) -> None:

@@ -30,7 +30,6 @@ from allranks.launch.door import Door, dial
 from allranks.launch.fleet import Fleet
 from allranks.launch.layout import describe_plan, share_out
 from allranks.launch.link import LinkLost, to_launcher
-from allranks.launch.local import make_folder
 from allranks.launch.messages import Prepare, Start
 from allranks.launch.options import Options
 from allranks.launch.rank import Rank
@@ -125,7 +124,16 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
     own = _prepare_of(options, 1)
 
     def show(start: Start) -> Screen:
-        return Screen(start.world_size, options.show, options.logs, os.environ)
+        mine = range(start.first, start.first + start.count)
+        return Screen(
+            mine,
+            options.display,
+            os.environ,
+            world_size=start.world_size,
+            hosts=[socket.gethostname()] * start.world_size,
+            run_id=start.run,
+            attempt=start.restart,
+        )
 
     try:
         last = Station(to_launcher(descriptor, descriptor), own, show).run(hello(node, _own_slots(options)))
@@ -237,8 +245,6 @@ class _Job:
     def run(self) -> int:
         """Runs rounds until one is the last."""
         options, fleet = self.options, self.fleet
-        if options.logs is not None:
-            make_folder(options.logs)
         budget = options.restarts
         while True:
             code, supervisor = self._round()
@@ -288,7 +294,18 @@ class _Job:
             for number, count in enumerate(counts)
         ]
         ready = fleet.prepare(prepare, time.monotonic() + options.join_timeout_s)
-        screen = Screen(world_size, options.show, options.logs, os.environ)
+        names = [host.name for host, count in zip(fleet, counts, strict=True) for _ in range(count)]
+        # Where the same command was typed on each host, each shows its own ranks.
+        shown = range(counts[0] if fleet.by_callers else world_size)
+        screen = Screen(
+            shown,
+            options.display,
+            os.environ,
+            world_size=world_size,
+            hosts=names if len(counts) > 1 or self.elastic else None,
+            run_id=self.run_id,
+            attempt=self.restart,
+        )
         stdio = screen.stdio()
         firsts = [sum(counts[:number]) for number in range(len(counts))]
         start = [
@@ -307,9 +324,10 @@ class _Job:
             )
             for number, (first, count) in enumerate(zip(firsts, counts, strict=True))
         ]
-        names = [host.name for host, count in zip(fleet, counts, strict=True) for _ in range(count)]
-        supervisor = Supervisor(fleet, screen, options.grace_s, options.quiet, names)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        supervisor = Supervisor(
+            fleet, screen, options.grace_s, options.quiet, names, idle_s=options.idle_s, signals=options.signals
+        )
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
         fleet.hear_callers(self.elastic and len(fleet.hosts) < self.most)
         try:
@@ -348,6 +366,8 @@ def _prepare_of(options: Options, nproc: int) -> Prepare:
         secret=b"",
         serves=False,
         spans=False,
+        bind=options.bind,
+        one_gpu_per_rank=options.one_gpu_per_rank,
     )
 
 

@@ -9,15 +9,16 @@ import contextlib
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 from allranks._errors import rank_list
+from allranks.launch import stacks
 from allranks.launch.agent import Agent
 from allranks.launch.blame import Blame, Failure, describe_failure, describe_interrupt
 from allranks.launch.fleet import Fleet
-from allranks.launch.messages import Asked, Came, Event, Exited, Failed, Lost, Noted, Output
+from allranks.launch.messages import Asked, Came, Event, Exited, Failed, Lost, Noted, Output, Stacks
 from allranks.launch.screen import Screen
 
 __all__ = ["FORWARDED", "Supervisor"]
@@ -27,7 +28,50 @@ _STRAGGLERS_S = 0.5
 _LINGER_S = 10.0  # from the first rank's end to a word about it
 _DRAIN_S = 1.0  # the least that a reader gets for what is left when a job was stopped
 _LOST_CODE = 255  # as ssh has it
+_DUMP_S = 0.5  # what a signal waits for stacks, which take milliseconds
+_IDLE_DUMP_S = 5.0  # the same where they are all that is wanted
+_QUIET_S = 0.2  # after the last of a rank's stacks; they have no end of their own
+_IDLE_CODE = 124  # as timeout(1) has it
 _BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
+
+
+@dataclass
+class _Dump:
+    """Stacks that were asked for.
+
+    Attributes:
+        awaited: ranks that have said nothing yet.
+        until: when not to wait any longer.
+        then: what to do next.
+        texts: what ranks said.
+        whys: why ranks cannot say anything.
+        last: when something was last heard.
+    """
+
+    awaited: set[int]
+    until: float
+    then: Callable[[], None]
+    texts: dict[int, bytes] = field(default_factory=dict)
+    whys: dict[int, str] = field(default_factory=dict)
+    last: float = 0.0
+
+    def take(self, event: Stacks) -> None:
+        self.awaited.discard(event.rank)
+        self.last = time.monotonic()
+        if event.why:
+            self.whys[event.rank] = event.why
+        else:
+            self.texts[event.rank] = self.texts.get(event.rank, b"") + event.text
+
+    def ends_at(self) -> float:
+        return self.until if self.awaited else min(self.until, self.last + (_QUIET_S if self.texts else 0.0))
+
+    def places(self, ranks: Sequence[int]) -> dict[str, list[int]]:
+        places: dict[str, list[int]] = {}
+        for rank in ranks:
+            if place := stacks.main_place(self.texts.get(rank, b"").decode(errors="replace")):
+                places.setdefault(place, []).append(rank)
+        return places
 
 
 class Supervisor:
@@ -39,16 +83,26 @@ class Supervisor:
         grace_s: time between the signal that asks ranks to end and the one that makes them.
         quiet: leave out what need not be said.
         hosts: the host of each rank, where there are several.
+        idle_s: how long ranks may write nothing before the job is stopped; None for ever.
+        signals: those that are passed on and stop nothing.
 
     Attributes:
         results: what ranks that ran a function returned, pickled.
-        failed: once it has run: a rank failed, or a host was lost; nobody asked for the end.
+        failed: once it has run: a rank failed or hung, or a host was lost; nobody asked for the end.
         joined: once it has run: it was ended so that a host that came can take part.
         last_words: once it has run: how it ended, as it was told.
     """
 
     def __init__(
-        self, agent: Agent | Fleet, screen: Screen, grace_s: float, quiet: bool, hosts: Sequence[str] = ()
+        self,
+        agent: Agent | Fleet,
+        screen: Screen,
+        grace_s: float,
+        quiet: bool,
+        hosts: Sequence[str] = (),
+        *,
+        idle_s: float | None = None,
+        signals: Sequence[int] = (),
     ) -> None:
         self.results: dict[int, bytes] = {}
         self.failed = False
@@ -70,6 +124,13 @@ class Supervisor:
         self._asked = False  # to end, by a signal
         self._left: list[int] = []  # who ended well while all was well
         self._linger_at: float | None = None
+        self._signals = signals
+        self._idle_s = idle_s
+        self._idle_at: float | None = None
+        self._idled = False
+        self._dump: _Dump | None = None
+        self._dumped: _Dump | None = None
+        self._unasked: list[int] = []  # who was ended by a signal when the job was stopped, and so said nothing
 
     def run(self, mask: Set[int]) -> int:
         """Runs the job to its end.
@@ -81,14 +142,18 @@ class Supervisor:
             The exit code of the command.
         """
         with self._handlers(mask):
+            if self._screen.logs.temporary is not None and not self._quiet:
+                self._screen.note(f"allranks run: log files are in {self._screen.logs.temporary}".encode())
+            self._stay_awake()
             while self._agent.running:
                 self._round(self._agent.poll(self._timeout_s()))
             until = time.monotonic() + _STRAGGLERS_S
             while self._agent.heard and (left := until - time.monotonic()) > 0:
                 self._round(self._agent.poll(left))
             self._round(self._agent.finish())
-            for rank in range(self._screen.nproc):
+            for rank in self._screen.ranks:
                 self._screen.end(rank)
+            self._screen.settle()
             code = self._last_words()
             self._write()
             self._drain()
@@ -101,7 +166,9 @@ class Supervisor:
 
         wakeup = signal.set_wakeup_fd(self._agent.wake, warn_on_full_buffer=False)
         # One that was ignored when we came stays so: nohup, a shell's background job.
-        numbers = [n for n in (*FORWARDED, signal.SIGWINCH) if signal.getsignal(n) is not signal.SIG_IGN]
+        numbers = [
+            n for n in (*FORWARDED, *self._signals, signal.SIGWINCH) if signal.getsignal(n) is not signal.SIG_IGN
+        ]
         before = {number: signal.signal(number, receive) for number in numbers}
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
@@ -112,10 +179,13 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _timeout_s(self) -> float | None:
-        if self._kill_at is not None:
-            return None if self._killed else max(0.0, self._kill_at - time.monotonic())
-        times = [at for at in (self._blame.settles_at(), self._linger_at) if at is not None]
-        return max(0.0, min(times) - time.monotonic()) if times else None
+        times = [self._screen.due(), self._dump.ends_at() if self._dump is not None else None]
+        if self._kill_at is None:
+            times += [self._blame.settles_at(), self._linger_at, self._idle_at]
+        elif not self._killed:
+            times.append(self._kill_at)
+        due = [at for at in times if at is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _round(self, events: list[Event]) -> None:
         for event in events:
@@ -127,6 +197,12 @@ class Supervisor:
             self._stop(signal.SIGTERM, [rank for rank in self._agent.running if rank != self._cause.rank])
         while self._received:  # after the failures: one that came before is the cause
             self._take_signal(self._received.popleft())
+        if self._dump is not None and now >= self._dump.ends_at():
+            self._dumped, self._dump = self._dump, None
+            self._dumped.then()
+        if self._kill_at is None and self._dump is None and self._idle_at is not None and now >= self._idle_at:
+            self._idle_at = None
+            self._ask(_IDLE_DUMP_S, self._stop_idle)
         if self._kill_at is None and self._linger_at is not None and now >= self._linger_at:
             self._linger_at = None
             self._say_who_lingers()
@@ -136,7 +212,12 @@ class Supervisor:
 
     def _take(self, event: Event) -> None:
         if isinstance(event, Output):
-            self._screen.take(event)
+            if event.data:  # empty: it was shown elsewhere
+                self._screen.take(event)
+            self._stay_awake()
+        elif isinstance(event, Stacks):
+            if self._dump is not None:
+                self._dump.take(event)
         elif isinstance(event, Failed):
             self._screen.log(event.rank, event.report.text)
             failed = Failure(event.rank, event.pid, event.report.code, event.report.at, event.report)
@@ -146,6 +227,8 @@ class Supervisor:
         elif isinstance(event, Lost):
             for rank in event.ranks:
                 self._screen.end(rank)
+            if self._dump is not None:
+                self._dump.awaited.difference_update(event.ranks)
             if self._kill_at is None:
                 lost = Failure(event.ranks[0], 0, _LOST_CODE, time.monotonic(), host=event.host, lost=event.why)
                 self._blame.add(lost)
@@ -169,7 +252,11 @@ class Supervisor:
 
     def _take_exit(self, event: Exited) -> None:
         self._screen.end(event.rank)
+        if self._dump is not None:
+            self._dump.awaited.discard(event.rank)
         if self._kill_at is not None:
+            if self._signalled is not None and event.status in (-self._signalled, -signal.SIGKILL):
+                self._unasked.append(event.rank)
             return
         if event.status != 0:
             self._blame.add(self._placed(Failure(event.rank, event.pid, event.status, time.monotonic())))
@@ -190,20 +277,56 @@ class Supervisor:
             self._screen.resized()
             self._agent.resize(*self._screen.size())
             return
+        if number in self._signals:
+            self._agent.signal(number, self._agent.running, alone=True)
+            return
         self._asked = True
         if self._kill_at is None:
             self._signalled = number
-            self._stop(number, self._agent.running)
+            if number == signal.SIGINT:  # python says itself where it was, if it still runs python
+                self._stop(number, self._agent.running)
+                self._ask(_DUMP_S, lambda: None)
+            else:
+                self._stopped_at = time.monotonic()
+                self._ask(_DUMP_S, lambda: self._stop(number, self._agent.running))
+                self._kill_at = self._stopped_at + _DUMP_S + self._grace_s
         elif number == signal.SIGINT:  # asked again; batch systems and closed terminals repeat the others themselves
             self._kill("")
 
+    def _stay_awake(self) -> None:
+        if self._idle_s is not None and self._dump is None and not self._idled:
+            self._idle_at = time.monotonic() + self._idle_s
+
+    def _ask(self, wait_s: float, then: Callable[[], None]) -> None:
+        """Asks all ranks where they are, before something else is done to them."""
+        running = self._agent.running
+        self._dump = _Dump(set(running), time.monotonic() + wait_s, then, last=time.monotonic())
+        self._agent.dump(running)
+
+    def _stop_idle(self) -> None:
+        assert self._dumped is not None
+        dump = self._dumped
+        self._idled = True
+        self._say(f"no rank has written anything for {self._idle_s:g} s (--idle-timeout); this is where they are:")
+        for ranks, lines in stacks.render({r: text.decode(errors="replace") for r, text in dump.texts.items()}):
+            self._screen.say(ranks, [line.encode() for line in lines])
+        silent = dict.fromkeys(sorted(dump.awaited), "did not say where it is (blocked signals, or the kernel)")
+        for rank, why in (dump.whys | silent).items():
+            self._say(f"{rank_list([rank])} {why}")
+        self._stop(signal.SIGTERM, self._agent.running)
+
+    def _say(self, text: str) -> None:
+        self._screen.note(f"allranks run: {text}".encode())
+
     def _stop(self, number: int, ranks: list[int]) -> None:
+        self._dump = None
         self._stopped_at = time.monotonic()
         self._kill_at = self._stopped_at + self._grace_s
         self._agent.signal(number, ranks)
         self._agent.signal(signal.SIGCONT, ranks)  # a stopped process would not see the signal
 
     def _kill(self, why: str) -> None:
+        self._dump = None
         self._killed = True
         running = self._agent.running
         if running and why and not self._quiet:
@@ -223,6 +346,8 @@ class Supervisor:
                     self._stop(signal.SIGTERM, self._agent.running)
         self._agent.heed(self._screen.blocked)
         self._agent.listen(self._screen.backlog < _BACKLOG)
+        if self._screen.backlog >= _BACKLOG:  # ranks cannot write
+            self._stay_awake()
 
     def _drain(self) -> None:
         """Waits for whoever reads our output; after a failure only for the grace, after a signal hardly at all."""
@@ -241,10 +366,13 @@ class Supervisor:
         if self._signalled is not None:
             if self._signalled != signal.SIGPIPE:
                 name = signal.Signals(self._signalled).name
-                self._screen.note(describe_interrupt(name, failures, self._quiet))
+                places = self._dumped.places(self._unasked) if self._dumped is not None else {}
+                self._screen.note(describe_interrupt(name, failures, self._quiet, places))
             return self._own_code()
         if self.joined:  # what ranks said when they were asked to end
             return 0
+        if self._idled:
+            return self._say_idled()
         if self._cause is None and failures and not self._output_lost:  # echoes, and all were gone before they settled
             self._cause = self._blame.cause()
             self._stopped_at = time.monotonic()
@@ -256,6 +384,17 @@ class Supervisor:
         self.last_words = describe_failure(self._cause, before, tail, self._quiet, sorted(self._left))
         self._screen.note(self.last_words)
         return self._cause.exit_code
+
+    def _say_idled(self) -> int:
+        """After all that ranks said when they were stopped, once more and in short."""
+        assert self._dumped is not None
+        self.failed = True
+        lines = [f"allranks run: stopped, as no rank had written anything for {self._idle_s:g} s"]
+        for place, ranks in self._dumped.places(sorted(self._dumped.texts)).items():
+            lines.append(f"allranks run: {rank_list(ranks)}: at {place}")
+        self.last_words = "\n".join(lines).encode()
+        self._screen.note(self.last_words)
+        return _IDLE_CODE
 
     def _own_code(self) -> int:
         """The exit code where no rank is to blame."""

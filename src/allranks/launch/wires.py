@@ -18,7 +18,7 @@ from allranks._errors import ConfigError
 
 __all__ = ["Stdio", "Wires", "resize", "reserve_descriptors"]
 
-_PER_RANK = 6  # stdout, stderr, status, pidfd, and its connection to the store; one to spare
+_PER_RANK = 9  # stdout, stderr, status, stacks, pidfd, its connection to the store, up to three log files
 _OWN = 64
 
 
@@ -49,22 +49,27 @@ class Wires:
         out: the rank's stdout.
         err: the rank's stderr; may be the same number.
         status: where the rank writes its failure report.
+        stacks: where the rank writes its threads' stacks.
         ears: the agent's ends, stream number -> descriptor.
         status_ear: the agent's end of ``status``.
+        stacks_ear: the agent's end of ``stacks``.
         terminals: those of ``ears`` that are terminals.
     """
 
     out: int
     err: int
     status: int
+    stacks: int
     ears: dict[int, int]
     status_ear: int
+    stacks_ear: int
     terminals: tuple[int, ...]
 
     @classmethod
     def open(cls, stdio: Stdio) -> Wires:
         """Opens all. No end survives an exec."""
         status_ear, status = os.pipe()
+        stacks_ear, stacks = os.pipe()
         out_ear, out = _channel(stdio.out_tty, stdio)
         ears = {1: out_ear}
         terminals: tuple[int, ...] = (out_ear,) if stdio.out_tty else ()
@@ -72,18 +77,18 @@ class Wires:
         if not stdio.merged:
             ears[2], err = _channel(stdio.err_tty, stdio)
             terminals += (ears[2],) if stdio.err_tty else ()
-        for ear in (*ears.values(), status_ear):
+        for ear in (*ears.values(), status_ear, stacks_ear):
             os.set_blocking(ear, False)
-        return cls(out, err, status, ears, status_ear, terminals)
+        return cls(out, err, status, stacks, ears, status_ear, stacks_ear, terminals)
 
     def close_far(self) -> None:
         """The agent closes the rank's ends."""
-        for fd in {self.out, self.err, self.status}:
+        for fd in {self.out, self.err, self.status, self.stacks}:
             os.close(fd)
 
     def near(self) -> tuple[int, ...]:
         """The agent's ends."""
-        return (*self.ears.values(), self.status_ear)
+        return (*self.ears.values(), self.status_ear, self.stacks_ear)
 
 
 def _channel(tty: bool, stdio: Stdio) -> tuple[int, int]:

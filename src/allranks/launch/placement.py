@@ -1,0 +1,277 @@
+"""Which CPUs and which GPU each rank of a host gets.
+
+A rank that wanders between NUMA nodes loses half of its memory's bandwidth, and two ranks on the two threads of one
+core share that core. So with ``--bind core`` each rank has whole cores of its own, with ``--bind numa`` the cores of
+one NUMA node, which it may share; next to its GPU, where it has one and the machine says where that is.
+
+The first half is pure: a machine comes in as data. What a machine is, its kernel and NVIDIA's tools say; the second
+half asks them, without torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from allranks._errors import ConfigError, spans
+from allranks._host import usable_cpus
+from allranks.launch.options import Bind
+
+__all__ = ["Core", "Gpu", "Machine", "Seat", "describe", "place", "read_machine", "seats", "visible_gpus"]
+
+
+@dataclass(frozen=True)
+class Core:
+    """A core: the CPUs on it that may be used, and its NUMA node."""
+
+    cpus: tuple[int, ...]
+    node: int = 0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or a part of one.
+
+    Attributes:
+        name: what CUDA_VISIBLE_DEVICES calls it: a number, or the UUID of a GPU or of a part (MIG).
+        node: the NUMA node next to it; None if nobody knows.
+    """
+
+    name: str
+    node: int | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a process of a host may use.
+
+    Attributes:
+        cores: the cores, those of a NUMA node together.
+        gpus: the GPUs, in the order of their numbers.
+        quota: how many CPUs may be kept busy at once, which may be less than there are.
+    """
+
+    cores: tuple[Core, ...]
+    gpus: tuple[Gpu, ...]
+    quota: int
+
+    @property
+    def cpus(self) -> int:
+        """Number of CPUs."""
+        return sum(len(core.cpus) for core in self.cores)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one rank gets.
+
+    Attributes:
+        cpus: the CPUs that it is bound to; empty if it is not bound.
+        gpu: the one GPU that it sees; None for all.
+        threads: how many threads it should compute with.
+    """
+
+    cpus: tuple[int, ...]
+    gpu: str | None
+    threads: int
+
+    def environ(self) -> dict[str, str]:
+        """The variables that say so."""
+        return {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu}
+
+
+def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> tuple[Seat, ...]:
+    """Gives each rank of a host its place.
+
+    Args:
+        machine: what there is.
+        nproc: number of ranks.
+        bind: to what CPUs ranks are bound.
+        one_gpu_per_rank: each rank sees one GPU.
+
+    Returns:
+        By local rank.
+
+    Raises:
+        ConfigError: there is not enough for all.
+    """
+    gpus: list[Gpu | None] = [None] * nproc
+    if one_gpu_per_rank:
+        if len(machine.gpus) < nproc:
+            count = f"{len(machine.gpus)} GPU{'s' * (len(machine.gpus) != 1)}" if machine.gpus else "no GPU"
+            raise ConfigError(
+                f"{nproc} ranks cannot have a GPU each: this host shows {count} (nvidia-smi -L, CUDA_VISIBLE_DEVICES);"
+                " start fewer ranks, or leave out --one-gpu-per-rank"
+            )
+        gpus = list(machine.gpus[:nproc])
+    names = [None if gpu is None else gpu.name for gpu in gpus]
+    fair = max(1, machine.quota // nproc)
+    if bind == "none":
+        return tuple(Seat((), name, fair) for name in names)
+    if bind == "core" and nproc > len(machine.cores):
+        raise ConfigError(
+            f"{nproc} ranks cannot have a core each: this host lets us use {len(machine.cores)} cores"
+            f" ({machine.cpus} CPUs); start fewer ranks, or say --bind numa or --bind none"
+        )
+    shares = _share(machine, [None if gpu is None else gpu.node for gpu in gpus], bind)
+    seats = []
+    for share, name in zip(shares, names, strict=True):
+        threads = len(share) // (shares.count(share) if bind == "numa" else 1)
+        if machine.quota < machine.cpus:
+            threads = min(threads, fair)
+        seats.append(Seat(share, name, max(1, threads)))
+    return tuple(seats)
+
+
+def _share(machine: Machine, wishes: Sequence[int | None], bind: Bind) -> list[tuple[int, ...]]:
+    """The CPUs of each rank."""
+    nproc = len(wishes)
+    nodes: dict[int, list[Core]] = {}
+    for core in machine.cores:
+        nodes.setdefault(core.node, []).append(core)
+    order = sorted(nodes)
+    homes: list[tuple[int, ...]]  # the nodes of each rank
+    wanted = [wish for wish in wishes if wish in nodes]
+    if len(wanted) == nproc and (bind == "numa" or all(wanted.count(node) <= len(nodes[node]) for node in nodes)):
+        homes = [(node,) for node in wanted]
+    elif nproc < len(order):
+        homes = [tuple(order[n * len(order) // nproc : (n + 1) * len(order) // nproc]) for n in range(nproc)]
+    else:  # where the middle of an even share is
+        by_core = [node for node in order for _ in nodes[node]]
+        homes = [(by_core[(2 * n + 1) * len(by_core) // (2 * nproc)],) for n in range(nproc)]
+    shares = []
+    for rank, home in enumerate(homes):
+        cores = [core for node in home for core in nodes[node]]
+        if bind == "core":
+            count, turn = homes.count(home), homes[:rank].count(home)
+            cores = cores[turn * len(cores) // count : (turn + 1) * len(cores) // count]
+        shares.append(tuple(sorted(cpu for core in cores for cpu in core.cpus)))
+    return shares
+
+
+def describe(seats: Sequence[Seat]) -> list[str]:
+    """A line for each local rank."""
+    lines = []
+    for number, seat in enumerate(seats):
+        cpus = f"CPUs {spans(seat.cpus, ',')}" if seat.cpus else "all CPUs"
+        gpu = f"GPU {seat.gpu}" if seat.gpu is not None else "all GPUs"
+        lines.append(f"local rank {number}: {cpus}, {gpu}, {seat.threads} thread{'s' * (seat.threads != 1)}")
+    return lines
+
+
+def seats(nproc: int, bind: Bind, one_gpu_per_rank: bool, environ: Mapping[str, str]) -> tuple[Seat, ...]:
+    """Gives each rank of this host its place; nothing where all have all.
+
+    Raises:
+        ConfigError: there is not enough for all.
+    """
+    if bind == "none" and not one_gpu_per_rank:
+        return ()
+    return place(read_machine(environ, one_gpu_per_rank), nproc, bind, one_gpu_per_rank)
+
+
+def read_machine(environ: Mapping[str, str], with_gpus: bool, root: Path = Path("/")) -> Machine:
+    """Asks this host.
+
+    Args:
+        environ: with CUDA_VISIBLE_DEVICES.
+        with_gpus: ask about GPUs, too.
+        root: where /sys and /proc are.
+    """
+    cores = _read_cores(root / "sys/devices/system", os.sched_getaffinity(0))
+    return Machine(cores, visible_gpus(environ, root) if with_gpus else (), usable_cpus())
+
+
+def _read_cores(system: Path, cpus: set[int]) -> tuple[Core, ...]:
+    nodes: dict[int, int] = {}
+    for folder in system.glob("node/node[0-9]*"):
+        for cpu in _numbers(folder / "cpulist"):
+            nodes[cpu] = int(folder.name.removeprefix("node"))
+    cores: dict[tuple[int, tuple[int, ...]], Core] = {}
+    for cpu in sorted(cpus):
+        siblings = _numbers(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") or [cpu]
+        node = nodes.get(cpu, 0)
+        cores[node, tuple(siblings)] = Core(tuple(sorted(cpus.intersection(siblings))), node)
+    return tuple(sorted(cores.values(), key=lambda core: (core.node, core.cpus)))
+
+
+def _numbers(path: Path) -> list[int]:
+    """The numbers of a kernel's list, ``0-3,8``; none where there is no such file."""
+    try:
+        words = path.read_text().strip().split(",")
+    except OSError:
+        return []
+    bounds = [word.partition("-")[::2] for word in words if re.fullmatch(r"\d+(-\d+)?", word)]  # -1: nobody knows
+    return [number for low, high in bounds for number in range(int(low), int(high or low) + 1)]
+
+
+def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Gpu, ...]:
+    """The GPUs that a CUDA program started here would see, asked without CUDA.
+
+    Args:
+        environ: with CUDA_VISIBLE_DEVICES, which schedulers set, too.
+        root: where /sys and /proc are.
+    """
+    nodes = _read_drivers(root)
+    installed = _ask_nvidia_smi() or {uuid: (str(n), ()) for n, uuid in enumerate(nodes)}
+    parts = {part: gpu for gpu, (_, mig) in installed.items() for part in mig}
+    numbered = {number: uuid for uuid, (number, _) in installed.items()}
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        names = [name for uuid, (number, mig) in installed.items() for name in (mig or (number,))]
+    else:
+        names = []
+        for word in wanted.split(","):
+            word = word.strip()
+            if not re.fullmatch(r"\d+|(GPU|MIG)-\S+", word) or (word.isdigit() and installed and word not in numbered):
+                break  # CUDA sees nothing of what stands behind a wrong word
+            names.append(word)
+    return tuple(Gpu(name, nodes.get(parts.get(name) or numbered.get(name, name))) for name in names)
+
+
+_LISTED = re.compile(r"(?:GPU (?P<number>\d+):|  MIG .*Device +\d+:).*\(UUID: (?P<uuid>[^)]+)\)")
+
+
+@functools.cache  # it takes its time
+def _ask_nvidia_smi() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """UUID -> number and UUIDs of parts; empty without the tool."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return _parse_list(done.stdout)
+
+
+def _parse_list(text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+    last = ""
+    for line in text.splitlines():
+        match = _LISTED.fullmatch(line)
+        if match is None:
+            continue
+        if match["number"] is not None:
+            last = match["uuid"]
+            found[last] = (match["number"], ())
+        elif last:
+            number, parts = found[last]
+            found[last] = (number, (*parts, match["uuid"]))
+    return found
+
+
+def _read_drivers(root: Path) -> dict[str, int | None]:
+    """UUID -> NUMA node of the GPUs that the driver knows, in the order of their numbers."""
+    found: dict[str, int | None] = {}
+    for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
+        try:
+            match = re.search(r"GPU UUID:\s*(\S+)", (folder / "information").read_text())
+        except OSError:
+            continue
+        if match is not None:
+            node = _numbers(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node")
+            found[match[1]] = node[0] if node else None
+    return found

@@ -1,0 +1,96 @@
+"""Where ranks are: the stacks of their threads, told by ``faulthandler`` from a signal handler. Pure.
+
+A rank that hangs, in our C++ or in anybody's, runs no python code any more; but it takes signals, and ``faulthandler``
+writes what it finds without the interpreter's help. What comes is text, made for people; here it is taken apart, so
+that many ranks at the same place are one line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["DUMP", "Frame", "describe", "is_own", "main_place", "parse", "render"]
+
+DUMP = signal.SIGRTMAX - 2
+"""The signal that asks for stacks. Not SIGUSR1 or 2, which are the program's; few programs know of this one."""
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+_RANK = os.path.join(_PACKAGE, "launch", "rank.py")
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(.*)\])? \(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line (\S+) in (.*)')
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A line of a stack: file, number and function; or any other words about it."""
+
+    file: str
+    line: str
+    function: str
+
+    def __str__(self) -> str:
+        return f'  File "{self.file}", line {self.line} in {self.function}' if self.file else self.function
+
+
+def is_own(file: str) -> bool:
+    """True if a file belongs to the program: neither to python, nor to a library, nor to us."""
+    return "site-packages" not in file and not file.startswith((_STDLIB, _PACKAGE, "<"))  # "<": made of text
+
+
+def describe(file: str, line: object, function: str) -> str:
+    """How a place is named: ``train.py:12 in step``."""
+    return f"{file.removeprefix(os.getcwd() + os.sep)}:{line} in {function}"
+
+
+def parse(text: str) -> list[tuple[str, list[Frame]]]:
+    """Takes a rank's text apart.
+
+    Returns:
+        Name and frames of each thread, the innermost first; the main thread before all others. Frames between the
+        interpreter and the program are left out.
+    """
+    threads: list[tuple[str, list[Frame]]] = []
+    for line in text.splitlines():
+        if head := _THREAD.fullmatch(line):
+            threads.append((head[1] or "", []))
+        elif threads and line.strip():
+            frame = _FRAME.fullmatch(line)
+            threads[-1][1].append(Frame(*frame.groups()) if frame else Frame("", "", line))
+    threads.reverse()  # the interpreter knows its threads youngest first
+    for number, (name, frames) in enumerate(threads):
+        launcher = next((n for n, frame in enumerate(frames) if frame.file == _RANK), len(frames))
+        while launcher < len(frames) and launcher and "runpy" in frames[launcher - 1].file:
+            launcher -= 1
+        del frames[launcher:]
+        threads[number] = "main thread" if number == 0 else f"thread {name or number}", frames
+    return threads
+
+
+def main_place(text: str) -> str:
+    """The innermost line of the program's own code that the main thread is in; "" if there is none."""
+    frames = [frame for _, frames in parse(text)[:1] for frame in frames if frame.file]
+    frame = next((frame for frame in frames if is_own(frame.file)), next(iter(frames), None))
+    return "" if frame is None else describe(frame.file, frame.line, frame.function)
+
+
+def render(texts: Mapping[int, str]) -> list[tuple[list[int], list[str]]]:
+    """What to print.
+
+    Args:
+        texts: by rank.
+
+    Returns:
+        Ranks whose threads are all at the same places, and these places.
+    """
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        lines = []
+        for name, frames in parse(text):
+            lines += [f"{name} (most recent call first):", *(str(frame) for frame in frames)]
+        alike.setdefault(tuple(lines), []).append(rank)
+    return [(ranks, list(lines)) for lines, ranks in alike.items()]
