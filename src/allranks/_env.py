@@ -3,21 +3,26 @@
 Every launcher (torchrun, mpirun with exports, a person with three shells, ``allranks run``) tells a process
 who it is through the environment, and most failed starts are a variable that is missing or wrong. So all of
 them stand in one table, are read in one place, and an error shows the value seen, the value expected and an
-example. Recognising schedulers (SLURM, PMI, ...) is ``allranks.launch``'s work: it fills in these variables.
-Reading and checking the secret belongs to ``_store``.
+example. Where none of them says so, what launchers and schedulers (mpirun, srun, ...) have set does: ``_places`` knows
+their words. Reading and checking the secret belongs to ``_store``.
 
 Source: torchrun's variables, and THD's (``MASTER_ADDR=host:port`` on the workers, ``MASTER_PORT`` on rank 0).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from allranks._errors import ConfigError
+from allranks._places import CHOICES, Place, detect
 
 __all__ = ["VARIABLES", "JobEnv", "Variable", "read_env", "read_int", "split_host_port"]
+
+
+_log = logging.getLogger("allranks")
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_RUN_ID", "torchrun", "Name of the job on the agent's store."),
     Variable("TORCHELASTIC_RESTART_COUNT", "torchrun", "How often the agent has started the ranks again."),
     Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR."),
+    Variable("ALLRANKS_ENV", "by hand", f"What started this process: {', '.join(CHOICES)}."),
     Variable("ALLRANKS_SECRET", "allranks run, or by hand", "Secret of the job, at least 16 characters."),
     Variable("ALLRANKS_SECRET_FILE", "by hand", "File that holds the secret (mode 0600)."),
     Variable("ALLRANKS_INSECURE", "by hand", "1: no secret. Whoever reaches the ports of the job can join it."),
@@ -80,6 +86,7 @@ class JobEnv:
         local_world_size: number of processes on this host, if the launcher said so.
         node_rank: number of this host, if the launcher said so.
         agent: where torchrun's agent serves a store at ``master``: what this job's keys there begin with. Else "".
+        place: what else started this process as one of several ranks, where they have to meet by what that knows.
     """
 
     rank: int
@@ -90,6 +97,7 @@ class JobEnv:
     local_world_size: int | None = None
     node_rank: int | None = None
     agent: str = ""
+    place: Place | None = None
 
 
 def read_env(
@@ -105,14 +113,25 @@ def read_env(
             rank and world size must be given somewhere.
 
     Returns:
-        The resolved place. With nothing given anywhere under ``env://``: rank 0 of 1.
+        The resolved place: what was given, else what mpirun, srun or the like have set. With nothing given anywhere
+        under ``env://``: rank 0 of 1.
 
     Raises:
         ConfigError: something is missing, is not a number, or is out of range.
     """
     env = os.environ if environ is None else environ
+    meeting = any(env.get(n) for n in ("MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE"))
+    place = _read_place(rank, world_size, env, by_env and not meeting)
+    if place is not None:
+        job = JobEnv(place.rank or 0, place.size or 1, None, "", place.local_rank, place.local_size, place.node)
+        if not by_env or job.world_size == 1:
+            return job
+        store = env.get("ALLRANKS_STORE", "")
+        if store or not meeting:
+            return replace(job, store=store, place=None if store else place)
+        return replace(job, master=_read_master(job.rank, job.world_size, env))
     nothing = rank == -1 and world_size == -1 and not any(env.get(n) for n in ("RANK", "WORLD_SIZE"))
-    if nothing and by_env and not any(env.get(n) for n in ("MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE")):
+    if nothing and by_env and not meeting:
         return JobEnv(0, 1)
     rank, world_size = _read_rank(rank, world_size, env)
     store = env.get("ALLRANKS_STORE", "") if by_env else ""
@@ -166,6 +185,22 @@ def split_host_port(text: str, source: str) -> tuple[str, int | None]:
         raise ConfigError(f"{source}={text!r} ends in a colon. Expected host:port, for example node0:29500.")
     host = host.removeprefix("[").removesuffix("]")
     return host, read_int({f"the port in {source}": port}, f"the port in {source}", 1, 65535)
+
+
+def _read_place(rank: int, world_size: int, env: Mapping[str, str], meets: bool) -> Place | None:
+    """Which rank this is by what started it, where neither arguments nor torch's variables say so.
+
+    Where both arguments do, and only nobody says where the ranks meet (``meets``), they may mean the same.
+    """
+    told = any(env.get(n) for n in ("RANK", "WORLD_SIZE")) or (-1 not in (rank, world_size) and not meets)
+    if told or world_size == 1:
+        return None
+    place = detect(env, launcher=False)
+    if place.role == "none" and rank == world_size == -1 and meets and place.hint:
+        _log.warning("%s", place.hint)
+    if place.role != "rank" or rank not in (-1, place.rank) or world_size not in (-1, place.size):
+        return None
+    return place
 
 
 def _read_rank(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[int, int]:

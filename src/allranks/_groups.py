@@ -18,6 +18,7 @@ from allranks import _engines, _world
 from allranks._engines.native_connect import RECORD_BYTES
 from allranks._errors import ConfigError, MismatchError, UsageError, rank_list
 from allranks._group import ProcessGroup
+from allranks._places import detect
 from allranks._work import seconds_of
 from allranks._world import GroupMember, resolve_group
 
@@ -235,7 +236,7 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
-    """This process' number on its host (LOCAL_RANK).
+    """This process' number on its host: LOCAL_RANK, else what mpirun, srun or the like have set.
 
     Args:
         fallback_rank: what to return where no launcher has set it.
@@ -245,6 +246,9 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     """
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
+    told = detect(os.environ, launcher=False).local_rank
+    if told is not None:
+        return told
     if fallback_rank is None:
         raise ConfigError("LOCAL_RANK is not set: start with `allranks run`, or pass fallback_rank")
     return int(fallback_rank)

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -144,6 +145,7 @@ class Joining:
         listens: asked where the meeting fails: where this process listens, if it serves the store.
         refusals: and whom it refused.
         notice_s: when to say who is missing.
+        started: how many ranks were started on which host, where a scheduler says so.
     """
 
     me: Member
@@ -156,6 +158,7 @@ class Joining:
     listens: Callable[[], str] = str
     refusals: Callable[[], Iterable[str]] = tuple
     notice_s: float = NOTICE_S
+    started: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._now = self.began
@@ -312,9 +315,19 @@ class Joining:
                 if first and second
             ),
             *self.refusals(),
+            *self._empty_hosts(members),
             "Look at the output of those that are missing.    Longer: init_process_group(timeout=...)",
         ]
         return (yield from self._settle(_Verdict("\n  ".join(lines), missing)))
+
+    def _empty_hosts(self, members: Sequence[Member]) -> list[str]:
+        came = Counter(member.host.partition(".")[0] for member in members)
+        fewer = [
+            f"{host} ({came[name]} of {count})"
+            for host, count in self.started.items()
+            if came[name := host.partition(".")[0]] < count
+        ]
+        return [f"Fewer came than were started: {', '.join(fewer)}."] if fewer else []
 
     def _settle(self, verdict: _Verdict) -> Steps[_Verdict]:
         # The first verdict counts, so that no rank goes on where another one has given up.

@@ -258,8 +258,8 @@ def _read_pmi(read: _Reader, place: Place) -> Place:
 
 def _read_openmpi(read: _Reader, place: Place) -> Place:
     read.text("PMIX_HOSTNAME", "This host, as Open MPI calls it.")
-    read.text("PMIX_NAMESPACE", "A PMIx server answers: the ranks meet by it.")
-    return place
+    job = read.text("PMIX_NAMESPACE", "The job; a PMIx server answers, by which the ranks meet.")
+    return replace(place, job=job)
 
 
 def _read_pals(read: _Reader, place: Place) -> Place:
@@ -359,9 +359,16 @@ _OF_SCHEDULERS = (_JSRUN, _FLUX, _SLURM)
 
 
 def _in_step(environ: _Env) -> bool:
-    """SLURM_PROCID alone proves nothing: a batch script and an interactive shell have it, too."""
+    """SLURM_PROCID alone proves nothing: a batch script and an interactive shell have it, too.
+
+    Nor does the step where sbatch was called in one: all its variables are then in the batch script, but those that the
+    batch script has, too, are its own.
+    """
     step = environ.get("SLURM_STEP_ID", "").strip()
-    return step.isdecimal() and int(step) < _SPECIAL_STEPS
+    if not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
+        return False
+    pairs = (("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"))
+    return all(environ.get(a, b_value) == b_value for a, b in pairs if (b_value := environ.get(b)))
 
 
 def _find_task(environ: _Env, launcher: bool, rows: tuple[_Row, ...]) -> Place | None:

@@ -1,7 +1,10 @@
 """How the ranks of a job find each other: from ``init_method`` to a store that all of them share.
 
 Every way of meeting comes down to one store, either a launcher's (torchrun's too) or a user's, which outlives the
-meeting, or one that rank 0 serves for this meeting only (TCP, or a unix socket whose address stands in a file).
+meeting, or one that rank 0 serves for this meeting only (TCP, or a unix socket whose address stands in a file). Where
+mpirun, srun or the like started the ranks, and nobody has said where they meet, it is one that all can find by what
+that launcher has told them: a unix socket or one of some ports whose names and numbers follow from the job's, or an
+address that travels by PMI or PMIx.
 On it the ranks register, and each gets the same verdict: everyone is here, or who is missing, twice, or of another
 opinion. What is asked there, and what it means, is ``_joining``'s: a state machine, which this file connects with the
 system. What is done with the store afterwards (channels, groups) is the business of ``_world``; how it is guarded
@@ -14,6 +17,8 @@ that it has joined there before has met the last one, on its way out, and tries 
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import importlib
 import itertools
 import math
@@ -29,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import msgspec
@@ -54,6 +59,9 @@ from allranks._joining import (
     unpack_members,
 )
 from allranks._network import machine, published_addresses
+from allranks._places import Place, read_hosts
+from allranks._pmi import PmiBoard
+from allranks._pmix import PmixBoard
 from allranks._store import (
     ForeignStore,
     HashStore,
@@ -73,6 +81,12 @@ _SCHEMES = "env://, tcp://HOST:PORT, file:///PATH"
 _LINGER_S = 3.0  # how long rank 0, when it leaves, keeps the store for those who have not left yet
 _NOTICE_S = NOTICE_S
 _LOOK_S = 0.1
+_BOARD_S = 1.0  # how long to wait on a board before the state machine looks at its clock
+# For jobs that nobody gave a port: below those that systems hand out by themselves (32768 and more, on Linux), and
+# several, as some may be taken.
+_PORTS = range(24_000, 32_000)
+_PORTS_TRIED = 6
+_BOARDS = itertools.count()
 _PROCESS = uuid.uuid4().hex  # with the pid, unlike the pid alone: no two processes share it, in any container
 
 
@@ -94,7 +108,17 @@ class _Spot(msgspec.Struct, frozen=True):
 
 
 class _NotYet(Exception):
-    """Nobody can be found in the file yet."""
+    """Nobody can be found yet."""
+
+
+class _Board(Protocol):
+    """Where rank 0 posts one text, and every rank reads it."""
+
+    def post(self, text: str) -> None: ...
+
+    def read(self, patience_s: float) -> str | None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -204,6 +228,8 @@ def join(
             attempt.use(store if isinstance(store, Store) else ForeignStore(store))
         elif env.store:
             attempt.use_launcher(env.store, b"" if env.store.startswith("unix:") else load_secret(environ))
+        elif env.place is not None:
+            attempt.meet_by_place(env.place, environ)
         elif url.scheme == "file":
             attempt.meet_in_file(_file_path(url, init_method))
         else:
@@ -245,11 +271,13 @@ class _Attempt:
         self._tries = itertools.count()
         self._porter: threading.Thread | None = None
         self._request: Path | None = None
+        self._board: _Board | None = None
         self._over = threading.Event()
 
     def leave(self, linger_s: float) -> None:
         """Gives back everything, after a failure."""
         self._remove_file()
+        self._close_board()
         if self.client is not None:
             self.client.close()
         if self.server is not None:
@@ -336,13 +364,110 @@ class _Attempt:
                 )
             return
 
+    def meet_by_place(self, place: Place, environ: Mapping[str, str]) -> None:
+        """Meets by what the launcher, not one of ours or torch's, knows of this job.
+
+        Raises:
+            ConfigError: it does not know enough.
+        """
+        self._joining.started = {slots.name: slots.count for slots in place.hosts if slots.count is not None}
+        mpi = _mpi_runs()
+        if place.job and place.local_size == place.size:
+            self.meet_by_name(_secret_of(place, load_secret(environ)).hex()[:32])
+        elif place.pmi is not None and not mpi:
+            self.meet_on_board(PmiBoard(place.pmi), "by PMI", place.local_size != place.size)
+        elif place.job and (place.hosts or place.hostfile):
+            self.meet_on_some_port(place, _secret_of(place, load_secret(environ)))
+        elif place.kind == "openmpi" and place.job:
+            self.meet_on_board(PmixBoard(next(_BOARDS)), "by PMIx", True)
+        else:
+            why = f"{place.kind} does not say where rank 0 is"
+            if mpi and place.pmi is not None:
+                why = "MPI has been started in this process, and PMI is its own from then on"
+            raise ConfigError(
+                f"rank {place.rank} of {place.size}: the ranks cannot find each other: {why}.\n"
+                "  Set MASTER_ADDR and MASTER_PORT, the same on all ranks, or, where MPI is to move the tensors:"
+                " init_process_group('mpi')."
+            )
+
+    def meet_by_name(self, name: str) -> None:
+        """Serves on the unix socket of that name as rank 0, or finds rank 0 there: all ranks are on this host."""
+        address = f"unix:@allranks-{name}"
+        self._meet(
+            f"rank 0 (the server at {address}, on this host)",
+            lambda: StoreServer.unix(name=f"allranks-{name}"),
+            lambda: (address, b""),
+            b"",
+        )
+
+    def meet_on_some_port(self, place: Place, secret: bytes) -> None:
+        """Serves on one of some ports as rank 0, or looks for rank 0 on them.
+
+        Any other program may hold one of them, also another job of this user: who does not prove that it knows this
+        job's secret is passed by.
+        """
+        hosts = [slots.name for slots in read_hosts(place)]
+        ports = [*place.ports[:_PORTS_TRIED], *_ports_of(secret)]
+        own = hosts[place.node] if place.node is not None and place.node < len(hosts) else hosts[0]
+        self._meet(
+            f"rank 0 (a server on host {hosts[0]}, at one of the ports {', '.join(map(str, ports))})",
+            lambda: _serve_on_one(own, ports, secret),
+            lambda: (self._look_for(hosts, ports, secret), secret),
+            secret,
+        )
+
+    def _look_for(self, hosts: list[str], ports: list[int], secret: bytes) -> str:
+        turn = next(self._tries)
+        # The first, but for srun --distribution=arbitrary.
+        host = hosts[0] if turn % 4 != 3 else hosts[(turn // 4 + 1) % len(hosts)]
+        met = []
+        for port in ports:
+            address = f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
+            try:
+                StoreClient.connect(address, secret, max(min(self._left(), 3.0), 0.01), retry=False).close()
+            except (JoinError, ConfigError) as error:  # nobody, or somebody else
+                met.append(f"{port}: {reason(error.__cause__ or error)}")
+            else:
+                return address
+        raise _NotYet(f"host {host}, port {'; '.join(met)}")
+
+    def meet_on_board(self, board: _Board, by: str, elsewhere: bool) -> None:
+        """Serves on a unix socket as rank 0, and for other hosts on a port, and tells the others where, on a board."""
+        self._board = board
+        if self.me.rank == 0:
+            token = secrets.token_hex(32)
+            server = self._serve(StoreServer.unix(token.encode()))
+            far = tuple(server.listen_to_other_hosts()) if elsewhere else ()
+            spot = _Spot(server.address, token, self.me.host, self.me.machine, far)
+            board.post(msgspec.json.encode(spot).hex())
+        self._joining.fresh = True
+        where = f"rank 0 (whose address comes {by})"
+        advice = "Who prints no such line has not called init_process_group: look at its output."
+        self._go(where, advice, lambda: self._dial(*self._read_board(board)))
+
+    def _read_board(self, board: _Board) -> tuple[str, bytes]:
+        text = board.read(min(_BOARD_S, max(self._left(), 0.0)))
+        if text is None:
+            raise _NotYet("not all ranks have come there yet")
+        spot = msgspec.json.decode(bytes.fromhex(text), type=_Spot)
+        return _way_to(spot, self.me, next(self._tries)), spot.token.encode()
+
+    def _close_board(self) -> None:
+        board, self._board = self._board, None
+        if board is not None:
+            board.close()
+
+    def _serve(self, server: StoreServer) -> StoreServer:
+        self.server = server.start()
+        self._joining.listens = server.whereabouts
+        self._joining.refusals = server.refusals.values
+        return server
+
     def _meet(
         self, where: str, serve: Callable[[], StoreServer], find: Callable[[], tuple[str, bytes]], secret: bytes
     ) -> None:
         if self.me.rank == 0:
-            server = self.server = serve().start()
-            self._joining.listens = server.whereabouts
-            self._joining.refusals = server.refusals.values
+            server = self._serve(serve())
             find = lambda: (server.here, secret)  # noqa: E731
         self._joining.fresh = True
         advice = "Is rank 0 running, with the same address, and can this host reach it?"
@@ -370,6 +495,7 @@ class _Attempt:
         if self.client is not None:
             self.client.deadline = math.inf
         self._remove_file()
+        self._close_board()
         return PrefixStore(prefix, self._root)
 
     def _perform(self, act: Act) -> Answer:
@@ -456,8 +582,47 @@ def _read_spot(path: Path, me: Member, turn: int) -> tuple[str, bytes]:
         raise ConfigError(f"file://{path}: cannot be read, or the folder not written: {reason(error)}.") from None
     if spot.trouble:
         raise _NotYet(spot.trouble)
-    where = spot.address if spot.machine == me.machine else spot.far[turn % len(spot.far)]
-    return where, spot.token.encode()
+    return _way_to(spot, me, turn), spot.token.encode()
+
+
+def _way_to(spot: _Spot, me: Member, turn: int) -> str:
+    """The address to dial; of several another one at each turn."""
+    if spot.machine == me.machine:
+        return spot.address
+    if not spot.far:
+        raise _NotYet(f"rank 0, on host {spot.host}, listens on its host only")
+    return spot.far[turn % len(spot.far)]
+
+
+def _mpi_runs() -> bool:
+    """Whether MPI has been started in this process, by whomever; asked without importing it."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized())
+
+
+def _secret_of(place: Place, secret: bytes) -> bytes:
+    """What the ranks of this job know, and no other job of this user."""
+    return hmac.digest(secret, f"allranks-job|{place.kind}|{place.job}|{place.size}".encode(), "sha256")
+
+
+def _ports_of(secret: bytes) -> list[int]:
+    digest = hashlib.sha256(b"allranks-ports|" + secret).digest()
+    numbers = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * _PORTS_TRIED, 4))
+    return list(dict.fromkeys(_PORTS[number % len(_PORTS)] for number in numbers))
+
+
+def _serve_on_one(host: str, ports: list[int], secret: bytes) -> StoreServer:
+    troubles = []
+    for port in ports:
+        try:
+            return StoreServer.tcp(host, port, secret)
+        except ConfigError as error:  # taken
+            troubles.append(str(error).partition("\n")[0])
+    raise ConfigError(
+        "rank 0 can have none of the ports on which the others look for it:\n  "
+        + "\n  ".join(troubles)
+        + "\n  Set MASTER_ADDR and MASTER_PORT, the same on all ranks."
+    )
 
 
 def _request_for_port(path: Path, token: str) -> Path:

@@ -120,8 +120,9 @@ def init_process_group(
         init_method: how the ranks find each other (with mpi by MPI itself, whatever this says):
 
             - ``env://`` (the default): the launcher's store, or the variables RANK, WORLD_SIZE,
-              MASTER_ADDR and MASTER_PORT. MASTER_ADDR may be ``host:port``. With none of them set
-              the world is this process alone.
+              MASTER_ADDR and MASTER_PORT. MASTER_ADDR may be ``host:port``. With none of them set,
+              what mpirun, mpiexec, srun or the like have set (docs/launching.md); with nothing of
+              that either, the world is this process alone.
             - ``tcp://host:port``: rank 0 listens there.
             - ``file:///path``: rank 0 leaves its address in that file.
         timeout: how long this call and every later one waits for other ranks: a timedelta or

@@ -44,7 +44,12 @@ STEP: Env = BATCH | {
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "1",
 }
-ONE_EACH: Env = STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1"}
+ONE_EACH: Env = STEP | {
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_PROCID": "1",
+}
 OPENMPI: Env = {  # 5.0.11
     "OMPI_COMM_WORLD_RANK": "3",
     "OMPI_COMM_WORLD_SIZE": "4",
@@ -151,7 +156,7 @@ RANKS = {
     "by hand": ({"RANK": "0", "WORLD_SIZE": "2"}, Place("torchrun", "rank", 0, 2)),
     "THD": ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0:29500"}, Place("torchrun", "rank", 1, 2, leader="n0")),
     "PyTorchJob's pod": (PYTORCHJOB, Place("torchrun", "rank", 1, 3, leader="train-master-0")),
-    "Open MPI": (OPENMPI, Place("openmpi", "rank", 3, 4, 1, 2)),
+    "Open MPI": (OPENMPI, Place("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
     "MVAPICH2": (MVAPICH, Place("mvapich", "rank", 1, 4, 1, 2)),
     "MPICH": (MPICH, Place("mpich", "rank", 1, 2, 0, 1, pmi=11)),
     "PALS": (
@@ -177,12 +182,13 @@ RANKS = {
               job="17.0"),
     ),
     # What is started inside of something wins.
-    "mpirun in a batch script": (BATCH | OPENMPI, Place("openmpi", "rank", 3, 4, 1, 2)),
-    "mpirun by srun's daemons": (STEP | OPENMPI, Place("openmpi", "rank", 3, 4, 1, 2)),
+    "mpirun in a batch script": (BATCH | OPENMPI, Place("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
+    "mpirun by srun's daemons": (STEP | OPENMPI, Place("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
     "mpiexec by srun's proxies": (STEP | MPICH, Place("mpich", "rank", 1, 2, 0, 1, pmi=11)),
     "torchrun in a step": (STEP | TORCHRUN, Place("torchrun", "rank", 3, 4, 1, 2, 1, 2, "node0")),
     "mpirun in an allocation of PBS": (
-        OPENMPI | {"PBS_NODEFILE": "/x", "PBS_TASKNUM": "1"}, Place("openmpi", "rank", 3, 4, 1, 2)
+        OPENMPI | {"PBS_NODEFILE": "/x", "PBS_TASKNUM": "1"},
+        Place("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"]),
     ),
     # No ranks, for a program.
     "nothing": ({}, LOCAL),
@@ -224,6 +230,10 @@ NODES = {
     "torchrun": (TORCHRUN, RANKS["torchrun"][1]),
     "a rank in a pod": (KUBEFLOW | TORCHRUN, RANKS["torchrun"][1]),
     # Allocations.
+    "sbatch in a step": (
+        BATCH | {name: "0" if name.endswith("ID") else "1" for name in STEP if name.startswith("SLURM_STEP")},
+        Place("slurm", "allocation", nodes=2, leader="node1", hosts=TWO, ways=("srun",), job="17"),
+    ),
     "sbatch": (BATCH, Place("slurm", "allocation", nodes=2, leader="node1", hosts=TWO, ways=("srun",), job="17")),
     "PBS": (
         {"PBS_NODEFILE": "/var/spool/pbs/aux/12", "PBS_JOBID": "12.pbs", "PBS_TASKNUM": "1"},
@@ -299,7 +309,7 @@ def test_why() -> None:
         (OPENMPI | {"OMPI_COMM_WORLD_RANK": "4"}, "OMPI_COMM_WORLD_RANK='4': Expected a whole number, in 0..3"),
         (OPENMPI | {"OMPI_COMM_WORLD_SIZE": "x"}, "OMPI_COMM_WORLD_SIZE='x': Expected a whole number, 1 or more"),
         (STEP | {"SLURM_STEP_NODELIST": "node[1-"}, "SLURM_STEP_NODELIST='node[1-' is not a list of hosts"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "contradict each other"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_TASKS_PER_NODE": "2(x2)"}, "contradict each other"),
     ],
 )
 def test_what_is_incomplete_or_wrong_says_what(environ: Env, said: str) -> None:

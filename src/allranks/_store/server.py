@@ -123,11 +123,23 @@ class StoreServer:
         self._strangers: dict[_Peer, None] = {}  # the peers that have not proved themselves yet
 
     @classmethod
-    def unix(cls, secret: bytes = b"") -> StoreServer:
-        """Listens on an abstract unix socket with an unguessable name; only this user's processes get in."""
-        name = f"allranks-{os.urandom(16).hex()}"
+    def unix(cls, secret: bytes = b"", name: str = "") -> StoreServer:
+        """Listens on an abstract unix socket; only this user's processes get in.
+
+        Args:
+            secret: what clients on TCP must know, if it listens to other hosts later.
+            name: the socket's, where clients know it without being told; else one that nobody can guess.
+
+        Raises:
+            ConfigError: the name is taken.
+        """
+        name = name or f"allranks-{os.urandom(16).hex()}"
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind("\0" + name)
+        try:
+            listener.bind("\0" + name)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"Cannot listen on the unix socket @{name}: {reason(error)}.") from None
         listener.listen(_BACKLOG)
         return cls([listener], f"unix:@{name}", secret)
 

@@ -1,0 +1,157 @@
+"""How rank 0 tells the other ranks one text over PMI-1, which MPICH's, Intel MPI's and SLURM's launchers speak.
+
+``mpiexec`` and ``srun --mpi=pmi2`` hand each process a connection to their own daemon (PMI_FD), so that ranks can
+exchange addresses with no port, no shared folder and no secret that anybody has set up. Lines of ``name=value`` go both
+ways: put, barrier_in, get.
+
+The connection is the process's, once: it is opened for the first meeting, kept, and never finalized. A second "init"
+hangs SLURM's daemon, "finalize" makes hydra hang up; MPICH's MPI_Init afterwards works. After MPI_Init it is MPI's, and
+``_rendezvous`` does not come here. PMI cannot say who is missing: a barrier ends when all are there.
+
+Source: P. Balaji et al., PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems (2010), and
+what MPICH 5.0's hydra and SLURM 22.05's pmi2 plugin answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import time
+from collections.abc import Iterator
+
+from allranks._errors import ConfigError
+
+__all__ = ["PmiBoard"]
+
+_PATIENCE_S = 30.0  # for an answer to anything but a barrier
+
+
+class PmiBoard:
+    """Where rank 0 posts one text that all ranks read. Every rank must read it, rank 0, too.
+
+    Args:
+        fd: PMI_FD.
+
+    Raises:
+        ConfigError: nobody answers there, or an earlier board was given up.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._server = _connected(fd)
+        if self._server.in_barrier:
+            raise ConfigError(
+                "The ranks of this job cannot meet again by PMI: not all of them came to the last meeting."
+                " Start the job anew."
+            )
+        self._key = f"allranks-{next(self._server.boards)}"
+        self._passed = False
+
+    def post(self, text: str) -> None:
+        """Posts the text, which has neither spaces nor line ends. By rank 0 only, before it reads."""
+        room = self._server.value_max - 16
+        pieces = [text[at : at + room] for at in range(0, len(text), room)]
+        for number, piece in enumerate(pieces):
+            self._server.put(f"{self._key}-{number}", f"{len(pieces)}.{piece}")
+
+    def read(self, patience_s: float) -> str | None:
+        """Waits for all ranks to come here, and reads; None if they have not after that time: to be called again."""
+        if not self._passed:
+            self._passed = self._server.barrier(time.monotonic() + patience_s)
+        if not self._passed:
+            return None
+        count, _, text = self._server.get(f"{self._key}-0").partition(".")
+        return text + "".join(self._server.get(f"{self._key}-{n}").partition(".")[2] for n in range(1, int(count)))
+
+    def close(self) -> None:
+        """Nothing: the connection stays."""
+
+
+class _Server:
+    """The launcher's daemon, at the other end of PMI_FD."""
+
+    def __init__(self, fd: int) -> None:
+        self.pid = os.getpid()
+        self.boards: Iterator[int] = itertools.count()
+        self.in_barrier = False
+        self._fd = fd
+        self._heard = b""
+        self._ask("cmd=init pmi_version=1 pmi_subversion=1", "response_to_init")
+        self.value_max = int(self._ask("cmd=get_maxes", "maxes")["vallen_max"])
+        self._space = self._ask("cmd=get_my_kvsname", "my_kvsname")["kvsname"]
+
+    def put(self, key: str, value: str) -> None:
+        self._ask(f"cmd=put kvsname={self._space} key={key} value={value}", "put_result")
+
+    def get(self, key: str) -> str:
+        return self._ask(f"cmd=get kvsname={self._space} key={key}", "get_result")["value"]
+
+    def barrier(self, deadline: float) -> bool:
+        """Waits in the barrier; False where it has not ended by then. To be called until it has."""
+        if not self.in_barrier:
+            self.in_barrier = True
+            self._say("cmd=barrier_in")
+        line = self._hear(deadline)
+        if line is None:
+            return False
+        self.in_barrier = False
+        _checked(line, "barrier_out", "cmd=barrier_in")
+        return True
+
+    def _ask(self, request: str, reply: str) -> dict[str, str]:
+        self._say(request)
+        line = self._hear(time.monotonic() + _PATIENCE_S)
+        if line is None:
+            raise _trouble(f"no answer to {request.partition(' ')[0]!r} in {_PATIENCE_S:g} s")
+        return _checked(line, reply, request.partition(" ")[0])
+
+    def _say(self, line: str) -> None:
+        data = f"{line}\n".encode()
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise _trouble(str(error.strerror)) from None
+
+    def _hear(self, deadline: float) -> str | None:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        while b"\n" not in self._heard:
+            try:
+                if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                    return None
+                data = os.read(self._fd, 4096)
+            except OSError as error:
+                raise _trouble(str(error.strerror)) from None
+            if not data:
+                raise _trouble("it closed the connection")
+            self._heard += data
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line.decode(errors="replace")
+
+
+def _checked(line: str, reply: str, request: str) -> dict[str, str]:
+    said = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    if said.get("cmd") != reply or said.get("rc", "0") != "0":
+        raise _trouble(f"it answered {line!r} to {request!r}")
+    return said
+
+
+def _trouble(why: str) -> ConfigError:
+    return ConfigError(
+        f"PMI_FD={os.environ.get('PMI_FD', '')}: this job's launcher does not serve there as PMI-1 does: {why}.\n"
+        "  Set MASTER_ADDR and MASTER_PORT, the same on all ranks: they meet there instead."
+    )
+
+
+_server: _Server | None = None
+
+
+def _connected(fd: int) -> _Server:
+    """The process's connection; a fork has none of its own."""
+    global _server
+    if _server is None:
+        _server = _Server(fd)
+    elif _server.pid != os.getpid():
+        raise ConfigError("This process was forked from a rank that uses PMI, and cannot join in its place.")
+    return _server
