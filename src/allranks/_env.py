@@ -58,6 +58,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         "ALLRANKS_IFACE", "by hand", "Interfaces (eth0) or networks (10.0.0.0/16) that other hosts use; else all."
     ),
+    Variable("ALLRANKS_CPUS", "allranks run --bind", "CPUs that the ranks of this host have together."),
     Variable("ALLRANKS_PICKLE", "by hand", "0: object collectives carry plain values and tensors only, no pickle."),
     Variable("ALLRANKS_DEBUG", "by hand", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Wins over torch's."),
     Variable("ALLRANKS_INSTEAD_OF_GLOO", "by hand", "1: torch.distributed's groups on gloo are ours."),

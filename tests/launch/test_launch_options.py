@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from allranks.launch.target import Target
 def test_defaults() -> None:
     options = parse(["train.py"])
     assert options.target == Target("script", "train.py")
-    assert (options.nproc, options.start, options.show, options.logs) == (None, "fork", "all", None)
+    assert (options.nproc, options.start, options.display.show, options.display.logs) == (None, "fork", "all", None)
     assert (options.grace_s, options.threads, options.quiet) == (10, None, False)
 
 
@@ -77,6 +78,33 @@ def test_threads_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pyte
     assert environ.threads_per_rank(3, 7, {"OMP_NUM_THREADS": "5"}) == "7"
 
 
+def test_times() -> None:
+    times = {"30": 30.0, "30s": 30.0, "1.5m": 90.0, "2h": 7200.0, ".5": 0.5}
+    assert [parse(["--grace", text, "x.py"]).grace_s for text in times] == list(times.values())
+    assert parse(["--idle-timeout", "5m", "x.py"]).idle_s == 300
+
+
+def test_torchrun_s_words_for_streams() -> None:
+    display = parse(
+        ["-t", "10:3,0:1", "--redirects", "2", "--log_dir", "d", "--local_ranks_filter=0,12", "x.py"]
+    ).display
+    assert [display.tee.has(*at) for at in ((10, 1), (10, 2), (0, 1), (0, 2), (1, 1))] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [display.redirects.has(*at) for at in ((7, 1), (7, 2))] == [False, True]
+    assert (display.log_dir, display.only) == (Path("d"), frozenset({0, 12}))
+
+
+def test_signals() -> None:
+    assert parse(["x.py"]).signals == (signal.SIGUSR1, signal.SIGUSR2)
+    assert parse(["--signals", "usr1,SIGALRM", "x.py"]).signals == (signal.SIGUSR1, signal.SIGALRM)
+    assert parse(["--signals", "none", "x.py"]).signals == ()
+
+
 BAD = {
     "nothing": ([], "expected a script"),
     "no module": (["-m"], "expected a module"),
@@ -110,7 +138,6 @@ BAD = {
     "not there": (["--env", "slurm", "plain.py"], "--env=slurm, but this environment has nothing of it"),
     "rendezvous": (["--rdzv_backend=c10d", "plain.py"], "--rdzv_backend c10d is torchrun's, and not in this version"),
     "no python": (["--no-python", "ls"], "use -- command"),
-    "log folder": (["--log-dir", "x", "plain.py"], "use --logs DIR"),
     "zero ranks": (["-n", "0", "plain.py"], "'0' is not a number of ranks"),
     "negative ranks": (["-n", "-1", "plain.py"], "'-1' is not a number of ranks"),
     "x ranks": (["-n", "x", "plain.py"], "'x' is not a number of ranks"),
@@ -119,9 +146,20 @@ BAD = {
     "abbreviation": (["--npro", "2", "plain.py"], "unrecognized arguments: --npro"),
     "start": (["--start", "thread", "plain.py"], "invalid choice: 'thread'"),
     "show": (["--show", "7", "plain.py"], "invalid choice: '7'"),
-    "grace": (["--grace", "nan", "plain.py"], "'nan' is not a number of seconds"),
+    "grace": (["--grace", "nan", "plain.py"], "'nan' is not a time (30 or 30s, 5m, 2h)"),
+    "grace of days": (["--grace", "1d", "plain.py"], "'1d' is not a time"),
+    "idle": (["--idle-timeout", "0", "plain.py"], "--idle-timeout: it must be more than 0"),
+    "streams": (["-t", "4", "plain.py"], "'4' is neither 0, 1, 2 or 3 nor a map"),
+    "map of streams": (["-r", "0:1,x:2", "plain.py"], "'0:1,x:2' is neither"),
+    "log folder": (["-t", "3", "--log-dir", "plain.py", "plain.py"], "cannot write to 'plain.py' for --log-dir"),
+    "filter": (["--local-ranks-filter", "0-3", "plain.py"], "'0-3' is not a list of local ranks"),
+    "collapse": (["--collapse", "some", "plain.py"], "invalid choice: 'some'"),
+    "signals": (["--signals", "USR3", "plain.py"], "there is no signal 'USR3'"),
+    "signals of the job": (["--signals", "sigterm", "plain.py"], "SIGTERM has a meaning for the job itself"),
+    "bind": (["--bind", "socket", "plain.py"], "invalid choice: 'socket'"),
+    "cores": (["-n", "100000", "--bind", "core", "plain.py"], "100000 ranks cannot have a core each"),
     "threads": (["--threads", "0", "plain.py"], "'0' is not a number of threads"),
-    "logs": (["--logs", "plain.py", "plain.py"], "cannot make the folder 'plain.py'"),
+    "logs": (["--logs", "plain.py", "plain.py"], "cannot write to 'plain.py' for --logs"),
 }
 
 

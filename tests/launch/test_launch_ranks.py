@@ -218,7 +218,7 @@ def test_descriptors_of_the_launcher_are_not_inherited(launcher: Launcher, start
                 print(name, os.readlink(f"/proc/self/fd/{name}"))
         """
     done = launcher.script(script, "-n", "3", "--start", start)
-    assert len(done.lines) == 3, done.out  # each has its status pipe
+    assert len(done.lines) == 6, done.out  # each has a pipe for its failure and one for its stacks
     assert all("pipe:" in line for line in done.lines)
 
 
@@ -231,7 +231,7 @@ def test_output_as_it_is_shown(launcher: Launcher) -> None:
         print("crlf", end="\\r\\n"); print("err", file=sys.stderr)
         sys.stdout.write("end")
         """
-    done = launcher.script(script, "-n", "11", "--start", "spawn")
+    done = launcher.script(script, "-n", "11", "--start", "spawn", "--collapse", "never")
     mine = [line.removeprefix("[ 7] ") for line in done.out.split("\n") if line.startswith("[ 7] ")]
     assert mine == ["\udcff\udcfe 7", "", "100%", "crlf\r", "end"]
     assert sorted(done.err.splitlines()) == [f"[{rank:>2}] err" for rank in range(11)]

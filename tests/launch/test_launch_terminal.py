@@ -119,6 +119,27 @@ def test_progress_bar_moves_while_others_print(launcher: Launcher) -> None:
     assert session.process.returncode == 0
 
 
+def test_progress_bar_moves_with_times_and_among_lines_of_many(launcher: Launcher) -> None:
+    script = """
+        import os, sys, time
+        print("begin")
+        if os.environ["RANK"] == "0":
+            for n in range(11): time.sleep(0.1); sys.stderr.write(f"\\r{10 * n}%|" + n * "#"); sys.stderr.flush()
+            sys.stderr.write("\\n")
+        else:
+            for n in range(3): time.sleep(0.3); print("line", n)
+        print("end")
+        """
+    session = Session(launcher, script, "-n", "3", "--collapse", "always", "--timestamps")
+    session.watch(lambda rows: "0%|" in rows[-1])
+    rows = [row[24:] for row in session.watch()]
+    assert [row for row in rows if "%|" in row] == ["[0] 100%|##########"]
+    for line in ("begin", "line 0", "line 1", "line 2", "end"):  # a slow machine may need two rows for one line
+        ranks = [row for row in rows if row.endswith(f"] {line}")]
+        assert 1 <= len(ranks) <= 3
+    assert all(row[:1] == "[" for row in rows)
+
+
 def test_bar_of_a_killed_rank(launcher: Launcher) -> None:
     script = """
         import os, signal, sys

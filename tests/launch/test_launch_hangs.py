@@ -1,0 +1,191 @@
+"""Jobs that hang, and signals: where the ranks are is said, and in few words."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+from launcher_process import Launcher, wait_for
+
+from allranks.launch.stacks import main_place, parse, render
+
+TEXT = """\
+Thread 0x00007f0000000001 [loader] (most recent call first):
+  File "/x/lib/threading.py", line 982 in run
+
+Current thread 0x00007f0000000002 (most recent call first):
+  File "/x/site-packages/torch/nn.py", line 5 in forward
+  File "/home/me/train.py", line 7 in step
+  File "/home/me/train.py", line 9 in <module>
+  File "{runpy}", line 88 in _run_code
+  File "{rank}", line 140 in run
+  File "/x/bin/allranks", line 8 in <module>
+"""
+
+
+def text(address: int = 2) -> str:
+    from allranks.launch import rank
+
+    return TEXT.format(runpy="<frozen runpy>", rank=rank.__file__).replace("02 (most", f"{address:02} (most")
+
+
+def test_stacks_are_taken_apart_and_the_launcher_s_frames_left_out() -> None:
+    (main, frames), (other, _) = parse(text())
+    assert (main, other) == ("main thread", "thread loader")
+    assert [frame.function for frame in frames] == ["forward", "step", "<module>"]
+    assert main_place(text()) == "/home/me/train.py:7 in step"
+
+
+def test_equal_stacks_are_printed_once_whatever_the_addresses() -> None:
+    elsewhere = text().replace("line 7", "line 8")
+    groups = render({2: text(2), 0: text(3), 1: elsewhere})
+    assert [ranks for ranks, _ in groups] == [[0, 2], [1]]
+    assert groups[1][1][2] == '  File "/home/me/train.py", line 8 in step'
+
+
+def test_what_is_no_stack_is_no_place() -> None:
+    assert main_place("") == main_place("garbage\n") == ""
+    assert render({0: "Thread 0x1 (most recent call first):\n  <no Python frame>\n"})[0][1][1] == "  <no Python frame>"
+
+
+WAITING = """
+import os, signal, sys, threading, time
+from pathlib import Path
+rank = os.environ["RANK"]
+def ready(): Path(f"ready{rank}").touch()
+"""
+
+
+def start(launcher: Launcher, body: str, *options: str, nproc: int = 2) -> subprocess.Popen[bytes]:
+    path = launcher.write(WAITING + body)
+    process = launcher.start("-n", str(nproc), "--start", "spawn", *options, str(path))
+    wait_for(lambda: len(list(launcher.folder.glob("ready*"))) == nproc)
+    return process
+
+
+def end(process: subprocess.Popen[bytes]) -> tuple[int, list[str], list[str]]:
+    out, err = process.communicate(timeout=30)
+    return process.returncode, sorted(out.decode().splitlines()), err.decode().splitlines()
+
+
+def test_idle_job_says_where_all_ranks_are(launcher: Launcher) -> None:
+    body = """
+def other(): time.sleep(60)
+def step():
+    print("begin")
+    time.sleep(60)
+threading.Thread(target=other, daemon=True).start()
+if rank == "2": os.kill(os.getpid(), signal.SIGSTOP)
+step()
+"""
+    done = launcher.script(WAITING + body, "-n", "3", "--start", "spawn", "--idle-timeout", "2s", "--logs", "logs")
+    lines = done.err.splitlines()
+    assert done.code == 124
+    assert done.lines == ["[0] begin", "[1] begin"]
+    assert lines[0] == "allranks run: no rank has written anything for 2 s (--idle-timeout); this is where they are:"
+    assert lines[1] == "[0-1] main thread (most recent call first):"
+    assert lines[2].endswith('script.py", line 10 in step')
+    assert "[0-1] thread 1 (most recent call first):" in lines
+    assert any(line.endswith("line 7 in other") for line in lines)
+    assert lines[-3].startswith("allranks run: rank 2 is stopped (pid ")
+    assert lines[-2:] == [
+        "allranks run: stopped, as no rank had written anything for 2 s",
+        "allranks run: ranks 0-1: at script.py:10 in step",
+    ]
+    assert "line 10 in step" in (launcher.folder / "logs/rank1.log").read_text()
+    assert "line 10 in step" not in (launcher.folder / "logs/rank2.log").read_text()
+
+
+def test_a_job_that_writes_is_not_idle(launcher: Launcher) -> None:
+    body = "for n in range(6):\n    time.sleep(0.5)\n    if rank == '1': print(n)"
+    done = launcher.script(WAITING + body, "-n", "2", "--start", "spawn", "--show", "none", "--idle-timeout", "2")
+    assert (done.code, done.err) == (0, "")
+
+
+def test_idle_command_and_rank_that_blocks_all_signals(launcher: Launcher) -> None:
+    done = launcher.run("--idle-timeout", "0.5", "--", "sleep", "60")
+    assert done.code == 124
+    assert "rank 0 runs no python script (pid " in done.err
+    body = "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))\ntime.sleep(60)"
+    done = launcher.script(WAITING + body, "--start", "spawn", "--idle-timeout", "1", "--grace", "0.1")
+    assert done.code == 124
+    assert "rank 0 did not say where it is (blocked signals, or the kernel)" in done.err
+
+
+def test_ranks_that_hang_in_a_collective(launcher: Launcher) -> None:
+    script = """
+        import time, allranks as dist
+        dist.init_process_group()
+        print("begin")
+        if dist.get_rank() == 0: dist.barrier()
+        else: time.sleep(60)
+        """
+    done = launcher.script(script, "-n", "2", "--idle-timeout", "3", "--grace", "2", real_torch=True)
+    assert done.code == 124
+    assert done.err.splitlines()[-2:] == [
+        "allranks run: rank 0: at script.py:5 in <module>",
+        "allranks run: rank 1: at script.py:6 in <module>",
+    ]
+    assert "in barrier" in done.err
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_sigterm_says_where_the_ranks_were(launcher: Launcher, how: str) -> None:
+    body = """
+def step():
+    ready()
+    time.sleep(60)
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+step()
+"""
+    process = start(launcher, body, "--start", how)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = end(process)
+    assert (code, out) == (143, [])
+    assert err == ["allranks run: stopped by SIGTERM", "allranks run: ranks 0-1: at script.py:9 in step"]
+
+
+def test_where_a_rank_was_that_ctrl_c_does_not_reach(launcher: Launcher) -> None:
+    body = "signal.signal(signal.SIGINT, signal.SIG_IGN)\nready()\ntime.sleep(60)"
+    process = start(launcher, body, "--grace", "0.5")
+    process.send_signal(signal.SIGINT)
+    code, _, err = end(process)
+    assert code == 130
+    assert err[1:] == ["allranks run: stopped by SIGINT", "allranks run: ranks 0-1: at script.py:8 in <module>"]
+
+
+def test_signals_are_passed_on_to_ranks_and_stop_nothing(launcher: Launcher) -> None:
+    body = """
+def count(number, frame):
+    print(signal.Signals(number).name)
+    Path(f"got-{signal.Signals(number).name}-{rank}").touch()
+for number in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(number, count)
+import subprocess
+child = subprocess.Popen(["sleep", "60"])
+ready()
+while not Path("go").exists(): time.sleep(0.01)
+print("child", child.poll())
+child.kill()
+"""
+    process = start(launcher, body)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        process.send_signal(number)
+        wait_for(lambda number=number: len(list(launcher.folder.glob(f"got-{number.name}-*"))) == 2)
+    (launcher.folder / "go").touch()
+    names = [f"[{rank}] {word}" for rank in range(2) for word in ("SIGUSR1", "SIGUSR2", "child None")]
+    assert end(process) == (0, names, [])
+
+
+def test_signals_that_are_not_passed_on_are_the_launcher_s(launcher: Launcher) -> None:
+    process = start(launcher, "ready()\ntime.sleep(60)", "--signals", "none")
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(20) == -signal.SIGUSR1
+    assert launcher.wait_gone() == []
+
+
+def test_a_program_that_replaces_itself_is_not_asked(launcher: Launcher) -> None:
+    body = "os.execvp('sh', ['sh', '-c', 'trap \"echo saved; exit 0\" TERM; touch ready$RANK; sleep 60 & wait'])"
+    process = start(launcher, body)
+    process.send_signal(signal.SIGTERM)
+    assert end(process) == (143, ["[0] saved", "[1] saved"], ["allranks run: stopped by SIGTERM"])
