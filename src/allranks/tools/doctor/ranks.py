@@ -7,6 +7,7 @@ clock.
 
 from __future__ import annotations
 
+import importlib
 import socket
 import statistics
 import time
@@ -63,21 +64,23 @@ def examine(checks: Sequence[Check], wanted: Options) -> Report | None:
     if env.world_size == 1:
         return Report(merge([own]))
     who = f"rank {env.rank} on {own.host}"
+    report = Report([Line(*check, where=who) for check in checks])  # what is left where no others are met
     try:
         import allranks
 
+        importlib.import_module("torch")  # without it, do not wait for the others first
         allranks.init_process_group("native", timeout=wanted.timeout_s)
     except (AllranksError, ImportError, OSError) as error:
-        lines = [Line(*check, where=who) for check in checks]
-        return Report([*lines, _failure("join", error, who)])
+        report.lines.append(_failure("join", error, who))
+        return report
     try:
         report = _gather(own)
         report.lines += _clocks(report, own)
         report.pairs = _measure(env.rank, env.world_size, wanted.nbytes)
         machines = _everybodys(own.machine)
     except AllranksError as error:
-        failure = _failure("reach", error, who)
-        return Report([*(report.lines if env.rank == 0 else ()), failure])
+        report.lines.append(_failure("reach", error, who))
+        return report
     allranks.destroy_process_group()
     if env.rank != 0:
         return None
