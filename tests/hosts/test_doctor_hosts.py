@@ -7,7 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 from cluster import Cluster
 
 PLACES = (0, 0, 1)
@@ -65,17 +64,16 @@ def test_a_job_of_two_hosts(three_hosts: Cluster, tmp_path: Path) -> None:
     assert "node1:2" in text
 
 
-@pytest.mark.parametrize("missing", [0, 2])
-def test_a_rank_that_does_not_come(three_hosts: Cluster, tmp_path: Path, missing: int) -> None:
-    here = tuple(rank for rank in range(3) if rank != missing)
+def test_a_rank_that_does_not_come(three_hosts: Cluster, tmp_path: Path) -> None:
+    here, missing = (0, 1), 2
     for rank, (code, text) in zip(
-        here, doctor(three_hosts, tmp_path, 29582 + missing, "--timeout", "3", ranks=here), strict=True
+        here, doctor(three_hosts, tmp_path, 29582, "--timeout", "2", ranks=here), strict=True
     ):
         assert code == 1
         assert "Traceback" not in text
         joined = next(line for line in text.splitlines() if line.startswith("FAIL  join"))
         assert f"rank {rank} on node{PLACES[rank]}" in joined
-        assert f"rank {missing}" in joined or missing == 0
+        assert f"rank {missing}" in joined
         assert f"[rank {rank} on node{PLACES[rank]}] node{PLACES[rank]} is 127.0.1.1" in text
 
 
@@ -84,7 +82,7 @@ def test_a_pair_that_does_not_reach_each_other(three_hosts: Cluster, tmp_path: P
     for host, other in ((1, 3), (2, 2)):
         three_hosts.hosts[host].set_up("route", "add", "blackhole", f"10.77.0.{other}/32")
     try:
-        found = doctor(three_hosts, tmp_path, 29589, "--timeout", "5", places=(0, 1, 2))
+        found = doctor(three_hosts, tmp_path, 29589, "--timeout", "3", places=(0, 1, 2))
     finally:
         for host, other in ((1, 3), (2, 2)):
             three_hosts.hosts[host].set_up("route", "del", "blackhole", f"10.77.0.{other}/32")

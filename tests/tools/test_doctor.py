@@ -222,15 +222,15 @@ def test_ports(port: int, error: OSError | None, verdict: str) -> None:
 @pytest.mark.parametrize(
     ("ranks_here", "threads", "verdict", "advice"),
     [
-        ("1", "", "ok", ""),
-        ("4", "2", "ok", ""),
-        ("4", "", "warn", "OMP_NUM_THREADS=2"),
-        ("4", "8", "warn", "OMP_NUM_THREADS=2"),
-        ("16", "1", "warn", "take turns"),
+        (1, None, "ok", ""),
+        (4, 2, "ok", ""),
+        (4, None, "warn", "OMP_NUM_THREADS=2"),
+        (4, 8, "warn", "OMP_NUM_THREADS=2"),
+        (16, 1, "warn", "take turns"),
     ],
 )
-def test_threads(ranks_here: str, threads: str, verdict: str, advice: str) -> None:
-    said = limits.judge_cpus(8, 64, {"LOCAL_WORLD_SIZE": ranks_here, "OMP_NUM_THREADS": threads})
+def test_threads(ranks_here: int, threads: int | None, verdict: str, advice: str) -> None:
+    said = limits.judge_cpus(8, 64, ranks_here, threads)
     assert said.verdict == verdict
     assert advice in said.advice
     assert said.measured.startswith("8 of 64 usable")

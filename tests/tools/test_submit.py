@@ -116,11 +116,15 @@ def test_what_is_not_asked_for_is_the_queues_business(folder: Path) -> None:
     assert said["lsf"] == ["-J show", "-n 1", '-R "span[ptile=1]"', "-o %J.out"]
 
 
-@pytest.mark.parametrize("system", SCRIPTS)
-def test_the_job_runs_what_was_submitted_where_it_was(system: str, folder: Path, tmp_path: Path) -> None:
-    script = folder / "job.sh"
-    assert file_of(folder, "--to", system, "-n", "2", "--file", str(script), "show.py", *HARD) == ""
-    assert subprocess.run(["bash", "-n", str(script)], capture_output=True, check=True).stderr == b""
+def test_the_job_runs_what_was_submitted_where_it_was(folder: Path, tmp_path: Path) -> None:
+    bodies = set()
+    for system in SCRIPTS:
+        script = folder / f"{system}.sh"
+        assert file_of(folder, "--to", system, "-n", "2", "--file", str(script), "show.py", *HARD) == ""
+        assert subprocess.run(["bash", "-n", str(script)], capture_output=True, check=True).stderr == b""
+        body = script.read_text().partition("\n\n")[2]
+        bodies.add(body.replace("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK\n", ""))
+    assert len(bodies) == 1
     bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}  # as a node's daemon may start it
     done = subprocess.run(["bash", str(script)], cwd="/", env=bare, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from allranks._env import VARIABLES, read_env
+from allranks._env import VARIABLES, JobEnv, read_env
 from allranks._errors import ConfigError
 from allranks._store.secret import load_secret, own_secret
 from allranks.tools.doctor.check import Finding, fail, ok, warn
 
-__all__ = ["CHECKS", "judge_variables", "orphans", "unused_files"]
+__all__ = ["CHECKS", "job_here", "judge_variables", "orphans", "unused_files"]
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE")
 _INTERNAL = ("ALLRANKS_BENCH_", "ALLRANKS_TEST_", "ALLRANKS_PULSE_")
@@ -22,6 +22,14 @@ _INTERNAL = ("ALLRANKS_BENCH_", "ALLRANKS_TEST_", "ALLRANKS_PULSE_")
 _SHARED = ("torch_*", "psm_*", "sem.mp-*", "sm_segment.*", "vader_segment.*", "mpich_shm_*", "nccl-*")
 _SETTLED_S = 60.0
 _LAUNCHERS = ("allranks", "torchrun", "torch.distributed", "mpirun", "mpiexec")
+
+
+def job_here() -> JobEnv:
+    """Which rank this process is, for checks for which it does not matter that half of it is said wrongly."""
+    try:
+        return read_env()
+    except ConfigError:
+        return JobEnv(0, 1)
 
 
 def variables() -> Finding:

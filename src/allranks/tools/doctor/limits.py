@@ -8,12 +8,13 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from allranks._env import read_int
 from allranks._host import usable_cpus
 from allranks.tools.doctor.check import Finding, fail, ok, warn
+from allranks.tools.doctor.job import job_here
 
 __all__ = ["CHECKS", "judge_cpus", "judge_memory", "judge_shm", "memory_limit"]
 
@@ -28,19 +29,19 @@ _UNLIMITED = 1 << 60  # as cgroups of version 1 write it, and more
 
 def cpus() -> Finding:
     """CPUs, beside the threads that the ranks of this host start."""
-    return judge_cpus(usable_cpus(), os.cpu_count() or 1, os.environ)
+    ranks, threads = job_here().local_world_size or 1, read_int(os.environ, "OMP_NUM_THREADS", 1)
+    return judge_cpus(usable_cpus(), os.cpu_count() or 1, ranks, threads)
 
 
-def judge_cpus(usable: int, all_cpus: int, environ: Mapping[str, str]) -> Finding:
+def judge_cpus(usable: int, all_cpus: int, ranks: int, threads: int | None) -> Finding:
     """Whether ranks times threads is more than there are.
 
     Args:
         usable: the CPUs that this process may keep busy.
         all_cpus: those of the host.
-        environ: says how many ranks are here, and how many threads each starts.
+        ranks: how many are on this host.
+        threads: how many each starts; None where nobody says.
     """
-    ranks = read_int(environ, "LOCAL_WORLD_SIZE", 1) or 1
-    threads = read_int(environ, "OMP_NUM_THREADS", 1)
     described = f"{usable} of {all_cpus} usable" if usable != all_cpus else f"{usable}"
     described += f", ranks here {ranks}, OMP_NUM_THREADS {threads or 'not set'}"
     if ranks > usable:

@@ -14,6 +14,7 @@ from allranks._env import read_int, split_host_port
 from allranks._network import interface_of, published_addresses
 from allranks._store.address import in_time
 from allranks.tools.doctor.check import Finding, fail, ok, warn
+from allranks.tools.doctor.job import job_here
 
 __all__ = ["CHECKS", "judge_name", "judge_port"]
 
@@ -110,7 +111,8 @@ def ports() -> Finding:
 
 def master_port() -> Finding:
     """The port that rank 0 is to listen on is free."""
-    if os.environ.get("ALLRANKS_STORE") or read_int(os.environ, "RANK", 0):
+    here = job_here()
+    if here.world_size > 1 and (here.rank != 0 or here.master is None):
         return ok("not needed here")
     _, by_address = split_host_port(os.environ.get("MASTER_ADDR", ""), "MASTER_ADDR")
     port = read_int(os.environ, "MASTER_PORT", 1, 65535) or by_address or _USUAL_PORT
