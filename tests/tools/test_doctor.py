@@ -135,7 +135,7 @@ def test_a_secret_is_looked_at_and_not_made(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_variables() -> None:
-    assert job.judge_variables({}).measured == "none of a job: rank 0 of 1"
+    assert job.judge_variables({}).measured == "RANK and its like are not set: rank 0 of 1"
     there = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0:29500"}
     assert job.judge_variables(there).measured.endswith("MASTER_ADDR=node0:29500: rank 1 of 2")
     said = job.judge_variables({"ALLRANKS_IFACES": "eth0"})

@@ -42,7 +42,7 @@ def judge_variables(environ: Mapping[str, str]) -> Finding:
     there = {name: environ[name] for name in _RANKS if environ.get(name)}
     if "ALLRANKS_STORE" in there:
         there["ALLRANKS_STORE"] = "..."  # who knows it gets in
-    described = ", ".join(f"{name}={value}" for name, value in there.items()) or "none of a job"
+    described = ", ".join(f"{name}={value}" for name, value in there.items()) or "RANK and its like are not set"
     try:
         env = read_env(environ=environ)
     except ConfigError as error:

@@ -20,6 +20,7 @@ __all__ = ["CHECKS", "judge_cpus", "judge_memory", "judge_shm", "memory_limit"]
 
 _MB, _GB = 1 << 20, 1 << 30
 _TRIED = 64 * _MB
+_SLOW_S = 5.0
 _SHM = Path("/dev/shm")
 _LOW_SHM = _GB  # Docker gives 64 MB, and a few workers of a data loader take that
 _LOW_MEMORY = _GB
@@ -115,7 +116,10 @@ def shared_memory() -> Finding:
     finally:
         os.close(descriptor)
     took = time.perf_counter() - began
-    return ok(f"{_TRIED // _MB} MiB mapped and written in {took * 1e3:.0f} ms")
+    described = f"{_TRIED // _MB} MiB mapped and written"
+    if took > _SLOW_S:
+        return warn(f"{described} in {took:.1f} s", "The host is short of memory, and swaps: free -m; vmstat 1")
+    return ok(described)
 
 
 def dev_shm() -> Finding:
@@ -162,11 +166,11 @@ def locked_memory() -> Finding:
 
 
 def open_files() -> Finding:
-    """As many as a rank of a large job opens."""
+    """As many as a rank of a middling job opens."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     null = os.open(os.devnull, os.O_RDONLY)
     taken = [null]
-    wanted = 1024
+    wanted = 512
     try:
         while len(taken) < wanted:
             taken.append(os.dup(null))

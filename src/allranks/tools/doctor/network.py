@@ -101,7 +101,9 @@ def ports() -> Finding:
             except OSError as error:
                 return fail(
                     f"{address}: not even this host reaches a port of its own: {error}",
-                    "A firewall stands between: nft list ruleset, or iptables -L.",
+                    "Loopback is down: ip link set lo up"
+                    if error.errno == errno.ENETUNREACH
+                    else "A firewall stands between: nft list ruleset, or iptables -L.",
                 )
         if heard != b"here":
             return fail(f"{address}: sent b'here', got {heard!r}", "Something answers in this host's place: a proxy?")
