@@ -17,13 +17,14 @@ meaning, over allranks' own channel. The map of the package:
     _types         ReduceOp, premul_sum, Stats
     _errors        every error, as a tree
     data           DistributedSampler
+    logging        configure: a log for each rank
     parallel, nn   DistributedDataParallel, collectives that autograd goes through
     algorithms     communication hooks for it
     checkpoint     save, load
     multiprocessing  spawn
     launch         allranks run
     testing        run_ranks: real ranks for tests
-    tools          bench
+    tools          bench, doctor, submit
 
 Names are loaded on first use, so that the launcher starts without importing torch.
 """

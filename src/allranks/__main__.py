@@ -16,6 +16,8 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": ("allranks.launch.cli", "run a program as N processes on this host"),
     "bench": ("allranks.tools.bench", "measure collectives"),
+    "submit": ("allranks.tools.submit", "write a job file for SLURM, PBS, LSF or Kubernetes"),
+    "doctor": ("allranks.tools.doctor", "check this host, or all hosts of a job"),
 }
 
 

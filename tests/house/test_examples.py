@@ -1,12 +1,15 @@
 """The small examples run, and print what their users' programs print under torch.distributed."""
 
 import os
+import re
+import runpy
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from mpi_jobs import mpirun
 
 FIRST = Path(__file__).parents[2] / "examples" / "first"
@@ -25,9 +28,67 @@ def launched(name: str, ranks: int) -> list[str]:
     return lines("-m", "allranks", "run", "-n", str(ranks), str(FIRST / name))
 
 
-def test_hello() -> None:
-    host = socket.gethostname()
-    assert launched("hello.py", 2) == [f"[{r}] hello from [{host}:native] process {r}/2" for r in range(2)]
+def test_helloworld() -> None:
+    said = launched("helloworld.py", 2)
+    for rank, line in enumerate(said):
+        hello = f"hello from [{socket.gethostname()}:native] process {rank}/2"
+        assert re.fullmatch(rf"\[{rank}\] \[http://127\.0\.0\.1:\d+\] {re.escape(hello)}", line)
+    assert len(said) == 2
+
+
+def test_check_config(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(FIRST / "check_config.py"))
+    devices = torch.cuda.device_count()
+    said = capsys.readouterr().out.splitlines()
+    assert said[:4] == [
+        f"torch version : {torch.__version__}",
+        f"torch git version : {torch.version.git_version}",
+        f"torch version cuda : {torch.version.cuda}",
+        f"number of cuda device(s) : {devices}",
+    ]
+    assert len(said) == 4 + devices
+
+
+def test_slurm_multinode_helper(tmp_path: Path) -> None:
+    """What srun tells it is made up here, and who answers for SLURM; the launcher is torch's."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho localhost\n")
+    scontrol.chmod(0o755)
+    path = [str(tmp_path), str(Path(sys.executable).parent), ENVIRONMENT["PATH"]]
+    digits = f"0{os.getpid() % 1000:03d}"
+    done = subprocess.run(
+        ["bash", "--noprofile", str(FIRST / "slurm_multinode_helper.sh"), "--backend", "gloo"],
+        env={
+            **ENVIRONMENT, "PATH": os.pathsep.join(path), "SLURM_JOB_ID": f"471{digits}",
+            "SLURM_NNODES": "1", "SLURM_NODEID": "0", "LAUNCHER": "torch.distributed.launch",
+        },
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    where = f"[http://localhost:{15000 + int(digits)}] hello from [{socket.gethostname()}:gloo]"
+    assert all(done.stdout.count(f"{where} process {rank}/2") == 1 for rank in range(2)), done.stdout
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_pbs(tmp_path: Path, launched: bool) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = str(FIRST / "pbs.py")
+    command = ["-m", "allranks", "run", "-n", "2", program] if launched else [program, "--world_size=2"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path, env={**ENVIRONMENT, "MASTER_PORT": str(port), "XDG_CONFIG_HOME": str(tmp_path / "config")},
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all(re.search(rf"Rank +{rank} +has data +tensor\(1\.\)", done.stdout) for rank in range(2)) or not launched
+    for rank in range(2):
+        logged = (tmp_path / f"process_{rank}.log").read_text()
+        assert f"[INFO]: Initialized process group: Rank {rank} out of 2\n" in logged
+        assert logged.endswith(f"[INFO]: Rank within Default Process Group: {rank}\n")
+    assert "Rank within Default Process Group: 0" in done.stderr
+    assert "Rank within Default Process Group: 1" not in done.stderr  # it has its file
 
 
 def test_start() -> None:

@@ -42,7 +42,13 @@ def test_docstrings(name: str) -> None:
         assert "Raises:" in sections, f"{name} does not say what it raises"
 
 
-@pytest.mark.parametrize("module", ["allranks", "allranks.launch.cli", "allranks.__main__", "allranks._rendezvous"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "allranks", "allranks.launch.cli", "allranks.__main__", "allranks._rendezvous", "allranks.logging",
+        "allranks.tools.doctor.ranks", "allranks.tools.doctor.software", "allranks.tools.submit.options",
+    ],
+)  # fmt: skip
 def test_starts_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -26,7 +26,7 @@ def test_wheel(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
         names = archive.namelist()
-    assert "allranks/py.typed" in names
+    assert {"allranks/py.typed", "allranks/tools/submit/indexed_job.yaml"} < set(names)
     assert "allranks/_core.abi3.so" in names
     assert not [name for name in names if name.startswith(("tests", "core"))]
     needed = subprocess.run(

@@ -16,7 +16,7 @@ from pathlib import Path
 from allranks._errors import ConfigError
 from allranks._store.client import reason
 
-__all__ = ["load_secret"]
+__all__ = ["load_secret", "own_secret"]
 
 _log = logging.getLogger("allranks.store")
 
@@ -39,17 +39,26 @@ def load_secret(environ: Mapping[str, str] = os.environ) -> bytes:
         return _checked(secret.encode(), "ALLRANKS_SECRET")
     if name := environ.get("ALLRANKS_SECRET_FILE"):
         return _read_secret(Path(name))
-    config = environ.get("XDG_CONFIG_HOME", "")
     try:
-        path = (Path(config) if os.path.isabs(config) else Path.home() / ".config") / "allranks" / "secret"
+        path = own_secret(environ)
         if not path.exists():
             _make_secret(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         raise ConfigError(
-            f"Cannot make this user's secret in {config or '~/.config'}/allranks: {reason(error)}."
-            " Set ALLRANKS_SECRET, the same on all ranks, or XDG_CONFIG_HOME."
+            f"Cannot make this user's secret in {environ.get('XDG_CONFIG_HOME') or '~/.config'}/allranks:"
+            f" {reason(error)}. Set ALLRANKS_SECRET, the same on all ranks, or XDG_CONFIG_HOME."
         ) from None
     return _read_secret(path)
+
+
+def own_secret(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where this user's own secret lies, or will.
+
+    Raises:
+        RuntimeError: this user has no home.
+    """
+    config = environ.get("XDG_CONFIG_HOME", "")
+    return (Path(config) if os.path.isabs(config) else Path.home() / ".config") / "allranks" / "secret"
 
 
 def _make_secret(path: Path) -> None:

@@ -1,0 +1,147 @@
+"""Logs of many ranks: a file for each, and the terminal for one of them.
+
+``configure()`` sets up the root logger of Python's own ``logging``, so that what any library logs is there, too. Every
+record knows its ``rank`` and its ``host``, for formats that want them. An exception that nobody catches is the last
+thing in the rank's file, with its traceback.
+
+Source: a user's ``configure_logger(rank)``, whose file names, format and logger's name these are.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from allranks._env import read_env
+from allranks._errors import UsageError
+
+__all__ = ["FORMAT", "configure"]
+
+FORMAT = "%(asctime)s [%(levelname)s]: %(message)s"
+_DATES = "%Y-%m-%d %H:%M:%S"
+
+
+def configure(
+    rank: int | str | None = None,
+    level: int | str = "INFO",
+    folder: str | Path = ".",
+    console: Literal["0", "all", "none"] = "0",
+    format: str = FORMAT,
+) -> logging.Logger:
+    """Logs to ``process_{rank}.log``, and rank 0 to the terminal, too. Called again, it replaces what it set up.
+
+    Args:
+        rank: this process; a name for one that is no rank, ``"main"``. None: as the process group says, else the
+            environment.
+        level: what is logged: a name or number of ``logging``.
+        folder: where the file is; it is made if it is not there. What the file holds is kept.
+        console: whose records are on stderr: ``"0"``, those of rank 0 and of a process that is no rank; ``"all"``,
+            with rank and host before them; ``"none"``.
+        format: of the file's lines, in ``logging``'s ``%`` style; ``%(rank)s`` and ``%(host)s`` are known.
+
+    Returns:
+        The logger ``Process-{rank}``.
+
+    Raises:
+        UsageError: the level or the choice of console is unknown.
+        ConfigError: rank is None, and the environment says half of who this process is.
+        OSError: the file cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> import allranks.logging
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     logger = allranks.logging.configure(rank=1, folder=folder)
+        ...     logger.info("Initialized process group")
+        ...     allranks.logging.configure("main", folder=folder).name
+        'Process-main'
+    """
+    if console not in ("0", "all", "none"):
+        raise UsageError(f"console must be '0', 'all' or 'none', not {console!r}")
+    if isinstance(level, str) and not isinstance(logging.getLevelName(level.upper()), int):
+        raise UsageError(f"level must be one of logging's, such as 'INFO' or 'DEBUG', not {level!r}")
+    who = _who() if rank is None else rank
+    file = Path(folder) / f"process_{who}.log"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made: list[logging.Handler] = [_File(file, format)]
+    if console == "all" or (console == "0" and (who == 0 or isinstance(who, str))):
+        made.append(_console(f"[{socket.gethostname()}:{who}] " if console == "all" else ""))
+    root = logging.getLogger()
+    for old in [handler for handler in root.handlers if getattr(handler, "of_allranks", False)]:
+        root.removeHandler(old)
+        old.close()
+    for handler in made:
+        handler.of_allranks = True  # type: ignore[attr-defined]
+        handler.addFilter(partial(_sign, who, socket.gethostname()))
+        root.addHandler(handler)
+    root.setLevel(level.upper() if isinstance(level, str) else level)
+    _watch_exceptions()
+    return logging.getLogger(f"Process-{who}")
+
+
+class _File(logging.FileHandler):
+    def __init__(self, file: Path, format: str) -> None:
+        super().__init__(file, encoding="utf-8", errors="backslashreplace")
+        self.setFormatter(logging.Formatter(format, _DATES))
+
+
+def _console(before: str) -> logging.Handler:
+    """Coloured on a terminal; elsewhere, as in the output of a batch job, a line for each record."""
+    before = before.replace("%", "%%")
+    if not sys.stderr.isatty():
+        plain = logging.StreamHandler()
+        plain.setFormatter(logging.Formatter(before + FORMAT, _DATES))
+        return plain
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=Console(stderr=True), show_path=False, log_time_format=_DATES)
+    handler.setFormatter(logging.Formatter(before + "%(message)s"))
+    return handler
+
+
+def _who() -> int:
+    world = sys.modules.get("allranks._world")  # not imported here: torch comes with it
+    if world is not None and world.is_initialized():
+        return int(world.get_rank())
+    return read_env().rank
+
+
+def _sign(rank: int | str, host: str, record: logging.LogRecord) -> bool:
+    record.rank, record.host = rank, host
+    return True
+
+
+def _watch_exceptions() -> None:
+    """Lets the file have what ends this process or a thread of it, and then do who did so far."""
+    if not isinstance(sys.excepthook, partial) or sys.excepthook.func is not _log_and_go_on:
+        sys.excepthook = partial(_log_and_go_on, sys.excepthook)
+    if not isinstance(threading.excepthook, partial) or threading.excepthook.func is not _log_thread_and_go_on:
+        threading.excepthook = partial(_log_thread_and_go_on, threading.excepthook)
+
+
+def _log_and_go_on(before: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, KeyboardInterrupt):
+        _log_to_file("Uncaught exception", (kind, error, trace))
+    before(kind, error, trace)
+
+
+def _log_thread_and_go_on(before: Any, about: threading.ExceptHookArgs) -> None:
+    if about.exc_value is not None and about.exc_type is not SystemExit:
+        name = about.thread.name if about.thread is not None else "that is gone"
+        _log_to_file(f"Uncaught exception in thread {name}", (about.exc_type, about.exc_value, about.exc_traceback))
+    before(about)
+
+
+def _log_to_file(words: str, about: tuple[type[BaseException], BaseException, TracebackType | None]) -> None:
+    """Not to the terminal, where the interpreter prints it."""
+    record = logging.getLogger(__name__).makeRecord(__name__, logging.CRITICAL, "", 0, words, (), about)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _File):
+            handler.handle(record)

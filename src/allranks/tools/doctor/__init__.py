@@ -1,0 +1,59 @@
+"""``allranks doctor``: what on this host, or between the ranks of a job, will make a program fail, hang or crawl.
+
+============  =================================================================
+``options``   the command line
+``check``     what a check says, and how checks are run
+``software``  what is installed: Python, the core, torch, GPUs, engines, MPI
+``limits``    what the host gives: CPUs, memory, files, processes
+``network``   the host's name, its interfaces and ports
+``job``       what a job finds: variables, the secret, what dead jobs left
+``ranks``     in a job: what every rank's checks say, and each pair's messages
+``pairs``     who measures with whom, and what stands out (pure)
+``report``    what was found: data, JSON
+``text``      and text
+``plot``      and a picture
+============  =================================================================
+
+Nothing here imports torch before a check does, as the doctor must work where torch does not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from allranks._errors import ConfigError
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command: checks this host; in a rank of a job, the job, which rank 0 then reports on.
+
+    Returns:
+        The exit code: 1 if a check failed.
+    """
+    from allranks.tools.doctor import check, options, ranks, report, text
+
+    wanted = options.parse(argv)
+    if wanted.nproc is not None:
+        from allranks.launch import cli
+
+        return cli.main(["-n", str(wanted.nproc), "-q", "--show", "0", "-m", __name__, *options.without_nproc(argv)])
+    checks = check.run_all()
+    try:
+        found = ranks.examine(checks, wanted)
+    except ConfigError:  # the check of the variables has said so
+        found = report.Report(report.merge([ranks.facts(checks)]))
+    if found is None:
+        return 0  # rank 0 says it
+    if wanted.json is not None:
+        report.write(found, wanted.json)
+    if wanted.json is None or str(wanted.json) != "-":
+        text.show(found)
+    if wanted.plot is not None and found.pairs is not None:
+        from allranks.tools.doctor.plot import plot
+
+        plot(found, wanted.plot)
+    sys.stdout.flush()
+    return 1 if found.failed else 0

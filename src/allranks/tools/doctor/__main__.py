@@ -1,0 +1,10 @@
+"""``python -m allranks.tools.doctor``: what ``allranks doctor -n N`` runs on each rank."""
+
+from __future__ import annotations
+
+import sys
+
+from allranks.tools.doctor import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""What a job finds when it starts here: variables, the secret, what dead jobs have left."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from allranks._env import VARIABLES, JobEnv, read_env
+from allranks._errors import ConfigError
+from allranks._store.secret import load_secret, own_secret
+from allranks.tools.doctor.check import Finding, fail, ok, warn
+
+__all__ = ["CHECKS", "job_here", "judge_variables", "orphans", "unused_files"]
+
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE")
+_INTERNAL = ("ALLRANKS_BENCH_", "ALLRANKS_TEST_", "ALLRANKS_PULSE_")
+# Of torch's DataLoader and multiprocessing, Open MPI, MPICH, NCCL.
+_SHARED = ("torch_*", "psm_*", "sem.mp-*", "sm_segment.*", "vader_segment.*", "mpich_shm_*", "nccl-*")
+_SETTLED_S = 60.0
+_LAUNCHERS = ("allranks", "torchrun", "torch.distributed", "mpirun", "mpiexec")
+
+
+def job_here() -> JobEnv:
+    """Which rank this process is, for checks for which it does not matter that half of it is said wrongly."""
+    try:
+        return read_env()
+    except ConfigError:
+        return JobEnv(0, 1)
+
+
+def variables() -> Finding:
+    """What the environment tells init_process_group, and variables of ours that nobody reads."""
+    return judge_variables(os.environ)
+
+
+def judge_variables(environ: Mapping[str, str]) -> Finding:
+    """Whether a program that is started with this environment knows who it is."""
+    there = {name: environ[name] for name in _RANKS if environ.get(name)}
+    if "ALLRANKS_STORE" in there:
+        there["ALLRANKS_STORE"] = "..."  # who knows it gets in
+    described = ", ".join(f"{name}={value}" for name, value in there.items()) or "RANK and its like are not set"
+    try:
+        env = read_env(environ=environ)
+    except ConfigError as error:
+        return fail(
+            f"{described}: {str(error).splitlines()[0]}",
+            f"Left over from another job? unset {' '.join(there)}",
+        )
+    known = [variable.name for variable in VARIABLES]
+    unknown = [n for n in environ if n.startswith("ALLRANKS_") and n not in known and not n.startswith(_INTERNAL)]
+    if unknown:
+        close = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
+        meant = ", ".join(f"{name} (did you mean {near[0]}?)" if near else name for name, near in close.items())
+        return warn(f"{described}; nobody reads {meant}", "Correct or unset it.")
+    return ok(f"{described}: rank {env.rank} of {env.world_size}")
+
+
+def secret() -> Finding:
+    """The secret that ranks of several hosts prove to each other."""
+    environ = os.environ
+    if environ.get("ALLRANKS_INSECURE", "").strip() not in ("", "0"):
+        return warn(
+            "ALLRANKS_INSECURE is set", "Whoever reaches this job's ports can join it: unset ALLRANKS_INSECURE."
+        )
+    given = next((name for name in ("ALLRANKS_SECRET", "ALLRANKS_SECRET_FILE") if environ.get(name, "").strip()), "")
+    if not given:
+        file = own_secret(environ)
+        if not file.exists():
+            return ok(f"none yet: {file} is made when one is needed")
+        given = str(file)
+    try:
+        load_secret(environ)
+    except ConfigError as error:
+        said, _, advice = str(error).partition("\n")
+        return fail(said, advice.strip() or "Make one: openssl rand -hex 32")
+    return ok(f"{given}, the same on all hosts that share it")
+
+
+def leftovers() -> Finding:
+    """Processes and files of this user's jobs that have lost their launcher."""
+    lost = dict(orphans(Path("/proc")))
+    files = unused_files(Path("/dev/shm"), Path("/proc"), time.time() - _SETTLED_S)
+    if not lost and not files:
+        return ok("none")
+    advice = []
+    said = []
+    if lost:
+        said.append("ranks without a launcher: " + ", ".join(f"{pid} ({command})" for pid, command in lost.items()))
+        advice.append(f"If no job of yours needs them: kill {' '.join(map(str, lost))}.")
+    if files:
+        size = sum(file.stat().st_size for file in files if file.exists())
+        said.append(f"{len(files)} files in /dev/shm that no process uses, {size / (1 << 20):.0f} MiB")
+        advice.append(f"rm {' '.join(str(file) for file in files[:5])}{' ...' if len(files) > 5 else ''}")
+    return warn("; ".join(said), " ".join(advice))
+
+
+def orphans(proc: Path) -> Iterator[tuple[int, str]]:
+    """Ranks of this user whose parent has ended: their pids and commands."""
+    with suppress(OSError):  # of another user
+        first = (proc / "1" / "cmdline").read_bytes().decode(errors="replace")
+        if any(name in first for name in _LAUNCHERS):
+            return  # a container's first process is the launcher, and their parent
+    for entry in proc.glob("[0-9]*"):
+        with suppress(OSError, ValueError):  # it has just ended, or is another user's
+            if entry.stat().st_uid != os.geteuid() or entry.name in (str(os.getpid()), str(os.getppid()), "1"):
+                continue
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            if parent != "1" or state == "Z":
+                continue
+            environ = dict(part.partition(b"=")[::2] for part in (entry / "environ").read_bytes().split(b"\0"))
+            if environ.get(b"RANK") and environ.get(b"WORLD_SIZE"):
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                yield int(entry.name), " ".join(words).strip()[:60]
+
+
+def unused_files(folder: Path, proc: Path, before: float) -> list[Path]:
+    """Files for shared memory, of this user, that no process has open or mapped.
+
+    Args:
+        folder: where they lie.
+        proc: where processes are listed.
+        before: seconds since the epoch; what has been changed later may be in the making.
+    """
+    found = []
+    for pattern in _SHARED:
+        for file in folder.glob(pattern):
+            with suppress(FileNotFoundError):
+                status = file.stat()
+                if status.st_uid == os.geteuid() and status.st_mtime < before:
+                    found.append(file)
+    if not found:
+        return []
+    used: set[str] = set()
+    for entry in proc.glob("[0-9]*"):
+        with suppress(OSError):  # it has just ended, or is another user's
+            used.update(line.split(maxsplit=5)[5] for line in (entry / "maps").read_text().splitlines() if "/" in line)
+            used.update(os.readlink(each) for each in (entry / "fd").iterdir())
+    return sorted(file for file in found if str(file) not in used)
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (variables, secret, leftovers)

@@ -1,0 +1,252 @@
+"""What the host, its container or its batch system gives to a process: taken, rather than read, where that is cheap."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from allranks._env import read_int
+from allranks._host import usable_cpus
+from allranks.tools.doctor.check import Finding, fail, ok, warn
+from allranks.tools.doctor.job import job_here
+
+__all__ = ["CHECKS", "judge_cpus", "judge_memory", "judge_shm", "memory_limit"]
+
+_MB, _GB = 1 << 20, 1 << 30
+_TRIED = 64 * _MB
+_SLOW_S = 5.0
+_SHM = Path("/dev/shm")
+_LOW_SHM = _GB  # Docker gives 64 MB, and a few workers of a data loader take that
+_LOW_MEMORY = _GB
+_LOW_FILES = 4096
+_UNLIMITED = 1 << 60  # as cgroups of version 1 write it, and more
+
+
+def cpus() -> Finding:
+    """CPUs, beside the threads that the ranks of this host start."""
+    ranks, threads = job_here().local_world_size or 1, read_int(os.environ, "OMP_NUM_THREADS", 1)
+    return judge_cpus(usable_cpus(), os.cpu_count() or 1, ranks, threads)
+
+
+def judge_cpus(usable: int, all_cpus: int, ranks: int, threads: int | None) -> Finding:
+    """Whether ranks times threads is more than there are.
+
+    Args:
+        usable: the CPUs that this process may keep busy.
+        all_cpus: those of the host.
+        ranks: how many are on this host.
+        threads: how many each starts; None where nobody says.
+    """
+    described = f"{usable} of {all_cpus} usable" if usable != all_cpus else f"{usable}"
+    described += f", ranks here {ranks}, OMP_NUM_THREADS {threads or 'not set'}"
+    if ranks > usable:
+        return warn(described, "Ranks take turns: start no more of them than there are CPUs, or ask for more CPUs.")
+    if ranks > 1 and threads is None:
+        return warn(described, f"Each rank starts a thread per CPU. Set OMP_NUM_THREADS={max(1, usable // ranks)}.")
+    if ranks * (threads or 1) > usable:
+        advice = f"{ranks} ranks x {threads} threads are too many. Set OMP_NUM_THREADS={max(1, usable // ranks)}."
+        return warn(described, advice)
+    return ok(described)
+
+
+def memory() -> Finding:
+    """What may still be taken: of the host, and of the cgroup, which kills who takes more."""
+    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(facts["MemAvailable"].split()[0]) << 10
+    total = int(facts["MemTotal"].split()[0]) << 10
+    return judge_memory(total, free, memory_limit(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
+
+
+def judge_memory(total: int, free: int, limit: tuple[int, int] | None) -> Finding:
+    """Whether it is enough to import torch and work.
+
+    Args:
+        total: bytes of the host.
+        free: those that are available.
+        limit: the cgroup's limit and what it has used, in bytes; None where there is none.
+    """
+    described = f"{_size(free)} of {_size(total)} available"
+    left = free
+    if limit is not None:
+        described += f"; the cgroup may use {_size(limit[0])} and uses {_size(limit[1])}"
+        left = min(free, limit[0] - limit[1])
+    if left < _LOW_MEMORY:
+        return warn(
+            described, "A rank that imports torch takes 0.3 GB and more; who exceeds this is killed (exit 137)."
+        )
+    return ok(described)
+
+
+def memory_limit(root: Path, membership: Path) -> tuple[int, int] | None:
+    """The tightest limit on memory on the way up from this process' cgroup, and what is used of it."""
+    found: list[tuple[int, int]] = []
+    for line in membership.read_text().splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, names = (
+            (root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+            if controllers
+            else (root, ("memory.max", "memory.current"))
+        )
+        folder = base / path.lstrip("/")
+        for each in (folder, *folder.parents):
+            if not each.is_relative_to(base):
+                break
+            files = [each / name for name in names]
+            if all(file.exists() for file in files):
+                limit, used = (file.read_text().strip() for file in files)
+                if limit != "max" and int(limit) < _UNLIMITED:
+                    found.append((int(limit), int(used)))
+    return min(found, key=lambda pair: pair[0] - pair[1], default=None)
+
+
+def shared_memory() -> Finding:
+    """What the native engine's ranks share: memory without a name, mapped and written to."""
+    began = time.perf_counter()
+    descriptor = os.memfd_create("allranks-doctor")
+    try:
+        _fill(descriptor, _TRIED)
+    finally:
+        os.close(descriptor)
+    took = time.perf_counter() - began
+    described = f"{_TRIED // _MB} MiB mapped and written"
+    if took > _SLOW_S:
+        return warn(f"{described} in {took:.1f} s", "The host is short of memory, and swaps: free -m; vmstat 1")
+    return ok(described)
+
+
+def dev_shm() -> Finding:
+    """What others share: workers of torch's DataLoader, NCCL, MPI."""
+    if not _SHM.is_dir():
+        return warn("there is no /dev/shm", "Mount it: mount -t tmpfs tmpfs /dev/shm. allranks itself does without.")
+    space = os.statvfs(_SHM)
+    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    if free >= _TRIED // 4:
+        descriptor = os.open(_SHM, os.O_TMPFILE | os.O_RDWR, 0o600)
+        try:
+            _fill(descriptor, _TRIED // 4)
+        finally:
+            os.close(descriptor)
+    return judge_shm(total, free)
+
+
+def judge_shm(total: int, free: int) -> Finding:
+    """Whether a file system for shared memory of so many bytes will do."""
+    described = f"{_size(free)} of {_size(total)} free"
+    if total < _LOW_SHM:
+        return warn(
+            described,
+            "DataLoader's workers and NCCL die when it is full (bus error). docker run --shm-size=8g; in Kubernetes an "
+            "emptyDir with medium: Memory at /dev/shm. allranks itself does without.",
+        )
+    if free < total / 10:
+        return warn(described, "Others' files fill it: ls -l /dev/shm, and remove those that nobody uses.")
+    return ok(described)
+
+
+def locked_memory() -> Finding:
+    """Networks that read memory by themselves (InfiniBand) need it locked; elsewhere it does not matter."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    devices = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    described = f"limit {_limit(soft)}; InfiniBand: {', '.join(devices) or 'none here'}"
+    if devices and soft != resource.RLIM_INFINITY:
+        return warn(
+            f"{described} (hard limit {_limit(hard)})",
+            "NCCL and MPI cannot register memory with it. ulimit -l unlimited; under SLURM PropagateResourceLimits "
+            "and LimitMEMLOCK=infinity of slurmd.",
+        )
+    return ok(described)
+
+
+def open_files() -> Finding:
+    """As many as a rank of a middling job opens."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    null = os.open(os.devnull, os.O_RDONLY)
+    taken = [null]
+    wanted = 512
+    try:
+        while len(taken) < wanted:
+            taken.append(os.dup(null))
+    except OSError as error:
+        opened = len(taken)
+        return fail(f"after {opened} more: {error.strerror}; limit {_limit(soft, '')}", f"ulimit -n {_LOW_FILES}")
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+    described = f"limit {_limit(soft, '')} (hard limit {_limit(hard, '')}); {wanted} opened"
+    if soft != resource.RLIM_INFINITY and soft < _LOW_FILES:
+        return warn(
+            described, f"Jobs of hundreds of ranks, and DataLoader's workers, need more: ulimit -n {_LOW_FILES}"
+        )
+    return ok(described)
+
+
+def processes() -> Finding:
+    """Processes and threads that may still be started."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    limit, current = Path("/sys/fs/cgroup/pids.max"), Path("/sys/fs/cgroup/pids.current")
+    described = f"limit {_limit(soft, '')}"
+    if limit.exists() and (most := limit.read_text().strip()) != "max":
+        left = int(most) - int(current.read_text())
+        described += f"; the container may have {most}, {left} left"
+        if left < 256:
+            return warn(described, "Every rank starts threads. docker run --pids-limit=-1; systemd: TasksMax=infinity.")
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        return warn(described, "Every rank starts threads: ulimit -u 4096")
+    return ok(described)
+
+
+def temporary_files() -> Finding:
+    """A file can be written where Python writes such."""
+    folder = tempfile.gettempdir()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_MB))
+        file.flush()
+    free = shutil.disk_usage(folder).free
+    described = f"{folder}, {_size(free)} free"
+    if free < _GB:
+        return warn(described, "Make room, or set TMPDIR to another folder.")
+    return ok(described)
+
+
+def _fill(descriptor: int, size: int) -> None:
+    """Makes the file so large, and every page real."""
+    os.posix_fallocate(descriptor, 0, size)
+    with mmap.mmap(descriptor, size) as mapped:
+        page = bytes(range(256)) * (mmap.PAGESIZE // 256)
+        for start in range(0, size, mmap.PAGESIZE):
+            mapped[start : start + mmap.PAGESIZE] = page
+        last = mapped[size - mmap.PAGESIZE :]
+    if last != page:
+        raise OSError(f"the last of {size} bytes of shared memory is not what was written")
+
+
+def _limit(value: int, unit: str = "bytes") -> str:
+    if value == resource.RLIM_INFINITY:
+        return "unlimited"
+    return _size(value) if unit == "bytes" and value >= _MB else str(value)
+
+
+def _size(nbytes: int) -> str:
+    """Two or three digits, so that ranks of one host say the same."""
+    value, unit = (nbytes / _GB, "GiB") if nbytes >= _GB else (nbytes / _MB, "MiB")
+    return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    cpus,
+    memory,
+    shared_memory,
+    dev_shm,
+    locked_memory,
+    open_files,
+    processes,
+    temporary_files,
+)

@@ -1,0 +1,73 @@
+"""The command line of ``allranks doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Options", "parse", "without_nproc"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``allranks doctor`` was asked for.
+
+    Attributes:
+        nproc: start so many ranks on this host; None: this process is all, or a rank already.
+        json: where to write the report; ``-`` for stdout.
+        plot: where to draw the pairs.
+        timeout_s: how long ranks wait for each other.
+        nbytes: size of the messages that measure bandwidth.
+    """
+
+    nproc: int | None = None
+    json: Path | None = None
+    plot: Path | None = None
+    timeout_s: float = 30.0
+    nbytes: int = 16 << 20
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The options; exits with 2 and one line where they are wrong."""
+    parser = _parser()
+    given = parser.parse_args(argv)
+    if given.nproc is not None and given.nproc < 1:
+        parser.error("-n must be at least 1")
+    if not given.timeout > 0:
+        parser.error("--timeout must be positive")
+    if given.megabytes < 1:
+        parser.error("--megabytes must be at least 1")
+    for file in (given.json, given.plot):
+        if file is not None and not file.absolute().parent.is_dir():
+            parser.error(f"no such directory: {file.absolute().parent}")
+    if given.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib: pip install 'allranks[plot]'")
+    return Options(given.nproc, given.json, given.plot, given.timeout, given.megabytes << 20)
+
+
+def without_nproc(argv: Sequence[str]) -> list[str]:
+    """The other options, for the ranks."""
+    only = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    only.add_argument("-n", "--nproc")
+    return only.parse_known_args(argv)[1]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="allranks doctor",
+        description="Check this host; in a job, all of its hosts and every pair of ranks. A line a check: ok, warn or "
+        "FAIL, what was measured, what to do. The exit code is 1 if anything failed.",
+        epilog="In a job: allranks run -n 4 -- allranks doctor; between hosts start it on each as any program, with "
+        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", "--nproc", type=int, metavar="N", help="start N ranks on this host, and check them")
+    add("--json", type=Path, nargs="?", const=Path("-"), metavar="FILE", help="write the report as JSON; to stdout")
+    add("--plot", type=Path, metavar="FILE", help="draw latency and bandwidth of all pairs (needs matplotlib)")
+    add("--timeout", type=float, default=30.0, metavar="S", help="how long ranks wait for each other (default 30)")
+    add("--megabytes", type=int, default=16, metavar="M", help="messages that measure bandwidth (default 16)")
+    return parser

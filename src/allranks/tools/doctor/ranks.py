@@ -1,0 +1,237 @@
+"""In a job: the ranks meet, tell rank 0 what their checks have found, and measure messages, pair by pair.
+
+Latency is half a round trip of 8 bytes, the median of many; bandwidth that of a large message, the fastest of a few.
+Clocks are compared as NTP does it: of several round trips the shortest says best when the other one looked at its
+clock.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from allranks._env import read_env
+from allranks._errors import AllranksError
+from allranks._network import machine
+from allranks.tools.doctor import software
+from allranks.tools.doctor.check import Check
+from allranks.tools.doctor.options import Options
+from allranks.tools.doctor.pairs import Pair, Pairs, kinds, rounds, standing_out
+from allranks.tools.doctor.report import Facts, Line, Report, compare_versions, merge
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["examine", "facts", "judge_clock", "judge_pairs"]
+
+_ROUND_TRIPS, _WARM_UP = 60, 10
+_LARGE = 3
+_LOOKS = 16
+_SKEW_S = 0.1  # more, and the lines of two hosts' logs cannot be put in order
+_SLOW_US = 100.0  # what stands out must also be slow: an idle host's figures differ by more than a factor
+
+_Figure = Callable[[Pair], float]
+_FIGURES: tuple[tuple[str, str, _Figure, _Figure], ...] = (
+    ("latency", "us", lambda p: p.latency_us, lambda p: max(p.latency_us, _SLOW_US)),
+    ("bandwidth", "GB/s", lambda p: p.bandwidth_gb_s, lambda p: 1 / p.bandwidth_gb_s),
+)
+
+
+def facts(checks: Sequence[Check], rank: int = 0) -> Facts:
+    """What this process says of itself."""
+    return Facts(rank, socket.gethostname(), machine(), software.versions(), checks)
+
+
+def examine(checks: Sequence[Check], wanted: Options) -> Report | None:
+    """What there is to report; of a job, on rank 0, where it can be gathered.
+
+    Args:
+        checks: what this process' own have found.
+        wanted: the options.
+
+    Returns:
+        The report; None on the other ranks of a job.
+
+    Raises:
+        ConfigError: the environment says half of who this process is.
+    """
+    env = read_env()
+    own = facts(checks, env.rank)
+    if env.world_size == 1:
+        return Report(merge([own]))
+    who = f"rank {env.rank} on {own.host}"
+    report = Report([Line(*check, where=who) for check in checks])  # what is left where no others are met
+    try:
+        import allranks
+
+        importlib.import_module("torch")  # without it, do not wait for the others first
+        allranks.init_process_group("native", timeout=wanted.timeout_s)
+    except (AllranksError, ImportError, OSError) as error:
+        report.lines.append(_failure("join", error, who))
+        return report
+    try:
+        report = _gather(own)
+        report.lines += _clocks(report, own)
+        report.pairs = _measure(env.rank, env.world_size, wanted.nbytes)
+        machines = _everybodys(own.machine)
+    except AllranksError as error:
+        report.lines.append(_failure("reach", error, who))
+        return report
+    allranks.destroy_process_group()
+    if env.rank != 0:
+        return None
+    report.lines += judge_pairs(report.pairs, report.hosts, machines)
+    return report
+
+
+def judge_pairs(pairs: Pairs, hosts: Sequence[str], machines: Sequence[str]) -> list[Line]:
+    """What the figures say: the usual, and the pairs that are far from it.
+
+    Args:
+        pairs: what was measured.
+        hosts: the name of each rank's host.
+        machines: the same text for ranks of one host.
+    """
+    lines = []
+    for kind, some in kinds(pairs, machines).items():
+        for name, unit, figure, badness in _FIGURES:
+            figures = [figure(pair) for pair in some]
+            measured = (
+                f"{kind} {statistics.median(figures):.3g} {unit} (median of {len(some)} pairs, "
+                f"{min(figures):.3g} to {max(figures):.3g})"
+            )
+            bad = standing_out(some, badness)
+            if bad:
+                named = ", ".join(
+                    f"ranks {p.first} ({hosts[p.first]}) and {p.second} ({hosts[p.second]}): {figure(p):.3g}"
+                    for p in bad[:3]
+                )
+                advice = "Another job there, a slow link, or another interface than the others' (ALLRANKS_IFACE)?"
+                lines.append(Line(name, "warn", f"{measured}; {named}", advice))
+            else:
+                lines.append(Line(name, "ok", measured))
+    return lines
+
+
+def judge_clock(host: str, ahead_s: float, error_s: float) -> Line:
+    """How far a host's clock is ahead of rank 0's.
+
+    Args:
+        host: its name.
+        ahead_s: by so much; negative where it is behind.
+        error_s: give or take.
+    """
+    way = "ahead of" if ahead_s >= 0 else "behind"
+    measured = f"{abs(ahead_s) * 1e3:.2f} ms {way} rank 0's, give or take {error_s * 1e3:.2f} ms"
+    if abs(ahead_s) - error_s > _SKEW_S:
+        return Line("clock", "warn", measured, "Let chrony or ntpd set the hosts' clocks: chronyc makestep", host)
+    return Line("clock", "ok", measured, where=host)
+
+
+def _failure(name: str, error: Exception, who: str) -> Line:
+    said, _, advice = str(error).partition("\n")
+    ours = isinstance(error, AllranksError)
+    return Line(
+        name,
+        "FAIL",
+        said if ours else f"{type(error).__name__}: {said}",
+        " ".join(advice.split()) or "Is it running, and may the hosts connect to each other (see ports, interfaces)?",
+        who,
+    )
+
+
+def _everybodys(word: str) -> list[str]:
+    import allranks
+
+    words: list[str] = [""] * allranks.get_world_size()
+    allranks.all_gather_object(words, word)
+    return words
+
+
+def _gather(own: Facts) -> Report:
+    """On rank 0 the report; on the others what they know themselves."""
+    import allranks
+
+    everybody: list[tuple[int, str, str, dict[str, str], list[tuple[str, ...]]] | None]
+    everybody = [None] * allranks.get_world_size()
+    # Plain values, which travel without pickle, too.
+    mine = (own.rank, own.host, own.machine, dict(own.versions), [tuple(check) for check in own.checks])
+    allranks.all_gather_object(everybody, mine)
+    told = [
+        Facts(rank, host, where, versions, [Check(*check) for check in checks])  # type: ignore[arg-type]
+        for rank, host, where, versions, checks in filter(None, everybody)
+    ]
+    return Report(merge(told) + compare_versions(told), [each.host for each in told])
+
+
+def _clocks(report: Report, own: Facts) -> list[Line]:
+    """Rank 0 looks at the clock of the first rank of each other host."""
+    import torch
+
+    import allranks
+
+    machines = _everybodys(own.machine)
+    firsts = [machines.index(each) for each in dict.fromkeys(machines) if each != machines[0]]
+    now = torch.zeros(1, dtype=torch.float64)
+    lines = []
+    for peer in firsts:
+        looks = []
+        for _ in range(_LOOKS):
+            if own.rank == 0:
+                asked = time.time()
+                allranks.send(now, peer)
+                allranks.recv(now, peer)
+                answered = time.time()
+                looks.append((answered - asked, float(now) - (asked + answered) / 2))
+            elif own.rank == peer:
+                allranks.recv(now, 0)
+                now[0] = time.time()
+                allranks.send(now, 0)
+        if own.rank == 0:
+            took, ahead = min(looks)
+            lines.append(judge_clock(report.hosts[peer], ahead, took / 2))
+    return lines
+
+
+def _measure(rank: int, size: int, nbytes: int) -> Pairs:
+    import torch
+
+    import allranks
+
+    small, large = torch.zeros(1, dtype=torch.int64), torch.zeros(nbytes, dtype=torch.uint8)
+    drawn = rounds(size)
+    found: list[tuple[int, int, float, float]] = []
+    for together in drawn:
+        allranks.barrier()
+        mine = next((pair for pair in together if rank in pair), None)
+        if mine is None:
+            continue
+        peer, leads = (mine[1], True) if rank == mine[0] else (mine[0], False)
+        times = _round_trips(small, peer, leads, _WARM_UP + _ROUND_TRIPS)[_WARM_UP:]
+        long = _round_trips(large, peer, leads, 1 + _LARGE)[1:]
+        if leads:
+            found.append((*mine, statistics.median(times) / 2 * 1e6, nbytes / (min(long) / 2) / 1e9))
+    everybody: list[list[tuple[int, int, float, float]]] = [[] for _ in range(size)]
+    allranks.all_gather_object(everybody, found)
+    pairs = tuple(Pair(*pair) for some in everybody for pair in some)
+    return Pairs(pairs, nbytes, all(len(together) == 1 for together in drawn))
+
+
+def _round_trips(message: torch.Tensor, peer: int, leads: bool, n: int) -> list[float]:
+    import allranks
+
+    times = []
+    for _ in range(n):
+        began = time.perf_counter()
+        if leads:
+            allranks.send(message, peer)
+            allranks.recv(message, peer)
+        else:
+            allranks.recv(message, peer)
+            allranks.send(message, peer)
+        times.append(time.perf_counter() - began)
+    return times

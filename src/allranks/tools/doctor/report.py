@@ -1,0 +1,109 @@
+"""What the doctor has found, of one process or of all ranks of a job, as data and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from allranks._errors import rank_list
+from allranks.tools.doctor.check import Check, Verdict
+from allranks.tools.doctor.pairs import Pairs
+
+__all__ = ["Facts", "Line", "Report", "compare_versions", "merge", "write"]
+
+_ORDER: tuple[Verdict, ...] = ("ok", "warn", "FAIL")
+_VITAL = ("allranks", "torch")  # that differ between hosts: not only a nuisance
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank says of itself.
+
+    Attributes:
+        rank: its number.
+        host: its host's name.
+        machine: the same for ranks of one host.
+        versions: of what should be the same everywhere.
+        checks: what its checks have found.
+    """
+
+    rank: int
+    host: str
+    machine: str
+    versions: Mapping[str, str]
+    checks: Sequence[Check]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One finding, of some hosts or ranks, or of all."""
+
+    name: str
+    verdict: Verdict
+    measured: str
+    advice: str = ""
+    where: str = ""  # "" for everywhere
+
+
+@dataclass
+class Report:
+    """A whole run."""
+
+    lines: list[Line]
+    hosts: list[str] = field(default_factory=list)  # by rank, where there are several
+    pairs: Pairs | None = None
+
+    @property
+    def failed(self) -> int:
+        """How many findings are failures."""
+        return sum(line.verdict == "FAIL" for line in self.lines)
+
+
+def merge(everybody: Sequence[Facts]) -> list[Line]:
+    """One line for each finding: ranks of a host speak with one voice, the worst, and hosts that say the same, too."""
+    by_host: dict[str, list[Facts]] = {}
+    for facts in everybody:
+        by_host.setdefault(facts.machine, []).append(facts)
+    lines = []
+    for number, check in enumerate(everybody[0].checks):
+        said: dict[tuple[Verdict, str, str], list[str]] = {}
+        for some in by_host.values():
+            worst = max(some, key=lambda facts: _ORDER.index(facts.checks[number].verdict)).checks[number]
+            alike = [facts.rank for facts in some if facts.checks[number].verdict == worst.verdict]
+            place = some[0].host if len(alike) == len(some) else f"{rank_list(alike)} on {some[0].host}"
+            said.setdefault((worst.verdict, worst.measured, worst.advice), []).append(place)
+        whole = [some[0].host for some in by_host.values()]
+        for (verdict, measured, advice), places in said.items():
+            lines.append(Line(check.name, verdict, measured, advice, "" if places == whole else ", ".join(places)))
+    return lines
+
+
+def compare_versions(everybody: Sequence[Facts]) -> list[Line]:
+    """A line for each version that is not the same on all ranks; one if all are."""
+    lines = []
+    for name in dict.fromkeys(name for facts in everybody for name in facts.versions):
+        found: dict[str, list[Facts]] = {}
+        for facts in everybody:
+            found.setdefault(facts.versions.get(name, "none"), []).append(facts)
+        if len(found) > 1:
+            said = "; ".join(
+                f"{version} on {', '.join(dict.fromkeys(f.host for f in some))} ({rank_list([f.rank for f in some])})"
+                for version, some in found.items()
+            )
+            verdict: Verdict = "FAIL" if name in _VITAL else "warn"
+            lines.append(Line("versions", verdict, f"{name} {said}", "Install one version on all hosts."))
+    if not lines:
+        same = ", ".join(f"{name} {version}" for name, version in everybody[0].versions.items())
+        lines.append(Line("versions", "ok", f"{same}: the same on all ranks"))
+    return lines
+
+
+def write(report: Report, file: Path) -> None:
+    """Writes JSON; to stdout if the file is ``-``."""
+    text = json.dumps(asdict(report) | {"failed": report.failed}, indent=1)
+    if str(file) == "-":
+        print(text)
+    else:
+        file.write_text(text + "\n")

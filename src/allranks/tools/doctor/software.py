@@ -1,0 +1,193 @@
+"""What is installed, and whether it fits together."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from allranks.tools.doctor.check import Finding, fail, ok, warn
+
+__all__ = ["CHECKS", "judge_mpi", "mpi_name", "versions"]
+
+_OLDEST_TORCH = (2, 10)
+_PATIENCE_S = 20.0
+_MPI_NAMES = (
+    ("Open MPI", r"Open MPI\)? v?([\d.]+)"),
+    ("Intel MPI", r"Intel\(R\) MPI Library.*?Version ([\d.]+)"),
+    ("Intel MPI", r"Intel\(R\) MPI Library ([\d.]+)"),
+    ("MVAPICH", r"MVAPICH2? Version\s*:\s*([\d.]+)"),
+    ("MPICH", r"MPICH Version:\s*([\w.]+)"),
+    ("MPICH", r"HYDRA build details:\s*Version:\s*([\w.]+)"),
+)
+_ASK_MPI4PY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+
+
+def versions() -> dict[str, str]:
+    """What should be the same on all hosts."""
+    found = {"python": platform.python_version(), "allranks": importlib.metadata.version("allranks")}
+    for name in ("torch", "numpy", "mpi4py"):
+        if importlib.util.find_spec(name):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def python() -> Finding:
+    """The interpreter."""
+    return ok(f"{platform.python_version()}, {sys.executable}, {platform.system()} {platform.release()}")
+
+
+def core() -> Finding:
+    """Our C++ part can be loaded."""
+    import allranks
+
+    try:
+        loaded = importlib.import_module("allranks._core")
+    except ImportError as error:
+        return fail(f"cannot be loaded: {error}", f"Install allranks again with {sys.executable} -m pip install.")
+    return ok(f"allranks {allranks.__version__}, {loaded.ISA}, {Path(loaded.__file__ or '').parent}")
+
+
+def torch() -> Finding:
+    """torch can be imported, and is not too old."""
+    trouble = _trouble_with_torch()
+    if trouble:
+        return fail(
+            f"cannot be imported: {trouble}",
+            f"Install it with {sys.executable} -m pip install torch; see that no torch.py of yours hides it.",
+        )
+    import torch
+
+    described = f"{torch.__version__}, git {torch.version.git_version}, {Path(torch.__file__).parent}"
+    if tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2]) < _OLDEST_TORCH:
+        return fail(described, f"allranks needs torch {'.'.join(map(str, _OLDEST_TORCH))} or newer.")
+    return ok(described)
+
+
+def gpus() -> Finding:
+    """The CUDA devices that torch sees, beside those that the host has."""
+    if _trouble_with_torch():
+        return ok("not looked for, without torch")
+    import torch
+
+    built = torch.version.cuda or getattr(torch.version, "hip", None)
+    driver = any(Path("/dev").glob("nvidia[0-9]*"))
+    if not built:
+        described = "torch is built for CPUs"
+        return (
+            warn(f"{described}; this host has /dev/nvidia*", "For its GPUs install a torch for CUDA.")
+            if (driver)
+            else ok(described)
+        )
+    count = torch.cuda.device_count()
+    devices = [torch.cuda.get_device_properties(index) for index in range(count)]
+    described = f"CUDA {built}, {count} device(s)" + "".join(
+        f"; {index}: {device.name}, {device.total_memory >> 20} MiB" for index, device in enumerate(devices)
+    )
+    if driver and not count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return warn(
+            f"{described}; this host has /dev/nvidia*",
+            "nvidia-smi says whether the driver works, and is new enough for this CUDA."
+            if visible is None
+            else f"CUDA_VISIBLE_DEVICES={visible!r} hides them.",
+        )
+    return ok(described)
+
+
+def engines() -> Finding:
+    """What init_process_group(backend=...) takes here."""
+    from allranks._engines import ENGINES, available
+
+    if _trouble_with_torch():
+        return ok("none, without torch")
+    here = {name: available(name) for name in ENGINES}
+    said = ", ".join(name for name, there in here.items() if there)
+    missing = ", ".join(name for name, there in here.items() if not there)
+    return ok(f"{said}{f' (not here: {missing})' if missing else ''}")
+
+
+def mpi() -> Finding:
+    """The MPI that mpi4py loads, beside the mpirun that the shell finds: they must be one."""
+    runs = _mpiruns(os.environ.get("PATH", ""))
+    library = _said([sys.executable, "-c", _ASK_MPI4PY]) if importlib.util.find_spec("mpi4py") else None
+    return judge_mpi(library, {path: _said([path, "--version"]) for path in runs})
+
+
+def judge_mpi(library: str | None, launchers: Mapping[str, str]) -> Finding:
+    """What follows from what they say of themselves.
+
+    Args:
+        library: what the library that mpi4py loads says; None without mpi4py.
+        launchers: the ``mpirun`` on the PATH, in its order, and what ``--version`` says.
+    """
+    found = {path: mpi_name(said) for path, said in launchers.items()}
+    runs = ", ".join(f"{path} ({name})" for path, name in found.items()) or "no mpirun on the PATH"
+    if library is None:
+        several = len(set(found.values())) > 1
+        described = f"no mpi4py; {runs}"
+        advice = "Two MPIs are on the PATH: the first is used. Leave one (module purge; module load ...)."
+        return warn(described, advice) if several else ok(described)
+    loaded = mpi_name(library)
+    described = f"mpi4py loads {loaded}; {runs}"
+    if loaded.startswith("unknown"):
+        return fail(described, f"{sys.executable} -c 'from mpi4py import MPI' shows what is wrong with it.")
+    if not found:
+        return warn(described, "Put the bin folder of that MPI on the PATH, else mpirun cannot start its ranks.")
+    first = next(iter(found.values()))
+    if first.split()[:-1] != loaded.split()[:-1]:
+        return fail(
+            described,
+            "With another MPI's mpirun every process is rank 0 of 1. Put the right mpirun first on the PATH, or build "
+            f"mpi4py against {first}: pip install --no-binary mpi4py --force-reinstall mpi4py",
+        )
+    if first != loaded:
+        return warn(described, "Two versions of one MPI: start ranks with the mpirun of the one that mpi4py loads.")
+    if len(set(found.values())) > 1:
+        return warn(described, "More than one MPI is on the PATH: on other hosts another one may come first.")
+    return ok(described)
+
+
+def mpi_name(said: str) -> str:
+    """``Open MPI 5.0.8`` from the many words that an MPI has for that."""
+    for name, pattern in _MPI_NAMES:
+        if match := re.search(pattern, said, re.DOTALL):
+            return f"{name} {match[1]}"
+    return f"unknown: {' '.join(said.split())[:100] or 'says nothing'}"
+
+
+def _trouble_with_torch() -> str:
+    try:
+        import torch
+
+        torch.version.git_version  # noqa: B018 - a torch.py of one's own has none
+    except Exception as error:  # noqa: BLE001 - what a broken library raises is what is asked for
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
+
+
+def _mpiruns(path: str) -> list[str]:
+    folders: Iterable[str] = dict.fromkeys([*path.split(os.pathsep), str(Path(sys.executable).parent)])
+    found = [shutil.which("mpirun", path=folder) for folder in folders if folder]
+    return list({os.path.realpath(each): each for each in found if each}.values())
+
+
+def _said(command: list[str]) -> str:
+    """What a program prints; in a process of its own, as a wrong MPI may end its process."""
+    # Without what a job's launcher tells its ranks: this is none.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=alone, timeout=_PATIENCE_S, stdin=subprocess.DEVNULL, check=False
+    )
+    return done.stdout + done.stderr
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (python, core, torch, gpus, engines, mpi)

@@ -1,0 +1,252 @@
+"""``allranks submit``: its files, read by bash and by a reader of YAML; tests/hosts has a real SLURM that runs one.
+
+There is no PBS, LSF or Kubernetes here: programs of their commands' names record what they get and answer as those do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+SCRIPTS = ("slurm", "pbs", "lsf")
+HARD = ("--text", """it's "quoted" $HOME `id` $(id) \\ \n * ~ #!""", "ünï", "", "-n", "a=b;c&d|e")
+SHIMS = {
+    "sbatch": ("slurm", "4711", "4711"),
+    "qsub": ("pbs", "4712.head", "4712.head"),
+    "bsub": ("lsf", "Job <4713> is submitted to default queue <normal>.", "4713"),
+    "kubectl": ("k8s", "secret/show created\nservice/show created\njob.batch/show created", "job.batch/show"),
+}
+SHOW = """import os, sys
+print([os.environ.get("RANK"), os.getcwd(), sys.prefix, os.environ.get("VIRTUAL_ENV")] + sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    (folder / "show.py").write_text(SHOW)
+    return folder
+
+
+def submit(folder: Path, *words: str, path: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environ, **({"PATH": f"{path}{os.pathsep}{os.environ['PATH']}"} if path else {})}
+    return subprocess.run(
+        [sys.executable, "-m", "allranks", "submit", *words],
+        cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def file_of(folder: Path, *words: str) -> str:
+    done = submit(folder, *words)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def directives(text: str) -> list[str]:
+    head = text.split("\n\n")[0].splitlines()
+    assert head[0] == "#!/bin/bash"
+    return [line.split(" ", 1)[1] for line in head[1:]]
+
+
+ALL = (
+    "-N", "3", "-n", "4", "--cpus", "16", "--gpus", "4", "--memory", "64G", "--time", "1-12:00:30",
+    "--queue", "gpgpu", "--account", "11003281", "--name", "first", "show.py",
+)  # fmt: skip
+
+
+def test_sbatch(folder: Path) -> None:
+    assert directives(file_of(folder, "--to", "slurm", *ALL)) == [
+        "--job-name=first",
+        "--nodes=3",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=16",
+        "--gres=gpu:4",
+        "--mem=65536M",
+        "--time=1-12:00:30",
+        "--partition=gpgpu",
+        "--account=11003281",
+        "--output=%x-%j.out",
+        "--signal=B:TERM@60",
+    ]
+
+
+def test_qsub(folder: Path) -> None:
+    assert directives(file_of(folder, "--to", "pbs", *ALL)) == [
+        "-N first",
+        "-l select=3:ncpus=16:mpiprocs=1:ngpus=4:mem=65536mb",
+        "-l place=scatter",
+        "-l walltime=36:00:30",
+        "-q gpgpu",
+        "-P 11003281",
+        "-j oe",
+    ]
+
+
+def test_bsub(folder: Path) -> None:
+    assert directives(file_of(folder, "--to", "lsf", *ALL)) == [
+        "-J first",
+        "-n 48",
+        '-R "span[ptile=16]"',
+        '-gpu "num=4"',
+        '-R "rusage[mem=65536MB/host]"',
+        "-W 36:01",
+        "-wa TERM",
+        "-wt 1",
+        "-q gpgpu",
+        "-P 11003281",
+        "-o %J.out",
+    ]
+
+
+def test_what_is_not_asked_for_is_the_queues_business(folder: Path) -> None:
+    said = {system: directives(file_of(folder, "--to", system, "show.py")) for system in SCRIPTS}
+    assert said["slurm"] == [
+        "--job-name=show", "--nodes=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--output=%x-%j.out",
+        "--signal=B:TERM@60",
+    ]  # fmt: skip
+    assert said["pbs"] == ["-N show", "-l select=1:ncpus=1:mpiprocs=1", "-l place=scatter", "-j oe"]
+    assert said["lsf"] == ["-J show", "-n 1", '-R "span[ptile=1]"', "-o %J.out"]
+
+
+def test_the_job_runs_what_was_submitted_where_it_was(folder: Path, tmp_path: Path) -> None:
+    bodies = set()
+    for system in SCRIPTS:
+        script = folder / f"{system}.sh"
+        assert file_of(folder, "--to", system, "-n", "2", "--file", str(script), "show.py", *HARD) == ""
+        assert subprocess.run(["bash", "-n", str(script)], capture_output=True, check=True).stderr == b""
+        body = script.read_text().partition("\n\n")[2]
+        bodies.add(body.replace("export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK\n", ""))
+    assert len(bodies) == 1
+    bare = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}  # as a node's daemon may start it
+    done = subprocess.run(["bash", str(script)], cwd="/", env=bare, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = [[str(r), str(folder), sys.prefix, sys.prefix, *HARD] for r in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"[{r}] {expected[r]!r}" for r in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [
+        (("-m", "json.tool", "--help"), ["-m", "json.tool", "--help"]),
+        (("--", "env", "-i"), ["--", "env", "-i"]),
+    ],
+)
+def test_modules_and_commands(folder: Path, words: tuple[str, ...], runs: list[str]) -> None:
+    last = file_of(folder, "--to", "slurm", *words).splitlines()[-1]
+    assert shlex.split(last) == ["exec", sys.executable, "-m", "allranks", "run", "--nproc-per-node", "1", *runs]
+
+
+def test_indexed_job(folder: Path) -> None:
+    text = file_of(
+        folder, "--to", "k8s", "-N", "3", "-n", "2", "--cpus", "8", "--gpus", "2", "--memory", "64G", "--time", "90m",
+        "--image", "registry.example/train:7", "--namespace", "team", "--name", "first", "show.py", *HARD,
+    )  # fmt: skip
+    secret, service, job = yaml.safe_load_all(text)
+    assert [(each["kind"], each["metadata"]) for each in (secret, service, job)] == [
+        (kind, {"name": "first", "namespace": "team"}) for kind in ("Secret", "Service", "Job")
+    ]
+    assert re.fullmatch(r"[0-9a-f]{64}", secret["stringData"]["ALLRANKS_SECRET"])
+    assert service["spec"] == {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {"job-name": "first"},  # the label that Kubernetes gives to the pods of a Job
+    }
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
+    assert (spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (0, 5400)
+    assert (pod["subdomain"], pod["restartPolicy"]) == ("first", "Never")
+    (container,) = pod["containers"]
+    assert container["image"] == "registry.example/train:7"
+    assert container["resources"] == {"limits": {"cpu": 8, "memory": "65536Mi", "nvidia.com/gpu": 2}}
+    assert container["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "first", "key": "ALLRANKS_SECRET"}
+    assert container["volumeMounts"][0]["mountPath"] == "/dev/shm"
+    command = container["command"]
+    assert command[:12] == [
+        "allranks", "run", "--nnodes", "3", "--nproc-per-node", "2", "--node-rank", "$(JOB_COMPLETION_INDEX)",
+        "--master-addr", "first-0.first", "--master-port", "29500",
+    ]  # fmt: skip
+    # Kubernetes replaces $(NAME), and makes one $ of two.
+    assert [word.replace("$$", "$") for word in command[12:]] == ["show.py", *HARD]
+    assert "$(" not in "".join(command[12:]).replace("$$", "")
+
+
+def test_every_manifest_has_its_own_secret_and_no_other_reads_it(folder: Path) -> None:
+    words = ("--to", "k8s", "--image", "a", "--file", "job.yaml", "Train 7_x.py")
+    secrets = set()
+    for _ in range(2):
+        assert file_of(folder, *words) == ""
+        documents = list(yaml.safe_load_all((folder / "job.yaml").read_text()))
+        secrets.add(documents[0]["stringData"]["ALLRANKS_SECRET"])
+        assert documents[2]["metadata"] == {"name": "train-7-x"}
+    assert len(secrets) == 2
+    assert (folder / "job.yaml").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("command", SHIMS)
+def test_now(command: str, folder: Path, tmp_path: Path) -> None:
+    system, says, expected = SHIMS[command]
+    shim = tmp_path / "bin" / command
+    shim.parent.mkdir()
+    shim.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\ncat > {tmp_path}/input\nprintf %s {shlex.quote(says)}\n'
+    )
+    shim.chmod(0o755)
+    image = ("--image", "a") if system == "k8s" else ()
+    done = submit(folder, "--to", system, *image, "--now", "--file", "job", "show.py", path=shim.parent)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
+    assert (tmp_path / "input").read_text() == (folder / "job").read_text()
+    arguments = {"slurm": "--parsable", "k8s": "apply -f -"}.get(system, "")
+    assert (tmp_path / "arguments").read_text().strip() == arguments
+
+
+def test_a_job_that_is_refused(folder: Path, tmp_path: Path) -> None:
+    shim = tmp_path / "sbatch"
+    shim.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 3\n")
+    shim.chmod(0o755)
+    done = submit(folder, "--to", "slurm", "--now", "show.py", path=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.splitlines() == [
+        "sbatch: error: invalid partition",
+        "allranks submit: error: sbatch refused it (exit code 3)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("show.py",), "the following arguments are required: --to"),
+        (("--to", "slurm"), "nothing to run"),
+        (("--to", "slurm", "shwo.py"), "there is no script 'shwo.py'"),
+        (("--to", "slurm", "--time", "soon", "show.py"), "'soon' is not a duration"),
+        (("--to", "slurm", "--time", "0:00:00", "show.py"), "'0:00:00' is not a duration"),
+        (("--to", "slurm", "--memory", "lots", "show.py"), "'lots' is not a size"),
+        (("--to", "slurm", "--name", "a\n#SBATCH --uid=0", "show.py"), "is not a plain name"),
+        (("--to", "slurm", "-N", "0", "show.py"), "'0' is not a number, 1 or more"),
+        (("--to", "slurm", "--image", "a", "show.py"), "Kubernetes': --to k8s"),
+        (("--to", "k8s", "show.py"), "give --image"),
+        (("--to", "k8s", "--image", "a", "--name", "7up", "show.py"), "'7up' is no name for Kubernetes"),
+        (("--to", "k8s", "--image", "a", "--queue", "gpu", "show.py"), "leave out --queue"),
+        (("--to", "pbs", "--file", "missing/job.sh", "show.py"), "cannot write 'missing/job.sh': No such file"),
+    ],
+)
+def test_wrong_arguments(folder: Path, words: tuple[str, ...], says: str) -> None:
+    done = submit(folder, *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("allranks submit: error: ")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_no_such_system_here(folder: Path) -> None:
+    done = submit(folder, "--to", "lsf", "--now", "show.py", PATH="/nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no bsub on this host" in done.stderr
