@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import Cluster, Host
+from cluster import Cluster
 
 SOURCE = Path(__file__).parents[2] / "src"
 SECRET = "a secret of the tests, long enough"
@@ -118,15 +118,15 @@ class Jobs:
 
 
 @contextlib.contextmanager
-def jobs(hosts: Cluster, environ: Mapping[str, str], folder: Path) -> Iterator[Jobs]:
-    """What starts jobs on hosts. In the end no process may be left."""
+def jobs(hosts: Cluster, environ: Mapping[str, str], folder: Path, patience_s: float = 5.0) -> Iterator[Jobs]:
+    """What starts jobs on hosts. In the end, after ``patience_s``, no process may be left."""
     made = Jobs(hosts, environ, folder)
     yield made
     for process in made.started:
         if process.poll() is None:
             process.kill()
         process.communicate()
-    left = made.left()
+    left = made.left(patience_s)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -143,10 +143,6 @@ def read_until(process: subprocess.Popen[bytes], count: int) -> list[str]:
     """The first lines of a command's stdout."""
     assert process.stdout is not None
     return [process.stdout.readline().decode().rstrip("\n") for _ in range(count)]
-
-
-def address(host: Host) -> str:
-    return host.address
 
 
 def _heed_signals() -> None:

@@ -76,7 +76,9 @@ def _launch(options: Options, place: Place) -> int | Rank:
 def _run_here(options: Options, host: Slots) -> int | Rank:
     if options.nodes is not None and options.nodes[0] > 1:
         raise ConfigError(f"{options.nodes[0]} hosts were asked for (-N), and there is only {host.name}")
-    (nproc,) = share_out([host], options.nproc, options.per_host, [(usable_cpus(), count_gpus())])
+    (nproc,) = share_out(
+        [host], options.nproc, options.per_host, [(usable_cpus(), count_gpus())], strict=bool(options.hosts)
+    )
     if options.dry_run:
         print(describe_plan([host.name], [nproc], "from this process", options.target.words()))
         return 0

@@ -1,7 +1,8 @@
 """How many ranks each host gets. Pure.
 
-By blocks, as mpirun and srun do: the first host's ranks come first. What the hosts are for (their slots) is a limit
-where it was said, and what a host has (CPUs, GPUs) only where that was asked for.
+By blocks, as mpirun and srun do: the first host's ranks come first. The slots that a user gives a host are a limit;
+those of a scheduler are what to do where nothing else is said, as jobs of torch ask for one task on each node and
+then start a rank for each GPU. What a host has (CPUs, GPUs) counts only where that was asked for.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ def share_out(
     nproc: int | None,
     per_host: int | Literal["auto", "gpu"] | None,
     has: Sequence[tuple[int, int]] = (),
+    *,
+    strict: bool = True,
 ) -> list[int]:
     """Says how many ranks each host gets.
 
@@ -28,6 +31,7 @@ def share_out(
         nproc: ranks in all; None if it follows.
         per_host: ranks on each host, or what they are counted by; None if it follows.
         has: CPUs and GPUs of each host; needed where ``per_host`` is a word.
+        strict: slots are limits.
 
     Returns:
         The number of ranks by host; a host at the end may get none.
@@ -36,6 +40,8 @@ def share_out(
         ConfigError: they do not fit.
     """
     slots = [host.count for host in hosts]
+    if not strict and (per_host is not None or (nproc or 0) > sum(1 if slot is None else slot for slot in slots)):
+        slots = [None] * len(hosts)
     if isinstance(per_host, str):
         found = [max(1, cpus) if per_host == "auto" else gpus for cpus, gpus in has]
         for host, count in zip(hosts, found, strict=True):
@@ -43,10 +49,10 @@ def share_out(
                 raise ConfigError(f"{host.name} has no GPU, and one rank for each was asked for (-n gpu)")
     elif per_host is not None:
         found = [per_host] * len(hosts)
-        for host in hosts:
-            if host.count is not None and host.count < per_host:
+        for host, slot in zip(hosts, slots, strict=True):
+            if slot is not None and slot < per_host:
                 raise ConfigError(
-                    f"{per_host} ranks on each host do not fit: {host.name} has {_slots(host.count)}"
+                    f"{per_host} ranks on each host do not fit: {host.name} has {_slots(slot)}"
                     f" (more: {host.name}:{per_host})"
                 )
     elif nproc is None:

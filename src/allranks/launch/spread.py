@@ -59,6 +59,11 @@ def is_here(name: str) -> bool:
 def run_there(options: Options, hosts: Sequence[Slots], way: str) -> int:
     """Runs a job on these hosts.
 
+    Args:
+        options: what the command line says.
+        hosts: the hosts; those of an allocation where ``options`` has none.
+        way: how they are reached.
+
     Raises:
         ConfigError: the job cannot be started as asked.
     """
@@ -69,7 +74,7 @@ def run_there(options: Options, hosts: Sequence[Slots], way: str) -> int:
         )
     hosts = hosts[:most]
     if not isinstance(options.per_host, str):
-        counts = share_out(hosts, options.nproc, options.per_host)
+        counts = share_out(hosts, options.nproc, options.per_host, strict=bool(options.hosts))
         hosts = [host for host, count in zip(hosts, counts, strict=True) if count]
         words: list[int | str] = [count for count in counts if count]
     else:
@@ -345,7 +350,7 @@ class _Job:
         if fleet.by_callers and options.nproc is None:  # each host's own command line says
             return [1 if slot.count is None else slot.count for slot in slots]
         has = [(host.hello.cpus, host.hello.gpus) for host in fleet if host.hello is not None]
-        return share_out(slots, options.nproc, options.per_host, has)
+        return share_out(slots, options.nproc, options.per_host, has, strict=bool(options.hosts))
 
     def close(self) -> None:
         """Ends all agents."""

@@ -1,0 +1,158 @@
+"""The same ``allranks run`` typed on each host: the first leads, the others take part, each shows its own ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from jobs import Done, Jobs, finish, jobs, read_until
+
+WAIT = """
+    import os, time
+    print("up", os.environ["RANK"], flush=True)
+    time.sleep(100)
+"""
+ARGUMENTS = ("--nproc-per-node", "2", "--nnodes", "2", "--master_addr", "10.77.0.1", "--master_port", "15432")
+
+
+@pytest.fixture
+def job(three_hosts: Cluster, tmp_path: Path) -> Iterator[Jobs]:
+    with jobs(three_hosts, os.environ, tmp_path) as made:
+        yield made
+
+
+def start_both(job: Jobs, *words: str, arguments: tuple[str, ...] = ARGUMENTS, torch: bool = False) -> list[Done]:
+    return [finish(process) for process in started(job, *words, arguments=arguments, torch=torch)]
+
+
+def started(
+    job: Jobs, *words: str, arguments: tuple[str, ...] = ARGUMENTS, torch: bool = False
+) -> list[subprocess.Popen[bytes]]:
+    return [job.start(node, *arguments, "--node_rank", str(node), *words, torch=torch) for node in (0, 1)]
+
+
+@pytest.mark.parametrize("module", ["allranks", "torch.distributed"])
+def test_ranks_meet_and_each_host_shows_its_own(job: Jobs, module: str) -> None:
+    """torch's gloo listens at the address and port that were given, and gets by the hosts' names for themselves."""
+    script = f"""
+        import os, torch, {module} as dist
+        dist.init_process_group({'"gloo"' if module != "allranks" else ""})
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        print(int(tensor), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+        dist.destroy_process_group()
+    """
+    done = start_both(job, job.write(script), torch=True)
+    assert [d.code for d in done] == [0, 0], done
+    assert done[0].lines == [f"[node0:{rank}] 4 10.77.0.1 15432" for rank in (0, 1)]
+    assert done[1].lines == [f"[node1:{rank}] 4 10.77.0.1 15432" for rank in (2, 3)]
+
+
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_failure_ends_the_command_on_each_host_with_its_code(job: Jobs, failing: int) -> None:
+    script = f"""
+        import os, sys, time
+        print("up", flush=True)
+        if os.environ["RANK"] == "{failing}":
+            time.sleep(0.3)
+            sys.exit(7)
+        time.sleep(100)
+    """
+    processes = started(job, job.write(script))
+    for process in processes:
+        read_until(process, 2)
+    began = time.monotonic()
+    done = [finish(process) for process in processes]
+    assert time.monotonic() - began < 5  # the goal is 2
+    for d in done:
+        assert d.code == 7
+        assert f"rank {failing} (host node{failing // 2}, pid " in d.err
+        assert "exited with code 7" in d.err
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_ctrl_c_on_any_host_stops_all(job: Jobs, where: int) -> None:
+    processes = started(job, job.write(WAIT))
+    for process in processes:
+        read_until(process, 2)
+    processes[where].send_signal(signal.SIGINT)
+    assert [finish(process).code for process in processes] == [130, 130]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_others_end_when_one_host_s_command_is_killed(job: Jobs, victim: int) -> None:
+    processes = started(job, job.write(WAIT))
+    for process in processes:
+        read_until(process, 2)
+    processes[victim].kill()
+    done = finish(processes[1 - victim])
+    assert done.code in (2, 255)
+    assert ("host 0 (10.77.0.1:15432) is gone" if victim == 0 else "node1: the connection to its agent") in done.err
+    assert not job.left()
+
+
+def test_each_host_has_a_command_line_of_its_own(job: Jobs) -> None:
+    """As many ranks as it says, and the script by its path there."""
+    job.write("import os; print('first', os.environ['RANK'], os.environ['WORLD_SIZE'])", "first.py")
+    job.write("import os; print('second', os.environ['RANK'], os.environ['WORLD_SIZE'])", "second.py")
+    common = ("-N", "2", "--master-addr", "node0:15432")
+    processes = [
+        job.start(0, *common, "--node-rank", "0", "--nproc-per-node", "1", "first.py"),
+        job.start(1, *common, "--node-rank", "1", "--nproc-per-node", "3", "second.py"),
+    ]
+    done = [finish(process) for process in processes]
+    assert [d.code for d in done] == [0, 0], done
+    assert done[0].lines == ["[node0:0] first 0 4"]
+    assert done[1].lines == ["[node1:1] second 1 4", "[node1:2] second 2 4", "[node1:3] second 3 4"]
+
+
+def test_two_hosts_of_one_number(job: Jobs) -> None:
+    processes = [job.start(node, *ARGUMENTS, "--node-rank", "1", job.write("")) for node in (1, 2)]
+    processes.append(
+        job.start(0, *ARGUMENTS[:3], "3", *ARGUMENTS[4:], "--node-rank", "0", "--join-timeout", "4", "script.py")
+    )
+    done = [finish(process) for process in processes]
+    assert [d.code for d in done] == [2, 2, 2]
+    assert any("there is another host 1 already (--node-rank)" in d.err for d in done[:2])
+    assert "no answer from " in done[2].err
+
+
+def test_another_secret(job: Jobs) -> None:
+    script = job.write("")
+    first = job.start(0, *ARGUMENTS, "--node-rank", "0", "--join-timeout", "3", script)
+    second = job.start(1, *ARGUMENTS, "--node-rank", "1", script, ALLRANKS_SECRET="quite another secret of the tests")
+    done = [finish(process) for process in (first, second)]
+    assert [d.code for d in done] == [2, 2]
+    assert "its secret differs from ours" in done[1].err
+    assert "its secret differs from ours" in done[0].err
+
+
+def test_nobody_leads(job: Jobs) -> None:
+    done = job.run(1, *ARGUMENTS, "--node-rank", "1", "--join-timeout", "1", job.write(""))
+    assert done.code == 2
+    assert "found no launcher at 10.77.0.1:15432 (last: 10.77.0.1:15432: connection refused" in done.err
+
+
+def test_a_host_joins_a_running_elastic_job_and_leaves_it(job: Jobs) -> None:
+    script = """
+        import os, sys, time
+        print("round", os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["WORLD_SIZE"], flush=True)
+        time.sleep(100 if os.environ["TORCHELASTIC_RESTART_COUNT"] != "3" else 0)
+    """
+    common = ("-N", "1:2", "--master-addr", "10.77.0.1:15432", "--grace", "2", job.write(script))
+    leader = job.start(0, "--node-rank", "0", *common)
+    first = job.start(1, "--node-rank", "1", *common)
+    assert read_until(leader, 1) == ["[node0:0] round 0 2"]
+    first.kill()
+    assert read_until(leader, 1) == ["[node0:0] round 1 1"]
+    second = job.start(2, "--node-rank", "1", *common)
+    assert read_until(leader, 1) == ["[node0:0] round 2 2"]
+    read_until(second, 1)
+    second.kill()
+    assert finish(leader).lines == ["[node0:0] round 3 1"]

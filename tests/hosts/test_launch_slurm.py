@@ -1,0 +1,129 @@
+"""``allranks run`` inside a real SLURM: fans out by itself, or is one agent per node, or one rank of many."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from jobs import Done, Jobs, finish, jobs, read_until
+from slurm import Slurm
+
+RUN = (sys.executable, "-m", "allranks", "run")
+MEET = """
+    import os, socket, torch, allranks as dist
+    dist.init_process_group()
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    print("meet", int(tensor), dist.get_rank(), os.environ.get("LOCAL_RANK", "-"), socket.gethostname(), flush=True)
+    dist.destroy_process_group()
+"""
+FAIL = """
+    import os, sys, time
+    print("up", flush=True)
+    if os.environ["RANK"] == "3":
+        time.sleep(0.3)
+        sys.exit(9)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture
+def job(slurm: Slurm, tmp_path: Path) -> Iterator[Jobs]:
+    with jobs(slurm.hosts, slurm.environ, tmp_path, patience_s=20) as made:  # its daemons take their time
+        yield made
+
+
+def said(done: Done) -> list[str]:
+    """What ranks said, without prefixes, by rank."""
+    found = re.findall(r"meet (\d+ \d+ \S+ \S+)", done.out)
+    return sorted(found, key=lambda line: int(line.split()[1]))
+
+
+def test_salloc_fans_out(job: Jobs) -> None:
+    """As many ranks on each node as the allocation has tasks there."""
+    done = finish(job.start_any(0, "salloc", "-N2", "--ntasks-per-node=2", *RUN, job.write(MEET), torch=True))
+    assert (done.code, said(done)) == (0, ["4 0 0 node0", "4 1 1 node0", "4 2 0 node1", "4 3 1 node1"]), done
+
+
+def test_sbatch_fans_out(job: Jobs) -> None:
+    """Ranks in all, where -n says so."""
+    batch = job.folder / "job.sh"
+    batch.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 -o {job.folder}/out\n{' '.join(RUN)} -n 2 {job.write(MEET)}\n")
+    finish(job.start_any(0, "sbatch", str(batch), torch=True))
+    await_lines(job.folder / "out", "meet", 2)
+    assert said(Done(0, (job.folder / "out").read_text(), ""))[0][:3] == "2 0"
+
+
+def test_one_task_per_node_is_an_agent(job: Jobs) -> None:
+    words = ("srun", "-N2", "--ntasks-per-node=1", *RUN, "--nproc-per-node", "2", job.write(MEET))
+    done = finish(job.start_any(0, *words, torch=True))
+    assert (done.code, said(done)) == (0, ["4 0 0 node0", "4 1 1 node0", "4 2 0 node1", "4 3 1 node1"]), done
+
+
+def test_a_task_of_several_is_a_rank(job: Jobs) -> None:
+    done = finish(job.start_any(0, "srun", "-N2", "-n3", *RUN, job.write(MEET), torch=True))
+    assert done.code == 0, done
+    assert [line.split()[:2] for line in said(done)] == [["3", "0"], ["3", "1"], ["3", "2"]]
+
+
+@pytest.mark.parametrize("words", [("salloc", "-N2", "-n4"), ("srun", "-N2", "--ntasks-per-node=1")], ids=str)
+def test_a_failure_stops_all_nodes(job: Jobs, words: tuple[str, ...]) -> None:
+    process = job.start_any(0, *words, *RUN, "--nproc-per-node", "2", job.write(FAIL))
+    read_until(process, 4)
+    began = time.monotonic()
+    done = finish(process)
+    assert time.monotonic() - began < 6
+    assert done.code == 9
+    assert re.search(r"rank 3 \(host node1, pid \d+\) exited with code 9", done.err)
+
+
+def test_scancel_reaches_the_ranks(job: Jobs, slurm: Slurm) -> None:
+    """SIGTERM first, so that they can write a checkpoint; and a signal of the user's choice."""
+    script = """
+        import os, signal, sys, time
+        def write(number, frame):
+            print("got", signal.Signals(number).name, flush=True)
+            if number == signal.SIGTERM:
+                sys.exit(0)
+        signal.signal(signal.SIGTERM, write)
+        signal.signal(signal.SIGUSR1, write)
+        print("up", flush=True)
+        while True:
+            time.sleep(0.1)
+    """
+    batch = job.folder / "job.sh"
+    text = f"#!/bin/bash\n#SBATCH -N2 -n2 -o {job.folder}/out\nexec {' '.join(RUN)} {job.write(script)}\n"
+    batch.write_text(text)
+    number = finish(job.start_any(0, "sbatch", "--parsable", str(batch))).out.strip()
+    out = job.folder / "out"
+    await_lines(out, "up", 2)
+    assert slurm.run("scancel", "--signal=USR1", "--full", number).returncode == 0
+    await_lines(out, "got SIGUSR1", 2)
+    assert slurm.run("scancel", number).returncode == 0
+    await_lines(out, "got SIGTERM", 2)
+
+
+@pytest.mark.parametrize("victim", ["srun", "launcher", "agent"])
+def test_nothing_is_left_when_a_part_is_killed(job: Jobs, victim: str) -> None:
+    script = job.write("import time; print('up', flush=True); time.sleep(100)")
+    process = job.start_any(0, "salloc", "-N2", "-n2", *RUN, script)
+    read_until(process, 2)
+    words = {"srun": "srun --nodes", "launcher": "-m allranks run", "agent": "launch.serve --dial"}
+    pids = [pid for pid in job.on(0 if victim != "agent" else 1, words[victim]) if "salloc" not in job.processes()[pid]]
+    os.kill(min(pids), signal.SIGKILL)
+    done = finish(process)
+    assert done.code != 0 or victim == "launcher"  # salloc does not tell of a command that was killed
+    assert not job.left(15)
+
+
+def await_lines(path: Path, words: str, count: int) -> None:
+    until = time.monotonic() + 30
+    while not path.exists() or path.read_text().count(words) < count:
+        assert time.monotonic() < until, path.read_text() if path.exists() else "nothing"
+        time.sleep(0.05)
