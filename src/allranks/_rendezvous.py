@@ -60,7 +60,7 @@ from allranks._joining import (
 )
 from allranks._network import machine, published_addresses
 from allranks._places import Place, read_hosts
-from allranks._pmi import PmiBoard
+from allranks._pmi import PmiBoard, mpi_runs
 from allranks._pmix import PmixBoard
 from allranks._store import (
     ForeignStore,
@@ -371,7 +371,7 @@ class _Attempt:
             ConfigError: it does not know enough.
         """
         self._joining.started = {slots.name: slots.count for slots in place.hosts if slots.count is not None}
-        mpi = _mpi_runs()
+        mpi = mpi_runs()
         if place.job and place.local_size == place.size:
             self.meet_by_name(_secret_of(place, load_secret(environ)).hex()[:32])
         elif place.pmi is not None and not mpi:
@@ -592,12 +592,6 @@ def _way_to(spot: _Spot, me: Member, turn: int) -> str:
     if not spot.far:
         raise _NotYet(f"rank 0, on host {spot.host}, listens on its host only")
     return spot.far[turn % len(spot.far)]
-
-
-def _mpi_runs() -> bool:
-    """Whether MPI has been started in this process, by whomever; asked without importing it."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and bool(mpi.Is_initialized())
 
 
 def _secret_of(place: Place, secret: bytes) -> bytes:
