@@ -73,9 +73,6 @@ class PmiBoard:
         count, _, text = self._server.get(f"{self._key}-0").partition(".")
         return text + "".join(self._server.get(f"{self._key}-{n}").partition(".")[2] for n in range(1, int(count)))
 
-    def close(self) -> None:
-        """Nothing: the connection stays."""
-
 
 class _Server:
     """The launcher's daemon, at the other end of PMI_FD."""

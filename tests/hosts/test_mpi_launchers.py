@@ -47,6 +47,7 @@ def test_on_one_host(mpi: str) -> None:
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 def test_on_two_hosts(ssh: Ssh, mpi: str) -> None:
     code, lines = on_two_hosts(ssh, mpi, sys.executable, MEET)
+    lines = [line for line in lines if "setpgid" not in line]  # of which Open MPI warns now and then
     assert (code, sorted(lines)) == (0, [f"rank {rank} of 2 local 0 on node0,node1" for rank in range(2)])
 
 
@@ -77,12 +78,15 @@ def test_a_rank_may_end_before_the_others(mpi: str) -> None:
 
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 def test_who_does_not_come(ssh: Ssh, mpi: str) -> None:
-    """PMI cannot say who; but everybody who has come says that not all have."""
-    absent = f'[ "${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}" = 0 ] && exec sleep 6; exec {sys.executable} {MEET}'
-    code, lines = on_two_hosts(ssh, mpi, "sh", "-c", absent, MEET_TIMEOUT="2")
+    """PMI cannot say who; but everybody who has come says that not all have. Open MPI's ranks know rank 0's host."""
+    absent = f'[ "${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}" = 0 ] && exec sleep 4; exec {sys.executable} {MEET}'
+    code, lines = on_two_hosts(ssh, mpi, "sh", "-c", absent, MEET_TIMEOUT="1.5")
     assert code != 0
     said = "\n".join(lines)
     assert "rank 1 (host node1, pid " in said
-    assert "rank 0 (whose address comes by PMI" in said
-    assert "did not answer for 2.0 s (last: not all ranks have come there yet)" in said
-    assert "Who prints no such line has not called init_process_group" in said
+    if mpi == "openmpi":
+        assert "rank 0 (a server on host node0, at one of the ports " in said
+        assert "did not answer for 1.5 s (last: host node" in said
+    else:
+        assert "rank 0 (whose address comes by PMI) did not answer for 1.5 s (last: not all ranks have come " in said
+        assert "Who prints no such line has not called init_process_group" in said

@@ -71,21 +71,21 @@ def test_a_batch_script_starts_ranks_and_is_none_itself(slurm: Slurm, tmp_path: 
 def test_who_is_missing_is_named_with_its_host(slurm: Slurm) -> None:
     done = slurm.run(
         "srun", "-N2", "-n3", "--kill-on-bad-exit=1", "sh", "-c", MISSING,
-        ABSENT="2", ALLRANKS_SECRET=SECRET, MEET_TIMEOUT="2",
+        ABSENT="2", ALLRANKS_SECRET=SECRET, MEET_TIMEOUT="1.5",
     )  # fmt: skip
     assert done.returncode != 0
-    assert "1 of 3 ranks did not join in 2.0 s: missing rank 2." in done.stderr
+    assert "1 of 3 ranks did not join in 1.5 s: missing rank 2." in done.stderr
     assert "Fewer came than were started: node1 (0 of 1)." in done.stderr
 
 
 def test_rank_0_is_missing(slurm: Slurm) -> None:
     done = slurm.run(
         "srun", "-N2", "-n2", "--kill-on-bad-exit=1", "sh", "-c", MISSING,
-        ABSENT="0", ALLRANKS_SECRET=SECRET, MEET_TIMEOUT="2",
+        ABSENT="0", ALLRANKS_SECRET=SECRET, MEET_TIMEOUT="1.5",
     )  # fmt: skip
     assert done.returncode != 0
     assert "rank 0 (a server on host node0, at one of the ports " in done.stderr
-    assert "did not answer for 2.0 s" in done.stderr
+    assert "did not answer for 1.5 s" in done.stderr
 
 
 def test_a_name_that_is_not_known_yet(slurm: Slurm) -> None:
