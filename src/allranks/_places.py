@@ -258,7 +258,7 @@ def _read_pmi(read: _Reader, place: Place) -> Place:
 
 def _read_openmpi(read: _Reader, place: Place) -> Place:
     read.text("PMIX_HOSTNAME", "This host, as Open MPI calls it.")
-    job = read.text("PMIX_NAMESPACE", "The job; a PMIx server answers, by which the ranks meet.")
+    job = read.text("PMIX_NAMESPACE", "The job; its PMIx server says where rank 0 is.")
     return replace(place, job=job)
 
 

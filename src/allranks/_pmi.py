@@ -4,9 +4,10 @@
 exchange addresses with no port, no shared folder and no secret that anybody has set up. Lines of ``name=value`` go both
 ways: put, barrier_in, get.
 
-The connection is the process's, once: it is opened for the first meeting, kept, and never finalized. A second "init"
-hangs SLURM's daemon, "finalize" makes hydra hang up; MPICH's MPI_Init afterwards works. After MPI_Init it is MPI's, and
-``_rendezvous`` does not come here. PMI cannot say who is missing: a barrier ends when all are there.
+The connection is the process's, once: it is opened for the first meeting and kept until the process ends. A second
+"init" would hang SLURM's daemon, and hydra hangs up after "finalize". Hydra ends the whole job where a process goes
+without that: so one that an exception ends does. MPI may be started later, and then takes its leave itself; once it
+runs, the connection is its own, and nobody comes here. PMI cannot say who is missing: its barrier ends when all are in.
 
 Source: P. Balaji et al., PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems (2010), and
 what MPICH 5.0's hydra and SLURM 22.05's pmi2 plugin answer.
@@ -14,17 +15,26 @@ what MPICH 5.0's hydra and SLURM 22.05's pmi2 plugin answer.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import select
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 from allranks._errors import ConfigError
 
-__all__ = ["PmiBoard"]
+__all__ = ["PmiBoard", "mpi_runs"]
 
 _PATIENCE_S = 30.0  # for an answer to anything but a barrier
+
+
+def mpi_runs() -> bool:
+    """Whether MPI has been started in this process, by whomever; asked without importing it."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized())
 
 
 class PmiBoard:
@@ -63,9 +73,6 @@ class PmiBoard:
         count, _, text = self._server.get(f"{self._key}-0").partition(".")
         return text + "".join(self._server.get(f"{self._key}-{n}").partition(".")[2] for n in range(1, int(count)))
 
-    def close(self) -> None:
-        """Nothing: the connection stays."""
-
 
 class _Server:
     """The launcher's daemon, at the other end of PMI_FD."""
@@ -97,6 +104,9 @@ class _Server:
         self.in_barrier = False
         _checked(line, "barrier_out", "cmd=barrier_in")
         return True
+
+    def finalize(self) -> None:
+        self._ask("cmd=finalize", "finalize_ack")
 
     def _ask(self, request: str, reply: str) -> dict[str, str]:
         self._say(request)
@@ -152,6 +162,15 @@ def _connected(fd: int) -> _Server:
     global _server
     if _server is None:
         _server = _Server(fd)
+        atexit.register(_leave, _server)
     elif _server.pid != os.getpid():
         raise ConfigError("This process was forked from a rank that uses PMI, and cannot join in its place.")
     return _server
+
+
+def _leave(server: _Server) -> None:
+    failed = hasattr(sys, "last_value")  # python has printed an exception that nobody caught
+    if server.pid != os.getpid() or failed or mpi_runs():
+        return
+    with suppress(ConfigError):  # the job is being ended already
+        server.finalize()

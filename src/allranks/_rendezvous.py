@@ -4,7 +4,7 @@ Every way of meeting comes down to one store, either a launcher's (torchrun's to
 meeting, or one that rank 0 serves for this meeting only (TCP, or a unix socket whose address stands in a file). Where
 mpirun, srun or the like started the ranks, and nobody has said where they meet, it is one that all can find by what
 that launcher has told them: a unix socket or one of some ports whose names and numbers follow from the job's, or an
-address that travels by PMI or PMIx.
+address that travels by PMI.
 On it the ranks register, and each gets the same verdict: everyone is here, or who is missing, twice, or of another
 opinion. What is asked there, and what it means, is ``_joining``'s: a state machine, which this file connects with the
 system. What is done with the store afterwards (channels, groups) is the business of ``_world``; how it is guarded
@@ -31,16 +31,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import msgspec
 
 from allranks._env import read_env, read_int, split_host_port
 from allranks._errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError
+from allranks._hostlist import Slots
 from allranks._joining import (
     GRACE_S,
     NOTICE_S,
@@ -60,8 +61,8 @@ from allranks._joining import (
 )
 from allranks._network import machine, published_addresses
 from allranks._places import Place, read_hosts
-from allranks._pmi import PmiBoard
-from allranks._pmix import PmixBoard
+from allranks._pmi import PmiBoard, mpi_runs
+from allranks._pmix import host_of_rank_0
 from allranks._store import (
     ForeignStore,
     HashStore,
@@ -86,7 +87,6 @@ _BOARD_S = 1.0  # how long to wait on a board before the state machine looks at 
 # several, as some may be taken.
 _PORTS = range(24_000, 32_000)
 _PORTS_TRIED = 6
-_BOARDS = itertools.count()
 _PROCESS = uuid.uuid4().hex  # with the pid, unlike the pid alone: no two processes share it, in any container
 
 
@@ -109,16 +109,6 @@ class _Spot(msgspec.Struct, frozen=True):
 
 class _NotYet(Exception):
     """Nobody can be found yet."""
-
-
-class _Board(Protocol):
-    """Where rank 0 posts one text, and every rank reads it."""
-
-    def post(self, text: str) -> None: ...
-
-    def read(self, patience_s: float) -> str | None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -271,13 +261,11 @@ class _Attempt:
         self._tries = itertools.count()
         self._porter: threading.Thread | None = None
         self._request: Path | None = None
-        self._board: _Board | None = None
         self._over = threading.Event()
 
     def leave(self, linger_s: float) -> None:
         """Gives back everything, after a failure."""
         self._remove_file()
-        self._close_board()
         if self.client is not None:
             self.client.close()
         if self.server is not None:
@@ -371,15 +359,14 @@ class _Attempt:
             ConfigError: it does not know enough.
         """
         self._joining.started = {slots.name: slots.count for slots in place.hosts if slots.count is not None}
-        mpi = _mpi_runs()
+        mpi = mpi_runs()
         if place.job and place.local_size == place.size:
             self.meet_by_name(_secret_of(place, load_secret(environ)).hex()[:32])
         elif place.pmi is not None and not mpi:
-            self.meet_on_board(PmiBoard(place.pmi), "by PMI", place.local_size != place.size)
-        elif place.job and (place.hosts or place.hostfile):
-            self.meet_on_some_port(place, _secret_of(place, load_secret(environ)))
-        elif place.kind == "openmpi" and place.job:
-            self.meet_on_board(PmixBoard(next(_BOARDS)), "by PMIx", True)
+            self.meet_on_board(PmiBoard(place.pmi), place.local_size != place.size)
+        elif place.job and (place.hosts or place.hostfile or place.kind == "openmpi"):
+            hosts = read_hosts(place) or (Slots(host_of_rank_0()),)
+            self.meet_on_some_port(replace(place, hosts=hosts), _secret_of(place, load_secret(environ)))
         else:
             why = f"{place.kind} does not say where rank 0 is"
             if mpi and place.pmi is not None:
@@ -406,7 +393,7 @@ class _Attempt:
         Any other program may hold one of them, also another job of this user: who does not prove that it knows this
         job's secret is passed by.
         """
-        hosts = [slots.name for slots in read_hosts(place)]
+        hosts = [slots.name for slots in place.hosts]
         ports = [*place.ports[:_PORTS_TRIED], *_ports_of(secret)]
         own = hosts[place.node] if place.node is not None and place.node < len(hosts) else hosts[0]
         self._meet(
@@ -431,9 +418,8 @@ class _Attempt:
                 return address
         raise _NotYet(f"host {host}, port {'; '.join(met)}")
 
-    def meet_on_board(self, board: _Board, by: str, elsewhere: bool) -> None:
+    def meet_on_board(self, board: PmiBoard, elsewhere: bool) -> None:
         """Serves on a unix socket as rank 0, and for other hosts on a port, and tells the others where, on a board."""
-        self._board = board
         if self.me.rank == 0:
             token = secrets.token_hex(32)
             server = self._serve(StoreServer.unix(token.encode()))
@@ -441,21 +427,16 @@ class _Attempt:
             spot = _Spot(server.address, token, self.me.host, self.me.machine, far)
             board.post(msgspec.json.encode(spot).hex())
         self._joining.fresh = True
-        where = f"rank 0 (whose address comes {by})"
+        where = "rank 0 (whose address comes by PMI)"
         advice = "Who prints no such line has not called init_process_group: look at its output."
         self._go(where, advice, lambda: self._dial(*self._read_board(board)))
 
-    def _read_board(self, board: _Board) -> tuple[str, bytes]:
+    def _read_board(self, board: PmiBoard) -> tuple[str, bytes]:
         text = board.read(min(_BOARD_S, max(self._left(), 0.0)))
         if text is None:
             raise _NotYet("not all ranks have come there yet")
         spot = msgspec.json.decode(bytes.fromhex(text), type=_Spot)
         return _way_to(spot, self.me, next(self._tries)), spot.token.encode()
-
-    def _close_board(self) -> None:
-        board, self._board = self._board, None
-        if board is not None:
-            board.close()
 
     def _serve(self, server: StoreServer) -> StoreServer:
         self.server = server.start()
@@ -495,7 +476,6 @@ class _Attempt:
         if self.client is not None:
             self.client.deadline = math.inf
         self._remove_file()
-        self._close_board()
         return PrefixStore(prefix, self._root)
 
     def _perform(self, act: Act) -> Answer:
@@ -592,12 +572,6 @@ def _way_to(spot: _Spot, me: Member, turn: int) -> str:
     if not spot.far:
         raise _NotYet(f"rank 0, on host {spot.host}, listens on its host only")
     return spot.far[turn % len(spot.far)]
-
-
-def _mpi_runs() -> bool:
-    """Whether MPI has been started in this process, by whomever; asked without importing it."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and bool(mpi.Is_initialized())
 
 
 def _secret_of(place: Place, secret: bytes) -> bytes:

@@ -1,8 +1,107 @@
-"""Under a real SLURM."""
+"""Under a real SLURM: the ranks that srun starts find each other, with no launcher and no variables."""
 
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
 from slurm import Slurm
 
+MEET = str(Path(__file__).with_name("meet.py"))
+SECRET = "a secret of the tests, long enough"
+MISSING = f'[ "$SLURM_PROCID" = "$ABSENT" ] && exec sleep 20; exec {sys.executable} {MEET}'
 
-def test_it_runs(slurm: Slurm) -> None:
-    done = slurm.run("srun", "-N2", "-n3", "hostname")
-    assert sorted(done.stdout.split()) == ["node0", "node0", "node1"], done.stderr
+
+def srun(slurm: Slurm, *options: str, timeout_s: str = "30", **environ: str) -> list[str]:
+    """The lines of a job's ranks, by rank."""
+    done = slurm.run("srun", *options, sys.executable, MEET, ALLRANKS_SECRET=SECRET, MEET_TIMEOUT=timeout_s, **environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return sorted(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts", "local"),
+    [
+        ("-N2 -n3", [0, 0, 1], [0, 1, 0]),
+        ("-N2 -n4 --distribution=cyclic --ntasks-per-node=2", [0, 1, 0, 1], [0, 0, 1, 1]),
+        ("-N1 -n2 --nodelist=node0", [0, 0], [0, 1]),
+        ("-N2 -n3 --mpi=pmi2", [0, 0, 1], [0, 1, 0]),
+        ("-n3 --distribution=arbitrary", [1, 0, 1], [0, 0, 1]),
+    ],
+)
+def test_srun(slurm: Slurm, tmp_path: Path, options: str, hosts: list[int], local: list[int]) -> None:
+    environ = {}
+    if "arbitrary" in options:  # rank 0 is not on the first of the step's nodes
+        (tmp_path / "hosts").write_text("".join(f"node{host}\n" for host in hosts))
+        environ["SLURM_HOSTFILE"] = str(tmp_path / "hosts")
+    names = ",".join(f"node{host}" for host in hosts)
+    size = len(hosts)
+    expected = [f"rank {rank} of {size} local {local[rank]} on {names}" for rank in range(size)]
+    assert srun(slurm, *options.split(), **environ) == expected
+
+
+def test_a_tensor(slurm: Slurm) -> None:
+    done = slurm.run("srun", "-N2", "-n3", sys.executable, MEET, "torch", ALLRANKS_SECRET=SECRET)
+    assert sorted(done.stdout.splitlines()) == [
+        "rank 0 of 3 local 0",
+        "rank 1 of 3 local 1",
+        "rank 2 of 3 local 0",
+    ], done.stderr
+
+
+def test_a_batch_script_starts_ranks_and_is_none_itself(slurm: Slurm, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/sh\n{sys.executable} {MEET}\necho --\nsrun {sys.executable} {MEET}\n")
+    out = tmp_path / "out"
+    # As from the shell of a step, whose variables sbatch hands on.
+    done = slurm.run(
+        "srun", "-n1", "sbatch", "--wait", "-N2", "-n3", f"--output={out}", str(script), ALLRANKS_SECRET=SECRET
+    )
+    assert done.returncode == 0, done.stderr + out.read_text()
+    alone, _, ranks = out.read_text().partition("--\n")
+    assert "not started by srun, and is alone, in a job of 3 tasks (SLURM_NTASKS)" in alone
+    assert "rank 0 of 1 local 0 on node0" in alone
+    assert sorted(ranks.splitlines()) == [f"rank {r} of 3 local {int(r == 1)} on node0,node0,node1" for r in range(3)]
+
+
+def test_who_is_missing_is_named_with_its_host(slurm: Slurm) -> None:
+    done = slurm.run(
+        "srun", "-N2", "-n3", "--kill-on-bad-exit=1", "sh", "-c", MISSING,
+        ABSENT="2", ALLRANKS_SECRET=SECRET, MEET_TIMEOUT="1.5",
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "1 of 3 ranks did not join in 1.5 s: missing rank 2." in done.stderr
+    assert "Fewer came than were started: node1 (0 of 1)." in done.stderr
+
+
+def test_rank_0_is_missing(slurm: Slurm) -> None:
+    done = slurm.run(
+        "srun", "-N2", "-n2", "--kill-on-bad-exit=1", "sh", "-c", MISSING,
+        ABSENT="0", ALLRANKS_SECRET=SECRET, MEET_TIMEOUT="1.5",
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "rank 0 (a server on host node0, at one of the ports " in done.stderr
+    assert "did not answer for 1.5 s" in done.stderr
+
+
+def test_a_name_that_is_not_known_yet(slurm: Slurm) -> None:
+    names = slurm.hosts.hosts[1].names
+    known = names.read_text()
+
+    def learn() -> None:
+        time.sleep(1.0)
+        os.truncate(names, 0)
+        names.write_text(known)
+
+    names.write_text("127.0.0.1 localhost\n")
+    learning = threading.Thread(target=learn)
+    learning.start()
+    try:
+        lines = srun(slurm, "-N2", "-n2", timeout_s="20")
+    finally:
+        learning.join()
+    assert lines == [f"rank {rank} of 2 local 0 on node0,node1" for rank in range(2)]

@@ -1,0 +1,37 @@
+"""A program as users write it, with no launcher's help: meets the other ranks, twice, and says who is where.
+
+With "torch" as its argument it reduces a tensor; without, it only meets, which needs no torch and starts at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main(argv: list[str]) -> None:
+    timeout_s = float(os.environ.get("MEET_TIMEOUT", "30"))
+    if "torch" in argv:
+        import torch
+
+        import allranks as dist
+
+        dist.init_process_group(timeout=timeout_s)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        print(f"rank {dist.get_rank()} of {int(tensor)} local {dist.get_node_local_rank()}", flush=True)
+        dist.destroy_process_group()
+        return
+    from allranks._rendezvous import join
+
+    for _ in range(2):
+        meeting = join(None, timeout_s=timeout_s)
+        hosts = ",".join(member.host for member in meeting.members)
+        line = f"rank {meeting.rank} of {meeting.world_size} local {meeting.local_rank} on {hosts}\n"
+        meeting.exchange(b"", timeout_s)
+        meeting.close()
+    sys.stdout.write(line)  # in one piece
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

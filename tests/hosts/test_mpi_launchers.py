@@ -1,0 +1,92 @@
+"""Ranks that an mpirun has started, and that use no MPI: on one host, and on two by ssh."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from sshd import Ssh
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import mpi_jobs
+
+MEET = str(Path(__file__).with_name("meet.py"))
+SECRET = "a secret of the tests, long enough"
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+OPTIONS = {
+    "openmpi": ["--host", "node0,node1", "-n", "2"],
+    "mpich": ["-hosts", "node0,node1", "-n", "2", "-ppn", "1"],
+}
+# What sbatch leaves in the environment of what its script starts.
+LEFT_OVER = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_NODEID": "0"}
+
+
+def on_two_hosts(ssh: Ssh, mpi: str, *argv: str, **environ: str) -> tuple[int, list[str]]:
+    """Runs this Python there by MPI's launcher. Returns its exit code and the lines of all."""
+    launcher = Path(mpi_jobs.python_with(mpi)).with_name("mpiexec")
+    env = {**ssh.environ, **AS_ROOT, "ALLRANKS_SECRET": SECRET, **environ}
+    passed = [word for name in ("ALLRANKS_SECRET", *environ) for word in ("-x", name)] if mpi == "openmpi" else []
+    process = ssh.hosts.hosts[0].start([str(launcher), *OPTIONS[mpi], *passed, *argv], env)
+    try:
+        lines = process.communicate(timeout=60)[0].splitlines()
+    finally:
+        process.kill()
+    return process.returncode, lines
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_on_one_host(mpi: str) -> None:
+    done = mpi_jobs.mpirun(mpi, 3, MEET, python=sys.executable, ALLRANKS_SECRET=SECRET, **LEFT_OVER)
+    words = sorted(line.split() for line in done.stdout.splitlines())
+    assert [line[:4] for line in words] == [["rank", str(rank), "of", "3"] for rank in range(3)], done.stderr
+    assert {line[5] for line in words} == {"0", "1", "2"}  # Open MPI does not number them by rank
+    assert len({host for line in words for host in line[7].split(",")}) == 1
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_on_two_hosts(ssh: Ssh, mpi: str) -> None:
+    code, lines = on_two_hosts(ssh, mpi, sys.executable, MEET)
+    lines = [line for line in lines if "setpgid" not in line]  # of which Open MPI warns now and then
+    assert (code, sorted(lines)) == (0, [f"rank {rank} of 2 local 0 on node0,node1" for rank in range(2)])
+
+
+def test_a_tensor(ssh: Ssh) -> None:
+    code, lines = on_two_hosts(ssh, "mpich", sys.executable, MEET, "torch")
+    assert (code, sorted(lines)) == (0, [f"rank {rank} of 2 local 0" for rank in range(2)])
+
+
+# MPICH's launcher would let the others wait for ever.
+ENDS = "import os, time; from allranks._rendezvous import join; join(None, timeout_s=30).close(); "
+BY_RANK = {"1": "time.sleep(0.5); 1 / 0", "0": "time.sleep(30); print('survived')"}
+
+
+def test_an_exception_ends_the_job() -> None:
+    body = f"{ENDS}exec({BY_RANK!r}[os.environ['PMI_RANK']])"
+    done = mpi_jobs.mpirun("mpich", 2, "-c", body, python=sys.executable, timeout_s=25)
+    assert done.returncode != 0
+    assert "ZeroDivisionError" in done.stderr
+    assert "survived" not in done.stdout
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_a_rank_may_end_before_the_others(mpi: str) -> None:
+    body = f"{ENDS}time.sleep(int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK'])); print('ended')"
+    done = mpi_jobs.mpirun(mpi, 2, "-c", body, python=sys.executable)
+    assert (done.returncode, done.stdout.split()) == (0, ["ended"] * 2), done.stderr
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_who_does_not_come(ssh: Ssh, mpi: str) -> None:
+    """PMI cannot say who; but everybody who has come says that not all have. Open MPI's ranks know rank 0's host."""
+    absent = f'[ "${{OMPI_COMM_WORLD_RANK:-$PMI_RANK}}" = 0 ] && exec sleep 4; exec {sys.executable} {MEET}'
+    code, lines = on_two_hosts(ssh, mpi, "sh", "-c", absent, MEET_TIMEOUT="1.5")
+    assert code != 0
+    said = "\n".join(lines)
+    assert "rank 1 (host node1, pid " in said
+    if mpi == "openmpi":
+        assert "rank 0 (a server on host node0, at one of the ports " in said
+        assert "did not answer for 1.5 s (last: host node" in said
+    else:
+        assert "rank 0 (whose address comes by PMI) did not answer for 1.5 s (last: not all ranks have come " in said
+        assert "Who prints no such line has not called init_process_group" in said

@@ -1,0 +1,210 @@
+"""Ranks that no launcher of ours has started: who they are by the environment, and how they find each other.
+
+tests/hosts has them under real launchers; here are the cases that those do not bring about by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from allranks import _pmi, _rendezvous
+from allranks._env import JobEnv, read_env
+from allranks._errors import ConfigError, JoinError
+from allranks._rendezvous import Meeting, join
+from allranks._store import StoreServer
+
+SECRET = {"ALLRANKS_SECRET": "a secret of the tests, long enough"}
+
+
+def step(rank: int, size: int = 2, job: str = "17") -> dict[str, str]:
+    """A step of SLURM: each rank on a node of its own, all of which are here."""
+    return SECRET | {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": ",".join(f"127.0.0.{node + 1}" for node in range(size)),
+        "SLURM_STEP_NUM_NODES": str(size),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{size})",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": str(rank),
+    }
+
+
+def test_detected() -> None:
+    env = read_env(environ=step(1))
+    assert (env.rank, env.world_size, env.local_rank, env.local_world_size, env.node_rank) == (1, 2, 0, 1, 1)
+    assert env.place is not None
+    assert env.place.kind == "slurm"
+
+
+def test_what_is_given_wins() -> None:
+    hand = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_PORT": "29500"}
+    assert read_env(environ=step(1) | hand) == JobEnv(0, 3, ("", 29500))
+    assert read_env(0, 1, step(1)) == JobEnv(0, 1)
+    assert read_env(world_size=1, environ=step(1)) == JobEnv(0, 1)
+    with pytest.raises(ConfigError, match="MASTER_PORT is not set"):
+        read_env(0, 2, step(1))
+    assert read_env(1, 2, step(1)).place is not None  # the same as what is detected
+    store = read_env(environ=step(1) | {"ALLRANKS_STORE": "unix:@x"})
+    assert (store.rank, store.world_size, store.store, store.place) == (1, 2, "unix:@x", None)
+    master = read_env(environ=step(1) | {"MASTER_ADDR": "node0:29500"})
+    assert (master.rank, master.world_size, master.master, master.place) == (1, 2, ("node0", 29500), None)
+    elsewhere = read_env(environ=step(1), by_env=False)  # init_method="file:///..."
+    assert (elsewhere.rank, elsewhere.world_size, elsewhere.place) == (1, 2, None)
+    assert read_env(environ=step(1) | {"ALLRANKS_ENV": "local"}) == JobEnv(0, 1)
+
+
+def test_a_process_that_is_alone_by_an_oversight_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    batch = {"SLURM_JOB_ID": "17", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
+    assert read_env(environ=batch) == JobEnv(0, 1)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "was not started by srun" in caplog.text
+    caplog.clear()
+    assert read_env(environ=batch | {"ALLRANKS_ENV": "local"}) == JobEnv(0, 1)
+    assert read_env(world_size=1, environ=batch) == JobEnv(0, 1)
+    assert not caplog.records
+
+
+def meet(*environs: dict[str, str], timeout_s: float = 20.0) -> list[Any]:
+    """What ``join`` returns or raises for each of them, at the same time."""
+
+    def one(environ: dict[str, str]) -> Any:
+        try:
+            return join(None, timeout_s=timeout_s, environ=environ)
+        except (ConfigError, JoinError) as error:
+            return error
+
+    with ThreadPoolExecutor(len(environs)) as pool:
+        results = list(pool.map(one, environs))
+    closing = [threading.Thread(target=result.close) for result in results if isinstance(result, Meeting)]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join()
+    return results
+
+
+@pytest.fixture
+def few_ports(monkeypatch: pytest.MonkeyPatch) -> range:
+    """All jobs look at the same three ports, which are free."""
+    for first in range(23_000, 24_000, 3):
+        ports = range(first, first + 3)
+        probes = [socket.socket() for _ in ports]
+        try:
+            for probe, port in zip(probes, ports, strict=True):
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+        break
+    monkeypatch.setattr(_rendezvous, "_ports_of", lambda secret: list(ports))
+    return ports
+
+
+def test_two_jobs_that_look_at_the_same_ports_do_not_meet(few_ports: range) -> None:
+    with StoreServer.tcp("127.0.0.1", few_ports[0], b"another program's secret").start():
+        environs = [step(rank, job=job) for job in ("17", "18") for rank in (0, 1)]
+        results = meet(*environs)
+    for result, environ in zip(results, environs, strict=True):
+        assert isinstance(result, Meeting), result
+        assert result.rank == int(environ["SLURM_PROCID"])
+
+
+def test_all_ports_taken(few_ports: range) -> None:
+    taken = [StoreServer.tcp("127.0.0.1", port, b"another program's secret") for port in few_ports]
+    try:
+        zero, one = meet(step(0), step(1), timeout_s=1.0)
+    finally:
+        for server in taken:
+            server.close()
+    assert isinstance(zero, ConfigError)
+    assert "rank 0 can have none of the ports on which the others look for it" in str(zero)
+    assert f"{few_ports[2]}" in str(zero)
+    assert "Set MASTER_ADDR and MASTER_PORT" in str(zero)
+    assert isinstance(one, JoinError)
+    assert "rank 0 (a server on host 127.0.0.1, at one of the ports " in str(one)
+
+
+def test_a_launcher_that_does_not_say_where_rank_0_is() -> None:
+    environ = {"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}
+    with pytest.raises(ConfigError, match=r"mvapich does not say where rank 0 is\.\n  Set MASTER_ADDR "):
+        join(None, timeout_s=1.0, environ=environ)
+
+
+class Daemon(threading.Thread):
+    """The other end of PMI_FD, for one rank: it answers as hydra and SLURM's plugin do, or says ``strange``."""
+
+    def __init__(self, strange: str = "") -> None:
+        super().__init__(daemon=True)
+        self.near, self.far = socket.socketpair()
+        self.strange = strange
+        self.values: dict[str, str] = {}
+        self.calls: list[str] = []
+
+    def run(self) -> None:
+        with self.far, self.far.makefile("r") as requests:
+            for line in requests:
+                said = dict(word.split("=", 1) for word in line.split())
+                self.calls.append(said["cmd"])
+                self.far.sendall(f"{self.strange or self.answer(said)}\n".encode())
+
+    def answer(self, said: dict[str, str]) -> str:
+        if said["cmd"] == "put":
+            assert len(said["value"]) < 64
+            self.values[said["key"]] = said["value"]
+        known = said["cmd"] != "get" or said["key"] in self.values
+        return {
+            "init": "cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1",
+            "get_maxes": "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=64",
+            "get_my_kvsname": "cmd=my_kvsname rc=0 kvsname=1.0",
+            "put": "cmd=put_result rc=0",
+            "barrier_in": "cmd=barrier_out rc=0",
+            "get": f"cmd=get_result rc={int(not known)} value={self.values.get(said.get('key', ''), '')}",
+            "finalize": "cmd=finalize_ack rc=0",
+        }[said["cmd"]]
+
+
+@pytest.fixture
+def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pmi, "_server", None)
+    monkeypatch.setattr(_pmi.atexit, "register", lambda *args: None)
+
+
+@pytest.mark.usefixtures("no_connection")
+def test_a_text_longer_than_a_value_of_pmi() -> None:
+    daemon = Daemon()
+    daemon.start()
+    for text in ("x" * 1000 + "y", "short"):
+        board = _pmi.PmiBoard(daemon.near.fileno())
+        board.post(text)
+        assert board.read(5.0) == text
+    assert daemon.calls.count("init") == 1
+    daemon.near.close()
+
+
+@pytest.mark.usefixtures("no_connection")
+@pytest.mark.parametrize("strange", ["cmd=response_to_init rc=-1", "HTTP/1.1 400 Bad Request", "cmd=other rc=0"])
+def test_a_daemon_that_speaks_otherwise(strange: str) -> None:
+    daemon = Daemon(strange)
+    daemon.start()
+    with pytest.raises(ConfigError, match=f"it answered '{strange}' to 'cmd=init'"):
+        _pmi.PmiBoard(daemon.near.fileno())
+    daemon.near.close()
+
+
+@pytest.mark.usefixtures("no_connection")
+def test_a_daemon_that_hangs_up() -> None:
+    daemon = Daemon()
+    daemon.far.close()
+    with pytest.raises(ConfigError, match=r"does not serve there as PMI-1 does: .*\n  Set MASTER_ADDR "):
+        _pmi.PmiBoard(daemon.near.fileno())
+    daemon.near.close()
