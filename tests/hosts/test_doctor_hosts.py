@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from cluster import Cluster
+from slurm import Slurm
 
 PLACES = (0, 0, 1)
 
@@ -37,10 +38,15 @@ def doctor(
             process.kill()
 
 
-def test_a_job_of_two_hosts(three_hosts: Cluster, tmp_path: Path) -> None:
+def test_a_job_of_srun(slurm: Slurm, tmp_path: Path) -> None:
     figures = tmp_path / "found.json"
-    (code, text), *others = doctor(three_hosts, tmp_path, 29581, "--json", str(figures), "--megabytes", "1")
-    assert (code, others) == (0, [(0, ""), (0, "")]), text
+    done = slurm.run(
+        "srun", "-N2", "-n3", sys.executable, "-m", "allranks", "doctor", "--json", str(figures), "--megabytes", "1",
+        HOME=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = done.stdout
+    assert text.count("3 ranks on node0, node1\n") == 1
     report = json.loads(figures.read_text())
     assert report["hosts"] == ["node0", "node0", "node1"]
     assert [(pair["first"], pair["second"]) for pair in report["pairs"]["found"]] == [(0, 1), (0, 2), (1, 2)]

@@ -23,17 +23,14 @@ _PORT = 29500
 
 
 def slurm(job: Job) -> str:
-    """For sbatch: one task on each node, in which the ranks are started.
-
-    The signal goes to the batch shell, which ``exec`` makes the launcher.
-    """
+    """For sbatch: a rank is a task. The signal goes to the batch shell, which ``exec`` makes the launcher."""
     return _script(
         job,
         "#SBATCH",
         [
             f"--job-name={job.name}",
             f"--nodes={job.nodes}",
-            "--ntasks-per-node=1",
+            f"--ntasks-per-node={job.nproc}",
             f"--cpus-per-task={job.cpus}",
             f"--gres=gpu:{job.gpus}" if job.gpus else "",
             f"--mem={job.memory_mib}M" if job.memory_mib else "",
@@ -43,8 +40,6 @@ def slurm(job: Job) -> str:
             "--output=%x-%j.out",
             f"--signal=B:TERM@{_NOTICE_S}",
         ],
-        # From SLURM 22.05 on srun does not take --cpus-per-task from sbatch.
-        ["export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK"],
     )
 
 
@@ -52,8 +47,8 @@ def pbs(job: Job) -> str:
     """For qsub of PBS Professional and OpenPBS: so many chunks, each on a host of its own."""
     chunk = [
         f"select={job.nodes}",
-        f"ncpus={job.cpus}",
-        "mpiprocs=1",
+        f"ncpus={job.nproc * job.cpus}",
+        f"mpiprocs={job.nproc}",
         f"ngpus={job.gpus}" if job.gpus else "",
         f"mem={job.memory_mib}mb" if job.memory_mib else "",
     ]
@@ -74,14 +69,15 @@ def pbs(job: Job) -> str:
 
 def lsf(job: Job) -> str:
     """For bsub, which reads it from stdin: a slot is a CPU, and so many of them are on each host."""
+    slots = job.nproc * job.cpus
     notice = ["-wa TERM", f"-wt {_NOTICE_S // 60}"]
     return _script(
         job,
         "#BSUB",
         [
             f"-J {job.name}",
-            f"-n {job.nodes * job.cpus}",
-            f'-R "span[ptile={job.cpus}]"',
+            f"-n {job.nodes * slots}",
+            f'-R "span[ptile={slots}]"',
             f'-gpu "num={job.gpus}"' if job.gpus else "",
             f'-R "rusage[mem={job.memory_mib}MB/host]"' if job.memory_mib else "",
             *([f"-W {_minutes(job.time_s)}", *notice] if job.time_s else []),
@@ -92,7 +88,7 @@ def lsf(job: Job) -> str:
     )
 
 
-def _script(job: Job, mark: str, directives: Sequence[str], before: Sequence[str] = ()) -> str:
+def _script(job: Job, mark: str, directives: Sequence[str]) -> str:
     words = [job.python, "-m", "allranks", "run", "--nproc-per-node", str(job.nproc), *job.words]
     environment = (
         [f"export VIRTUAL_ENV={shlex.quote(job.venv)}", 'export PATH="$VIRTUAL_ENV/bin:$PATH"'] if job.venv else []
@@ -105,7 +101,6 @@ def _script(job: Job, mark: str, directives: Sequence[str], before: Sequence[str
             "set -e",
             f"cd {shlex.quote(job.folder)}",
             *environment,
-            *before,
             f"exec {shlex.join(words)}",
             "",
         ]
@@ -133,7 +128,7 @@ def k8s(job: Job) -> str:
     run += ["--node-rank", "$(JOB_COMPLETION_INDEX)"]
     run += ["--master-addr", f"{job.name}-0.{job.name}", "--master-port", str(_PORT)]
     command = [_quoted(word) for word in run] + [_quoted(word.replace("$", "$$")) for word in job.words]
-    limits = [f"cpu: {job.cpus}"]
+    limits = [f"cpu: {job.nproc * job.cpus}"]
     limits += [f"memory: {job.memory_mib}Mi"] if job.memory_mib else []
     limits += [f"nvidia.com/gpu: {job.gpus}"] if job.gpus else []
     ours = [f"name: {_quoted(job.name)}"] + ([f"namespace: {_quoted(job.namespace)}"] if job.namespace else [])

@@ -16,9 +16,9 @@ class Job:
         words: what follows ``allranks run`` and its own options: ``script.py ...``, ``-m module ...``, ``-- command``.
         nodes: number of hosts.
         nproc: ranks on each.
-        cpus: CPUs on each.
-        gpus: GPUs on each.
-        memory_mib: memory on each; None for the queue's default.
+        cpus: CPUs for each rank.
+        gpus: GPUs on each host.
+        memory_mib: memory on each host; None for the queue's default.
         time_s: how long it may take; None for the queue's default.
         queue: partition or queue.
         account: account or project.

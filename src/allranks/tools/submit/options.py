@@ -73,7 +73,7 @@ def parse(argv: Sequence[str]) -> Options:
         words=tuple(words),
         nodes=given.nodes,
         nproc=given.nproc or max(given.gpus, 1),
-        cpus=given.cpus or given.nproc or max(given.gpus, 1),
+        cpus=given.cpus,
         gpus=given.gpus,
         memory_mib=given.memory,
         time_s=given.time,
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "-n", "--nproc-per-node", dest="nproc", type=_count, metavar="N", help="ranks on each (default: its GPUs, or 1)"
     )
-    add("--cpus", type=_count, metavar="N", help="CPUs on each host (default: its ranks)")
+    add("--cpus", type=_count, default=1, metavar="N", help="CPUs for each rank (default 1)")
     add("--gpus", type=_none_or_more, default=0, metavar="N", help="GPUs on each host (default 0)")
     add("--memory", type=_mib, metavar="SIZE", help="memory on each host: 500M, 64G")
     add("--time", type=_duration, metavar="T", help="how long at most: 90m, 2h, 1:30:00, 1-12:00:00")
