@@ -14,7 +14,9 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 _COMMANDS = {
-    "run": ("allranks.launch.cli", "run a program as N processes on this host"),
+    "run": ("allranks.launch.cli", "run a program as N processes, here or on other hosts"),
+    "torchrun": ("allranks.launch.torchrun", "the same with torchrun's options"),
+    "launch": ("allranks.launch.__main__", "the same with torch.distributed.launch's options"),
     "bench": ("allranks.tools.bench", "measure collectives"),
     "submit": ("allranks.tools.submit", "write a job file for SLURM, PBS, LSF or Kubernetes"),
     "doctor": ("allranks.tools.doctor", "check this host, or all hosts of a job"),

@@ -35,6 +35,7 @@ class Launcher:
     """Starts ``allranks run`` in a folder of its own, and finds all that it left behind."""
 
     folder: Path
+    program: tuple[str, ...] = ("allranks", "run")
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -58,7 +59,7 @@ class Launcher:
 
     def command(self, *words: str) -> list[str]:
         """The command line."""
-        return [sys.executable, "-m", "allranks", "run", *words]
+        return [sys.executable, "-m", *self.program, *words]
 
     def start(
         self, *words: str, real_torch: bool = False, environ: dict[str, str] | None = None

@@ -59,6 +59,11 @@ def test_hosts(tmp_path: Path) -> None:
 
 
 def test_leader() -> None:
+    assert parse(["--rdzv-endpoint", "node0:7", "--rdzv_id", "a", "x.py"]).leader == ("node0", 7)
+    assert parse(["--rdzv-endpoint=[::1]:0", "x.py"]).leader == ("::1", 0)
+    assert parse(["--rdzv-endpoint", "node0", "--rdzv-backend", "c10d", "x.py"]).leader == ("node0", 29400)
+    conf = parse(["--rdzv-conf", "is_host=no, timeout=7,last_call_timeout=3,read_timeout=5", "x.py"])
+    assert (conf.leads, conf.join_timeout_s, conf.last_call_s) == (False, 7.0, 3.0)
     assert parse(["--master-addr", "node0:7", "x.py"]).leader == ("node0", 7)
     assert parse(["--master_addr", "::1", "--master_port=8", "x.py"]).leader == ("::1", 8)
 
@@ -136,7 +141,17 @@ BAD = {
     "folder to be in": (["--chdir", "nowhere", "plain.py"], "cannot enter 'nowhere'"),
     "environment": (["--env", "venus", "plain.py"], "invalid choice: 'venus'"),
     "not there": (["--env", "slurm", "plain.py"], "--env=slurm, but this environment has nothing of it"),
-    "rendezvous": (["--rdzv_backend=c10d", "plain.py"], "--rdzv_backend c10d is torchrun's, and not in this version"),
+    "etcd": (["--rdzv_backend=etcd-v2", "plain.py"], "hosts meet at one of themselves (--rdzv-backend c10d"),
+    "rendezvous settings": (
+        ["--rdzv-conf", "patience=3", "plain.py"],
+        "there is no setting 'patience'; there are is_host",
+    ),
+    "rendezvous time": (["--rdzv-conf=timeout=1.5", "plain.py"], "timeout=1.5: expected a number of seconds"),
+    "rendezvous words": (["--rdzv_conf", "is_host", "plain.py"], "expected KEY=VALUE,KEY=VALUE"),
+    "two meetings": (["--rdzv-endpoint", "a", "--master-port", "7", "plain.py"], "say the same; expected one of them"),
+    "no port": (["-N", "2", "--rdzv-endpoint", "a:0", "plain.py"], "cannot meet on a port that is not known before"),
+    "alone": (["-N", "2", "--standalone", "plain.py"], "--standalone is for one host"),
+    "local address": (["--local-addr", "no.such.host", "plain.py"], "neither an address nor a name that resolves"),
     "no python": (["--no-python", "ls"], "use -- command"),
     "zero ranks": (["-n", "0", "plain.py"], "'0' is not a number of ranks"),
     "negative ranks": (["-n", "-1", "plain.py"], "'-1' is not a number of ranks"),
@@ -204,8 +219,8 @@ def test_the_command_itself() -> None:
         assert said in done.stderr
 
 
-def test_python_m_allranks_launch_is_allranks_run() -> None:
-    assert allranks("--help", module="allranks.launch").stdout == allranks("run", "--help").stdout
+def test_python_m_allranks_launch_is_allranks_launch() -> None:
+    assert allranks("--help", module="allranks.launch").stdout == allranks("launch", "--help").stdout != ""
 
 
 def test_help_is_fast_and_imports_no_torch() -> None:

@@ -1,10 +1,12 @@
-"""``python -m allranks.launch`` is ``allranks run``, as ``python -m torch.distributed.launch`` is torchrun."""
+"""``python -m allranks.launch`` is ``allranks launch``, as ``python -m torch.distributed.launch`` is torch's."""
 
 from __future__ import annotations
 
 import sys
 
-from allranks.launch.cli import main
+from allranks.launch.torchrun import launch as main
+
+__all__ = ["main"]
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -136,7 +136,7 @@ class Agent:
 
     def _become(self, local_rank: int, wires: Wires) -> Rank:
         plan = self._plan
-        rank = Rank(plan.target, wires.status, wires.stacks, os.getpid())
+        rank = Rank(plan.target.on(local_rank), wires.status, wires.stacks, os.getpid())
         environ = plan.environ | place_environ(plan.first + local_rank, local_rank)
         if plan.seats:
             seat = plan.seats[local_rank]

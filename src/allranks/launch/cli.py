@@ -6,12 +6,13 @@ What runs a job is imported only once it is known what to run, so that help and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from allranks._errors import ConfigError
-from allranks.launch.options import parse
+from allranks.launch.options import Options, parse
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,12 +24,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: that of the rank that failed first, 128 + N after a signal, 2 for wrong arguments.
     """
+    return run(partial(parse, sys.argv[1:] if argv is None else argv), "allranks run")
+
+
+def run(read: Callable[[], Options], name: str) -> int:
+    """Runs a job.
+
+    Args:
+        read: reads the command line.
+        name: of the command.
+
+    Returns:
+        As ``main``.
+    """
     try:
-        options = parse(sys.argv[1:] if argv is None else argv)
+        options = read()
         from allranks.launch.job import launch
 
         job = launch(options)
     except ConfigError as error:
-        print(f"allranks run: error: {error}", file=sys.stderr)
+        print(f"{name}: error: {error}", file=sys.stderr)
         return 2
     return job if isinstance(job, int) else job.run()

@@ -42,6 +42,7 @@ class Share:
         node: number of this host.
         nodes: how many hosts there are.
         run: name of the job.
+        role: name of what the ranks do.
         restart: how often it has been started again.
         restarts: how often it may be.
     """
@@ -53,6 +54,7 @@ class Share:
     run: str = field(default_factory=lambda: secrets.token_hex(8))
     restart: int = 0
     restarts: int = 0
+    role: str = "default"
 
 
 def common_environ(
@@ -84,7 +86,7 @@ def common_environ(
             "WORLD_SIZE": str(share.world_size),
             "LOCAL_WORLD_SIZE": str(share.nproc),
             "ROLE_WORLD_SIZE": str(share.world_size),
-            "ROLE_NAME": "default",
+            "ROLE_NAME": share.role,
             "GROUP_RANK": str(share.node),
             "GROUP_WORLD_SIZE": str(share.nodes),
             "NODE_RANK": str(share.node),
@@ -93,6 +95,7 @@ def common_environ(
             "TORCHELASTIC_RESTART_COUNT": str(share.restart),
             "TORCHELASTIC_MAX_RESTARTS": str(share.restarts),
             "TORCHELASTIC_RUN_ID": share.run,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "ALLRANKS_STORE": store,
         }
     )
@@ -103,9 +106,14 @@ def place_environ(rank: int, local_rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
 
 
-def free_port() -> int:
-    """A TCP port that is free at this moment on every address of this host."""
+def free_port(wanted: int = 0) -> int:
+    """A TCP port that is free at this moment on every address of this host: the one that is wanted, if it is."""
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        try:
+            probe.bind(("", wanted))
+        except OSError:
+            if wanted == 0:
+                raise
+            return free_port()
         port: int = probe.getsockname()[1]
         return port

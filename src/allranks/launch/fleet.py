@@ -211,7 +211,7 @@ class Fleet:
 
     def turn_away(self, host: Host, why: str) -> None:
         """Sends a caller home."""
-        self._say(host, End(2, why.encode()))
+        self._say(host, End(2, f"allranks run: error: host 0 does not take this host: {why}".encode()))
         self._callers.remove(host)
         self._detach(host)
 

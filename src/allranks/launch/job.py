@@ -100,11 +100,16 @@ def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | 
         where = f"{name or 'this host'}, port {', '.join(map(str, ports))}"
         print(f"{options.target.words()}, on this host and {nodes[1] - 1} more, which meet on {where}")
         return 0
-    if node == 0 or (node is None and is_here(name)):
+    if ports == [0]:
+        raise ConfigError(
+            "hosts cannot meet on a port that is not known before (0); expected one that is free on host 0"
+        )
+    sure = node == 0 or (node is None and options.leads is True)
+    if sure or (node is None and options.leads is None and is_here(name)):
         try:
             return lead(options, nodes, name, ports)
         except OSError as error:
-            if node == 0 or error.errno != errno.EADDRINUSE:
+            if sure or error.errno != errno.EADDRINUSE:
                 raise ConfigError(f"cannot listen on port {ports[0]}: {str(error.strerror).lower()}") from None
     return join_leader(options, node, [(name or "127.0.0.1", port) for port in ports])
 

@@ -41,10 +41,12 @@ def run_here(options: Options, nproc: int) -> int | Rank:
     Raises:
         ConfigError: the job cannot be started as asked.
     """
-    run = secrets.token_hex(8)
+    run = options.run or secrets.token_hex(8)
     restart = 0
     while True:
-        round_ = _prepare(options, Share(nproc, nproc, run=run, restart=restart, restarts=options.restarts))
+        round_ = _prepare(
+            options, Share(nproc, nproc, run=run, restart=restart, restarts=options.restarts, role=options.role)
+        )
         if isinstance(round_, Rank):
             return round_
         code, failed = round_.run()

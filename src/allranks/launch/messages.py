@@ -149,6 +149,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         cpus: how many it may use.
         gpus: how many it has.
         now: its clock.
+        run: name of the job that it wants to take part in, where whoever started it said so; else "".
     """
 
     host: str
@@ -160,6 +161,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     cpus: int
     gpus: int
     now: float
+    run: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -207,6 +209,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
         spans: other hosts have ranks, too.
         bind: what CPUs a rank is bound to.
         one_gpu_per_rank: each rank sees one GPU only.
+        role: name of what the ranks do.
+        master: what rank 0's host is called, for programs that use torch.distributed; "" for its address.
     """
 
     target: Target
@@ -220,6 +224,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     spans: bool
     bind: Bind = "none"
     one_gpu_per_rank: bool = False
+    role: str = "default"
+    master: str = ""
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

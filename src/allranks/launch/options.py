@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from allranks._env import split_host_port
 from allranks._errors import ConfigError
 from allranks._hostlist import Slots, parse_hostfile, parse_hosts
 from allranks._places import CHOICES
+from allranks.launch.meeting import add_meeting, read_meeting
 from allranks.launch.target import Kind, Target
 
-__all__ = ["Bind", "Display", "Options", "Show", "Streams", "parse"]
+__all__ = ["Bind", "Display", "Options", "Parser", "Show", "Streams", "parse"]
 
 Show = Literal["0", "all", "none"]
 Bind = Literal["none", "core", "numa"]
@@ -91,6 +91,9 @@ class Options:
         nodes: the least and the greatest number of hosts; None for those that are given.
         node: number of this host, where the same command is started on each of them.
         leader: host and port of host 0 in that case.
+        leads: this is host 0, or is not, in that case; None to find out by the leader's name.
+        run: name of the job, which all hosts must give in that case; "" for a random one.
+        role: name of what the ranks do.
         env: what kind of place this is; "auto" to find out.
         start: fork ranks from a process that has imported torch, or execute fresh interpreters.
         display: how output is shown and kept.
@@ -99,6 +102,7 @@ class Options:
         instead_of_gloo: give programs that ask torch.distributed for gloo our groups.
         restarts: how often to start the job again when a rank fails.
         join_timeout_s: how long to wait for hosts.
+        last_call_s: how long to wait for more hosts once there are enough.
         exports: variables for ranks on other hosts: NAME, NAME=VALUE or a pattern.
         folder: working directory of the ranks; None for the present one.
         ssh: what to call in place of ssh, with options.
@@ -118,6 +122,9 @@ class Options:
     nodes: tuple[int, int] | None = None
     node: int | None = None
     leader: tuple[str, int | None] | None = None
+    leads: bool | None = None
+    run: str = ""
+    role: str = "default"
     env: str = "auto"
     start: Literal["fork", "spawn"] = "fork"
     display: Display = Display()
@@ -126,6 +133,7 @@ class Options:
     instead_of_gloo: bool = False
     restarts: int = 0
     join_timeout_s: float = 300.0
+    last_call_s: float = 10.0
     exports: tuple[str, ...] = ()
     folder: Path | None = None
     ssh: str = ""
@@ -140,14 +148,7 @@ class Options:
 
 # torchrun's options that are not here; the value that asks for what is so anyway, or None where the option has none.
 _TORCHRUNS = {
-    "--rdzv-backend": "",
-    "--rdzv-endpoint": "",
-    "--rdzv-id": "",
-    "--rdzv-conf": "",
-    "--local-addr": "",
-    "--monitor-interval": "",
     "--start-method": "",
-    "--role": "",
     "--no-python": None,
     "--run-path": None,
 }
@@ -172,7 +173,9 @@ class _Elsewhere(argparse.Action):
             parser.error(f"{words} is torchrun's, and not in this version of allranks run{hint}")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where the command line is wrong."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
@@ -193,6 +196,9 @@ def parse(argv: Sequence[str]) -> Options:
     if not words:
         what = "a command after --" if command else "a module after -m" if args.module else "a script, -m module or --"
         raise ConfigError(f"nothing to run: expected {what} (see allranks run --help)")
+    meeting = read_meeting(args)
+    if args.standalone and args.nodes is not None and args.nodes[1] > 1:
+        raise ConfigError("--standalone is for one host, and more were asked for (-N)")
     kind: Kind = "command" if command else "module" if args.module else "script"
     return Options(
         target=Target(kind, words[0], tuple(words[1:])),
@@ -201,7 +207,10 @@ def parse(argv: Sequence[str]) -> Options:
         hosts=_hosts(args.hosts, args.hostfile),
         nodes=args.nodes,
         node=args.node,
-        leader=_leader(args.master_addr, args.master_port),
+        leader=meeting.leader,
+        leads=meeting.leads,
+        run=meeting.run,
+        role=args.role,
         env=args.env,
         start=args.start,
         display=Display(
@@ -218,11 +227,12 @@ def parse(argv: Sequence[str]) -> Options:
         threads=args.threads,
         instead_of_gloo=args.instead_of_gloo,
         restarts=args.restarts,
-        join_timeout_s=args.join_timeout,
+        join_timeout_s=args.join_timeout if meeting.join_timeout_s is None else meeting.join_timeout_s,
+        last_call_s=10.0 if meeting.last_call_s is None else meeting.last_call_s,
         exports=tuple(args.exports),
         folder=args.folder,
         ssh=args.ssh,
-        iface=args.iface,
+        iface=args.iface or meeting.own,
         dry_run=args.dry_run,
         quiet=args.quiet,
         idle_s=args.idle_timeout,
@@ -233,7 +243,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="allranks run",
         usage=_USAGE,
         description="Runs a program as N processes (ranks), here or on other hosts; all stop when one fails.",
@@ -253,10 +263,8 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("--node-rank", "--node_rank"):
         shown = "number of this host, where you start the same command on each of them"
         add(name, dest="node", type=_whole, metavar="I", help=shown if "-r" in name else _HIDE)
-    for name in ("--master-addr", "--master_addr"):
-        add(name, dest="master_addr", metavar="HOST[:PORT]", help="host 0, in that case" if "-a" in name else _HIDE)
-    for name in ("--master-port", "--master_port"):
-        add(name, dest="master_port", type=_port, metavar="PORT", help=_HIDE)
+    add_meeting(parser)
+    add("--role", default="default", help=_HIDE)
     add("--env", default="auto", choices=CHOICES, metavar="KIND", help=f"what this place is: {', '.join(CHOICES)}")
     for name in ("--restarts", "--max-restarts", "--max_restarts"):
         shown = "start the job again when a rank fails, so often (default 0)"
@@ -296,6 +304,8 @@ def _parser() -> argparse.ArgumentParser:
     # What they ask for is so anyway.
     for name in ("--use-env", "--use_env", "--standalone"):
         add(name, action="store_true", help=argparse.SUPPRESS)
+    for name in ("--monitor-interval", "--monitor_interval"):  # a rank's end is an event here
+        add(name, type=_seconds, help=argparse.SUPPRESS)
     for name, fitting in _TORCHRUNS.items():
         for spelling in {name, "--" + name[2:].replace("-", "_")}:
             add(spelling, action=_Elsewhere, nargs=0 if fitting is None else 1, const=fitting, help=argparse.SUPPRESS)
@@ -313,12 +323,6 @@ def _whole(text: str) -> int:
     if text.isascii() and text.isdigit():
         return int(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number (0 or more)")
-
-
-def _port(text: str) -> int:
-    if text.isascii() and text.isdigit() and int(text) < 65536:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a port (0..65535)")
 
 
 def _nodes(text: str) -> tuple[int, int]:
@@ -341,15 +345,6 @@ def _hosts(text: str | None, file: Path | None) -> tuple[Slots, ...]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"cannot read the hostfile {str(file)!r}: {why}") from None
-
-
-def _leader(address: str | None, port: int | None) -> tuple[str, int | None] | None:
-    if address is None:
-        return None if port is None else ("", port)
-    host, inner = split_host_port(address, "--master-addr")
-    if inner is not None and port not in (None, inner):
-        raise ConfigError(f"--master-addr {address} and --master-port {port} name two ports")
-    return host, port if inner is None else inner
 
 
 def _threads(text: str) -> int | None:

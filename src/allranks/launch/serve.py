@@ -71,11 +71,11 @@ _DIAL_S = 60.0
 _REACH_S = 3.0
 
 
-def hello(node: int | None = None, nproc: int | None = None) -> Hello:
+def hello(node: int | None = None, nproc: int | None = None, run: str = "") -> Hello:
     """What this process says first."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     python = ".".join(map(str, sys.version_info[:3]))
-    return Hello(name, __version__, python, machine(), node, nproc, usable_cpus(), count_gpus(), time.monotonic())
+    return Hello(name, __version__, python, machine(), node, nproc, usable_cpus(), count_gpus(), time.monotonic(), run)
 
 
 class Station:
@@ -153,6 +153,8 @@ class Station:
                 threads=own.threads,
                 bind=own.bind,
                 one_gpu_per_rank=own.one_gpu_per_rank,
+                role=own.role,
+                master=own.master,
             )
         try:
             if command.folder:
@@ -222,6 +224,7 @@ class Station:
             command.run,
             command.restart,
             command.restarts,
+            prepared.role,
         )
         if not prepared.spans:
             assert self._server is not None
@@ -233,6 +236,7 @@ class Station:
         else:
             store, own = _reach(command.stores, prepared.secret)
             host = _host_of(store)
+        host = prepared.master or host
         environ = common_environ(os.environ, share, prepared.threads, store, (host, command.port), self._seats)
         environ["ALLRANKS_SECRET"] = prepared.secret.decode()
         if interface := interface_of(own):  # or engines take what the host's own name resolves to: often 127.0.1.1

@@ -39,7 +39,6 @@ from allranks.launch.supervise import FORWARDED, Supervisor
 from allranks.launch.ways import LIKE_SSH, agent_words, carried, like_ssh, srun_words
 
 _TELL_S = 10.0
-_LAST_CALL_S = 10.0  # once there are as many hosts as must be, others get so long to come
 
 __all__ = ["is_here", "join_leader", "lead", "run_there"]
 
@@ -141,7 +140,9 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
         )
 
     try:
-        last = Station(to_launcher(descriptor, descriptor), own, show).run(hello(node, _own_slots(options)))
+        last = Station(to_launcher(descriptor, descriptor), own, show).run(
+            hello(node, _own_slots(options), options.run)
+        )
     except LinkLost:
         raise ConfigError(f"host 0 ({where}) is gone; the ranks on this host were stopped") from None
     if isinstance(last, Rank):
@@ -158,9 +159,12 @@ class _Job:
     most: int
     fleet: Fleet = field(default_factory=Fleet)
     secret: bytes = field(default_factory=lambda: secrets.token_hex(32).encode())
-    run_id: str = field(default_factory=lambda: secrets.token_hex(8))
+    run_id: str = field(init=False)
     restart: int = 0
     port: int = 0
+
+    def __post_init__(self) -> None:
+        self.run_id = self.options.run or secrets.token_hex(8)
 
     @property
     def elastic(self) -> bool:
@@ -213,7 +217,7 @@ class _Job:
             missing = self.most - len(fleet.hosts)
             now = time.monotonic()
             if len(fleet.hosts) >= self.least:
-                last_call = min(last_call, now + _LAST_CALL_S)
+                last_call = min(last_call, now + options.last_call_s)
             if missing and now >= tell_at and not options.quiet:
                 tell_at = math.inf
                 here = {host.place for host in fleet}
@@ -234,6 +238,9 @@ class _Job:
             assert caller.hello is not None
             taken = {host.place for host in fleet}
             free = [place for place in range(self.most) if place not in taken]
+            if caller.hello.run != self.options.run:
+                fleet.turn_away(caller, _other_job(self.options.run, caller.hello.run))
+                continue
             place = caller.hello.node if caller.process is None else caller.place
             if place is None or (place in taken and self.elastic):
                 place = free[0] if free else self.most
@@ -373,7 +380,14 @@ def _prepare_of(options: Options, nproc: int) -> Prepare:
         spans=False,
         bind=options.bind,
         one_gpu_per_rank=options.one_gpu_per_rank,
+        role=options.role,
+        master=options.leader[0] if options.leader is not None else "",
     )
+
+
+def _other_job(ours: str, theirs: str) -> str:
+    names = [repr(name) if name else "one without a name" for name in (ours, theirs)]
+    return f"its job is {names[0]}, and {names[1]} was asked for (--rdzv-id); another job needs a port of its own"
 
 
 def _own_slots(options: Options) -> int | None:

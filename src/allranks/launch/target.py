@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import string
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec
 from typing import Literal
 
 from allranks._errors import ConfigError
 
-__all__ = ["Kind", "Target", "check", "set_first_path"]
+__all__ = ["Kind", "Target", "check", "find", "set_first_path"]
 
 Kind = Literal["script", "module", "command"]
 
@@ -29,16 +30,25 @@ class Target:
         kind: a python script, a python module (``-m``), or any command (``--``).
         name: path of the script, dotted name of the module, or the command's first word.
         args: what it finds in ``sys.argv[1:]``.
+        macros: ``${local_rank}`` in them stands for that number, as torchrun has it.
     """
 
     kind: Kind
     name: str
     args: tuple[str, ...] = ()
+    macros: bool = False
 
     @property
     def is_python(self) -> bool:
         """True if a python interpreter runs it, so that the launcher can fork ranks and get reports."""
         return self.kind != "command"
+
+    def on(self, local_rank: int) -> Target:
+        """As this rank of a host runs it."""
+        if not self.macros:
+            return self
+        args = tuple(string.Template(word).safe_substitute(local_rank=local_rank) for word in self.args)
+        return replace(self, args=args, macros=False)
 
     def words(self) -> str:
         """As a line of a shell."""
@@ -75,10 +85,10 @@ def _check_script(name: str) -> None:
 
 def _check_module(name: str) -> None:
     set_first_path(os.getcwd())
-    spec = _find(name)
+    spec = find(name)
     if spec is None:
         raise ConfigError(f"there is no python module {name!r}")
-    if spec.submodule_search_locations is not None and _find(f"{name}.__main__") is None:
+    if spec.submodule_search_locations is not None and find(f"{name}.__main__") is None:
         raise ConfigError(f"{name!r} is a package without a __main__ module; it cannot be run with -m")
 
 
@@ -88,7 +98,7 @@ def set_first_path(folder: str) -> None:
         sys.path[0] = folder
 
 
-def _find(name: str) -> ModuleSpec | None:
+def find(name: str) -> ModuleSpec | None:
     """Finds a module without importing the packages above it, as importlib.util.find_spec would."""
     if not all(name.split(".")):
         return None

@@ -1,0 +1,175 @@
+"""How hosts on which the same command is started meet, in torchrun's words: ``--rdzv-*`` and ``--master-*``.
+
+torchrun has two ways, and here they are one: host 0 listens, and the others dial it. Under ``static`` hosts have
+numbers (``--node-rank``); under ``c10d`` the host that the endpoint names is host 0, and the others are numbered as
+they come. ``allranks run`` and ``allranks torchrun`` share these options.
+
+Source: torch.distributed.run and torch.distributed.elastic.rendezvous of torch 2.13 for the names and what they mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from allranks._env import split_host_port
+from allranks._errors import ConfigError
+
+__all__ = ["C10D_PORT", "Meeting", "add_meeting", "read_meeting"]
+
+C10D_PORT = 29400
+"""Where hosts meet under c10d if the endpoint has no port."""
+
+_T = TypeVar("_T")
+_WORDS = {"1": True, "true": True, "t": True, "yes": True, "y": True} | dict.fromkeys(
+    ("0", "false", "f", "no", "n"), False
+)
+# What c10d's parts ask of each other, and is so here, or has nothing to be asked of.
+_IDLE = (
+    "rank",
+    "read_timeout",
+    "close_timeout",
+    "heartbeat_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "use_libuv",
+)
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How hosts meet.
+
+    Attributes:
+        leader: host and port of host 0; None if nobody says. A port of None is the usual one, 0 any.
+        leads: this is host 0, or is not; None to find out by the leader's name.
+        run: name of the job, which all must give; "" for none.
+        join_timeout_s: how long to wait for hosts; None for the usual time.
+        last_call_s: how long to wait for more once there are enough; None for the usual time.
+        own: addresses of this host that others shall use, with commas between them; "" for all.
+    """
+
+    leader: tuple[str, int | None] | None = None
+    leads: bool | None = None
+    run: str = ""
+    join_timeout_s: float | None = None
+    last_call_s: float | None = None
+    own: str = ""
+
+
+def add_meeting(parser: argparse.ArgumentParser) -> None:
+    """Adds the options. They are in the help as one line, as ``--master-addr`` says the same."""
+    add = parser.add_argument
+    for words, dest, kind, metavar, shown in (
+        ("master addr", "master_addr", str, "HOST[:PORT]", "host 0, in that case"),
+        ("master port", "master_port", _port, "PORT", ""),
+        ("rdzv endpoint", "rdzv_endpoint", str, "HOST[:PORT]", "the same; hosts need no --node-rank then"),
+        ("rdzv backend", "rdzv_backend", _backend, "NAME", ""),
+        ("rdzv id", "rdzv_id", str, "NAME", "name of the job, which all hosts must give"),
+        ("rdzv conf", "rdzv_conf", str, "KEY=VALUE,...", ""),
+        ("local addr", "local_addr", str, "HOST", ""),
+    ):
+        for mark in "-_":
+            hint = shown if shown and mark == "-" else argparse.SUPPRESS
+            add("--" + words.replace(" ", mark), dest=dest, type=kind, metavar=metavar, help=hint)
+
+
+def read_meeting(args: argparse.Namespace) -> Meeting:
+    """Reads what ``add_meeting`` added.
+
+    Raises:
+        ConfigError: they contradict each other, or say what cannot be.
+    """
+    settings = _split(args.rdzv_conf or "")
+    if settings.pop("store_type", "tcp") != "tcp":
+        raise ConfigError("--rdzv-conf store_type: hosts meet over TCP only; expected --rdzv-endpoint HOST:PORT")
+    leads = _take(settings, "is_host", "yes or no", lambda text: _WORDS[text.lower()])
+    join = [_take(settings, name, "a number of seconds", _seconds) for name in ("join_timeout", "timeout")]
+    last_call = _take(settings, "last_call_timeout", "a number of seconds", _seconds)
+    if unknown := [name for name in settings if name not in _IDLE]:
+        known = ", ".join(("is_host", "join_timeout", "timeout", "last_call_timeout", "store_type", *_IDLE))
+        raise ConfigError(f"--rdzv-conf: there is no setting {unknown[0]!r}; there are {known}")
+    return Meeting(
+        _leader(args),
+        leads,
+        args.rdzv_id or "",
+        join_timeout_s=join[1] if join[0] is None else join[0],
+        last_call_s=last_call,
+        own=_addresses(args.local_addr) if args.local_addr else "",
+    )
+
+
+def _leader(args: argparse.Namespace) -> tuple[str, int | None] | None:
+    port: int | None = args.master_port
+    if args.rdzv_endpoint:
+        if args.master_addr is not None or port is not None:
+            raise ConfigError("--rdzv-endpoint and --master-addr or --master-port say the same; expected one of them")
+        host, inner = _host_port(args.rdzv_endpoint, "--rdzv-endpoint")
+        return host, C10D_PORT if inner is None and args.rdzv_backend == "c10d" else inner
+    if args.master_addr is None:
+        return None if port is None else ("", port)
+    host, inner = _host_port(args.master_addr, "--master-addr")
+    if inner is not None and port not in (None, inner):
+        raise ConfigError(f"--master-addr {args.master_addr} and --master-port {port} name two ports")
+    return host, port if inner is None else inner
+
+
+def _host_port(text: str, source: str) -> tuple[str, int | None]:
+    host, colon, port = text.rpartition(":")
+    if colon and port == "0" and (":" not in host or host.startswith("[")):
+        return host.removeprefix("[").removesuffix("]"), 0
+    return split_host_port(text, source)
+
+
+def _split(text: str) -> dict[str, str]:
+    settings = {}
+    for part in filter(None, text.strip().split(",")):
+        name, _, value = (word.strip() for word in part.partition("="))
+        if not name or not value:
+            raise ConfigError(f"--rdzv-conf {text!r}: expected KEY=VALUE,KEY=VALUE,...")
+        settings[name] = value
+    return settings
+
+
+def _take(settings: dict[str, str], name: str, expected: str, read: Callable[[str], _T]) -> _T | None:
+    if name not in settings:
+        return None
+    text = settings.pop(name)
+    try:
+        return read(text)
+    except (ValueError, KeyError):
+        raise ConfigError(f"--rdzv-conf {name}={text}: expected {expected}") from None
+
+
+def _seconds(text: str) -> float:
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(text)
+    return float(text)
+
+
+def _port(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text) < 65536:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port (0..65535)")
+
+
+def _backend(text: str) -> str:
+    if text in ("c10d", "static"):
+        return text
+    raise argparse.ArgumentTypeError(
+        f"there is no {text!r} here, nor a need for one: hosts meet at one of themselves"
+        " (--rdzv-backend c10d --rdzv-endpoint HOST:PORT)"
+    )
+
+
+def _addresses(name: str) -> str:
+    """Those of a name, but loopback, which is what a host's own name often stands for; "" leaves the choice open."""
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        raise ConfigError(f"--local-addr {name!r} is neither an address nor a name that resolves") from None
+    return ",".join(address for address in found if not ipaddress.ip_address(address).is_loopback)

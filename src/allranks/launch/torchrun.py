@@ -1,0 +1,271 @@
+"""torchrun's and torch.distributed.launch's command lines, in terms of ``allranks run``'s.
+
+``allranks torchrun`` takes each of torchrun's options, in both spellings, with PET_* variables for what is not said,
+and says in words of ``allranks run`` what they ask for; an option that cannot be honoured is an error that says what to
+do. Like torchrun it starts ranks on this host only, whatever scheduler it finds itself under.
+``allranks launch`` is torch.distributed.launch: the same, and scripts get ``--local-rank=I`` unless ``--use-env``.
+
+Source: torch.distributed.run and torch.distributed.launch of torch 2.13, whose parsers the tests compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from allranks._errors import ConfigError
+from allranks._host import count_gpus
+from allranks.launch.cli import run
+from allranks.launch.environ import free_port
+from allranks.launch.meeting import C10D_PORT
+from allranks.launch.options import Options, Parser, parse
+from allranks.launch.target import find, set_first_path
+
+__all__ = ["launch", "main", "parse_torchruns", "read"]
+
+_PORT = 29500
+_GRACE_S = "30"
+_STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "core", "core-complex": "core"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``allranks torchrun``; arguments and exit codes as ``cli.main``."""
+    words = sys.argv[1:] if argv is None else argv
+    return run(partial(read, words, os.environ), "allranks torchrun")
+
+
+def launch(argv: Sequence[str] | None = None) -> int:
+    """Runs ``allranks launch``, likewise."""
+    words = sys.argv[1:] if argv is None else argv
+    return run(partial(read, words, os.environ, for_launch=True), "allranks launch")
+
+
+class _Option(NamedTuple):
+    name: str
+    metavar: str
+    help: str
+    default: Any = None
+    kind: Callable[[str], object] = str
+    short: str = ""
+    choices: Sequence[str] | None = None
+    by_env: bool = True
+
+
+def _list(text: str) -> list[str]:
+    return [word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")]
+
+
+_ignored = "accepted; it makes no difference here"
+_OPTIONS = (
+    _Option("nnodes", "N|MIN:MAX", "number of hosts on which this command is started", "1:1"),
+    _Option("nproc-per-node", "N|auto|cpu|gpu", "ranks on this host", "1"),
+    _Option("rdzv-backend", "c10d|static", "c10d: hosts are numbered as they come; static: by --node-rank", "static"),
+    _Option("rdzv-endpoint", "HOST[:PORT]", "one of the hosts, where all meet", ""),
+    _Option("rdzv-id", "NAME", "name of the job, the same on all hosts", "none"),
+    _Option("rdzv-conf", "KEY=VALUE,...", "join_timeout, timeout, last_call_timeout, is_host", ""),
+    _Option("max-restarts", "K", "start the ranks again when one fails, so often", 0, int),
+    _Option("monitor-interval", "SECONDS", _ignored, 0.1, float),
+    _Option("start-method", "METHOD", _ignored, "spawn", choices=("spawn", "fork", "forkserver")),
+    _Option("event-log-handler", "NAME", "null only", "null"),
+    _Option("role", "NAME", "ROLE_NAME of the ranks", "default"),
+    _Option("log-dir", "DIR", "folder for -r and -t"),
+    _Option("redirects", "STREAMS", "write to files only: 1 stdout, 2 stderr, 3 both, or 0:3,1:1", "0", short="-r"),
+    _Option("tee", "STREAMS", "write to files, too", "0", short="-t"),
+    _Option("local-ranks-filter", "0,1,...", "show these local ranks only", ""),
+    _Option("duplicate-stdout-filters", "WORDS", "not here", [], _list),
+    _Option("duplicate-stderr-filters", "WORDS", "not here", [], _list),
+    _Option("node-rank", "I", "number of this host; without it hosts are numbered as they come", None, int),
+    _Option("master-addr", "HOST", "host 0", "127.0.0.1"),
+    _Option("master-port", "PORT", "a port there", None, int),
+    _Option("local-addr", "HOST", "the address of this host that others shall use"),
+    _Option("logs-specs", "NAME", "not here", by_env=False),
+    _Option("numa-binding", "MODE", "bind ranks to CPUs", choices=tuple(_BINDINGS), by_env=False),
+    _Option("signals-to-handle", "NAMES", "signals that are passed on to the ranks", ",".join(_STOPPING)),
+    _Option("shutdown-timeout", "SECONDS", "between SIGTERM and SIGKILL (default 30)", None, int),
+)
+_FLAGS = {
+    "standalone": "a job of this host alone",
+    "module": "run a python module, as python -m does",
+    "no-python": "run a command",
+    "run-path": _ignored,
+    "virtual-local-rank": "let each rank see one GPU, and be local rank 0",
+}
+
+
+def _parser(environ: Mapping[str, str], for_launch: bool) -> argparse.ArgumentParser:
+    name = "launch" if for_launch else "torchrun"
+    parser = Parser(
+        prog=f"allranks {name}",
+        usage=f"allranks {name} [options] script.py [args ...]",
+        description=f"Does what {'torch.distributed.launch' if for_launch else 'torchrun'} does, with the same options."
+        " allranks run has more of them, and finds hosts by itself.",
+        epilog="Where an option is not given, PET_<OPTION> is, if it is set.",
+    )
+    for option in _OPTIONS:
+        spellings = dict.fromkeys(("--" + option.name, "--" + option.name.replace("-", "_")))
+        default = option.default
+        if option.by_env:
+            default = environ.get(f"PET_{option.name.replace('-', '_').upper()}", default)
+        parser.add_argument(
+            *([option.short] if option.short else []),
+            *spellings,
+            type=option.kind,
+            default=default,
+            choices=option.choices,
+            metavar=option.metavar,
+            help=option.help,
+        )
+    for flag, text in _FLAGS.items():
+        spellings = dict.fromkeys(("--" + flag, "--" + flag.replace("-", "_")))
+        set_by = f"PET_{flag.replace('-', '_').upper()}"
+        try:
+            default = bool(int(environ.get(set_by, "0")))
+        except ValueError:
+            raise ConfigError(f"{set_by}={environ[set_by]!r}: expected 0 or 1") from None
+        short = ["-m"] if flag == "module" else []
+        parser.add_argument(*short, *spellings, action="store_true", default=default, help=text)
+    if for_launch:
+        parser.add_argument(
+            *("--use-env", "--use_env"), action="store_true", help="do not pass --local-rank=I; LOCAL_RANK says it"
+        )
+    parser.add_argument("training_script", help=argparse.SUPPRESS)
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse_torchruns(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = False) -> argparse.Namespace:
+    """Reads a command line as torchrun does: into the same names and values.
+
+    Args:
+        argv: the arguments.
+        environ: has PET_* variables.
+        for_launch: as torch.distributed.launch does.
+
+    Raises:
+        ConfigError: they are wrong.
+        SystemExit: help was asked for, and given.
+    """
+    return _parser(environ, for_launch).parse_args(argv)
+
+
+def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = False) -> Options:
+    """What a command line of torchrun's asks for. Arguments as ``parse_torchruns``.
+
+    Raises:
+        ConfigError: it is wrong, or asks for what is not here.
+        SystemExit: help was asked for, and given.
+    """
+    asked = parse_torchruns(argv, environ, for_launch=for_launch)
+    _refuse(asked)
+    words = ["--env", "local", *_meeting(asked, for_launch), *_ranks(asked), *_output(asked)]
+    grace = asked.shutdown_timeout
+    words += ["--grace", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S) if grace is None else str(grace)]
+    told = [f"{_spelling(asked)}=${{local_rank}}"] if for_launch and not asked.use_env else []
+    options = parse([*words, *_target(asked, told, environ)])
+    return replace(options, target=replace(options.target, macros=True))
+
+
+def _refuse(asked: argparse.Namespace) -> None:
+    """Raises where something is asked for that is not here.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
+    if asked.no_python and asked.module and not asked.run_path:
+        raise ConfigError("--no-python and --module exclude each other")
+    if asked.no_python and not getattr(asked, "use_env", True):
+        raise ConfigError("--no-python needs --use-env, too: a command is not passed --local-rank")
+    if asked.event_log_handler != "null":
+        raise ConfigError("--event-log-handler: events are not recorded here; leave it out")
+    if asked.logs_specs is not None:
+        raise ConfigError("--logs-specs: there are no such plugins here; files are written by --log-dir, -r and -t")
+    if asked.duplicate_stdout_filters or asked.duplicate_stderr_filters:
+        raise ConfigError(
+            "--duplicate-stdout-filters and --duplicate-stderr-filters are not here;"
+            " write files by -t 3 --log-dir DIR, and use grep on them"
+        )
+
+
+def _meeting(asked: argparse.Namespace, for_launch: bool) -> list[str]:
+    """Which hosts take part, and how they meet."""
+    words = ["--nnodes", asked.nnodes]
+    if asked.standalone:
+        return [*words, "--standalone"]
+    words += ["--rdzv-backend", asked.rdzv_backend]
+    if asked.rdzv_id != "none":
+        words += ["--rdzv-id", asked.rdzv_id]
+    if asked.local_addr:
+        words += ["--local-addr", asked.local_addr]
+    by_c10d = asked.rdzv_backend == "c10d"
+    several = asked.nnodes not in ("1", "1:1")
+    if several:
+        settings = [] if "join_timeout" in asked.rdzv_conf else [f"join_timeout={600 if by_c10d else 900}"]
+        settings += [] if "last_call_timeout" in asked.rdzv_conf else ["last_call_timeout=30"]
+        words += ["--rdzv-conf", ",".join([*settings, *filter(None, [asked.rdzv_conf])])]
+    elif asked.rdzv_conf:
+        words += ["--rdzv-conf", asked.rdzv_conf]
+    if by_c10d:
+        return [*words, "--rdzv-endpoint", asked.rdzv_endpoint or f"localhost:{C10D_PORT}"] if several else words
+    if asked.rdzv_endpoint:
+        words += ["--rdzv-endpoint", asked.rdzv_endpoint]
+    elif several or asked.master_port is not None:
+        port = _PORT if asked.master_port is None else asked.master_port
+        words += ["--master-addr", asked.master_addr, "--master-port", str(port)]
+    elif for_launch:
+        words += ["--master-port", str(free_port(_PORT))]
+    return [*words, "--node-rank", str(asked.node_rank)] if several and asked.node_rank is not None else words
+
+
+def _ranks(asked: argparse.Namespace) -> list[str]:
+    """How many ranks there are here, and what they are."""
+    count = asked.nproc_per_node
+    if count == "xpu":
+        raise ConfigError("--nproc-per-node xpu: such devices cannot be counted here; expected their number")
+    if count == "auto":
+        count = "gpu" if count_gpus() else "cpu"
+    words = ["--nproc-per-node", count, "--max-restarts", str(asked.max_restarts), "--role", asked.role]
+    if asked.numa_binding is not None:
+        words += ["--bind", _BINDINGS[asked.numa_binding]]
+    if asked.virtual_local_rank:
+        words += ["--one-gpu-per-rank"]
+    passed = [name for name in (part.strip() for part in asked.signals_to_handle.split(",")) if name not in _STOPPING]
+    return [*words, "--signals", ",".join(passed)] if passed else words
+
+
+def _output(asked: argparse.Namespace) -> list[str]:
+    """What of the output is shown, and what is kept."""
+    words: list[str] = []
+    for name, idle in (("redirects", "0"), ("tee", "0"), ("log_dir", None), ("local_ranks_filter", "")):
+        if (value := getattr(asked, name)) != idle:
+            words += ["--" + name.replace("_", "-"), value]
+    return words
+
+
+def _target(asked: argparse.Namespace, told: list[str], environ: Mapping[str, str]) -> list[str]:
+    words = [asked.training_script, *told, *asked.training_script_args]
+    if asked.run_path:
+        return words
+    if asked.no_python:
+        return ["--", *words]
+    as_module = ["-m"] if asked.module else []
+    if (python := environ.get("PYTHON_EXEC", sys.executable)) != sys.executable:
+        return ["--", python, "-u", *as_module, *words]
+    return [*as_module, *words]
+
+
+def _spelling(asked: argparse.Namespace) -> str:
+    """How a script wants to be told its local rank: torch's way, unless it only knows the one before torch 2."""
+    path = Path(asked.training_script)
+    if asked.module and not asked.run_path:
+        set_first_path(os.getcwd())
+        spec = find(asked.training_script)
+        path = Path(spec.origin) if spec is not None and spec.origin is not None else path
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    return "--local_rank" if "--local_rank" in text and "--local-rank" not in text else "--local-rank"
