@@ -15,6 +15,8 @@ PyTorchJob and Trainer v2; SageMaker's training toolkit. Those of SLURM, Open MP
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -33,11 +35,26 @@ from allranks._hostlist import (
     parse_pe_hostfile,
 )
 
-__all__ = ["CHOICES", "Clue", "Place", "Role", "detect", "read_hosts", "with_domain"]
+__all__ = [
+    "PORTS_TRIED",
+    "CHOICES",
+    "Clue",
+    "Place",
+    "Role",
+    "detect",
+    "read_hosts",
+    "job_ports",
+    "job_secret",
+    "with_domain",
+]
 
 Role: TypeAlias = Literal["rank", "node", "allocation", "none"]
 _Env: TypeAlias = Mapping[str, str]
 
+PORTS_TRIED = 6
+"""How many ports are tried in turn, as some may be taken."""
+
+_PORTS = range(24_000, 32_000)  # below those that systems hand out by themselves: 32768 and more, on Linux
 _SPECIAL_STEPS = 0xFFFFFFFA  # from here on: SLURM's interactive, batch, extern and pending step
 
 
@@ -169,6 +186,26 @@ def with_domain(leader: str, own: str) -> str:
     """
     _, dot, domain = own.partition(".")
     return leader if "." in leader or not dot else f"{leader}.{domain}"
+
+
+def job_secret(place: Place, secret: bytes) -> bytes:
+    """What the processes of this job know, and no other job of this user.
+
+    Args:
+        place: of one of them.
+        secret: this user's.
+    """
+    return hmac.digest(secret, f"allranks-job|{place.kind}|{place.job}|{place.size}".encode(), "sha256")
+
+
+def job_ports(secret: bytes) -> list[int]:
+    """Where to look for the first process of a job, if nobody says: the same ports for all who know the job's secret.
+
+    Others may hold some of them; who answers there must prove that it is of the job.
+    """
+    digest = hashlib.sha256(b"allranks-ports|" + secret).digest()
+    numbers = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * PORTS_TRIED, 4))
+    return list(dict.fromkeys(_PORTS[number % len(_PORTS)] for number in numbers))
 
 
 # Reading.
@@ -568,7 +605,7 @@ def _find_pbs_allocation(environ: _Env, launcher: bool) -> Place | None:
     job = read.text("PBS_JOBID", "The job.")
     if not path or not launcher:
         return None
-    return _allocation(read, "pbs", hostfile=f"PBS_NODEFILE={path}", ways=("pbsdsh", "pbs_tmrsh"), job=job)
+    return _allocation(read, "pbs", hostfile=f"PBS_NODEFILE={path}", ways=("pbsdsh",), job=job)
 
 
 def _find_lsf_allocation(environ: _Env, launcher: bool) -> Place | None:

@@ -17,8 +17,6 @@ that it has joined there before has met the last one, on its way out, and tries 
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import importlib
 import itertools
 import math
@@ -60,7 +58,7 @@ from allranks._joining import (
     unpack_members,
 )
 from allranks._network import machine, published_addresses
-from allranks._places import Place, read_hosts
+from allranks._places import PORTS_TRIED, Place, job_ports, job_secret, read_hosts
 from allranks._pmi import PmiBoard, mpi_runs
 from allranks._pmix import host_of_rank_0
 from allranks._store import (
@@ -83,10 +81,6 @@ _LINGER_S = 3.0  # how long rank 0, when it leaves, keeps the store for those wh
 _NOTICE_S = NOTICE_S
 _LOOK_S = 0.1
 _BOARD_S = 1.0  # how long to wait on a board before the state machine looks at its clock
-# For jobs that nobody gave a port: below those that systems hand out by themselves (32768 and more, on Linux), and
-# several, as some may be taken.
-_PORTS = range(24_000, 32_000)
-_PORTS_TRIED = 6
 _PROCESS = uuid.uuid4().hex  # with the pid, unlike the pid alone: no two processes share it, in any container
 
 
@@ -361,12 +355,12 @@ class _Attempt:
         self._joining.started = {slots.name: slots.count for slots in place.hosts if slots.count is not None}
         mpi = mpi_runs()
         if place.job and place.local_size == place.size:
-            self.meet_by_name(_secret_of(place, load_secret(environ)).hex()[:32])
+            self.meet_by_name(job_secret(place, load_secret(environ)).hex()[:32])
         elif place.pmi is not None and not mpi:
             self.meet_on_board(PmiBoard(place.pmi), place.local_size != place.size)
         elif place.job and (place.hosts or place.hostfile or place.kind == "openmpi"):
             hosts = read_hosts(place) or (Slots(host_of_rank_0()),)
-            self.meet_on_some_port(replace(place, hosts=hosts), _secret_of(place, load_secret(environ)))
+            self.meet_on_some_port(replace(place, hosts=hosts), job_secret(place, load_secret(environ)))
         else:
             why = f"{place.kind} does not say where rank 0 is"
             if mpi and place.pmi is not None:
@@ -394,7 +388,7 @@ class _Attempt:
         job's secret is passed by.
         """
         hosts = [slots.name for slots in place.hosts]
-        ports = [*place.ports[:_PORTS_TRIED], *_ports_of(secret)]
+        ports = [*place.ports[:PORTS_TRIED], *job_ports(secret)]
         own = hosts[place.node] if place.node is not None and place.node < len(hosts) else hosts[0]
         self._meet(
             f"rank 0 (a server on host {hosts[0]}, at one of the ports {', '.join(map(str, ports))})",
@@ -572,17 +566,6 @@ def _way_to(spot: _Spot, me: Member, turn: int) -> str:
     if not spot.far:
         raise _NotYet(f"rank 0, on host {spot.host}, listens on its host only")
     return spot.far[turn % len(spot.far)]
-
-
-def _secret_of(place: Place, secret: bytes) -> bytes:
-    """What the ranks of this job know, and no other job of this user."""
-    return hmac.digest(secret, f"allranks-job|{place.kind}|{place.job}|{place.size}".encode(), "sha256")
-
-
-def _ports_of(secret: bytes) -> list[int]:
-    digest = hashlib.sha256(b"allranks-ports|" + secret).digest()
-    numbers = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * _PORTS_TRIED, 4))
-    return list(dict.fromkeys(_PORTS[number % len(_PORTS)] for number in numbers))
 
 
 def _serve_on_one(host: str, ports: list[int], secret: bytes) -> StoreServer:

@@ -44,7 +44,7 @@ from allranks.launch.messages import (
     Start,
     Unable,
 )
-from allranks.launch.ways import explain
+from allranks.launch.ways import NOISE, explain
 
 __all__ = ["Crowd", "Fleet", "Host"]
 
@@ -487,7 +487,8 @@ class Fleet:
         if source in self._callers:
             return  # who is tried again fails mostly
         name = source.name if isinstance(source, Host) else source.way
-        self._events += [Noted(name, bytes(line)) for line in lines if line.strip()]
+        lines = [line for line in lines if line.strip() and not any(noise in line for noise in NOISE)]
+        self._events += [Noted(name, bytes(line)) for line in lines]
 
     def _read_all_stderr(self) -> None:
         sources: list[Host | Crowd] = [*self.hosts, *self._crowds]

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 from typing import NoReturn
 
 from allranks._errors import ConfigError
 from allranks._host import count_gpus, usable_cpus
-from allranks._hostlist import Slots
-from allranks._places import Place, detect, read_hosts
+from allranks._hostlist import Slots, expand_hosts
+from allranks._places import PORTS_TRIED, Place, detect, job_ports, job_secret, read_hosts, with_domain
+from allranks._store import load_secret
 from allranks.launch.layout import describe_plan, share_out
 from allranks.launch.local import run_here
 from allranks.launch.options import Options
@@ -62,8 +65,10 @@ def _launch(options: Options, place: Place) -> int | Rank:
             " in each of them. Leave it out to run the program as that rank, or say --env local"
         )
     if options.hosts or (place.role == "allocation" and options.node is None):
-        hosts = options.hosts or read_hosts(place)
         way = place.way if place.role == "allocation" else "ssh"
+        if options.hosts and way == "pbsdsh":
+            way = "ssh"  # it knows hosts by their line in PBS_NODEFILE only
+        hosts = options.hosts or read_hosts(place) or _ask_flux()
         if not (len(hosts) == 1 and is_here(hosts[0].name)):
             return run_there(options, hosts, way)
         return _run_here(options, hosts[0])
@@ -71,6 +76,16 @@ def _launch(options: Options, place: Place) -> int | Rank:
     if nodes is not None and nodes[1] > 1:
         return _run_among(options, place, nodes)
     return _run_here(options, Slots("localhost"))
+
+
+def _ask_flux() -> tuple[Slots, ...]:
+    """The hosts of a Flux instance, which stand in no variable."""
+    words = ["flux", "getattr", "hostlist"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"cannot ask Flux for its hosts ({shlex.join(words)}): {error}") from None
+    return tuple(Slots(name) for name in expand_hosts(done.stdout.strip(), shlex.join(words)))
 
 
 def _run_here(options: Options, host: Slots) -> int | Rank:
@@ -95,7 +110,11 @@ def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | 
         )
     if node is not None and node >= nodes[1]:
         raise ConfigError(f"--node-rank {node} is out of range; there are {nodes[1]} hosts, numbered from 0")
-    ports = [port] if port is not None else [*place.ports] or [_PORT]
+    secret = load_secret()
+    ports = [port] if port is not None else [*place.ports[:PORTS_TRIED]] or [_PORT]
+    if port is None and place.job and place.hosts:  # jobs share these hosts
+        secret = job_secret(place, secret)
+        ports = [*place.ports[:PORTS_TRIED], *job_ports(secret)]
     if options.dry_run:
         where = f"{name or 'this host'}, port {', '.join(map(str, ports))}"
         print(f"{options.target.words()}, on this host and {nodes[1] - 1} more, which meet on {where}")
@@ -107,11 +126,13 @@ def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | 
     sure = node == 0 or (node is None and options.leads is True)
     if sure or (node is None and options.leads is None and is_here(name)):
         try:
-            return lead(options, nodes, name, ports)
+            return lead(options, nodes, options.leader[0] if options.leader else "", ports, secret)
         except OSError as error:
             if sure or error.errno != errno.EADDRINUSE:
                 raise ConfigError(f"cannot listen on port {ports[0]}: {str(error.strerror).lower()}") from None
-    return join_leader(options, node, [(name or "127.0.0.1", port) for port in ports])
+    # A pod's name is found by its domain only, which is this pod's.
+    names = dict.fromkeys([name or "127.0.0.1"] if options.leader else [name, with_domain(name, socket.getfqdn())])
+    return join_leader(options, node, [(name, port) for name in names for port in ports], secret)
 
 
 def _replace_by_target(options: Options) -> NoReturn:

@@ -67,7 +67,7 @@ _BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ran
 _STRAGGLERS_S = 0.5
 _SIGN_S = 1.0
 _DRAIN_S = 1.0
-_DIAL_S = 60.0
+_DIAL_S = 10.0  # the launcher listened before it had this process started
 _REACH_S = 3.0
 
 

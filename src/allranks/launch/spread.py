@@ -7,6 +7,7 @@ anyway, and may not reach this one.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import secrets
@@ -36,7 +37,7 @@ from allranks.launch.rank import Rank
 from allranks.launch.screen import Screen
 from allranks.launch.serve import Station, hello
 from allranks.launch.supervise import FORWARDED, Supervisor
-from allranks.launch.ways import LIKE_SSH, agent_words, carried, like_ssh, srun_words
+from allranks.launch.ways import LIKE_SSH, agent_words, carried, flux_words, like_ssh, pbsdsh_words, srun_words
 
 _TELL_S = 10.0
 
@@ -89,7 +90,7 @@ def run_there(options: Options, hosts: Sequence[Slots], way: str) -> int:
         job.close()
 
 
-def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[int]) -> int:
+def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[int], secret: bytes) -> int:
     """Runs a job of which the same command is started on each host, as host 0.
 
     Args:
@@ -97,12 +98,13 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
         nodes: the least and the greatest number of hosts.
         name: what other hosts call this one; "" for whatever reaches it.
         ports: where to listen: the first that is free.
+        secret: what the hosts must know.
 
     Raises:
         ConfigError: the job cannot be started as asked.
         OSError: no port is free.
     """
-    door = _open_door(addresses_of(name), ports)
+    door = _open_door(addresses_of(name), ports, secret)
     job = _Job(options, *nodes, Fleet(door))
     try:
         job.open_to_callers()
@@ -111,8 +113,14 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
         job.close()
 
 
-def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str, int]]) -> int | Rank:
+def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str, int]], secret: bytes) -> int | Rank:
     """Takes part in such a job, as another host. Returns as ``launch`` does.
+
+    Args:
+        options: what this host's command line says.
+        node: its number; None if whoever leads may say.
+        targets: where the leader may be.
+        secret: what the hosts must know.
 
     Raises:
         ConfigError: the leader is not found, or does not want this host.
@@ -123,7 +131,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
         if not options.quiet:
             _say(f"waiting for host 0 at {where} (last: {last})")
 
-    sock = dial(targets, load_secret(), time.monotonic() + options.join_timeout_s, tell)
+    sock = dial(targets, secret, time.monotonic() + options.join_timeout_s, tell)
     descriptor = sock.detach()
     own = _prepare_of(options, 1)
 
@@ -187,14 +195,23 @@ class _Job:
                     words = like_ssh(way, host.name, agent, needed, options.ssh)
                     self.fleet.start_host(host.name, way, words, python, environ)
         else:
-            door = _open_door(["0.0.0.0"], [0], self.secret)
+            # Variables do not get through pbsdsh: there the secret is the one of this user.
+            secret = load_secret() if way == "pbsdsh" else self.secret
+            door = _open_door(["0.0.0.0"], [0], secret)
             self.fleet.close()
             self.fleet = Fleet(door)
             names = [host.name for host in hosts]
             self.fleet.expect(names, way)
-            dialled = ",".join(published_addresses())
-            words = srun_words(names, agent_words(python, flags, f"{dialled}:{door.port}"))
-            self.fleet.start_crowd(way, words, environ | {"ALLRANKS_SECRET": self.secret.decode()})
+            dialled = f"{','.join(published_addresses())}:{door.port}"
+            agent = agent_words(python, flags, dialled)
+            environ["ALLRANKS_SECRET"] = secret.decode()
+            if way == "pbsdsh":
+                lines = itertools.accumulate((host.count or 1 for host in hosts), initial=0)
+                for line, _ in zip(lines, hosts, strict=False):
+                    self.fleet.start_crowd(way, pbsdsh_words(line, agent), environ)
+            else:
+                words = srun_words(names, agent) if way == "srun" else flux_words(names, agent)
+                self.fleet.start_crowd(way, words, environ)
         for place, (there, slots) in enumerate(zip(self.fleet, hosts, strict=True)):
             there.place, there.slots = place, slots.count
         self.fleet.gather(until, self.fleet.greeted)
@@ -396,11 +413,11 @@ def _own_slots(options: Options) -> int | None:
     return options.per_host
 
 
-def _open_door(addresses: Sequence[str], ports: Sequence[int], secret: bytes | None = None) -> Door:
+def _open_door(addresses: Sequence[str], ports: Sequence[int], secret: bytes) -> Door:
     trouble: OSError | None = None
     for port in ports:
         try:
-            return Door(addresses, port, load_secret() if secret is None else secret)
+            return Door(addresses, port, secret)
         except OSError as error:
             trouble = error
     assert trouble is not None

@@ -1,8 +1,11 @@
 """How an agent is started on another host: the words of a command. Pure.
 
 Two kinds. Through ssh and what is like it, one process for each host, whose stdin and stdout are the line to the
-agent: no port, no secret, and the end of either side is seen by the other. Through srun, one process for all hosts,
-whose agents dial the launcher.
+agent: no port, no secret, and the end of either side is seen by the other. Through srun, flux and pbsdsh, which have
+no stdin for each host, agents that dial the launcher.
+
+Source: ssh(1), srun(1), flux-run(1), and the manuals of OpenPBS (pbsdsh), LSF (blaunch) and SGE (qrsh). Of these,
+ssh and srun are tried for real.
 """
 
 from __future__ import annotations
@@ -12,9 +15,19 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-__all__ = ["LIKE_SSH", "agent_words", "carried", "explain", "like_ssh", "srun_words"]
+__all__ = [
+    "LIKE_SSH",
+    "NOISE",
+    "agent_words",
+    "carried",
+    "explain",
+    "flux_words",
+    "like_ssh",
+    "pbsdsh_words",
+    "srun_words",
+]
 
-LIKE_SSH = ("ssh", "blaunch", "qrsh", "pbs_tmrsh")
+LIKE_SSH = ("ssh", "blaunch", "qrsh")
 
 _SSH_OPTIONS = {
     "BatchMode": "yes",  # nobody is there to type a password
@@ -23,6 +36,9 @@ _SSH_OPTIONS = {
     "ServerAliveCountMax": "4",
     "LogLevel": "ERROR",
 }
+NOISE = (b"cluster configuration lacks support for cpu binding",)
+"""What is said on stderr and need not be: that CPUs are not bound, where it was asked that they should not be."""
+
 # What programs of other hosts need to behave as they would here, and what engines are tuned by.
 _CARRIED = ("ALLRANKS_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "UCX_", "PYTHON", "CUDA_LAUNCH_BLOCKING")
 _NOT_CARRIED = ("ALLRANKS_SECRET", "ALLRANKS_STORE", "PYTHONHOME")
@@ -55,8 +71,6 @@ def like_ssh(way: str, host: str, agent: Sequence[str], environ: Mapping[str, st
         return ["blaunch", "-z", host, *agent]
     if way == "qrsh":
         return ["qrsh", "-inherit", "-V", host, *agent]
-    if way == "pbs_tmrsh":
-        return ["pbs_tmrsh", host, *agent]
     words = shlex.split(ssh) or ["ssh"]
     options: list[str] = []
     if os.path.basename(words[0]) == "ssh":
@@ -74,6 +88,22 @@ def srun_words(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
     count = str(len(hosts))
     options = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", ",".join(hosts)]
     return ["srun", *options, "--overlap", "--cpu-bind=none", "--mem=0", "--input=none", "--quiet", *agent]
+
+
+def flux_words(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
+    """As ``srun_words``, in a Flux instance."""
+    count = str(len(hosts))
+    return ["flux", "run", "--nodes", count, "--ntasks", count, "--requires", f"host:{','.join(hosts)}", *agent]
+
+
+def pbsdsh_words(line: int, agent: Sequence[str]) -> list[str]:
+    """The command that starts an agent on one of PBS' hosts. Neither stdin nor variables get there.
+
+    Args:
+        line: the host's first line in PBS_NODEFILE, counted from 0.
+        agent: the agent's command.
+    """
+    return ["pbsdsh", "-n", str(line), "--", *agent]
 
 
 def carried(environ: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
