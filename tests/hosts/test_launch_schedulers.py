@@ -5,6 +5,7 @@ their manuals say."""
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
