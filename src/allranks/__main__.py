@@ -15,6 +15,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "run": ("allranks.launch.cli", "run a program as N processes on this host"),
+    "env": ("allranks.tools.env", "say what started this process, and from which variables that follows"),
     "bench": ("allranks.tools.bench", "measure collectives"),
 }
 
