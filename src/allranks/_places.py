@@ -316,6 +316,7 @@ def _read_flux(read: _Reader, place: Place) -> Place:
 
 
 def _read_slurm(read: _Reader, place: Place) -> Place:
+    step = read.text("SLURM_STEP_ID", "The step: srun started this process.")
     nodelist = read.text("SLURM_STEP_NODELIST", "The nodes of this step.")
     names = expand_hosts(nodelist, "SLURM_STEP_NODELIST") if nodelist else []
     per_node = read.text("SLURM_STEP_TASKS_PER_NODE", "The number of tasks on each of them.")
@@ -331,7 +332,7 @@ def _read_slurm(read: _Reader, place: Place) -> Place:
     if node is not None and node < len(counts):
         place = replace(place, local_size=counts[node])
     slots: list[int | None] = [*counts] or [None] * len(names)
-    job = f"{read.text('SLURM_JOB_ID', 'The job.')}.{read.environ['SLURM_STEP_ID']}"
+    job = f"{read.text('SLURM_JOB_ID', 'The job.')}.{step}"
     return _read_pmi(
         read,
         replace(

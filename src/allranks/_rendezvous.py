@@ -401,16 +401,19 @@ class _Attempt:
         turn = next(self._tries)
         # The first, but for srun --distribution=arbitrary.
         host = hosts[0] if turn % 4 != 3 else hosts[(turn // 4 + 1) % len(hosts)]
-        met = []
+        met: dict[str, list[int]] = {}
         for port in ports:
             address = f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}"
             try:
                 StoreClient.connect(address, secret, max(min(self._left(), 3.0), 0.01), retry=False).close()
             except (JoinError, ConfigError) as error:  # nobody, or somebody else
-                met.append(f"{port}: {reason(error.__cause__ or error)}")
+                why = reason(error.__cause__ or error).partition("\n")[0]
+                met.setdefault(why, []).append(port)
             else:
                 return address
-        raise _NotYet(f"host {host}, port {'; '.join(met)}")
+        most = max(met, key=lambda why: len(met[why]))
+        others = [f"; at port {', '.join(map(str, met[why]))}: {why}" for why in met if why != most]
+        raise _NotYet(f"host {host}: {most}{''.join(others)}")
 
     def meet_on_board(self, board: PmiBoard, elsewhere: bool) -> None:
         """Serves on a unix socket as rank 0, and for other hosts on a port, and tells the others where, on a board."""

@@ -1,0 +1,146 @@
+"""``allranks env``: what this process would take itself for, from which variables, and why.
+
+For the moment when ranks do not find each other, or a job runs on one node in place of four: it prints what a program
+and what ``allranks run`` would make of this environment, so that it is best started as the program is (``srun allranks
+env``). It works where torch does not. What is found is ``_places``' business, the variables are ``_env``'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from allranks._env import VARIABLES
+from allranks._errors import ConfigError
+from allranks._places import CHOICES, Clue, Place, detect
+
+__all__ = ["Report", "collect", "main", "render"]
+
+_SECRETS = ("ALLRANKS_SECRET",)
+_WIDTH = 40
+_MOST = 8
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        host: this host's name.
+        program: what a program takes itself for; None where that is an error.
+        launcher: what ``allranks run`` would find; None where that is an error.
+        variables: those of ours and torch's that are set, and what each means.
+        trouble: the errors.
+    """
+
+    host: str
+    program: Place | None
+    launcher: Place | None
+    variables: tuple[Clue, ...]
+    trouble: tuple[str, ...] = ()
+
+
+def collect(environ: Mapping[str, str], override: str = "auto") -> Report:
+    """Looks at an environment."""
+    found: dict[bool, Place | None] = {}
+    trouble: list[str] = []
+    for launcher in (False, True):
+        try:
+            found[launcher] = detect(environ, override, launcher=launcher)
+        except ConfigError as error:
+            found[launcher] = None
+            trouble.append(str(error))
+    names = {variable.name: variable.meaning for variable in VARIABLES}
+    variables = tuple(
+        Clue(name, "(not shown)" if name in _SECRETS else environ[name], meaning)
+        for name, meaning in names.items()
+        if environ.get(name, "").strip()
+    )
+    return Report(socket.gethostname(), found[False], found[True], variables, tuple(dict.fromkeys(trouble)))
+
+
+def render(report: Report) -> str:
+    """The report as text."""
+    lines = [f"On host {report.host}."]
+    for title, place in (("A program here", report.program), ("allranks run here", report.launcher)):
+        if place is not None:
+            lines += ["", f"{title}: {_summary(place, title.startswith('A '))}"]
+            if place is report.program or place != report.program:  # once, where both are the same
+                lines += [f"  {name:11}{text}" for name, text in _facts(place)]
+    places = [place for place in (report.program, report.launcher) if place is not None]
+    clues = list(dict.fromkeys(clue for place in places for clue in place.why))
+    lines += _table("Because of:", clues)
+    known = {clue.name for clue in clues}
+    lines += _table("Also set:", [clue for clue in report.variables if clue.name not in known])
+    lines += [line for place in places if place.hint for line in ("", f"Perhaps an oversight: {place.hint}.")]
+    lines += [line for text in report.trouble for line in ("", f"Error: {text}")]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``allranks env``.
+
+    Args:
+        argv: the arguments; the process's own if None.
+
+    Returns:
+        The exit code: 2 where the environment is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="allranks env", description="Say what started this process, from which variables, and why."
+    )
+    parser.add_argument("--env", choices=CHOICES, default="auto", help="look for this only (as ALLRANKS_ENV)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    options = parser.parse_args(argv)
+    report = collect(os.environ, options.env)
+    # In one piece, as other ranks write there, too.
+    sys.stdout.write((json.dumps(dataclasses.asdict(report), indent=2) if options.json else render(report)) + "\n")
+    return 2 if report.trouble else 0
+
+
+def _summary(place: Place, program: bool) -> str:
+    if place.role == "rank" and not program:
+        return f"runs it in place, as rank {place.rank} of {place.size} ({place.kind})"
+    if place.role == "rank":
+        return f"is rank {place.rank} of {place.size} ({place.kind})"
+    if place.role == "node":
+        nodes = f" of {place.nodes}" if place.nodes else ""
+        return f"starts the ranks of this node, which is node {place.node}{nodes} ({place.kind})"
+    if place.role == "allocation":
+        nodes = f"on {place.nodes} nodes" if place.nodes else "on its nodes"
+        return f"starts the ranks {nodes} of this allocation, by {place.way} ({place.kind})"
+    return "is alone: rank 0 of 1" if program else "starts all ranks on this host"
+
+
+def _facts(place: Place) -> list[tuple[str, str]]:
+    """What more is known of a rank, or of the nodes."""
+    known = []
+    if place.local_rank is not None:
+        of = f" of {place.local_size}" if place.local_size else ""
+        known.append(("local rank", f"{place.local_rank}{of}"))
+    if place.role == "rank" and place.node is not None:
+        known.append(("node", f"{place.node}{f' of {place.nodes}' if place.nodes else ''}"))
+    if place.leader:
+        known.append(("rank 0 on", place.leader))
+    if place.hosts:
+        more = f", and {len(place.hosts) - _MOST} more" if len(place.hosts) > _MOST else ""
+        known.append(("hosts", ", ".join(map(str, place.hosts[:_MOST])) + more))
+    elif place.hostfile:
+        known.append(("hosts", f"in the file {place.hostfile.partition('=')[2]}"))
+    return known
+
+
+def _table(title: str, clues: Sequence[Clue]) -> list[str]:
+    if not clues:
+        return []
+    cells = [
+        f"{clue.name}={clue.value if len(clue.value) <= _WIDTH else clue.value[: _WIDTH - 3] + '...'}" for clue in clues
+    ]
+    width = max(map(len, cells))
+    return ["", title, *(f"  {cell:{width}}  {clue.meaning}" for cell, clue in zip(cells, clues, strict=True))]
