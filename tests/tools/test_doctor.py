@@ -141,6 +141,12 @@ def test_variables() -> None:
     said = job.judge_variables({"ALLRANKS_IFACES": "eth0"})
     assert said.verdict == "warn"
     assert "ALLRANKS_IFACES (did you mean ALLRANKS_IFACE?)" in said.measured
+    used = {
+        name for file in SOURCE.rglob("*.py") for name in re.findall(r"\bALLRANKS_[A-Z_]*[A-Z]\b", file.read_text())
+    }
+    assert job.judge_variables(dict.fromkeys(used - set(job._RANKS), "")).verdict == "ok", (
+        "one is not in _env.VARIABLES"
+    )
     assert job.judge_variables({"MASTER_PORT": "29500"}).advice.endswith("unset MASTER_PORT")
 
 
