@@ -398,6 +398,7 @@ def test_the_matrix_in_text() -> None:
         (("-n", "0"), "-n must be at least 1"),
         (("--timeout", "0"), "--timeout must be positive"),
         (("--plot", "/no/such/folder/pairs.png"), "no such directory: /no/such/folder"),
+        (("--plot", "pairs.png"), "--plot draws pairs of ranks, and this is no job: add -n 4"),
         (("--fast",), "unrecognized arguments: --fast"),
     ],
 )

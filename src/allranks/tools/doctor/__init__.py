@@ -40,6 +40,9 @@ def main(argv: Sequence[str]) -> int:
         from allranks.launch import cli
 
         return cli.main(["-n", str(wanted.nproc), "-q", "--show", "0", "-m", __name__, *options.without_nproc(argv)])
+    if wanted.plot is not None and job.job_here().world_size == 1:
+        print("allranks doctor: error: --plot draws pairs of ranks, and this is no job: add -n 4", file=sys.stderr)
+        return 2
     checks = check.run_all()
     try:
         found = ranks.examine(checks, wanted)
