@@ -49,7 +49,6 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_RESTART_COUNT", "torchrun", "How often the agent has started the ranks again."),
     Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR."),
     Variable("ALLRANKS_ENV", "by hand", f"What started this process: {', '.join(CHOICES)}."),
-    Variable("ALLRANKS_CPUS", "allranks run", "CPUs that this host's ranks have together, where each has its own."),
     Variable("ALLRANKS_SECRET", "allranks run, or by hand", "Secret of the job, at least 16 characters."),
     Variable("ALLRANKS_SECRET_FILE", "by hand", "File that holds the secret (mode 0600)."),
     Variable("ALLRANKS_INSECURE", "by hand", "1: no secret. Whoever reaches the ports of the job can join it."),
