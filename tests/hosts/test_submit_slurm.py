@@ -12,8 +12,10 @@ from slurm import Slurm
 
 FIRST = Path(__file__).parents[2] / "examples" / "first"
 PROGRAM = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(f"rank {os.environ['RANK']} was told"))
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], sys.argv[1:], os.getcwd(), flush=True)
+signal.sigtimedwait([], 60)
 """
 
 
@@ -29,14 +31,24 @@ def test_sbatch_takes_it_and_runs_it(slurm: Slurm, tmp_path: Path) -> None:
     assert "to start at" in tried.stderr, tried.stderr
     handed_in = slurm.run("env", "--chdir", str(tmp_path), *command[:-3], "--now", *command[-3:])
     assert handed_in.stdout.strip().isdigit(), handed_in.stderr
-    written = tmp_path / f"show-{handed_in.stdout.strip()}.out"
-    until = time.monotonic() + 40
-    while not (written.exists() and written.read_text().count("rank") == 4):
-        assert time.monotonic() < until, written.read_text() if written.exists() else slurm.run("squeue").stdout
-        time.sleep(0.1)
-    assert sorted(re.findall(r"rank (.*)", written.read_text())) == [
-        f"{rank} of 4 {list(arguments)} {tmp_path}" for rank in range(4)
-    ]
+    job = handed_in.stdout.strip()
+    written = tmp_path / f"show-{job}.out"
+
+    def lines_with(word: str) -> list[str]:
+        """Four of them, once they are there."""
+        until = time.monotonic() + 40
+        while True:
+            text = written.read_text() if written.exists() else ""
+            found = re.findall(rf"rank (\d {word}.*)", text)
+            if len(found) == 4:
+                return sorted(found)
+            assert time.monotonic() < until, text or slurm.run("squeue").stdout
+            time.sleep(0.1)
+
+    assert lines_with("of") == [f"{rank} of 4 {list(arguments)} {tmp_path}" for rank in range(4)]
+    # What --signal=B:TERM@60 has SLURM do a minute before the time is over.
+    slurm.run("scancel", "--signal=TERM", "--batch", job)
+    assert lines_with("was told") == [f"{rank} was told" for rank in range(4)]
 
 
 def test_the_helper_of_users(slurm: Slurm) -> None:

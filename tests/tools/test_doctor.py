@@ -129,7 +129,7 @@ def test_a_secret_is_looked_at_and_not_made(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("ALLRANKS_SECRET", "short")
     assert job.secret().verdict == "FAIL"
     monkeypatch.setenv("ALLRANKS_SECRET", "0123456789abcdef" * 2)
-    assert job.secret() == check.ok("ALLRANKS_SECRET, the same on all hosts that share it")
+    assert job.secret() == check.ok("from ALLRANKS_SECRET")
     monkeypatch.setenv("ALLRANKS_INSECURE", "1")
     assert job.secret().verdict == "warn"
 
@@ -141,6 +141,12 @@ def test_variables() -> None:
     said = job.judge_variables({"ALLRANKS_IFACES": "eth0"})
     assert said.verdict == "warn"
     assert "ALLRANKS_IFACES (did you mean ALLRANKS_IFACE?)" in said.measured
+    used = {
+        name for file in SOURCE.rglob("*.py") for name in re.findall(r"\bALLRANKS_[A-Z_]*[A-Z]\b", file.read_text())
+    }
+    assert job.judge_variables(dict.fromkeys(used - set(job._RANKS), "")).verdict == "ok", (
+        "one is not in _env.VARIABLES"
+    )
     assert job.judge_variables({"MASTER_PORT": "29500"}).advice.endswith("unset MASTER_PORT")
 
 
@@ -392,6 +398,7 @@ def test_the_matrix_in_text() -> None:
         (("-n", "0"), "-n must be at least 1"),
         (("--timeout", "0"), "--timeout must be positive"),
         (("--plot", "/no/such/folder/pairs.png"), "no such directory: /no/such/folder"),
+        (("--plot", "pairs.png"), "--plot draws pairs of ranks, and this is no job: add -n 4"),
         (("--fast",), "unrecognized arguments: --fast"),
     ],
 )

@@ -33,13 +33,16 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit code: 1 if a check failed.
     """
-    from allranks.tools.doctor import check, options, ranks, report, text
+    from allranks.tools.doctor import check, job, options, ranks, report, text
 
     wanted = options.parse(argv)
     if wanted.nproc is not None:
         from allranks.launch import cli
 
         return cli.main(["-n", str(wanted.nproc), "-q", "--show", "0", "-m", __name__, *options.without_nproc(argv)])
+    if wanted.plot is not None and job.job_here().world_size == 1:
+        print("allranks doctor: error: --plot draws pairs of ranks, and this is no job: add -n 4", file=sys.stderr)
+        return 2
     checks = check.run_all()
     try:
         found = ranks.examine(checks, wanted)
@@ -47,9 +50,10 @@ def main(argv: Sequence[str]) -> int:
         found = report.Report(report.merge([ranks.facts(checks)]))
     if found is None:
         return 0  # rank 0 says it
-    if wanted.json is not None:
+    first = job.job_here().rank == 0  # where the ranks have not met, each comes here, and the file is one
+    if wanted.json is not None and first:
         report.write(found, wanted.json)
-    if wanted.json is None or str(wanted.json) != "-":
+    if wanted.json is None or not first or str(wanted.json) != "-":
         text.show(found)
     if wanted.plot is not None and found.pairs is not None:
         from allranks.tools.doctor.plot import plot

@@ -77,7 +77,7 @@ def secret() -> Finding:
     except ConfigError as error:
         said, _, advice = str(error).partition("\n")
         return fail(said, advice.strip() or "Make one: openssl rand -hex 32")
-    return ok(f"{given}, the same on all hosts that share it")
+    return ok(f"from {given}")
 
 
 def leftovers() -> Finding:

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from allranks.tools.doctor.check import Finding, fail, ok, warn
@@ -33,9 +34,11 @@ _ASK_MPI4PY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import M
 
 def versions() -> dict[str, str]:
     """What should be the same on all hosts."""
-    found = {"python": platform.python_version(), "allranks": importlib.metadata.version("allranks")}
+    import allranks
+
+    found = {"python": platform.python_version(), "allranks": allranks.__version__}
     for name in ("torch", "numpy", "mpi4py"):
-        if importlib.util.find_spec(name):
+        with suppress(importlib.metadata.PackageNotFoundError):  # not installed, or not by pip
             found[name] = importlib.metadata.version(name)
     return found
 
