@@ -11,12 +11,13 @@ import sys
 from typing import NoReturn
 
 from allranks._errors import ConfigError
-from allranks._host import count_gpus, usable_cpus
+from allranks._host import usable_cpus
 from allranks._hostlist import Slots
 from allranks._places import Place, detect, read_hosts
 from allranks.launch.layout import describe_plan, share_out
 from allranks.launch.local import run_here
 from allranks.launch.options import Options
+from allranks.launch.placement import describe, seats, visible_gpus
 from allranks.launch.rank import Rank
 from allranks.launch.screen import ensure_standard_streams
 from allranks.launch.spread import is_here, join_leader, lead, run_there
@@ -76,9 +77,12 @@ def _launch(options: Options, place: Place) -> int | Rank:
 def _run_here(options: Options, host: Slots) -> int | Rank:
     if options.nodes is not None and options.nodes[0] > 1:
         raise ConfigError(f"{options.nodes[0]} hosts were asked for (-N), and there is only {host.name}")
-    (nproc,) = share_out([host], options.nproc, options.per_host, [(usable_cpus(), count_gpus())])
+    gpus = len(visible_gpus(os.environ)) if options.per_host == "gpu" else 0
+    (nproc,) = share_out([host], options.nproc, options.per_host, [(usable_cpus(), gpus)])
     if options.dry_run:
         print(describe_plan([host.name], [nproc], "from this process", options.target.words()))
+        for line in describe(seats(nproc, options.bind, options.one_gpu_per_rank, os.environ)):
+            print(f"    {line}")
         return 0
     return run_here(options, nproc)
 
