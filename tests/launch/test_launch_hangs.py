@@ -79,7 +79,7 @@ threading.Thread(target=other, daemon=True).start()
 if rank == "2": os.kill(os.getpid(), signal.SIGSTOP)
 step()
 """
-    done = launcher.script(WAITING + body, "-n", "3", "--start", "spawn", "--idle-timeout", "2s", "--logs", "logs")
+    done = launcher.script(WAITING + body, "-n", "3", "--idle-timeout", "2s", "--logs", "logs")
     lines = done.err.splitlines()
     assert done.code == 124
     assert done.lines == ["[0] begin", "[1] begin"]
@@ -98,8 +98,8 @@ step()
 
 
 def test_a_job_that_writes_is_not_idle(launcher: Launcher) -> None:
-    body = "for n in range(6):\n    time.sleep(0.5)\n    if rank == '1': print(n)"
-    done = launcher.script(WAITING + body, "-n", "2", "--start", "spawn", "--show", "none", "--idle-timeout", "2")
+    body = "for n in range(16):\n    time.sleep(0.25)\n    if rank == '1': print(n)"
+    done = launcher.script(WAITING + body, "-n", "2", "--show", "none", "--idle-timeout", "3")
     assert (done.code, done.err) == (0, "")
 
 
@@ -107,25 +107,32 @@ def test_idle_command_and_rank_that_blocks_all_signals(launcher: Launcher) -> No
     done = launcher.run("--idle-timeout", "0.5", "--", "sleep", "60")
     assert done.code == 124
     assert "rank 0 runs no python script (pid " in done.err
-    body = "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))\ntime.sleep(60)"
-    done = launcher.script(WAITING + body, "--start", "spawn", "--idle-timeout", "1", "--grace", "0.1")
+    body = "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))\nprint()\ntime.sleep(60)"
+    done = launcher.script(WAITING + body, "--idle-timeout", "2", "--grace", "0.1")
     assert done.code == 124
     assert "rank 0 did not say where it is (blocked signals, or the kernel)" in done.err
 
 
 def test_ranks_that_hang_in_a_collective(launcher: Launcher) -> None:
     script = """
-        import time, allranks as dist
+        import threading, time
+        begun = threading.Event()
+        def live():
+            while not begun.wait(0.2): print("beginning")
+        thread = threading.Thread(target=live)
+        thread.start()
+        import allranks as dist
         dist.init_process_group()
-        print("begin")
+        dist.barrier()
+        begun.set(); thread.join()
         if dist.get_rank() == 0: dist.barrier()
         else: time.sleep(60)
         """
-    done = launcher.script(script, "-n", "2", "--idle-timeout", "3", "--grace", "2", real_torch=True)
+    done = launcher.script(script, "-n", "2", "--idle-timeout", "2", "--grace", "2", real_torch=True)
     assert done.code == 124
     assert done.err.splitlines()[-2:] == [
-        "allranks run: rank 0: at script.py:5 in <module>",
-        "allranks run: rank 1: at script.py:6 in <module>",
+        "allranks run: rank 0: at script.py:12 in <module>",
+        "allranks run: rank 1: at script.py:13 in <module>",
     ]
     assert "in barrier" in done.err
 

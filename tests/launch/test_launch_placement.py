@@ -176,6 +176,22 @@ def test_ranks_are_bound_here(launcher: Launcher, how: str) -> None:
     ]
 
 
+def test_a_rank_for_each_gpu_that_nvidia_smi_lists(launcher: Launcher) -> None:
+    """The tool is a shim here, as there is no GPU."""
+    shim = launcher.write(f"#!/bin/sh\ncat << EOF\n{LISTED}EOF\n", "bin/nvidia-smi")
+    shim.chmod(0o755)
+    environ = {"PATH": f"{shim.parent}:{os.environ['PATH']}"}
+    options = ["-n", "gpu", "--one-gpu-per-rank"]
+    done = launcher.script(SCRIPT, *options, "--start", "spawn", "--dry-run", environ=environ)
+    assert (done.code, done.err) == (0, "")
+    threads = max(1, placement.usable_cpus() // 3)
+    assert f"local rank 1: all CPUs, GPU MIG-y, {threads} thread" in done.out
+    done = launcher.script(SCRIPT, *options, "--start", "spawn", environ=environ)
+    assert done.lines == [
+        f"[{rank}] {HERE} {gpu} {rank} {threads} None" for rank, gpu in enumerate(("MIG-x", "MIG-y", "1"))
+    ]
+
+
 def test_no_gpu_for_a_rank(launcher: Launcher) -> None:
     done = launcher.script("", "-n", "2", "--one-gpu-per-rank", environ={"CUDA_VISIBLE_DEVICES": "GPU-a"})
     assert (done.code, len(done.err.splitlines())) == (2, 1)

@@ -9,8 +9,12 @@ works where torch is broken. Only ``job.preload`` imports it, by name, in the pr
 - ``environ``    what a rank's environment says
 - ``messages``   what an agent tells its launcher: output, failure report, exit
 - ``output``     bytes of many ranks -> lines of one screen (pure)
+- ``collapse``   the same line of many ranks -> one line (pure)
+- ``stacks``     where ranks are, from what they say of it (pure)
+- ``placement``  which CPUs and which GPU each rank of a host gets
 - ``blame``      which failure is the cause, and how it is told (pure)
 - ``outlet``     one of this process's own descriptors, written without ever blocking
+- ``logs``       log files, in torchrun's layout too
 - ``screen``     this process's stdout and stderr, and the log files
 - ``wires``      the pipes and terminals between a rank and its agent
 - ``guard``      kills the ranks' process groups when the launcher is killed

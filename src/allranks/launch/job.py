@@ -13,13 +13,14 @@ import sys
 from typing import NoReturn
 
 from allranks._errors import ConfigError
-from allranks._host import count_gpus, usable_cpus
+from allranks._host import usable_cpus
 from allranks._hostlist import Slots, expand_hosts
 from allranks._places import PORTS_TRIED, Place, detect, job_ports, job_secret, read_hosts, with_domain
 from allranks._store import load_secret
 from allranks.launch.layout import describe_plan, share_out
 from allranks.launch.local import run_here
 from allranks.launch.options import Options
+from allranks.launch.placement import describe, seats, visible_gpus
 from allranks.launch.rank import Rank
 from allranks.launch.screen import ensure_standard_streams
 from allranks.launch.spread import is_here, join_leader, lead, run_there
@@ -91,11 +92,12 @@ def _ask_flux() -> tuple[Slots, ...]:
 def _run_here(options: Options, host: Slots) -> int | Rank:
     if options.nodes is not None and options.nodes[0] > 1:
         raise ConfigError(f"{options.nodes[0]} hosts were asked for (-N), and there is only {host.name}")
-    (nproc,) = share_out(
-        [host], options.nproc, options.per_host, [(usable_cpus(), count_gpus())], strict=bool(options.hosts)
-    )
+    gpus = len(visible_gpus(os.environ)) if options.per_host == "gpu" else 0
+    (nproc,) = share_out([host], options.nproc, options.per_host, [(usable_cpus(), gpus)], strict=bool(options.hosts))
     if options.dry_run:
         print(describe_plan([host.name], [nproc], "from this process", options.target.words()))
+        for line in describe(seats(nproc, options.bind, options.one_gpu_per_rank, os.environ)):
+            print(f"    {line}")
         return 0
     return run_here(options, nproc)
 

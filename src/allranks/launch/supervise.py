@@ -28,7 +28,7 @@ _STRAGGLERS_S = 0.5
 _LINGER_S = 10.0  # from the first rank's end to a word about it
 _DRAIN_S = 1.0  # the least that a reader gets for what is left when a job was stopped
 _LOST_CODE = 255  # as ssh has it
-_DUMP_S = 0.5  # what a signal waits for stacks, which take milliseconds
+_DUMP_S = 1.0  # what a signal waits for stacks, which take milliseconds
 _IDLE_DUMP_S = 2.0  # the same where they are all that is wanted
 _QUIET_S = 0.2  # after the last of a rank's stacks; they have no end of their own
 _IDLE_CODE = 124  # as timeout(1) has it
@@ -216,8 +216,8 @@ class Supervisor:
                 self._screen.take(event)
             self._stay_awake()
         elif isinstance(event, Stacks):
-            if self._dump is not None:
-                self._dump.take(event)
+            if (dump := self._dump or self._dumped) is not None:  # late is better than never
+                dump.take(event)
         elif isinstance(event, Failed):
             self._screen.log(event.rank, event.report.text)
             failed = Failure(event.rank, event.pid, event.report.code, event.report.at, event.report)
