@@ -39,6 +39,7 @@ from allranks.launch.supervise import FORWARDED, Supervisor
 from allranks.launch.ways import LIKE_SSH, agent_words, carried, like_ssh, srun_words
 
 _TELL_S = 10.0
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 __all__ = ["is_here", "join_leader", "lead", "run_there"]
 
@@ -123,7 +124,14 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
         if not options.quiet:
             _say(f"waiting for host 0 at {where} (last: {last})")
 
-    sock = dial(targets, load_secret(), time.monotonic() + options.join_timeout_s, tell)
+    try:
+        sock = dial(targets, load_secret(), time.monotonic() + options.join_timeout_s, tell)
+    except ConfigError as error:
+        if not all(host in _LOOPBACK for host, _ in targets):
+            raise
+        raise ConfigError(
+            f"{error}\n  That is this host itself; if host 0 is another, name it: --master-addr"
+        ) from None
     descriptor = sock.detach()
     own = _prepare_of(options, 1)
 

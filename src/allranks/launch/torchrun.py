@@ -205,12 +205,8 @@ def _meeting(asked: argparse.Namespace, for_launch: bool) -> list[str]:
         words += ["--local-addr", asked.local_addr]
     by_c10d = asked.rdzv_backend == "c10d"
     several = asked.nnodes not in ("1", "1:1")
-    if several:
-        settings = [] if "join_timeout" in asked.rdzv_conf else [f"join_timeout={600 if by_c10d else 900}"]
-        settings += [] if "last_call_timeout" in asked.rdzv_conf else ["last_call_timeout=30"]
-        words += ["--rdzv-conf", ",".join([*settings, *filter(None, [asked.rdzv_conf])])]
-    elif asked.rdzv_conf:
-        words += ["--rdzv-conf", asked.rdzv_conf]
+    usual = f"timeout={600 if by_c10d else 900},last_call_timeout=30"
+    words += ["--rdzv-conf", f"{usual},{asked.rdzv_conf}"]  # what is said later wins
     if by_c10d:
         return [*words, "--rdzv-endpoint", asked.rdzv_endpoint or f"localhost:{C10D_PORT}"] if several else words
     if asked.rdzv_endpoint:
