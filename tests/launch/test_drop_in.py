@@ -23,7 +23,8 @@ SAY_ENVIRON = """
 """
 SAY_PLACE = """
     import os
-    print(*(os.environ[name] for name in ("GROUP_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "ROLE_NAME")))
+    names = ("GROUP_RANK", "RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE")
+    print(*(os.environ[name] for name in names))
 """
 
 
@@ -133,7 +134,7 @@ def test_c10d_on_one_machine(torchrun: Launcher) -> None:
     assert [place[:4] for place in places] == [
         [group, str(rank), "4", "7"] for rank, group in enumerate(place[0] for place in places)
     ]
-    assert sorted(place[4] for place in places) == ["a", "b", "b", "b"]
+    assert sorted(place[4:] for place in places) == [["a", "0", "1"], *(["b", str(rank), "3"] for rank in range(3))]
     assert sorted({place[0] for place in places}) == ["0", "1", "2"]
 
 
@@ -147,9 +148,19 @@ def test_who_wants_another_job_is_turned_away(torchrun: Launcher) -> None:
     second = torchrun.run(*line.split(), "--rdzv-conf", "is_host=0", "--rdzv-id=a", "script.py")
     out, err = first.communicate(timeout=60)
     assert said([Done(first.returncode, out.decode(), err.decode()), second]) == [
-        "0 0 2 a default",
-        "1 1 2 a default",
+        "0 0 2 a default 0 2",
+        "1 1 2 a default 1 2",
     ]
+
+
+def test_virtual_local_ranks(torchrun: Launcher) -> None:
+    script = "import os\nprint(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'], os.environ['RANK'])"
+    words = ["--nproc-per-node=2", "--virtual-local-rank"]
+    done = torchrun.script(script, *words, environ={"CUDA_VISIBLE_DEVICES": "4,7"})
+    assert done.lines == ["[0] 0 4 0", "[1] 0 7 1"]
+    done = torchrun.script(script, *words, environ={"CUDA_VISIBLE_DEVICES": "4"})
+    assert done.code == 2
+    assert "2 ranks cannot have a GPU each" in done.err
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
@@ -180,9 +191,7 @@ def test_commands_modules_and_interpreters(torchrun: Launcher) -> None:
 def test_errors_name_the_command(torchrun: Launcher, tmp_path: Path) -> None:
     done = torchrun.run("--rdzv-backend", "etcd", "x.py")
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(
-        "allranks torchrun: error: argument --rdzv-backend/--rdzv_backend: there is no 'etcd' here"
-    )
+    assert done.err.startswith("allranks torchrun: error: argument --rdzv-backend: there is no 'etcd' here")
     assert torchrun.run("nowhere.py").err.startswith("allranks torchrun: error: there is no script 'nowhere.py'")
     launch = replace(torchrun, program=("allranks", "launch"))
     assert launch.run("nowhere.py").err.startswith("allranks launch: error: there is no script 'nowhere.py'")

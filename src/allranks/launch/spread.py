@@ -27,6 +27,7 @@ from allranks._network import published_addresses
 from allranks._store import load_secret
 from allranks._store.address import addresses_of
 from allranks.launch.door import Door, dial
+from allranks.launch.error_file import write_error_file
 from allranks.launch.fleet import Fleet
 from allranks.launch.layout import describe_plan, share_out
 from allranks.launch.link import LinkLost, to_launcher
@@ -149,7 +150,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
 
     try:
         last = Station(to_launcher(descriptor, descriptor), own, show).run(
-            hello(node, _own_slots(options), options.run)
+            hello(node, _own_slots(options), options.run, options.role)
         )
     except LinkLost:
         raise ConfigError(f"host 0 ({where}) is gone; the ranks on this host were stopped") from None
@@ -278,6 +279,7 @@ class _Job:
                 again, budget = True, budget - 1
             if not again or not self._enough_hosts():
                 fleet.end(code, supervisor.last_words)
+                write_error_file(supervisor.cause, os.environ)
                 return code
             self.restart += 1
             names = ", ".join(host.name for host in fleet)
@@ -328,6 +330,7 @@ class _Job:
         )
         stdio = screen.stdio()
         firsts = [sum(counts[:number]) for number in range(len(counts))]
+        roles = [(host.hello.role if host.hello is not None else "") or options.role for host in fleet]
         start = [
             Start(
                 first=first,
@@ -340,6 +343,8 @@ class _Job:
                 run=self.run_id,
                 restart=self.restart,
                 restarts=options.restarts,
+                role_first=sum(c for c, r in zip(counts[:number], roles, strict=False) if r == roles[number]),
+                role_size=sum(c for c, r in zip(counts, roles, strict=True) if r == roles[number]),
                 stdio=stdio[first : first + count],
             )
             for number, (first, count) in enumerate(zip(firsts, counts, strict=True))
@@ -389,6 +394,7 @@ def _prepare_of(options: Options, nproc: int) -> Prepare:
         bind=options.bind,
         one_gpu_per_rank=options.one_gpu_per_rank,
         role=options.role,
+        virtual_local_rank=options.virtual_local_rank,
         master=options.leader[0] if options.leader is not None else "",
     )
 

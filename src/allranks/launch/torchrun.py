@@ -169,7 +169,8 @@ def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = 
     words += ["--grace", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S) if grace is None else str(grace)]
     told = [f"{_spelling(asked)}=${{local_rank}}"] if for_launch and not asked.use_env else []
     options = parse([*words, *_target(asked, told, environ)])
-    return replace(options, target=replace(options.target, macros=True))
+    target = replace(options.target, macros=True)
+    return replace(options, target=target, virtual_local_rank=asked.virtual_local_rank)
 
 
 def _refuse(asked: argparse.Namespace) -> None:
