@@ -106,13 +106,17 @@ def test_launch_on_one_machine_and_on_two(made: Jobs) -> None:
     assert said(together(made, [0, 1], "allranks.launch", *lines)) == there
 
 
-def test_helper_for_slurm(slurm: Slurm, tmp_path: Path) -> None:
+def test_lines_for_slurm(slurm: Slurm, tmp_path: Path) -> None:
 
     with jobs(slurm.hosts, {**os.environ, **slurm.environ}, tmp_path) as made:
         made.write(HELLO, "helloworld.py")
         made.write(HELPER.replace("PYTHON", sys.executable), "slurm_multinode_helper.sh")
         words = ["srun", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=2", "bash", "slurm_multinode_helper.sh"]
         done = finish(made.start_any(0, *words))
+        alone = [*words[:3], sys.executable, "-m", "allranks.launch", "--nproc_per_node", "2", "helloworld.py"]
+        single = finish(made.start_any(0, *(word.replace("nodes=2", "nodes=1") for word in alone)))
+    hello = "[http://127.0.0.1:29500] hello from nccl process"
+    assert said([single]) == [f"{hello} 0/2", f"{hello} 1/2"]
     ports = set(re.findall(r"\[http://node0:(\d+)\]", done.out))
     assert len(ports) == 1
     assert 15000 <= int(ports.pop()) < 25000

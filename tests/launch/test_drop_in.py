@@ -126,10 +126,17 @@ def test_log_files_lie_where_torchrun_puts_them(torchrun: Launcher) -> None:
 
 
 def test_c10d_on_one_machine(torchrun: Launcher) -> None:
-    """Who gets the port leads; the others are numbered as they come, each with as many ranks as it says."""
+    """Who gets the port leads; the others are numbered as they come, each with as many ranks as it says.
+
+    One of them is ``allranks run``, which has these options, too.
+    """
     torchrun.write(SAY_PLACE)
     line = f"--nnodes 3 --rdzv-backend c10d --rdzv-endpoint localhost:{free_port()} --rdzv-id 7 --role"
-    dones = together(torchrun, f"{line} a script.py", f"{line} b --nproc-per-node 2 script.py", f"{line} b script.py")
+    run = replace(torchrun, program=("allranks", "run"))
+    third = run.start(*line.split(), "b", "script.py")
+    dones = together(torchrun, f"{line} a script.py", f"{line} b --nproc-per-node 2 script.py")
+    out, err = third.communicate(timeout=60)
+    dones.append(Done(third.returncode, out.decode(), err.decode()))
     places = [text.split() for text in said(dones)]
     assert [place[:4] for place in places] == [
         [group, str(rank), "4", "7"] for rank, group in enumerate(place[0] for place in places)

@@ -1,7 +1,7 @@
 """The arguments of ``allranks run``: words in, ``Options`` out.
 
 Options stand before the script; all that follows it is the script's own. torchrun's and torch.distributed.launch's
-spellings are accepted where they mean the same on one host.
+spellings are accepted where they mean the same; all of them are ``torchrun``'s business.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
         OSError: no port is free.
     """
     door = _open_door(addresses_of(name), ports)
-    job = _Job(options, *nodes, Fleet(door))
+    job = _Job(options, *nodes, Fleet(door), name if options.leader is not None and is_here(name) else "")
     try:
         job.open_to_callers()
         return job.run()
@@ -134,7 +134,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
             f"{error}\n  That is this host itself; if host 0 is another, name it: --master-addr"
         ) from None
     descriptor = sock.detach()
-    own = _prepare_of(options, 1)
+    own = _prepare_of(options, 1, options.leader[0] if options.leader is not None else "")
 
     def show(start: Start) -> Screen:
         mine = range(start.first, start.first + start.count)
@@ -167,6 +167,7 @@ class _Job:
     least: int
     most: int
     fleet: Fleet = field(default_factory=Fleet)
+    master: str = ""  # what the user calls host 0
     secret: bytes = field(default_factory=lambda: secrets.token_hex(32).encode())
     run_id: str = field(init=False)
     restart: int = 0
@@ -311,7 +312,7 @@ class _Job:
         world_size = sum(counts)
         prepare = [
             msgspec.structs.replace(
-                _prepare_of(options, count), secret=self.secret, serves=number == 0, spans=len(counts) > 1
+                _prepare_of(options, count, self.master), secret=self.secret, serves=number == 0, spans=len(counts) > 1
             )
             for number, count in enumerate(counts)
         ]
@@ -377,7 +378,7 @@ class _Job:
         self.fleet.close()
 
 
-def _prepare_of(options: Options, nproc: int) -> Prepare:
+def _prepare_of(options: Options, nproc: int, master: str) -> Prepare:
     environ = carried(os.environ, options.exports)
     if options.instead_of_gloo:
         environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"
@@ -395,7 +396,7 @@ def _prepare_of(options: Options, nproc: int) -> Prepare:
         one_gpu_per_rank=options.one_gpu_per_rank,
         role=options.role,
         virtual_local_rank=options.virtual_local_rank,
-        master=options.leader[0] if options.leader is not None else "",
+        master=master,
     )
 
 
