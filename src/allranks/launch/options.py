@@ -213,7 +213,7 @@ def parse(argv: Sequence[str]) -> Options:
         leads=meeting.leads,
         run=meeting.run,
         role=args.role,
-        env=args.env,
+        env="local" if args.standalone else args.env,
         start=args.start,
         display=Display(
             show=args.show,
