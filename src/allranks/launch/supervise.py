@@ -88,7 +88,6 @@ class Supervisor:
 
     Attributes:
         results: what ranks that ran a function returned, pickled.
-        cause: once it has run: the first failure; None if there was none.
         failed: once it has run: a rank failed or hung, or a host was lost; nobody asked for the end.
         joined: once it has run: it was ended so that a host that came can take part.
         last_words: once it has run: how it ended, as it was told.
@@ -115,7 +114,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._quiet = quiet
         self._blame = Blame()
-        self.cause: Failure | None = None
+        self._cause: Failure | None = None
         self._signalled: int | None = None
         self._kill_at: float | None = None  # set once the job is being stopped
         self._stopped_at = 0.0
@@ -132,6 +131,11 @@ class Supervisor:
         self._dump: _Dump | None = None
         self._dumped: _Dump | None = None
         self._unasked: list[int] = []  # who was ended by a signal when the job was stopped, and so said nothing
+
+    @property
+    def cause(self) -> Failure | None:
+        """Once it has run: the first failure; None if there was none."""
+        return self._cause
 
     def run(self, mask: Set[int]) -> int:
         """Runs the job to its end.
@@ -194,8 +198,8 @@ class Supervisor:
         now = time.monotonic()
         settles_at = self._blame.settles_at()
         if self._kill_at is None and settles_at is not None and now >= settles_at:
-            self.cause = self._blame.cause()
-            self._stop(signal.SIGTERM, [rank for rank in self._agent.running if rank != self.cause.rank])
+            self._cause = self._blame.cause()
+            self._stop(signal.SIGTERM, [rank for rank in self._agent.running if rank != self._cause.rank])
         while self._received:  # after the failures: one that came before is the cause
             self._take_signal(self._received.popleft())
         if self._dump is not None and now >= self._dump.ends_at():
@@ -374,17 +378,17 @@ class Supervisor:
             return 0
         if self._idled:
             return self._say_idled()
-        if self.cause is None and failures and not self._output_lost:  # echoes, and all were gone before they settled
-            self.cause = self._blame.cause()
+        if self._cause is None and failures and not self._output_lost:  # echoes, and all were gone before they settled
+            self._cause = self._blame.cause()
             self._stopped_at = time.monotonic()
-        if self.cause is None:
+        if self._cause is None:
             return self._own_code()
         before = [failure for failure in failures if failure.at < self._stopped_at]
-        tail = self._screen.tail(self.cause.rank)
+        tail = self._screen.tail(self._cause.rank)
         self.failed = True
-        self.last_words = describe_failure(self.cause, before, tail, self._quiet, sorted(self._left))
+        self.last_words = describe_failure(self._cause, before, tail, self._quiet, sorted(self._left))
         self._screen.note(self.last_words)
-        return self.cause.exit_code
+        return self._cause.exit_code
 
     def _say_idled(self) -> int:
         """After all that ranks said when they were stopped, once more and in short."""
