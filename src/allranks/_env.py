@@ -47,6 +47,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_USE_AGENT_STORE", "torchrun", "True: the agent serves a store at MASTER_ADDR:MASTER_PORT."),
     Variable("TORCHELASTIC_RUN_ID", "torchrun", "Name of the job on the agent's store."),
     Variable("TORCHELASTIC_RESTART_COUNT", "torchrun", "How often the agent has started the ranks again."),
+    Variable("TORCHELASTIC_ERROR_FILE", "who starts a launcher", "Where it writes why the job failed, as JSON."),
     Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR."),
     Variable("ALLRANKS_ENV", "by hand", f"What started this process: {', '.join(CHOICES)}."),
     Variable("ALLRANKS_SECRET", "allranks run, or by hand", "Secret of the job, at least 16 characters."),

@@ -68,6 +68,10 @@ def test_leader() -> None:
     assert parse(["--master_addr", "::1", "--master_port=8", "x.py"]).leader == ("::1", 8)
 
 
+def test_standalone_is_here_whatever_the_scheduler_gave_us() -> None:
+    assert parse(["--standalone", "x.py"]).env == "local"
+
+
 def test_auto() -> None:
     assert parse(["-n", "auto", "x.py"]).per_host == "auto"
     assert parse(["--nproc-per-node", "gpu", "x.py"]).per_host == "gpu"

@@ -47,6 +47,8 @@ class Plan:
         environ: the environment that all share.
         stdio: what stdout and stderr of each rank are.
         seats: CPUs and GPU of each rank; empty where all have all.
+        role_first: number of the first among the ranks of its role; None: as in the job.
+        virtual: LOCAL_RANK is 0 for all, as each sees one GPU.
     """
 
     nproc: int
@@ -56,6 +58,8 @@ class Plan:
     stdio: tuple[Stdio, ...]
     first: int = 0
     seats: tuple[Seat, ...] = ()
+    role_first: int | None = None
+    virtual: bool = False
 
 
 @dataclass
@@ -137,7 +141,9 @@ class Agent:
     def _become(self, local_rank: int, wires: Wires) -> Rank:
         plan = self._plan
         rank = Rank(plan.target.on(local_rank), wires.status, wires.stacks, os.getpid())
-        environ = plan.environ | place_environ(plan.first + local_rank, local_rank)
+        role_first = plan.first if plan.role_first is None else plan.role_first
+        told = 0 if plan.virtual else local_rank
+        environ = plan.environ | place_environ(plan.first + local_rank, told, role_first + local_rank)
         if plan.seats:
             seat = plan.seats[local_rank]
             environ |= seat.environ()

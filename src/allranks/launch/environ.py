@@ -42,7 +42,8 @@ class Share:
         node: number of this host.
         nodes: how many hosts there are.
         run: name of the job.
-        role: name of what the ranks do.
+        role: name of what the ranks do; those of another host may do something else.
+        role_size: ranks in the job that do so; None for all.
         restart: how often it has been started again.
         restarts: how often it may be.
     """
@@ -55,6 +56,7 @@ class Share:
     restart: int = 0
     restarts: int = 0
     role: str = "default"
+    role_size: int | None = None
 
 
 def common_environ(
@@ -85,7 +87,7 @@ def common_environ(
             "OMP_NUM_THREADS": threads_per_rank(share.nproc, threads, environ, seats),
             "WORLD_SIZE": str(share.world_size),
             "LOCAL_WORLD_SIZE": str(share.nproc),
-            "ROLE_WORLD_SIZE": str(share.world_size),
+            "ROLE_WORLD_SIZE": str(share.world_size if share.role_size is None else share.role_size),
             "ROLE_NAME": share.role,
             "GROUP_RANK": str(share.node),
             "GROUP_WORLD_SIZE": str(share.nodes),
@@ -101,9 +103,9 @@ def common_environ(
     )
 
 
-def place_environ(rank: int, local_rank: int) -> dict[str, str]:
+def place_environ(rank: int, local_rank: int, role_rank: int) -> dict[str, str]:
     """What differs from rank to rank."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank)}
+    return {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(role_rank)}
 
 
 def free_port(wanted: int = 0) -> int:

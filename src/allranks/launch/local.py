@@ -19,6 +19,7 @@ from allranks._errors import ConfigError
 from allranks._store import StoreServer
 from allranks.launch.agent import Agent, Plan
 from allranks.launch.environ import Share, common_environ, free_port
+from allranks.launch.error_file import write_error_file
 from allranks.launch.guard import Guard
 from allranks.launch.options import Options
 from allranks.launch.placement import seats
@@ -49,8 +50,9 @@ def run_here(options: Options, nproc: int) -> int | Rank:
         )
         if isinstance(round_, Rank):
             return round_
-        code, failed = round_.run()
-        if not failed or restart == options.restarts:
+        code, supervisor = round_.run()
+        if not supervisor.failed or restart == options.restarts:
+            write_error_file(supervisor.cause, os.environ)
             return code
         restart += 1
         print(f"allranks run: starting again ({restart} of {options.restarts})", file=sys.stderr, flush=True)
@@ -64,8 +66,8 @@ class _Round:
     screen: Screen
     mask: Set[int]
 
-    def run(self) -> tuple[int, bool]:
-        """The exit code, and whether a rank failed."""
+    def run(self) -> tuple[int, Supervisor]:
+        """The exit code, and what was seen."""
         gc.enable()
         self.screen.open()
         options = self.options
@@ -75,7 +77,7 @@ class _Round:
         with self.server:
             self.server.start()
             try:
-                return supervisor.run(self.mask), supervisor.failed
+                return supervisor.run(self.mask), supervisor
             finally:
                 self.agent.close()
                 self.screen.close()
@@ -95,7 +97,10 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
     start = options.start
     if start == "fork" and options.target.is_python and not preload(environ["OMP_NUM_THREADS"]):
         start = "spawn"
-    agent = Agent(Plan(nproc, options.target, start, environ, screen.stdio(), seats=places), guard)
+    agent = Agent(
+        Plan(nproc, options.target, start, environ, screen.stdio(), seats=places, virtual=options.virtual_local_rank),
+        guard,
+    )
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
     try:
         rank = agent.start(mask, files)

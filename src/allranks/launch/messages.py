@@ -150,6 +150,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         gpus: how many it has.
         now: its clock.
         run: name of the job that it wants to take part in, where whoever started it said so; else "".
+        role: name of what its ranks do, likewise.
     """
 
     host: str
@@ -162,6 +163,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     gpus: int
     now: float
     run: str = ""
+    role: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -210,6 +212,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
         bind: what CPUs a rank is bound to.
         one_gpu_per_rank: each rank sees one GPU only.
         role: name of what the ranks do.
+        virtual_local_rank: LOCAL_RANK is 0 for all, as each sees one GPU.
         master: what rank 0's host is called, for programs that use torch.distributed; "" for its address.
     """
 
@@ -225,6 +228,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     bind: Bind = "none"
     one_gpu_per_rank: bool = False
     role: str = "default"
+    virtual_local_rank: bool = False
     master: str = ""
 
 
@@ -242,6 +246,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         run: name of the job.
         restart: how often it has been started again.
         restarts: how often it may be.
+        role_first: number of the first one there among the ranks of its role.
+        role_size: how many of that role there are in the job.
         stdio: what stdout and stderr of each rank are; empty where the agent shows them itself.
     """
 
@@ -255,6 +261,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     run: str
     restart: int
     restarts: int
+    role_first: int
+    role_size: int
     stdio: tuple[Stdio, ...]
 
 

@@ -1,7 +1,7 @@
 """The arguments of ``allranks run``: words in, ``Options`` out.
 
 Options stand before the script; all that follows it is the script's own. torchrun's and torch.distributed.launch's
-spellings are accepted where they mean the same on one host.
+spellings are accepted where they mean the same; all of them are ``torchrun``'s business.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ class Options:
         signals: those that are passed on to the ranks and stop nothing.
         bind: which CPUs a rank may use.
         one_gpu_per_rank: let each rank see one GPU of its own.
+        virtual_local_rank: tell each rank that its local rank is 0, in that case.
     """
 
     target: Target
@@ -144,6 +145,7 @@ class Options:
     signals: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
     bind: Bind = "none"
     one_gpu_per_rank: bool = False
+    virtual_local_rank: bool = False
 
 
 # torchrun's options that are not here; the value that asks for what is so anyway, or None where the option has none.
@@ -211,7 +213,7 @@ def parse(argv: Sequence[str]) -> Options:
         leads=meeting.leads,
         run=meeting.run,
         role=args.role,
-        env=args.env,
+        env="local" if args.standalone else args.env,
         start=args.start,
         display=Display(
             show=args.show,

@@ -71,11 +71,13 @@ _DIAL_S = 10.0  # the launcher listened before it had this process started
 _REACH_S = 3.0
 
 
-def hello(node: int | None = None, nproc: int | None = None, run: str = "") -> Hello:
+def hello(node: int | None = None, nproc: int | None = None, run: str = "", role: str = "") -> Hello:
     """What this process says first."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     python = ".".join(map(str, sys.version_info[:3]))
-    return Hello(name, __version__, python, machine(), node, nproc, usable_cpus(), count_gpus(), time.monotonic(), run)
+    return Hello(
+        name, __version__, python, machine(), node, nproc, usable_cpus(), count_gpus(), time.monotonic(), run, role
+    )
 
 
 class Station:
@@ -154,6 +156,7 @@ class Station:
                 bind=own.bind,
                 one_gpu_per_rank=own.one_gpu_per_rank,
                 role=own.role,
+                virtual_local_rank=own.virtual_local_rank,
                 master=own.master,
             )
         try:
@@ -193,7 +196,11 @@ class Station:
             return None
         screen = self._show(command) if self._show is not None else None
         stdio = command.stdio if screen is None else screen.stdio()
-        plan = Plan(prepared.nproc, prepared.target, prepared.start, environ, stdio, command.first, self._seats)
+        plan = Plan(
+            *(prepared.nproc, prepared.target, prepared.start, environ, stdio, command.first, self._seats),
+            role_first=command.role_first,
+            virtual=prepared.virtual_local_rank,
+        )
         agent = Agent(plan, guard)
         private = tuple({self._link.ear, self._link.mouth})
         try:
@@ -225,6 +232,7 @@ class Station:
             command.restart,
             command.restarts,
             prepared.role,
+            command.role_size,
         )
         if not prepared.spans:
             assert self._server is not None

@@ -28,6 +28,7 @@ from allranks._network import published_addresses
 from allranks._store import load_secret
 from allranks._store.address import addresses_of
 from allranks.launch.door import Door, dial
+from allranks.launch.error_file import write_error_file
 from allranks.launch.fleet import Fleet
 from allranks.launch.layout import describe_plan, share_out
 from allranks.launch.link import LinkLost, to_launcher
@@ -40,6 +41,7 @@ from allranks.launch.supervise import FORWARDED, Supervisor
 from allranks.launch.ways import LIKE_SSH, agent_words, carried, flux_words, like_ssh, pbsdsh_words, srun_words
 
 _TELL_S = 10.0
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 __all__ = ["is_here", "join_leader", "lead", "run_there"]
 
@@ -105,7 +107,7 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
         OSError: no port is free.
     """
     door = _open_door(addresses_of(name), ports, secret)
-    job = _Job(options, *nodes, Fleet(door))
+    job = _Job(options, *nodes, Fleet(door), name if options.leader is not None and is_here(name) else "")
     try:
         job.open_to_callers()
         return job.run()
@@ -131,9 +133,16 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
         if not options.quiet:
             _say(f"waiting for host 0 at {where} (last: {last})")
 
-    sock = dial(targets, secret, time.monotonic() + options.join_timeout_s, tell)
+    try:
+        sock = dial(targets, secret, time.monotonic() + options.join_timeout_s, tell)
+    except ConfigError as error:
+        if not all(host in _LOOPBACK for host, _ in targets):
+            raise
+        raise ConfigError(
+            f"{error}\n  That is this host itself; if host 0 is another, name it: --master-addr"
+        ) from None
     descriptor = sock.detach()
-    own = _prepare_of(options, 1)
+    own = _prepare_of(options, 1, options.leader[0] if options.leader is not None else "")
 
     def show(start: Start) -> Screen:
         mine = range(start.first, start.first + start.count)
@@ -149,7 +158,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
 
     try:
         last = Station(to_launcher(descriptor, descriptor), own, show).run(
-            hello(node, _own_slots(options), options.run)
+            hello(node, _own_slots(options), options.run, options.role)
         )
     except LinkLost:
         raise ConfigError(f"host 0 ({where}) is gone; the ranks on this host were stopped") from None
@@ -166,6 +175,7 @@ class _Job:
     least: int
     most: int
     fleet: Fleet = field(default_factory=Fleet)
+    master: str = ""  # what the user calls host 0
     secret: bytes = field(default_factory=lambda: secrets.token_hex(32).encode())
     run_id: str = field(init=False)
     restart: int = 0
@@ -287,6 +297,7 @@ class _Job:
                 again, budget = True, budget - 1
             if not again or not self._enough_hosts():
                 fleet.end(code, supervisor.last_words)
+                write_error_file(supervisor.cause, os.environ)
                 return code
             self.restart += 1
             names = ", ".join(host.name for host in fleet)
@@ -318,7 +329,7 @@ class _Job:
         world_size = sum(counts)
         prepare = [
             msgspec.structs.replace(
-                _prepare_of(options, count), secret=self.secret, serves=number == 0, spans=len(counts) > 1
+                _prepare_of(options, count, self.master), secret=self.secret, serves=number == 0, spans=len(counts) > 1
             )
             for number, count in enumerate(counts)
         ]
@@ -337,6 +348,7 @@ class _Job:
         )
         stdio = screen.stdio()
         firsts = [sum(counts[:number]) for number in range(len(counts))]
+        roles = [(host.hello.role if host.hello is not None else "") or options.role for host in fleet]
         start = [
             Start(
                 first=first,
@@ -349,6 +361,8 @@ class _Job:
                 run=self.run_id,
                 restart=self.restart,
                 restarts=options.restarts,
+                role_first=sum(c for c, r in zip(counts[:number], roles, strict=False) if r == roles[number]),
+                role_size=sum(c for c, r in zip(counts, roles, strict=True) if r == roles[number]),
                 stdio=stdio[first : first + count],
             )
             for number, (first, count) in enumerate(zip(firsts, counts, strict=True))
@@ -381,7 +395,7 @@ class _Job:
         self.fleet.close()
 
 
-def _prepare_of(options: Options, nproc: int) -> Prepare:
+def _prepare_of(options: Options, nproc: int, master: str) -> Prepare:
     environ = carried(os.environ, options.exports)
     if options.instead_of_gloo:
         environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"
@@ -398,7 +412,8 @@ def _prepare_of(options: Options, nproc: int) -> Prepare:
         bind=options.bind,
         one_gpu_per_rank=options.one_gpu_per_rank,
         role=options.role,
-        master=options.leader[0] if options.leader is not None else "",
+        virtual_local_rank=options.virtual_local_rank,
+        master=master,
     )
 
 

@@ -132,6 +132,11 @@ class Supervisor:
         self._dumped: _Dump | None = None
         self._unasked: list[int] = []  # who was ended by a signal when the job was stopped, and so said nothing
 
+    @property
+    def cause(self) -> Failure | None:
+        """Once it has run: the first failure; None if there was none."""
+        return self._cause
+
     def run(self, mask: Set[int]) -> int:
         """Runs the job to its end.
 

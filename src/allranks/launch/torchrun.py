@@ -169,7 +169,8 @@ def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = 
     words += ["--grace", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S) if grace is None else str(grace)]
     told = [f"{_spelling(asked)}=${{local_rank}}"] if for_launch and not asked.use_env else []
     options = parse([*words, *_target(asked, told, environ)])
-    return replace(options, target=replace(options.target, macros=True))
+    target = replace(options.target, macros=True)
+    return replace(options, target=target, virtual_local_rank=asked.virtual_local_rank)
 
 
 def _refuse(asked: argparse.Namespace) -> None:
@@ -205,12 +206,8 @@ def _meeting(asked: argparse.Namespace, for_launch: bool) -> list[str]:
         words += ["--local-addr", asked.local_addr]
     by_c10d = asked.rdzv_backend == "c10d"
     several = asked.nnodes not in ("1", "1:1")
-    if several:
-        settings = [] if "join_timeout" in asked.rdzv_conf else [f"join_timeout={600 if by_c10d else 900}"]
-        settings += [] if "last_call_timeout" in asked.rdzv_conf else ["last_call_timeout=30"]
-        words += ["--rdzv-conf", ",".join([*settings, *filter(None, [asked.rdzv_conf])])]
-    elif asked.rdzv_conf:
-        words += ["--rdzv-conf", asked.rdzv_conf]
+    usual = f"timeout={600 if by_c10d else 900},last_call_timeout=30"
+    words += ["--rdzv-conf", f"{usual},{asked.rdzv_conf}"]  # what is said later wins
     if by_c10d:
         return [*words, "--rdzv-endpoint", asked.rdzv_endpoint or f"localhost:{C10D_PORT}"] if several else words
     if asked.rdzv_endpoint:

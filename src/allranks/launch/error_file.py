@@ -1,0 +1,40 @@
+"""The file in which whoever started torchrun wants to find why a job failed: TORCHELASTIC_ERROR_FILE.
+
+torchrun copies into it what a rank wrote whose main function is decorated by ``record``. Ranks report their failures
+here anyway, so it is written for each job that fails.
+
+Source: torch.distributed.elastic.multiprocessing.errors for the name and the contents.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from allranks.launch.blame import Failure
+
+__all__ = ["write_error_file"]
+
+
+def write_error_file(cause: Failure | None, environ: Mapping[str, str]) -> None:
+    """Writes the file, if one is wanted and a rank failed.
+
+    Args:
+        cause: the first failure; None if there is none.
+        environ: the launcher's own.
+    """
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or cause is None:
+        return
+    report = cause.report
+    more = {"py_callstack": report.text if report is not None else "", "timestamp": str(int(time.time()))}
+    title = report.title if report is not None and report.title else str(cause)
+    error = {"message": {"message": title, "extraInfo": more, "errorCode": cause.exit_code}}
+    try:
+        Path(path).write_text(json.dumps(error))
+    except OSError as trouble:
+        said = f"allranks run: cannot write TORCHELASTIC_ERROR_FILE={path}: {trouble.strerror}"
+        print(said, file=sys.stderr, flush=True)
