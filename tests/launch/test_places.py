@@ -237,7 +237,7 @@ NODES = {
     "sbatch": (BATCH, Place("slurm", "allocation", nodes=2, leader="node1", hosts=TWO, ways=("srun",), job="17")),
     "PBS": (
         {"PBS_NODEFILE": "/var/spool/pbs/aux/12", "PBS_JOBID": "12.pbs", "PBS_TASKNUM": "1"},
-        Place("pbs", "allocation", hostfile="PBS_NODEFILE=/var/spool/pbs/aux/12", ways=("pbsdsh", "pbs_tmrsh"),
+        Place("pbs", "allocation", hostfile="PBS_NODEFILE=/var/spool/pbs/aux/12", ways=("pbsdsh",),
               job="12.pbs"),
     ),
     "LSF": (
@@ -359,9 +359,9 @@ def test_the_way_is_what_is_installed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     place = detect(NODES["PBS"][0], launcher=True)
     assert place.way == "ssh"
-    (tmp_path / "pbs_tmrsh").write_text("#!/bin/sh\n")
-    (tmp_path / "pbs_tmrsh").chmod(0o755)
-    assert place.way == "pbs_tmrsh"
+    (tmp_path / "pbsdsh").write_text("#!/bin/sh\n")
+    (tmp_path / "pbsdsh").chmod(0o755)
+    assert place.way == "pbsdsh"
 
 
 def test_names_in_a_cluster() -> None:
