@@ -545,7 +545,7 @@ def _find_sagemaker(environ: _Env, launcher: bool) -> Place | None:
     read.require("SM_HOSTS", "SM_CURRENT_HOST")
     text = read.text("SM_HOSTS", "The hosts.")
     here = read.text("SM_CURRENT_HOST", "This one.")
-    read.text("SM_NETWORK_INTERFACE_NAME", "The interface between them (ALLRANKS_IFACE, where it is not set).")
+    read.text("SM_NETWORK_INTERFACE_NAME", "The interface between them.")
     try:
         names = json.loads(text)
     except ValueError:

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> None:
         dist.init_process_group(timeout=timeout_s)
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
-        print(f"rank {dist.get_rank()} of {int(tensor)} local {dist.get_node_local_rank()}", flush=True)
+        sys.stdout.write(f"rank {dist.get_rank()} of {int(tensor)} local {dist.get_node_local_rank()}\n")
         dist.destroy_process_group()
         return
     from allranks._rendezvous import join

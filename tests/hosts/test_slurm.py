@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from slurm import Slurm
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import mpi_jobs
+
 MEET = str(Path(__file__).with_name("meet.py"))
 SECRET = "a secret of the tests, long enough"
 MISSING = f'[ "$SLURM_PROCID" = "$ABSENT" ] && exec sleep 3; exec {sys.executable} {MEET}'
@@ -55,17 +58,20 @@ def test_a_tensor(slurm: Slurm) -> None:
 
 def test_a_batch_script_starts_ranks_and_is_none_itself(slurm: Slurm, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
-    script.write_text(f"#!/bin/sh\n{sys.executable} {MEET}\necho --\nsrun {sys.executable} {MEET}\n")
+    mpiexec = Path(mpi_jobs.python_with("mpich")).with_name("mpiexec")
+    meet = f"{sys.executable} {MEET}"
+    script.write_text(f"#!/bin/sh\n{meet}\necho --\nsrun {meet}\necho --\n{mpiexec} -n 3 {meet}\n")
     out = tmp_path / "out"
     # As from the shell of a step, whose variables sbatch hands on.
     done = slurm.run(
         "srun", "-n1", "sbatch", "--wait", "-N2", "-n3", f"--output={out}", str(script), ALLRANKS_SECRET=SECRET
     )
     assert done.returncode == 0, done.stderr + out.read_text()
-    alone, _, ranks = out.read_text().partition("--\n")
+    alone, *of_launchers = out.read_text().split("--\n")
     assert "not started by srun, and is alone, in a job of 3 tasks (SLURM_NTASKS)" in alone, alone
     assert "rank 0 of 1 local 0 on node0" in alone, alone
-    assert sorted(ranks.splitlines()) == [f"rank {r} of 3 local {int(r == 1)} on node0,node0,node1" for r in range(3)]
+    expected = [f"rank {rank} of 3 local {int(rank == 1)} on node0,node0,node1" for rank in range(3)]
+    assert [sorted(said.splitlines()) for said in of_launchers] == [expected, expected]  # srun's, and mpiexec's
 
 
 def test_who_is_missing_is_named_with_its_host(slurm: Slurm) -> None:

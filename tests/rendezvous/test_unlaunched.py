@@ -106,7 +106,7 @@ def few_ports(monkeypatch: pytest.MonkeyPatch) -> range:
             for probe in probes:
                 probe.close()
         break
-    monkeypatch.setattr(_rendezvous, "_ports_of", lambda secret: list(ports))
+    monkeypatch.setattr(_rendezvous, "job_ports", lambda secret: list(ports))
     return ports
 
 
