@@ -106,6 +106,24 @@ def plugin_lines(report):
     yield f"A training step of a 10 M-parameter MLP under torch's own {took}."
 
 
+def launch_lines(launch):
+    """From the command to the first line of the last rank; two hosts; many ranks."""
+    first = " and ".join(
+        f"{medians['allranks run']:.1f} s with {n} ranks, where torchrun takes {medians['torchrun']:.1f} s"
+        for n, medians in launch["first_line_s"].items()
+    )
+    hosts, many = launch["two_hosts_s"], launch["many"]
+    yield f"Until the last rank of a script that imports torch has printed a line: {first}."
+    yield (
+        f"On two hosts by ssh {hosts['first line']:.1f} s (one import of torch there: {hosts['import torch']:.1f} s); "
+        f"{hosts['failure to end']:.1f} s from a rank's failure to the command's end."
+    )
+    yield (
+        f"{many['ranks']} ranks start and stop in {many['median_s']['command']:.1f} s (`-- true`), those of a small "
+        f"Python script in {many['median_s']['script']:.1f} s."
+    )
+
+
 def render():
     two, four = load("verbs_2"), load("verbs_4")
     lines = [
@@ -157,6 +175,7 @@ def render():
         f"A job of {launch['ranks']} ranks that imports torch and does one `all_reduce`: "
         f"{launch['median_s']['allranks run']:.1f} s with `allranks run`, "
         f"{launch['median_s']['torchrun']:.1f} s with torchrun and gloo ({launch['torchrun_over_allranks']:.1f}x).",
+        *launch_lines(launch),
         "",
         "![time per call over tensor size, a panel for each verb](benchmarks/verbs_2.png)",
     ]

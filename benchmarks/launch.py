@@ -1,12 +1,16 @@
-"""Times a whole job that imports torch and does one all_reduce: `allranks run` against torchrun with gloo.
+"""Times the starting and stopping of jobs: `allranks run` beside torchrun, on one host and on two, and of 256 ranks.
 
     python benchmarks/launch.py --json benchmarks/launch.json
 
-The two commands run in turn, so that a machine whose speed drifts slows them alike; medians are compared.
+What is compared runs in turn, so that a machine whose speed drifts slows all alike; medians are compared. Time counts
+from the command to the first line that the last rank prints, unless it says otherwise. The two hosts are network
+namespaces of this machine, as in the tests, and need root and sshd.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -15,7 +19,12 @@ import tempfile
 import time
 from pathlib import Path
 
-SCRIPT = """
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
+import cluster
+import sshd
+
+PYTHON = [sys.executable, "-m"]
+WHOLE = """
 import torch
 import {module} as dist
 
@@ -25,53 +34,141 @@ dist.all_reduce(tensor)
 assert tensor.item() == dist.get_world_size()
 dist.destroy_process_group()
 """
+LINE = "import os, torch\nos.write(1, b'line\\n')\n"  # at once: torchrun's ranks do not buffer
+FAIL = """
+import os, time, torch
+import allranks as dist
+
+dist.init_process_group()
+dist.barrier()
+if dist.get_rank() == 1:
+    print("failed at", time.monotonic(), flush=True)
+    raise ValueError("boom")
+time.sleep(600)
+"""
+FAST = "print('line')\n"
 
 
-def seconds(command):
+def ours(n, script):
+    return [*PYTHON, "allranks", "run", "-n", str(n), str(script)]
+
+
+def theirs(n, script):
+    return [*PYTHON, "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", str(script)]
+
+
+def whole(command, **how):
+    """Seconds from the command to its end."""
     began = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, **how)
     return time.perf_counter() - began
+
+
+def first_lines(command, n, **how):
+    """Seconds from the command to the n-th line."""
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how) as process:
+        lines = [process.stdout.readline() for _ in range(n)]
+        elapsed = time.perf_counter() - began
+        _, err = process.communicate()
+    if process.returncode or not all(line.endswith(b"line\n") for line in lines):
+        raise SystemExit(f"{command} ended with {process.returncode}: {err.decode()}")
+    return elapsed
+
+
+def failure_to_end(command, **how):
+    """Seconds from a rank's failure to the command's end."""
+    done = subprocess.run(command, capture_output=True, text=True, **how)
+    ended = time.monotonic()  # of one clock with the ranks': hosts are namespaces
+    if done.returncode != 1:
+        raise SystemExit(f"{command} ended with {done.returncode}: {done.stderr}")
+    return ended - float(next(line for line in done.stdout.splitlines() if "failed at" in line).split()[-1])
+
+
+def in_turn(measures, runs):
+    """Medians by name, after a first round that fills the file cache."""
+    times = {name: [] for name in measures}
+    for run in range(-1, runs):
+        for name, measure in measures.items():
+            elapsed = measure()
+            if run >= 0:
+                times[name].append(elapsed)
+    for name, values in times.items():
+        median, spread = statistics.median(values), f"fastest {min(values):.2f} s   slowest {max(values):.2f} s"
+        print(f"{name:45} median {median:.2f} s   {spread}", flush=True)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+@contextlib.contextmanager
+def two_hosts():
+    """A function that turns a command into one on the first of two hosts, and the environment for it."""
+    if reason := cluster.trouble() or sshd.trouble():
+        raise SystemExit(f"no hosts here: {reason}")
+    with cluster.cluster(2) as hosts, sshd.sshd(hosts) as ssh:
+        yield hosts.hosts[0].inside, ssh.environ
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-n", "--nproc", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = Path(folder) / "ours.py", Path(folder) / "theirs.py"
-        ours.write_text(SCRIPT.format(module="allranks", backend=""))
-        theirs.write_text(SCRIPT.format(module="torch.distributed", backend='"gloo"'))
-        python = [sys.executable, "-m"]
-        commands = {
-            "allranks run": [*python, "allranks", "run", "-n", str(args.nproc), str(ours)],
-            "torchrun": [
-                *python,
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={args.nproc}",
-                str(theirs),
-            ],
+    runs, few = args.runs, (args.runs + 1) // 2
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder, two_hosts() as (inside, environ):
+        names = {"ours": WHOLE.format(module="allranks", backend="")}
+        names["theirs"] = WHOLE.format(module="torch.distributed", backend='"gloo"')
+        names |= {"line": LINE, "fail": FAIL, "fast": FAST}
+        files = {name: Path(folder) / f"{name}.py" for name in names}
+        for name, text in names.items():
+            files[name].write_text(text)
+        total = in_turn(
+            {
+                "allranks run": lambda: whole(ours(2, files["ours"])),
+                "torchrun": lambda: whole(theirs(2, files["theirs"])),
+            },
+            runs,
+        )
+        lines = {
+            n: in_turn(
+                {
+                    "allranks run": lambda n=n: first_lines(ours(n, files["line"]), n),
+                    "torchrun": lambda n=n: first_lines(theirs(n, files["line"]), n),
+                },
+                runs if n == 2 else few,
+            )
+            for n in (2, 16)
         }
-        times = {name: [] for name in commands}
-        for run in range(-1, args.runs):
-            for name, command in commands.items():
-                elapsed = seconds(command)
-                if run >= 0:  # the first fills the file cache
-                    times[name].append(elapsed)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    ratio = medians["torchrun"] / medians["allranks run"]
-    for name, values in times.items():
-        print(f"{name:14} median {medians[name]:.2f} s   fastest {min(values):.2f} s   slowest {max(values):.2f} s")
-    print(f"torchrun / allranks run: {ratio:.2f}")
+        there = [*PYTHON, "allranks", "run", "--hosts", "node0,node1"]
+        hosts = in_turn(
+            {
+                "import torch": lambda: whole(inside(sys.executable, "-c", "import torch"), env=environ),
+                "first line": lambda: first_lines(inside(*there, str(files["line"])), 2, env=environ),
+                "failure to end": lambda: failure_to_end(inside(*there, str(files["fail"])), env=environ),
+            },
+            runs,
+        )
+        many = in_turn(
+            {
+                "command": lambda: whole([*PYTHON, "allranks", "run", "-n", "256", "--", "true"]),
+                "script": lambda: whole(ours(256, files["fast"])),
+            },
+            few,
+        )
+    report = {
+        "ranks": 2,
+        "machine": platform.machine(),
+        "load": [load, os.getloadavg()[0]],
+        "median_s": total,
+        "torchrun_over_allranks": total["torchrun"] / total["allranks run"],
+        "first_line_s": lines,
+        "two_hosts_s": hosts,
+        "many": {"ranks": 256, "median_s": many},
+    }
+    for n, medians in lines.items():
+        print(f"-n {n}: allranks run / torchrun: {medians['allranks run'] / medians['torchrun']:.2f}")
+    print(f"two hosts: {hosts['first line'] - hosts['import torch']:.2f} s beyond one import of torch")
     if args.json:
-        report = {
-            "ranks": args.nproc,
-            "machine": platform.machine(),
-            "median_s": medians,
-            "torchrun_over_allranks": ratio,
-        }
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -22,7 +22,7 @@ meaning, over allranks' own channel. The map of the package:
     algorithms     communication hooks for it
     checkpoint     save, load
     multiprocessing  spawn
-    launch         allranks run
+    launch         allranks run; run: the same from Python
     testing        run_ranks: real ranks for tests
     tools          bench, doctor, submit
 
@@ -46,6 +46,7 @@ from allranks._errors import (
     NotInitializedError,
     PeerLostError,
     QueueEmptyError,
+    RankError,
     SecretError,
     StoreLostError,
     TimeoutError,
@@ -142,6 +143,7 @@ if TYPE_CHECKING:
         is_initialized,
         stats,
     )
+    from allranks.launch.call import run
     from allranks.parallel import DistributedDataParallel, GradBucket
 
 __version__ = "0.1.0"
@@ -235,6 +237,7 @@ _HOME = {
         "stats",
     ),
     "_store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
+    "launch.call": ("run",),
     "parallel": ("DistributedDataParallel", "GradBucket"),
 }
 _MODULES = ("algorithms", "checkpoint", "data", "launch", "multiprocessing", "nn", "parallel", "testing", "tools")
@@ -288,6 +291,7 @@ __all__ = [
     "PrefixStore",
     "ProcessGroup",
     "QueueEmptyError",
+    "RankError",
     "ReduceOp",
     "SecretError",
     "Stats",
@@ -365,6 +369,7 @@ __all__ = [
     "reduce_scatter_multigpu",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "run",
     "scatter",
     "scatter_object_list",
     "scatter_recv",

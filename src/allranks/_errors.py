@@ -14,6 +14,7 @@ bytes, seconds) and what to do next. The tree::
     |-- PeerLostError                 a rank died, left or broke off; `.rank` says which
     |-- StoreLostError                the connection to the store broke: its server ended
     |-- MismatchError                 ranks disagree on what they call
+    |-- RankError                     a rank of a job started from Python failed; `.rank` says which
 
 torch's names for what programs catch are aliases: DistError is AllranksError, DistBackendError (a collective broke)
 PeerLostError, DistNetworkError (a connection did) StoreLostError, DistStoreError (a wait in a store did) TimeoutError.
@@ -36,6 +37,7 @@ __all__ = [
     "NotInitializedError",
     "PeerLostError",
     "QueueEmptyError",
+    "RankError",
     "SecretError",
     "StoreLostError",
     "TimeoutError",
@@ -81,19 +83,21 @@ class QueueEmptyError(TimeoutError):
     """``queue_pop(block=False)`` of a store's queue that is empty."""
 
 
-class PeerLostError(AllranksError):
+class _OfRankError(AllranksError):
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[type[_OfRankError], tuple[str, int]]:
+        return type(self), (str(self), self.rank)
+
+
+class PeerLostError(_OfRankError):
     """Another rank died, left the group, or gave up in the middle of a call.
 
     Attributes:
         rank: the rank that was lost (in the group's numbering).
     """
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
-
-    def __reduce__(self) -> tuple[type[PeerLostError], tuple[str, int]]:
-        return type(self), (str(self), self.rank)
 
 
 class StoreLostError(AllranksError):
@@ -102,6 +106,14 @@ class StoreLostError(AllranksError):
 
 class MismatchError(AllranksError):
     """The ranks called different things: verb, element count, dtype, reduce op, root. Names them."""
+
+
+class RankError(_OfRankError):
+    """A rank of a job that Python started (``run``, ``testing.run_ranks``) failed. The message has its traceback.
+
+    Attributes:
+        rank: the rank.
+    """
 
 
 # torch's tree, on ours: the last three are errors of the first.

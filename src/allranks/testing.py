@@ -23,25 +23,13 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from allranks._errors import AllranksError, PeerLostError, TimeoutError
+from allranks._errors import PeerLostError, RankError, TimeoutError
 from allranks._store import StoreServer
 
 __all__ = ["RankError", "run_ranks"]
 
 R = TypeVar("R")
 _PR_SET_PDEATHSIG = 1
-
-
-class RankError(AllranksError):
-    """A rank failed. ``__cause__`` is its exception where that can be pickled.
-
-    Attributes:
-        rank: the rank.
-    """
-
-    def __init__(self, message: str, rank: int) -> None:
-        super().__init__(message)
-        self.rank = rank
 
 
 def run_ranks(
@@ -67,7 +55,8 @@ def run_ranks(
         What ``fn`` returned, by rank.
 
     Raises:
-        RankError: a rank raised, or died; the first that did so for a reason of its own.
+        RankError: a rank raised, or died; the first that did so for a reason of its own. ``__cause__`` is its
+            exception where that can be pickled.
         TimeoutError: the ranks did not end in time.
 
     Cost:

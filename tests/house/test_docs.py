@@ -73,6 +73,11 @@ def test_readme_program_by_hand(tmp_path: Path, master: str) -> None:
 
 
 def test_readme_program_from_python(tmp_path: Path) -> None:
+    (tmp_path / "called.py").write_text(readme_program("called.py"))
+    called = subprocess.run(
+        [sys.executable, "called.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    assert (called.stdout, called.stderr) == ("[21, 21]\n", "")
     (tmp_path / "spawned.py").write_text(readme_program("spawned.py"))
     done = subprocess.run(
         [sys.executable, "spawned.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True

@@ -112,7 +112,7 @@ def test_rank_that_ignores_the_signal_is_killed_after_the_grace(launcher: Launch
 def test_ctrl_c_while_torch_is_imported(launcher: Launcher) -> None:
     launcher.environ()
     launcher.write("import time; open('importing', 'w').close(); time.sleep(60)", "fake/torch.py")
-    process = launcher.start(str(launcher.write("")))
+    process = launcher.start(str(launcher.write("import torch")))
     wait_for(lambda: (launcher.folder / "importing").exists())
     process.send_signal(signal.SIGINT)
     assert end(process) == (130, [], [])

@@ -22,9 +22,9 @@ from typing import Literal
 
 from allranks.launch.environ import place_environ
 from allranks.launch.guard import Guard
-from allranks.launch.messages import Event, Exited, Failed, Output, Stacks
+from allranks.launch.messages import Event, Exited, Failed, Output, Report, Returned, Stacks
 from allranks.launch.placement import Seat
-from allranks.launch.rank import Rank, become_rank, decode_reports
+from allranks.launch.rank import Rank, become_rank, decode_told
 from allranks.launch.stacks import DUMP
 from allranks.launch.target import Target
 from allranks.launch.wires import Stdio, Wires, resize
@@ -165,8 +165,6 @@ class Agent:
         for process in self._processes:
             self._open |= {*process.wires.near()}
             self._hear(process)
-            status = process.wires.status_ear
-            self._selector.register(status, selectors.EVENT_READ, partial(self._read_status, process))
             stacks = process.wires.stacks_ear
             self._selector.register(stacks, selectors.EVENT_READ, partial(self._read_stacks, process))
             self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._read_exit, process))
@@ -176,9 +174,15 @@ class Agent:
         for stream, fd in process.wires.ears.items():
             if fd in self._open:
                 self._selector.register(fd, selectors.EVENT_READ, partial(self._read_output, process, stream, fd))
+        status = process.wires.status_ear
+        if status in self._open and status not in self._selector.get_map():
+            self._selector.register(status, selectors.EVENT_READ, partial(self._read_status, process))
 
     def listen(self, on: bool) -> None:
-        """Reads what ranks write, or lets it wait in their pipes until they wait too. Reports and exits are heard."""
+        """Reads what ranks write, or lets it wait in their pipes until they wait too. Exits are heard, and reports.
+
+        What functions return waits, too, which may be large; a report then comes with the exit at the latest.
+        """
         if on == self._listening or self._selector is None:
             return
         self._listening = on
@@ -186,7 +190,10 @@ class Agent:
             if on:
                 self._hear(process)
             else:
-                for fd in self._open.intersection(process.wires.ears.values()):
+                ears = {*process.wires.ears.values()}
+                if self._plan.target.kind == "function":
+                    ears.add(process.wires.status_ear)
+                for fd in self._open & ears:
                     self._selector.unregister(fd)
 
     def watch(self, fd: int) -> None:
@@ -307,7 +314,7 @@ class Agent:
         return len(data)
 
     def _read_status(self, process: _Process, events: list[Event]) -> int:
-        """As ``_read_output``, for reports."""
+        """As ``_read_output``, for reports and results."""
         try:
             data = os.read(process.wires.status_ear, _CHUNK)
         except BlockingIOError:
@@ -315,7 +322,11 @@ class Agent:
         if not data:
             self._forget(process.wires.status_ear)
         process.told += data
-        events.extend(Failed(process.rank, process.pid, report) for report in decode_reports(process.told))
+        for told in decode_told(process.told):
+            if isinstance(told, Report):
+                events.append(Failed(process.rank, process.pid, told))
+            else:
+                events.append(Returned(process.rank, told))
         return len(data)
 
     def _read_stacks(self, process: _Process, events: list[Event]) -> int:

@@ -95,7 +95,8 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
     master = ("127.0.0.1", (options.leader[1] if options.leader else None) or free_port())
     environ = common_environ(os.environ, share, options.threads, server.address, master, places)
     start = options.start
-    if start == "fork" and options.target.is_python and not preload(environ["OMP_NUM_THREADS"]):
+    target = options.target
+    if start == "fork" and target.is_python and not preload(target, environ["OMP_NUM_THREADS"]):
         start = "spawn"
     agent = Agent(
         Plan(nproc, options.target, start, environ, screen.stdio(), seats=places, virtual=options.virtual_local_rank),

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-class Report(msgspec.Struct, frozen=True):
+class Report(msgspec.Struct, frozen=True, tag=True):
     """How a python rank failed, told by the rank itself at the moment it happens.
 
     Attributes:
@@ -55,6 +55,7 @@ class Report(msgspec.Struct, frozen=True):
         echo: the failure only tells of another rank's: a ``PeerLostError`` or what came of one.
         interrupted: it is a KeyboardInterrupt.
         at: when, on the clock that all processes of a host share (``time.monotonic``).
+        error: what a function raised, pickled, where it can be.
     """
 
     code: int
@@ -64,6 +65,7 @@ class Report(msgspec.Struct, frozen=True):
     echo: bool = False
     interrupted: bool = False
     at: float = 0.0
+    error: bytes = b""
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
@@ -99,10 +101,10 @@ class Stacks(msgspec.Struct, frozen=True, tag=True):
 
 
 class Returned(msgspec.Struct, frozen=True, tag=True):
-    """A rank that ran a function is through with it. ``result`` is pickled."""
+    """A rank that ran a function is through with it. ``piece``: more of what it returned, pickled."""
 
     rank: int
-    result: bytes
+    piece: bytes
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True):

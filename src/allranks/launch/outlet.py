@@ -9,12 +9,15 @@ takes without blocking.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import errno
 import os
 import select
 import stat
+from typing import TextIO
 
-__all__ = ["Outlet"]
+__all__ = ["Outlet", "TextOutlet"]
 
 _PIECE = select.PIPE_BUF
 
@@ -80,3 +83,48 @@ class Outlet:
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
         return bool(poll.poll(0))
+
+
+class TextOutlet:
+    """The same for a stream of python's that has no descriptor to watch, as a notebook's: it takes all at once.
+
+    Args:
+        stream: the stream; None to drop what comes, as ``print`` does.
+    """
+
+    fd = -1
+    backlog = 0
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+        self._pending = bytearray()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def put(self, data: bytes) -> None:
+        """Takes bytes, for ``flush`` to write."""
+        if self._stream is not None:
+            self._pending += data
+
+    def flush(self) -> None:
+        """Writes all.
+
+        Raises:
+            OSError: nothing can be written any more. Said once; from then on bytes are dropped.
+        """
+        if self._stream is None or not self._pending:
+            return
+        text = self._decoder.decode(bytes(self._pending))
+        self._pending.clear()
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except OSError:
+            self._stream = None
+            raise
+        except ValueError as error:  # it is closed
+            self._stream = None
+            raise OSError(errno.EBADF, str(error)) from error
+
+    def close(self) -> None:
+        """Drops what is not written."""
+        self._pending.clear()

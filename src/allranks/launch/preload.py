@@ -5,17 +5,25 @@ By name, and in no other module: the launcher starts without torch, and works wh
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib
 import os
+import sys
+
+from allranks.launch.target import Target
 
 __all__ = ["preload"]
 
+# Importing by other means than a statement: what comes is not known before.
+_BY_NAME = {"importlib", "imp", "pkgutil", "runpy", "__import__", "eval", "exec"}
 
-def preload(threads: str) -> bool:
-    """Imports torch into this process, which ranks are then forked from.
+
+def preload(target: Target, threads: str) -> bool:
+    """Imports torch into this process, which ranks are then forked from, if they may need it.
 
     Args:
+        target: what they run: python.
         threads: threads per rank, which torch's libraries read when they are loaded.
 
     Returns:
@@ -25,8 +33,33 @@ def preload(threads: str) -> bool:
     os.environ["OMP_NUM_THREADS"] = threads
     gc.disable()  # with freeze: collections in the ranks leave the pages shared
     try:
-        importlib.import_module("torch")
+        if _is_useful(target):
+            importlib.import_module("torch")
     except (ImportError, OSError):
         return False
     gc.freeze()
     return True
+
+
+def _is_useful(target: Target) -> bool:
+    """False if a script names no module outside of the standard library: it runs a second earlier without torch.
+
+    And ends earlier, too: python and C++ take torch apart in every rank, which costs each 0.2 s of a CPU. A wrong
+    guess costs time and nothing else.
+    """
+    if target.kind != "script":
+        return True
+    try:
+        with open(target.name, "rb") as source:
+            tree = ast.parse(source.read())
+    except (OSError, SyntaxError, ValueError):  # the ranks will tell
+        return False
+    names = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add("" if node.level else str(node.module).partition(".")[0])
+        elif isinstance(node, ast.Name) and node.id in _BY_NAME:
+            return True
+    return not names <= sys.stdlib_module_names - _BY_NAME

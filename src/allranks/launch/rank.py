@@ -31,16 +31,17 @@ from typing import Any
 
 import msgspec
 
-from allranks._errors import AllranksError, PeerLostError
+from allranks._errors import AllranksError, PeerLostError, UsageError
 from allranks.launch.messages import Report
 from allranks.launch.stacks import DUMP, describe, is_own
 from allranks.launch.target import Target, set_first_path
 
-__all__ = ["Rank", "become_rank", "decode_reports", "is_echo"]
+__all__ = ["Rank", "become_rank", "decode_told", "is_echo"]
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_decode: Callable[[bytearray], Report | bytes] = msgspec.msgpack.Decoder(Report | bytes).decode
 _DEFAULT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 
 
@@ -79,7 +80,7 @@ class Rank:
 
     Attributes:
         target: what to run.
-        status: descriptor for the failure report.
+        status: descriptor for the failure report, and for what a function returns.
         stacks: descriptor for the stacks of its threads, when asked for by a signal.
         pid: this process; a child that the program forks is not the rank.
     """
@@ -134,7 +135,9 @@ class Rank:
         sys.argv = [target.name, *target.args]
         sys.modules["__main__"] = main = ModuleType("__main__")
         try:
-            if target.kind == "module":
+            if target.kind == "function":
+                self._call()
+            elif target.kind == "module":
                 set_first_path(os.getcwd())
                 runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
             else:
@@ -144,32 +147,49 @@ class Rank:
             raise
         return 0
 
+    def _call(self) -> None:
+        from allranks.launch import function  # not where a script is run
+
+        fn, args, kwargs = function.unpack(self.target.payload)
+        try:
+            result = fn(*args, **kwargs)
+        except SystemExit as error:
+            if _exit_code(error) == 0:
+                raise UsageError(f"{self.target.name} ended by sys.exit(0) and returned nothing") from None
+            raise
+        for piece in function.pieces(function.pack_result(result)):
+            self._tell(piece)
+
     def _failed(self, error: BaseException) -> None:
         ours = os.getpid() == self.pid
         hook, trace = sys.excepthook, _own_frames(error.__traceback__)
         torchs = getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"  # it only adds a prefix
         plain = torchs or hook is sys.__excepthook__
         if ours and (report := _report(error, trace, with_text=plain)).code:
+            if self.target.kind == "function":
+                from allranks.launch import function
+
+                report = msgspec.structs.replace(report, error=function.pack_error(error))
             self._tell(report)
         if ours and plain:
             sys.excepthook = _say_nothing
         else:
             sys.excepthook = functools.partial(_say, hook, error, trace)
 
-    def _tell(self, report: Report) -> None:
-        payload = msgspec.msgpack.encode(report)
+    def _tell(self, told: Report | bytes) -> None:
+        payload = msgspec.msgpack.encode(told)
         data = memoryview(len(payload).to_bytes(4, "big") + payload)
         while data:
             data = data[os.write(self.status, data) :]
 
 
-def decode_reports(data: bytearray) -> list[Report]:
-    """Takes the complete reports off the front of what came from a rank."""
-    reports = []
+def decode_told(data: bytearray) -> list[Report | bytes]:
+    """Takes the complete reports, and pieces of a result, off the front of what came from a rank."""
+    told: list[Report | bytes] = []
     while len(data) >= 4 and len(data) >= (end := 4 + int.from_bytes(data[:4], "big")):
-        reports.append(msgspec.msgpack.decode(data[4:end], type=Report))
+        told.append(_decode(data[4:end]))
         del data[:end]
-    return reports
+    return told
 
 
 def is_echo(error: BaseException) -> bool:

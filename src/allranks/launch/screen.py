@@ -13,12 +13,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from typing import TextIO
 
 from allranks.launch.collapse import Collapse, Through
 from allranks.launch.logs import Logs
 from allranks.launch.messages import Output
 from allranks.launch.options import Display
-from allranks.launch.outlet import Outlet
+from allranks.launch.outlet import Outlet, TextOutlet
 from allranks.launch.output import Live, Names, Plain
 from allranks.launch.wires import Stdio
 
@@ -49,6 +50,7 @@ class Screen:
         hosts: the host of each rank of the job; None where it does not span hosts.
         run_id: the job's name, for log files.
         attempt: how often the job has been started again, for log files.
+        streams: what to write to in place of this process's stdout and stderr.
 
     Attributes:
         ranks: those that are shown here.
@@ -68,7 +70,9 @@ class Screen:
         hosts: Sequence[str] | None = None,
         run_id: str = "none",
         attempt: int = 0,
+        streams: tuple[TextIO | None, TextIO | None] | None = None,
     ) -> None:
+        self._streams = streams
         self.ranks = tuple(ranks)
         self._mine = frozenset(ranks)
         self._display = display
@@ -82,9 +86,9 @@ class Screen:
             if rank not in self._shown
             or (display.redirects.has(places[rank][1], stream) and not display.tee.has(places[rank][1], stream))
         }  # fmt: skip
-        self._capable = environ.get("TERM", "dumb") != "dumb"
+        self._capable = streams is None and environ.get("TERM", "dumb") != "dumb"
         colour = self._capable and not environ.get("NO_COLOR")
-        self._merged = os.path.sameopenfile(1, 2)
+        self._merged = streams is None and os.path.sameopenfile(1, 2)
         # One rank's output alone needs no telling apart: it passes as that rank writes it.
         alone = display.show == "0"
         names = Names(world_size or len(self.ranks), hosts)
@@ -98,14 +102,15 @@ class Screen:
             renderer = Live(prefixes, _window(fd)[1]) if self._live(fd) else Plain(prefixes)
             of = (lambda ranks: b"") if alone else names.of
             self._ways[fd] = Collapse(renderer, of, self._shown) if collapse else Through(renderer, of)
-        self._outlets: dict[int, Outlet] = {}
+        self._outlets: dict[int, Outlet | TextOutlet] = {}
         self._tails: dict[int, deque[bytes]] = {rank: deque(maxlen=_TAIL_LINES) for rank, _ in self._hidden_streams}
         self._bare = {stream: Plain(dict.fromkeys(self.ranks, b"")) for stream in (1, 2)}  # lines for files and tails
         self._apart = Plain(dict.fromkeys(self.ranks, b""))  # stderr that comes by itself and goes where stdout goes
 
     def open(self) -> None:
         """Makes ready to write. After the ranks are forked, so that none keeps our reader waiting for its end."""
-        self._outlets = {fd: Outlet(fd) for fd in self._ways}
+        streams = self._streams
+        self._outlets = {fd: Outlet(fd) if streams is None else TextOutlet(streams[fd - 1]) for fd in self._ways}
 
     def stdio(self) -> tuple[Stdio, ...]:
         """What the ranks' stdout and stderr are to be, so that the ranks behave as if they wrote here themselves."""

@@ -11,6 +11,7 @@ that is started again has a store of its own, and so no thread when ranks are fo
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import select
 import signal
@@ -173,7 +174,10 @@ class Station:
             if command.start == "fork" and command.target.is_python:
                 share = Share(command.nproc, command.nproc)
                 environ = common_environ(os.environ, share, command.threads, "", ("", 0), self._seats)
-                if not preload(environ["OMP_NUM_THREADS"]):
+                if command.target.kind == "function":
+                    importlib.import_module("allranks.launch.function")  # for all ranks, and only where it is needed
+                loaded = preload(command.target, environ["OMP_NUM_THREADS"])
+                if not loaded and command.target.kind != "function":
                     self._prepared = msgspec.structs.replace(command, start="spawn")
         except ConfigError as error:
             self._clear()

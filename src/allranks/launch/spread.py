@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TextIO
 
 import msgspec
 
@@ -43,7 +44,7 @@ from allranks.launch.ways import LIKE_SSH, agent_words, carried, flux_words, lik
 _TELL_S = 10.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-__all__ = ["is_here", "join_leader", "lead", "run_there"]
+__all__ = ["Job", "is_here", "join_leader", "lead", "run_there"]
 
 
 def is_here(name: str) -> bool:
@@ -84,7 +85,7 @@ def run_there(options: Options, hosts: Sequence[Slots], way: str) -> int:
     if options.dry_run:
         print(describe_plan([host.name for host in hosts], words, f"by {way}", options.target.words()))
         return 0
-    job = _Job(options, least, len(hosts))
+    job = Job(options, least, len(hosts))
     try:
         job.open_by(way, hosts)
         return job.run()
@@ -107,7 +108,7 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
         OSError: no port is free.
     """
     door = _open_door(addresses_of(name), ports, secret)
-    job = _Job(options, *nodes, Fleet(door), name if options.leader is not None and is_here(name) else "")
+    job = Job(options, *nodes, Fleet(door), name if options.leader is not None and is_here(name) else "")
     try:
         job.open_to_callers()
         return job.run()
@@ -170,7 +171,19 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
 
 
 @dataclass
-class _Job:
+class Job:
+    """A job, through all its rounds.
+
+    Attributes:
+        options: what was asked for.
+        least: the number of hosts without which it does not run.
+        most: how many take part.
+        streams: what takes the place of this process's stdout and stderr.
+        until: when it is stopped if it still runs (``time.monotonic``).
+        world_size: how many ranks the last round had.
+        supervisor: of the last round; None before it.
+    """
+
     options: Options
     least: int
     most: int
@@ -180,6 +193,10 @@ class _Job:
     run_id: str = field(init=False)
     restart: int = 0
     port: int = 0
+    streams: tuple[TextIO | None, TextIO | None] | None = None
+    until: float | None = None
+    world_size: int = 0
+    supervisor: Supervisor | None = None
 
     def __post_init__(self) -> None:
         self.run_id = self.options.run or secrets.token_hex(8)
@@ -326,14 +343,15 @@ class _Job:
     def _round(self) -> tuple[int, Supervisor]:
         options, fleet = self.options, self.fleet
         counts = self._counts()
-        world_size = sum(counts)
+        self.world_size = world_size = sum(counts)
         prepare = [
             msgspec.structs.replace(
                 _prepare_of(options, count, self.master), secret=self.secret, serves=number == 0, spans=len(counts) > 1
             )
             for number, count in enumerate(counts)
         ]
-        ready = fleet.prepare(prepare, time.monotonic() + options.join_timeout_s)
+        until = time.monotonic() + options.join_timeout_s
+        ready = fleet.prepare(prepare, until if self.until is None else min(until, self.until))
         names = [host.name for host, count in zip(fleet, counts, strict=True) for _ in range(count)]
         # Where the same command was typed on each host, each shows its own ranks.
         shown = range(counts[0] if fleet.by_callers else world_size)
@@ -345,6 +363,7 @@ class _Job:
             hosts=names if len(counts) > 1 or self.elastic else None,
             run_id=self.run_id,
             attempt=self.restart,
+            streams=self.streams,
         )
         stdio = screen.stdio()
         firsts = [sum(counts[:number]) for number in range(len(counts))]
@@ -368,8 +387,17 @@ class _Job:
             for number, (first, count) in enumerate(zip(firsts, counts, strict=True))
         ]
         supervisor = Supervisor(
-            fleet, screen, options.grace_s, options.quiet, names, idle_s=options.idle_s, signals=options.signals
+            fleet,
+            screen,
+            options.grace_s,
+            options.quiet,
+            names,
+            idle_s=options.idle_s,
+            signals=options.signals,
+            until=self.until,
+            tells=options.target.kind != "function",  # which raises here
         )
+        self.supervisor = supervisor
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
         fleet.hear_callers(self.elastic and len(fleet.hosts) < self.most)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -85,9 +86,13 @@ class Supervisor:
         hosts: the host of each rank, where there are several.
         idle_s: how long ranks may write nothing before the job is stopped; None for ever.
         signals: those that are passed on and stop nothing.
+        until: when the job is stopped if it still runs (``time.monotonic``); None for never.
+        tells: says on the screen how the job failed.
 
     Attributes:
         results: what ranks that ran a function returned, pickled.
+        late: once it has run: it was ended because it took too long.
+        caught: the last signal that this process itself got; None if it got none.
         failed: once it has run: a rank failed or hung, or a host was lost; nobody asked for the end.
         joined: once it has run: it was ended so that a host that came can take part.
         last_words: once it has run: how it ended, as it was told.
@@ -103,8 +108,14 @@ class Supervisor:
         *,
         idle_s: float | None = None,
         signals: Sequence[int] = (),
+        until: float | None = None,
+        tells: bool = True,
     ) -> None:
-        self.results: dict[int, bytes] = {}
+        self.results: dict[int, bytearray] = {}
+        self.late = False
+        self.caught: int | None = None
+        self._until = until
+        self._tells = tells
         self.failed = False
         self.joined = False
         self.last_words = b""
@@ -164,10 +175,31 @@ class Supervisor:
             self._drain()
         return code or self._own_code()
 
+    @property
+    def places(self) -> dict[str, list[int]]:
+        """Where ranks were when a signal stopped them."""
+        places = self._dumped.places(self._unasked) if self._dumped is not None else {}
+        for failure in self._failures():
+            if failure.report is not None and failure.report.interrupted and failure.report.where:
+                places.setdefault(failure.report.where, []).append(failure.rank)
+        return places
+
+    @property
+    def signalled(self) -> int | None:
+        """The signal that ended the job; None if none did."""
+        return self._signalled
+
     @contextlib.contextmanager
     def _handlers(self, mask: Set[int]) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # where python lets nobody handle signals
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            yield
+            return
+
         def receive(number: int, frame: FrameType | None) -> None:
             self._received.append(number)
+            if number in FORWARDED:
+                self.caught = number
 
         wakeup = signal.set_wakeup_fd(self._agent.wake, warn_on_full_buffer=False)
         # One that was ignored when we came stays so: nohup, a shell's background job.
@@ -186,7 +218,7 @@ class Supervisor:
     def _timeout_s(self) -> float | None:
         times = [self._screen.due(), self._dump.ends_at() if self._dump is not None else None]
         if self._kill_at is None:
-            times += [self._blame.settles_at(), self._linger_at, self._idle_at]
+            times += [self._blame.settles_at(), self._linger_at, self._idle_at, self._until]
         elif not self._killed:
             times.append(self._kill_at)
         due = [at for at in times if at is not None]
@@ -200,6 +232,9 @@ class Supervisor:
         if self._kill_at is None and settles_at is not None and now >= settles_at:
             self._cause = self._blame.cause()
             self._stop(signal.SIGTERM, [rank for rank in self._agent.running if rank != self._cause.rank])
+        if self._kill_at is None and self._until is not None and now >= self._until and self._agent.running:
+            self.late = True
+            self._take_signal(signal.SIGINT)  # python ranks tell where it met them
         while self._received:  # after the failures: one that came before is the cause
             self._take_signal(self._received.popleft())
         if self._dump is not None and now >= self._dump.ends_at():
@@ -244,7 +279,7 @@ class Supervisor:
         elif isinstance(event, Came):
             self._take_came(event)
         else:
-            self.results[event.rank] = event.result
+            self.results.setdefault(event.rank, bytearray()).extend(event.piece)
 
     def _placed(self, failure: Failure) -> Failure:
         return replace(failure, host=self._hosts[failure.rank]) if self._hosts else failure
@@ -366,10 +401,13 @@ class Supervisor:
                 break
             self._round(self._agent.poll(left))
 
+    def _failures(self) -> list[Failure]:
+        return sorted(self._blame.failures.values(), key=lambda failure: failure.rank)
+
     def _last_words(self) -> int:
-        failures = sorted(self._blame.failures.values(), key=lambda failure: failure.rank)
+        failures = self._failures()
         if self._signalled is not None:
-            if self._signalled != signal.SIGPIPE:
+            if self._signalled != signal.SIGPIPE and self._tells:
                 name = signal.Signals(self._signalled).name
                 places = self._dumped.places(self._unasked) if self._dumped is not None else {}
                 self._screen.note(describe_interrupt(name, failures, self._quiet, places))
@@ -387,7 +425,8 @@ class Supervisor:
         tail = self._screen.tail(self._cause.rank)
         self.failed = True
         self.last_words = describe_failure(self._cause, before, tail, self._quiet, sorted(self._left))
-        self._screen.note(self.last_words)
+        if self._tells:
+            self._screen.note(self.last_words)
         return self._cause.exit_code
 
     def _say_idled(self) -> int:

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import string
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from typing import Literal
 
@@ -19,7 +19,7 @@ from allranks._errors import ConfigError
 
 __all__ = ["Kind", "Target", "check", "find", "set_first_path"]
 
-Kind = Literal["script", "module", "command"]
+Kind = Literal["script", "module", "command", "function"]
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,18 @@ class Target:
     """What every rank runs.
 
     Attributes:
-        kind: a python script, a python module (``-m``), or any command (``--``).
-        name: path of the script, dotted name of the module, or the command's first word.
+        kind: a python script, a python module (``-m``), any command (``--``), or a python function.
+        name: path of the script, dotted name of the module, the command's first word, or the function's name.
         args: what it finds in ``sys.argv[1:]``.
         macros: ``${local_rank}`` in them stands for that number, as torchrun has it.
+        payload: the function and its arguments, as ``function`` packs them.
     """
 
     kind: Kind
     name: str
     args: tuple[str, ...] = ()
     macros: bool = False
+    payload: bytes = field(default=b"", repr=False)
 
     @property
     def is_python(self) -> bool:
@@ -52,6 +54,8 @@ class Target:
 
     def words(self) -> str:
         """As a line of a shell."""
+        if self.kind == "function":
+            return f"{self.name}()"
         return shlex.join(
             [*{"module": ["python", "-m"], "script": ["python"], "command": []}[self.kind], self.name, *self.args]
         )
@@ -63,7 +67,9 @@ def check(target: Target) -> None:
     Raises:
         ConfigError: it does not exist, or is not of the kind it is said to be.
     """
-    {"script": _check_script, "module": _check_module, "command": _check_command}[target.kind](target.name)
+    checks = {"script": _check_script, "module": _check_module, "command": _check_command}
+    if target.kind in checks:  # a function exists where it was packed
+        checks[target.kind](target.name)
 
 
 def _check_script(name: str) -> None:

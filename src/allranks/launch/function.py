@@ -1,0 +1,132 @@
+"""A function, its arguments and what it returns, as bytes between the process that calls and the ranks that run it.
+
+By cloudpickle: what a notebook or the main script defines travels by value, what a module has by its name. Only inside
+a job, whose ends trust each other: between a caller and the processes that it started. Imported by nobody who runs
+scripts.
+"""
+
+from __future__ import annotations
+
+import io
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+
+from allranks._errors import UsageError
+
+__all__ = ["name_of", "pack", "pack_error", "pack_result", "pieces", "unpack", "unpack_error", "unpack_result"]
+
+_PIECE = 1 << 20
+_LARGEST = 1 << 30
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What errors call it."""
+    return str(getattr(fn, "__qualname__", None) or repr(fn))
+
+
+def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """Packs a call, with what a rank needs to find the modules that it names and to show the source in tracebacks.
+
+    Raises:
+        UsageError: it cannot be pickled.
+    """
+    # A notebook's cells are no files.
+    sources = {name: entry[2] for name, entry in linecache.cache.items() if len(entry) > 1 and not os.path.exists(name)}
+    try:
+        call = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+    except Exception as error:
+        raise UsageError(
+            f"{name_of(fn)} or an argument of it cannot be sent to the ranks: {error} (files, locks, sockets and"
+            " generators must be made by the function itself)"
+        ) from error
+    if len(call) > _LARGEST:
+        raise UsageError(
+            f"{name_of(fn)} and its arguments take {len(call)} bytes, and {_LARGEST} can be sent to the ranks; let them"
+            " read large data from a file"
+        )
+    return bytes(cloudpickle.dumps((sys.path, sources, call)))
+
+
+def unpack(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Gives a rank what ``pack`` packed.
+
+    Raises:
+        UsageError: it cannot be unpickled here.
+    """
+    path, sources, call = cloudpickle.loads(payload)
+    sys.path[:] = [*path, *(folder for folder in sys.path if folder not in path)]
+    for name, lines in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    try:
+        fn, args, kwargs = cloudpickle.loads(call)
+    except Exception as error:
+        raise UsageError(
+            f"the function or an argument of it cannot be made here: {type(error).__name__}: {error} (a module that"
+            " it names must be on this host, too)"
+        ) from error
+    return fn, args, kwargs
+
+
+def pack_result(result: Any) -> memoryview:
+    """Packs what a rank returns; tensors of its GPUs as tensors of CPUs, as the caller may have none.
+
+    Raises:
+        UsageError: it cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer).dump(result)
+    except Exception as error:
+        raise UsageError(
+            f"what the function returns cannot be sent to the caller: {type(result).__name__}: {error}"
+        ) from error
+    return buffer.getbuffer()
+
+
+def unpack_result(data: bytearray, rank: int) -> Any:
+    """Gives the caller what a rank packed.
+
+    Raises:
+        UsageError: it cannot be unpickled here.
+    """
+    try:
+        return cloudpickle.loads(data)
+    except Exception as error:
+        raise UsageError(f"what rank {rank} returned cannot be made here: {type(error).__name__}: {error}") from error
+
+
+def pack_error(error: BaseException) -> bytes:
+    """Packs what a rank raised; b"" if it cannot be, or could not be unpacked."""
+    try:
+        data = bytes(cloudpickle.dumps(error))
+        cloudpickle.loads(data)
+    except Exception:  # noqa: BLE001 - an exception of the user's may do anything; its text is told in any case
+        return b""
+    return data
+
+
+def unpack_error(data: bytes) -> Exception | None:
+    """What a rank raised; None if it cannot be raised here."""
+    try:
+        error = cloudpickle.loads(data) if data else None
+    except Exception:  # noqa: BLE001 - as above
+        return None
+    return error if isinstance(error, Exception) else None
+
+
+def pieces(data: memoryview) -> Iterator[bytes]:
+    """Cuts it, so that nobody on its way must hold all of it twice."""
+    return (bytes(data[begin : begin + _PIECE]) for begin in range(0, len(data), _PIECE))
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        torch = sys.modules.get("torch")
+        if torch is not None and type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
+            return obj.cpu().__reduce_ex__(self.proto)
+        return super().reducer_override(obj)

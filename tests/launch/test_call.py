@@ -1,0 +1,308 @@
+"""``allranks.run``: real agents and ranks, scripts, threads and a real notebook kernel."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from jupyter_client.manager import start_new_kernel
+from launcher_process import Launcher
+
+import allranks
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or ranks would import pytest and torch
+
+
+@pytest.fixture
+def light(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    """Agents of this process find an empty torch; and nothing that they start may be left after the test."""
+    for name, value in launcher.environ().items():
+        monkeypatch.setenv(name, value)
+    return launcher
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+class OddError(Exception):
+    """Has what pickle wants."""
+
+
+class LockedError(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("locked")
+        self.lock = threading.Lock()
+
+
+def test_results_by_rank(light: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    base = 10
+
+    def work(factor: int, *, plus: int) -> tuple[int, str | None, int, bool]:
+        print("out", rank())
+        print("err", rank(), file=sys.stderr)
+        return base * factor * rank() + plus, os.environ.get("WANTED"), os.getppid(), sys.stdin.read() == ""
+
+    results = allranks.run(work, (2,), {"plus": 1}, n=3, env={"WANTED": "a=b"})
+    assert [result[:2] for result in results] == [(1, "a=b"), (21, "a=b"), (41, "a=b")]
+    agents = {result[2] for result in results}
+    assert len(agents) == 1
+    assert os.getpid() not in agents
+    assert all(result[3] for result in results)
+    shown = capsys.readouterr()
+    assert sorted(shown.out.splitlines()) == ["[0] out 0", "[1] out 1", "[2] out 2"]
+    assert sorted(shown.err.splitlines()) == ["[0] err 0", "[1] err 1", "[2] err 2"]
+    assert allranks.run(lambda: "again", n=1) == ["again"]
+
+
+def test_tensors_and_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        allranks.init_process_group()
+        total = mine * (allranks.get_rank() + 1)
+        allranks.all_reduce(total)
+        print("done")
+        allranks.destroy_process_group()
+        return total, torch.full((10 << 18,), float(allranks_rank()))
+
+    def allranks_rank() -> int:
+        return int(os.environ["RANK"])
+
+    results = allranks.run(work, (torch.ones(3),), n=2, show="0")
+    for number, (total, large) in enumerate(results):
+        assert total.tolist() == [3.0, 3.0, 3.0]
+        assert torch.equal(large, torch.full((10 << 18,), float(number)))
+    assert capsys.readouterr().out == "done\n"
+
+
+def test_an_exception_of_a_rank(light: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        if rank() == 1:
+            raise OddError("boom", rank())
+        time.sleep(60)
+
+    with pytest.raises(OddError) as caught:
+        allranks.run(fail, n=2)
+    assert caught.value.args == ("boom", 1)
+    told = caught.value.__cause__
+    assert isinstance(told, allranks.RankError)
+    assert told.rank == 1
+    assert str(told).startswith(f"rank 1 (host {os.uname().nodename}, pid ")
+    assert 'raise OddError("boom", rank())' in str(told)
+    assert "allranks/launch" not in str(told)
+    assert capsys.readouterr().err == ""
+
+
+def _raise_locked() -> None:
+    raise LockedError
+
+
+@pytest.mark.parametrize(
+    ("last", "text"),
+    [
+        (_raise_locked, "LockedError: locked"),
+        (lambda: sys.exit(3), r"rank 1 \(host \S+, pid \d+\) exited with code 3"),
+        (lambda: os._exit(0), "rank 1 exited with code 0 before .*fail returned"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"rank 1 \(host \S+, pid \d+\) was killed by SIGKILL"),
+    ],
+    ids=["not to be pickled", "sys.exit", "os._exit", "killed"],
+)
+def test_other_ends_of_a_rank(light: Launcher, last: Any, text: str) -> None:
+    def fail() -> None:
+        if rank() == 1:
+            last()
+
+    with pytest.raises(allranks.RankError, match=text) as caught:
+        allranks.run(fail, n=2)
+    assert caught.value.rank == 1
+
+
+def test_what_cannot_travel(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()
+
+    def work() -> None:
+        lock.acquire()
+
+    with pytest.raises(allranks.UsageError, match="work or an argument of it cannot be sent to the ranks: cannot"):
+        allranks.run(work, n=1)
+    with pytest.raises(
+        allranks.UsageError, match="what the function returns cannot be sent to the caller: lock"
+    ) as caught:
+        allranks.run(lambda: threading.Lock() if rank() else None, n=2)
+    assert "rank 1" in str(caught.value.__cause__)
+    with pytest.raises(allranks.UsageError, match=r"<lambda> ended by sys.exit\(0\)"):
+        allranks.run(lambda: sys.exit(0), n=1)
+    light.write("def work():\n    return 1\n", "only_here.py")
+    monkeypatch.syspath_prepend(str(light.folder))
+    fn = importlib.import_module("only_here").work
+    assert allranks.run(fn, n=1) == [1]
+    (light.folder / "only_here.py").unlink()
+    with pytest.raises(allranks.UsageError, match=r"cannot be made here: ModuleNotFoundError: .*only_here"):
+        allranks.run(fn, n=1)
+    del sys.modules["only_here"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"n": 0}, "n=0"),
+        ({"n": 1, "threads": 0}, "threads=0"),
+        ({"n": 1, "show": "1"}, "show='1' is none of '0', 'all', 'none'"),
+        ({"n": 1, "env": {"A=": "1"}}, "'A=' is no name of a variable"),
+        ({"n": 3, "hosts": ["localhost:2"]}, "3 ranks do not fit"),
+        ({"hosts": "a b c:"}, "hosts"),
+        ({"n": 1, "hosts": "nobody.invalid"}, "nobody.invalid: ssh cannot connect"),
+    ],
+)
+def test_wrong_arguments(light: Launcher, wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises((allranks.UsageError, allranks.ConfigError), match=text):
+        allranks.run(rank, **wrong)
+
+
+def test_timeout(light: Launcher) -> None:
+    def wait() -> None:
+        time.sleep(60)
+
+    with pytest.raises(
+        allranks.TimeoutError, match=r"wait did not end on all ranks within 2 s\n  ranks 0-1: at .* in wait"
+    ):
+        allranks.run(wait, n=2, timeout=2)
+
+
+def test_timeout_before_ranks_start(light: Launcher) -> None:
+    light.write("import time\ntime.sleep(60)\n", "fake/torch.py")
+    with pytest.raises(allranks.TimeoutError, match="rank did not start on all ranks within 1 s"):
+        allranks.run(rank, n=1, timeout=1)
+
+
+def test_threads(light: Launcher) -> None:
+    results: dict[int, list[int]] = {}
+
+    def call(number: int) -> None:
+        results[number] = allranks.run(lambda: number + rank(), n=2)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in (10, 20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {10: [10, 11], 20: [20, 21]}
+
+
+SCRIPT = """
+import os, sys, time
+import allranks
+
+print("once")
+
+def wait():
+    print("here", flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        print("left", flush=True)
+
+try:
+    allranks.run(wait, n=2)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_and_kill(light: Launcher) -> None:
+    path = light.write(SCRIPT)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        process = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, bufsize=0)
+        light.started.append(process)
+        assert process.stdout is not None
+        lines = sorted(process.stdout.readline() for _ in range(3))
+        assert lines == [b"[0] here\n", b"[1] here\n", b"once\n"]
+        process.send_signal(number)
+        rest = process.stdout.read()
+        code = process.wait(20)
+        if number == signal.SIGINT:
+            assert code == 0
+            assert sorted(rest.splitlines()) == [b"[0] left", b"[1] left", b"interrupted"]
+        else:
+            assert code == -number
+        assert light.wait_gone() == []
+
+
+@pytest.fixture
+def kernel(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A notebook's kernel, with an empty torch."""
+    for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(light.folder / name))
+    manager, client = start_new_kernel(kernel_name="python3", cwd=str(light.folder), stderr=subprocess.DEVNULL)
+    client.interrupt = manager.interrupt_kernel
+    yield client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+def execute(client: Any, code: str, then: Callable[[str], object] = lambda text: None) -> tuple[str, str, str]:
+    """Runs a cell. Returns its status, what it printed, and its value or traceback.
+
+    Args:
+        client: of the kernel.
+        code: the cell.
+        then: called with all that is printed.
+    """
+    printed, value = "", ""
+
+    def hook(message: dict[str, Any]) -> None:
+        nonlocal printed, value
+        content = message["content"]
+        if message["msg_type"] == "stream":
+            printed += content["text"]
+            then(content["text"])
+        elif message["msg_type"] == "execute_result":
+            value = content["data"]["text/plain"]
+        elif message["msg_type"] == "error":
+            value = "\n".join(content["traceback"])
+
+    reply = client.execute_interactive(code, timeout=30, output_hook=hook)
+    return reply["content"]["status"], printed, value
+
+
+def test_notebook(light: Launcher, kernel: Any) -> None:
+    light.write("def double(x):\n    return 2 * x\n", "beside.py")
+    define = """
+import os, time
+import allranks
+from beside import double
+
+class Odd(Exception):
+    pass
+
+def work(x):
+    rank = int(os.environ["RANK"])
+    print("line of", rank)
+    if x < 0:
+        raise Odd("boom")
+    return double(x + rank)
+"""
+    assert execute(kernel, define) == ("ok", "", "")
+    status, printed, value = execute(kernel, "allranks.run(work, (10,), n=2)")
+    assert (status, sorted(printed.splitlines()), value) == ("ok", ["[0] line of 0", "[1] line of 1"], "[20, 22]")
+    catch = "try:\n    allranks.run(work, (-1,), n=2)\nexcept Odd as error:\n    print(error.__cause__)"
+    status, printed, _ = execute(kernel, catch)
+    assert status == "ok"
+    assert 'raise Odd("boom")' in printed  # the cell is no file, and its line is there
+
+    sleep = "from time import sleep\ndef rest():\n    print('up')\n    sleep(60)\nallranks.run(rest, n=1)"
+    status, printed, value = execute(kernel, sleep, then=lambda text: kernel.interrupt() if "up" in text else None)
+    assert (status, printed) == ("error", "[0] up\n")
+    assert "KeyboardInterrupt" in value
+    assert execute(kernel, "allranks.run(double, (4,), n=1)") == ("ok", "", "[8]")

@@ -1,0 +1,30 @@
+"""What ranks are forked with: torch, unless a script has no use for it."""
+
+from __future__ import annotations
+
+import pytest
+from launcher_process import Launcher
+
+LOOK = "import sys\nprint('torch' in sys.modules)\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "loaded"),
+    [
+        ("import os.path, json\nfrom collections import abc\n", False),
+        ("def later():\n    import torch.nn\n", True),
+        ("try:\n    from beside import what\nexcept ImportError:\n    pass\n", True),
+        ("from importlib import import_module\n", True),
+        ("if sys.argv[1:]:\n    __import__(sys.argv[1])\n", True),
+    ],
+)
+def test_torch_is_imported_where_it_may_be_used(launcher: Launcher, more: str, loaded: bool) -> None:
+    launcher.write(LOOK + more)
+    done = launcher.run("-n", "1", "script.py")
+    assert (done.code, done.out) == (0, f"[0] {loaded}\n")
+
+
+def test_a_script_that_is_none(launcher: Launcher) -> None:
+    done = launcher.script("import torch (", "-n", "2")
+    assert done.code == 1
+    assert "SyntaxError" in done.err
