@@ -151,11 +151,12 @@ def train(args, rank, world_size):
     settings = {name: getattr(args, name) for name in ("batch_size", "lr", "momentum", "seed", "dtype")}
     saved_to = args.out / "checkpoint.pt"
     history = []
-    if args.resume:
+    if args.resume and not saved_to.exists():  # a job that is started again may have ended before its first epoch did
+        if rank == 0:
+            print(f"--resume: there is no {saved_to} yet; this is a start", flush=True)
+    elif args.resume:
         # Each rank reads the file. There is no random state in it: after the initial weights, all
         # randomness is the sampler's, which depends on seed and epoch only.
-        if not saved_to.exists():
-            raise WrongArguments(f"--resume: there is no {saved_to}")
         state = checkpoint.load(saved_to)
         if state["settings"] != settings:
             differ = [f"{k} {v}, not {settings[k]}" for k, v in state["settings"].items() if v != settings[k]]
@@ -232,7 +233,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("out/digits"), help="folder for checkpoint and plot")
     parser.add_argument("--plot", type=Path, help="PNG of the curves (default: OUT/curves.png)")
     parser.add_argument("--save-every", type=positive(int), default=5, metavar="EPOCHS")
-    parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt")
+    parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt, if it is there")
     parser.add_argument("--backend", help="the engine (default: native)")
     parser.add_argument("--threads", type=positive(int), default=1, help="per rank; the model is too small for more")
     parser.add_argument("--init-method", help="without launcher: tcp://HOST:PORT or file:///PATH")

@@ -2,9 +2,11 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,25 @@ def test_number_of_ranks_and_way_of_synchronising_do_not_matter(tmp_path):
         assert (by_hand[name] - reference).abs().max() <= 1e-10 * reference.abs().max()
 
 
+def killed_and_started_again(folder, *args):
+    """A run of which the launcher starts the ranks again, as one is killed once there is a checkpoint."""
+    words = ["run", "-n", 2, "--restarts", 1, TRAIN, "--out", folder, "--resume", *args]
+    command = [sys.executable, "-m", "allranks", *map(str, words)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as job:
+        until = time.monotonic() + 60
+        while not (folder / "checkpoint.pt").exists():
+            assert job.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)  # the first is the guard
+        out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    assert "was killed by SIGKILL" in err
+    assert "starting again (1 of 1)" in err
+    return LAST_LINE.findall(out)[0][2]
+
+
 @pytest.mark.parametrize("sync", ["ddp", "manual"])
 def test_stopped_and_resumed_equals_straight_through(tmp_path, sync):
     options = ("--sync", sync, "--save-every", 2)
@@ -81,6 +102,8 @@ def test_stopped_and_resumed_equals_straight_through(tmp_path, sync):
     train("--epochs", 4, "--out", tmp_path / "b", *options)
     _, _, resumed = train("--epochs", 8, "--out", tmp_path / "b", "--resume", *options)
     assert resumed == straight
+    if sync == "ddp":
+        assert killed_and_started_again(tmp_path / "c", "--epochs", 8, *options) == straight
     a, b = (checkpoint.load(tmp_path / name / "checkpoint.pt") for name in "ab")
     assert len(b["history"]) == 8
     assert a.pop("settings") == b.pop("settings")
@@ -128,7 +151,6 @@ def test_each_rank_in_a_shell_of_its_own(tmp_path):
         (["--lr", "fast"], "--lr"),
         (["--sync", "telepathy"], "telepathy"),
         (["--nonsense"], "--nonsense"),
-        (["--resume"], "there is no"),
         (["--init-method", "carrier://pigeon", "--world-size", "2", "--rank", "0"], "carrier"),
         (["--backend", "semaphore"], "semaphore"),
     ],
