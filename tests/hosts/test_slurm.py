@@ -16,7 +16,7 @@ import mpi_jobs
 
 MEET = str(Path(__file__).with_name("meet.py"))
 SECRET = "a secret of the tests, long enough"
-MISSING = f'[ "$SLURM_PROCID" = "$ABSENT" ] && exec sleep 3; exec {sys.executable} {MEET}'
+MISSING = f'[ "$SLURM_PROCID" = "$ABSENT" ] && exit 0; exec {sys.executable} {MEET}'
 
 
 def srun(slurm: Slurm, *options: str, timeout_s: str = "30", **environ: str) -> list[str]:
