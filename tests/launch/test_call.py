@@ -67,6 +67,13 @@ def test_results_by_rank(light: Launcher, capsys: pytest.CaptureFixture[str]) ->
     assert allranks.run(lambda: "again", n=1) == ["again"]
 
 
+def test_a_rank_for_each_cpu(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("ALLRANKS_CPUS", "3")
+    assert allranks.run(rank) == [0, 1, 2]
+    assert allranks.run(rank, hosts=["localhost:2"]) == [0, 1]
+
+
 def test_tensors_and_a_group(capsys: pytest.CaptureFixture[str]) -> None:
     def work(mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         allranks.init_process_group()
