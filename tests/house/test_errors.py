@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from allranks._errors import PeerLostError, rank_list
+from allranks._errors import PeerLostError, RankError, rank_list
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,7 @@ def test_rank_list(ranks: list[int], text: str) -> None:
     assert rank_list(ranks) == text
 
 
-def test_a_lost_peer_travels() -> None:
-    error = pickle.loads(pickle.dumps(PeerLostError("rank 2 died", 2)))
-    assert (str(error), error.rank) == ("rank 2 died", 2)
+@pytest.mark.parametrize("kind", [PeerLostError, RankError])
+def test_errors_that_name_a_rank_travel(kind: type[PeerLostError | RankError]) -> None:
+    error = pickle.loads(pickle.dumps(kind("rank 2 died", 2)))
+    assert (type(error), str(error), error.rank) == (kind, "rank 2 died", 2)

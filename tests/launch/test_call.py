@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import io
 import os
 import signal
 import subprocess
@@ -65,6 +68,34 @@ def test_results_by_rank(light: Launcher, capsys: pytest.CaptureFixture[str]) ->
     assert sorted(shown.out.splitlines()) == ["[0] out 0", "[1] out 1", "[2] out 2"]
     assert sorted(shown.err.splitlines()) == ["[0] err 0", "[1] err 1", "[2] err 2"]
     assert allranks.run(lambda: "again", n=1) == ["again"]
+
+
+class Ascii(io.StringIO):
+    encoding = "ascii"
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_other_streams(light: Launcher) -> None:
+    told = Ascii()
+    with contextlib.redirect_stdout(told):
+        allranks.run(print, ("\u00e9",), n=1)
+    assert told.getvalue() == "[0] \\xe9\n"
+    notes = io.StringIO()
+    with contextlib.redirect_stdout(Full()), contextlib.redirect_stderr(notes):
+        with pytest.raises(OSError, match="what the ranks of print print could not be written"):
+            allranks.run(print, ("line",), n=1)
+    assert notes.getvalue() == "allranks run: cannot write to stdout: No space left on device\n"
+
+
+def test_a_rank_for_each_cpu(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("ALLRANKS_CPUS", "3")
+    assert allranks.run(rank) == [0, 1, 2]
+    assert allranks.run(rank, hosts=["localhost:2"]) == [0, 1]
 
 
 def test_tensors_and_a_group(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,7 @@ def run(
         TimeoutError: not all ranks ended in time; says where they were.
         ConfigError: a host or the number of ranks cannot be had.
         UsageError: ``fn`` or an argument cannot be pickled, or what it returned.
+        OSError: what ranks print cannot be written.
         KeyboardInterrupt: Ctrl-C.
 
     Cost:
@@ -122,17 +123,17 @@ def run(
     job = Job(options, len(used), len(used), streams=_streams(), until=until)
     try:
         job.open_by("ssh", used)
-        job.run()
+        code = job.run()
     except ConfigError as error:
         if until is not None and time.monotonic() >= until:
             raise TimeoutError(f"{options.target.name} did not start on all ranks within {timeout:g} s") from error
         raise
     finally:
         job.close()
-    return _outcome(job, timeout)
+    return _outcome(job, code, timeout)
 
 
-def _outcome(job: Job, timeout: float | None) -> list[Any]:
+def _outcome(job: Job, code: int, timeout: float | None) -> list[Any]:
     """What the ranks returned, by rank; or raises what became of them."""
     supervisor, name = job.supervisor, job.options.target.name
     assert supervisor is not None
@@ -152,6 +153,8 @@ def _outcome(job: Job, timeout: float | None) -> list[Any]:
         if error is None:
             raise told
         raise error from told
+    if code:
+        raise OSError(f"what the ranks of {name} print could not be written; they were stopped")
     results = []
     for rank in range(job.world_size):
         if rank not in supervisor.results:

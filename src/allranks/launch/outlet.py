@@ -114,6 +114,8 @@ class TextOutlet:
         if self._stream is None or not self._pending:
             return
         text = self._decoder.decode(bytes(self._pending))
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"  # a stream of the user's may have none
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
         self._pending.clear()
         try:
             self._stream.write(text)

@@ -432,7 +432,10 @@ def main(argv: Sequence[str]) -> int | Rank:
 def run_as_main(argv: Sequence[str]) -> int:
     """As ``main``; a forked rank goes on outside of all that belongs to the agent."""
     code = main(argv)
-    return code if isinstance(code, int) else code.run()
+    if isinstance(code, Rank):
+        return code.run()
+    sys.stderr.flush()
+    os._exit(code)  # no program of the user's ran in the agent itself, and taking torch apart takes 0.2 s
 
 
 if __name__ == "__main__":
