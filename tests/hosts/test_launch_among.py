@@ -156,3 +156,61 @@ def test_a_host_joins_a_running_elastic_job_and_leaves_it(job: Jobs) -> None:
     read_until(second, 1)
     second.kill()
     assert finish(leader).lines == ["[node0:0] round 3 1"]
+
+
+def test_a_caller_who_is_turned_away_disturbs_nobody(job: Jobs) -> None:
+    script = """
+        import os, time
+        print("round", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+        time.sleep(4)
+    """
+    common = ("-N", "1:3", "--master-addr", "10.77.0.1:15432", job.write(script))
+    leader = job.start(0, "--node-rank", "0", "--rdzv-id", "one", "--rdzv-conf", "last_call_timeout=0", *common)
+    assert read_until(leader, 1) == ["[node0:0] round 0"]
+    refused = finish(job.start(1, "--node-rank", "1", "--rdzv-id", "two", *common))
+    assert refused.code == 2
+    assert "its job is 'one', and 'two' was asked for" in refused.err
+    done = finish(leader)
+    assert (done.code, done.lines) == (0, [])
+
+
+def test_fewer_ranks_than_hosts(job: Jobs) -> None:
+    arguments = ("-n", "1", *ARGUMENTS[2:])
+    done = start_both(job, job.write("print('must not run')"), arguments=arguments)
+    assert [(d.code, d.out) for d in done] == [(2, ""), (2, "")]
+    for d in done:
+        assert "1 ranks for 2 hosts (-n is their number in all" in d.err
+
+
+def test_all_hear_of_ctrl_c_while_hosts_are_waited_for(job: Jobs) -> None:
+    arguments = ("-N", "3", "--master-addr", "10.77.0.1:15432")
+    leader, other = started(job, job.write(""), arguments=arguments)
+    time.sleep(1.5)
+    leader.send_signal(signal.SIGINT)
+    assert [finish(process).code for process in (leader, other)] == [130, 130]
+
+
+def test_strangers_do_not_shut_the_door(job: Jobs) -> None:
+    """Four hundred connections that say nothing."""
+    script = job.write("print('ran')")
+    leader = job.start(0, *ARGUMENTS, "--node-rank", "0", script)
+    knock = """
+import socket, sys, time
+until, held = time.monotonic() + 20, []
+while len(held) < 400 and time.monotonic() < until:
+    try:
+        held.append(socket.create_connection(("10.77.0.1", 15432), 1))
+    except OSError:
+        time.sleep(0.05)
+print(len(held), flush=True)
+sys.stdin.read()
+"""
+    strangers = subprocess.Popen(
+        job.hosts.hosts[2].inside("python3", "-c", knock), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert strangers.stdout is not None
+    assert strangers.stdout.readline() == "400\n"
+    other = job.start(1, *ARGUMENTS, "--node-rank", "1", script)
+    done = [finish(process, 30) for process in (other, leader)]
+    strangers.communicate()
+    assert [(d.code, len(d.lines)) for d in done] == [(0, 2), (0, 2)], done

@@ -37,11 +37,13 @@ FAIL_AT_2 = """
     time.sleep(100)
 """
 FIRST_ROUND_FAILS = """
-    import os, signal, socket
+    import os, signal, socket, time
     round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    print("round", round, os.environ["RANK"], os.environ["WORLD_SIZE"], socket.gethostname(), flush=True)
+    print(f"round {round} {os.environ['RANK']} {os.environ['WORLD_SIZE']} {socket.gethostname()}", flush=True)
     if round == 0 and os.environ["RANK"] == "1":
+        time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(round == 0 and 100)
 """
 
 
@@ -222,3 +224,43 @@ def test_a_host_that_does_not_answer_any_more_is_missed(job: Jobs) -> None:
         job.hosts.plug(1)
         for pid in agents:
             os.kill(pid, signal.SIGKILL)  # it hears of it when its own kernel gives up, in many minutes
+
+
+def test_an_elastic_job_starts_without_a_host_that_is_not_there(job: Jobs) -> None:
+    done = job.run(0, "-N", "1:2", "-H", "node0,nowhere", job.write("import os; print(os.environ['WORLD_SIZE'])"))
+    assert (done.code, done.lines) == (0, ["[node0:0] 1"]), done.err
+    assert "nowhere: ssh cannot connect" in done.err
+    assert "going on without it" in done.err
+
+
+def test_an_elastic_job_goes_on_without_a_host_that_cannot_start_its_ranks(job: Jobs) -> None:
+    """There is no such folder on it."""
+    folder = job.folder / "here"
+    folder.mkdir()
+    (folder / "script.py").write_text("import os; print(os.environ['WORLD_SIZE'])")
+    host = job.hosts.hosts[1]
+    subprocess.run(host.inside("mount", "-t", "tmpfs", "none", str(folder)), check=True)
+    try:
+        done = job.run(0, "-N", "1:2", "-H", "node0,node1", "--chdir", str(job.folder), str(folder / "script.py"))
+    finally:
+        subprocess.run(host.inside("umount", str(folder)), check=True)
+    assert (done.code, done.lines) == (0, ["[node0:0] 1"]), done.err
+    assert "node1: there is no script" in done.err
+
+
+def test_ranks_that_do_not_fit_the_fewest_hosts(job: Jobs) -> None:
+    done = job.run(0, "-N", "1:2", "-n", "4", "-H", "node0:2,node1:2", job.write(""))
+    assert done.code == 2
+    assert "with 1 host left (-N), 4 ranks do not fit: node0 has 2 slots" in done.err
+
+
+def test_a_shell_that_talks(job: Jobs) -> None:
+    """Its banner would be taken for the length of a message, and waited for."""
+    talking = job.folder / "talking"
+    talking.write_text('#!/bin/sh\necho Welcome to this host\nexec ssh "$@"\n')
+    talking.chmod(0o755)
+    done = job.run(0, "-H", "node1", "--ssh", str(talking), job.write(""))
+    assert done.code == 2
+    assert "node1: " in done.err
+    assert "Welcome to this host" in done.err
+    assert ".bashrc" in done.err

@@ -481,11 +481,11 @@ def test_one_rank_sends_nothing():
         calls = dist.stats().calls
         model = DistributedDataParallel(make())
         result = train(model, *data())
-        return dist.stats().calls - calls, result
+        # Here, as another process may have another number of threads, and so other sums.
+        return dist.stats().calls - calls, result, train(make(), *data())
 
-    ((calls, (seen, last)),) = run_ranks(1, body)
+    ((calls, (seen, last), (steps, weights)),) = run_ranks(1, body)
     assert calls == 0
-    steps, weights = train(make(), *data())
     assert_same_bits(last, weights)
     assert_same_bits(seen[-1], steps[-1])
 

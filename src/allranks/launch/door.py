@@ -7,6 +7,7 @@ so that a rank that dials the launcher's port by mistake is told so.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import math
@@ -44,6 +45,8 @@ _TELL_S = 10.0
 class Door:
     """Where agents come in: a thread accepts, and one for each who is greeted, so that no stranger holds up another.
 
+    In a crowd the one who has been there longest without a proof makes room.
+
     Args:
         addresses: of this host, to listen on; "0.0.0.0" for all.
         port: the port; 0 for a free one.
@@ -65,7 +68,7 @@ class Door:
         self.refused: dict[str, str] = {}
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-        self._places = threading.BoundedSemaphore(_AT_ONCE)
+        self._strangers: dict[socket.socket, None] = {}
         self._closing = threading.Lock()
         self._closed = False
         self._threads = [threading.Thread(target=self._accept, args=(sock,), daemon=True) for sock in self._listeners]
@@ -105,7 +108,13 @@ class Door:
                 if not self._closed:
                     time.sleep(_PAUSE_S)  # out of descriptors, for a moment
                 continue
-            self._places.acquire()
+            with self._closing:
+                if len(self._strangers) >= _AT_ONCE:
+                    with contextlib.suppress(OSError):  # it may be gone already
+                        oldest = next(iter(self._strangers))
+                        del self._strangers[oldest]
+                        oldest.shutdown(socket.SHUT_RDWR)  # which ends its thread
+                self._strangers[sock] = None
             threading.Thread(target=self._greet, args=(sock, str(peer[0])), daemon=True).start()
 
     def _greet(self, sock: socket.socket, peer: str) -> None:
@@ -119,13 +128,15 @@ class Door:
             with self._closing:
                 if self._closed:
                     raise ConnectionResetError("the job is over")
+                self._strangers.pop(sock, None)
                 self._came.put(sock)
                 os.eventfd_write(self.wake, 1)
         except (OSError, WireError, ConfigError) as error:
-            self.refused[peer] = reason(error) if isinstance(error, OSError) else str(error)
-            sock.close()
-        finally:
-            self._places.release()
+            if not isinstance(error, OSError):
+                self.refused[peer] = str(error)
+            with self._closing:
+                self._strangers.pop(sock, None)
+                sock.close()
 
 
 def dial(

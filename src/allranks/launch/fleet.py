@@ -21,7 +21,7 @@ import msgspec
 from allranks import __version__
 from allranks._errors import ConfigError
 from allranks.launch.door import Door
-from allranks.launch.link import Link, LinkLost, to_agent
+from allranks.launch.link import Garbled, Link, LinkLost, to_agent
 from allranks.launch.messages import (
     Came,
     Command,
@@ -46,11 +46,11 @@ from allranks.launch.messages import (
 )
 from allranks.launch.ways import NOISE, explain
 
-__all__ = ["Crowd", "Fleet", "Host"]
+__all__ = ["Crowd", "Fleet", "Host", "wrong_version"]
 
 _CHUNK = 1 << 16
 _SAID_BYTES = 1 << 14
-_FINISH_S = 10.0
+_FINISH_S = 20.0  # processes that hold a GPU take long to die
 _END_S = 2.0
 _GONE_S = 0.3
 _AGAIN_S = 3.0
@@ -130,7 +130,7 @@ class Fleet:
         self._callers: list[Host] = []  # who has dialled in, or is tried again, and is not one of the hosts yet
         self._absent: dict[str, Callable[[], Host]] = {}  # how to try again those who are gone
         self._try_at = 0.0
-        self._hears_callers = False
+        self._vet: Callable[[Host], str] | None = None
         self._shut = False
         self._selector = selectors.DefaultSelector()
         self._ear, self.wake = os.pipe()
@@ -194,7 +194,8 @@ class Fleet:
                 raise ConfigError("\n".join(dict.fromkeys(host.why for host in self.hosts if host.why)))
             for crowd in self._crowds:
                 if (code := crowd.process.poll()) is not None:
-                    missing = ", ".join(host.name for host in self.hosts if host.hello is None)
+                    names = [host.name for host in self.hosts if host.hello is None]
+                    missing = ", ".join(names or [host.name for host in self.hosts])
                     self._read_all_stderr()
                     raise ConfigError(explain(crowd.way, missing, "", code, crowd.said.decode(errors="replace")))
             left = until - time.monotonic()
@@ -212,8 +213,17 @@ class Fleet:
     def turn_away(self, host: Host, why: str) -> None:
         """Sends a caller home."""
         self._say(host, End(2, f"allranks run: error: host 0 does not take this host: {why}".encode()))
-        self._callers.remove(host)
+        self.forget(host)
+
+    def forget(self, host: Host) -> None:
+        """Counts on a host, or on a caller, no longer, and does not try it again."""
+        for hosts in (self.hosts, self._callers):
+            if host in hosts:  # a caller may have gone by itself while it was told
+                hosts.remove(host)
+        self._absent.pop(host.name, None)
         self._detach(host)
+        if host.process is not None:
+            self._bury(host.process)
 
     def drop(self, host: Host, try_again: bool) -> None:
         """Counts on a host no longer.
@@ -230,9 +240,13 @@ class Fleet:
                 again, place, slots = host.again, host.place, host.slots
                 self._absent[host.name] = lambda: _like(again(), place, slots)
 
-    def hear_callers(self, on: bool) -> None:
-        """Whether ``poll`` tells of hosts that could take part."""
-        self._hears_callers = on
+    def hear_callers(self, vet: Callable[[Host], str] | None) -> None:
+        """Makes ``poll`` tell of hosts that could take part.
+
+        Args:
+            vet: says why a caller may not, "" if it may; None: do not tell.
+        """
+        self._vet = vet
 
     @property
     def by_callers(self) -> bool:
@@ -265,11 +279,8 @@ class Fleet:
             ConfigError: one of them has another version of allranks.
         """
         for host in self.hosts:
-            if host.hello is not None and host.hello.version != __version__:
-                raise ConfigError(
-                    f"{host.name}: has allranks {host.hello.version} (python {host.hello.python}), this is"
-                    f" {__version__}; install one version on all hosts"
-                )
+            if why := wrong_version(host):
+                raise ConfigError(f"{host.name}: {why}")
         return all(host.hello is not None for host in self.hosts)
 
     def prepare(self, commands: Sequence[Prepare], until: float) -> list[Ready]:
@@ -308,14 +319,18 @@ class Fleet:
 
     def poll(self, timeout_s: float | None) -> list[Event]:
         """Waits for events, for ``wake``, or for the time to pass."""
-        if self._hears_callers and self._absent:
+        if self._vet is not None and self._absent:
             timeout_s = min(_AGAIN_S if timeout_s is None else timeout_s, _AGAIN_S)
             self.try_again()
         if not self._events:
             self._turn(timeout_s)
-        if self._hears_callers and self.callers:
-            self._hears_callers = False
-            self._events.append(Came(", ".join(host.name for host in self.callers)))
+        if self._vet is not None and self.callers:
+            for caller in self.callers:
+                if why := self._vet(caller):
+                    self.turn_away(caller, why)
+            if self.callers:
+                self._vet = None
+                self._events.append(Came(", ".join(host.name for host in self.callers)))
         events, self._events = self._events, []
         return events
 
@@ -376,11 +391,19 @@ class Fleet:
             self._say(host, End(code, text))
 
     def close(self) -> None:
-        """Ends all agents and whatever started them. To be called once."""
+        """Ends all agents and whatever started them. To be called once. Ctrl-C waits for it: some seconds at most."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            self._close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _close(self) -> None:
         processes = [h.process for h in (*self.hosts, *self._callers) if h.process is not None]
         processes += [crowd.process for crowd in self._crowds]
         until = time.monotonic() + _END_S
-        while any(h.link is not None and h.link.backlog for h in self.hosts) and time.monotonic() < until:
+        everybody = (*self.hosts, *self._callers)
+        while any(h.link is not None and h.link.backlog for h in everybody) and time.monotonic() < until:
             self._turn(0.05)  # what was said last
         for host in (*self.hosts, *self._callers):
             self._detach(host)
@@ -459,7 +482,7 @@ class Fleet:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        if process.stderr is not None:
+        if process.stderr is not None and not process.stderr.closed:
             if process.stderr.fileno() in self._selector.get_map():
                 self._selector.unregister(process.stderr.fileno())
             process.stderr.close()
@@ -525,6 +548,8 @@ class Fleet:
             case Hello():
                 host.hello = message
                 host.hear_clock(message.now)
+                if host.link is not None:
+                    host.link.trust()
                 self._recognise(host)
             case Ready() | Unable() | Finished():
                 host.answer = message
@@ -569,6 +594,13 @@ class Fleet:
             host.process.wait(_GONE_S)  # what it says on its way out, and its exit code, tell more than the pipe
         self._read_all_stderr()
         code = host.process.poll()
+        if isinstance(lost, Garbled):
+            self._lose(
+                host,
+                f"{host.name}: {lost}.\n  A shell that says something there (.bashrc, a banner) must be silent where"
+                " nobody types.",
+            )
+            return
         if host.hello is None:
             self._lose(host, explain(host.way, host.name, host.python, code, host.said.decode(errors="replace")))
             return
@@ -594,11 +626,19 @@ class Fleet:
         while (left := until - time.monotonic()) > 0 and any(h.hello is None and not h.why for h in self.hosts):
             self._turn(left)
 
+    def unable(self) -> dict[Host, str]:
+        """Who cannot do what was asked, and why."""
+        return {host: host.answer.why for host in self.hosts if isinstance(host.answer, Unable)}
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether hosts can come, or come back."""
+        return self.by_callers or bool(self._absent or self._callers)
+
     def _raise_unable(self) -> None:
         whys: dict[str, list[str]] = {}
-        for host in self.hosts:
-            if isinstance(host.answer, Unable):
-                whys.setdefault(host.answer.why, []).append(host.name)
+        for host, why in self.unable().items():
+            whys.setdefault(why, []).append(host.name)
         if whys:
             raise ConfigError("\n".join(f"{', '.join(names)}: {why}" for why, names in whys.items()))
 
@@ -626,6 +666,14 @@ def _start(command: Sequence[str], environ: Mapping[str, str], stdin: int) -> su
         )
     except OSError as error:
         raise ConfigError(f"cannot start {command[0]!r}: {str(error.strerror).lower()}") from None
+
+
+def wrong_version(host: Host) -> str:
+    """Says that a host's allranks is another than this one; "" if it is not."""
+    if host.hello is None or host.hello.version == __version__:
+        return ""
+    theirs = f"allranks {host.hello.version} (python {host.hello.python})"
+    return f"it has {theirs}, host 0 has {__version__}; install one version on all hosts"
 
 
 def _like(host: Host, place: int, slots: int | None) -> Host:

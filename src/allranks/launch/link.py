@@ -16,16 +16,21 @@ import msgspec
 from allranks._store.wire import FrameDecoder, WireError, pack_frame
 from allranks.launch.messages import Command, Message
 
-__all__ = ["Link", "LinkLost", "to_agent", "to_launcher"]
+__all__ = ["Garbled", "Link", "LinkLost", "to_agent", "to_launcher"]
 
 _CHUNK = 1 << 16
 _FRAME_LIMIT = 1 << 31
+_STRANGERS_LIMIT = 1 << 16  # text that a shell prints there looks like a frame of a gigabyte
 
 _In = TypeVar("_In")
 
 
 class LinkLost(Exception):
     """The other side is gone."""
+
+
+class Garbled(LinkLost):
+    """What comes is no message."""
 
 
 class Link(Generic[_In]):
@@ -43,9 +48,13 @@ class Link(Generic[_In]):
             os.set_blocking(fd, False)
             os.set_inheritable(fd, False)
         self._decoder: msgspec.msgpack.Decoder[_In] = msgspec.msgpack.Decoder(kind)
-        self._frames = FrameDecoder(_FRAME_LIMIT)
+        self._frames = FrameDecoder(_STRANGERS_LIMIT if kind is Message else _FRAME_LIMIT)
         self._due = bytearray()
         self._closed = False
+
+    def trust(self) -> None:
+        """Takes messages of any size from here on: the other side has said hello."""
+        self._frames.limit = _FRAME_LIMIT
 
     @property
     def backlog(self) -> int:
@@ -97,7 +106,7 @@ class Link(Generic[_In]):
             while (frame := self._frames.next()) is not None:
                 messages.append(self._decoder.decode(frame))
         except (WireError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise LinkLost(f"what it says is no message of allranks ({error})") from error
+            raise Garbled(f"what it says is no message of allranks ({error})") from error
         return messages
 
     def await_one(self, until: float) -> list[_In]:

@@ -7,6 +7,7 @@ anyway, and may not reach this one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -16,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -30,10 +31,10 @@ from allranks._store import load_secret
 from allranks._store.address import addresses_of
 from allranks.launch.door import Door, dial
 from allranks.launch.error_file import write_error_file
-from allranks.launch.fleet import Fleet
+from allranks.launch.fleet import Fleet, Host, wrong_version
 from allranks.launch.layout import describe_plan, share_out
 from allranks.launch.link import LinkLost, to_launcher
-from allranks.launch.messages import Prepare, Start
+from allranks.launch.messages import Prepare, Ready, Start
 from allranks.launch.options import Options
 from allranks.launch.rank import Rank
 from allranks.launch.screen import Screen
@@ -76,6 +77,14 @@ def run_there(options: Options, hosts: Sequence[Slots], way: str) -> int:
             f"{least} hosts were asked for (-N), and there are {len(hosts)}: {', '.join(map(str, hosts))}"
         )
     hosts = hosts[:most]
+    if least < len(hosts) and options.nproc is not None:
+        fewest = sorted(hosts, key=lambda host: 1 if host.count is None else host.count)[:least]
+        try:
+            share_out(fewest, options.nproc, options.per_host, strict=bool(options.hosts))
+        except ConfigError as error:
+            raise ConfigError(
+                f"with {least} host{'s' * (least != 1)} left (-N), {error}; on each host: --nproc-per-node"
+            ) from None
     if not isinstance(options.per_host, str):
         counts = share_out(hosts, options.nproc, options.per_host, strict=bool(options.hosts))
         hosts = [host for host, count in zip(hosts, counts, strict=True) if count]
@@ -110,8 +119,9 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
     door = _open_door(addresses_of(name), ports, secret)
     job = Job(options, *nodes, Fleet(door), name if options.leader is not None and is_here(name) else "")
     try:
-        job.open_to_callers()
-        return job.run()
+        with job.told():
+            job.open_to_callers()
+            return job.run()
     finally:
         job.close()
 
@@ -201,6 +211,18 @@ class Job:
     def __post_init__(self) -> None:
         self.run_id = self.options.run or secrets.token_hex(8)
 
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Tells those who dialled in why it ends, where it ends by an exception."""
+        try:
+            yield
+        except ConfigError as error:
+            self.fleet.end(2, f"allranks run: error: {error}".encode())
+            raise
+        except KeyboardInterrupt:
+            self.fleet.end(128 + signal.SIGINT, b"allranks run: stopped by SIGINT")
+            raise
+
     @property
     def elastic(self) -> bool:
         return self.least < self.most
@@ -241,7 +263,19 @@ class Job:
                 self.fleet.start_crowd(way, words, environ)
         for place, (there, slots) in enumerate(zip(self.fleet, hosts, strict=True)):
             there.place, there.slots = place, slots.count
-        self.fleet.gather(until, self.fleet.greeted)
+
+        def enough() -> bool:
+            for host in [host for host in self.fleet if host.why] if self.elastic else []:
+                self._drop(host)
+            return self.fleet.greeted()
+
+        self.fleet.gather(until, enough)
+
+    def _drop(self, host: Host) -> None:
+        """Goes on without a host that is gone, as long as there are enough."""
+        if len(self.fleet.hosts) > self.least:
+            _say(f"{host.why}; going on without it")
+            self.fleet.drop(host, try_again=True)
 
     def open_to_callers(self) -> None:
         """Starts an agent here, and waits for those of the other hosts."""
@@ -279,24 +313,35 @@ class Job:
         """Takes those who came, as long as there is room."""
         fleet = self.fleet
         for caller in fleet.callers:
-            assert caller.hello is not None
-            taken = {host.place for host in fleet}
-            free = [place for place in range(self.most) if place not in taken]
-            if caller.hello.run != self.options.run:
-                fleet.turn_away(caller, _other_job(self.options.run, caller.hello.run))
+            if why := self._vet(caller):
+                fleet.turn_away(caller, why)
                 continue
-            place = caller.hello.node if caller.process is None else caller.place
-            if place is None or (place in taken and self.elastic):
-                place = free[0] if free else self.most
-            if place in taken:
-                fleet.turn_away(caller, f"there is another host {place} already (--node-rank)")
-            elif place >= self.most:
-                fleet.turn_away(caller, f"the job has its {self.most} hosts already")
-            else:
-                caller.place = place
-                if caller.process is None:
-                    caller.slots = caller.hello.nproc
-                fleet.admit(caller)
+            assert caller.hello is not None
+            caller.place = self._place_for(caller)
+            if caller.process is None:
+                caller.slots = caller.hello.nproc
+            fleet.admit(caller)
+
+    def _place_for(self, caller: Host) -> int:
+        """Its place in the order of hosts; one beyond the last where there is none for it."""
+        assert caller.hello is not None
+        taken = {host.place for host in self.fleet}
+        place = caller.hello.node if caller.process is None else caller.place
+        if place is None or (place in taken and self.elastic):
+            place = next((place for place in range(self.most) if place not in taken), self.most)
+        return place
+
+    def _vet(self, caller: Host) -> str:
+        """Why a caller cannot take part; "" if it can."""
+        assert caller.hello is not None
+        if caller.process is None and caller.hello.run != self.options.run:
+            return _other_job(self.options.run, caller.hello.run)
+        if trouble := wrong_version(caller):
+            return trouble
+        place = self._place_for(caller)
+        if place in {host.place for host in self.fleet}:
+            return f"there is another host {place} already (--node-rank)"
+        return "" if place < self.most else f"the job has its {self.most} hosts already"
 
     def run(self) -> int:
         """Runs rounds until one is the last."""
@@ -326,6 +371,8 @@ class Job:
         self.admit_callers()
         if len(fleet.hosts) >= self.least:
             return bool(fleet.hosts)
+        if not fleet.may_grow:
+            return False
         _say(f"{len(fleet.hosts)} of at least {self.least} hosts are left; waiting for others")
 
         def enough() -> bool:
@@ -340,18 +387,42 @@ class Job:
             return False
         return True
 
-    def _round(self) -> tuple[int, Supervisor]:
+    def _prepare(self) -> tuple[list[int], list[Ready]]:
+        """Makes all hosts ready. Goes on without those that cannot be, if it may."""
+        while True:
+            try:
+                return self._prepare_all()
+            except ConfigError:
+                fleet = self.fleet
+                unable, lost = fleet.unable(), [host for host in fleet if host.why]
+                if not self.elastic or not (unable or lost) or len(fleet.hosts) - len(unable) - len(lost) < self.least:
+                    raise
+                for host, why in unable.items():  # it would be so the next time, too
+                    _say(f"{host.name}: {why}; going on without it")
+                    fleet.turn_away(host, why)
+                for host in lost:
+                    self._drop(host)
+
+    def _prepare_all(self) -> tuple[list[int], list[Ready]]:
         options, fleet = self.options, self.fleet
         counts = self._counts()
-        self.world_size = world_size = sum(counts)
         prepare = [
             msgspec.structs.replace(
-                _prepare_of(options, count, self.master), secret=self.secret, serves=number == 0, spans=len(counts) > 1
+                # Where host 0 is gone, another is what MASTER_ADDR names.
+                _prepare_of(options, count, self.master if fleet.hosts[0].place == 0 else ""),
+                secret=self.secret,
+                serves=number == 0,
+                spans=len(counts) > 1,
             )
             for number, count in enumerate(counts)
         ]
         until = time.monotonic() + options.join_timeout_s
-        ready = fleet.prepare(prepare, until if self.until is None else min(until, self.until))
+        return counts, fleet.prepare(prepare, until if self.until is None else min(until, self.until))
+
+    def _round(self) -> tuple[int, Supervisor]:
+        options, fleet = self.options, self.fleet
+        counts, ready = self._prepare()
+        self.world_size = world_size = sum(counts)
         names = [host.name for host, count in zip(fleet, counts, strict=True) for _ in range(count)]
         # Where the same command was typed on each host, each shows its own ranks.
         shown = range(counts[0] if fleet.by_callers else world_size)
@@ -400,12 +471,12 @@ class Job:
         self.supervisor = supervisor
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
-        fleet.hear_callers(self.elastic and len(fleet.hosts) < self.most)
+        fleet.hear_callers(self._vet if self.elastic and len(fleet.hosts) < self.most else None)
         try:
             fleet.start(start)
             return supervisor.run(mask), supervisor
         finally:
-            fleet.hear_callers(False)
+            fleet.hear_callers(None)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             screen.close()
 
@@ -416,7 +487,13 @@ class Job:
         if fleet.by_callers and options.nproc is None:  # each host's own command line says
             return [1 if slot.count is None else slot.count for slot in slots]
         has = [(host.hello.cpus, host.hello.gpus) for host in fleet if host.hello is not None]
-        return share_out(slots, options.nproc, options.per_host, has, strict=bool(options.hosts))
+        counts = share_out(slots, options.nproc, options.per_host, has, strict=bool(options.hosts))
+        if not all(counts):  # of hosts that were asked for one by one
+            raise ConfigError(
+                f"{options.nproc} ranks for {len(counts)} hosts (-n is their number in all; on each host:"
+                " --nproc-per-node)"
+            )
+        return counts
 
     def close(self) -> None:
         """Ends all agents."""
