@@ -5,7 +5,7 @@
 #
 # allranks run finds out by itself what this script does:
 #
-#   srun --nodes=2 --ntasks-per-node=1 --job-name=helloworld --time=00:01:00 allranks run -n 2 helloworld.py
+#   srun --nodes=2 --ntasks-per-node=1 --job-name=helloworld --time=00:01:00 allranks run --nproc-per-node 2 helloworld.py
 #
 # Source: a user's script for torch.distributed.launch; LAUNCHER=torch.distributed.launch makes it that again.
 
@@ -14,8 +14,8 @@ hosts=($(scontrol show hostnames))
 # the first is where rank 0 is
 master_addr=${hosts[0]}
 
-# a port, from the last four digits of the job's number (10#, as 0042 alone would be octal)
-key=$((10#${SLURM_JOB_ID: -4}))
+# a port, from the last four digits of the job's number
+key=$((SLURM_JOB_ID % 10000))
 master_port=$((15000 + key))
 
 python -m "${LAUNCHER:-allranks.launch}" --master_addr "$master_addr" \

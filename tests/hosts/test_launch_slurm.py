@@ -60,6 +60,13 @@ def test_sbatch_fans_out(job: Jobs) -> None:
     assert said(Done(0, (job.folder / "out").read_text(), ""))[0][:3] == "2 0"
 
 
+def test_a_function_called_in_an_allocation(job: Jobs) -> None:
+    call = "import allranks, socket; print('meet', *sorted(allranks.run(socket.gethostname)))"
+    words = ("salloc", "-N2", "--ntasks-per-node=2", sys.executable, "-c", call)
+    done = finish(job.start_any(0, *words, torch=True))
+    assert (done.code, done.out) == (0, "meet node0 node0 node1 node1\n"), done
+
+
 def test_one_task_per_node_is_an_agent(job: Jobs) -> None:
     words = ("srun", "-N2", "--ntasks-per-node=1", *RUN, "--nproc-per-node", "2", job.write(MEET))
     done = finish(job.start_any(0, *words, torch=True))

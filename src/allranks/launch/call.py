@@ -6,6 +6,7 @@ own process on this host or one on each of several, imports torch once and forks
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -16,6 +17,7 @@ from typing import Any, TextIO, TypeVar, get_args
 from allranks._errors import ConfigError, RankError, TimeoutError, UsageError, rank_list
 from allranks._host import count_gpus
 from allranks._hostlist import Slots, parse_hosts
+from allranks._places import detect, read_hosts
 from allranks.launch.function import name_of, pack, unpack_error, unpack_result
 from allranks.launch.layout import share_out
 from allranks.launch.options import Bind, Display, Options, Show
@@ -55,10 +57,10 @@ def run(
         fn: the function. The ranks get copies of it, of its arguments and of the globals that it uses.
         args: its arguments.
         kwargs: its keyword arguments.
-        n: ranks in all. If None, what ``hosts`` say; without them one for each GPU of this host, or for each CPU that
-            may be used where there is no GPU.
+        n: ranks in all. If None, what ``hosts`` or the allocation say; without them one for each GPU of this host, or
+            for each CPU that may be used where there is no GPU.
         hosts: where to run: ``"node0:2,node1"`` or ``["node0:2", "node1"]``, at most so many ranks on each, reached by
-            ssh; this host if None.
+            ssh. If None, the hosts of the allocation that this process is in, where there are several; else this host.
         timeout: seconds for all of it, starting included; None for no limit. Ranks that do not end by a
             KeyboardInterrupt are killed 10 s later.
         env: more environment variables for the ranks.
@@ -94,8 +96,8 @@ def run(
     """
     began = time.monotonic()
     until = None if timeout is None else began + timeout
-    if n is not None and n < 1:
-        raise UsageError(f"n={n}: there must be a rank at least")
+    if n is not None and (not isinstance(n, int) or n < 1):
+        raise UsageError(f"n={n!r}: expected a number of ranks, 1 or more")
     if threads is not None and threads < 1:
         raise UsageError(f"threads={threads}: a rank has one at least")
     for name, word, words in (("show", show, get_args(Show)), ("bind", bind, get_args(Bind))):
@@ -103,11 +105,16 @@ def run(
             raise UsageError(f"{name}={word!r} is none of {', '.join(map(repr, words))}")
     if bad := [name for name in env or () if not name or "=" in name]:
         raise UsageError(f"env: {bad[0]!r} is no name of a variable")
+    if not callable(fn):
+        raise UsageError(f"fn must be a function; {fn!r} is none")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise UsageError(f"args={args!r}: expected a tuple of the arguments, (x,) for one")
+    used, way = _hosts(hosts)
     options = Options(
         target=Target("function", name_of(fn), payload=pack(fn, args, kwargs or {})),
         nproc=n,
-        per_host=("gpu" if count_gpus() else "auto") if n is None and hosts is None else None,
-        hosts=_slots(hosts),
+        per_host=("gpu" if count_gpus() else "auto") if n is None and way == "here" else None,
+        hosts=used,
         display=Display(show=show),
         threads=threads,
         exports=tuple(f"{name}={value}" for name, value in (env or {}).items()),
@@ -116,13 +123,12 @@ def run(
         signals=(),  # others than those that stop the job are the caller's own
         bind=bind,
     )
-    used = options.hosts
     if options.per_host is None:
         counts = share_out(used, n, None)
         used = tuple(host for host, count in zip(used, counts, strict=True) if count)
     job = Job(options, len(used), len(used), streams=_streams(), until=until)
     try:
-        job.open_by("ssh", used)
+        job.open_by("ssh" if way == "here" else way, used)
         code = job.run()
     except ConfigError as error:
         if until is not None and time.monotonic() >= until:
@@ -163,10 +169,14 @@ def _outcome(job: Job, code: int, timeout: float | None) -> list[Any]:
     return results
 
 
-def _slots(hosts: str | Sequence[str] | None) -> tuple[Slots, ...]:
-    if hosts is None:
-        return (Slots(socket.gethostname()),)
-    return parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts), "hosts")
+def _hosts(hosts: str | Sequence[str] | None) -> tuple[tuple[Slots, ...], str]:
+    """Where to run, and how these hosts are reached: "here" for this one alone."""
+    if hosts is not None:
+        return parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts), "hosts"), "ssh"
+    place = detect(os.environ, launcher=True)
+    if place.role == "allocation" and len(found := read_hosts(place)) > 1:
+        return found, place.way
+    return (Slots(socket.gethostname()),), "here"
 
 
 def _streams() -> tuple[TextIO | None, TextIO | None] | None:

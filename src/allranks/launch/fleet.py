@@ -181,8 +181,13 @@ class Fleet:
         """Counts on hosts whose agents will dial in and have these names."""
         self.hosts += [Host(name, way) for name in names]
 
-    def gather(self, until: float, enough: Callable[[], bool]) -> None:
+    def gather(self, until: float, enough: Callable[[], bool], missing: Callable[[], str] | None = None) -> None:
         """Waits until ``enough`` says so, which is asked whenever something has happened.
+
+        Args:
+            until: when to give up (``time.monotonic``).
+            enough: whether all is there.
+            missing: says what is not, where hosts come by themselves.
 
         Raises:
             ConfigError: a host cannot be had, or the time is over; says which, and why.
@@ -195,12 +200,12 @@ class Fleet:
             for crowd in self._crowds:
                 if (code := crowd.process.poll()) is not None:
                     names = [host.name for host in self.hosts if host.hello is None]
-                    missing = ", ".join(names or [host.name for host in self.hosts])
+                    absent = ", ".join(names or [host.name for host in self.hosts])
                     self._read_all_stderr()
-                    raise ConfigError(explain(crowd.way, missing, "", code, crowd.said.decode(errors="replace")))
+                    raise ConfigError(explain(crowd.way, absent, "", code, crowd.said.decode(errors="replace")))
             left = until - time.monotonic()
             if left <= 0:
-                raise ConfigError(self._who_is_missing())
+                raise ConfigError(self._who_is_missing() if missing is None else missing())
             self._turn(min(left, 0.5))
 
     def admit(self, host: Host) -> None:
@@ -252,6 +257,12 @@ class Fleet:
     def by_callers(self) -> bool:
         """Whether hosts come by themselves."""
         return self._door is not None and not self._crowds
+
+    @property
+    def door_port(self) -> int:
+        """The port that hosts dial."""
+        assert self._door is not None
+        return self._door.port
 
     def refusals(self) -> str:
         """Who was turned away at the door, and why; "" if nobody."""

@@ -140,18 +140,18 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
     """
     where = ", ".join(f"{host}:{port}" for host, port in targets)
 
+    # Told nothing else, hosts look for host 0 on themselves.
+    alone = all(host in _LOOPBACK for host, _ in targets)
+    hint = "\n  That is this host itself; if host 0 is another, name it: --master-addr" if alone else ""
+
     def tell(last: str) -> None:
         if not options.quiet:
-            _say(f"waiting for host 0 at {where} (last: {last})")
+            _say(f"waiting for host 0 at {where} (last: {last}){hint}")
 
     try:
         sock = dial(targets, secret, time.monotonic() + options.join_timeout_s, tell)
     except ConfigError as error:
-        if not all(host in _LOOPBACK for host, _ in targets):
-            raise
-        raise ConfigError(
-            f"{error}\n  That is this host itself; if host 0 is another, name it: --master-addr"
-        ) from None
+        raise ConfigError(f"{error}{hint}") from None
     descriptor = sock.detach()
     own = _prepare_of(options, 1, options.leader[0] if options.leader is not None else "")
 
@@ -298,16 +298,28 @@ class Job:
                 last_call = min(last_call, now + options.last_call_s)
             if missing and now >= tell_at and not options.quiet:
                 tell_at = math.inf
-                here = {host.place for host in fleet}
-                who = ", ".join(str(number) for number in range(self.most) if number not in here)
-                _say(
-                    f"waiting for {'host' if missing == 1 else 'hosts'} {who} of {self.most} {fleet.refusals()}".strip()
-                )
+                _say(f"waiting for {self._missing()}")
             return fleet.greeted() and (not missing or now >= last_call)
 
-        fleet.gather(until, enough)
+        fleet.gather(until, enough, lambda: f"no answer from {self._missing()} in time (longer: --join-timeout)")
         if not self.elastic:
             self.port = fleet.shut_door()  # so that a program that uses torch.distributed finds it free
+
+    def _missing(self) -> str:
+        """Which hosts have not come, where they are awaited, and what to do there."""
+        here = {host.place for host in self.fleet}
+        numbers = [number for number in range(self.most) if number not in here]
+        who = f"{'host' if len(numbers) == 1 else 'hosts'} {', '.join(map(str, numbers))}"
+        name = self.master or (self.options.leader[0] if self.options.leader else "") or socket.gethostname()
+        port = self.fleet.door_port
+        words = f"{who} (they are numbered from 0 to {self.most - 1}; this is 0, and listens as {name}:{port})"
+        if self.options.leader and name and not is_here(name):
+            words += f"; {name} is not a name of this host: is it host 0?"
+        if self.elastic and len(here) >= self.least:
+            words += f"; it starts without in {self.options.last_call_s:g} s"
+        else:
+            words += f"; there: the same command, --node-rank {numbers[0]} --master-addr {name} --master-port {port}"
+        return f"{words} {self.fleet.refusals()}".strip()
 
     def admit_callers(self) -> None:
         """Takes those who came, as long as there is room."""

@@ -85,12 +85,18 @@ def render(texts: Mapping[int, str]) -> list[tuple[list[int], list[str]]]:
         texts: by rank.
 
     Returns:
-        Ranks whose threads are all at the same places, and these places.
+        Ranks whose threads are all at the same places, and these places. Threads of ours that only serve are left out.
     """
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, text in sorted(texts.items()):
         lines = []
-        for name, frames in parse(text):
+        threads = parse(text)
+        for name, frames in [*threads[:1], *(thread for thread in threads[1:] if not _serves_us(thread[1]))]:
             lines += [f"{name} (most recent call first):", *(str(frame) for frame in frames)]
         alike.setdefault(tuple(lines), []).append(rank)
     return [(ranks, list(lines)) for lines, ranks in alike.items()]
+
+
+def _serves_us(frames: list[Frame]) -> bool:
+    files = [frame.file for frame in frames]
+    return any(file.startswith(_PACKAGE) for file in files) and not any(file and is_own(file) for file in files)
