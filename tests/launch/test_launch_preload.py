@@ -28,3 +28,10 @@ def test_a_script_that_is_none(launcher: Launcher) -> None:
     done = launcher.script("import torch (", "-n", "2")
     assert done.code == 1
     assert "SyntaxError" in done.err
+
+
+def test_a_torch_that_cannot_be_imported(launcher: Launcher) -> None:
+    """The rank meets the error, as in a fresh interpreter; whatever it is."""
+    launcher.write("raise RuntimeError('no such thing')", "fake/torch.py")
+    done = launcher.script("try:\n    import torch\nexcept RuntimeError as error:\n    print(error)", "-n", "1")
+    assert (done.code, done.out, done.err) == (0, "[0] no such thing\n", "")

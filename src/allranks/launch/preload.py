@@ -30,13 +30,19 @@ def preload(target: Target, threads: str) -> bool:
         False if torch cannot be imported: then a fresh interpreter should meet the error, and show it if the
         program needs torch at all.
     """
+    before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = threads
     gc.disable()  # with freeze: collections in the ranks leave the pages shared
     try:
         if _is_useful(target):
             importlib.import_module("torch")
-    except (ImportError, OSError):
+    except Exception:  # noqa: BLE001 - whatever it is, the ranks meet it again
         return False
+    finally:  # it is not the user's own setting, which counts when the job is started again
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
     gc.freeze()
     return True
 
