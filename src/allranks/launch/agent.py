@@ -92,6 +92,7 @@ class Agent:
         os.set_blocking(self.wake, False)
         self._selector: selectors.BaseSelector | None = None
         self._open: set[int] = set()  # our ends that are not read to their end, and which the selector may not watch
+        self._watched: set[int] = set()
         self._heeded: set[int] = set()
         self._listening = True
         self._finished = False
@@ -198,17 +199,24 @@ class Agent:
 
     def watch(self, fd: int) -> None:
         """Makes ``poll`` return when this descriptor can be read from, too."""
-        assert self._selector is not None
-        self._selector.register(fd, selectors.EVENT_READ, lambda events: None)
+        self._watched.add(fd)
+        self._await(fd)
 
     def heed(self, fds: Set[int]) -> None:
         """Makes ``poll`` return when one of these descriptors can be written to. Replaces those of the last call."""
+        before, self._heeded = self._heeded, set(fds)
+        for fd in before ^ self._heeded:
+            self._await(fd)
+
+    def _await(self, fd: int) -> None:
+        """Watches and heeds: a socket may be both."""
         assert self._selector is not None
-        for fd in self._heeded - fds:
+        events = selectors.EVENT_READ if fd in self._watched else 0
+        events |= selectors.EVENT_WRITE if fd in self._heeded else 0
+        if fd in self._selector.get_map():
             self._selector.unregister(fd)
-        for fd in fds - self._heeded:
-            self._selector.register(fd, selectors.EVENT_WRITE, lambda events: None)
-        self._heeded = set(fds)
+        if events:
+            self._selector.register(fd, events, lambda events: None)
 
     @property
     def running(self) -> list[int]:
@@ -281,6 +289,7 @@ class Agent:
         self._guard.dismiss()
         for process in self._processes:
             os.waitpid(process.pid, 0)
+            process.exited = True
             if self._selector is not None and process.pidfd in self._selector.get_map():
                 self._selector.unregister(process.pidfd)
             os.close(process.pidfd)
