@@ -15,6 +15,12 @@ import os, signal, sys, time
 from pathlib import Path
 def ready(): Path(f"ready{os.environ['RANK']}").touch()
 """
+CHILD = """
+import subprocess
+subprocess.Popen(["sleep", "60"])
+ready()
+time.sleep(60)
+"""
 
 
 def start(launcher: Launcher, body: str, *options: str, nproc: int = 2) -> subprocess.Popen[bytes]:
@@ -239,3 +245,13 @@ def test_ctrl_c_in_code_made_of_text(launcher: Launcher) -> None:
     process = start(launcher, body)
     process.send_signal(signal.SIGINT)
     assert end(process)[2][1] == "allranks run: ranks 0-1: at script.py:6 in <module>"
+
+
+def test_children_end_with_a_launcher_that_is_killed_after_a_signal_to_all(launcher: Launcher) -> None:
+    """SIGUSR1 is sent to each process of a job by SLURM; the guard must live on."""
+    process = start(launcher, "signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n" + CHILD)
+    for pid in launcher.alive():
+        os.kill(pid, signal.SIGUSR1)
+    process.kill()
+    assert process.wait(10) == -signal.SIGKILL
+    assert not launcher.wait_gone(10)

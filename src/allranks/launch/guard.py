@@ -24,6 +24,7 @@ class Guard:
 
     def __init__(self) -> None:
         ear, self.fd = os.pipe()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # what is sent to all is not for it
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -31,6 +32,7 @@ class Guard:
                 _watch(ear)
             finally:
                 os._exit(0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(ear)
 
     def protect(self, pid: int) -> None:
@@ -46,8 +48,6 @@ class Guard:
 
 def _watch(ear: int) -> None:
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):  # whoever reads the launcher's output must not wait for the guard
         os.dup2(null, fd)
