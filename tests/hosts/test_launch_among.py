@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,6 +85,75 @@ def test_ctrl_c_on_any_host_stops_all(job: Jobs, where: int) -> None:
         read_until(process, 2)
     processes[where].send_signal(signal.SIGINT)
     assert [finish(process).code for process in processes] == [130, 130]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_host_that_waits_for_others_can_be_stopped(job: Jobs, number: int) -> None:
+    arguments = ("-N", "3", "--master-addr", "10.77.0.1:15432", "--join-timeout", "30", job.write(WAIT))
+    leader, process = (job.start(node, "--node-rank", str(node), *arguments) for node in (0, 1))
+    await_connection(job, 1)
+    process.send_signal(number)
+    assert finish(process, 15).code == (130 if number == signal.SIGINT else -number)
+    done = finish(leader)
+    assert done.code == 2
+    assert "node1: the connection to its agent is gone" in done.err
+
+
+def test_what_another_host_is_sent_reaches_its_ranks(job: Jobs) -> None:
+    """But not what nohup keeps away; and the job goes on."""
+    script = """
+        import os, signal, time
+        signal.signal(signal.SIGUSR1, lambda number, frame: print("got", os.environ["RANK"], flush=True))
+        print("up", flush=True)
+        while True:
+            time.sleep(0.1)
+    """
+    words = ("nohup", sys.executable, "-m", "allranks", "run", *ARGUMENTS, "--node-rank")
+    leader, process = (job.start_any(node, *words, str(node), job.write(script)) for node in (0, 1))
+    for each in (leader, process):
+        read_until(each, 2)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGUSR1)
+    assert sorted(read_until(process, 2)) == ["[node1:2] got 2", "[node1:3] got 3"]
+    process.send_signal(signal.SIGTERM)
+    assert [finish(each).code for each in (leader, process)] == [143, 143]
+
+
+def test_hidden_lines_of_the_rank_that_failed_are_told_on_each_host(job: Jobs) -> None:
+    arguments = ("--show", "none", "--", "bash", "-c", "echo words of $RANK >&2; [ $RANK != 3 ] || exit 3; sleep 100")
+    done = [finish(process) for process in started(job, *arguments)]
+    for d in done:
+        assert d.code == 3
+        assert re.search(r"rank 3 \(host node1, pid \d+\) exited with code 3\nwords of 3\n", d.err)
+        assert "words of 0" not in d.err
+
+
+def test_an_agent_tries_the_addresses_of_its_own_network_first(job: Jobs) -> None:
+    """The launcher's others do not answer, and do not say so."""
+    script = """
+        import select
+        from allranks._store import load_secret
+        from allranks.launch.door import Door
+        door = Door(["0.0.0.0"], 0, load_secret())
+        print(door.port, flush=True)
+        select.select([door.wake], [], [])
+        print("came", flush=True)
+    """
+    leader = job.start_any(0, sys.executable, job.write(script))
+    (port,) = read_until(leader, 1)
+    node = job.hosts.hosts[1]
+    far = [f"10.78.0.{number}" for number in range(1, 5)]
+    node.set_up("route", "add", "10.78.0.0/16", "dev", "eth0")
+    try:
+        began = time.monotonic()
+        dialled = f"{','.join(far)},10.77.0.1:{port}"
+        agent = job.start_any(1, sys.executable, "-m", "allranks.launch.serve", "--dial", dialled)
+        assert read_until(leader, 1) == ["came"]
+        assert time.monotonic() - began < 9  # each takes 3
+        finish(leader)
+        assert finish(agent).code == 1
+    finally:
+        node.set_up("route", "delete", "10.78.0.0/16")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -214,3 +285,13 @@ sys.stdin.read()
     done = [finish(process, 30) for process in (other, leader)]
     strangers.communicate()
     assert [(d.code, len(d.lines)) for d in done] == [(0, 2), (0, 2)], done
+
+
+def await_connection(job: Jobs, node: int) -> None:
+    """Waits until somebody on this host is connected to host 0's port, and has said hello."""
+    table, port = ("cat", "/proc/net/tcp"), f":{15432:04X} 01 "  # ESTABLISHED
+    until = time.monotonic() + 30
+    while port not in subprocess.run(job.hosts.hosts[node].inside(*table), capture_output=True, text=True).stdout:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(0.3)

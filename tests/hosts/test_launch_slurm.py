@@ -110,6 +110,8 @@ def test_scancel_reaches_the_ranks(job: Jobs, slurm: Slurm) -> None:
     number = finish(job.start_any(0, "sbatch", "--parsable", str(batch))).out.strip()
     out = job.folder / "out"
     await_lines(out, "up", 2)
+    assert slurm.run("scancel", "--signal=USR1", number).returncode == 0  # to the agents and all that they started
+    await_lines(out, "got SIGUSR1", 2)
     assert slurm.run("scancel", "--signal=USR1", "--full", number).returncode == 0
     await_lines(out, "got SIGUSR1", 2)
     assert slurm.run("scancel", number).returncode == 0

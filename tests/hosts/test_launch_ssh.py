@@ -264,3 +264,40 @@ def test_a_shell_that_talks(job: Jobs) -> None:
     assert "node1: " in done.err
     assert "Welcome to this host" in done.err
     assert ".bashrc" in done.err
+
+
+@pytest.mark.parametrize("why", ["signal", "failure"])
+def test_an_agent_that_is_frozen_does_not_hold_up_the_end(job: Jobs, why: str) -> None:
+    """Limits are shortened, as they are 13 s in all."""
+    quick = """
+        import sys
+        from allranks.launch import cli, fleet, supervise
+        fleet._FINISH_S = supervise._KILLED_S = 0.5
+        sys.exit(cli.main())
+    """
+    script = """
+        import os, sys, time
+        print("up", flush=True)
+        while os.environ["RANK"] == "1" or not os.path.exists("fail"):
+            time.sleep(0.05)
+        sys.exit(3)
+    """
+    words = (job.write(quick, "quick.py"), "-H", "node0,node1", "--grace", "0.5", job.write(script))
+    process = job.start_any(0, sys.executable, *words)
+    read_until(process, 2)
+    agents = job.on(1, "launch.serve")
+    agent = min(agents)
+    os.kill(agent, signal.SIGSTOP)
+    try:
+        if why == "signal":
+            for _ in range(3):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.2)
+        else:
+            (job.folder / "fail").touch()
+        done = finish(process, 30)
+    finally:
+        os.kill(agent, signal.SIGCONT)
+    assert done.code == (130 if why == "signal" else 3)
+    assert "allranks run: node1: its agent did not answer for 0.5 s" in done.err
+    assert not job.left()

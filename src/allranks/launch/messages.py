@@ -85,11 +85,17 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """A rank's process is gone. ``status`` is its exit code, or minus the signal that killed it."""
+    """A rank's process is gone.
+
+    Attributes:
+        status: its exit code, or minus the signal that killed it.
+        tail: its last lines, where its agent shows what ranks write, and has not shown them.
+    """
 
     rank: int
     pid: int
     status: int
+    tail: tuple[bytes, ...] = ()
 
 
 class Stacks(msgspec.Struct, frozen=True, tag=True):
@@ -216,6 +222,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
         role: name of what the ranks do.
         virtual_local_rank: LOCAL_RANK is 0 for all, as each sees one GPU.
         master: what rank 0's host is called, for programs that use torch.distributed; "" for its address.
+        signals: those that an agent passes on to its ranks; they stop nothing.
     """
 
     target: Target
@@ -232,6 +239,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     role: str = "default"
     virtual_local_rank: bool = False
     master: str = ""
+    signals: tuple[int, ...] = ()
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

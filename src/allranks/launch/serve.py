@@ -20,7 +20,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import FrameType
 
 import msgspec
 
@@ -58,12 +57,12 @@ from allranks.launch.placement import Seat, seats
 from allranks.launch.preload import preload
 from allranks.launch.rank import Rank
 from allranks.launch.screen import Screen
+from allranks.launch.signals import FORWARDED, handled
 from allranks.launch.target import check
 from allranks.launch.wires import reserve_descriptors
 
 __all__ = ["Station", "hello", "main"]
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
 _STRAGGLERS_S = 0.5
 _SIGN_S = 1.0
@@ -106,7 +105,7 @@ class Station:
         self._received: deque[int] = deque()
         self._listening = True
         self._next_sign = 0.0
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # before anything is blocked
 
     def run(self, first: Hello) -> End | Rank:
         """Serves until the job is over.
@@ -137,7 +136,6 @@ class Station:
             if rank is None:
                 self._clear()
                 self._link.close()
-                signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _next(self) -> Command:
         while not self._commands:
@@ -158,12 +156,14 @@ class Station:
                 one_gpu_per_rank=own.one_gpu_per_rank,
                 role=own.role,
                 virtual_local_rank=own.virtual_local_rank,
+                signals=own.signals,
                 master=own.master,
             )
         try:
             if command.folder:
                 _enter(command.folder)
             os.environ.update(command.environ)
+            signal.pthread_sigmask(signal.SIG_BLOCK, command.signals)  # until there are ranks that they are meant for
             _activate()
             check(command.target)
             self._guard = Guard()  # while this process is small
@@ -207,11 +207,13 @@ class Station:
         )
         agent = Agent(plan, guard)
         private = tuple({self._link.ear, self._link.mouth})
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
             rank = agent.start(self._mask, files, private)
         except OSError as error:
             self._guard = None
             agent.close()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             self._link.say(Unable(f"cannot start {prepared.nproc} ranks: {error.strerror}"))
             return None
         if rank is not None:
@@ -223,7 +225,7 @@ class Station:
             screen.open()
         if self._server is not None:
             self._server.start()
-        self._watch(agent)
+        self._watch(agent, prepared.signals)
         return None
 
     def _environ(self, prepared: Prepare, command: Start) -> dict[str, str]:
@@ -256,34 +258,25 @@ class Station:
                 environ.setdefault(f"{engine}_SOCKET_IFNAME", interface)
         return environ
 
-    def _watch(self, agent: Agent) -> None:
+    def _watch(self, agent: Agent, passed_on: Sequence[int]) -> None:
         """Relays until the round is over."""
         agent.watch(self._link.ear)
         self._listening = True
-
-        def receive(number: int, frame: FrameType | None) -> None:
-            self._received.append(number)
-
-        wakeup = signal.set_wakeup_fd(agent.wake, warn_on_full_buffer=False)
-        numbers = _SIGNALS if self._screen is None else (*_SIGNALS, signal.SIGWINCH)
-        before = {number: signal.signal(number, receive) for number in numbers}
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        numbers = {*FORWARDED, *passed_on} | ({signal.SIGWINCH} if self._screen is not None else set())
         try:
-            while not self._commands or not isinstance(self._commands[0], Finish | End | Prepare):
-                due = self._screen.due() if self._screen is not None else None
-                self._relay(agent.poll(None if due is None else max(0.0, due - time.monotonic())))
-                self._obey(agent)
-            if isinstance(self._commands[0], Finish):
-                self._commands.popleft()
-                self._finish(agent)
+            with handled(numbers, self._received.append, agent.wake, self._mask):
+                while not self._commands or not isinstance(self._commands[0], Finish | End | Prepare):
+                    due = self._screen.due() if self._screen is not None else None
+                    self._relay(agent, agent.poll(None if due is None else max(0.0, due - time.monotonic())))
+                    self._obey(agent)
+                if isinstance(self._commands[0], Finish):
+                    self._commands.popleft()
+                    self._finish(agent)
+                signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
         finally:
-            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
             self._clear()
 
-    def _relay(self, events: list[Event]) -> None:
+    def _relay(self, agent: Agent, events: list[Event]) -> None:
         screen = self._screen
         for event in events:
             if screen is not None and isinstance(event, Output):
@@ -294,13 +287,17 @@ class Station:
                 event = Output(event.rank, event.stream, b"")  # the launcher counts on hearing that ranks do something
             if screen is not None and isinstance(event, Exited):
                 screen.end(event.rank)
+                event = msgspec.structs.replace(event, tail=tuple(screen.tail(event.rank)))
             self._link.say(event)
         while self._received:
-            if (number := self._received.popleft()) != signal.SIGWINCH:
-                self._link.say(Asked(number))
-            elif screen is not None and self._agent is not None:
+            number = self._received.popleft()
+            if number == signal.SIGWINCH and screen is not None:
                 screen.resized()
-                self._agent.resize(*screen.size())
+                agent.resize(*screen.size())
+            elif number in FORWARDED:
+                self._link.say(Asked(number))
+            else:
+                agent.signal(number, agent.running, alone=True)
         if screen is not None:
             for name, error in screen.flush():
                 screen.note(f"allranks run: cannot write to {name}: {error.strerror}".encode())
@@ -329,9 +326,9 @@ class Station:
         until = time.monotonic() + _STRAGGLERS_S
         agent.listen(True)
         while not agent.running and agent.heard and (left := until - time.monotonic()) > 0:
-            self._relay(agent.poll(left))
+            self._relay(agent, agent.poll(left))
             self._link.flush()
-        self._relay(agent.finish())
+        self._relay(agent, agent.finish())
         self._link.say(Finished())
 
     def _clear(self) -> None:
@@ -417,7 +414,7 @@ def main(argv: Sequence[str]) -> int | Rank:
             os.dup2(2, 1)  # what is printed here by mistake is no message
         else:
             hosts, _, port = args.dial.rpartition(":")
-            targets = [(host, int(port)) for host in hosts.split(",")]
+            targets = [(host, int(port)) for host in nearest_first(tuple(hosts.split(",")))]
             sock = dial(targets, load_secret(), time.monotonic() + _DIAL_S)
             ear = mouth = sock.detach()
         last = Station(to_launcher(ear, mouth)).run(hello())
@@ -426,6 +423,8 @@ def main(argv: Sequence[str]) -> int | Rank:
         return 2
     except LinkLost:
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return last if isinstance(last, Rank) else last.code
 
 

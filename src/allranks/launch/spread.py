@@ -531,6 +531,7 @@ def _prepare_of(options: Options, nproc: int, master: str) -> Prepare:
         role=options.role,
         virtual_local_rank=options.virtual_local_rank,
         master=master,
+        signals=options.signals,
     )
 
 

@@ -5,14 +5,11 @@ What is decided here is only when to send which signal to whom. The cause of a f
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
-from types import FrameType
 
 from allranks._errors import rank_list
 from allranks.launch import stacks
@@ -21,10 +18,10 @@ from allranks.launch.blame import Blame, Failure, describe_failure, describe_int
 from allranks.launch.fleet import Fleet
 from allranks.launch.messages import Asked, Came, Event, Exited, Failed, Lost, Noted, Output, Stacks
 from allranks.launch.screen import Screen
+from allranks.launch.signals import FORWARDED, handled
 
 __all__ = ["FORWARDED", "Supervisor"]
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STRAGGLERS_S = 0.5
 _LINGER_S = 10.0  # from the first rank's end to a word about it
 _DRAIN_S = 1.0  # the least that a reader gets for what is left when a job was stopped
@@ -33,6 +30,7 @@ _DUMP_S = 1.0  # what a signal waits for stacks, which take milliseconds
 _IDLE_DUMP_S = 2.0  # the same where they are all that is wanted
 _QUIET_S = 0.2  # after the last of a rank's stacks; they have no end of their own
 _IDLE_CODE = 124  # as timeout(1) has it
+_KILLED_S = 3.0  # after SIGKILL: whoever is not gone then is frozen, or cut off, and with it perhaps its agent
 _BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
 
 
@@ -129,7 +127,8 @@ class Supervisor:
         self._signalled: int | None = None
         self._kill_at: float | None = None  # set once the job is being stopped
         self._stopped_at = 0.0
-        self._killed = False
+        self._killed_at: float | None = None
+        self._tails: dict[int, tuple[bytes, ...]] = {}  # of ranks that are shown elsewhere
         self._received: deque[int] = deque()
         self._output_lost = False
         self._asked = False  # to end, by a signal
@@ -157,11 +156,11 @@ class Supervisor:
         Returns:
             The exit code of the command.
         """
-        with self._handlers(mask):
+        with handled((*FORWARDED, *self._signals, signal.SIGWINCH), self._receive, self._agent.wake, mask):
             if self._screen.logs.temporary is not None and not self._quiet:
                 self._screen.note(f"allranks run: log files are in {self._screen.logs.temporary}".encode())
             self._stay_awake()
-            while self._agent.running:
+            while self._agent.running and not self._is_over():
                 self._round(self._agent.poll(self._timeout_s()))
             until = time.monotonic() + _STRAGGLERS_S
             while self._agent.heard and (left := until - time.monotonic()) > 0:
@@ -189,38 +188,21 @@ class Supervisor:
         """The signal that ended the job; None if none did."""
         return self._signalled
 
-    @contextlib.contextmanager
-    def _handlers(self, mask: Set[int]) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # where python lets nobody handle signals
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            yield
-            return
+    def _receive(self, number: int) -> None:
+        self._received.append(number)
+        if number in FORWARDED:
+            self.caught = number
 
-        def receive(number: int, frame: FrameType | None) -> None:
-            self._received.append(number)
-            if number in FORWARDED:
-                self.caught = number
-
-        wakeup = signal.set_wakeup_fd(self._agent.wake, warn_on_full_buffer=False)
-        # One that was ignored when we came stays so: nohup, a shell's background job.
-        numbers = [
-            n for n in (*FORWARDED, *self._signals, signal.SIGWINCH) if signal.getsignal(n) is not signal.SIG_IGN
-        ]
-        before = {number: signal.signal(number, receive) for number in numbers}
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _is_over(self) -> bool:
+        """Whether nobody is waited for any more."""
+        return self._killed_at is not None and time.monotonic() >= self._killed_at + _KILLED_S
 
     def _timeout_s(self) -> float | None:
         times = [self._screen.due(), self._dump.ends_at() if self._dump is not None else None]
         if self._kill_at is None:
             times += [self._blame.settles_at(), self._linger_at, self._idle_at, self._until]
-        elif not self._killed:
-            times.append(self._kill_at)
+        else:
+            times.append(self._kill_at if self._killed_at is None else self._killed_at + _KILLED_S)
         due = [at for at in times if at is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
@@ -246,7 +228,7 @@ class Supervisor:
         if self._kill_at is None and self._linger_at is not None and now >= self._linger_at:
             self._linger_at = None
             self._say_who_lingers()
-        if self._kill_at is not None and now >= self._kill_at and not self._killed and self._agent.running:
+        if self._kill_at is not None and now >= self._kill_at and self._killed_at is None and self._agent.running:
             self._kill(f"did not end within {self._grace_s:g} s")
         self._write()
 
@@ -272,6 +254,8 @@ class Supervisor:
             if self._kill_at is None:
                 lost = Failure(event.ranks[0], 0, _LOST_CODE, time.monotonic(), host=event.host, lost=event.why)
                 self._blame.add(lost)
+            elif self._killed_at is not None:
+                self._say(event.why)
         elif isinstance(event, Noted):
             self._screen.note(event.host.encode() + b": " + event.text)
         elif isinstance(event, Asked):
@@ -292,6 +276,7 @@ class Supervisor:
 
     def _take_exit(self, event: Exited) -> None:
         self._screen.end(event.rank)
+        self._tails[event.rank] = event.tail
         if self._dump is not None:
             self._dump.awaited.discard(event.rank)
         if self._kill_at is not None:
@@ -367,7 +352,8 @@ class Supervisor:
 
     def _kill(self, why: str) -> None:
         self._dump = None
-        self._killed = True
+        if self._killed_at is None:
+            self._killed_at = time.monotonic()
         running = self._agent.running
         if running and why and not self._quiet:
             verb = "was" if len(running) == 1 else "were"
@@ -422,7 +408,7 @@ class Supervisor:
         if self._cause is None:
             return self._own_code()
         before = [failure for failure in failures if failure.at < self._stopped_at]
-        tail = self._screen.tail(self._cause.rank)
+        tail = self._screen.tail(self._cause.rank) or self._tails.get(self._cause.rank, ())
         self.failed = True
         self.last_words = describe_failure(self._cause, before, tail, self._quiet, sorted(self._left))
         if self._tells:
