@@ -115,9 +115,8 @@ def test_a_signal_stops_all_hosts(job: Jobs, number: int) -> None:
     process.send_signal(number)
     done = finish(process)
     assert done.code == 128 + number
-    assert (
-        "rank 0, rank 1: at script.py:4" in done.err.replace("ranks 0-1", "rank 0, rank 1") or number != signal.SIGINT
-    )
+    if number == signal.SIGINT:
+        assert "at script.py:4" in done.err  # the other may not have come back from print yet
 
 
 @pytest.mark.parametrize("victim", ["launcher", "ssh", "agent", "sshd"])

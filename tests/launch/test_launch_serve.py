@@ -78,6 +78,7 @@ def leader(launcher: Launcher) -> Iterator[Leader]:
     link = to_agent(fd := sock.detach(), fd)
     made = Leader(link, agent)
     made.hear(lambda message: isinstance(message, Hello))
+    link.trust()
     yield made
     link.say(End(7))
     assert agent.wait(PATIENCE_S) == 7
