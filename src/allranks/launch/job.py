@@ -137,7 +137,12 @@ def _run_here(options: Options, host: Slots) -> int | Rank:
 def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | Rank:
     node = options.node if options.node is not None else place.node
     name, port = options.leader or (place.leader, None)
-    if options.node is None and not name:
+    if options.node is None and node is not None and not name:
+        raise ConfigError(
+            f"{place.kind} says that this is host {node} of {nodes[1]}, and not which is host 0:"
+            " name it (--master-addr)"
+        )
+    if node is None and not name:
         raise ConfigError(
             f"{nodes[1]} hosts were asked for (-N), and neither which they are (--hosts), nor which of them this is"
             " (--node-rank), nor a scheduler says more"
