@@ -136,8 +136,7 @@ def test_qsubs_job_is_told_before_its_time_is_over(folder: Path) -> None:
     script = folder / "job.sh"
     assert file_of(folder, "--to", "pbs", "--time", "65s", "--file", str(script), "long.py") == ""
     done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 143
-    assert "stopped by SIGTERM" in done.stderr
+    assert done.returncode == 143, done.stderr  # SIGTERM's, whether ranks have begun or not
     assert "timeout" not in file_of(folder, "--to", "pbs", "--time", "60s", "long.py")
 
 
