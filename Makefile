@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 CORE := $(shell find core -type f) CMakeLists.txt
 CORE_TESTS := $(wildcard tests/core/*)
 SANITIZERS := plain address thread
+WORKERS ?= 2
 BENCH := build/bench-venv
 MPICH := build/mpich-venv
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
@@ -18,8 +19,9 @@ BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
 
+# Two at a time, as many tests mostly wait. A file's tests stay together, which share what is dear to set up.
 test: $(VENV)/installed core-tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # What a reader can be told by tools: format, lint, types, and who may import whom.
 check: $(VENV)/checkers

@@ -71,7 +71,7 @@ def sshd(hosts: Cluster) -> Iterator[Ssh]:
     """Runs the servers."""
     with tempfile.TemporaryDirectory(prefix="allranks-sshd-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        _privileges(stack)
+        Path("/run/sshd").mkdir(0o755, exist_ok=True)  # sshd wants it, and booting makes it; others may use it, too
         for key in ("id", "host_key"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
         config = folder / "config"
@@ -89,11 +89,3 @@ def sshd(hosts: Cluster) -> Iterator[Ssh]:
             await_true((folder / f"{host.name}.pid").exists, f"up: sshd on {host.name}", log)
         environ = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
         yield Ssh(hosts, config, environ, folder)
-
-
-def _privileges(stack: contextlib.ExitStack) -> None:
-    """The folder that sshd wants to be there, and that booting makes."""
-    folder = Path("/run/sshd")
-    if not folder.exists():
-        folder.mkdir(0o755)
-        stack.callback(folder.rmdir)

@@ -95,4 +95,8 @@ def test_nothing_is_left(job: Jobs) -> None:
         assert not left, f"{where}: {victim} ({line}) of {[c.args[6:] for c in commands]}, {codes}: {left}"  # type: ignore[index]
         assert 0 not in codes, f"{where}: {victim} ({line}), {codes}"
         assert ports(job) == listening, where
-        assert files() == lying, where
+        lost = files() - lying
+        until = time.monotonic() + 30
+        while lost & files():  # what tests beside this one had at that moment goes by itself
+            assert time.monotonic() < until, f"{where}: {lost}"
+            time.sleep(0.05)

@@ -51,6 +51,15 @@ def test_salloc_fans_out(job: Jobs) -> None:
     assert (done.code, said(done)) == (0, ["4 0 0 node0", "4 1 1 node0", "4 2 0 node1", "4 3 1 node1"]), done
 
 
+def test_the_hosts_are_whole_however_little_a_task_was_to_have(job: Jobs) -> None:
+    """What sbatch leaves for srun would cut the agent, which is one task, to the CPUs of one rank."""
+    shown = 'echo "$RANK: $SLURM_CPUS_ON_NODE here, $SLURM_CPUS_PER_TASK each"'
+    words = ("salloc", "-N2", "--ntasks-per-node=2", "--cpus-per-task=2", *RUN, "--", "sh", "-c", shown)
+    done = finish(job.start_any(0, *words, SRUN_CPUS_PER_TASK="2"))
+    assert done.code == 0, done
+    assert sorted(re.findall(r"\d: \d here, \d each", done.out)) == [f"{rank}: 4 here, 2 each" for rank in range(4)]
+
+
 def test_sbatch_fans_out(job: Jobs) -> None:
     """Ranks in all, where -n says so."""
     batch = job.folder / "job.sh"

@@ -37,11 +37,15 @@ FAIL_AT_2 = """
     time.sleep(100)
 """
 FIRST_ROUND_FAILS = """
-    import os, signal, socket, time
-    round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    print(f"round {round} {os.environ['RANK']} {os.environ['WORLD_SIZE']} {socket.gethostname()}", flush=True)
-    if round == 0 and os.environ["RANK"] == "1":
-        time.sleep(0.5)
+    import os, pathlib, signal, socket, time
+    round, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+    print(f"round {round} {rank} {os.environ['WORLD_SIZE']} {socket.gethostname()}", flush=True)
+    said = pathlib.Path(__file__).with_name("said")
+    if rank == "0":
+        said.touch()
+    elif round == 0:
+        while not said.exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(round == 0 and 100)
 """

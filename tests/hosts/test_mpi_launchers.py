@@ -44,6 +44,13 @@ def test_on_one_host(mpi: str) -> None:
     assert len({host for line in words for host in line[7].split(",")}) == 1
 
 
+def test_what_variables_can_do_is_done_for_a_rank_of_mpirun() -> None:
+    shown = 'echo "$PMI_RANK $A $OMP_NUM_THREADS $ALLRANKS_INSTEAD_OF_GLOO"'
+    words = ("-x", "A=b", "--threads", "3", "--instead-of-gloo", "--", "sh", "-c", shown)
+    done = mpi_jobs.mpirun("mpich", 2, "-m", "allranks", "run", *words, python=sys.executable)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["0 b 3 1", "1 b 3 1"]), done.stderr
+
+
 @pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
 def test_on_two_hosts(ssh: Ssh, mpi: str) -> None:
     code, lines = on_two_hosts(ssh, mpi, sys.executable, MEET)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import resource
 import signal
 import subprocess
@@ -138,6 +139,24 @@ BAD = {
     "host number": (["-N", "2", "--node-rank", "2", "plain.py"], "--node-rank 2 is out of range; there are 2 hosts"),
     "odd hosts": (["-N", "3:2", "plain.py"], "MIN is greater than MAX"),
     "slots": (["-n", "5", "-H", "a:2,b:2", "plain.py"], "5 ranks do not fit: a has 2 slots, b has 2 slots"),
+    "no slots": (["-H", "a:0", "plain.py"], "there is no slot for a rank: a:0 (one: a:1)"),
+    "no slots at all": (["-H", "a:0,b:0", "plain.py"], "there is no slot for a rank: a:0, b:0"),
+    "listed and numbered": (["-H", "a,b", "--node-rank", "1", "plain.py"], "--node-rank: for hosts on which the same"),
+    "listed and led": (["-H", "a,b", "--master-port", "29511", "plain.py"], "--master-addr and --master-port: for"),
+    "listed and meeting": (["-H", "a,b", "--rdzv-endpoint", "a:29511", "plain.py"], "--rdzv-endpoint: for hosts on"),
+    "listed and alone": (["-H", "a,b", "--standalone", "plain.py"], "--standalone is for this host, and hosts were"),
+    "fewer than asked for": (
+        ["-N", "2", "-H", "a:2,b:2", "-n", "2", "plain.py"],
+        "2 hosts were asked for (-N), and 1 of them can take all 2 ranks: say --nproc-per-node, or how many",
+    ),
+    "one of how many": (["--node-rank", "1", "plain.py"], "--node-rank 1: this is one of several hosts then; say how"),
+    "one of one": (["-N", "1", "--node-rank", "1", "plain.py"], "--node-rank 1 is out of range; there is 1 host"),
+    "host 0 elsewhere": (["--master-addr", "198.51.100.1", "plain.py"], "host 0 is 198.51.100.1, which is not here"),
+    "meeting elsewhere": (["--rdzv-endpoint", "198.51.100.1:7", "plain.py"], "several hosts then; say how many they"),
+    "hosts without GPUs": (
+        ["-N", "2", "--node-rank", "0", "--nproc-per-node", "gpu", "plain.py"],
+        "this host has no GPU, and one rank for each was asked for",
+    ),
     "hosts twice": (["-H", "a", "--hostfile", "b", "plain.py"], "--hosts and --hostfile exclude each other"),
     "no hostfile": (["--hostfile", "nowhere", "plain.py"], "cannot read the hostfile 'nowhere'"),
     "two ports": (["--master-addr", "a:1", "--master-port", "2", "plain.py"], "name two ports"),
@@ -180,6 +199,57 @@ BAD = {
     "threads": (["--threads", "0", "plain.py"], "'0' is not a number of threads"),
     "logs": (["--logs", "plain.py", "plain.py"], "cannot write to 'plain.py' for --logs"),
 }
+
+
+def test_a_user_of_another_name_is_elsewhere(launcher: Launcher) -> None:
+    launcher.write("", "plain.py")
+    name = pwd.getpwuid(os.getuid()).pw_name
+    plans = [launcher.run("--dry-run", "-H", f"{user}@localhost", "plain.py").out for user in (name, "nobody", "none")]
+    assert ["from this process" in plan for plan in plans] == [True, False, False], plans
+    assert ["by ssh" in plan for plan in plans] == [False, True, True]
+
+
+@pytest.mark.parametrize("words", [["--master-addr", "localhost", "--master-port", "29517"], ["-N1", "--node-rank=0"]])
+def test_a_host_alone_may_say_so_as_one_of_many_would(launcher: Launcher, words: list[str]) -> None:
+    done = launcher.script("import os; print(os.environ['WORLD_SIZE'])", *words)
+    assert (done.code, done.out) == (0, "[0] 1\n"), done.err
+
+
+IN_PLACE = {
+    "restarts": (["--restarts", "2"], "--restarts is for ranks that allranks run starts, and this one was started by"),
+    "logs": (["--logs", "out"], "--logs is for ranks"),
+    "binding": (["--bind", "core"], "--bind is for ranks"),
+    "idle": (["--idle-timeout", "5m"], "--idle-timeout is for ranks"),
+    "hosts": (["-N", "2"], "--nodes is for ranks"),
+    "local ranks": (["--local-ranks-filter", "0"], "--local-ranks-filter is for ranks"),
+}
+RANK = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_HOSTNAME": "node1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+@pytest.mark.parametrize("case", IN_PLACE)
+def test_in_place_nothing_is_dropped_without_a_word(launcher: Launcher, case: str) -> None:
+    """What MPICH's mpirun sets stands for it here."""
+    launcher.write("raise SystemExit('must not run')", "plain.py")
+    words, message = IN_PLACE[case]
+    done = launcher.run(*words, "plain.py", environ=RANK)
+    assert (done.code, done.out) == (2, "")
+    assert message in done.err
+
+
+def test_in_place_as_a_plan(launcher: Launcher) -> None:
+    launcher.write("raise SystemExit('must not run')", "plain.py")
+    done = launcher.run("--dry-run", "plain.py", environ=RANK)
+    assert (done.code, done.out) == (
+        0,
+        "python plain.py, in place of this process, which is rank 1 of 2 of mpich\n",
+    )
+
+
+def test_one_rank_on_each_host_of_a_launcher_that_does_not_say_where_host_0_is(launcher: Launcher) -> None:
+    launcher.write("raise SystemExit('must not run')", "plain.py")
+    done = launcher.run("plain.py", environ=RANK | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"})
+    assert (done.code, done.out) == (2, "")
+    assert "mpich says that this is host 1 of 2, and not which is host 0: name it (--master-addr)" in done.err
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -50,6 +50,15 @@ def test_threads(launcher: Launcher, start: str) -> None:
     ]
 
 
+@STARTS
+def test_variables_of_the_command_line(launcher: Launcher, start: str) -> None:
+    """On one host as on many; what the launcher itself says of a rank stays true."""
+    script = "import os; print(*map(os.environ.get, ('A', 'KEPT', 'OMP_NUM_THREADS', 'RANK')))"
+    words = ("-x", "A=b=c", "-x", "KEPT", "-x", "OMP_NUM_THREADS=3", "-x", "RANK=7")
+    done = launcher.script(script, "--start", start, *words, environ={"A": "a", "KEPT": "kept"})
+    assert (done.code, done.out) == (0, "[0] b=c kept 3 0\n"), done.err
+
+
 def test_store_of_the_launcher_serves(launcher: Launcher) -> None:
     script = """
         import os

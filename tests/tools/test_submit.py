@@ -131,6 +131,15 @@ def test_the_job_runs_what_was_submitted_where_it_was(folder: Path, tmp_path: Pa
     assert sorted(done.stdout.splitlines()) == [f"[{r}] {expected[r]!r}" for r in range(2)]
 
 
+def test_qsubs_job_is_told_before_its_time_is_over(folder: Path) -> None:
+    (folder / "long.py").write_text("import time\ntime.sleep(100)\n")
+    script = folder / "job.sh"
+    assert file_of(folder, "--to", "pbs", "--time", "65s", "--file", str(script), "long.py") == ""
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 143, done.stderr  # SIGTERM's, whether ranks have begun or not
+    assert "timeout" not in file_of(folder, "--to", "pbs", "--time", "60s", "long.py")
+
+
 @pytest.mark.parametrize(
     ("words", "runs"),
     [
@@ -161,7 +170,9 @@ def test_indexed_job(folder: Path) -> None:
     spec = job["spec"]
     pod = spec["template"]["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
-    assert (spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (0, 5400)
+    # Pods are told at the deadline, a minute before the time is over.
+    assert (spec["backoffLimit"], spec["activeDeadlineSeconds"]) == (0, 5340)
+    assert pod["terminationGracePeriodSeconds"] == 60
     assert (pod["subdomain"], pod["restartPolicy"]) == ("first", "Never")
     (container,) = pod["containers"]
     assert container["image"] == "registry.example/train:7"

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import NoReturn
+from dataclasses import fields
 
 from allranks._errors import ConfigError
 from allranks._host import usable_cpus
@@ -25,11 +25,27 @@ from allranks.launch.rank import Rank
 from allranks.launch.screen import ensure_standard_streams
 from allranks.launch.spread import is_here, join_leader, lead, run_there
 from allranks.launch.target import check
+from allranks.launch.ways import given
 
 __all__ = ["launch"]
 
 _LAUNCHED = ("allranks", "torchrun")  # a rank of ours may start jobs of its own
 _PORT = 29500
+# What is the same, or can be had, where the program runs in place of this process.
+_IN_PLACE = (
+    *("target", "env", "start", "exports", "threads", "instead_of_gloo", "folder", "iface", "dry_run", "quiet"),
+    "display",  # part by part
+)
+_SPELLINGS = {
+    "leader": "--master-addr or --rdzv-endpoint",
+    "leads": "--rdzv-conf is_host",
+    "run": "--rdzv-id",
+    "grace_s": "--grace",
+    "join_timeout_s": "--join-timeout",
+    "last_call_s": "--rdzv-conf last_call_timeout",
+    "idle_s": "--idle-timeout",
+    "only": "--local-ranks-filter",
+}
 
 
 def launch(options: Options) -> int | Rank:
@@ -60,7 +76,7 @@ def launch(options: Options) -> int | Rank:
 def _launch(options: Options, place: Place) -> int | Rank:
     if place.role == "rank" and place.kind not in _LAUNCHED and not options.hosts and options.node is None:
         if options.nproc is None and options.per_host is None:
-            _replace_by_target(options)
+            return _run_in_place(options, place)
         raise ConfigError(
             f"this process is rank {place.rank} of {place.size} already, started by {place.kind}; -n would start ranks"
             " in each of them. Leave it out to run the program as that rank, or say --env local"
@@ -74,9 +90,25 @@ def _launch(options: Options, place: Place) -> int | Rank:
             return run_there(options, hosts, way)
         return _run_here(options, hosts[0])
     nodes = options.nodes or ((place.nodes, place.nodes) if place.role == "node" and place.nodes else None)
+    _check_number(options, nodes)
     if nodes is not None and nodes[1] > 1:
         return _run_among(options, place, nodes)
     return _run_here(options, Slots("localhost"))
+
+
+def _check_number(options: Options, nodes: tuple[int, int] | None) -> None:
+    """Raises where this host would be one of several, and there are not so many.
+
+    Raises:
+        ConfigError: they would all run a job of one host.
+    """
+    leader = options.leader[0] if options.leader is not None else ""
+    if nodes is None and (options.node is not None or (leader and not is_here(leader))):
+        said = f"--node-rank {options.node}" if options.node is not None else f"host 0 is {leader}, which is not here"
+        raise ConfigError(f"{said}: this is one of several hosts then; say how many they are (-N)")
+    if nodes is not None and options.node is not None and options.node >= nodes[1]:
+        count = "is 1 host" if nodes[1] == 1 else f"are {nodes[1]} hosts"
+        raise ConfigError(f"--node-rank {options.node} is out of range; there {count}, numbered from 0")
 
 
 def _ask_flux() -> tuple[Slots, ...]:
@@ -105,13 +137,18 @@ def _run_here(options: Options, host: Slots) -> int | Rank:
 def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | Rank:
     node = options.node if options.node is not None else place.node
     name, port = options.leader or (place.leader, None)
+    if options.node is None and node is not None and not name:
+        raise ConfigError(
+            f"{place.kind} says that this is host {node} of {nodes[1]}, and not which is host 0:"
+            " name it (--master-addr)"
+        )
     if node is None and not name:
         raise ConfigError(
             f"{nodes[1]} hosts were asked for (-N), and neither which they are (--hosts), nor which of them this is"
             " (--node-rank), nor a scheduler says more"
         )
-    if node is not None and node >= nodes[1]:
-        raise ConfigError(f"--node-rank {node} is out of range; there are {nodes[1]} hosts, numbered from 0")
+    if options.per_host == "gpu" and not visible_gpus(os.environ):
+        raise ConfigError("this host has no GPU, and one rank for each was asked for (-n gpu)")
     secret = load_secret()
     ports = [port] if port is not None else [*place.ports[:PORTS_TRIED]] or [_PORT]
     if port is None and place.job and place.hosts:  # jobs share these hosts
@@ -137,10 +174,41 @@ def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | 
     return join_leader(options, node, [(name, port) for name in names for port in ports], secret)
 
 
-def _replace_by_target(options: Options) -> NoReturn:
+def _run_in_place(options: Options, place: Place) -> int:
+    """Becomes the program, as the rank that this process is already."""
+    environ = _environ_in_place(options, place.kind)
     target = options.target
     words = [target.name, *target.args]
     if target.is_python:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         words = [sys.executable, *flags, *(["-m"] if target.kind == "module" else []), *words]
-    os.execvp(words[0], words)
+    if not options.dry_run:
+        os.execvpe(words[0], words, {**os.environ, **environ})
+    print(f"{target.words()}, in place of this process, which is rank {place.rank} of {place.size} of {place.kind}")
+    return 0
+
+
+def _environ_in_place(options: Options, kind: str) -> dict[str, str]:
+    """What the options ask for, of what variables can do.
+
+    Args:
+        options: what was asked for.
+        kind: whose rank this process is.
+
+    Raises:
+        ConfigError: something is asked for that only a launcher could do.
+    """
+    for place, kept in ((options, _IN_PLACE), (options.display, ())):
+        for field in fields(place):
+            if field.name not in kept and getattr(place, field.name) != field.default:
+                option = _SPELLINGS.get(field.name, "--" + field.name.replace("_", "-"))
+                raise ConfigError(
+                    f"{option} is for ranks that allranks run starts, and this one was started by {kind}, which would"
+                    " have to do it; leave it out"
+                )
+    environ = given(options.exports)
+    if options.threads is not None:
+        environ["OMP_NUM_THREADS"] = str(options.threads)
+    if options.instead_of_gloo:
+        environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"
+    return environ

@@ -56,7 +56,9 @@ def share_out(
                     f" (more: {host.name}:{per_host})"
                 )
     elif nproc is None:
-        return [1 if count is None else count for count in slots]
+        if not any(found := [1 if count is None else count for count in slots]):
+            raise ConfigError(f"there is no slot for a rank: {', '.join(map(str, hosts))} (one: {hosts[0].name}:1)")
+        return found
     elif all(count is None for count in slots):
         least, more = divmod(nproc, len(hosts))
         return [least + (number < more) for number in range(len(hosts))]

@@ -27,6 +27,7 @@ from allranks.launch.preload import preload
 from allranks.launch.rank import Rank
 from allranks.launch.screen import Screen
 from allranks.launch.supervise import FORWARDED, Supervisor
+from allranks.launch.ways import given
 from allranks.launch.wires import reserve_descriptors
 
 __all__ = ["run_here"]
@@ -90,8 +91,9 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
     guard = Guard()
     server = StoreServer.unix()
     screen = Screen(range(nproc), options.display, os.environ, run_id=share.run, attempt=share.restart)
+    os.environ.update(given(options.exports))  # some are read when torch is imported, here or in the ranks
     if options.instead_of_gloo:
-        os.environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"  # read when torch is imported, here or in the ranks
+        os.environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"
     master = ("127.0.0.1", (options.leader[1] if options.leader else None) or free_port())
     environ = common_environ(os.environ, share, options.threads, server.address, master, places)
     start = options.start

@@ -17,8 +17,8 @@ from typing import Any, Literal, NoReturn
 from allranks._errors import ConfigError
 from allranks._hostlist import Slots, parse_hostfile, parse_hosts
 from allranks._places import CHOICES
-from allranks.launch.meeting import add_meeting, read_meeting
-from allranks.launch.target import Kind, Target
+from allranks.launch.meeting import Meeting, add_meeting, read_meeting
+from allranks.launch.target import Target, read_target
 
 __all__ = ["Bind", "Display", "Options", "Parser", "Show", "Streams", "parse"]
 
@@ -190,23 +190,15 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: help was asked for, and given.
     """
     args = _parser().parse_args(argv)
-    words: list[str] = args.target
-    command = words[:1] == ["--"]
-    if command and args.module:
-        raise ConfigError("-m and -- exclude each other")
-    words = words[1:] if command else words
-    if not words:
-        what = "a command after --" if command else "a module after -m" if args.module else "a script, -m module or --"
-        raise ConfigError(f"nothing to run: expected {what} (see allranks run --help)")
+    target = read_target(args.target, args.module, "allranks run")
     meeting = read_meeting(args)
-    if args.standalone and args.nodes is not None and args.nodes[1] > 1:
-        raise ConfigError("--standalone is for one host, and more were asked for (-N)")
-    kind: Kind = "command" if command else "module" if args.module else "script"
+    hosts = _hosts(args.hosts, args.hostfile)
+    _refuse_contradictions(args, meeting, bool(hosts))
     return Options(
-        target=Target(kind, words[0], tuple(words[1:])),
+        target=target,
         nproc=args.nproc if isinstance(args.nproc, int) else None,
         per_host=args.per_host if isinstance(args.nproc, int) or args.nproc is None else args.nproc,
-        hosts=_hosts(args.hosts, args.hostfile),
+        hosts=hosts,
         nodes=args.nodes,
         node=args.node,
         leader=meeting.leader,
@@ -242,6 +234,29 @@ def parse(argv: Sequence[str]) -> Options:
         bind=args.bind,
         one_gpu_per_rank=args.one_gpu_per_rank,
     )
+
+
+def _refuse_contradictions(args: argparse.Namespace, meeting: Meeting, listed: bool) -> None:
+    """Raises where two options say different things about where the job runs.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if args.standalone and args.nodes is not None and args.nodes[1] > 1:
+        raise ConfigError("--standalone is for one host, and more were asked for (-N)")
+    if not listed:
+        return
+    if args.standalone:
+        raise ConfigError("--standalone is for this host, and hosts were listed (--hosts or --hostfile)")
+    for said, option in (
+        (args.node is not None, "--node-rank"),
+        (meeting.leader is not None, "--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr and --master-port"),
+    ):
+        if said:
+            raise ConfigError(
+                f"{option}: for hosts on which the same command is started, and --hosts or --hostfile starts them all"
+                " from here; expected one of both"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 import os
+import pwd
 import secrets
 import signal
 import socket
@@ -40,7 +41,16 @@ from allranks.launch.rank import Rank
 from allranks.launch.screen import Screen
 from allranks.launch.serve import Station, hello
 from allranks.launch.supervise import FORWARDED, Supervisor
-from allranks.launch.ways import LIKE_SSH, agent_words, carried, flux_words, like_ssh, pbsdsh_words, srun_words
+from allranks.launch.ways import (
+    LIKE_SSH,
+    agent_words,
+    carried,
+    flux_words,
+    like_ssh,
+    pbsdsh_words,
+    srun_environ,
+    srun_words,
+)
 
 _TELL_S = 10.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -50,7 +60,9 @@ __all__ = ["Job", "is_here", "join_leader", "lead", "run_there"]
 
 def is_here(name: str) -> bool:
     """Whether a host's name stands for this host."""
-    name = name.rpartition("@")[2]
+    user, _, name = name.rpartition("@")
+    if user and not _is_me(user):
+        return False  # ssh makes us somebody else
     if name in ("localhost", socket.gethostname(), os.environ.get("SLURMD_NODENAME")):
         return True
     try:
@@ -58,6 +70,13 @@ def is_here(name: str) -> bool:
     except (OSError, UnicodeError):
         return False  # ssh may know it
     return bool(found & {*published_addresses({}), "127.0.0.1", "127.0.1.1", "::1"})
+
+
+def _is_me(user: str) -> bool:
+    try:
+        return pwd.getpwnam(user).pw_uid == os.getuid()
+    except KeyError:
+        return False
 
 
 def run_there(options: Options, hosts: Sequence[Slots], way: str) -> int:
@@ -88,6 +107,11 @@ def run_there(options: Options, hosts: Sequence[Slots], way: str) -> int:
     if not isinstance(options.per_host, str):
         counts = share_out(hosts, options.nproc, options.per_host, strict=bool(options.hosts))
         hosts = [host for host, count in zip(hosts, counts, strict=True) if count]
+        if options.nodes is not None and len(hosts) < least:
+            raise ConfigError(
+                f"{least} hosts were asked for (-N), and {len(hosts)} of them can take all {sum(counts)} ranks:"
+                " say --nproc-per-node, or how many each host takes (-H HOST:N,...)"
+            )
         words: list[int | str] = [count for count in counts if count]
     else:
         words = ["one rank for each CPU" if options.per_host == "auto" else "one rank for each GPU"] * len(hosts)
@@ -260,7 +284,7 @@ class Job:
                     self.fleet.start_crowd(way, pbsdsh_words(line, agent), environ)
             else:
                 words = srun_words(names, agent) if way == "srun" else flux_words(names, agent)
-                self.fleet.start_crowd(way, words, environ)
+                self.fleet.start_crowd(way, words, srun_environ(environ) if way == "srun" else environ)
         for place, (there, slots) in enumerate(zip(self.fleet, hosts, strict=True)):
             there.place, there.slots = place, slots.count
 

@@ -11,13 +11,14 @@ import shlex
 import shutil
 import string
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from typing import Literal
 
 from allranks._errors import ConfigError
 
-__all__ = ["Kind", "Target", "check", "find", "set_first_path"]
+__all__ = ["Kind", "Target", "check", "find", "read_target", "set_first_path"]
 
 Kind = Literal["script", "module", "command", "function"]
 
@@ -59,6 +60,28 @@ class Target:
         return shlex.join(
             [*{"module": ["python", "-m"], "script": ["python"], "command": []}[self.kind], self.name, *self.args]
         )
+
+
+def read_target(words: Sequence[str], as_module: bool, program: str) -> Target:
+    """Reads what stands behind the options of a command line.
+
+    Args:
+        words: that.
+        as_module: -m was given.
+        program: whose command line it is.
+
+    Raises:
+        ConfigError: it is nothing that could be run.
+    """
+    as_command = words[:1] == ["--"]
+    if as_command and as_module:
+        raise ConfigError("-m and -- exclude each other")
+    words = words[as_command:]
+    if not words:
+        what = "a command after --" if as_command else "a module after -m" if as_module else "a script, -m module or --"
+        raise ConfigError(f"nothing to run: expected {what} (see {program} --help)")
+    kind: Kind = "command" if as_command else "module" if as_module else "script"
+    return Target(kind, words[0], tuple(words[1:]))
 
 
 def check(target: Target) -> None:

@@ -22,8 +22,10 @@ __all__ = [
     "carried",
     "explain",
     "flux_words",
+    "given",
     "like_ssh",
     "pbsdsh_words",
+    "srun_environ",
     "srun_words",
 ]
 
@@ -42,6 +44,9 @@ NOISE = (b"cluster configuration lacks support for cpu binding",)
 # What programs of other hosts need to behave as they would here, and what engines are tuned by.
 _CARRIED = ("ALLRANKS_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "UCX_", "PYTHON", "CUDA_LAUNCH_BLOCKING")
 _NOT_CARRIED = ("ALLRANKS_SECRET", "ALLRANKS_STORE", "PYTHONHOME")
+
+# What each of a job's tasks gets. Programs count their workers by it.
+_PER_TASK = ("SLURM_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 
 
 def agent_words(python: str, flags: Sequence[str] = (), dial: str = "") -> list[str]:
@@ -90,6 +95,14 @@ def srun_words(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
     return ["srun", *options, "--overlap", "--cpu-bind=none", "--mem=0", "--input=none", "--quiet", *agent]
 
 
+def srun_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment for srun, which takes variables for options of its own.
+
+    To srun the agent is one task: it would get the CPUs of one rank.
+    """
+    return {n: v for n, v in environ.items() if not n.startswith("SRUN_") and n not in _PER_TASK}
+
+
 def flux_words(hosts: Sequence[str], agent: Sequence[str]) -> list[str]:
     """As ``srun_words``, in a Flux instance."""
     count = str(len(hosts))
@@ -113,15 +126,18 @@ def carried(environ: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]
         environ: the launcher's own.
         wanted: ``-x``: NAME, NAME=VALUE, or a pattern such as ``WANDB_*``.
     """
-    found = {n: v for n, v in environ.items() if n.startswith(_CARRIED) and n not in _NOT_CARRIED}
+    found = {n: v for n, v in environ.items() if n.startswith((*_CARRIED, *_PER_TASK)) and n not in _NOT_CARRIED}
     for word in wanted:
-        name, given, value = word.partition("=")
-        if given:
-            found[name] = value
-            continue
-        pattern = re.compile(".*".join(map(re.escape, name.split("*"))) + r"\Z")
-        found |= {n: v for n, v in environ.items() if pattern.match(n)}
-    return found
+        if "=" not in word:
+            pattern = re.compile(".*".join(map(re.escape, word.split("*"))) + r"\Z")
+            found |= {n: v for n, v in environ.items() if pattern.match(n)}
+    return found | given(wanted)
+
+
+def given(wanted: Sequence[str]) -> dict[str, str]:
+    """The variables whose value ``-x`` says itself: NAME=VALUE. Others are in the launcher's environment already."""
+    pairs = (word.partition("=") for word in wanted)
+    return {name: value for name, said, value in pairs if said}
 
 
 def explain(way: str, host: str, python: str, code: int | None, said: str) -> str:

@@ -2,7 +2,8 @@
 
 All of them come down to ``allranks run``: inside an allocation it starts the ranks on every host, in a pod of an
 Indexed Job those of its own. The job keeps the interpreter, the virtual environment and the folder that it was
-submitted from. A minute before its time is over it is told (SIGTERM), so that ranks can end by themselves.
+submitted from. A minute before its time is over it is told (SIGTERM), so that ranks can end by themselves: by the
+system, or where that cannot do it by timeout(1) in the file.
 
 Source: sbatch(1); PBS Professional's qsub(1B) and its reference guide; LSF's bsub reference; Kubernetes' documents on
 Indexed Jobs with pod-to-pod communication, on headless Services, and on dependent environment variables.
@@ -64,6 +65,7 @@ def pbs(job: Job) -> str:
             f"-P {job.account}" if job.account else "",
             "-j oe",
         ],
+        ["timeout", "--foreground", "--preserve-status", str(time_s)] if (time_s := _told_after(job)) else [],
     )
 
 
@@ -88,8 +90,13 @@ def lsf(job: Job) -> str:
     )
 
 
-def _script(job: Job, mark: str, directives: Sequence[str]) -> str:
-    words = [job.python, "-m", "allranks", "run", "--nproc-per-node", str(job.nproc), *job.words]
+def _told_after(job: Job) -> int | None:
+    """After how many seconds a job is told to end; None if it is to have no notice."""
+    return job.time_s - _NOTICE_S if job.time_s is not None and job.time_s > _NOTICE_S else None
+
+
+def _script(job: Job, mark: str, directives: Sequence[str], before: Sequence[str] = ()) -> str:
+    words = [*before, job.python, "-m", "allranks", "run", "--nproc-per-node", str(job.nproc), *job.words]
     environment = (
         [f"export VIRTUAL_ENV={shlex.quote(job.venv)}", 'export PATH="$VIRTUAL_ENV/bin:$PATH"'] if job.venv else []
     )
@@ -132,7 +139,8 @@ def k8s(job: Job) -> str:
     limits += [f"memory: {job.memory_mib}Mi"] if job.memory_mib else []
     limits += [f"nvidia.com/gpu: {job.gpus}"] if job.gpus else []
     ours = [f"name: {_quoted(job.name)}"] + ([f"namespace: {_quoted(job.namespace)}"] if job.namespace else [])
-    deadline = [f"activeDeadlineSeconds: {job.time_s}"] if job.time_s else []
+    # At the deadline pods are told, and have the grace period then.
+    deadline = [f"activeDeadlineSeconds: {_told_after(job) or job.time_s}"] if job.time_s else []
     return _TEMPLATE.format(
         metadata=_indented(ours, 2),
         name=_quoted(job.name),

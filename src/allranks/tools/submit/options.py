@@ -9,10 +9,10 @@ import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 from allranks._errors import ConfigError
-from allranks.launch.target import Kind, Target, check
+from allranks.launch.options import Parser
+from allranks.launch.target import check, read_target
 from allranks.tools.submit.job import Job
 
 __all__ = ["Options", "parse"]
@@ -46,11 +46,6 @@ class Options:
     now: bool
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
 def parse(argv: Sequence[str]) -> Options:
     """Reads the arguments.
 
@@ -62,7 +57,9 @@ def parse(argv: Sequence[str]) -> Options:
     words = [*(["-m"] if given.module else []), *given.target]
     name = given.name or _name_for(given.target, given.to == "k8s")
     k8s = given.to == "k8s"
-    _check_target(given, k8s)
+    target = read_target(given.target, given.module, "allranks submit")
+    if not k8s:  # what an image holds cannot be seen from here
+        check(target)
     if k8s:
         _check_k8s(given, name)
     elif given.image or given.namespace:
@@ -90,7 +87,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="allranks submit",
         usage=_USAGE,
         description="Writes the job file of a batch system or of Kubernetes, in which allranks run starts the ranks.",
@@ -117,18 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     add("-m", "--module", action="store_true", help="run a python module, as python -m does")
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-def _check_target(given: argparse.Namespace, elsewhere: bool) -> None:
-    command = given.target[:1] == ["--"]
-    words = given.target[1:] if command else given.target
-    if command and given.module:
-        raise ConfigError("-m and -- exclude each other")
-    if not words:
-        raise ConfigError("nothing to run: expected a script, -m module or -- command (see allranks submit --help)")
-    if not elsewhere:  # what an image holds cannot be seen from here
-        kind: Kind = "command" if command else "module" if given.module else "script"
-        check(Target(kind, words[0], tuple(words[1:])))
 
 
 def _check_k8s(given: argparse.Namespace, name: str) -> None:
