@@ -295,3 +295,19 @@ def await_connection(job: Jobs, node: int) -> None:
         assert time.monotonic() < until
         time.sleep(0.05)
     time.sleep(0.3)
+
+
+def test_without_a_secret_of_the_user_s_own(job: Jobs) -> None:
+    script = """
+        import torch, allranks
+        allranks.init_process_group()
+        allranks.barrier()
+        print("met")
+    """
+    path = job.write(script)
+    processes = [
+        job.start(node, *ARGUMENTS, "--node_rank", str(node), path, torch=True, ALLRANKS_INSECURE="1")
+        for node in (0, 1)
+    ]
+    done = [finish(process) for process in processes]
+    assert [(d.code, len(d.lines)) for d in done] == [(0, 2), (0, 2)], done

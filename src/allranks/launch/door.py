@@ -35,7 +35,7 @@ from allranks._store.wire import (
     pack_frame,
 )
 
-__all__ = ["Door", "dial"]
+__all__ = ["Door", "dial", "store_secret"]
 
 _AT_ONCE = 64
 _PAUSE_S = 0.05
@@ -211,6 +211,16 @@ def _keep(sock: socket.socket) -> None:
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def store_secret(secret: bytes, salt: str) -> bytes:
+    """The secret of a job's store, which both sides of a door can make and nobody has to send.
+
+    Args:
+        secret: what was proved at the door.
+        salt: text of this job only; anybody may know it.
+    """
+    return hmac.digest(secret, b"allranks store|" + salt.encode(), hashlib.sha256).hex().encode()
 
 
 def _derived(secret: bytes) -> bytes:

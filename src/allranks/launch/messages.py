@@ -214,7 +214,8 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
         folder: the working directory; "" for the agent's own.
         environ: variables on top of the agent's own.
         threads: threads per rank; None to decide.
-        secret: guards the job's store.
+        secret: guards the job's store; empty where the agent has dialled, and makes it from ``salt``.
+        salt: see ``door.store_secret``.
         serves: rank 0 is there, and the store with it.
         spans: other hosts have ranks, too.
         bind: what CPUs a rank is bound to.
@@ -232,6 +233,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     environ: dict[str, str]
     threads: int | None
     secret: bytes
+    salt: str
     serves: bool
     spans: bool
     bind: Bind = "none"

@@ -30,7 +30,7 @@ from allranks._host import count_gpus, usable_cpus
 from allranks._network import interface_of, machine, nearest_first
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
 from allranks.launch.agent import Agent, Plan
-from allranks.launch.door import dial
+from allranks.launch.door import dial, store_secret
 from allranks.launch.environ import Share, common_environ, free_port
 from allranks.launch.guard import Guard
 from allranks.launch.link import Link, LinkLost, to_launcher
@@ -85,14 +85,20 @@ class Station:
 
     Args:
         link: to the launcher. Closed at the end.
+        key: the secret that was proved where the agent has dialled; empty elsewhere.
         own: what this host's own command line says, which counts here more than the launcher's; None if it has none.
         show: makes the screen that shows this host's ranks; None to send what they write to the launcher.
     """
 
     def __init__(
-        self, link: Link[Command], own: Prepare | None = None, show: Callable[[Start], Screen] | None = None
+        self,
+        link: Link[Command],
+        key: bytes = b"",
+        own: Prepare | None = None,
+        show: Callable[[Start], Screen] | None = None,
     ) -> None:
         self._link = link
+        self._key = key
         self._own = own
         self._show = show
         self._screen: Screen | None = None
@@ -144,6 +150,8 @@ class Station:
 
     def _prepare(self, command: Prepare) -> None:
         self._clear()
+        if not command.secret:
+            command = msgspec.structs.replace(command, secret=store_secret(self._key, command.salt))
         if (own := self._own) is not None:
             command = msgspec.structs.replace(
                 command,
@@ -157,7 +165,7 @@ class Station:
                 role=own.role,
                 virtual_local_rank=own.virtual_local_rank,
                 signals=own.signals,
-                master=own.master,
+                master=own.master if command.master else "",
             )
         try:
             if command.folder:
@@ -253,6 +261,7 @@ class Station:
         host = prepared.master or host
         environ = common_environ(os.environ, share, prepared.threads, store, (host, command.port), self._seats)
         environ["ALLRANKS_SECRET"] = prepared.secret.decode()
+        environ.pop("ALLRANKS_INSECURE", None)  # this job has a secret, whatever its user has not
         if interface := interface_of(own):  # or engines take what the host's own name resolves to: often 127.0.1.1
             for engine in ("GLOO", "NCCL"):
                 environ.setdefault(f"{engine}_SOCKET_IFNAME", interface)
@@ -406,6 +415,7 @@ def main(argv: Sequence[str]) -> int | Rank:
     parser.add_argument("--dial", metavar="HOST,...:PORT")
     args = parser.parse_args(argv)
     try:
+        key = b""
         if args.dial is None:
             ear, mouth = os.dup(0), os.dup(1)
             null = os.open(os.devnull, os.O_RDONLY)
@@ -415,9 +425,10 @@ def main(argv: Sequence[str]) -> int | Rank:
         else:
             hosts, _, port = args.dial.rpartition(":")
             targets = [(host, int(port)) for host in nearest_first(tuple(hosts.split(",")))]
-            sock = dial(targets, load_secret(), time.monotonic() + _DIAL_S)
+            key = load_secret()
+            sock = dial(targets, key, time.monotonic() + _DIAL_S)
             ear = mouth = sock.detach()
-        last = Station(to_launcher(ear, mouth)).run(hello())
+        last = Station(to_launcher(ear, mouth), key).run(hello())
     except ConfigError as error:
         print(f"allranks run: {socket.gethostname()}: {error}", file=sys.stderr)
         return 2

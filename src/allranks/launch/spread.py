@@ -30,7 +30,7 @@ from allranks._hostlist import Slots
 from allranks._network import published_addresses
 from allranks._store import load_secret
 from allranks._store.address import addresses_of
-from allranks.launch.door import Door, dial
+from allranks.launch.door import Door, dial, store_secret
 from allranks.launch.error_file import write_error_file
 from allranks.launch.fleet import Fleet, Host, wrong_version
 from allranks.launch.layout import describe_plan, share_out
@@ -141,7 +141,7 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
         OSError: no port is free.
     """
     door = _open_door(addresses_of(name), ports, secret)
-    job = Job(options, *nodes, Fleet(door), name if options.leader is not None and is_here(name) else "")
+    job = Job(options, *nodes, Fleet(door), name if options.leader is not None and is_here(name) else "", key=secret)
     try:
         with job.told():
             job.open_to_callers()
@@ -192,7 +192,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
         )
 
     try:
-        last = Station(to_launcher(descriptor, descriptor), own, show).run(
+        last = Station(to_launcher(descriptor, descriptor), secret, own, show).run(
             hello(node, _own_slots(options), options.run, options.role)
         )
     except LinkLost:
@@ -223,7 +223,8 @@ class Job:
     most: int
     fleet: Fleet = field(default_factory=Fleet)
     master: str = ""  # what the user calls host 0
-    secret: bytes = field(default_factory=lambda: secrets.token_hex(32).encode())
+    key: bytes = field(default_factory=lambda: secrets.token_hex(32).encode())  # proved by agents that dial
+    salt: str = field(default_factory=lambda: secrets.token_hex(16))
     run_id: str = field(init=False)
     restart: int = 0
     port: int = 0
@@ -269,15 +270,16 @@ class Job:
                     self.fleet.start_host(host.name, way, words, python, environ)
         else:
             # Variables do not get through pbsdsh: there the secret is the one of this user.
-            secret = load_secret() if way == "pbsdsh" else self.secret
-            door = _open_door(["0.0.0.0"], [0], secret)
+            if way == "pbsdsh":
+                self.key = load_secret()
+            door = _open_door(["0.0.0.0"], [0], self.key)
             self.fleet.close()
             self.fleet = Fleet(door)
             names = [host.name for host in hosts]
             self.fleet.expect(names, way)
             dialled = f"{','.join(published_addresses())}:{door.port}"
             agent = agent_words(python, flags, dialled)
-            environ["ALLRANKS_SECRET"] = secret.decode()
+            environ["ALLRANKS_SECRET"] = self.key.decode()
             if way == "pbsdsh":
                 lines = itertools.accumulate((host.count or 1 for host in hosts), initial=0)
                 for line, _ in zip(lines, hosts, strict=False):
@@ -442,15 +444,17 @@ class Job:
     def _prepare_all(self) -> tuple[list[int], list[Ready]]:
         options, fleet = self.options, self.fleet
         counts = self._counts()
+        secret = store_secret(self.key, self.salt)
         prepare = [
             msgspec.structs.replace(
                 # Where host 0 is gone, another is what MASTER_ADDR names.
                 _prepare_of(options, count, self.master if fleet.hosts[0].place == 0 else ""),
-                secret=self.secret,
+                secret=secret if host.process is not None else b"",  # a dialled line is no place for it
+                salt=self.salt,
                 serves=number == 0,
                 spans=len(counts) > 1,
             )
-            for number, count in enumerate(counts)
+            for number, (host, count) in enumerate(zip(fleet, counts, strict=True))
         ]
         until = time.monotonic() + options.join_timeout_s
         return counts, fleet.prepare(prepare, until if self.until is None else min(until, self.until))
@@ -548,6 +552,7 @@ def _prepare_of(options: Options, nproc: int, master: str) -> Prepare:
         environ=environ,
         threads=options.threads,
         secret=b"",
+        salt="",
         serves=False,
         spans=False,
         bind=options.bind,
