@@ -259,4 +259,6 @@ def _limit(count: int, source: str) -> None:
 
 
 def _not_hosts(text: str, source: str, why: str) -> ConfigError:
-    return ConfigError(f"{source}={text!r} is not a list of hosts: {why}. Expected one such as node[01-03,07],gpu1.")
+    return ConfigError(
+        f"{source}={text!r} is not a list of hosts: {why}. Expected one such as node0:2,node1 or node[01-03,07]."
+    )

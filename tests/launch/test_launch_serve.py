@@ -24,7 +24,7 @@ from allranks.launch.target import Target
 from allranks.launch.wires import Stdio
 
 PATIENCE_S = 30.0
-PREPARE = Prepare(Target("command", "true"), 1, "fork", "", {}, None, b"", serves=True, spans=False)
+PREPARE = Prepare(Target("command", "true"), 1, "fork", "", {}, None, b"", "", serves=True, spans=False)
 
 
 @dataclass

@@ -57,7 +57,7 @@ def directives(text: str) -> list[str]:
 
 
 ALL = (
-    "-N", "3", "-n", "4", "--cpus", "4", "--gpus", "4", "--memory", "64G", "--time", "1-12:00:30",
+    "-N", "3", "--nproc-per-node", "4", "--cpus", "4", "--gpus", "4", "--memory", "64G", "--time", "1-12:00:30",
     "--queue", "gpgpu", "--account", "11003281", "--name", "first", "show.py",
 )  # fmt: skip
 
@@ -154,7 +154,7 @@ def test_modules_and_commands(folder: Path, words: tuple[str, ...], runs: list[s
 
 def test_indexed_job(folder: Path) -> None:
     text = file_of(
-        folder, "--to", "k8s", "-N", "3", "-n", "2", "--cpus", "4", "--gpus", "2", "--memory", "64G", "--time", "90m",
+        folder, "--to", "k8s", "-N", "3", "-n", "6", "--cpus", "4", "--gpus", "2", "--memory", "64G", "--time", "90m",
         "--image", "registry.example/train:7", "--namespace", "team", "--name", "first", "show.py", *HARD,
     )  # fmt: skip
     secret, service, job = yaml.safe_load_all(text)
@@ -260,3 +260,17 @@ def test_no_such_system_here(folder: Path) -> None:
     done = submit(folder, "--to", "lsf", "--now", "show.py", PATH="/nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert "there is no bsub on this host" in done.stderr
+
+
+def test_ranks_in_all_or_on_each_host(folder):
+    for words, each in (
+        (("-N", "2", "-n", "4"), 2),
+        (("-N", "2", "--nproc-per-node", "4"), 4),
+        (("-N", "2", "-n", "4", "--nproc-per-node", "2"), 2),
+        (("-N", "2", "--gpus", "3"), 3),
+    ):
+        assert f"--ntasks-per-node={each}" in file_of(folder, "--to", "slurm", *words, "show.py")
+    for words in (("-N", "2", "-n", "3"), ("-N", "2", "-n", "4", "--nproc-per-node", "4")):
+        done = submit(folder, "--to", "slurm", *words, "show.py")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "cannot be shared out evenly to 2 hosts" in done.stderr

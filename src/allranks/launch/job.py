@@ -15,6 +15,7 @@ from dataclasses import fields
 from allranks._errors import ConfigError
 from allranks._host import usable_cpus
 from allranks._hostlist import Slots, expand_hosts
+from allranks._network import published_addresses
 from allranks._places import PORTS_TRIED, Place, detect, job_ports, job_secret, read_hosts, with_domain
 from allranks._store import load_secret
 from allranks.launch.layout import describe_plan, share_out
@@ -67,6 +68,8 @@ def launch(options: Options) -> int | Rank:
     check(options.target)
     if options.iface:
         os.environ["ALLRANKS_IFACE"] = options.iface
+        if not options.hosts:  # other hosts have others
+            published_addresses()
     try:
         return _launch(options, detect(os.environ, options.env, launcher=True))
     except KeyboardInterrupt:  # while nothing has been started

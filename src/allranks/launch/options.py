@@ -179,6 +179,8 @@ class Parser(argparse.ArgumentParser):
     """Raises ConfigError where the command line is wrong."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized"):
+            message += f" (see {self.prog} --help)"
         raise ConfigError(message)
 
 
@@ -275,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     add("-H", "--hosts", metavar="HOST[:N],...", help="run on these hosts by ssh, at most N ranks on each")
     add("--hostfile", type=Path, metavar="FILE", help="the same from a file: a host a line, slots=N behind it")
     for name in ("-N", "--nodes", "--nnodes"):
-        shown = "number of hosts, or MIN:MAX to go on with fewer and take back who returns"
+        shown = "number of hosts; MIN:MAX: go on with fewer, and with those that come back"
         add(name, dest="nodes", type=_nodes, metavar="MIN[:MAX]", help=shown if name == "-N" else _HIDE)
     for name in ("--node-rank", "--node_rank"):
         shown = "number of this host, where you start the same command on each of them"
@@ -284,9 +286,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--role", default="default", help=_HIDE)
     add("--env", default="auto", choices=CHOICES, metavar="KIND", help=f"what this place is: {', '.join(CHOICES)}")
     for name in ("--restarts", "--max-restarts", "--max_restarts"):
-        shown = "start the job again when a rank fails, so often (default 0)"
+        shown = "start the job again when a rank fails, up to K times (default 0)"
         add(name, dest="restarts", type=_whole, default=0, metavar="K", help=shown if name == "--restarts" else _HIDE)
-    add("--join-timeout", type=_seconds, default=300.0, metavar="TIME", help="wait so long for hosts (default 5m)")
+    add("--join-timeout", type=_seconds, default=300.0, metavar="TIME", help="how long to wait for hosts (default 5m)")
     add(
         *("-x", "--export"),
         dest="exports",

@@ -26,6 +26,7 @@ _STRAGGLERS_S = 0.5
 _LINGER_S = 10.0  # from the first rank's end to a word about it
 _DRAIN_S = 1.0  # the least that a reader gets for what is left when a job was stopped
 _LOST_CODE = 255  # as ssh has it
+_HINT_S = 1.5  # from Ctrl-C to a word about who does not end
 _DUMP_S = 1.0  # what a signal waits for stacks, which take milliseconds
 _IDLE_DUMP_S = 2.0  # the same where they are all that is wanted
 _QUIET_S = 0.2  # after the last of a rank's stacks; they have no end of their own
@@ -135,6 +136,7 @@ class Supervisor:
         self._left: list[int] = []  # who ended well while all was well
         self._linger_at: float | None = None
         self._signals = signals
+        self._hint_at: float | None = None
         self._idle_s = idle_s
         self._idle_at: float | None = None
         self._idled = False
@@ -202,7 +204,7 @@ class Supervisor:
         if self._kill_at is None:
             times += [self._blame.settles_at(), self._linger_at, self._idle_at, self._until]
         else:
-            times.append(self._kill_at if self._killed_at is None else self._killed_at + _KILLED_S)
+            times += [self._kill_at if self._killed_at is None else self._killed_at + _KILLED_S, self._hint_at]
         due = [at for at in times if at is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
@@ -228,6 +230,10 @@ class Supervisor:
         if self._kill_at is None and self._linger_at is not None and now >= self._linger_at:
             self._linger_at = None
             self._say_who_lingers()
+        if self._hint_at is not None and now >= self._hint_at:
+            self._hint_at = None
+            if (running := self._agent.running) and self._killed_at is None and not self._quiet:
+                self._say(f"waiting up to {self._grace_s:g} s for {rank_list(running)} (--grace); Ctrl-C again kills")
         if self._kill_at is not None and now >= self._kill_at and self._killed_at is None and self._agent.running:
             self._kill(f"did not end within {self._grace_s:g} s")
         self._write()
@@ -311,6 +317,7 @@ class Supervisor:
             if number == signal.SIGINT:  # python says itself where it was, if it still runs python
                 self._stop(number, self._agent.running)
                 self._ask(_DUMP_S, lambda: None)
+                self._hint_at = time.monotonic() + _HINT_S
             else:
                 self._stopped_at = time.monotonic()
                 self._ask(_DUMP_S, lambda: self._stop(number, self._agent.running))

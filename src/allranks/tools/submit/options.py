@@ -69,7 +69,7 @@ def parse(argv: Sequence[str]) -> Options:
         name=name,
         words=tuple(words),
         nodes=given.nodes,
-        nproc=given.nproc or max(given.gpus, 1),
+        nproc=_per_host(given),
         cpus=given.cpus,
         gpus=given.gpus,
         memory_mib=given.memory,
@@ -91,15 +91,14 @@ def _parser() -> argparse.ArgumentParser:
         prog="allranks submit",
         usage=_USAGE,
         description="Writes the job file of a batch system or of Kubernetes, in which allranks run starts the ranks.",
-        epilog="The file goes to stdout, or to --file; --now hands it in and prints the job's id.",
+        epilog="The file goes to stdout, or to --file; --now submits it and prints the job's id.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--to", choices=_SYSTEMS, required=True, help="sbatch's, qsub's or bsub's file, or Kubernetes' manifest")
     add("-N", "--nodes", "--nnodes", type=_count, default=1, metavar="N", help="hosts (default 1)")
-    add(
-        "-n", "--nproc-per-node", dest="nproc", type=_count, metavar="N", help="ranks on each (default: its GPUs, or 1)"
-    )
+    add("-n", "--nproc", type=_count, metavar="N", help="ranks in all, as many on each host")
+    add("--nproc-per-node", type=_count, metavar="N", help="ranks on each host (default: its GPUs, or 1)")
     add("--cpus", type=_count, default=1, metavar="N", help="CPUs for each rank (default 1)")
     add("--gpus", type=_none_or_more, default=0, metavar="N", help="GPUs on each host (default 0)")
     add("--memory", type=_mib, metavar="SIZE", help="memory on each host: 500M, 64G")
@@ -110,10 +109,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--image", default="", help="k8s: the container's image, with python, torch, allranks and the script")
     add("--namespace", type=_plain, default="", help="k8s: where it runs")
     add("--file", metavar="PATH", help="write the file there")
-    add("--now", action="store_true", help="hand it in: sbatch, qsub, bsub, kubectl apply")
+    add("--now", action="store_true", help="submit it: sbatch, qsub, bsub, kubectl apply")
     add("-m", "--module", action="store_true", help="run a python module, as python -m does")
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def _per_host(given: argparse.Namespace) -> int:
+    """Ranks on each host."""
+    each: int = given.nproc_per_node or max(given.gpus, 1)
+    if given.nproc is None:
+        return each
+    if given.nproc % given.nodes or given.nproc_per_node not in (None, given.nproc // given.nodes):
+        also = f", of {given.nproc_per_node} each" if given.nproc_per_node else ""
+        raise ConfigError(f"{given.nproc} ranks (-n) cannot be shared out evenly to {given.nodes} hosts{also}")
+    return int(given.nproc) // int(given.nodes)
 
 
 def _check_k8s(given: argparse.Namespace, name: str) -> None:
