@@ -105,7 +105,7 @@ def test_a_killed_rank_is_named_by_its_signal(job: Jobs) -> None:
     script = job.write(WAIT + "\n    # rank")
     process = job.start(0, "-n", "2", "-H", "node0,node1", "--start", "spawn", script)
     read_until(process, 2)
-    (victim,) = job.on(1, "launch.rank")
+    (victim,) = job.on(1, "ranks.rank")
     os.kill(victim, signal.SIGKILL)
     done = finish(process)
     assert done.code == 137
@@ -127,7 +127,7 @@ def test_a_signal_stops_all_hosts(job: Jobs, number: int) -> None:
 def test_nothing_is_left_when_a_part_is_killed(job: Jobs, victim: str) -> None:
     process = job.start(2, "-n", "2", "-H", "node0,node1", job.write(WAIT))
     read_until(process, 2)
-    words = {"launcher": "-m allranks run", "ssh": "ssh -F", "agent": "launch.serve", "sshd": "sshd: root@notty"}
+    words = {"launcher": "-m allranks run", "ssh": "ssh -F", "agent": "hosts.serve", "sshd": "sshd: root@notty"}
     pids = job.on(2 if victim in ("launcher", "ssh") else 1, words[victim])
     os.kill(max(pids) if victim != "agent" else min(pids), signal.SIGKILL)
     done = finish(process)
@@ -204,7 +204,7 @@ def test_an_elastic_job_goes_on_with_fewer_hosts_and_takes_one_back(job: Jobs) -
     """
     process = job.start(2, "-N", "1:2", "-H", "node0,node1", "--grace", "2", job.write(script))
     assert sorted(read_until(process, 2)) == ["[node0:0] round 0 0 2", "[node1:1] round 0 1 2"]
-    os.kill(min(job.on(1, "launch.serve")), signal.SIGKILL)
+    os.kill(min(job.on(1, "hosts.serve")), signal.SIGKILL)
     assert read_until(process, 1) == ["[node0:0] round 1 0 1"]
     done = finish(process)
     assert done.code == 0, done.err
@@ -217,7 +217,7 @@ def test_a_host_that_does_not_answer_any_more_is_missed(job: Jobs) -> None:
     quick = "ssh -o ServerAliveInterval=1 -o ServerAliveCountMax=2"
     process = job.start(0, "-n", "2", "-H", "node0,node1", "--ssh", quick, job.write(WAIT))
     read_until(process, 2)
-    agents = job.on(1, "launch.serve")
+    agents = job.on(1, "hosts.serve")
     job.hosts.cut(1)
     try:
         done = finish(process)
@@ -274,7 +274,8 @@ def test_an_agent_that_is_frozen_does_not_hold_up_the_end(job: Jobs, why: str) -
     """Limits are shortened, as they are 13 s in all."""
     quick = """
         import sys
-        from allranks.launch import cli, fleet, supervise
+        from allranks.launch import cli, supervise
+        from allranks.launch.hosts import fleet
         fleet._FINISH_S = supervise._KILLED_S = 0.5
         sys.exit(cli.main())
     """
@@ -288,7 +289,7 @@ def test_an_agent_that_is_frozen_does_not_hold_up_the_end(job: Jobs, why: str) -
     words = (job.write(quick, "quick.py"), "-H", "node0,node1", "--grace", "0.5", job.write(script))
     process = job.start_any(0, sys.executable, *words)
     read_until(process, 2)
-    agents = job.on(1, "launch.serve")
+    agents = job.on(1, "hosts.serve")
     agent = min(agents)
     os.kill(agent, signal.SIGSTOP)
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from launcher_process import Done, Launcher
 
-from allranks.launch.environ import free_port
+from allranks.launch.ranks.environ import free_port
 
 SAY_ENVIRON = """
     import json, os
@@ -205,7 +205,7 @@ def test_errors_name_the_command(torchrun: Launcher, tmp_path: Path) -> None:
 
 
 def test_reading_a_line_imports_no_torch() -> None:
-    code = "import sys; from allranks.launch.torchrun import read; read(['-m', 'this'], {}, for_launch=True)"
+    code = "import sys; from allranks.launch.arguments.torchrun import read; read(['-m', 'this'], {}, for_launch=True)"
     code += "; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)

@@ -9,7 +9,7 @@ import pytest
 from allranks._errors import PeerLostError
 from allranks.launch.blame import SETTLE_S, Blame, Failure, describe_failure, describe_interrupt
 from allranks.launch.messages import Report
-from allranks.launch.rank import is_echo
+from allranks.launch.ranks.rank import is_echo
 
 
 def raised(rank: int, at: float, echo: bool = False, title: str = "ValueError: x") -> Failure:

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from terminal_model import Terminal
 
-from allranks.launch.collapse import WINDOW_S, Collapse
-from allranks.launch.output import Live, Names, Plain
+from allranks.launch.output.collapse import WINDOW_S, Collapse
+from allranks.launch.output.lines import Live, Names, Plain
 
 
 class Seen:

@@ -194,7 +194,10 @@ def test_rank_that_leaves_before_a_collective_of_the_others(launcher: Launcher) 
 
 
 def test_frames_of_the_package_are_left_out_of_its_own_errors(launcher: Launcher) -> None:
-    body = "from allranks.launch.options import parse\ntry: parse([])\nexcept ValueError as e: raise KeyError(1) from e"
+    body = (
+        "from allranks.launch.arguments.options import parse\n"
+        "try: parse([])\nexcept ValueError as e: raise KeyError(1) from e"
+    )
     code, err, _, _ = failing(launcher, body, "--start", "spawn")
     assert code == 1
     files = [line for line in err if line.startswith("  File")]

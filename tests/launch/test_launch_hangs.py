@@ -25,7 +25,7 @@ Current thread 0x00007f0000000002 (most recent call first):
 
 
 def text(address: int = 2) -> str:
-    from allranks.launch import rank
+    from allranks.launch.ranks import rank
 
     return TEXT.format(runpy="<frozen runpy>", rank=rank.__file__).replace("02 (most", f"{address:02} (most")
 

@@ -6,7 +6,7 @@ import pytest
 
 from allranks._errors import ConfigError
 from allranks._hostlist import Slots, parse_hosts
-from allranks.launch.layout import describe_plan, share_out
+from allranks.launch.arguments.layout import describe_plan, share_out
 
 CASES = [
     ("a:2,b", None, None, [2, 1]),

@@ -14,9 +14,9 @@ import pytest
 from launcher_process import Launcher
 
 from allranks._hostlist import Slots
-from allranks.launch import environ
-from allranks.launch.options import Options, parse
-from allranks.launch.target import Target
+from allranks.launch.arguments.options import Options, parse
+from allranks.launch.ranks import environ
+from allranks.launch.ranks.target import Target
 
 
 def test_defaults() -> None:
@@ -300,7 +300,7 @@ def test_python_m_allranks_launch_is_allranks_launch() -> None:
 def test_help_is_fast_and_imports_no_torch() -> None:
     code = "import sys; from allranks.__main__ import main\ntry: main(['run', '--help'])\nfinally: print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert "allranks.launch.options" in loaded
+    assert "allranks.launch.arguments.options" in loaded
     assert not {"torch", "numpy", "allranks.launch.job"} & set(loaded)
     times = []
     for _ in range(5):  # processor time, as others use this machine too
@@ -312,5 +312,5 @@ def test_help_is_fast_and_imports_no_torch() -> None:
 
 
 def test_running_a_job_imports_no_torch_into_the_launcher() -> None:
-    code = "import sys, allranks.launch.job, allranks.launch.rank; print('torch' in sys.modules)"
+    code = "import sys, allranks.launch.job, allranks.launch.ranks.rank; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.launch.outlet import Outlet
+from allranks.launch.output.outlet import Outlet
 
 DATA = bytes(range(256)) * 4096 * 4
 

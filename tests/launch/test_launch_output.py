@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from terminal_model import Terminal
 
-from allranks.launch.output import Live, Names, Plain, Renderer
+from allranks.launch.output.lines import Live, Names, Plain, Renderer
 
 UP_AND_ERASE = b"\x1b[1A\x1b[2K"
 

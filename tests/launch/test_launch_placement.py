@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from launcher_process import Launcher
 
 from allranks._errors import ConfigError
-from allranks.launch import placement
-from allranks.launch.environ import Share, common_environ
-from allranks.launch.options import Bind
-from allranks.launch.placement import Core, Gpu, Machine, Seat, describe, place
+from allranks.launch.arguments.options import Bind
+from allranks.launch.ranks import placement
+from allranks.launch.ranks.environ import Share, common_environ
+from allranks.launch.ranks.placement import Core, Gpu, Machine, Seat, describe, place
 
 
 def machine(cores: list[int], threads: int = 1, gpus: tuple[Gpu, ...] = (), quota: int | None = None) -> Machine:

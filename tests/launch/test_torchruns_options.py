@@ -13,10 +13,10 @@ import torch.distributed.launch as torchs_launch
 from torch.distributed.run import config_from_args, get_args_parser
 
 from allranks._errors import ConfigError
-from allranks.launch import torchrun
-from allranks.launch.options import Options
-from allranks.launch.target import Target
-from allranks.launch.torchrun import parse_torchruns, read
+from allranks.launch.arguments import torchrun
+from allranks.launch.arguments.options import Options
+from allranks.launch.arguments.torchrun import parse_torchruns, read
+from allranks.launch.ranks.target import Target
 
 
 def read_torchruns(words: list[str]) -> argparse.Namespace:

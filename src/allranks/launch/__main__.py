@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from allranks.launch.torchrun import launch as main
+from allranks.launch.arguments.torchrun import launch as main
 
 __all__ = ["main"]
 

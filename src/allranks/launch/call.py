@@ -18,11 +18,11 @@ from allranks._errors import ConfigError, RankError, TimeoutError, UsageError, r
 from allranks._host import count_gpus
 from allranks._hostlist import Slots, parse_hosts
 from allranks._places import detect, read_hosts
-from allranks.launch.function import name_of, pack, unpack_error, unpack_result
-from allranks.launch.layout import share_out
-from allranks.launch.options import Bind, Display, Options, Show
+from allranks.launch.arguments.layout import share_out
+from allranks.launch.arguments.options import Bind, Display, Options, Show
+from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_result
+from allranks.launch.ranks.target import Target
 from allranks.launch.spread import Job
-from allranks.launch.target import Target
 
 __all__ = ["run"]
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from allranks._errors import ConfigError
-from allranks.launch.options import Options, parse
+from allranks.launch.arguments.options import Options, parse
 
 __all__ = ["main", "run"]
 

@@ -18,15 +18,15 @@ from allranks._hostlist import Slots, expand_hosts
 from allranks._network import published_addresses
 from allranks._places import PORTS_TRIED, Place, detect, job_ports, job_secret, read_hosts, with_domain
 from allranks._store import load_secret
-from allranks.launch.layout import describe_plan, share_out
+from allranks.launch.arguments.layout import describe_plan, share_out
+from allranks.launch.arguments.options import Options
+from allranks.launch.hosts.ways import given
 from allranks.launch.local import run_here
-from allranks.launch.options import Options
-from allranks.launch.placement import describe, seats, visible_gpus
-from allranks.launch.rank import Rank
-from allranks.launch.screen import ensure_standard_streams
+from allranks.launch.output.screen import ensure_standard_streams
+from allranks.launch.ranks.placement import describe, seats, visible_gpus
+from allranks.launch.ranks.rank import Rank
+from allranks.launch.ranks.target import check
 from allranks.launch.spread import is_here, join_leader, lead, run_there
-from allranks.launch.target import check
-from allranks.launch.ways import given
 
 __all__ = ["launch"]
 

@@ -17,18 +17,18 @@ from dataclasses import dataclass
 
 from allranks._errors import ConfigError
 from allranks._store import StoreServer
-from allranks.launch.agent import Agent, Plan
-from allranks.launch.environ import Share, common_environ, free_port
+from allranks.launch.arguments.options import Options
 from allranks.launch.error_file import write_error_file
-from allranks.launch.guard import Guard
-from allranks.launch.options import Options
-from allranks.launch.placement import seats
-from allranks.launch.preload import preload
-from allranks.launch.rank import Rank
-from allranks.launch.screen import Screen
+from allranks.launch.hosts.ways import given
+from allranks.launch.output.screen import Screen
+from allranks.launch.ranks.agent import Agent, Plan
+from allranks.launch.ranks.environ import Share, common_environ, free_port
+from allranks.launch.ranks.guard import Guard
+from allranks.launch.ranks.placement import seats
+from allranks.launch.ranks.preload import preload
+from allranks.launch.ranks.rank import Rank
+from allranks.launch.ranks.wires import reserve_descriptors
 from allranks.launch.supervise import FORWARDED, Supervisor
-from allranks.launch.ways import given
-from allranks.launch.wires import reserve_descriptors
 
 __all__ = ["run_here"]
 

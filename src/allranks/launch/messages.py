@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from allranks.launch.options import Bind
-from allranks.launch.target import Target
-from allranks.launch.wires import Stdio
+from allranks.launch.arguments.options import Bind
+from allranks.launch.ranks.target import Target
+from allranks.launch.ranks.wires import Stdio
 
 __all__ = [
     "Asked",

@@ -30,18 +30,14 @@ from allranks._hostlist import Slots
 from allranks._network import published_addresses
 from allranks._store import load_secret
 from allranks._store.address import addresses_of
-from allranks.launch.door import Door, dial, store_secret
+from allranks.launch.arguments.layout import describe_plan, share_out
+from allranks.launch.arguments.options import Options
 from allranks.launch.error_file import write_error_file
-from allranks.launch.fleet import Fleet, Host, wrong_version
-from allranks.launch.layout import describe_plan, share_out
-from allranks.launch.link import LinkLost, to_launcher
-from allranks.launch.messages import Prepare, Ready, Start
-from allranks.launch.options import Options
-from allranks.launch.rank import Rank
-from allranks.launch.screen import Screen
-from allranks.launch.serve import Station, hello
-from allranks.launch.supervise import FORWARDED, Supervisor
-from allranks.launch.ways import (
+from allranks.launch.hosts.door import Door, dial, store_secret
+from allranks.launch.hosts.fleet import Fleet, Host, wrong_version
+from allranks.launch.hosts.link import LinkLost, to_launcher
+from allranks.launch.hosts.serve import Station, hello
+from allranks.launch.hosts.ways import (
     LIKE_SSH,
     agent_words,
     carried,
@@ -51,6 +47,10 @@ from allranks.launch.ways import (
     srun_environ,
     srun_words,
 )
+from allranks.launch.messages import Prepare, Ready, Start
+from allranks.launch.output.screen import Screen
+from allranks.launch.ranks.rank import Rank
+from allranks.launch.supervise import FORWARDED, Supervisor
 
 _TELL_S = 10.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

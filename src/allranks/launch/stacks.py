@@ -20,7 +20,7 @@ DUMP = signal.SIGRTMAX - 2
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
-_RANK = os.path.join(_PACKAGE, "launch", "rank.py")
+_RANK = os.path.join(_PACKAGE, "launch", "ranks", "rank.py")
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+(?: \[(.*)\])? \(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\S+) in (.*)')
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 
 from allranks._errors import rank_list
 from allranks.launch import stacks
-from allranks.launch.agent import Agent
 from allranks.launch.blame import Blame, Failure, describe_failure, describe_interrupt
-from allranks.launch.fleet import Fleet
+from allranks.launch.hosts.fleet import Fleet
 from allranks.launch.messages import Asked, Came, Event, Exited, Failed, Lost, Noted, Output, Stacks
-from allranks.launch.screen import Screen
+from allranks.launch.output.screen import Screen
+from allranks.launch.ranks.agent import Agent
 from allranks.launch.signals import FORWARDED, handled
 
 __all__ = ["FORWARDED", "Supervisor"]

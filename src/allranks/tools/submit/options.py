@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allranks._errors import ConfigError
-from allranks.launch.options import Parser
-from allranks.launch.target import check, read_target
+from allranks.launch.arguments.options import Parser
+from allranks.launch.ranks.target import check, read_target
 from allranks.tools.submit.job import Job
 
 __all__ = ["Options", "parse"]

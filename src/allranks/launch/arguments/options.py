@@ -17,8 +17,8 @@ from typing import Any, Literal, NoReturn
 from allranks._errors import ConfigError
 from allranks._hostlist import Slots, parse_hostfile, parse_hosts
 from allranks._places import CHOICES
-from allranks.launch.meeting import Meeting, add_meeting, read_meeting
-from allranks.launch.target import Target, read_target
+from allranks.launch.arguments.meeting import Meeting, add_meeting, read_meeting
+from allranks.launch.ranks.target import Target, read_target
 
 __all__ = ["Bind", "Display", "Options", "Parser", "Show", "Streams", "parse"]
 

@@ -33,14 +33,14 @@ import msgspec
 
 from allranks._errors import AllranksError, PeerLostError, UsageError
 from allranks.launch.messages import Report
+from allranks.launch.ranks.target import Target, set_first_path
 from allranks.launch.stacks import DUMP, describe, is_own
-from allranks.launch.target import Target, set_first_path
 
 __all__ = ["Rank", "become_rank", "decode_told", "is_echo"]
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _decode: Callable[[bytearray], Report | bytes] = msgspec.msgpack.Decoder(Report | bytes).decode
 _DEFAULT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 
@@ -148,7 +148,7 @@ class Rank:
         return 0
 
     def _call(self) -> None:
-        from allranks.launch import function  # not where a script is run
+        from allranks.launch.ranks import function  # not where a script is run
 
         fn, args, kwargs = function.unpack(self.target.payload)
         try:
@@ -167,7 +167,7 @@ class Rank:
         plain = torchs or hook is sys.__excepthook__
         if ours and (report := _report(error, trace, with_text=plain)).code:
             if self.target.kind == "function":
-                from allranks.launch import function
+                from allranks.launch.ranks import function
 
                 report = msgspec.structs.replace(report, error=function.pack_error(error))
             self._tell(report)

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from allranks._errors import ConfigError
-from allranks.launch.options import Display
+from allranks.launch.arguments.options import Display
 
 __all__ = ["Logs"]
 

@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 
-from allranks.launch.target import Target
+from allranks.launch.ranks.target import Target
 
 __all__ = ["preload"]
 

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from allranks._errors import ConfigError
 from allranks._host import count_gpus
+from allranks.launch.arguments.meeting import C10D_PORT
+from allranks.launch.arguments.options import Options, Parser, parse
 from allranks.launch.cli import run
-from allranks.launch.environ import free_port
-from allranks.launch.meeting import C10D_PORT
-from allranks.launch.options import Options, Parser, parse
-from allranks.launch.target import find, set_first_path
+from allranks.launch.ranks.environ import free_port
+from allranks.launch.ranks.target import find, set_first_path
 
 __all__ = ["launch", "main", "parse_torchruns", "read"]
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from allranks.launch.output import Renderer
+from allranks.launch.output.lines import Renderer
 
 __all__ = ["WINDOW_S", "Collapse", "Through"]
 

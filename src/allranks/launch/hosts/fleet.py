@@ -20,8 +20,9 @@ import msgspec
 
 from allranks import __version__
 from allranks._errors import ConfigError
-from allranks.launch.door import Door
-from allranks.launch.link import Garbled, Link, LinkLost, to_agent
+from allranks.launch.hosts.door import Door
+from allranks.launch.hosts.link import Garbled, Link, LinkLost, to_agent
+from allranks.launch.hosts.ways import NOISE, explain
 from allranks.launch.messages import (
     Came,
     Command,
@@ -44,7 +45,6 @@ from allranks.launch.messages import (
     Start,
     Unable,
 )
-from allranks.launch.ways import NOISE, explain
 
 __all__ = ["Crowd", "Fleet", "Host", "wrong_version"]
 

@@ -1,7 +1,7 @@
 """This process's stdout and stderr, and the log files: where the ranks' output goes.
 
 Asks what the two are (terminal, pipe, the same file), which also says what the ranks' own are to be, and picks a
-renderer for each. How lines are put together is ``output``'s business.
+renderer for each. How lines are put together is ``lines``' business.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TextIO
 
-from allranks.launch.collapse import Collapse, Through
-from allranks.launch.logs import Logs
+from allranks.launch.arguments.options import Display
 from allranks.launch.messages import Output
-from allranks.launch.options import Display
-from allranks.launch.outlet import Outlet, TextOutlet
-from allranks.launch.output import Live, Names, Plain
-from allranks.launch.wires import Stdio
+from allranks.launch.output.collapse import Collapse, Through
+from allranks.launch.output.lines import Live, Names, Plain
+from allranks.launch.output.logs import Logs
+from allranks.launch.output.outlet import Outlet, TextOutlet
+from allranks.launch.ranks.wires import Stdio
 
 __all__ = ["Screen", "ensure_standard_streams"]
 

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from allranks.launch.environ import place_environ
-from allranks.launch.guard import Guard
 from allranks.launch.messages import Event, Exited, Failed, Output, Report, Returned, Stacks
-from allranks.launch.placement import Seat
-from allranks.launch.rank import Rank, become_rank, decode_told
+from allranks.launch.ranks.environ import place_environ
+from allranks.launch.ranks.guard import Guard
+from allranks.launch.ranks.placement import Seat
+from allranks.launch.ranks.rank import Rank, become_rank, decode_told
+from allranks.launch.ranks.target import Target
+from allranks.launch.ranks.wires import Stdio, Wires, resize
 from allranks.launch.stacks import DUMP
-from allranks.launch.target import Target
-from allranks.launch.wires import Stdio, Wires, resize
 
 __all__ = ["Agent", "Plan"]
 

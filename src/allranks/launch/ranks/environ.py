@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from allranks._host import usable_cpus
-from allranks.launch.placement import Seat
+from allranks.launch.ranks.placement import Seat
 
 __all__ = ["Share", "common_environ", "free_port", "place_environ", "threads_per_rank"]
 

@@ -1,8 +1,8 @@
 """An agent in a process of its own: starts ranks on its host as a launcher elsewhere says, and tells it what they do.
 
-``python -m allranks.launch.serve`` speaks on stdin and stdout (started by ssh, or on the launcher's own host); with
-``--dial`` it goes to the launcher's door (started by srun). It decides nothing but this: when the launcher is gone,
-however it went, the ranks are killed at once.
+``python -m allranks.launch.hosts.serve`` speaks on stdin and stdout (started by ssh, or on the launcher's own host);
+with ``--dial`` it goes to the launcher's door (started by srun). It decides nothing but this: when the launcher is
+gone, however it went, the ranks are killed at once.
 
 As in ``job``, the store's socket is bound before ranks are forked, and its thread starts after; each round of a job
 that is started again has a store of its own, and so no thread when ranks are forked.
@@ -29,11 +29,8 @@ from allranks._errors import ConfigError, JoinError
 from allranks._host import count_gpus, usable_cpus
 from allranks._network import interface_of, machine, nearest_first
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
-from allranks.launch.agent import Agent, Plan
-from allranks.launch.door import dial, store_secret
-from allranks.launch.environ import Share, common_environ, free_port
-from allranks.launch.guard import Guard
-from allranks.launch.link import Link, LinkLost, to_launcher
+from allranks.launch.hosts.door import dial, store_secret
+from allranks.launch.hosts.link import Link, LinkLost, to_launcher
 from allranks.launch.messages import (
     Asked,
     Command,
@@ -53,13 +50,16 @@ from allranks.launch.messages import (
     Start,
     Unable,
 )
-from allranks.launch.placement import Seat, seats
-from allranks.launch.preload import preload
-from allranks.launch.rank import Rank
-from allranks.launch.screen import Screen
+from allranks.launch.output.screen import Screen
+from allranks.launch.ranks.agent import Agent, Plan
+from allranks.launch.ranks.environ import Share, common_environ, free_port
+from allranks.launch.ranks.guard import Guard
+from allranks.launch.ranks.placement import Seat, seats
+from allranks.launch.ranks.preload import preload
+from allranks.launch.ranks.rank import Rank
+from allranks.launch.ranks.target import check
+from allranks.launch.ranks.wires import reserve_descriptors
 from allranks.launch.signals import FORWARDED, handled
-from allranks.launch.target import check
-from allranks.launch.wires import reserve_descriptors
 
 __all__ = ["Station", "hello", "main"]
 
@@ -183,7 +183,9 @@ class Station:
                 share = Share(command.nproc, command.nproc)
                 environ = common_environ(os.environ, share, command.threads, "", ("", 0), self._seats)
                 if command.target.kind == "function":
-                    importlib.import_module("allranks.launch.function")  # for all ranks, and only where it is needed
+                    importlib.import_module(
+                        "allranks.launch.ranks.function"
+                    )  # for all ranks, and only where it is needed
                 loaded = preload(command.target, environ["OMP_NUM_THREADS"])
                 if not loaded and command.target.kind != "function":
                     self._prepared = msgspec.structs.replace(command, start="spawn")

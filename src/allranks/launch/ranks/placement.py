@@ -20,7 +20,7 @@ from pathlib import Path
 
 from allranks._errors import ConfigError, spans
 from allranks._host import usable_cpus
-from allranks.launch.options import Bind
+from allranks.launch.arguments.options import Bind
 
 __all__ = ["Core", "Gpu", "Machine", "Seat", "describe", "place", "read_machine", "seats", "visible_gpus"]
 

@@ -57,7 +57,7 @@ def agent_words(python: str, flags: Sequence[str] = (), dial: str = "") -> list[
         flags: its options.
         dial: where the launcher listens, ``host,host:port``; "" for an agent that speaks on stdin and stdout.
     """
-    return [python, *flags, "-m", "allranks.launch.serve", *(["--dial", dial] if dial else [])]
+    return [python, *flags, "-m", "allranks.launch.hosts.serve", *(["--dial", dial] if dial else [])]
 
 
 def like_ssh(way: str, host: str, agent: Sequence[str], environ: Mapping[str, str], ssh: str = "") -> list[str]:

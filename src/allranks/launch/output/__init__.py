@@ -1,0 +1,8 @@
+"""Bytes of many ranks -> one screen and many files.
+
+- ``lines``     bytes of many ranks -> lines of one screen (pure)
+- ``collapse``  the same line of many ranks -> one line (pure)
+- ``outlet``    one of this process's own descriptors, written without ever blocking
+- ``logs``      log files, in torchrun's layout too
+- ``screen``    this process's stdout and stderr, and the log files
+"""

@@ -1,0 +1,12 @@
+"""What runs on one host.
+
+- ``target``     what to run (script, module, command, function), checked before anything starts
+- ``environ``    what a rank's environment says
+- ``placement``  which CPUs and which GPU each rank gets
+- ``preload``    imports torch into the process that ranks are forked from
+- ``wires``      the pipes and terminals between a rank and its agent
+- ``guard``      kills the ranks' process groups when their agent is killed
+- ``rank``       what a rank does before, around and after the user's program
+- ``function``   a function on its way to the ranks, and results and exceptions on their way back
+- ``agent``      starts the ranks and reports what they do
+"""
