@@ -23,7 +23,7 @@ def test_sbatch_takes_it_and_runs_it(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "show.py").write_text(PROGRAM)
     arguments = ("two words", "$HOME")
     command = [
-        sys.executable, "-m", "allranks", "submit", "--to", "slurm", "-N", "2", "--nproc-per-node", "2", "--memory", "500M",
+        sys.executable, "-m", "allranks", "submit", "--to", "slurm", "-N", "2", "-n", "4", "--memory", "500M",
         "--time", "2m", "--partition", "tests", "--file", "job.sh", "show.py", *arguments,
     ]  # fmt: skip
     subprocess.run(command, cwd=tmp_path, check=True)
