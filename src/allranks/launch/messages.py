@@ -151,7 +151,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         host: the name that its host has for itself, or that a scheduler has for it.
         version: of allranks.
         python: of the interpreter.
-        machine: what ``_network.machine`` says.
         node: its number, where whoever started it said so.
         nproc: ranks that are wanted there, where whoever started it said so.
         cpus: how many it may use.
@@ -164,7 +163,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     host: str
     version: str
     python: str
-    machine: str
     node: int | None
     nproc: int | None
     cpus: int
@@ -178,13 +176,12 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """An agent has done what ``Prepare`` asked.
 
     Attributes:
-        store: where the ranks' store is for this host's ranks; "" if it is elsewhere.
-        stores: where it is for other hosts' ranks, as addresses of which any may be the one that they reach.
+        stores: where the ranks' store is for other hosts' ranks, as addresses of which any may be the one that they
+            reach; empty if it is elsewhere, or of this host alone.
         port: a TCP port that is free there.
         now: its clock.
     """
 
-    store: str
     stores: tuple[str, ...]
     port: int
     now: float

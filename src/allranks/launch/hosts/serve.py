@@ -27,7 +27,7 @@ from allranks import __version__
 from allranks._env import split_host_port
 from allranks._errors import ConfigError, JoinError
 from allranks._host import count_gpus, usable_cpus
-from allranks._network import interface_of, machine, nearest_first
+from allranks._network import interface_of, nearest_first
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
 from allranks.launch.hosts.door import dial, store_secret
 from allranks.launch.hosts.link import Link, LinkLost, to_launcher
@@ -75,9 +75,7 @@ def hello(node: int | None = None, nproc: int | None = None, run: str = "", role
     """What this process says first."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     python = ".".join(map(str, sys.version_info[:3]))
-    return Hello(
-        name, __version__, python, machine(), node, nproc, usable_cpus(), count_gpus(), time.monotonic(), run, role
-    )
+    return Hello(name, __version__, python, node, nproc, usable_cpus(), count_gpus(), time.monotonic(), run, role)
 
 
 class Station:
@@ -194,9 +192,8 @@ class Station:
             self._link.say(Unable(str(error)))
             return
         server = self._server
-        here = server.here if server is not None else ""
-        stores = (server.published() or (here,)) if server is not None and command.spans else ()
-        self._link.say(Ready(here, stores, free_port() if server is not None else 0, time.monotonic()))
+        stores = (server.published() or (server.here,)) if server is not None and command.spans else ()
+        self._link.say(Ready(stores, free_port() if server is not None else 0, time.monotonic()))
 
     def _start(self, command: Start) -> Rank | None:
         prepared, guard = self._prepared, self._guard
