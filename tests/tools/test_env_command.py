@@ -34,13 +34,13 @@ def test_a_rank() -> None:
     assert (
         said(STEP | {"ALLRANKS_SECRET": "0123456789abcdef", "ALLRANKS_DEBUG": "INFO"})
         == """\
-A program here: is rank 2 of 3 (slurm)
+A program here is rank 2 of 3 (slurm)
   local rank 0 of 1
   node       1 of 2
   rank 0 on  node1
   hosts      node1:2, node2:1
 
-allranks run here: runs it in place, as rank 2 of 3 (slurm)
+allranks run here runs it in place, as rank 2 of 3 (slurm)
 
 Because of:
   SLURM_STEP_NUM_TASKS=3         The number of processes.
@@ -60,14 +60,14 @@ Also set:
 
 
 def test_nothing() -> None:
-    assert said({}) == "A program here: is alone: rank 0 of 1\n\nallranks run here: starts all ranks on this host"
+    assert said({}) == "A program here is alone: rank 0 of 1\n\nallranks run here starts all ranks on this host"
 
 
 def test_an_allocation() -> None:
     batch = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1-20]", "SLURM_NTASKS": "20"}
     text = said(batch)
-    assert "A program here: is alone: rank 0 of 1" in text
-    assert "allranks run here: starts the ranks on 20 nodes of this allocation, by " in text
+    assert "A program here is alone: rank 0 of 1" in text
+    assert "allranks run here starts the ranks on 20 nodes of this allocation, by " in text
     assert "  hosts      node1, node2, node3, node4, node5, node6, node7, node8, and 12 more" in text
     assert "\nPerhaps an oversight: this process was not started by srun" in text
 

@@ -70,7 +70,7 @@ def render(report: Report) -> str:
     lines = [f"On host {report.host}."]
     for title, place in (("A program here", report.program), ("allranks run here", report.launcher)):
         if place is not None:
-            lines += ["", f"{title}: {_summary(place, title.startswith('A '))}"]
+            lines += ["", f"{title} {_summary(place, title.startswith('A '))}"]
             if place is report.program or place != report.program:  # once, where both are the same
                 lines += [f"  {name:11}{text}" for name, text in _facts(place)]
     places = [place for place in (report.program, report.launcher) if place is not None]
