@@ -56,7 +56,7 @@ def test_a_job_of_srun(slurm: Slurm, tmp_path: Path) -> None:
     for host, address in (("node0", "10.77.0.1"), ("node1", "10.77.0.2")):
         name = lines["host name", host]  # no two hosts say the same
         assert name["verdict"] == "warn"
-        assert name["measured"] == f"{host} is 127.0.1.1, where other hosts find themselves"
+        assert name["measured"] == f"{host} is 127.0.1.1, which another host takes for itself"
         assert "GLOO_SOCKET_IFNAME=eth0" in name["advice"]
         assert f"'{address} {host}'" in name["advice"]
     assert lines["torch", ""]["verdict"] == "ok"  # both do

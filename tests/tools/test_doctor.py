@@ -197,8 +197,8 @@ def test_a_check_that_raises() -> None:
     ("addresses", "published", "verdict", "says"),
     [
         (["10.0.0.5"], ["10.0.0.5"], "ok", ""),
-        (["127.0.1.1"], ["10.0.0.5"], "warn", "where other hosts find themselves"),
-        (["::1", "127.0.0.1"], ["10.0.0.5"], "warn", "where other hosts find themselves"),
+        (["127.0.1.1"], ["10.0.0.5"], "warn", "which another host takes for itself"),
+        (["::1", "127.0.0.1"], ["10.0.0.5"], "warn", "which another host takes for itself"),
         (["127.0.1.1", "10.0.0.5"], ["10.0.0.5"], "ok", ""),
         (["203.0.113.9"], ["10.0.0.5"], "warn", "no address of this host"),
         ([], ["10.0.0.5"], "warn", "unknown"),

@@ -401,7 +401,8 @@ class Job:
                 return code
             self.restart += 1
             names = ", ".join(host.name for host in fleet)
-            _say(f"starting again on {names} ({budget} restarts left)")
+            left = f" ({budget} of {options.restarts} restarts left)" if options.restarts else ""
+            _say(f"starting again on {names}{left}")
 
     def _enough_hosts(self) -> bool:
         """Takes who has come back; waits for some to do so where too few are left."""

@@ -50,14 +50,14 @@ def judge_name(
         return ok(f"{described}; there is no network, and so nobody else to use it")
     line = f"write the line '{published[0]} {name}' into /etc/hosts"
     others = (
-        "allranks does not use it. gloo, torchrun and some MPIs do and then cannot connect: "
+        "Of no matter on one host, nor to allranks. gloo, torchrun and some MPIs do and then cannot connect: "
         f"set GLOO_SOCKET_IFNAME={interface_of(published[0]) or 'eth0'}, or {line}."
     )
     if not addresses:
         return warn(described, others)
     loopback = [address for address in addresses if ipaddress.ip_address(address.partition("%")[0]).is_loopback]
     if len(loopback) == len(addresses):
-        return warn(f"{described}, where other hosts find themselves", others)
+        return warn(f"{described}, which another host takes for itself", others)
     foreign = [address for address in addresses if address not in published and address not in loopback]
     if foreign and len(foreign) + len(loopback) == len(addresses):
         return warn(f"{described}, which is no address of this host ({', '.join(published)})", others)
