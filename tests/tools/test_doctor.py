@@ -150,18 +150,24 @@ def test_variables() -> None:
     assert job.judge_variables({"MASTER_PORT": "29500"}).advice.endswith("unset MASTER_PORT")
 
 
-def test_a_rank_without_a_launcher() -> None:
-    alone = subprocess.run(
-        ["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"],
-        env={**CLEAN, "RANK": "3", "WORLD_SIZE": "8"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    pid = int(alone.stdout)
-    try:
-        found = dict(job.orphans(Path("/proc")))
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        assert found.get(pid) == ("sleep 60" if parent == 1 else None)  # where somebody else takes in orphans
-    finally:
-        os.kill(pid, 9)
+@pytest.mark.parametrize("first", ["init", "allranks run", "mpirun -n 2", "serve --in /of/allranks/tests"])
+def test_a_rank_without_a_launcher(first: str, tmp_path: Path) -> None:
+    """In a PID namespace, where the first process, which takes in orphans, is named as the test says."""
+    program = tmp_path / "first.py"
+    program.write_text(
+        "import os, subprocess; from pathlib import Path; from allranks.tools.doctor import job\n"
+        "said = subprocess.run(['sh', '-c', 'sleep 60 >/dev/null 2>&1 & echo $!'], capture_output=True, text=True,"
+        " env={**os.environ, 'RANK': '3', 'WORLD_SIZE': '8'}).stdout\n"
+        "print(int(said) in dict(job.orphans(Path('/proc'))))"
+    )
+    alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    done = subprocess.run(
+        [*alone, sys.executable, str(program), first], env=CLEAN, capture_output=True, text=True, check=False
+    )
+    if done.returncode and "unshare" in done.stderr and os.environ.get("ALLRANKS_TEST_HOSTS") != "required":
+        pytest.skip(f"namespaces are not allowed: {done.stderr.strip()}")
+    launcher = first.startswith(("allranks", "mpirun"))
+    assert (done.stdout, done.stderr) == (f"{not launcher}\n", "")
 
 
 def test_files_that_nobody_uses(tmp_path: Path) -> None:

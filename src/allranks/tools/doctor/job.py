@@ -102,7 +102,7 @@ def orphans(proc: Path) -> Iterator[tuple[int, str]]:
     """Ranks of this user whose parent has ended: their pids and commands."""
     with suppress(OSError):  # of another user
         first = (proc / "1" / "cmdline").read_bytes().decode(errors="replace")
-        if any(name in first for name in _LAUNCHERS):
+        if any(Path(word).name.startswith(_LAUNCHERS) for word in first.replace("\0", " ").split()):
             return  # a container's first process is the launcher, and their parent
     for entry in proc.glob("[0-9]*"):
         with suppress(OSError, ValueError):  # it has just ended, or is another user's
