@@ -2,7 +2,6 @@
 //
 // Ordinary tensors are read through DLPack's table, others in Python (allranks/_engines/native.py), so
 // that this module links with no torch and one build works with every version of it.
-#include <cxxabi.h>
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
@@ -21,6 +20,7 @@
 #include <optional>
 #include <tuple>
 
+#include "binding.h"
 #include "comm.h"
 #include "reduce.h"
 #include "tensors.h"
@@ -33,26 +33,10 @@ namespace {
 // What Python gives to tell where in the program a call stands; lives as long as the module.
 PyObject* where_function = nullptr;
 
-// Releases the GIL on demand and takes it back at the end of the call.
-class PythonCaller final : public Caller {
+class PythonCaller final : public GilCaller {
  public:
-  PythonCaller() = default;
-  PythonCaller(const PythonCaller&) = delete;
-  ~PythonCaller() override {
-    if (saved_ != nullptr) acquire();
-  }
-  void release() override {
-    if (saved_ == nullptr) saved_ = PyEval_SaveThread();
-  }
-  bool interrupted() override {
-    if (saved_ != nullptr) acquire();
-    // On true the exception of the signal handler is set, and the GIL stays with us to raise it.
-    if (PyErr_CheckSignals() != 0) return true;
-    release();
-    return false;
-  }
   std::string where() override {
-    if (saved_ != nullptr) acquire();
+    acquire();
     std::string site;
     try {
       site = nb::cast<std::string>(nb::borrow(where_function)());
@@ -62,18 +46,6 @@ class PythonCaller final : public Caller {
     }
     return site;
   }
-
- private:
-  // Before 3.14 a thread that comes back while Python ends is ended by pthread_exit, whose unwinding ends the
-  // process at the first noexcept frame. It may as well stay here.
-  void acquire() {
-    try {
-      PyEval_RestoreThread(std::exchange(saved_, nullptr));
-    } catch (const abi::__forced_unwind&) {
-      for (;;) pause();
-    }
-  }
-  PyThreadState* saved_ = nullptr;
 };
 
 constexpr std::array kVerbs = {"none",    "all_reduce",     "reduce",     "broadcast", "all_gather", "gather",
@@ -535,4 +507,6 @@ NB_MODULE(_core, m) {
       .def(nb::init<std::shared_ptr<Comm>, nb::object>(), nb::arg("comm"), nb::arg("explain"))
       .def("__call__", &Now::operator(), nb::arg("verb"), nb::arg("tensor").none(),
            nb::arg("pieces").none() = nb::none(), nb::arg("op").none() = nb::none(), nb::arg("root").none() = -1);
+
+  bind_outbox(m);
 }
