@@ -1,0 +1,184 @@
+"""The device ``worker``: what makes ``torch.randn(3, device="worker:1")`` come here.
+
+PyTorch has one name for backends that it does not know, PrivateUse1, which a process can rename once. That is done when
+the first master of the process starts, not at import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from allranks._errors import UsageError
+from allranks.remote import tensor as handles
+from allranks.remote.tensor import RemoteTensor, dispatch, place_of
+
+if TYPE_CHECKING:
+    from allranks.remote.master import Master
+
+__all__ = ["Event", "register"]
+
+_registered: list[torch.library.Library] = []
+
+
+def register() -> None:
+    """Makes the device known to torch.
+
+    Raises:
+        UsageError: another package has given PrivateUse1 a name.
+    """
+    if _registered:
+        return
+    name = torch._C._get_privateuse1_backend_name()
+    if name != "privateuseone":
+        raise UsageError(
+            f"torch's one place for devices of others is taken by {name!r} in this process; "
+            "the device 'worker' cannot be beside it. Start the master in a process that does not import it"
+        )
+    _setup_privateuseone_for_python_backend("worker", backend_module=_module())
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(_fallback, "PrivateUse1")
+    library.fallback(_fallback, "Lazy")
+    _registered.append(library)
+    explicit = torch.library.Library("aten", "IMPL")
+    for key in ("PrivateUse1", "Lazy"):
+        explicit.impl("_copy_from", lambda *args, **kwargs: dispatch(torch.ops.aten._copy_from.default, args, kwargs), key)
+    _registered.append(explicit)
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(op, args, kwargs)
+
+
+def _masters() -> list[Master]:
+    return list({id(each.master): each.master for each in handles._places if each is not None}.values())
+
+
+def _count() -> int:
+    return sum(each is not None and len(each.ranks) == 1 and each.ranks[0] == each.index for each in handles._places)
+
+
+class Event:
+    """A moment in a worker's work, as `torch.cuda.Event`.
+
+    Example:
+        >>> start, end = torch.worker.Event(), torch.worker.Event()  # doctest: +SKIP
+        >>> start.record(); y = x @ x; end.record()                  # doctest: +SKIP
+        >>> start.elapsed_time(end)                                  # doctest: +SKIP
+    """
+
+    _made = 0
+
+    def __init__(self, device: Any = None, enable_timing: bool = True, **_: Any) -> None:
+        self._device = torch.device(device) if device is not None else None
+        self._place: handles.Place | None = None
+        Event._made += 1
+        self._number = Event._made
+
+    def record(self, stream: Any = None) -> None:
+        """Notes the time when the worker comes here."""
+        self._place = place_of(self._device)
+        self._place.master.order(self._place, "mark", event=self._number)
+
+    def synchronize(self) -> None:
+        """Waits until the worker has come here."""
+        self._when()
+
+    def query(self) -> bool:
+        """True once it has; waits, as all that is before it is done when the worker answers."""
+        self._when()
+        return True
+
+    def wait(self, stream: Any = None) -> None:
+        """Workers wait for each other where they exchange tensors: there is nothing to do."""
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds from this event to another of the same worker."""
+        if self._place is not end._place:
+            raise UsageError("the clocks of different workers differ: both events must be of one worker")
+        return (end._when() - self._when()) * 1e3
+
+    def _when(self) -> float:
+        if self._place is None:
+            raise UsageError("the event has not been recorded")
+        return float(self._place.master.request(self._place, "marked", event=self._number))
+
+
+def _module() -> ModuleType:
+    """``torch.worker``, with the names that torch and its users look for in ``torch.cuda``."""
+    module: Any = ModuleType("torch.worker", __doc__)
+
+    def synchronize(device: Any = None) -> None:
+        if device is None:
+            for master in _masters():
+                master.synchronize()
+        else:
+            place = place_of(_device(device))
+            place.master.synchronize(place)
+
+    def manual_seed_all(seed: int) -> None:
+        for place in handles._places:
+            if place is not None and len(place.ranks) == 1:
+                place.master.order(place, "seed", seed=int(seed) & ((1 << 63) - 1))
+
+    def manual_seed(seed: int) -> None:
+        place = place_of(None)
+        place.master.order(place, "seed", seed=int(seed))
+
+    def get_rng_state(device: Any = "worker") -> torch.Tensor:
+        place = place_of(_device(device))
+        return torch.frombuffer(bytearray(place.master.request(place, "state")), dtype=torch.uint8)
+
+    def set_rng_state(new_state: torch.Tensor, device: Any = "worker") -> None:
+        place = place_of(_device(device))
+        place.master.order(place, "set_state", state=new_state.numpy().tobytes())
+
+    def set_device(device: Any) -> None:
+        handles._current[0] = place_of(_device(device)).index
+
+    @contextlib.contextmanager
+    def device(device: Any) -> Iterator[None]:
+        before = handles._current[0]
+        set_device(device)
+        try:
+            yield
+        finally:
+            handles._current[0] = before
+
+    def memory_stats(device: Any = None) -> dict[str, int]:
+        place = place_of(_device(device))
+        return place.master.request(place, "memory")  # type: ignore[no-any-return]
+
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        raise UsageError("torch.autocast does not reach workers: convert the module, for example module.bfloat16()")
+
+    for each in (
+        synchronize, manual_seed, manual_seed_all, get_rng_state, set_rng_state, set_device, device, memory_stats,
+        get_amp_supported_dtype,
+    ):  # fmt: skip
+        setattr(module, each.__name__, each)
+    module.Event = Event
+    module.device_count = _count
+    module.is_available = lambda: _count() > 0
+    module.is_initialized = lambda: _count() > 0
+    module.current_device = lambda: handles._current[0]
+    module.memory_allocated = lambda device=None: memory_stats(device)["allocated"]
+    module._is_in_bad_fork = lambda: False
+    module._lazy_init = lambda: None
+    return module  # type: ignore[no-any-return]
+
+
+def _device(given: Any) -> torch.device | None:
+    if given is None or isinstance(given, torch.device):
+        return given
+    if isinstance(given, int):
+        return torch.device("worker", given)
+    if isinstance(given, RemoteTensor):
+        return given.device
+    return torch.device(given)

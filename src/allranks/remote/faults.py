@@ -1,0 +1,46 @@
+"""What the master raises for what went wrong on a worker."""
+
+from __future__ import annotations
+
+import builtins
+
+import torch
+
+from allranks._errors import AllranksError
+from allranks.remote.wire import Fault
+
+__all__ = ["RemoteError", "WorkerLost"]
+
+
+class RemoteError(AllranksError):
+    """An operation failed on a worker. What depends on it raises this; the worker goes on.
+
+    Attributes:
+        rank: of the worker.
+        operation: what failed.
+        line: ``file:line`` of the master's program that queued it.
+        traceback: of the worker.
+    """
+
+    rank = 0
+    operation = ""
+    line = ""
+    traceback = ""
+
+    @classmethod
+    def of(cls, fault: Fault, line: str, raw: bool, more: int = 0) -> Exception:
+        """The exception for a fault; `raw`: of the type that the operator has raised, where that is torch's or Python's."""
+        if raw:
+            kind = getattr(builtins, fault.kind, None) or getattr(torch, fault.kind, None)
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                return kind(fault.error)
+        said = f"{fault.op} failed on worker {fault.rank}{f' (queued at {line})' if line else ''}: {fault.kind}: {fault.error}"
+        if more:
+            said += f"\n  and {more} more operations failed."
+        made = cls(f"{said}\n  on the worker:\n    " + fault.traceback.rstrip().replace("\n", "\n    "))
+        made.rank, made.operation, made.line, made.traceback = fault.rank, fault.op, line, fault.traceback
+        return made
+
+
+class WorkerLost(AllranksError):
+    """A worker is gone, and with it its tensors. ``respawn`` starts another in its place."""

@@ -1,0 +1,466 @@
+"""The master's side: what it queues, what it asks for, what it hears.
+
+There is one master in a process, and one order of everything it does; for each worker the order is the same. An answer
+is waited for only where a value, or a shape that depends on one, is needed here.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from allranks import _core
+from allranks._errors import AllranksError, TimeoutError, UsageError
+from allranks.remote import tensor as handles
+from allranks.remote import wire
+from allranks.remote.faults import RemoteError, WorkerLost
+from allranks.remote.lines import line_of
+from allranks.remote.signature import Facts, Signature, facts, flatten, indexes_by_mask, infer, signature
+from allranks.remote.tensor import Call, Place, RemoteTensor, form, make, operands
+from allranks.remote.wire import Answer, Ask, Define, Hold, Meta, Order
+
+if TYPE_CHECKING:
+    from allranks._group import ProcessGroup
+    from allranks.remote.meet import Line, Workers
+
+__all__ = ["Asked", "Master"]
+
+_FIRST_PROGRAM = 0xFFFF
+_MOST_TEMPLATES = 0xF000
+_GROUPS_FROM = 127
+_answers = msgspec.msgpack.Decoder(Answer).decode
+
+
+class Asked:
+    """What an operator has returned that could not be queued."""
+
+    __slots__ = ("result",)
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+
+class Master:
+    """What the process that drives the workers holds of them."""
+
+    def __init__(self, workers: Workers, timeout_s: float) -> None:
+        self.workers = workers
+        self.timeout_s = timeout_s
+        self.outbox = _core.Outbox()
+        self.lines: dict[int, Line] = {}
+        self._indices: dict[int, int] = {}  # of a rank in the outbox
+        self._answers: dict[int, Answer] = {}
+        self._heard: dict[int, bytearray] = {}
+        self._lock = threading.RLock()
+        self._number = 0
+        self._templates = wire.CALL
+        self._programs = _FIRST_PROGRAM
+        self._trusted: dict[Any, bool] = {}
+        self._known: dict[Any, tuple[Any, ...]] = {}
+        self._links: dict[tuple[int, ...], str] = {}
+        self._groups: dict[str, ProcessGroup] = {}
+        self.recorder: Any = None
+        self.lost: dict[int, str] = {}
+        self.places: dict[tuple[int, ...], Place] = {}
+        for line in workers.lines:
+            self.admit(line)
+
+    def admit(self, line: Line) -> None:
+        """Takes up a worker."""
+        self.lines[line.rank] = line
+        self._heard[line.rank] = bytearray()
+        if line.rank in self._indices:
+            self.outbox.replace(self._indices[line.rank], line.socket.fileno())
+        else:
+            self._indices[line.rank] = self.outbox.add(line.socket.fileno())
+        self.place([line.rank], line.rank)
+
+    def place(self, ranks: Sequence[int], index: int) -> Place:
+        """Makes a place: some workers, and the index of their device."""
+        target = self.outbox.target([self._indices[each] for each in ranks])
+        made = Place(self, index, tuple(ranks), target)
+        handles._places[index] = made
+        self.places[made.ranks] = made
+        return made
+
+    def index_of(self, device: torch.device) -> int:
+        return handles.place_of(device).index
+
+    # What is queued.
+
+    def put(self, place: Place, message: Any, data: Any = None) -> None:
+        """Queues a message."""
+        self.outbox.put(place.target, wire.pack(message), data)
+
+    def order(self, place: Place, name: str, **said: Any) -> None:
+        """Queues an order that is not answered."""
+        self.put(place, Order(name, 0, said))
+
+    def define(
+        self, place: Place, key: Any, op: Any, args: list[wire.Form], kwargs: dict[str, wire.Form], values: list[Any],
+        results: list[Any], resized: list[tuple[int, Signature]], checked: bool,
+    ) -> Call:  # fmt: skip
+        """Tells a place's workers a template."""
+        known = (op, args, kwargs, values, results, resized, checked)
+        self._known[key] = known
+        return self._tell(place, key, *known)
+
+    def _tell(
+        self, place: Place, key: Any, op: Any, args: Any, kwargs: Any, values: Any, results: Any, resized: Any, checked: Any
+    ) -> Call:
+        if self._templates == _MOST_TEMPLATES:
+            for each in handles._places:
+                if each is not None:
+                    each.calls.clear()
+            self._known.clear()
+            self._templates = wire.CALL
+        number, self._templates = self._templates, self._templates + 1
+        metas: list[Meta | None] = []
+
+        def add(result: Any) -> None:
+            if type(result) is list:
+                for each in result:
+                    add(each)
+            else:
+                metas.append(result[1].meta if result is not None and result[0] == "new" else None)
+
+        for each in results:
+            add(each)
+        name = op if isinstance(op, str) else facts(op).name
+        self.put(place, Define(number, name, args, kwargs, metas, checked))
+        outputs = sum(each is not None for each in metas)
+        called = Call(number, None if isinstance(op, str) else facts(op), values, results, outputs, resized)
+        place.calls[key] = called
+        return called
+
+    def prepare(
+        self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], key: Any, place: Place, refs: list[Any], values: list[Any]
+    ) -> Call | Asked:
+        """A call that has not been made before on this place, or the result where it cannot be foreseen."""
+        self.check(place)
+        if (known := self._known.get(key)) is not None:
+            return self._tell(place, key, *known)
+        about = facts(op)
+        forms = [form(each, i in about.numbers, about.floats_matter) for i, each in enumerate(args)]
+        named = {name: form(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
+        trust = self._trusted.get(op)
+        if about.dynamic or indexes_by_mask(op, args):
+            return Asked(self._ask(op, about, args, kwargs, forms, named, place, refs, values)[0])
+        foreseen = None
+        if trust is not False:
+            try:
+                foreseen = self._foresee(op, about, args, kwargs)
+            except Exception:
+                trust = False  # the worker says what is wrong, or does it all the same
+        if trust:
+            assert foreseen is not None
+            return self.define(place, key, op, forms, named, values, *foreseen, False)
+        result, seen = self._ask(op, about, args, kwargs, forms, named, place, refs, values)
+        if foreseen is None:
+            if self._trusted.get(op) is None:
+                self._trusted[op] = False
+        else:
+            self._trusted[op] = foreseen == seen
+        if seen is not None:
+            self._known[key] = (op, forms, named, values, *seen, not self._trusted.get(op, False))
+        return Asked(result)
+
+    def _foresee(self, op: Any, about: Facts, args: Any, kwargs: Any) -> tuple[list[Any], list[tuple[int, Signature]]]:
+        result, after = infer(op, args, kwargs)
+        metas = [
+            (each.dtype, each.shape, each.stride(), each.storage_offset()) if isinstance(each, torch.Tensor) else each
+            for each in flatten(result)
+        ]
+        before = operands(args, kwargs)
+        changed = {
+            i: (meta.dtype, meta.shape, meta.stride(), 0)
+            for i, (meta, handle) in enumerate(zip(after, before, strict=True))
+            if meta.shape != handle._sig.shape or meta.stride() != handle._sig.strides
+        }
+        return _arrange(about, counts_of(about, result), metas, changed)
+
+    def _ask(
+        self, op: Any, about: Facts, args: Any, kwargs: Any, forms: Any, named: Any, place: Place, refs: Any, values: Any
+    ) -> tuple[Any, Any]:
+        """Has an operator run at once; what it returned, and how that looks."""
+        self.refuse_recording(f"{about.name} needs an answer from the workers")
+        packed = struct.pack("<" + "".join("d" if type(each) is float else "q" for each in values), *values)
+        for ref in refs:
+            if ref.target != place.target:
+                raise handles._apart(about.name, args, kwargs)
+        first = place.ranks[0]
+        number = self._next()
+        ids = [each.id for each in refs]
+        self.put(place, Ask(number, about.name, forms, named, ids, packed, first))
+        said, changed, counts = self.wait(number, first, about.name, raw=True)
+        metas = [
+            (wire.dtype_of(each[0]), torch.Size(each[1]), tuple(each[2]), each[3]) if isinstance(each, list) else each
+            for each in said
+        ]
+        before = operands(args, kwargs)
+        resized = {
+            i: (wire.dtype_of(d), torch.Size(s), tuple(t), 0)
+            for i, (d, s, t, _) in ((int(i), meta) for i, meta in changed.items())
+            if torch.Size(s) != before[i]._sig.shape or tuple(t) != before[i]._sig.strides
+        }
+        base = before[0]._off if before else 0
+        results, resize = _arrange(about, counts, metas, resized, base)
+        new = [each for each in _entries(results) if each is not None and each[0] == "new"]
+        made = self.outbox.reserve(place.target, len(new))
+        plain = [each for each in metas if not isinstance(each, tuple)]
+        ids_of = iter(made)
+        kept = [next(ids_of).id if each is not None and each[0] == "new" else None for each in _entries(results)]
+        self.order(place, "keep", ids=kept)
+        if plain and all(each is not None for each in plain):
+            return (metas[0] if len(metas) == 1 else tuple(metas)), None
+        call = Call(0, about, values, results, len(made), resize)
+        call.only = None
+        return call.build(place, made[0] if len(made) == 1 else made, args, kwargs), (results, resize)
+
+    # What is waited for.
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def request(self, place: Place, name: str, **said: Any) -> Any:
+        """Gives an order and waits for the answer of the place's first worker."""
+        self.check(place)
+        number = self._next()
+        self.put(self.places[(place.ranks[0],)], Order(name, number, said))
+        return self.wait(number, place.ranks[0], name)
+
+    def wait(self, number: int, rank: int, what: str, raw: bool = False) -> Any:
+        """Waits for an answer.
+
+        Raises:
+            RemoteError: the operation, or one before that it depends on, has failed on the worker.
+            WorkerLost: the worker is gone.
+            TimeoutError: it does not answer.
+        """
+        self.outbox.flush()
+        with self._lock:
+            deadline = time.monotonic() + self.timeout_s
+            while number not in self._answers:
+                self._hear(rank, deadline, what)
+            answer = self._answers.pop(number)
+        if answer.fault is not None:
+            raise RemoteError.of(answer.fault, line_of(answer.fault.line), raw)
+        return answer.said
+
+    def _hear(self, rank: int, deadline: float, what: str) -> None:
+        if rank in self.lost:
+            raise WorkerLost(self.lost[rank])
+        line, heard = self.lines[rank], self._heard[rank]
+        line.socket.settimeout(max(0.0, deadline - time.monotonic()) or 0.001)
+        try:
+            part = line.socket.recv(1 << 18)
+        except builtin_timeout:
+            raise TimeoutError(
+                f"{what}: worker {rank} ({line.host}, pid {line.pid}) has not answered for {self.timeout_s:g} s"
+            ) from None
+        except OSError:
+            part = b""
+        if not part:
+            self.lose(rank)
+            raise WorkerLost(self.lost[rank])
+        heard += part
+        while len(heard) >= 4 and len(heard) >= 4 + (length := int.from_bytes(heard[:4], "little")):
+            answer = _answers(bytes(heard[4 : 4 + length]))
+            self._answers[answer.number] = answer
+            del heard[: 4 + length]
+
+    def lose(self, rank: int) -> None:
+        """A worker is gone: its handles raise `WorkerLost` from now on, and its groups'."""
+        line = self.lines[rank]
+        how = self.workers.how_ended(rank)
+        self.lost[rank] = f"worker {rank} ({line.host}, pid {line.pid}) is gone{': ' + how if how else ''}"
+        self.outbox.lose(self._indices[rank])
+        for place in handles._places:
+            if place is not None and rank in place.ranks:
+                place.calls = Gone(self.lost[rank])
+
+    def check(self, place: Place) -> None:
+        """
+        Raises:
+            WorkerLost: a worker of the place is gone.
+        """
+        for rank in place.ranks:
+            if rank not in self.lost and self.outbox.failure(self._indices[rank]):
+                self.lose(rank)
+            if rank in self.lost:
+                raise WorkerLost(self.lost[rank])
+
+    def refuse_recording(self, why: str) -> None:
+        if self.recorder is not None:
+            self.recorder.refuse(why)
+
+    # Tensors that come and go.
+
+    def upload(self, place: Place, plain: torch.Tensor) -> RemoteTensor:
+        """Sends a tensor of the master's to a place."""
+        self.refuse_recording("a tensor of the master's is sent to a worker")
+        self.check(place)
+        plain = plain.detach().resolve_conj().resolve_neg()
+        if plain.layout is not torch.strided:
+            raise UsageError(f"a {plain.layout} tensor cannot be sent to {place}: only strided ones")
+        dense = plain if _is_dense(plain) else plain.contiguous()
+        sig = signature(dense.dtype, dense.shape, dense.stride())
+        (ref,) = self.outbox.reserve(place.target, 1)
+        self.put(place, Hold(ref.id, sig.meta), _data(dense))
+        return make(place, sig, ref)
+
+    def item(self, x: RemoteTensor) -> Any:
+        self.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
+        value = self.request(_single(x), "item", id=x._ref.id)
+        return complex(*value) if isinstance(value, list) else value
+
+    def fetch(self, x: RemoteTensor) -> torch.Tensor:
+        """A tensor's data, here."""
+        self.refuse_recording("a tensor is fetched")
+        (dtype, shape, strides, _), data = self.request(_single(x), "fetch", id=x._ref.id)
+        made = torch.frombuffer(bytearray(data), dtype=wire.dtype_of(dtype)) if data else torch.empty(0, dtype=x.dtype)
+        made = made.reshape(shape)
+        if list(made.stride()) != strides and _is_dense_strides(shape, strides):
+            made = torch.empty_strided(shape, strides, dtype=made.dtype).copy_(made)
+        return made
+
+    def shard(self, x: RemoteTensor, rank: int) -> RemoteTensor:
+        if rank not in x._place.ranks:
+            raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
+        place = self.places[(rank,)]
+        return make(place, x._sig, self.outbox.view(x._ref, place.target), x._off)
+
+    def show(self, x: RemoteTensor) -> str:
+        """How a handle is printed."""
+        if len(x._place.ranks) > 1:
+            each = ",\n".join(f"  worker {rank}: {self.shard(x.detach(), rank)!r}" for rank in x._place.ranks)
+            return f"group tensor(\n{each})"
+        inner = repr(self.fetch(x))
+        grad = (
+            f", grad_fn=<{type(x.grad_fn).__name__}>" if x.grad_fn is not None
+            else ", requires_grad=True" if x.requires_grad else ""
+        )  # fmt: skip
+        text = f"{inner[:-1]}, device='{x.device}'{grad})"
+        return f"Parameter containing:\n{text}" if isinstance(x, torch.nn.Parameter) else text
+
+    def copy(self, x: RemoteTensor, place: Place) -> RemoteTensor:
+        """Copies a tensor to other workers, directly."""
+        raise NotImplementedError
+
+    def synchronize(self, place: Place | None = None) -> None:
+        """Waits until everything that is queued is done.
+
+        Raises:
+            RemoteError: something has failed that nothing has told of yet.
+        """
+        ranks = place.ranks if place is not None else [each for each in self.lines if each not in self.lost]
+        asked = []
+        for rank in ranks:
+            number = self._next()
+            self.put(self.places[(rank,)], Order("sync", number, {}))
+            asked.append((number, rank))
+        faults = [fault for number, rank in asked for fault in self.wait(number, rank, "synchronize")]
+        if faults:
+            fault = msgspec.convert(faults[0], wire.Fault)
+            raise RemoteError.of(fault, line_of(fault.line), False, len(faults) - 1)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self.outbox.flush()
+        self.outbox.close()
+        self.workers.close()
+        for index, place in enumerate(handles._places):
+            if place is not None and place.master is self:
+                place.calls = Gone("the workers have been shut down")
+                handles._places[index] = None
+
+
+class Gone(dict[Any, Any]):
+    """Stands where the calls of a lost worker were: every operation asks for one."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        raise WorkerLost(self.why)
+
+
+builtin_timeout = __import__("builtins").TimeoutError
+
+
+def _single(x: RemoteTensor) -> Place:
+    if len(x._place.ranks) > 1:
+        raise UsageError(f"the tensor is on {x._place}: say whose data is meant, x.shard({x._place.ranks[0]})")
+    return x._place
+
+
+def _is_dense_strides(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_dense(plain: torch.Tensor) -> bool:
+    return plain.numel() == 0 or _is_dense_strides(plain.shape, plain.stride())
+
+
+def _data(dense: torch.Tensor) -> Any:
+    """The bytes of a tensor without gaps, in the order of its memory."""
+    if dense.numel() == 0:
+        return b""
+    if dense.device.type != "cpu":
+        dense = dense.cpu()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def _entries(results: list[Any]) -> list[Any]:
+    return [one for each in results for one in (each if type(each) is list else [each])]
+
+
+def _arrange(
+    about: Facts, counts: list[int], metas: list[Any], changed: dict[int, Any], base: int = 0
+) -> tuple[list[Any], list[tuple[int, Signature]]]:
+    """What a call returns, in the words of `Call.results`, and which operands it reshapes.
+
+    Args:
+        about: the operator.
+        counts: for each value returned how many tensors are in it; -1 where it is no list.
+        metas: dtype, shape, strides and offset of each tensor; anything else that is returned as it is.
+        changed: the same of operands that look different afterwards.
+        base: where the first operand begins in its storage.
+    """
+    following, made = iter(metas), [0]
+
+    def entry(kind: str) -> Any:
+        meta = next(following)
+        if not isinstance(meta, tuple):
+            return None
+        if kind not in ("new", "view"):
+            return ("same", kind)
+        dtype, shape, strides, offset = meta
+        made[0] += 1
+        return ("new", signature(dtype, shape, strides), made[0] - 1, kind == "view", offset - base * (kind == "view"))
+
+    found: list[Any] = []
+    for kind, count in zip(about.returns, counts, strict=True):
+        plain = kind.removeprefix("*")
+        found.append(entry(plain) if count < 0 else [entry(plain) for _ in range(count)])
+    return found, [(i, signature(*meta[:3])) for i, meta in changed.items()]
+
+
+def counts_of(about: Facts, result: Any) -> list[int]:
+    """For each value that an operator has returned how many there are in it; -1 where it is no list."""
+    values = [] if not about.returns else [result] if len(about.returns) == 1 else result
+    return [len(each) if isinstance(each, list | tuple) else -1 for each in values]

@@ -1,0 +1,562 @@
+"""The handle of a tensor on a worker, and how operations on it are queued.
+
+A handle is a tensor subclass without data. Autograd and nn see an ordinary tensor; what comes out below them arrives
+here, at `dispatch`, is looked up among the calls that are known (`Call`) and goes out as a frame of a few bytes. To
+torch's C++ it is on ``lazy:R``, which backward runs in the caller's thread and whose inner factories keep R; to
+Python it is on ``worker:R``.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allranks._errors import UsageError
+from allranks.remote import wire
+from allranks.remote.lines import here
+from allranks.remote.signature import Facts, Signature, facts, flatten, indexes, signature
+
+if TYPE_CHECKING:
+    from allranks.remote.master import Master
+
+__all__ = ["Call", "Place", "RemoteTensor", "dispatch", "form", "make", "operands", "place_of", "run"]
+
+_make = torch.Tensor._make_wrapper_subclass
+_TRUE, _FALSE, _FLOAT, _INT, _DEVICE = object(), object(), object(), object(), object()
+aten = torch.ops.aten
+
+
+class Place:
+    """Where handles are: one worker, or a group of them.
+
+    Attributes:
+        index: of its device; a worker's is its rank.
+        ranks: its workers.
+        target: how the outbox calls it.
+        calls: the calls that these workers know, by key.
+        call: queues one: the outbox's, or while a step is captured the recorder's.
+    """
+
+    __slots__ = ("call", "calls", "device", "index", "lazy", "master", "ranks", "target")
+
+    def __init__(self, master: Master, index: int, ranks: tuple[int, ...], target: int) -> None:
+        self.master = master
+        self.index = index
+        self.ranks = ranks
+        self.target = target
+        self.lazy = torch.device("lazy", index)
+        self.device = torch.device("worker", index)
+        self.calls: dict[Any, Call] = {}
+        self.call = master.outbox.call
+
+    def __str__(self) -> str:
+        return str(self.device) if self.index == self.ranks[0] else f"group {list(self.ranks)}"
+
+
+class Call:
+    """A call with operands of given looks, whose template the workers know.
+
+    Attributes:
+        number: of the template.
+        outputs: how many new tensors it makes.
+        only: what the one new tensor that it returns looks like; None where it returns something else.
+        view: that shares its operand's memory, `shift` elements further.
+        results: what it returns otherwise: ("new", looks, which output, view, shift), ("same", argument), None, lists.
+        resized: operands that look different afterwards.
+        pack: what turns the call's numbers into bytes.
+    """
+
+    __slots__ = ("known", "many", "number", "only", "outputs", "pack", "resized", "results", "shift", "view")
+
+    def __init__(self, number: int, known: Facts, values: Sequence[Any], results: list[Any], outputs: int, resized: Any):
+        self.number = number
+        self.known = known
+        self.outputs = outputs
+        self.results = results
+        self.resized: list[tuple[int, Signature]] = resized
+        self.only: Signature | None = None
+        self.view, self.shift = False, 0
+        if len(results) == 1 and type(results[0]) is tuple and results[0][0] == "new" and not resized:
+            _, self.only, _, self.view, self.shift = results[0]
+        self.pack = struct.Struct("<" + "".join("d" if type(each) is float else "q" for each in values)).pack
+
+    def build(self, place: Place, made: Any, args: Any, kwargs: Any) -> Any:
+        """The handles that the call returns."""
+        made = [made] if self.outputs == 1 else made
+        for index, sig in self.resized:
+            operand: Any = operands(args, kwargs)[index]
+            operand.data = make(place, sig, operand._ref, operand._off)
+
+        def built(result: Any) -> Any:
+            if result is None:
+                return None
+            if type(result) is list:
+                return [built(each) for each in result]
+            if result[0] == "same":
+                return _argument(result[1], self.known, args, kwargs)
+            _, sig, which, view, shift = result
+            return make(place, sig, made[which], args[0]._off + shift if view else shift)
+
+        if not self.results:
+            return None
+        found = [built(each) for each in self.results]
+        return found[0] if len(found) == 1 else tuple(found)
+
+
+class RemoteTensor(torch.Tensor):
+    """A tensor whose data is on a worker, or on each worker of a group."""
+
+    __slots__ = ("_off", "_place", "_ref", "_sig")
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    _ref: Any
+    _sig: Signature
+    _place: Place
+    _off: int
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return dispatch(func, args, kwargs)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._place.device
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As `torch.Tensor.to`; to another worker directly, not through the master."""
+        device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+        copy = kwargs.get("copy", any(each is True for each in args[2:])) if kwargs or len(args) > 2 else False
+        if device is not None and device.type == "worker":
+            device = torch.device("worker", self._place.master.index_of(device))
+        if (
+            not copy
+            and device in (None, self._place.device)
+            and dtype in (None, self.dtype)
+            and memory_format in (None, torch.preserve_format)
+        ):
+            return self
+        return aten._to_copy.default(  # type: ignore[no-any-return]
+            self, dtype=dtype, device=device or self._place.device, non_blocking=non_blocking,
+            memory_format=memory_format,
+        )  # fmt: skip
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+        """The tensor's data, here. Waits for it."""
+        return self.to("cpu", memory_format=memory_format)
+
+    def tolist(self) -> Any:
+        return self.detach().cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.detach().cpu().numpy(force=True)
+        raise TypeError(
+            f"can't convert {self._place} device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        raise BufferError(f"the data is on {self._place}: use Tensor.cpu() first")
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        assert isinstance(other, RemoteTensor)
+        self._ref, self._sig, self._place, self._off = other._ref, other._sig, other._place, other._off
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def shard(self, rank: int) -> RemoteTensor:
+        """One worker's tensor of a group's: the same memory, on device ``worker:rank``."""
+        return self._place.master.shard(self, rank)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return self._place.master.show(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As torch saves tensors of devices that have no storage here.
+        plain = self.detach().cpu()
+        rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
+        if isinstance(self, torch.nn.Parameter):
+            made = (rebuild, (plain, self.dtype, str(self.device), self.requires_grad))
+            return (torch._utils._rebuild_parameter, (made[0](*made[1]), self.requires_grad, {})) if False else made
+        return (rebuild, (plain, self.dtype, str(self.device), self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+            )
+        with torch.no_grad():
+            made: Any = self.detach().clone()
+            if getattr(self, "_is_param", False):
+                made = torch.nn.Parameter(made, self.requires_grad)
+            else:
+                made.requires_grad_(self.requires_grad)
+            if self.grad is not None:
+                made.grad = self.grad.__deepcopy__(memo)
+        memo[id(self)] = made
+        return made
+
+
+def make(place: Place, sig: Signature, ref: Any, offset: int = 0) -> RemoteTensor:
+    """A handle."""
+    made: Any = _make(RemoteTensor, sig.shape, sig.strides, offset, dtype=sig.dtype, device=place.lazy)
+    made._ref = ref
+    made._sig = sig
+    made._place = place
+    made._off = offset
+    return made  # type: ignore[no-any-return]
+
+
+_places: list[Place | None] = [None] * 128
+"""By index of device."""
+
+
+def place_of(device: torch.device | None) -> Place:
+    """The workers that a device means.
+
+    Raises:
+        UsageError: there are none of that index.
+    """
+    index = device.index if device is not None else None
+    if index is None:
+        index = _current[0]
+    place = _places[index]
+    if place is None:
+        there = [each.index for each in _places if each is not None]
+        if not there:
+            raise UsageError(f"worker:{index}: there are no workers. Call allranks.init_master_worker() first")
+        raise UsageError(f"there is no worker:{index}; there are worker:{min(there)} to worker:{max(there)}")
+    return place
+
+
+_current = [1]
+"""The worker that ``device="worker"`` means."""
+
+
+def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """Queues an operation, or does what stands for it here."""
+    special = SPECIAL.get(op)
+    if special is not None:
+        return special(op, args, kwargs or {})
+    return run(op, args, kwargs)
+
+
+class _Plain(Exception):
+    """An operand is on no worker."""
+
+
+def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """Queues an operation."""
+    known = facts(op)
+    key: list[Any] = [op]
+    refs: list[Any] = []
+    values: list[Any] = []
+    place: Place | None = None
+    try:
+        position = 0
+        for value in args:
+            kind = type(value)
+            if kind is RemoteTensor:
+                key.append(value._sig)
+                refs.append(value._ref)
+                if place is None:
+                    place = value._place
+            elif value is None:
+                key.append(None)
+            else:
+                place = _scan(value, kind, key, refs, values, place, position in known.numbers, known.floats_matter)
+            position += 1
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                place = _scan(
+                    value, type(value), key, refs, values, place, name in known.numbers, known.floats_matter
+                )
+    except _Plain:
+        return run(op, *_lift(op, args, kwargs or {}))
+    if place is None:
+        raise NotImplementedError(f"{known.name} without an operand on a worker")
+    call = place.calls.get(tuple(key))
+    if call is None:
+        call = place.master.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)
+        if type(call) is not Call:
+            return call.result  # it had to be asked for
+    if call.resized:
+        _unshare(call, args, kwargs or {}, refs)
+    try:
+        made = place.call(
+            place.target, here(), call.number, refs, call.outputs, call.pack(*values) if values else None
+        )
+    except ValueError:
+        raise _apart(known.name, args, kwargs or {}) from None
+    only = call.only
+    if only is not None:
+        return make(place, only, made, args[0]._off + call.shift if call.view else call.shift)
+    return call.build(place, made, args, kwargs)
+
+
+def _scan(
+    value: Any, kind: type, key: list[Any], refs: list[Any], values: list[Any], place: Place | None,
+    number: bool, floats_matter: bool,
+) -> Place | None:  # fmt: skip
+    """Adds an argument to a call's key, operands and numbers. Returns where the first operand is."""
+    if kind is RemoteTensor or isinstance(value, RemoteTensor):
+        key.append(value._sig)
+        refs.append(value._ref)
+        return place or value._place
+    if kind is int:
+        if number:
+            key.append(_INT)
+            values.append(value)
+        else:
+            key.append(value)
+    elif kind is float:
+        if floats_matter:
+            key.append((_FLOAT, repr(value)))
+        else:
+            key.append(_FLOAT)
+            values.append(value)
+    elif value is True:
+        key.append(_TRUE)
+    elif value is False:
+        key.append(_FALSE)
+    elif kind is list or kind is tuple:
+        key.append(len(value))
+        for each in value:
+            place = _scan(each, type(each), key, refs, values, place, number, floats_matter)
+    elif isinstance(value, torch.Tensor):
+        raise _Plain
+    elif kind is torch.device:
+        if value.type not in ("worker", "lazy"):
+            key.append(value)
+        else:
+            key.append(_DEVICE)
+            return place or place_of(value)
+    elif kind is complex:
+        key.append((complex, repr(value)))
+    elif kind is torch.Generator:
+        raise UsageError("a torch.Generator is of the master's CPU: use torch.manual_seed(), which reaches all workers")
+    else:
+        key.append(value)
+    return place
+
+
+def form(value: Any, number: bool, floats_matter: bool) -> wire.Form:
+    """An argument as a template has it; `_scan` takes the same values in the same order."""
+    if isinstance(value, RemoteTensor):
+        return ["t"]
+    if number and type(value) is int:
+        return ["i"]
+    if type(value) is float and not floats_matter:
+        return ["f"]
+    if isinstance(value, list | tuple):
+        return ["l", *(form(each, number, floats_matter) for each in value)]
+    return wire.encode(value)
+
+
+def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Puts operands of the master's where the others are: numbers in a tensor and indexes, as CUDA has it."""
+    place: Place | None = None
+    for each in flatten([*args, *kwargs.values()]):
+        if isinstance(each, RemoteTensor):
+            place = each._place
+            break
+        if isinstance(each, torch.device) and each.type in ("worker", "lazy"):
+            place = place_of(each)
+    if place is None:
+        raise NotImplementedError(f"{facts(op).name} without an operand on a worker")
+    there: Place = place
+    lenient = indexes(op)
+
+    def lifted(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [lifted(each) for each in value]
+        if isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor):
+            if value.device.type == "cpu" and (value.dim() == 0 or lenient):
+                return there.master.upload(there, value)
+            raise _apart(facts(op).name, args, kwargs)
+        return value
+
+    return [lifted(each) for each in args], {name: lifted(each) for name, each in kwargs.items()}
+
+
+def _apart(name: str, args: Any, kwargs: Any) -> RuntimeError:
+    found: list[str] = []
+    for each in flatten([*args, *kwargs.values()]):
+        where = str(each._place) if isinstance(each, RemoteTensor) else None
+        if where is None and isinstance(each, torch.Tensor):
+            where = str(each.device)
+        if where is not None and where not in found:
+            found.append(where)
+    return RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(found)}! ({name})"
+    )
+
+
+def _argument(which: str, known: Facts, args: Any, kwargs: Any) -> Any:
+    position = known.positions.get(which)
+    return args[position] if position is not None and position < len(args) else kwargs[which]
+
+
+def _unshare(call: Call, args: Any, kwargs: Any, refs: list[Any]) -> None:
+    """Gives operands that the call reshapes ids of their own: detached handles share one."""
+    for index, _ in call.resized:
+        operand = operands(args, kwargs)[index]
+        operand._ref = refs[index] = run(aten.alias.default, (operand,), None)._ref
+
+
+def operands(args: Any, kwargs: Any) -> list[RemoteTensor]:
+    """The handles in a call, in order."""
+    return [each for each in flatten([*args, *(kwargs or {}).values()]) if isinstance(each, RemoteTensor)]
+
+
+# What is not simply queued.
+
+Special = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+SPECIAL: dict[Any, Special] = {}
+
+
+def special(*ops: Any) -> Callable[[Special], Special]:
+    def add(function: Special) -> Special:
+        SPECIAL.update(dict.fromkeys(ops, function))
+        return function
+
+    return add
+
+
+@special(aten.detach.default, aten.lift_fresh.default, aten.lift.default)
+def _detach(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    return make(x._place, x._sig, x._ref, x._off) if isinstance(x, RemoteTensor) else x
+
+
+@special(aten._local_scalar_dense.default)
+def _item(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return args[0]._place.master.item(args[0])
+
+
+@special(aten._to_copy.default)
+def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x = args[0]
+    device = kwargs.get("device")
+    if not isinstance(x, RemoteTensor):
+        place = place_of(device)
+        plain = op(x, **{**kwargs, "device": torch.device("cpu")})
+        return place.master.upload(place, plain)
+    master = x._place.master
+    if device is None or (device.type in ("worker", "lazy") and place_of(device) is x._place):
+        return run(op, args, kwargs)
+    rest = {name: each for name, each in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
+    if device.type in ("worker", "lazy"):
+        if any(each is not None for name, each in rest.items() if name != "memory_format"):
+            x = run(op, args, {**rest, "device": x._place.lazy})
+        return master.copy(x, place_of(device))
+    fetched = master.fetch(x)
+    return op(fetched, **rest, device=device)
+
+
+@special(aten.copy_.default)
+def _copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    into, source = args[:2]
+    if not isinstance(into, RemoteTensor):
+        into.copy_(source._place.master.fetch(source))
+        return into
+    place = into._place
+    if not isinstance(source, RemoteTensor):
+        source = place.master.upload(place, source.detach().cpu())
+    elif source._place is not place:
+        source = place.master.copy(source, place)
+    run(op, (into, source), None)
+    return into
+
+
+@special(aten._copy_from.default, aten._copy_from_and_resize.default)
+def _copy_from(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _copy(aten.copy_.default, (args[1], args[0]), {})
+
+
+@special(aten.is_pinned.default)
+def _is_pinned(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return False
+
+
+@special(aten.select.int)
+def _select(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, dim, index = args
+    if type(x) is not RemoteTensor:
+        return run(op, args, kwargs)
+    sig = x._sig
+    if not -len(sig.shape) <= dim < len(sig.shape) or not -sig.shape[dim] <= index < sig.shape[dim]:
+        return op(sig.on_meta(), dim, index)  # which raises
+    if index < 0:
+        index += sig.shape[dim]
+    place = x._place
+    call = place.calls.get((op, sig, dim))
+    if call is None:
+        shape, strides = list(sig.shape), list(sig.strides)
+        del shape[dim], strides[dim]
+        looks = signature(sig.dtype, shape, strides)
+        forms = [["t"], ["c", dim], ["i"]]
+        call = place.master.define(place, (op, sig, dim), op, forms, {}, [index], [("new", looks, 0, True, 0)], [], False)
+    made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(index))
+    return make(place, call.only, made, x._off + index * sig.strides[dim])
+
+
+@special(aten.slice.Tensor)
+def _slice(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    sig = x._sig
+    if not -len(sig.shape) <= dim < len(sig.shape) or step <= 0:
+        return op(sig.on_meta(), dim, start, end, step)  # which raises
+    start, end, step = slice(start, end, step).indices(sig.shape[dim])
+    end = max(start, end)
+    length = (end - start + step - 1) // step
+    place = x._place
+    key = (op, sig, dim, length, step)
+    call = place.calls.get(key)
+    if call is None:
+        shape, strides = list(sig.shape), list(sig.strides)
+        shape[dim], strides[dim] = length, strides[dim] * step
+        looks = signature(sig.dtype, shape, strides)
+        forms = [["t"], ["c", dim], ["i"], ["i"], ["c", step]]
+        call = place.master.define(place, key, op, forms, {}, [start, end], [("new", looks, 0, True, 0)], [], False)
+    made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(start, end))
+    return make(place, call.only, made, x._off + start * sig.strides[dim])
+
+
+@special(aten.as_strided.default)
+def _as_strided(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, size, strides, offset = (*args, None)[:4]
+    place = x._place
+    offset = x._off if offset is None else offset
+    key = (op, x._sig, tuple(size), tuple(strides))
+    call = place.calls.get(key)
+    if call is None:
+        looks = signature(x.dtype, size, strides)
+        forms = [["t"], wire.encode(size), wire.encode(strides), ["i"]]
+        call = place.master.define(place, key, op, forms, {}, [offset], [("new", looks, 0, False, 0)], [], False)
+    made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(offset))
+    return make(place, call.only, made, offset)
+
+
+@special(aten.set_.source_Tensor)
+def _set(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    x, source = args
+    x.data = source
+    return x

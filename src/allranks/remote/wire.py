@@ -1,0 +1,166 @@
+"""What master and workers say to each other: data only, never code.
+
+Operations travel as frames of a few bytes (`_core.Outbox` says how they look): the number of a template and the ids of
+tensors. A template is told once: the operator by its name in `torch.ops`, and its arguments with gaps for tensors and
+numbers that change from call to call. The rest are messages, one letter and msgpack.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import torch
+
+__all__ = [
+    "CALL", "FREE", "HEAD", "IDS", "LINE", "MESSAGE", "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
+    "decode", "dtype_of", "encode", "pack", "unpack",
+]  # fmt: skip
+
+HEAD = struct.Struct("<H")
+IDS = struct.Struct("<HH")
+FREE, MESSAGE, LINE, CALL = 0, 1, 2, 16
+"""What a frame begins with: ids to forget, a message, the program's line; from CALL on, the number of a template."""
+
+Form = list[Any]
+"""An argument in a template, by its first element: ``t`` a tensor, ``f`` a float and ``i`` an integer that come with
+each call, ``l`` a list of forms, ``c`` a constant, ``d`` a dtype, ``m`` a memory format, ``y`` a layout, ``w`` the
+worker's device, ``z`` a complex number."""
+
+Meta = tuple[str, list[int], list[int], int]
+"""A tensor without its data: dtype, shape, strides, offset into its storage."""
+
+
+class Define(msgspec.Struct, tag="define", array_like=True):
+    """A template. Its results: None nothing is kept, a meta a new tensor; `checked`: compare with the metas each time."""
+
+    number: int
+    op: str
+    args: list[Form]
+    kwargs: dict[str, Form]
+    results: list[Meta | None]
+    checked: bool
+
+
+class Ask(msgspec.Struct, tag="ask", array_like=True):
+    """Run an operator and answer with the metas, or values, of what it returns, which gets the ids."""
+
+    number: int
+    op: str
+    args: list[Form]
+    kwargs: dict[str, Form]
+    inputs: list[int]
+    values: bytes
+    first: int  # the rank that answers
+
+
+class Hold(msgspec.Struct, tag="hold", array_like=True):
+    """Here is a tensor's data: what follows the message."""
+
+    id: int
+    meta: Meta
+
+
+class Order(msgspec.Struct, tag="order", array_like=True):
+    """Anything else, by name."""
+
+    name: str
+    number: int  # of the answer that is awaited, 0 for none
+    said: dict[str, Any] = {}
+
+
+class Program(msgspec.Struct, tag="program", array_like=True):
+    """A captured step: frames whose ids are numbered within the program.
+
+    Attributes:
+        number: its template.
+        frames: calls, in order; ids below len(inputs) are the inputs, and so on.
+    """
+
+    number: int
+    inputs: int
+    outputs: list[int]
+    fixed: dict[int, int]
+    frames: bytes
+
+
+class Fault(msgspec.Struct, array_like=True):
+    """What went wrong on a worker: the operation, the master's line (by number), the error and its traceback."""
+
+    rank: int
+    op: str
+    line: int
+    kind: str
+    error: str
+    traceback: str
+
+
+class Answer(msgspec.Struct, array_like=True):
+    number: int
+    said: Any = None
+    fault: Fault | None = None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Define | Ask | Hold | Order | Program).decode
+_answers = msgspec.msgpack.Decoder(Answer).decode
+_LENGTH = struct.Struct("<I")
+
+
+def pack(message: Define | Ask | Hold | Order | Program) -> bytes:
+    """A message, with its length, as data may follow it."""
+    packed = _encode(message)
+    return _LENGTH.pack(len(packed)) + packed
+
+
+def unpack(payload: memoryview) -> tuple[Define | Ask | Hold | Order | Program, memoryview]:
+    """A message and what follows it."""
+    (length,) = _LENGTH.unpack_from(payload)
+    return _decode(payload[4 : 4 + length]), payload[4 + length :]
+
+
+def encode(value: Any) -> Form:
+    """A constant of a template.
+
+    Raises:
+        TypeError: it cannot be told to a worker.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return ["c", value]
+    if isinstance(value, torch.dtype):
+        return ["d", str(value).removeprefix("torch.")]
+    if isinstance(value, torch.memory_format):
+        return ["m", str(value).removeprefix("torch.")]
+    if isinstance(value, torch.layout):
+        return ["y", str(value).removeprefix("torch.")]
+    if isinstance(value, torch.device):
+        return ["w"]
+    if isinstance(value, complex):
+        return ["z", value.real, value.imag]
+    if isinstance(value, list | tuple):
+        return ["l", *(encode(each) for each in value)]
+    raise TypeError(f"{type(value).__name__} cannot be an argument of an operation on a worker")
+
+
+def decode(form: Form, device: torch.device) -> Any:
+    """The constant that `encode` was given."""
+    kind, *said = form
+    if kind == "c":
+        return said[0]
+    if kind in "dmy":
+        value = getattr(torch, said[0])
+        assert isinstance(value, torch.dtype | torch.memory_format | torch.layout)
+        return value
+    if kind == "w":
+        return device
+    if kind == "z":
+        return complex(*said)
+    assert kind == "l"
+    return [decode(each, device) for each in said]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

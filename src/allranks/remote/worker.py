@@ -1,0 +1,428 @@
+"""A worker: runs what the master has queued, in order, and answers where it is asked.
+
+Of each template a function is compiled once that takes its tensors out of the slots, calls the operator and puts away
+the results; so a queued operation costs the worker little beside the operator itself. An operation that fails leaves a
+`Poison` where its results would be, and in every tensor that shares memory with one that it should have changed;
+whatever uses a poisoned tensor is poisoned by the same fault. The worker goes on.
+"""
+
+from __future__ import annotations
+
+import struct
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+
+from allranks.remote import wire
+from allranks.remote.orders import ORDERS, Shop
+from allranks.remote.wire import Answer, Ask, Define, Fault, Form, Hold, Meta, Order, Program
+
+if TYPE_CHECKING:
+    from allranks.remote.meet import Post
+
+__all__ = ["Interpreter", "Poison", "describe", "serve"]
+
+_NUMBERS = {"f": "d", "i": "q"}
+_CHUNK = 1 << 18
+
+Slots = dict[int, Any]
+
+
+class Poison(NamedTuple):
+    """Stands where a tensor would be, had nothing gone wrong."""
+
+    fault: Fault
+
+
+class _Template(NamedTuple):
+    name: str
+    inputs: int
+    outputs: int
+    nbytes: int  # of a call's frame, without the template's number
+    changes: tuple[int, ...]  # which inputs the operator writes to
+    run: Callable[[Slots, Any, int], None]
+
+
+def describe(tensor: torch.Tensor) -> Meta:
+    """A tensor without its data."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"the result is {tensor.layout}: only strided tensors can live on a worker")
+    return (dtype, list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+
+
+def flatten(result: Any) -> list[Any]:
+    """What an operator returned, in one list."""
+    if isinstance(result, list | tuple):
+        return [one for each in result for one in (each if isinstance(each, list | tuple) else (each,))]
+    return [result]
+
+
+class Interpreter:
+    """Runs frames.
+
+    Attributes:
+        rank: of this worker.
+        device: where its tensors live.
+        slots: tensors, and poison, by id.
+        unheard: faults that no answer has told of.
+    """
+
+    def __init__(self, rank: int, device: torch.device, say: Callable[[bytes], None], shop: Shop) -> None:
+        """
+        Args:
+            rank: of this worker.
+            device: where its tensors live.
+            say: sends an encoded answer to the master.
+            shop: what orders work with.
+        """
+        self.rank = rank
+        self.device = device
+        self.slots: Slots = {}
+        self.unheard: list[Fault] = []
+        self.shop = shop
+        self._say = say
+        self._line = 0
+        self._asked: list[Any] = []
+        self._table: dict[int, _Template] = {}
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def execute(self, buffer: bytearray | bytes, start: int, end: int, slots: Slots) -> int:
+        """Runs the complete frames in a buffer: where the first incomplete one begins."""
+        at, table, head = start, self._table, wire.HEAD.unpack_from
+        while end - at >= 2:
+            (number,) = head(buffer, at)
+            if number >= wire.CALL:
+                template = table[number]
+                after = at + 2 + template.nbytes
+                if after > end:
+                    return at
+                try:
+                    template.run(slots, buffer, at + 2)
+                except Exception as error:
+                    self._fail(template, slots, buffer, at + 2, error)
+                at = after
+            elif number == wire.FREE:
+                if end - at < 4:
+                    return at
+                count = wire.HEAD.unpack_from(buffer, at + 2)[0]
+                after = at + 4 + 4 * count
+                if after > end:
+                    return at
+                for each in struct.unpack_from(f"<{count}I", buffer, at + 4):
+                    slots.pop(each, None)
+                at = after
+            else:
+                if end - at < 6:
+                    return at
+                word = int.from_bytes(buffer[at + 2 : at + 6], "little")
+                if number == wire.LINE:
+                    self._line, at = word, at + 6
+                    continue
+                if end - at < 6 + word:
+                    return at
+                with memoryview(buffer)[at + 6 : at + 6 + word] as payload:
+                    self._hear(payload)
+                at += 6 + word
+        return at
+
+    def missing(self, buffer: bytearray, start: int, end: int) -> int:
+        """How long the incomplete frame is that begins there, as far as can be told."""
+        if end - start >= 6 and wire.HEAD.unpack_from(buffer, start)[0] == wire.MESSAGE:
+            return 6 + int.from_bytes(buffer[start + 2 : start + 6], "little")
+        return 0
+
+    def answer(self, number: int, said: Any = None, fault: Fault | None = None) -> None:
+        """Answers the master."""
+        self._say(self._encode(Answer(number, said, fault)))
+
+    def fault(self, name: str, error: BaseException) -> Fault:
+        """What went wrong, from an exception."""
+        frames = traceback.format_exception(error)
+        return Fault(self.rank, name, self._line, type(error).__name__, str(error), "".join(frames))
+
+    def take(self, id: int) -> torch.Tensor:
+        """A tensor by its id.
+
+        Raises:
+            Spoilt: it is poisoned.
+        """
+        held = self.slots[id]
+        if type(held) is Poison:
+            raise Spoilt(held.fault)
+        assert isinstance(held, torch.Tensor)
+        return held
+
+    def spoil(self, tensors: Sequence[Any], slots: Slots, poison: Poison) -> None:
+        """Poisons whatever shares memory with tensors."""
+        storages = {each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)}
+        for where in {id(slots): slots, id(self.slots): self.slots}.values():
+            for number, held in where.items():
+                if isinstance(held, torch.Tensor) and held.untyped_storage()._cdata in storages:
+                    where[number] = poison
+
+    def _fail(self, template: _Template, slots: Slots, buffer: Any, at: int, error: Exception) -> None:
+        ids = struct.unpack_from(f"<{template.inputs + template.outputs}I", buffer, at)
+        inputs = [slots.get(each) for each in ids[: template.inputs]]
+        poison = next((each for each in inputs if type(each) is Poison), None)
+        if poison is None:
+            poison = Poison(self.fault(template.name, error))
+            self.unheard.append(poison.fault)
+        for each in ids[template.inputs :]:
+            slots[each] = poison
+        if template.changes:
+            self.spoil([inputs[each] for each in template.changes], slots, poison)
+            for each in template.changes:
+                slots[ids[each]] = poison
+
+    def _hear(self, payload: memoryview) -> None:
+        message, data = wire.unpack(payload)
+        match message:
+            case Define():
+                self._table[message.number] = self._compile(message)
+            case Ask():
+                self._ask(message)
+            case Hold(id, (dtype, shape, strides, _)):
+                tensor = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+                if len(data):
+                    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+                    flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                self.slots[id] = tensor.to(self.device)
+            case Program():
+                self._table[message.number] = self._program(message)
+            case Order(name, number, said):
+                self._obey(name, number, said, data)
+
+    def _obey(self, name: str, number: int, said: dict[str, Any], data: memoryview) -> None:
+        try:
+            if name == "keep":
+                kept = zip(said["ids"], self._asked, strict=True)
+                self.slots.update((id, each) for id, each in kept if id is not None)
+                self._asked = []
+                return
+            result = ORDERS[name](self, data, **said)
+        except Spoilt as spoilt:
+            self._heard(spoilt.fault)
+            self.answer(number, None, spoilt.fault)
+        except Exception as error:
+            fault = self.fault(name, error)
+            if number:
+                self.answer(number, None, fault)
+            else:
+                self.unheard.append(fault)
+            for each in said.get("outputs", ()):
+                self.slots[each] = Poison(fault)
+        else:
+            if number:
+                self.answer(number, result)
+
+    def _heard(self, fault: Fault) -> None:
+        if fault in self.unheard:
+            self.unheard.remove(fault)
+
+    def _ask(self, ask: Ask) -> None:
+        """Runs an operator whose results only the data can tell."""
+        op = self._resolve(ask.op)
+        inputs = [self.slots.get(each) for each in ask.inputs]
+        changes = _changes(op, ask.args, ask.kwargs)
+        poison = next((each for each in inputs if type(each) is Poison), None)
+        said: Any = None
+        if poison is None:
+            tensors, numbers = iter(inputs), iter(_numbers(ask.args, ask.kwargs, ask.values))
+            try:
+                args = [self._value(form, tensors, numbers) for form in ask.args]
+                kwargs = {name: self._value(form, tensors, numbers) for name, form in ask.kwargs.items()}
+                with torch.no_grad():
+                    result = op(*args, **kwargs)
+                returns = len(op._schema.returns)
+                values = [] if returns == 0 else [result] if returns == 1 else result
+                counts = [len(each) if isinstance(each, list | tuple) else -1 for each in values]
+                results = flatten(result) if returns else []
+                metas = [describe(each) if isinstance(each, torch.Tensor) else each for each in results]
+                said = [metas, {each: describe(inputs[each]) for each in changes}, counts]
+                self._asked = results
+            except Exception as error:
+                # Nothing depends on it: the master raises it at once, where it was called.
+                self.answer(ask.number, None, self.fault(ask.op, error)) if ask.first == self.rank else None
+                return
+        if ask.first == self.rank:
+            if poison:
+                self._heard(poison.fault)
+            self.answer(ask.number, said, poison.fault if poison else None)
+
+    def _resolve(self, name: str) -> Any:
+        space, _, rest = name.partition("::")
+        if space == "allranks":
+            method = ORDERS[rest]
+            return lambda *args, **kwargs: method(self, *args, **kwargs)
+        base, _, overload = rest.partition(".")
+        return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+
+    def _value(self, form: Form, tensors: Any, numbers: Any) -> Any:
+        if form[0] == "t":
+            return next(tensors)
+        if form[0] in _NUMBERS:
+            return next(numbers)
+        if form[0] == "l":
+            return [self._value(each, tensors, numbers) for each in form[1:]]
+        return wire.decode(form, self.device)
+
+    def _compile(self, define: Define) -> _Template:
+        """A function for a template, of slots, a buffer and where in it the ids begin."""
+        op = self._resolve(define.op)
+        space: dict[str, Any] = {"op": getattr(op, "_op", op), "settle": self._settle, "flatten": flatten}
+        ids: list[str] = []
+        codes: list[str] = []
+
+        def source(form: Form) -> str:
+            if form[0] == "t":
+                ids.append(f"i{len(ids)}")
+                return f"S[{ids[-1]}]"
+            if form[0] in _NUMBERS:
+                codes.append(_NUMBERS[form[0]])
+                return f"n{len(codes) - 1}"
+            if form[0] == "l":
+                return f"[{', '.join(map(source, form[1:]))}]"
+            name = f"c{len(space)}"
+            space[name] = wire.decode(form, self.device)
+            return name
+
+        args = [source(form) for form in define.args]
+        args += [f"{name}={source(form)}" for name, form in define.kwargs.items()]
+        inputs = len(ids)
+        outputs = [f"o{each}" for each, meta in enumerate(define.results) if meta is not None]
+        layout = struct.Struct(f"<{inputs + len(outputs)}I{''.join(codes)}")
+        space["unpack"] = layout.unpack_from
+        names = [*ids, *outputs, *(f"n{each}" for each in range(len(codes)))]
+        taken = f"{', '.join(names)}, = unpack(B, at)" if names else ""
+        call = f"op({', '.join(args)})"
+        single = len(define.results) == 1 and outputs
+
+        def function(checked: bool) -> Callable[[Slots, Any, int], None]:
+            lines = [taken] if taken else []
+            if not outputs:
+                lines.append(call)
+            elif single:
+                lines.append(f"S[o0] = settle({call}, 0, R)" if checked else f"S[o0] = {call}")
+            else:
+                lines.append(f"r = flatten({call})")
+                for each, meta in enumerate(define.results):
+                    if meta is not None:
+                        lines.append(f"S[o{each}] = settle(r[{each}], {each}, R)" if checked else f"S[o{each}] = r[{each}]")
+            own = {**space, "R": define.results}
+            exec(f"def run(S, B, at):\n  {(chr(10) + '  ').join(lines)}", own)
+            return own["run"]  # type: ignore[no-any-return]
+
+        changes = tuple(_changes(op, define.args, define.kwargs))
+        made = _Template(define.op, inputs, len(outputs), layout.size, changes, function(True))
+        if define.checked or not outputs:
+            return made
+        plain = made._replace(run=function(False))
+
+        def first(slots: Slots, buffer: Any, at: int) -> None:
+            made.run(slots, buffer, at)
+            self._table[define.number] = plain
+
+        return made._replace(run=first)
+
+    def _settle(self, result: Any, which: int, metas: list[Meta]) -> Any:
+        """Sees to it that a result is what the master believes it to be."""
+        dtype, shape, strides, _ = metas[which]
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(f"result {which} is {result!r}, where the master expects a tensor")
+        if list(result.stride()) == strides and list(result.shape) == shape:
+            if str(result.dtype) == f"torch.{dtype}":
+                return result
+        if list(result.shape) != shape or str(result.dtype) != f"torch.{dtype}" or result._is_view():
+            raise RuntimeError(
+                f"result {which} is {describe(result)}, where the master expects {metas[which]}: "
+                "please report this operator"
+            )
+        return result.new_empty_strided(shape, strides).copy_(result)
+
+    def _program(self, program: Program) -> _Template:
+        """A captured step as a template of its own."""
+        layout = struct.Struct(f"<{program.inputs + len(program.outputs)}I")
+        frames, kept = program.frames, program.fixed
+
+        def run(slots: Slots, buffer: Any, at: int) -> None:
+            ids = layout.unpack_from(buffer, at)
+            own = {each: slots[id] for each, id in enumerate(ids[: program.inputs])}
+            for inner, outer in kept.items():
+                if outer in slots:
+                    own[inner] = slots[outer]
+            line = self._line
+            self.execute(frames, 0, len(frames), own)
+            self._line = line
+            for inner, outer in kept.items():
+                if inner in own:
+                    slots[outer] = own[inner]
+            for inner, id in zip(program.outputs, ids[program.inputs :], strict=True):
+                slots[id] = own[inner]
+
+        return _Template("a captured step", program.inputs, len(program.outputs), layout.size, (), run)
+
+
+class Spoilt(Exception):
+    """A poisoned tensor was asked for."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+
+def _changes(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int]:
+    """Which of the tensors that a template takes the operator writes to."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return []
+    by_name = {each.name: each for each in schema.arguments}
+    given = [*zip(schema.arguments, args, strict=False), *((by_name[name], form) for name, form in kwargs.items())]
+    found, seen = [], 0
+    for argument, form in given:
+        count = _count(form)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += range(seen, seen + count)
+        seen += count
+    return found
+
+
+def _count(form: Form) -> int:
+    return sum(map(_count, form[1:])) if form[0] == "l" else int(form[0] == "t")
+
+
+def _numbers(args: Sequence[Form], kwargs: dict[str, Form], values: bytes) -> tuple[Any, ...]:
+    def codes(form: Form) -> str:
+        return "".join(map(codes, form[1:])) if form[0] == "l" else _NUMBERS.get(form[0], "")
+
+    return struct.unpack("<" + "".join(map(codes, [*args, *kwargs.values()])), values)
+
+
+def serve(post: Post) -> None:
+    """Runs what the master sends until it ends the connection."""
+    device = torch.device(post.device)
+    line = post.socket
+
+    def say(answer: bytes) -> None:
+        line.sendall(len(answer).to_bytes(4, "little") + answer)
+
+    interpreter = Interpreter(post.rank, device, say, Shop(post))
+    torch.set_grad_enabled(False)
+    buffer, start, end = bytearray(_CHUNK), 0, 0
+    while True:
+        need = interpreter.missing(buffer, start, end)
+        if start and (end == start or len(buffer) - end < _CHUNK // 2 or need > len(buffer) - start):
+            buffer[: end - start] = buffer[start:end]
+            start, end = 0, end - start
+        if need > len(buffer):
+            buffer.extend(bytes(need - len(buffer)))
+        elif len(buffer) > 4 * _CHUNK and end < _CHUNK:
+            buffer = buffer[:_CHUNK]
+        with memoryview(buffer) as view, view[end:] as room:
+            count = line.recv_into(room)
+        if count == 0:
+            return
+        end += count
+        start = interpreter.execute(buffer, start, end, interpreter.slots)
