@@ -247,6 +247,8 @@ class Station:
             prepared.role,
             command.role_size,
         )
+        if self._server is None and not command.stores:  # the ranks meet elsewhere, by what they have been told
+            return common_environ(os.environ, share, prepared.threads, "", ("", 0), self._seats)
         if not prepared.spans:
             assert self._server is not None
             master = "127.0.0.1", command.port

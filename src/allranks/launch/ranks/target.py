@@ -18,7 +18,13 @@ from typing import Literal
 
 from allranks._errors import ConfigError
 
-__all__ = ["Kind", "Target", "check", "find", "read_target", "set_first_path"]
+__all__ = ["MASTER", "SERVE", "Kind", "Target", "check", "find", "read_target", "set_first_path"]
+
+SERVE = "allranks.remote.serve"
+"""The module that workers of master-worker mode run."""
+
+MASTER = "ALLRANKS_MASTER"
+"""The variable that tells workers where a master is that has started them."""
 
 Kind = Literal["script", "module", "command", "function"]
 
