@@ -50,6 +50,7 @@ from allranks.launch.hosts.ways import (
 from allranks.launch.messages import Prepare, Ready, Start
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.rank import Rank
+from allranks.launch.ranks.target import check_size
 from allranks.launch.supervise import FORWARDED, Supervisor
 
 _TELL_S = 10.0
@@ -448,6 +449,7 @@ class Job:
     def _prepare_all(self) -> tuple[list[int], list[Ready]]:
         options, fleet = self.options, self.fleet
         counts = self._counts()
+        check_size(options.target, self.first + sum(counts))
         secret = store_secret(self.key, self.salt)
         prepare = [
             msgspec.structs.replace(
@@ -512,7 +514,7 @@ class Job:
             signals=options.signals,
             until=self.until,
             tells=options.target.kind != "function" and not self.first,  # which raises here
-            master=-1 if self.first else None,
+            master=-1 if self.first else 0 if options.target.mode == "master" else None,
         )
         self.supervisor = supervisor
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))

@@ -142,7 +142,8 @@ class Post:
         self._serve = serve
         self._board = board
         threading.Thread(target=_end_with, args=(sock,), name="allranks-line", daemon=True).start()
-        atexit.register(board.close)
+        self.leave = board.close
+        atexit.register(self.leave)
 
     def make_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
         """Makes a group together with its other members; see ``Board.make_group``."""
@@ -151,7 +152,12 @@ class Post:
     def serve(self) -> NoReturn:
         """Runs the worker's program, and then ends this process."""
         module, _, name = self._serve.partition(":")
-        getattr(importlib.import_module(module), name)(self)
+        program: Callable[[Post], None] = getattr(importlib.import_module(module), name)
+        try:
+            program(self)
+        except Exception:
+            if not _is_over(self.socket):
+                raise
         raise SystemExit(0)
 
 
@@ -332,12 +338,10 @@ def _gather_ranks(init_method: str | None, timeout_s: float, device: str, serve:
                 raise
     finally:
         meeting.close()
-    post.serve()
+    return post.serve()
 
 
-def _gather_crew(
-    hosts: Sequence[Slots], timeout_s: float, device: str, threads: int | None, serve: str
-) -> Workers:
+def _gather_crew(hosts: Sequence[Slots], timeout_s: float, device: str, threads: int | None, serve: str) -> Workers:
     size = 1 + sum(1 if host.count is None else host.count for host in hosts)
     if size == 1:
         raise UsageError("init_master_worker: hosts= has no slot for a worker")
@@ -555,7 +559,18 @@ def serve_here() -> NoReturn:
         print(f"allranks: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     os.environ.pop(MASTER, None)  # what the worker starts is none
-    post.serve()
+    code = 1
+    try:
+        post.serve()
+    except SystemExit:
+        code = 0
+    finally:
+        if code == 0:
+            post.leave()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # no program of the user's ran here, and taking torch apart takes 0.2 s
+    raise AssertionError
 
 
 # --- lines ----------------------------------------------------------------------------------------------------
@@ -590,6 +605,12 @@ def _hang_up(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the other side was quicker
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()
+
+
+def _is_over(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 def _end_with(sock: socket.socket) -> None:

@@ -121,7 +121,9 @@ class Door:
                         del self._strangers[oldest]
                         oldest.shutdown(socket.SHUT_RDWR)  # which ends its thread
                 self._strangers[sock] = None
-            threading.Thread(target=self._greet, args=(sock, str(peer[0]) if peer else "this host"), daemon=True).start()
+            threading.Thread(
+                target=self._greet, args=(sock, str(peer[0]) if peer else "this host"), daemon=True
+            ).start()
 
     def _greet(self, sock: socket.socket, peer: str) -> None:
         try:

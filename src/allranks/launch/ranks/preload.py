@@ -38,7 +38,7 @@ def preload(target: Target, threads: str) -> bool:
     try:
         if _is_useful(target):
             importlib.import_module("torch")
-        if target.name == SERVE:
+        if SERVE in (target.name, target.on(1, 1).name):
             for name in _OF_WORKERS:
                 importlib.import_module(name)
     except Exception:  # noqa: BLE001 - whatever it is, the ranks meet it again
@@ -58,7 +58,7 @@ def _is_useful(target: Target) -> bool:
     And ends earlier, too: python and C++ take torch apart in every rank, which costs each 0.2 s of a CPU. A wrong
     guess costs time and nothing else.
     """
-    if target.kind != "script":
+    if target.kind != "script" or target.mode == "master":
         return True
     try:
         with open(target.name, "rb") as source:
