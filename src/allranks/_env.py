@@ -50,6 +50,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_ERROR_FILE", "who starts a launcher", "Where it writes why the job failed, as JSON."),
     Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR."),
     Variable("ALLRANKS_ENV", "by hand", f"What started this process: {', '.join(CHOICES)}."),
+    Variable("ALLRANKS_MASTER", "init_master_worker", "Where the master is, for the workers that it starts."),
     Variable("ALLRANKS_SECRET", "allranks run, or by hand", "Secret of the job, at least 16 characters."),
     Variable("ALLRANKS_SECRET_FILE", "by hand", "File that holds the secret (mode 0600)."),
     Variable("ALLRANKS_INSECURE", "by hand", "1: no secret. Whoever reaches the ports of the job can join it."),

@@ -24,7 +24,7 @@ from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_r
 from allranks.launch.ranks.target import Target
 from allranks.launch.spread import Job
 
-__all__ = ["run"]
+__all__ = ["output_streams", "run"]
 
 R = TypeVar("R")
 
@@ -126,7 +126,7 @@ def run(
     if options.per_host is None:
         counts = share_out(used, n, None)
         used = tuple(host for host, count in zip(used, counts, strict=True) if count)
-    job = Job(options, len(used), len(used), streams=_streams(), until=until)
+    job = Job(options, len(used), len(used), streams=output_streams(), until=until)
     try:
         job.open_by("ssh" if way == "here" else way, used)
         code = job.run()
@@ -179,7 +179,7 @@ def _hosts(hosts: str | Sequence[str] | None) -> tuple[tuple[Slots, ...], str]:
     return (Slots(socket.gethostname()),), "here"
 
 
-def _streams() -> tuple[TextIO | None, TextIO | None] | None:
+def output_streams() -> tuple[TextIO | None, TextIO | None] | None:
     """Where output goes: None for this process's own descriptors, which can do more."""
     streams = (sys.stdout, sys.stderr)
     try:

@@ -180,7 +180,7 @@ def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | 
 def _run_in_place(options: Options, place: Place) -> int:
     """Becomes the program, as the rank that this process is already."""
     environ = _environ_in_place(options, place.kind)
-    target = options.target
+    target = options.target.on(place.local_rank or 0, place.rank or 0)
     words = [target.name, *target.args]
     if target.is_python:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from allranks._errors import ConfigError
 from allranks._store import StoreServer
@@ -27,6 +27,7 @@ from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.placement import seats
 from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
+from allranks.launch.ranks.target import check_size
 from allranks.launch.ranks.wires import reserve_descriptors
 from allranks.launch.supervise import FORWARDED, Supervisor
 
@@ -45,10 +46,11 @@ def run_here(options: Options, nproc: int) -> int | Rank:
     """
     run = options.run or secrets.token_hex(8)
     restart = 0
+    check_size(options.target, nproc)
+    masters = int(options.target.mode == "master")
     while True:
-        round_ = _prepare(
-            options, Share(nproc, nproc, run=run, restart=restart, restarts=options.restarts, role=options.role)
-        )
+        share = Share(nproc, nproc, run=run, restart=restart, restarts=options.restarts, role=options.role)
+        round_ = _prepare(options, replace(share, masters=masters))
         if isinstance(round_, Rank):
             return round_
         code, supervisor = round_.run()
@@ -73,7 +75,13 @@ class _Round:
         self.screen.open()
         options = self.options
         supervisor = Supervisor(
-            self.agent, self.screen, options.grace_s, options.quiet, idle_s=options.idle_s, signals=options.signals
+            self.agent,
+            self.screen,
+            options.grace_s,
+            options.quiet,
+            idle_s=options.idle_s,
+            signals=options.signals,
+            master=0 if options.target.mode == "master" else None,
         )
         with self.server:
             self.server.start()

@@ -50,6 +50,7 @@ from allranks.launch.hosts.ways import (
 from allranks.launch.messages import Prepare, Ready, Start
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.rank import Rank
+from allranks.launch.ranks.target import check_size
 from allranks.launch.supervise import FORWARDED, Supervisor
 
 _TELL_S = 10.0
@@ -213,6 +214,8 @@ class Job:
         least: the number of hosts without which it does not run.
         most: how many take part.
         streams: what takes the place of this process's stdout and stderr.
+        first: number of the first rank. Where that is 1, the caller is rank 0: the ranks meet by what it has told
+            them, they may die one by one, and it says when the job is over.
         until: when it is stopped if it still runs (``time.monotonic``).
         world_size: how many ranks the last round had.
         supervisor: of the last round; None before it.
@@ -229,6 +232,7 @@ class Job:
     restart: int = 0
     port: int = 0
     streams: tuple[TextIO | None, TextIO | None] | None = None
+    first: int = 0
     until: float | None = None
     world_size: int = 0
     supervisor: Supervisor | None = None
@@ -445,6 +449,7 @@ class Job:
     def _prepare_all(self) -> tuple[list[int], list[Ready]]:
         options, fleet = self.options, self.fleet
         counts = self._counts()
+        check_size(options.target, self.first + sum(counts))
         secret = store_secret(self.key, self.salt)
         prepare = [
             msgspec.structs.replace(
@@ -452,7 +457,7 @@ class Job:
                 _prepare_of(options, count, self.master if fleet.hosts[0].place == 0 else ""),
                 secret=secret if host.process is not None else b"",  # a dialled line is no place for it
                 salt=self.salt,
-                serves=number == 0,
+                serves=number == self.first == 0,
                 spans=len(counts) > 1,
             )
             for number, (host, count) in enumerate(zip(fleet, counts, strict=True))
@@ -463,10 +468,11 @@ class Job:
     def _round(self) -> tuple[int, Supervisor]:
         options, fleet = self.options, self.fleet
         counts, ready = self._prepare()
-        self.world_size = world_size = sum(counts)
+        self.world_size = world_size = self.first + sum(counts)
         names = [host.name for host, count in zip(fleet, counts, strict=True) for _ in range(count)]
+        names[:0] = [socket.gethostname()] * self.first
         # Where the same command was typed on each host, each shows its own ranks.
-        shown = range(counts[0] if fleet.by_callers else world_size)
+        shown = range(self.first, counts[0] if fleet.by_callers else world_size)
         screen = Screen(
             shown,
             options.display,
@@ -478,7 +484,7 @@ class Job:
             streams=self.streams,
         )
         stdio = screen.stdio()
-        firsts = [sum(counts[:number]) for number in range(len(counts))]
+        firsts = [self.first + sum(counts[:number]) for number in range(len(counts))]
         roles = [(host.hello.role if host.hello is not None else "") or options.role for host in fleet]
         start = [
             Start(
@@ -494,7 +500,7 @@ class Job:
                 restarts=options.restarts,
                 role_first=sum(c for c, r in zip(counts[:number], roles, strict=False) if r == roles[number]),
                 role_size=sum(c for c, r in zip(counts, roles, strict=True) if r == roles[number]),
-                stdio=stdio[first : first + count],
+                stdio=stdio[first - self.first :][:count],
             )
             for number, (first, count) in enumerate(zip(firsts, counts, strict=True))
         ]
@@ -507,7 +513,8 @@ class Job:
             idle_s=options.idle_s,
             signals=options.signals,
             until=self.until,
-            tells=options.target.kind != "function",  # which raises here
+            tells=options.target.kind != "function" and not self.first,  # which raises here
+            master=-1 if self.first else 0 if options.target.mode == "master" else None,
         )
         self.supervisor = supervisor
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))

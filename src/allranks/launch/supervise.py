@@ -5,6 +5,7 @@ What is decided here is only when to send which signal to whom. The cause of a f
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections import deque
@@ -24,6 +25,7 @@ __all__ = ["FORWARDED", "Supervisor"]
 
 _STRAGGLERS_S = 0.5
 _LINGER_S = 10.0  # from the first rank's end to a word about it
+_WORKERS_S = 1.0  # what workers have to end when their master has
 _DRAIN_S = 1.0  # the least that a reader gets for what is left when a job was stopped
 _LOST_CODE = 255  # as ssh has it
 _HINT_S = 1.5  # from Ctrl-C to a word about who does not end
@@ -87,8 +89,11 @@ class Supervisor:
         signals: those that are passed on and stop nothing.
         until: when the job is stopped if it still runs (``time.monotonic``); None for never.
         tells: says on the screen how the job failed.
+        master: the rank that all others work for: they may die one by one, and end with it. -1: that is the caller,
+            who says when it is over (``kill``). None: the ranks are all alike.
 
     Attributes:
+        ended: the status of each rank that has ended, as in ``Exited``, or why its host was lost; its last process'.
         results: what ranks that ran a function returned, pickled.
         late: once it has run: it was ended because it took too long.
         caught: the last signal that this process itself got; None if it got none.
@@ -109,8 +114,11 @@ class Supervisor:
         signals: Sequence[int] = (),
         until: float | None = None,
         tells: bool = True,
+        master: int | None = None,
     ) -> None:
+        self.ended: dict[int, int | str] = {}
         self.results: dict[int, bytearray] = {}
+        self._master = master
         self.late = False
         self.caught: int | None = None
         self._until = until
@@ -162,7 +170,7 @@ class Supervisor:
             if self._screen.logs.temporary is not None and not self._quiet:
                 self._screen.note(f"allranks run: log files are in {self._screen.logs.temporary}".encode())
             self._stay_awake()
-            while self._agent.running and not self._is_over():
+            while (self._agent.running or (self._master == -1 and self._kill_at is None)) and not self._is_over():
                 self._round(self._agent.poll(self._timeout_s()))
             until = time.monotonic() + _STRAGGLERS_S
             while self._agent.heard and (left := until - time.monotonic()) > 0:
@@ -189,6 +197,11 @@ class Supervisor:
     def signalled(self) -> int | None:
         """The signal that ended the job; None if none did."""
         return self._signalled
+
+    def kill(self) -> None:
+        """Ends the job at once. May be called in any thread."""
+        self._received.append(signal.SIGKILL)
+        os.write(self._agent.wake, b"!")
 
     def _receive(self, number: int) -> None:
         self._received.append(number)
@@ -229,7 +242,10 @@ class Supervisor:
             self._ask(_IDLE_DUMP_S, self._stop_idle)
         if self._kill_at is None and self._linger_at is not None and now >= self._linger_at:
             self._linger_at = None
-            self._say_who_lingers()
+            if self._master is None:
+                self._say_who_lingers()
+            elif self._agent.running:
+                self._stop(signal.SIGTERM, self._agent.running)
         if self._hint_at is not None and now >= self._hint_at:
             self._hint_at = None
             if (running := self._agent.running) and self._killed_at is None and not self._quiet:
@@ -248,6 +264,10 @@ class Supervisor:
                 dump.take(event)
         elif isinstance(event, Failed):
             self._screen.log(event.rank, event.report.text)
+            if self._may_die(event.rank):
+                lines = event.report.text.rstrip("\n").split("\n") if event.report.text else []
+                self._screen.say([event.rank], [line.encode() for line in lines])
+                return
             failed = Failure(event.rank, event.pid, event.report.code, event.report.at, event.report)
             self._blame.add(self._placed(failed))
         elif isinstance(event, Exited):
@@ -257,7 +277,10 @@ class Supervisor:
                 self._screen.end(rank)
             if self._dump is not None:
                 self._dump.awaited.difference_update(event.ranks)
-            if self._kill_at is None:
+            self.ended |= dict.fromkeys(event.ranks, event.why)
+            if all(map(self._may_die, event.ranks)):
+                self._say(event.why)
+            elif self._kill_at is None:
                 lost = Failure(event.ranks[0], 0, _LOST_CODE, time.monotonic(), host=event.host, lost=event.why)
                 self._blame.add(lost)
             elif self._killed_at is not None:
@@ -280,8 +303,13 @@ class Supervisor:
             self._screen.note(f"allranks run: {event.host} has come; the ranks start again".encode())
             self._stop(signal.SIGTERM, self._agent.running)
 
+    def _may_die(self, rank: int) -> bool:
+        """Whether the others go on without this rank."""
+        return self._master is not None and rank != self._master
+
     def _take_exit(self, event: Exited) -> None:
         self._screen.end(event.rank)
+        self.ended[event.rank] = event.status
         self._tails[event.rank] = event.tail
         if self._dump is not None:
             self._dump.awaited.discard(event.rank)
@@ -289,11 +317,16 @@ class Supervisor:
             if self._signalled is not None and event.status in (-self._signalled, -signal.SIGKILL):
                 self._unasked.append(event.rank)
             return
+        failure = self._placed(Failure(event.rank, event.pid, event.status, time.monotonic()))
+        if self._may_die(event.rank):
+            if event.status and not self._quiet:
+                self._say(f"{failure}; the others go on")
+            return
         if event.status != 0:
-            self._blame.add(self._placed(Failure(event.rank, event.pid, event.status, time.monotonic())))
+            self._blame.add(failure)
             return
         if not self._left:
-            self._linger_at = time.monotonic() + _LINGER_S
+            self._linger_at = time.monotonic() + (_LINGER_S if self._master is None else _WORKERS_S)
         self._left.append(event.rank)
 
     def _say_who_lingers(self) -> None:
@@ -307,6 +340,10 @@ class Supervisor:
         if number == signal.SIGWINCH:
             self._screen.resized()
             self._agent.resize(*self._screen.size())
+            return
+        if number == signal.SIGKILL:
+            self._kill_at = self._stopped_at = time.monotonic()
+            self._kill("")
             return
         if number in self._signals:
             self._agent.signal(number, self._agent.running, alone=True)

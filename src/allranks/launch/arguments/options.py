@@ -12,13 +12,13 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 from allranks._errors import ConfigError
 from allranks._hostlist import Slots, parse_hostfile, parse_hosts
 from allranks._places import CHOICES
 from allranks.launch.arguments.meeting import Meeting, add_meeting, read_meeting
-from allranks.launch.ranks.target import Target, read_target
+from allranks.launch.ranks.target import Mode, Target, read_target
 
 __all__ = ["Bind", "Display", "Options", "Parser", "Show", "Streams", "parse"]
 
@@ -192,7 +192,7 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: help was asked for, and given.
     """
     args = _parser().parse_args(argv)
-    target = read_target(args.target, args.module, "allranks run")
+    target = read_target(args.target, args.module, "allranks run", args.mode)
     meeting = read_meeting(args)
     hosts = _hosts(args.hosts, args.hostfile)
     _refuse_contradictions(args, meeting, bool(hosts))
@@ -303,6 +303,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--iface", default="", metavar="NAME|CIDR", help="interfaces or networks that hosts use among each other")
     add("--dry-run", action="store_true", help="say what would be started where, and start nothing")
     add("-m", "--module", action="store_true", help="run a python module, as python -m does")
+    add(
+        "--mode",
+        choices=get_args(Mode),
+        default="group",
+        help="master: rank 0 alone runs the program, and drives the others by init_master_worker (default group)",
+    )
     add(
         "--start",
         choices=("fork", "spawn"),

@@ -38,6 +38,7 @@ from allranks._store.wire import (
 __all__ = ["Door", "dial", "store_secret"]
 
 _AT_ONCE = 64
+_BACKLOG = 1024
 _PAUSE_S = 0.05
 _TELL_S = 10.0
 
@@ -51,9 +52,10 @@ class Door:
         addresses: of this host, to listen on; "0.0.0.0" for all.
         port: the port; 0 for a free one.
         secret: what who comes must know.
+        name: of an abstract unix socket to listen on, too; "" for none.
 
     Attributes:
-        port: the port.
+        port: the port; 0 where there are no addresses.
         wake: becomes readable when somebody has come in.
         refused: why the last one was not let in, by address.
 
@@ -61,10 +63,14 @@ class Door:
         OSError: the port is taken.
     """
 
-    def __init__(self, addresses: Sequence[str], port: int, secret: bytes) -> None:
+    def __init__(self, addresses: Sequence[str], port: int, secret: bytes, name: str = "") -> None:
         self._secret = _derived(secret)
-        self._listeners = listen(addresses, port, 1024)
-        self.port: int = self._listeners[0].getsockname()[1]
+        self._listeners = listen(addresses, port, _BACKLOG)
+        self.port: int = self._listeners[0].getsockname()[1] if self._listeners else 0
+        if name:
+            self._listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._listeners[-1].bind("\0" + name)
+            self._listeners[-1].listen(_BACKLOG)
         self.refused: dict[str, str] = {}
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._came: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
@@ -115,7 +121,9 @@ class Door:
                         del self._strangers[oldest]
                         oldest.shutdown(socket.SHUT_RDWR)  # which ends its thread
                 self._strangers[sock] = None
-            threading.Thread(target=self._greet, args=(sock, str(peer[0])), daemon=True).start()
+            threading.Thread(
+                target=self._greet, args=(sock, str(peer[0]) if peer else "this host"), daemon=True
+            ).start()
 
     def _greet(self, sock: socket.socket, peer: str) -> None:
         try:
@@ -145,7 +153,8 @@ def dial(
     """Goes to a launcher's door; tries until it opens.
 
     Args:
-        targets: hosts and ports where it may be; the first that opens is taken.
+        targets: hosts and ports where it may be; the first that opens is taken. A host that begins with ``@`` is the
+            name of a unix socket.
         secret: what both must know.
         until: when to give up (``time.monotonic``).
         on_wait: called once with what was last wrong, where it takes long.
@@ -160,7 +169,7 @@ def dial(
         for address, port in targets:
             sock: socket.socket | None = None
             try:
-                sock = socket.create_connection((address, port), min(3.0, max(0.1, until - time.monotonic())))
+                sock = _connect(address, port, min(3.0, max(0.1, until - time.monotonic())))
                 _enter(sock, _derived(secret))
             except (OSError, UnicodeError, WireError, ConfigError) as error:
                 trouble = f"{address}:{port}: {reason(error) if isinstance(error, OSError) else error}"
@@ -178,6 +187,19 @@ def dial(
             told_at = math.inf
             on_wait(trouble)
         time.sleep(_PAUSE_S)
+
+
+def _connect(address: str, port: int, timeout_s: float) -> socket.socket:
+    if not address.startswith("@"):
+        return socket.create_connection((address, port), timeout_s)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect("\0" + address[1:])
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def _enter(sock: socket.socket, secret: bytes) -> None:
@@ -206,6 +228,8 @@ def _frame(sock: socket.socket, frames: FrameDecoder, until: float) -> bytes:
 def _keep(sock: socket.socket) -> None:
     """A host that vanishes without a word must be missed: after half a minute."""
     sock.settimeout(None)
+    if sock.family == socket.AF_UNIX:
+        return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):

@@ -178,7 +178,7 @@ class Station:
             self._seats = seats(command.nproc, command.bind, command.one_gpu_per_rank, os.environ)
             self._prepared = command
             if command.start == "fork" and command.target.is_python:
-                share = Share(command.nproc, command.nproc)
+                share = Share(command.nproc, command.nproc, masters=_masters(command))
                 environ = common_environ(os.environ, share, command.threads, "", ("", 0), self._seats)
                 if command.target.kind == "function":
                     importlib.import_module(
@@ -246,7 +246,10 @@ class Station:
             command.restarts,
             prepared.role,
             command.role_size,
+            _masters(prepared),
         )
+        if self._server is None and not command.stores:  # the ranks meet elsewhere, by what they have been told
+            return common_environ(os.environ, share, prepared.threads, "", ("", 0), self._seats)
         if not prepared.spans:
             assert self._server is not None
             master = "127.0.0.1", command.port
@@ -352,6 +355,10 @@ class Station:
         if screen is not None:
             _drain(screen)
             screen.close()
+
+
+def _masters(prepared: Prepare) -> int:
+    return int(prepared.serves and prepared.target.mode == "master")
 
 
 def _drain(screen: Screen) -> None:

@@ -141,7 +141,8 @@ class Agent:
 
     def _become(self, local_rank: int, wires: Wires) -> Rank:
         plan = self._plan
-        rank = Rank(plan.target.on(local_rank), wires.status, wires.stacks, os.getpid())
+        target = plan.target.on(local_rank, plan.first + local_rank)
+        rank = Rank(target, wires.status, wires.stacks, os.getpid())
         role_first = plan.first if plan.role_first is None else plan.role_first
         told = 0 if plan.virtual else local_rank
         environ = plan.environ | place_environ(plan.first + local_rank, told, role_first + local_rank)

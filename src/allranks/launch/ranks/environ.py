@@ -46,6 +46,7 @@ class Share:
         role_size: ranks in the job that do so; None for all.
         restart: how often it has been started again.
         restarts: how often it may be.
+        masters: ranks on this host that only have others work.
     """
 
     nproc: int
@@ -57,6 +58,7 @@ class Share:
     restarts: int = 0
     role: str = "default"
     role_size: int | None = None
+    masters: int = 0
 
 
 def common_environ(
@@ -84,7 +86,7 @@ def common_environ(
         cpus
         | {name: value for name, value in environ.items() if name not in _FOREIGN}
         | {
-            "OMP_NUM_THREADS": threads_per_rank(share.nproc, threads, environ, seats),
+            "OMP_NUM_THREADS": threads_per_rank(max(1, share.nproc - share.masters), threads, environ, seats),
             "WORLD_SIZE": str(share.world_size),
             "LOCAL_WORLD_SIZE": str(share.nproc),
             "ROLE_WORLD_SIZE": str(share.world_size if share.role_size is None else share.role_size),

@@ -11,9 +11,11 @@ import importlib
 import os
 import sys
 
-from allranks.launch.ranks.target import Target
+from allranks.launch.ranks.target import SERVE, Target
 
 __all__ = ["preload"]
+
+_OF_WORKERS = ("allranks.remote.meet", "allranks._engines.native")
 
 # Importing by other means than a statement: what comes is not known before.
 _BY_NAME = {"importlib", "imp", "pkgutil", "runpy", "__import__", "eval", "exec"}
@@ -36,6 +38,9 @@ def preload(target: Target, threads: str) -> bool:
     try:
         if _is_useful(target):
             importlib.import_module("torch")
+        if SERVE in (target.name, target.on(1, 1).name):
+            for name in _OF_WORKERS:
+                importlib.import_module(name)
     except Exception:  # noqa: BLE001 - whatever it is, the ranks meet it again
         return False
     finally:  # it is not the user's own setting, which counts when the job is started again
@@ -53,7 +58,7 @@ def _is_useful(target: Target) -> bool:
     And ends earlier, too: python and C++ take torch apart in every rank, which costs each 0.2 s of a CPU. A wrong
     guess costs time and nothing else.
     """
-    if target.kind != "script":
+    if target.kind != "script" or target.mode == "master":
         return True
     try:
         with open(target.name, "rb") as source:

@@ -18,8 +18,15 @@ from typing import Literal
 
 from allranks._errors import ConfigError
 
-__all__ = ["Kind", "Target", "check", "find", "read_target", "set_first_path"]
+__all__ = ["MASTER", "SERVE", "Kind", "Mode", "Target", "check", "check_size", "find", "read_target", "set_first_path"]
 
+SERVE = "allranks.remote.serve"
+"""The module that workers of master-worker mode run."""
+
+MASTER = "ALLRANKS_MASTER"
+"""The variable that tells workers where a master is that has started them."""
+
+Mode = Literal["group", "master"]
 Kind = Literal["script", "module", "command", "function"]
 
 
@@ -32,6 +39,7 @@ class Target:
         name: path of the script, dotted name of the module, the command's first word, or the function's name.
         args: what it finds in ``sys.argv[1:]``.
         macros: ``${local_rank}`` in them stands for that number, as torchrun has it.
+        mode: in "master", rank 0 alone runs it, and the others are its workers.
         payload: the function and its arguments, as ``function`` packs them.
     """
 
@@ -39,6 +47,7 @@ class Target:
     name: str
     args: tuple[str, ...] = ()
     macros: bool = False
+    mode: Mode = "group"
     payload: bytes = field(default=b"", repr=False)
 
     @property
@@ -46,8 +55,10 @@ class Target:
         """True if a python interpreter runs it, so that the launcher can fork ranks and get reports."""
         return self.kind != "command"
 
-    def on(self, local_rank: int) -> Target:
-        """As this rank of a host runs it."""
+    def on(self, local_rank: int, rank: int = 0) -> Target:
+        """As a rank runs it."""
+        if self.mode == "master" and rank:
+            return Target("module", SERVE)
         if not self.macros:
             return self
         args = tuple(string.Template(word).safe_substitute(local_rank=local_rank) for word in self.args)
@@ -62,13 +73,14 @@ class Target:
         )
 
 
-def read_target(words: Sequence[str], as_module: bool, program: str) -> Target:
+def read_target(words: Sequence[str], as_module: bool, program: str, mode: Mode = "group") -> Target:
     """Reads what stands behind the options of a command line.
 
     Args:
         words: that.
         as_module: -m was given.
         program: whose command line it is.
+        mode: see ``Target``.
 
     Raises:
         ConfigError: it is nothing that could be run.
@@ -80,8 +92,20 @@ def read_target(words: Sequence[str], as_module: bool, program: str) -> Target:
     if not words:
         what = "a command after --" if as_command else "a module after -m" if as_module else "a script, -m module or --"
         raise ConfigError(f"nothing to run: expected {what} (see {program} --help)")
+    if as_command and mode == "master":
+        raise ConfigError("--mode master is for a python program, which calls init_master_worker; expected no --")
     kind: Kind = "command" if as_command else "module" if as_module else "script"
-    return Target(kind, words[0], tuple(words[1:]))
+    return Target(kind, words[0], tuple(words[1:]), mode=mode)
+
+
+def check_size(target: Target, size: int) -> None:
+    """Raises where so many ranks are too few.
+
+    Raises:
+        ConfigError: a master would have no worker.
+    """
+    if target.mode == "master" and size < 2:
+        raise ConfigError("--mode master: rank 0 is the master and needs one worker at least; expected -n 2 or more")
 
 
 def check(target: Target) -> None:
