@@ -23,6 +23,7 @@ meaning, over allranks' own channel. The map of the package:
     checkpoint     save, load
     multiprocessing  spawn
     launch         allranks run; run: the same from Python
+    remote         init_master_worker: one process drives all others; all_reduce_, broadcast_ on its groups
     testing        run_ranks: real ranks for tests
     tools          bench, doctor, submit
 

@@ -1,15 +1,37 @@
-"""What the master raises for what went wrong on a worker."""
+"""What goes wrong on a worker: what stands there for a tensor, and what the master raises."""
 
 from __future__ import annotations
 
 import builtins
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from allranks._errors import AllranksError
 from allranks.remote.wire import Fault
 
-__all__ = ["RemoteError", "WorkerLost"]
+__all__ = ["Given", "Poison", "RemoteError", "Spoilt", "WorkerLost"]
+
+
+class Poison(NamedTuple):
+    """Stands where a tensor would be, had nothing gone wrong."""
+
+    fault: Fault
+
+
+class Spoilt(Exception):
+    """A poisoned tensor was asked for."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+
+@dataclass(frozen=True)
+class Given:
+    """Stands for a tensor among the pickled arguments of a function."""
+
+    number: int
 
 
 class RemoteError(AllranksError):

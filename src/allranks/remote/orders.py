@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
+from torch.utils._pytree import tree_flatten, tree_map
 
+from allranks._types import ReduceOp
 from allranks.remote import wire
+from allranks.remote.faults import Given, Poison, Spoilt
 
 if TYPE_CHECKING:
     from allranks._group import ProcessGroup
     from allranks.remote.meet import Post
     from allranks.remote.worker import Interpreter
 
-__all__ = ["ORDERS", "Shop"]
-
-SMALL = 1 << 16
-"""Up to so many bytes a tensor travels on the line between master and worker, beyond that on the native channel."""
-
+__all__ = ["OPERATIONS", "ORDERS", "Shop"]
 
 class Shop:
     """What orders work with: the groups of this worker, its clocks."""
@@ -29,12 +28,9 @@ class Shop:
         self.post = post
         self.groups: dict[str, ProcessGroup] = {}
         self.functions: dict[int, Any] = {}
+        self.outcomes: dict[int, Any] = {}
+        self.afterwards: Callable[[], Any] | None = None  # what an order does when it has been answered
         self.marks: dict[int, float] = {}
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def sync(worker: Interpreter, data: memoryview) -> list[wire.Fault]:
@@ -50,16 +46,38 @@ def item(worker: Interpreter, data: memoryview, id: int) -> Any:
     return [value.real, value.imag] if isinstance(value, complex) else value
 
 
-def fetch(worker: Interpreter, data: memoryview, id: int, group: str = "") -> Any:
-    tensor = worker.take(id)
-    meta = wire_meta(tensor)
-    if not group:
-        return [meta, _bytes(tensor)]
-    return [meta, None]
+def fetch(worker: Interpreter, data: memoryview, id: int, link: str) -> bytes | None:
+    """A tensor's bytes; over a link, where one is named, after this answer."""
+    plain = _flat(worker.take(id))
+    if not link:
+        return plain.numpy().tobytes()
+    worker.shop.afterwards = lambda: worker.shop.groups[link].send(plain, 0)
+    return None
 
 
-def wire_meta(tensor: torch.Tensor) -> Any:
-    return (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride()), 0)
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without gaps, in the order of its memory, on this host."""
+    plain = tensor.resolve_conj().resolve_neg().cpu()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def spread(
+    worker: Interpreter, data: memoryview, link: str, root: int, id: int, meta: wire.Meta, sends: bool, outputs: list[int]
+) -> None:
+    """A tensor of one worker to all of a group; the sender may be none of them."""
+    held = worker.slots[id] if sends else None
+    dtype, shape, strides, _ = meta
+    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+    if sends and type(held) is not Poison:
+        made = held.clone()
+    if link:
+        group = worker.shop.groups[link]
+        _agree(group, held)
+        group.broadcast(_flat(made) if sends else _flat(made), root)
+    elif type(held) is Poison:
+        raise Spoilt(held.fault)
+    for each in outputs:
+        worker.slots[each] = made.to(worker.device)
 
 
 def seed(worker: Interpreter, data: memoryview, seed: int) -> None:
@@ -112,15 +130,164 @@ def memory(worker: Interpreter, data: memoryview) -> dict[str, int]:
     return {"tensors": len(worker.slots), "allocated": sum(storages.values()), "resident": resident * 4096}
 
 
-def alias(worker: Interpreter, data: memoryview, id: int, output: int) -> None:
-    worker.slots[output] = worker.slots[id]
+def alias(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) -> None:
+    held = worker.slots[id]
+    worker.slots[outputs[0]] = held.detach() if isinstance(held, torch.Tensor) else held
 
 
-def forget(worker: Interpreter, data: memoryview, template: int) -> None:
-    worker._table.pop(template, None)
+def function(worker: Interpreter, data: memoryview, name: int) -> None:
+    """A function of the user's."""
+    worker.shop.functions[name] = cloudpickle.loads(data)
 
+
+def start(worker: Interpreter, data: memoryview, call: int, function: int, tensors: list[int]) -> None:
+    """Runs one. Its result, or what it raised, is kept for `result`."""
+    try:
+        args, kwargs = cloudpickle.loads(data)
+        given = [worker.take(each) for each in tensors]
+        args, kwargs = tree_map(lambda each: given[each.number] if type(each) is Given else each, (args, kwargs))
+        made = worker.shop.functions[function]
+        if isinstance(made, wire.Fault):
+            raise Spoilt(made)
+        with torch.enable_grad():
+            outcome = made(*args, **kwargs)
+        worker.shop.outcomes[call] = tree_flatten(outcome)
+    except Spoilt as spoilt:
+        worker.shop.outcomes[call] = spoilt.fault
+    except Exception as error:
+        worker.shop.outcomes[call] = worker.fault("remote function", error)
+
+
+def result(worker: Interpreter, data: memoryview, call: int) -> Any:
+    """What a function returned: the metas of tensors, which stay here, and the rest pickled."""
+    outcome = worker.shop.outcomes[call]
+    if isinstance(outcome, wire.Fault):
+        del worker.shop.outcomes[call]
+        raise Spoilt(outcome)
+    leaves, spec = outcome
+    tensors = [each.detach() for each in leaves if isinstance(each, torch.Tensor)]
+    worker.keep([each.to(worker.device) for each in tensors])
+    others = [None if isinstance(each, torch.Tensor) else each for each in leaves]
+    where = [at for at, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
+    del worker.shop.outcomes[call]
+    return [[worker.describe(each) for each in tensors], where, cloudpickle.dumps((others, spec))]
+
+
+def drop(worker: Interpreter, data: memoryview, call: int) -> None:
+    """Nobody wants the result any more."""
+    worker.shop.outcomes.pop(call, None)
+
+
+# Operations between workers. Whoever is to take part in one and has only poison says so first: the others would wait.
+
+def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> None:
+    """Sends a tensor without gaps to a link's other end."""
+    group, (tensor,) = worker.shop.groups[link], tensors
+    trouble = wire.pack_fault(tensor.fault) if type(tensor) is Poison else b""
+    plain = torch.empty(0, dtype=torch.uint8) if trouble else _flat(tensor)
+    group.send(torch.tensor([len(trouble), plain.numel()]), peer)
+    if trouble:
+        group.send(torch.frombuffer(bytearray(trouble), dtype=torch.uint8), peer)
+        raise Spoilt(tensor.fault)
+    if plain.numel():
+        group.send(plain, peer)
+
+
+def recv(
+    worker: Interpreter, tensors: Sequence[Any], link: str, peer: int, dtype: str, shape: list[int], strides: list[int], numel: int
+) -> torch.Tensor:  # fmt: skip
+    """Receives one."""
+    group = worker.shop.groups[link]
+    status = torch.empty(2, dtype=torch.int64)
+    group.recv(status, peer)
+    trouble, nbytes = status.tolist()
+    if trouble:
+        said = torch.empty(trouble, dtype=torch.uint8)
+        group.recv(said, peer)
+        raise Spoilt(wire.unpack_fault(said.numpy().tobytes()))
+    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+    if nbytes:
+        group.recv(made.as_strided((numel,), (1,)).view(torch.uint8), peer)
+    return made.to(worker.device)
+
+
+def _agree(group: ProcessGroup, *held: Any) -> None:
+    """Raises on all members what one of them has instead of a tensor.
+
+    Raises:
+        Spoilt: a member has poison.
+    """
+    poison = next((each for each in held if type(each) is Poison), None)
+    trouble = wire.pack_fault(poison.fault) if poison else b""
+    mine = torch.tensor([len(trouble)])
+    lengths = torch.empty(group.size(), dtype=torch.int64)
+    group.all_gather(lengths, mine)
+    for rank, length in enumerate(lengths.tolist()):
+        if length:
+            said = torch.frombuffer(bytearray(trouble), dtype=torch.uint8) if rank == group.rank() else (
+                torch.empty(length, dtype=torch.uint8)
+            )  # fmt: skip
+            group.broadcast(said, rank)
+            raise Spoilt(wire.unpack_fault(said.numpy().tobytes()))
+
+
+def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], Any]) -> None:
+    """Applies what works in place on one tensor to many: those of a dtype in one piece."""
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    for alike in kinds.values():
+        if len(alike) == 1 and alike[0].is_contiguous():
+            move(alike[0])
+            continue
+        whole = torch.cat([each.reshape(-1) for each in alike])
+        move(whole)
+        for each, part in zip(alike, whole.split([each.numel() for each in alike]), strict=True):
+            each.copy_(part.view(each.shape))
+
+
+def all_reduce(worker: Interpreter, tensors: Sequence[Any], link: str, op: str) -> None:
+    group = worker.shop.groups[link]
+    _agree(group, *tensors)
+    _together(tensors, lambda tensor: group.all_reduce(tensor, getattr(ReduceOp, op)))
+
+
+def broadcast(worker: Interpreter, tensors: Sequence[Any], link: str, root: int) -> None:
+    group = worker.shop.groups[link]
+    _agree(group, *tensors)
+    _together(tensors, lambda tensor: group.broadcast(tensor, root))
+
+
+def all_gather(worker: Interpreter, tensors: Sequence[Any], link: str, dim: int) -> torch.Tensor:
+    """The members' tensors, one behind the other along a dimension."""
+    group, (tensor,) = worker.shop.groups[link], tensors
+    _agree(group, tensor)
+    parts = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size())]
+    group.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts, dim)
+
+
+def reduce_scatter(worker: Interpreter, tensors: Sequence[Any], link: str, op: str, dim: int) -> torch.Tensor:
+    """Each member's part, along a dimension, of the sum."""
+    group, (tensor,) = worker.shop.groups[link], tensors
+    _agree(group, tensor)
+    parts = [each.contiguous() for each in tensor.chunk(group.size(), dim)]
+    made = torch.empty_like(parts[0])
+    group.reduce_scatter(made, parts, getattr(ReduceOp, op))
+    return made
+
+
+OPERATIONS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "send": (send, False),
+    "recv": (recv, False),
+    "all_reduce": (all_reduce, True),
+    "broadcast": (broadcast, True),
+    "all_gather": (all_gather, False),
+    "reduce_scatter": (reduce_scatter, False),
+}
+"""By name; whether they change their tensors."""
 
 ORDERS: dict[str, Callable[..., Any]] = {
     each.__name__: each
-    for each in (sync, item, fetch, seed, state, set_state, group, ungroup, mark, marked, memory, alias, forget)
+    for each in (sync, item, fetch, spread, seed, state, set_state, group, ungroup, mark, marked, memory, alias, function, start, result, drop)
 }

@@ -14,14 +14,16 @@ import msgspec
 import torch
 
 __all__ = [
-    "CALL", "FREE", "HEAD", "IDS", "LINE", "MESSAGE", "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
-    "decode", "dtype_of", "encode", "pack", "unpack",
+    "CALL", "FREE", "HEAD", "LINE", "MESSAGE", "SMALL", "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
+    "decode", "dtype_of", "encode", "pack", "pack_fault", "unpack", "unpack_fault",
 ]  # fmt: skip
 
 HEAD = struct.Struct("<H")
-IDS = struct.Struct("<HH")
 FREE, MESSAGE, LINE, CALL = 0, 1, 2, 16
 """What a frame begins with: ids to forget, a message, the program's line; from CALL on, the number of a template."""
+
+SMALL = 1 << 16
+"""Up to so many bytes a tensor comes back on the line between master and worker, beyond that on the native channel."""
 
 Form = list[Any]
 """An argument in a template, by its first element: ``t`` a tensor, ``f`` a float and ``i`` an integer that come with
@@ -100,6 +102,14 @@ class Answer(msgspec.Struct, array_like=True):
     number: int
     said: Any = None
     fault: Fault | None = None
+
+
+def pack_fault(fault: Fault) -> bytes:
+    return _encode(fault)
+
+
+def unpack_fault(packed: bytes) -> Fault:
+    return msgspec.msgpack.decode(packed, type=Fault)
 
 
 _encode = msgspec.msgpack.Encoder().encode

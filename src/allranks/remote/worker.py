@@ -8,6 +8,7 @@ whatever uses a poisoned tensor is poisoned by the same fault. The worker goes o
 
 from __future__ import annotations
 
+import functools
 import struct
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,24 +18,19 @@ import msgspec
 import torch
 
 from allranks.remote import wire
-from allranks.remote.orders import ORDERS, Shop
+from allranks.remote.faults import Poison, Spoilt
+from allranks.remote.orders import OPERATIONS, ORDERS, Shop
 from allranks.remote.wire import Answer, Ask, Define, Fault, Form, Hold, Meta, Order, Program
 
 if TYPE_CHECKING:
     from allranks.remote.meet import Post
 
-__all__ = ["Interpreter", "Poison", "describe", "serve"]
+__all__ = ["Interpreter", "describe", "serve"]
 
 _NUMBERS = {"f": "d", "i": "q"}
 _CHUNK = 1 << 18
 
 Slots = dict[int, Any]
-
-
-class Poison(NamedTuple):
-    """Stands where a tensor would be, had nothing gone wrong."""
-
-    fault: Fault
 
 
 class _Template(NamedTuple):
@@ -156,6 +152,12 @@ class Interpreter:
         assert isinstance(held, torch.Tensor)
         return held
 
+    def keep(self, results: list[Any]) -> None:
+        """Holds results until the master says under which ids."""
+        self._asked = results
+
+    describe = staticmethod(describe)
+
     def spoil(self, tensors: Sequence[Any], slots: Slots, poison: Poison) -> None:
         """Poisons whatever shares memory with tensors."""
         storages = {each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)}
@@ -168,6 +170,8 @@ class Interpreter:
         ids = struct.unpack_from(f"<{template.inputs + template.outputs}I", buffer, at)
         inputs = [slots.get(each) for each in ids[: template.inputs]]
         poison = next((each for each in inputs if type(each) is Poison), None)
+        if isinstance(error, Spoilt):
+            poison = Poison(error.fault)
         if poison is None:
             poison = Poison(self.fault(template.name, error))
             self.unheard.append(poison.fault)
@@ -189,7 +193,7 @@ class Interpreter:
                 tensor = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
                 if len(data):
                     flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-                    flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                    flat.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
                 self.slots[id] = tensor.to(self.device)
             case Program():
                 self._table[message.number] = self._program(message)
@@ -197,6 +201,7 @@ class Interpreter:
                 self._obey(name, number, said, data)
 
     def _obey(self, name: str, number: int, said: dict[str, Any], data: memoryview) -> None:
+        line, self._line = self._line, said.pop("line", 0)
         try:
             if name == "keep":
                 kept = zip(said["ids"], self._asked, strict=True)
@@ -205,8 +210,11 @@ class Interpreter:
                 return
             result = ORDERS[name](self, data, **said)
         except Spoilt as spoilt:
-            self._heard(spoilt.fault)
-            self.answer(number, None, spoilt.fault)
+            if number:
+                self._heard(spoilt.fault)
+                self.answer(number, None, spoilt.fault)
+            for each in said.get("outputs", ()):
+                self.slots[each] = Poison(spoilt.fault)
         except Exception as error:
             fault = self.fault(name, error)
             if number:
@@ -218,6 +226,11 @@ class Interpreter:
         else:
             if number:
                 self.answer(number, result)
+            if (afterwards := self.shop.afterwards) is not None:
+                self.shop.afterwards = None
+                afterwards()
+        finally:
+            self._line = line
 
     def _heard(self, fault: Fault) -> None:
         if fault in self.unheard:
@@ -256,8 +269,7 @@ class Interpreter:
     def _resolve(self, name: str) -> Any:
         space, _, rest = name.partition("::")
         if space == "allranks":
-            method = ORDERS[rest]
-            return lambda *args, **kwargs: method(self, *args, **kwargs)
+            return functools.partial(OPERATIONS[rest][0], self)
         base, _, overload = rest.partition(".")
         return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
 
@@ -366,18 +378,11 @@ class Interpreter:
         return _Template("a captured step", program.inputs, len(program.outputs), layout.size, (), run)
 
 
-class Spoilt(Exception):
-    """A poisoned tensor was asked for."""
-
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-
-
 def _changes(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int]:
     """Which of the tensors that a template takes the operator writes to."""
-    schema = getattr(op, "_schema", None)
-    if schema is None:
-        return []
+    if isinstance(op, functools.partial):
+        return list(range(_count(args[0]))) if OPERATIONS[op.func.__name__][1] else []
+    schema = op._schema
     by_name = {each.name: each for each in schema.arguments}
     given = [*zip(schema.arguments, args, strict=False), *((by_name[name], form) for name, form in kwargs.items())]
     found, seen = [], 0
