@@ -69,7 +69,7 @@ class Future:
             metas, where, pickled = master.wait(self._number, place.ranks[0], "remote function", timeout_s=timeout)
         except TimeoutError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, result() raises it, also the next time
             self._error, self._done = error, True
             return
         sigs = [signature(wire.dtype_of(dtype), shape, strides) for dtype, shape, strides, _ in metas]

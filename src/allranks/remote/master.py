@@ -26,7 +26,7 @@ from allranks.remote.faults import RemoteError, WorkerLost
 from allranks.remote.functions import RemoteFunction
 from allranks.remote.groups import Group
 from allranks.remote.lines import here, line_of
-from allranks.remote.signature import Facts, Signature, facts, flatten, indexes_by_mask, infer, signature
+from allranks.remote.signature import OURS, Facts, Signature, facts, flatten, indexes_by_mask, infer, signature
 from allranks.remote.tensor import Call, Place, RemoteTensor, form, make, operands
 from allranks.remote.wire import Answer, Ask, Define, Hold, Meta, Order
 
@@ -123,7 +123,16 @@ class Master:
         return self._tell(place, key, *known)
 
     def _tell(
-        self, place: Place, key: Any, op: Any, args: Any, kwargs: Any, values: Any, results: Any, resized: Any, checked: Any
+        self,
+        place: Place,
+        key: Any,
+        op: Any,
+        args: Any,
+        kwargs: Any,
+        values: Any,
+        results: Any,
+        resized: Any,
+        checked: Any,
     ) -> Call:
         if self._templates == _MOST_TEMPLATES:
             for each in handles._places:
@@ -146,12 +155,19 @@ class Master:
         name = op if isinstance(op, str) else facts(op).name
         self.put(place, Define(number, name, args, kwargs, metas, checked))
         outputs = sum(each is not None for each in metas)
-        called = Call(number, None if isinstance(op, str) else facts(op), values, results, outputs, resized)
+        called = Call(number, OURS if isinstance(op, str) else facts(op), values, results, outputs, resized)
         place.calls[key] = called
         return called
 
     def prepare(
-        self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], key: Any, place: Place, refs: list[Any], values: list[Any]
+        self,
+        op: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        key: Any,
+        place: Place,
+        refs: list[Any],
+        values: list[Any],
     ) -> Call | Asked:
         """A call that has not been made before on this place, or the result where it cannot be foreseen."""
         self.check(place)
@@ -167,8 +183,8 @@ class Master:
         if trust is not False:
             try:
                 foreseen = self._foresee(op, about, args, kwargs)
-            except Exception:
-                trust = False  # the worker says what is wrong, or does it all the same
+            except Exception:  # noqa: BLE001 - the worker says what is wrong, or does it all the same
+                trust = False
         if trust:
             assert foreseen is not None
             return self.define(place, key, op, forms, named, values, *foreseen, False)
@@ -197,7 +213,16 @@ class Master:
         return _arrange(about, counts_of(about, result), metas, changed)
 
     def _ask(
-        self, op: Any, about: Facts, args: Any, kwargs: Any, forms: Any, named: Any, place: Place, refs: Any, values: Any
+        self,
+        op: Any,
+        about: Facts,
+        args: Any,
+        kwargs: Any,
+        forms: Any,
+        named: Any,
+        place: Place,
+        refs: Any,
+        values: Any,
     ) -> tuple[Any, Any]:
         """Has an operator run at once; what it returned, and how that looks."""
         self.refuse_recording(f"{about.name} needs an answer from the workers")
@@ -338,7 +363,7 @@ class Master:
 
     def hold(self, place: Place, ref: Any, sig: Signature, dense: torch.Tensor) -> None:
         """Sends a tensor's data."""
-        self.put(place, Hold(ref.id, sig.meta), memoryview(flat(dense).numpy()) if dense.numel() else None)
+        self.put(place, Hold(ref.id, sig.meta), flat(dense).numpy().data if dense.numel() else None)
 
     def item(self, x: RemoteTensor) -> Any:
         self.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
@@ -390,7 +415,7 @@ class Master:
     def show(self, x: RemoteTensor) -> str:
         """How a handle is printed."""
         if len(x._place.ranks) > 1:
-            each = ",\n".join(f"  worker {rank}: {self.shard(x.detach(), rank)!r}" for rank in x._place.ranks)
+            each = ",\n".join(f"  worker {rank}: {self.shard(x, rank).detach()!r}" for rank in x._place.ranks)
             return f"group tensor(\n{each})"
         inner = repr(self.fetch(x))
         grad = (
@@ -418,7 +443,12 @@ class Master:
         return made
 
     def invoke(
-        self, place: Place, name: str, tensors: Sequence[RemoteTensor], said: Sequence[Any], results: Sequence[Signature] = ()
+        self,
+        place: Place,
+        name: str,
+        tensors: Sequence[RemoteTensor],
+        said: Sequence[Any],
+        results: Sequence[Signature] = (),
     ) -> list[RemoteTensor]:
         """Queues an operation of ours, one of ``orders.OPERATIONS``."""
         key = (name, *said[:3], len(tensors), *(each._sig for each in tensors), *results)
@@ -428,7 +458,7 @@ class Master:
             new = [("new", sig, which, False, 0) for which, sig in enumerate(results)]
             call = self.define(place, key, f"allranks::{name}", forms, {}, [], new, [], False)
         refs = [each._ref for each in tensors]
-        made = place.call(place.target, here(), call.number, refs, call.outputs, None)
+        made: Any = place.call(place.target, here(), call.number, refs, call.outputs, None)
         made = [made] if len(results) == 1 else made or []
         return [make(place, sig, ref) for sig, ref in zip(results, made, strict=True)]
 
@@ -450,7 +480,9 @@ class Master:
         Raises:
             RemoteError: something has failed that nothing has told of yet.
         """
-        places = [place] if place is not None else [self.places[(each,)] for each in self.lines if each not in self.lost]
+        places = (
+            [place] if place is not None else [self.places[(each,)] for each in self.lines if each not in self.lost]
+        )
         asked = []
         for each in places:
             self.check(each)
@@ -481,7 +513,9 @@ class Master:
         if place is None or len(wanted) == 1 or isinstance(place.calls, Gone):
             free = [each for each in range(_LAST_INDEX, max(self.lines), -1) if handles._places[each] is None]
             if not free:
-                raise UsageError(f"group: there are {_LAST_INDEX - max(self.lines)} groups, and torch knows no more devices")
+                raise UsageError(
+                    f"group: there are {_LAST_INDEX - max(self.lines)} groups, and torch knows no more devices"
+                )
             place = self.place(wanted, free[0]) if len(wanted) > 1 else self.places[wanted]
         self.check(place)
         return Group(place)

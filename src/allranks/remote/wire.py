@@ -14,7 +14,8 @@ import msgspec
 import torch
 
 __all__ = [
-    "CALL", "FREE", "HEAD", "LINE", "MESSAGE", "SMALL", "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
+    "CALL", "FREE", "HEAD", "LINE", "MESSAGE", "SMALL",
+    "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
     "decode", "dtype_of", "encode", "pack", "pack_fault", "unpack", "unpack_fault",
 ]  # fmt: skip
 
@@ -35,7 +36,12 @@ Meta = tuple[str, list[int], list[int], int]
 
 
 class Define(msgspec.Struct, tag="define", array_like=True):
-    """A template. Its results: None nothing is kept, a meta a new tensor; `checked`: compare with the metas each time."""
+    """A template.
+
+    Attributes:
+        results: for each value returned: a meta where it is a new tensor, None where nothing is kept.
+        checked: compare with the metas each time, not only the first.
+    """
 
     number: int
     op: str

@@ -47,7 +47,7 @@ def describe(tensor: torch.Tensor) -> Meta:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided:
         raise TypeError(f"the result is {tensor.layout}: only strided tensors can live on a worker")
-    return (dtype, list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+    return (dtype, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()))
 
 
 def flatten(result: Any) -> list[Any]:
@@ -98,7 +98,7 @@ class Interpreter:
                     return at
                 try:
                     template.run(slots, buffer, at + 2)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - it goes to whoever uses the result
                     self._fail(template, slots, buffer, at + 2, error)
                 at = after
             elif number == wire.FREE:
@@ -215,7 +215,7 @@ class Interpreter:
                 self.answer(number, None, spoilt.fault)
             for each in said.get("outputs", ()):
                 self.slots[each] = Poison(spoilt.fault)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the master raises it
             fault = self.fault(name, error)
             if number:
                 self.answer(number, None, fault)
@@ -239,7 +239,7 @@ class Interpreter:
     def _ask(self, ask: Ask) -> None:
         """Runs an operator whose results only the data can tell."""
         op = self._resolve(ask.op)
-        inputs = [self.slots.get(each) for each in ask.inputs]
+        inputs: list[Any] = [self.slots.get(each) for each in ask.inputs]
         changes = _changes(op, ask.args, ask.kwargs)
         poison = next((each for each in inputs if type(each) is Poison), None)
         said: Any = None
@@ -257,8 +257,7 @@ class Interpreter:
                 metas = [describe(each) if isinstance(each, torch.Tensor) else each for each in results]
                 said = [metas, {each: describe(inputs[each]) for each in changes}, counts]
                 self._asked = results
-            except Exception as error:
-                # Nothing depends on it: the master raises it at once, where it was called.
+            except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
                 self.answer(ask.number, None, self.fault(ask.op, error)) if ask.first == self.rank else None
                 return
         if ask.first == self.rank:
@@ -323,7 +322,9 @@ class Interpreter:
                 lines.append(f"r = flatten({call})")
                 for each, meta in enumerate(define.results):
                     if meta is not None:
-                        lines.append(f"S[o{each}] = settle(r[{each}], {each}, R)" if checked else f"S[o{each}] = r[{each}]")
+                        lines.append(
+                            f"S[o{each}] = settle(r[{each}], {each}, R)" if checked else f"S[o{each}] = r[{each}]"
+                        )
             own = {**space, "R": define.results}
             exec(f"def run(S, B, at):\n  {(chr(10) + '  ').join(lines)}", own)
             return own["run"]  # type: ignore[no-any-return]
@@ -345,10 +346,10 @@ class Interpreter:
         dtype, shape, strides, _ = metas[which]
         if not isinstance(result, torch.Tensor):
             raise TypeError(f"result {which} is {result!r}, where the master expects a tensor")
-        if list(result.stride()) == strides and list(result.shape) == shape:
-            if str(result.dtype) == f"torch.{dtype}":
-                return result
-        if list(result.shape) != shape or str(result.dtype) != f"torch.{dtype}" or result._is_view():
+        same = list(result.shape) == shape and str(result.dtype) == f"torch.{dtype}"
+        if same and list(result.stride()) == strides:
+            return result
+        if not same or result._is_view():
             raise RuntimeError(
                 f"result {which} is {describe(result)}, where the master expects {metas[which]}: "
                 "please report this operator"
@@ -385,7 +386,8 @@ def _changes(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int
     schema = op._schema
     by_name = {each.name: each for each in schema.arguments}
     given = [*zip(schema.arguments, args, strict=False), *((by_name[name], form) for name, form in kwargs.items())]
-    found, seen = [], 0
+    found: list[int] = []
+    seen = 0
     for argument, form in given:
         count = _count(form)
         if argument.alias_info is not None and argument.alias_info.is_write:
