@@ -187,8 +187,7 @@ void Outbox::call(int target, uint32_t line, uint16_t code, std::span<const uint
   if (code < kFirstTemplate) throw std::invalid_argument("no template has the number " + std::to_string(code));
   Hold hold(*this);
   existing(target);
-  // Between two frames of a piece nothing has become pending.
-  if (open_ != target || begin_ == end_) wait_for_room(target, hold, caller);
+  if (open_ != target || !has_room_) wait_for_room(target, hold, caller);
   const bool told = open_ == target && line_ == line;
   tell_frees(target);
   if (!told) tell_line(target, line);
@@ -258,7 +257,10 @@ void Outbox::wait_for_room(int target, Hold& hold, Caller& caller) {
     return std::any_of(numbers.begin(), numbers.end(),
                        [&](int number) { return workers_[static_cast<size_t>(number)].pending > limit; });
   };
-  if (!over(limit_bytes_)) return;
+  if (!over(limit_bytes_)) {
+    has_room_ = true;
+    return;
+  }
   sweep();  // others' frames are not to wait with us
   urgent_ = true;
   hold.let_go();  // which rings
@@ -307,6 +309,7 @@ void Outbox::seal() {
 }
 
 void Outbox::enqueue(int target, const Piece& piece) {
+  has_room_ = false;
   for (const int number : targets_[static_cast<size_t>(target)].workers) {
     Worker& w = workers_[static_cast<size_t>(number)];
     if (w.gone()) continue;

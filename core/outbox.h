@@ -138,8 +138,9 @@ class Outbox {
   int open_ = -1;      // the piece's target
   int64_t line_ = -1;  // that all of its workers have been told; -1: unknown
 
-  bool queued_ = false;  // something that only sweep() sends
-  bool urgent_ = false;  // something that the thread is to be woken for, though its time has not come
+  bool has_room_ = false;  // the open target, for all that is known: nothing has become pending since it was looked
+  bool queued_ = false;    // something that only sweep() sends
+  bool urgent_ = false;    // something that the thread is to be woken for, though its time has not come
   bool closed_ = false;
   Sleep sleep_ = Sleep::none;
   sys::Fd bell_;
