@@ -100,12 +100,8 @@ Outbox::Outbox(int64_t delay_ns, size_t chunk_bytes, size_t limit_bytes)
   thread_ = std::thread([this] { run(); });
 }
 
-Outbox::~Outbox() {
-  close();
-  if (!thread_.joinable()) return;
-  thread_.detach();  // a child's copy: it runs in the parent only
-  // Its destructor would wait for the parent's waiters, for ever.
-  new (&changed_) std::condition_variable;
+void Outbox::Disposer::operator()(Outbox* outbox) const noexcept {
+  if (outbox->forks_ == forks()) delete outbox;
 }
 
 void Outbox::check() const {

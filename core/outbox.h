@@ -39,8 +39,13 @@ class Outbox {
 
   // delay_ns: how long a frame may wait for others. limit_bytes: from how many on callers wait for a worker.
   Outbox(int64_t delay_ns, size_t chunk_bytes, size_t limit_bytes);
-  ~Outbox();
+  ~Outbox() { close(); }
   Outbox(const Outbox&) = delete;
+
+  // Lets a forked child's copy be: the parent's thread may just have been changing what a destructor goes through.
+  struct Disposer {
+    void operator()(Outbox* outbox) const noexcept;
+  };
 
   // The sockets stay the caller's, who keeps them open until the worker is lost or replaced, or the outbox closed.
   int add(int fd);
