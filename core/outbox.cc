@@ -33,6 +33,10 @@ constexpr size_t kMostFreed = std::numeric_limits<uint16_t>::max();
 constexpr size_t kLongestMessage = std::numeric_limits<uint32_t>::max();
 constexpr size_t kMostPieces = 64;      // of one system call
 constexpr size_t kMostBytes = 1 << 20;  // about
+// A longer piece is never copied. One for a worker that does not read would keep the memory of the others' frames
+// around it, which may be a hundred times as much.
+constexpr size_t kShort = 1 << 10;
+constexpr size_t kOwn = 1 << 14;
 constexpr auto kInterruptible = std::chrono::milliseconds(100);
 
 // How many forks lie between the first process that asked and this one. A child has none of its parent's threads, and
@@ -310,11 +314,26 @@ void Outbox::enqueue(int target, const Piece& piece) {
     Worker& w = workers_[static_cast<size_t>(number)];
     if (w.gone()) continue;
     w.pending += piece.end - piece.begin;
-    if (!w.queue.empty() && w.queue.back().memory == piece.memory && w.queue.back().end == piece.begin) {
-      w.queue.back().end = piece.end;
-    } else {
-      w.queue.push_back(piece);
-    }
+    w.append(w.full && piece.end - piece.begin <= kShort ? w.copy(piece) : piece);
+  }
+}
+
+Outbox::Piece Outbox::Worker::copy(const Piece& piece) {
+  const size_t bytes = piece.end - piece.begin;
+  if (memory == nullptr || kOwn - end < bytes) {
+    memory.reset(new std::byte[kOwn]);
+    end = 0;
+  }
+  std::memcpy(memory.get() + end, piece.memory.get() + piece.begin, bytes);
+  end += bytes;
+  return {memory, end - bytes, end};
+}
+
+void Outbox::Worker::append(Piece piece) {
+  if (!queue.empty() && queue.back().memory == piece.memory && queue.back().end == piece.begin) {
+    queue.back().end = piece.end;
+  } else {
+    queue.push_back(std::move(piece));
   }
 }
 

@@ -91,6 +91,10 @@ class Outbox {
     bool lost = false;     // by its owner's word
     bool full = false;     // its socket
     bool sending = false;  // somebody writes from its queue, without the lock
+    Memory memory;         // of its own, while its socket is full, for short pieces
+    size_t end = 0;        // of what is used of it
+    Piece copy(const Piece& piece);
+    void append(Piece piece);
     bool gone() const { return lost || failure != 0; }
   };
   struct Target {

@@ -37,11 +37,13 @@ def connected(count: int = 1, **options: int) -> Iterator[tuple[Outbox, list[soc
 
 
 def read(worker: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        data += (part := worker.recv(count - len(data)))
-        assert part, "the stream has ended"
-    return data
+    data = bytearray(count)
+    rest = memoryview(data)
+    while rest:
+        size = worker.recv_into(rest)
+        assert size > 0, "the stream has ended"
+        rest = rest[size:]
+    return bytes(data)
 
 
 def words(*numbers: int) -> bytes:
@@ -192,6 +194,33 @@ def test_a_wait_for_a_worker_ends_with_ctrl_c() -> None:
             assert outbox.pending(0) == 0
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_worker_that_does_not_read_keeps_no_memory_of_the_others_frames() -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    with connected(2) as (outbox, workers):
+        slow, quick = outbox.target([0]), outbox.target([1])
+        outbox.put(slow, bytes(1 << 20))
+        outbox.flush()
+        payload, count = bytes(4000), 20_000
+
+        def drain() -> None:
+            for _ in range(count):
+                read(workers[1], HEAD.size + len(payload))
+
+        reader = threading.Thread(target=drain)
+        reader.start()
+        before = resident()
+        for _ in range(count):
+            outbox.call(slow, 1, 16, (), 0)
+            outbox.put(quick, payload)
+        outbox.flush()
+        reader.join()
+        assert resident() - before < count * len(payload) / 2
+        assert outbox.pending(0) > count
 
 
 def test_a_replaced_worker_begins_anew() -> None:
