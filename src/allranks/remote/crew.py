@@ -110,11 +110,20 @@ class Crew:
         while self._thread.is_alive() and len(self.ended) < self.size and time.monotonic() < until:
             time.sleep(_LOOK_S)
         while self._thread.is_alive() and self._job.supervisor is None:
+            for host in self._job.fleet:  # which the thread waits for
+                if host.process is not None:
+                    host.process.terminate()
             time.sleep(_LOOK_S)
         if self._thread.is_alive():
             assert self._job.supervisor is not None
             self._job.supervisor.kill()
             self._thread.join()
+
+    def abandon(self) -> None:
+        """In a forked child: closes what is the parent's, whose end the hosts could not see else."""
+        for host in self._job.fleet:
+            if host.link is not None:
+                host.link.close()
 
 
 def describe_end(status: int | str) -> str:

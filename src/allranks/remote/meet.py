@@ -270,6 +270,9 @@ class Workers:
         """In a forked child: the workers are the parent's."""
         for line in self.lines:
             line.socket.close()
+        self._house.abandon()
+        if self._crew is not None:
+            self._crew.abandon()
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -436,17 +439,16 @@ class _House:
         salt = secrets.token_hex(16)
         token = store_secret(load_secret(), salt) if derived else secrets.token_hex(32).encode()
         name = f"allranks-{secrets.token_hex(16)}"
-        self._server = StoreServer.unix(token).start()
-        self._door: Door | None = None
-        try:
+        with contextlib.ExitStack() as opened:
+            self._server = opened.enter_context(StoreServer.unix(token).start())
             stores = self._server.listen_to_other_hosts() if far else []
             addresses = published_addresses() if far else ()
             self._door = Door(addresses, 0, token, name)
+            opened.callback(self._door.close)
             self.board = Board(StoreClient.connect(self._server.address, token), me)
+            opened.callback(self.board.close)
             self.board.enter()
-        except BaseException:
-            self.close()
-            raise
+            self._opened = opened.pop_all()
         self.spot = Spot(
             *(me.machine, self._server.address, name, tuple(stores), addresses, self._door.port, me.world_size),
             "" if derived else token.decode(),
@@ -484,7 +486,6 @@ class _House:
 
     def let_in(self, welcome: _Welcome, missing: Sequence[int]) -> dict[int, Line]:
         """Who has come through the door; waits a moment for somebody to do so."""
-        assert self._door is not None
         found: dict[int, Line] = {}
         select.select([self._door.wake], [], [], _LOOK_S)
         for sock in self._door.take():
@@ -501,10 +502,11 @@ class _House:
 
     def close(self) -> None:
         """Closes all of it."""
-        if hasattr(self, "board"):
-            self.board.close()
-        if self._door is not None:
-            self._door.close()
+        self._opened.close()
+
+    def abandon(self) -> None:
+        """In a forked child: closes what is the parent's."""
+        self._door.abandon()
         self._server.close()
 
 
@@ -566,7 +568,7 @@ def _enter(spot: Spot, me: Member, local_rank: int, timeout_s: float) -> Post:
     board = Board(_reach(spot, near, secret, timeout_s), me)
     board.enter()
     hosts = nearest_first(spot.addresses)
-    sock = dial([(f"@{spot.door}", 0)] if near else [(host, spot.port) for host in hosts], secret, until)
+    sock = dial([(f"@{spot.door}", 0)] if near else [(host, spot.port) for host in hosts], secret, until, whom="master")
     try:
         _say(sock, _Hello(me))
         welcome = _receive(sock, _Welcome, until)
