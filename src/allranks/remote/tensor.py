@@ -170,8 +170,8 @@ class RemoteTensor(torch.Tensor):
         raise BufferError(f"the data is on {self._place}: use Tensor.cpu() first")
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
