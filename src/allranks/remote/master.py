@@ -71,6 +71,7 @@ class Master:
         self._known: dict[Any, tuple[Any, ...]] = {}
         self._links: dict[tuple[int, ...], str] = {}
         self._made = 0
+        self._told: set[tuple[int, int]] = set()  # the faults that have been raised
         self._groups: dict[str, ProcessGroup] = {}
         self.recorder: Any = None
         self.closed = False
@@ -288,6 +289,7 @@ class Master:
                 self._hear(rank, deadline, what)
             answer = self._answers.pop((rank, number))
         if answer.fault is not None:
+            self._told.add((answer.fault.rank, answer.fault.serial))
             raise RemoteError.of(answer.fault, line_of(answer.fault.line), raw)
         return answer.said
 
@@ -489,10 +491,12 @@ class Master:
             number = self.next()
             self.put(each, Order("sync", number, {}))
             asked += [(number, rank) for rank in each.ranks]
-        faults = [fault for number, rank in asked for fault in self.wait(number, rank, "synchronize")]
-        if faults:
-            fault = msgspec.convert(faults[0], wire.Fault)
-            raise RemoteError.of(fault, line_of(fault.line), False, len(faults) - 1)
+        said = [fault for number, rank in asked for fault in self.wait(number, rank, "synchronize")]
+        faults = [msgspec.convert(each, wire.Fault) for each in said]
+        new = [each for each in faults if (each.rank, each.serial) not in self._told]
+        self._told -= {(each.rank, each.serial) for each in faults}
+        if new:
+            raise RemoteError.of(new[0], line_of(new[0].line), False, len(new) - 1)
 
     # What users call.
 
