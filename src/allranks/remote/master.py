@@ -297,7 +297,10 @@ class Master:
         if rank in self.lost:
             raise WorkerLost(self.lost[rank])
         line, heard = self.lines[rank], self._heard[rank]
+        left = deadline - time.monotonic()
         try:
+            if left < _LOOK_S:
+                line.socket.settimeout(max(left, 1e-3))
             part = line.socket.recv(1 << 18)
         except builtins.TimeoutError:
             if time.monotonic() < deadline:
@@ -309,6 +312,9 @@ class Master:
             ) from None
         except OSError:
             part = b""
+        finally:
+            if left < _LOOK_S:
+                line.socket.settimeout(_LOOK_S)
         if not part:
             self.lose(rank)
             raise WorkerLost(self.lost[rank])
