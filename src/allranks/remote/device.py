@@ -48,7 +48,9 @@ def register() -> None:
     _registered.append(library)
     explicit = torch.library.Library("aten", "IMPL")
     for key in ("PrivateUse1", "Lazy"):
-        explicit.impl("_copy_from", lambda *args, **kwargs: dispatch(torch.ops.aten._copy_from.default, args, kwargs), key)
+        explicit.impl(
+            "_copy_from", lambda *args, **kwargs: dispatch(torch.ops.aten._copy_from.default, args, kwargs), key
+        )
     _registered.append(explicit)
 
 

@@ -123,7 +123,16 @@ class Master:
         return self._tell(place, key, *known)
 
     def _tell(
-        self, place: Place, key: Any, op: Any, args: Any, kwargs: Any, values: Any, results: Any, resized: Any, checked: Any
+        self,
+        place: Place,
+        key: Any,
+        op: Any,
+        args: Any,
+        kwargs: Any,
+        values: Any,
+        results: Any,
+        resized: Any,
+        checked: Any,
     ) -> Call:
         if self._templates == _MOST_TEMPLATES:
             for each in handles._places:
@@ -151,7 +160,14 @@ class Master:
         return called
 
     def prepare(
-        self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], key: Any, place: Place, refs: list[Any], values: list[Any]
+        self,
+        op: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        key: Any,
+        place: Place,
+        refs: list[Any],
+        values: list[Any],
     ) -> Call | Asked:
         """A call that has not been made before on this place, or the result where it cannot be foreseen."""
         self.check(place)
@@ -197,7 +213,16 @@ class Master:
         return _arrange(about, counts_of(about, result), metas, changed)
 
     def _ask(
-        self, op: Any, about: Facts, args: Any, kwargs: Any, forms: Any, named: Any, place: Place, refs: Any, values: Any
+        self,
+        op: Any,
+        about: Facts,
+        args: Any,
+        kwargs: Any,
+        forms: Any,
+        named: Any,
+        place: Place,
+        refs: Any,
+        values: Any,
     ) -> tuple[Any, Any]:
         """Has an operator run at once; what it returned, and how that looks."""
         self.refuse_recording(f"{about.name} needs an answer from the workers")
@@ -418,7 +443,12 @@ class Master:
         return made
 
     def invoke(
-        self, place: Place, name: str, tensors: Sequence[RemoteTensor], said: Sequence[Any], results: Sequence[Signature] = ()
+        self,
+        place: Place,
+        name: str,
+        tensors: Sequence[RemoteTensor],
+        said: Sequence[Any],
+        results: Sequence[Signature] = (),
     ) -> list[RemoteTensor]:
         """Queues an operation of ours, one of ``orders.OPERATIONS``."""
         key = (name, *said[:3], len(tensors), *(each._sig for each in tensors), *results)
@@ -450,7 +480,9 @@ class Master:
         Raises:
             RemoteError: something has failed that nothing has told of yet.
         """
-        places = [place] if place is not None else [self.places[(each,)] for each in self.lines if each not in self.lost]
+        places = (
+            [place] if place is not None else [self.places[(each,)] for each in self.lines if each not in self.lost]
+        )
         asked = []
         for each in places:
             self.check(each)
@@ -481,7 +513,9 @@ class Master:
         if place is None or len(wanted) == 1 or isinstance(place.calls, Gone):
             free = [each for each in range(_LAST_INDEX, max(self.lines), -1) if handles._places[each] is None]
             if not free:
-                raise UsageError(f"group: there are {_LAST_INDEX - max(self.lines)} groups, and torch knows no more devices")
+                raise UsageError(
+                    f"group: there are {_LAST_INDEX - max(self.lines)} groups, and torch knows no more devices"
+                )
             place = self.place(wanted, free[0]) if len(wanted) > 1 else self.places[wanted]
         self.check(place)
         return Group(place)

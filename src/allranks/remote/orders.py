@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OPERATIONS", "ORDERS", "Shop"]
 
+
 class Shop:
     """What orders work with: the groups of this worker, its clocks."""
 
@@ -62,7 +63,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spread(
-    worker: Interpreter, data: memoryview, link: str, root: int, id: int, meta: wire.Meta, sends: bool, outputs: list[int]
+    worker: Interpreter,
+    data: memoryview,
+    link: str,
+    root: int,
+    id: int,
+    meta: wire.Meta,
+    sends: bool,
+    outputs: list[int],
 ) -> None:
     """A tensor of one worker to all of a group; the sender may be none of them."""
     held = worker.slots[id] if sends else None
@@ -180,6 +188,7 @@ def drop(worker: Interpreter, data: memoryview, call: int) -> None:
 
 # Operations between workers. Whoever is to take part in one and has only poison says so first: the others would wait.
 
+
 def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> None:
     """Sends a tensor without gaps to a link's other end."""
     group, (tensor,) = worker.shop.groups[link], tensors
@@ -289,5 +298,23 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], bool]] = {
 
 ORDERS: dict[str, Callable[..., Any]] = {
     each.__name__: each
-    for each in (sync, item, fetch, spread, seed, state, set_state, group, ungroup, mark, marked, memory, alias, function, start, result, drop)
+    for each in (
+        sync,
+        item,
+        fetch,
+        spread,
+        seed,
+        state,
+        set_state,
+        group,
+        ungroup,
+        mark,
+        marked,
+        memory,
+        alias,
+        function,
+        start,
+        result,
+        drop,
+    )
 }

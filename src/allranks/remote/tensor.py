@@ -71,7 +71,9 @@ class Call:
 
     __slots__ = ("known", "many", "number", "only", "outputs", "pack", "resized", "results", "shift", "view")
 
-    def __init__(self, number: int, known: Facts, values: Sequence[Any], results: list[Any], outputs: int, resized: Any):
+    def __init__(
+        self, number: int, known: Facts, values: Sequence[Any], results: list[Any], outputs: int, resized: Any
+    ):
         self.number = number
         self.known = known
         self.outputs = outputs
@@ -285,9 +287,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
         if kwargs:
             for name, value in kwargs.items():
                 key.append(name)
-                place = _scan(
-                    value, type(value), key, refs, values, place, name in known.numbers, known.floats_matter
-                )
+                place = _scan(value, type(value), key, refs, values, place, name in known.numbers, known.floats_matter)
     except _Plain:
         return run(op, *_lift(op, args, kwargs or {}))
     if place is None:
@@ -300,9 +300,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     if call.resized:
         _unshare(call, args, kwargs or {}, refs)
     try:
-        made = place.call(
-            place.target, here(), call.number, refs, call.outputs, call.pack(*values) if values else None
-        )
+        made = place.call(place.target, here(), call.number, refs, call.outputs, call.pack(*values) if values else None)
     except ValueError:
         raise _apart(known.name, args, kwargs or {}) from None
     only = call.only
@@ -513,7 +511,9 @@ def _select(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         del shape[dim], strides[dim]
         looks = signature(sig.dtype, shape, strides)
         forms = [["t"], ["c", dim], ["i"]]
-        call = place.master.define(place, (op, sig, dim), op, forms, {}, [index], [("new", looks, 0, True, 0)], [], False)
+        call = place.master.define(
+            place, (op, sig, dim), op, forms, {}, [index], [("new", looks, 0, True, 0)], [], False
+        )
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(index))
     return make(place, call.only, made, x._off + index * sig.strides[dim])
 

@@ -323,7 +323,9 @@ class Interpreter:
                 lines.append(f"r = flatten({call})")
                 for each, meta in enumerate(define.results):
                     if meta is not None:
-                        lines.append(f"S[o{each}] = settle(r[{each}], {each}, R)" if checked else f"S[o{each}] = r[{each}]")
+                        lines.append(
+                            f"S[o{each}] = settle(r[{each}], {each}, R)" if checked else f"S[o{each}] = r[{each}]"
+                        )
             own = {**space, "R": define.results}
             exec(f"def run(S, B, at):\n  {(chr(10) + '  ').join(lines)}", own)
             return own["run"]  # type: ignore[no-any-return]
