@@ -324,12 +324,12 @@ class Master:
             self._answers[rank, answer.number] = answer
             del heard[: 4 + length]
 
-    def lose(self, rank: int) -> None:
+    def lose(self, rank: int, how: str | None = None) -> None:
         """A worker is gone: its handles raise `WorkerLost` from now on, and its groups'. Called by any thread."""
         if rank in self.lost:
             return
         line = self.lines[rank]
-        how = self.workers.how_ended(rank)
+        how = self.workers.how_ended(rank) if how is None else how
         self.lost[rank] = f"worker {rank} ({line.host}, pid {line.pid}) is gone{': ' + how if how else ''}"
         self.outbox.lose(self._indices[rank])
         for index, place in enumerate(handles._places):
@@ -546,18 +546,21 @@ class Master:
         return handles.place_of(torch.device("worker", on) if isinstance(on, int) else torch.device(on))
 
     def respawn(self, rank: int) -> None:
-        """Starts a worker in a lost one's place. What was on it is lost; handles of it go on to raise `WorkerLost`.
+        """Starts a new worker in one's place, which is killed if it still lives.
+
+        What was on it is lost: its handles, and its groups', go on to raise `WorkerLost`.
 
         Raises:
-            UsageError: it is not lost, or was started by others.
+            UsageError: there is no such worker, or others have started it and nobody is there who could again.
+            ConfigError: it ended while it was started.
+            JoinError: it did not come in time.
+
+        Cost:
+            a start of Python and an import of torch.
         """
         if rank not in self.lines:
             raise UsageError(f"respawn: there is no worker {rank}; there are 1 to {max(self.lines)}")
-        place = self.places[(rank,)]
-        if rank not in self.lost and self.outbox.failure(self._indices[rank]):
-            self.lose(rank)
-        if rank not in self.lost:
-            raise UsageError(f"respawn: {place} is alive; respawn() is for one that is lost")
+        self.lose(rank, "its place is taken by another")
         self.admit(self.workers.respawn(rank))
 
     @property
