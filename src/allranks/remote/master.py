@@ -64,6 +64,7 @@ class Master:
         self._answers: dict[tuple[int, int], Answer] = {}
         self._heard: dict[int, bytearray] = {}
         self._lock = threading.RLock()
+        self._losing = threading.RLock()
         self._number = 0
         self._templates = wire.CALL
         self._programs = _FIRST_PROGRAM
@@ -235,7 +236,7 @@ class Master:
         number = self.next()
         ids = [each.id for each in refs]
         self.put(place, Ask(number, about.name, forms, named, ids, packed, first))
-        said, changed, counts = self.wait(number, first, about.name, raw=True)
+        said, changed, counts = self.wait(number, first, about.name)
         metas = [
             (wire.dtype_of(each[0]), torch.Size(each[1]), tuple(each[2]), each[3]) if isinstance(each, list) else each
             for each in said
@@ -274,7 +275,7 @@ class Master:
         self.put(self.places[(place.ranks[0],)], Order(name, number, said))
         return self.wait(number, place.ranks[0], name)
 
-    def wait(self, number: int, rank: int, what: str, raw: bool = False, timeout_s: float | None = None) -> Any:
+    def wait(self, number: int, rank: int, what: str, timeout_s: float | None = None) -> Any:
         """Waits for an answer.
 
         Raises:
@@ -284,16 +285,17 @@ class Master:
         """
         self.outbox.flush()
         with self._lock:
-            deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+            timeout_s = self.timeout_s if timeout_s is None else timeout_s
+            deadline = time.monotonic() + timeout_s
             while (rank, number) not in self._answers:
-                self._hear(rank, deadline, what)
+                self._hear(rank, deadline, timeout_s, what)
             answer = self._answers.pop((rank, number))
         if answer.fault is not None:
             self._told.add((answer.fault.rank, answer.fault.serial))
-            raise RemoteError.of(answer.fault, line_of(answer.fault.line), raw)
+            raise RemoteError.of(answer.fault, line_of(answer.fault.line), answer.said == "now")
         return answer.said
 
-    def _hear(self, rank: int, deadline: float, what: str) -> None:
+    def _hear(self, rank: int, deadline: float, timeout_s: float, what: str) -> None:
         if rank in self.lost:
             raise WorkerLost(self.lost[rank])
         line, heard = self.lines[rank], self._heard[rank]
@@ -306,7 +308,7 @@ class Master:
             if time.monotonic() < deadline:
                 return
             raise TimeoutError(
-                f"{what}: worker {rank} ({line.host}, pid {line.pid}) has not answered for {self.timeout_s:g} s"
+                f"{what}: worker {rank} ({line.host}, pid {line.pid}) has not answered for {timeout_s:g} s"
                 f"{_state(line.pid) if line.host == socket.gethostname() else ''}.\n"
                 "  Longer: init_master_worker(timeout=...)"
             ) from None
@@ -326,10 +328,15 @@ class Master:
 
     def lose(self, rank: int, how: str | None = None) -> None:
         """A worker is gone: its handles raise `WorkerLost` from now on, and its groups'. Called by any thread."""
-        if rank in self.lost:
-            return
         line = self.lines[rank]
-        how = self.workers.how_ended(rank) if how is None else how
+        if how is None:
+            how = self.workers.how_ended(rank)
+        with self._losing:
+            if rank not in self.lost and self.lines[rank] is line and not self.closed:
+                self._lose(line, how)
+
+    def _lose(self, line: Line, how: str) -> None:
+        rank = line.rank
         self.lost[rank] = f"worker {rank} ({line.host}, pid {line.pid}) is gone{': ' + how if how else ''}"
         self.outbox.lose(self._indices[rank])
         for index, place in enumerate(handles._places):
@@ -337,18 +344,31 @@ class Master:
                 place.calls = Gone(self.lost[rank])
                 if place.index != rank:
                     handles._places[index] = None
-        self._links = {ranks: name for ranks, name in self._links.items() if rank not in ranks}
+        for ranks in [each for each in self._links if rank in each]:
+            name = self._links.pop(ranks)
+            if (group := self._groups.pop(name, None)) is not None:
+                group.abandon()
+            for other in ranks:
+                if other and other not in self.lost:
+                    self.order(self.places[(other,)], "ungroup", name=name)
 
     def check(self, place: Place) -> None:
         """
         Raises:
             WorkerLost: a worker of the place is gone.
         """
+        self._check_open()
+        if isinstance(place.calls, Gone):
+            raise WorkerLost(place.calls.why)
         for rank in place.ranks:
             if rank not in self.lost and self.outbox.failure(self._indices[rank]):
                 self.lose(rank)
             if rank in self.lost:
                 raise WorkerLost(self.lost[rank])
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise WorkerLost("the workers have been shut down")
 
     def refuse_recording(self, why: str) -> None:
         if self.recorder is not None:
@@ -403,6 +423,9 @@ class Master:
         """The name of a native group of these ranks, where there is none yet a new one."""
         if (name := self._links.get(ranks)) is not None:
             return name
+        for rank in ranks:
+            if rank:
+                self.check(self.places[(rank,)])
         self.refuse_recording("workers meet for the first time")
         self._made += 1
         name = self._links[ranks] = f"{'-'.join(map(str, ranks[:4]))}#{self._made}"
@@ -418,6 +441,7 @@ class Master:
         if rank not in x._place.ranks:
             raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
         place = self.places[(rank,)]
+        self.check(x._place)
         return make(place, x._sig, self.outbox.view(x._ref, place.target), x._off)
 
     def show(self, x: RemoteTensor) -> str:
@@ -516,6 +540,7 @@ class Master:
             UsageError: there are no such workers, or too many groups.
             WorkerLost: one of them is gone.
         """
+        self._check_open()
         wanted = tuple(ranks)
         if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(self.lines):
             raise UsageError(f"group: expected ranks of workers, 1 to {max(self.lines)}, each once, not {list(ranks)}")
@@ -558,9 +583,11 @@ class Master:
         Cost:
             a start of Python and an import of torch.
         """
+        self._check_open()
         if rank not in self.lines:
             raise UsageError(f"respawn: there is no worker {rank}; there are 1 to {max(self.lines)}")
-        self.lose(rank, "its place is taken by another")
+        if rank not in self.lost:
+            self.lose(rank, "its place is taken by another")
         self.admit(self.workers.respawn(rank))
 
     @property
