@@ -6,7 +6,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from launcher_process import Launcher
 
 REMOTE = str(Path(__file__).parents[1] / "remote")
@@ -29,8 +28,6 @@ MASTER = """
     print("here", os.environ["RANK"], sys.argv[1:], flush=True)
     workers.lines[0].socket.sendall(b"sleep")
     os.kill(workers.lines[1].pid, signal.SIGSTOP)
-    if sys.argv[1] == "raise":
-        raise ValueError("of the master's")
     if sys.argv[1] == "wait":
         time.sleep(1000)
 """
@@ -40,15 +37,13 @@ def environ() -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2] / "src"), REMOTE])}
 
 
-@pytest.mark.parametrize("end", ["leave", "raise"])
-def test_workers_serve(launcher: Launcher, end: str) -> None:
+def test_workers_serve(launcher: Launcher) -> None:
     """They may die, come again, and be stopped or busy when the master ends."""
-    done = launcher.script(MASTER, "--mode", "master", "-n", "3", args=(end,), real_torch=True, environ=environ())
-    assert done.lines == [f"[0] here 0 ['{end}']"]
+    done = launcher.script(MASTER, "--mode", "master", "-n", "3", args=("leave",), real_torch=True, environ=environ())
+    assert done.lines == ["[0] here 0 ['leave']"]
     assert "rank 1 (pid " in done.err
     assert "was killed by SIGKILL; the others go on" in done.err
-    assert done.code == (1 if end == "raise" else 0), done.err
-    assert ("ValueError: of the master's" in done.err) == (end == "raise")
+    assert done.code == 0, done.err
 
 
 def test_ctrl_c(launcher: Launcher) -> None:
