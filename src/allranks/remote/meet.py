@@ -52,6 +52,7 @@ SERVE = "allranks.remote.worker:serve"
 
 _TIMEOUT_S = 300.0
 _RESPAWN_S = 60.0
+_PATIENCE_S = 1e6  # the master's script may take long before it calls; a worker ends with its launcher
 _GRACE_S = 1.0  # from the end of its line to that of a worker that does not notice
 _LOOK_S = 0.1
 _HELLO_S = 10.0
@@ -617,7 +618,7 @@ def _choose_device(wanted: str, local_rank: int) -> tuple[str, str]:
 def serve_here() -> NoReturn:
     """What a process does that was started as a worker."""
     try:
-        post = attend()
+        post = attend(_PATIENCE_S)
     except (ConfigError, JoinError) as error:
         print(f"allranks: {error}", file=sys.stderr)
         raise SystemExit(2) from None
