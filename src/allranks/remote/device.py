@@ -17,6 +17,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from allranks._errors import UsageError
 from allranks.remote import tensor as handles
+from allranks.remote.composites import COMPOSITES
 from allranks.remote.tensor import RemoteTensor, dispatch, place_of
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def register() -> None:
     explicit = torch.library.Library("aten", "IMPL")
     for key in ("PrivateUse1", "Lazy"):
         explicit.impl("_copy_from", lambda *args, **kwargs: dispatch(torch.ops.aten._copy_from.default, args, kwargs), key)
+    for name, kernel in COMPOSITES.items():
+        explicit.impl(name, kernel, "AutogradLazy")
     _registered.append(explicit)
 
 

@@ -116,11 +116,16 @@ def alias(worker: Interpreter, data: memoryview, id: int, output: int) -> None:
     worker.slots[output] = worker.slots[id]
 
 
+def kind(worker: Interpreter, data: memoryview) -> str:
+    """The kind of device on which tensors live here."""
+    return worker.device.type
+
+
 def forget(worker: Interpreter, data: memoryview, template: int) -> None:
     worker._table.pop(template, None)
 
 
 ORDERS: dict[str, Callable[..., Any]] = {
     each.__name__: each
-    for each in (sync, item, fetch, seed, state, set_state, group, ungroup, mark, marked, memory, alias, forget)
+    for each in (sync, item, fetch, seed, state, set_state, group, ungroup, mark, marked, memory, alias, kind, forget)
 }
