@@ -7,8 +7,8 @@ the first master of the process starts, not at import.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from allranks._errors import UsageError
 from allranks.remote import tensor as handles
 from allranks.remote.composites import COMPOSITES
+from allranks.remote.modules import apply
 from allranks.remote.tensor import RemoteTensor, dispatch, place_of
 
 if TYPE_CHECKING:
@@ -52,11 +53,25 @@ def register() -> None:
         explicit.impl("_copy_from", lambda *args, **kwargs: dispatch(torch.ops.aten._copy_from.default, args, kwargs), key)
     for name, kernel in COMPOSITES.items():
         explicit.impl(name, kernel, "AutogradLazy")
+    for op in _both():
+        explicit.impl(op, partial(_fallback, op), "Lazy")
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
     _registered.append(explicit)
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(op, args, kwargs)
+
+
+def _both() -> list[Any]:
+    """Operators that torch takes apart for devices of which it knows no kernel, though the workers' have one."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    found = []
+    for full in torch._C._dispatch_get_all_op_names():
+        if full.startswith("aten::") and has(full, "CompositeImplicitAutograd") and has(full, "CPU"):
+            name, _, overload = full.removeprefix("aten::").partition(".")
+            found.append(getattr(getattr(torch.ops.aten, name), overload or "default"))
+    return found
 
 
 def _masters() -> list[Master]:

@@ -109,7 +109,7 @@ class Call:
 class RemoteTensor(torch.Tensor):
     """A tensor whose data is on a worker, or on each worker of a group."""
 
-    __slots__ = ("_off", "_place", "_ref", "_sig")
+    # No slots: `torch.utils.swap_tensors` has to make a handle of a parameter.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     _ref: Any

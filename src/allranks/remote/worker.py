@@ -27,6 +27,7 @@ __all__ = ["Interpreter", "Poison", "describe", "serve"]
 
 _NUMBERS = {"f": "d", "i": "q"}
 _CHUNK = 1 << 18
+_WATCHED = {"mkldnn_rnn_layer"}
 
 Slots = dict[int, Any]
 
@@ -259,7 +260,8 @@ class Interpreter:
             method = ORDERS[rest]
             return lambda *args, **kwargs: method(self, *args, **kwargs)
         base, _, overload = rest.partition(".")
-        return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+        op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+        return _Watched(op) if base in _WATCHED else op
 
     def _value(self, form: Form, tensors: Any, numbers: Any) -> Any:
         if form[0] == "t":
@@ -365,6 +367,18 @@ class Interpreter:
                 slots[id] = own[inner]
 
         return _Template("a captured step", program.inputs, len(program.outputs), layout.size, (), run)
+
+
+class _Watched:
+    """An operator that keeps what its backward needs only where autograd is on."""
+
+    def __init__(self, op: Any) -> None:
+        self._schema = op._schema
+        self._run = op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            return self._run(*args, **kwargs)
 
 
 class Spoilt(Exception):
