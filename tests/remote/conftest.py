@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import pytest
 
-sys.path.insert(0, "/tmp/sp")
+from allranks.remote.master import Master
+from allranks.remote.start import init_master_worker
 
 
 @pytest.fixture(scope="session")
-def mw() -> Iterator[object]:
-    import toy
-
-    master = toy.start(2)
-    yield master
-    master.close()
+def mw() -> Iterator[Master]:
+    with init_master_worker(workers=2, timeout=60) as made:
+        yield made

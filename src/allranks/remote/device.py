@@ -44,23 +44,27 @@ def register() -> None:
             "the device 'worker' cannot be beside it. Start the master in a process that does not import it"
         )
     _setup_privateuseone_for_python_backend("worker", backend_module=_module())
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(_fallback, "PrivateUse1")
-    library.fallback(_fallback, "Lazy")
-    _registered.append(library)
-    explicit = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     for key in ("PrivateUse1", "Lazy"):
-        explicit.impl("_copy_from", lambda *args, **kwargs: dispatch(torch.ops.aten._copy_from.default, args, kwargs), key)
+        library.fallback(_fallback, key)  # type: ignore[no-untyped-call]
+    _registered.append(library)
+    explicit = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for key in ("PrivateUse1", "Lazy"):
+        explicit.impl("_copy_from", _copy_from, key)  # type: ignore[no-untyped-call]
     for name, kernel in COMPOSITES.items():
-        explicit.impl(name, kernel, "AutogradLazy")
+        explicit.impl(name, kernel, "AutogradLazy")  # type: ignore[no-untyped-call]
     for op in _both():
-        explicit.impl(op, partial(_fallback, op), "Lazy")
-    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+        explicit.impl(op, partial(_fallback, op), "Lazy")  # type: ignore[no-untyped-call]
+    torch.nn.Module._apply = apply  # type: ignore[method-assign, assignment]
     _registered.append(explicit)
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(op, args, kwargs)
+
+
+def _copy_from(*args: Any, **kwargs: Any) -> Any:
+    return dispatch(torch.ops.aten._copy_from.default, args, kwargs)
 
 
 def _both() -> list[Any]:

@@ -1,15 +1,37 @@
-"""What the master raises for what went wrong on a worker."""
+"""What goes wrong on a worker: what stands there for a tensor, and what the master raises."""
 
 from __future__ import annotations
 
 import builtins
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from allranks._errors import AllranksError
 from allranks.remote.wire import Fault
 
-__all__ = ["RemoteError", "WorkerLost"]
+__all__ = ["Given", "Poison", "RemoteError", "Spoilt", "WorkerLost"]
+
+
+class Poison(NamedTuple):
+    """Stands where a tensor would be, had nothing gone wrong."""
+
+    fault: Fault
+
+
+class Spoilt(Exception):
+    """A poisoned tensor was asked for."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+
+
+@dataclass(frozen=True)
+class Given:
+    """Stands for a tensor among the pickled arguments of a function."""
+
+    number: int
 
 
 class RemoteError(AllranksError):
@@ -29,12 +51,20 @@ class RemoteError(AllranksError):
 
     @classmethod
     def of(cls, fault: Fault, line: str, raw: bool, more: int = 0) -> Exception:
-        """The exception for a fault; `raw`: of the type that the operator has raised, where that is torch's or Python's."""
+        """The exception for a fault.
+
+        Args:
+            fault: what the worker said.
+            line: of the program.
+            raw: raise what the operator has raised, where that is of a type of torch's or Python's.
+            more: how many others there are.
+        """
         if raw:
             kind = getattr(builtins, fault.kind, None) or getattr(torch, fault.kind, None)
             if isinstance(kind, type) and issubclass(kind, Exception):
                 return kind(fault.error)
-        said = f"{fault.op} failed on worker {fault.rank}{f' (queued at {line})' if line else ''}: {fault.kind}: {fault.error}"
+        where = f" (queued at {line})" if line else ""
+        said = f"{fault.op} failed on worker {fault.rank}{where}: {fault.kind}: {fault.error}"
         if more:
             said += f"\n  and {more} more operations failed."
         made = cls(f"{said}\n  on the worker:\n    " + fault.traceback.rstrip().replace("\n", "\n    "))

@@ -6,22 +6,27 @@ is waited for only where a value, or a shape that depends on one, is needed here
 
 from __future__ import annotations
 
+import builtins
+import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from allranks import _core
-from allranks._errors import AllranksError, TimeoutError, UsageError
+from allranks._errors import TimeoutError, UsageError
 from allranks.remote import tensor as handles
 from allranks.remote import wire
 from allranks.remote.faults import RemoteError, WorkerLost
-from allranks.remote.lines import line_of
-from allranks.remote.signature import Facts, Signature, facts, flatten, indexes_by_mask, infer, signature
+from allranks.remote.functions import RemoteFunction
+from allranks.remote.groups import Group
+from allranks.remote.lines import here, line_of
+from allranks.remote.signature import OURS, Facts, Signature, facts, flatten, indexes_by_mask, infer, signature
 from allranks.remote.tensor import Call, Place, RemoteTensor, form, make, operands
 from allranks.remote.wire import Answer, Ask, Define, Hold, Meta, Order
 
@@ -33,7 +38,8 @@ __all__ = ["Asked", "Master"]
 
 _FIRST_PROGRAM = 0xFFFF
 _MOST_TEMPLATES = 0xF000
-_GROUPS_FROM = 127
+_LAST_INDEX = 127  # torch keeps a device's index in a signed byte
+_LOOK_S = 0.5
 _answers = msgspec.msgpack.Decoder(Answer).decode
 
 
@@ -55,7 +61,7 @@ class Master:
         self.outbox = _core.Outbox()
         self.lines: dict[int, Line] = {}
         self._indices: dict[int, int] = {}  # of a rank in the outbox
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[tuple[int, int], Answer] = {}
         self._heard: dict[int, bytearray] = {}
         self._lock = threading.RLock()
         self._number = 0
@@ -64,16 +70,22 @@ class Master:
         self._trusted: dict[Any, bool] = {}
         self._known: dict[Any, tuple[Any, ...]] = {}
         self._links: dict[tuple[int, ...], str] = {}
+        self._made = 0
+        self._told: set[tuple[int, int]] = set()  # the faults that have been raised
         self._groups: dict[str, ProcessGroup] = {}
         self.recorder: Any = None
+        self.closed = False
         self.lost: dict[int, str] = {}
         self.places: dict[tuple[int, ...], Place] = {}
         for line in workers.lines:
             self.admit(line)
+        workers.on_lost = self.lose
 
     def admit(self, line: Line) -> None:
         """Takes up a worker."""
+        line.socket.settimeout(_LOOK_S)
         self.lines[line.rank] = line
+        self.lost.pop(line.rank, None)
         self._heard[line.rank] = bytearray()
         if line.rank in self._indices:
             self.outbox.replace(self._indices[line.rank], line.socket.fileno())
@@ -98,7 +110,7 @@ class Master:
         """Queues a message."""
         self.outbox.put(place.target, wire.pack(message), data)
 
-    def order(self, place: Place, name: str, **said: Any) -> None:
+    def order(self, place: Place, name: str, /, **said: Any) -> None:
         """Queues an order that is not answered."""
         self.put(place, Order(name, 0, said))
 
@@ -112,7 +124,16 @@ class Master:
         return self._tell(place, key, *known)
 
     def _tell(
-        self, place: Place, key: Any, op: Any, args: Any, kwargs: Any, values: Any, results: Any, resized: Any, checked: Any
+        self,
+        place: Place,
+        key: Any,
+        op: Any,
+        args: Any,
+        kwargs: Any,
+        values: Any,
+        results: Any,
+        resized: Any,
+        checked: Any,
     ) -> Call:
         if self._templates == _MOST_TEMPLATES:
             for each in handles._places:
@@ -135,12 +156,19 @@ class Master:
         name = op if isinstance(op, str) else facts(op).name
         self.put(place, Define(number, name, args, kwargs, metas, checked))
         outputs = sum(each is not None for each in metas)
-        called = Call(number, None if isinstance(op, str) else facts(op), values, results, outputs, resized)
+        called = Call(number, OURS if isinstance(op, str) else facts(op), values, results, outputs, resized)
         place.calls[key] = called
         return called
 
     def prepare(
-        self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], key: Any, place: Place, refs: list[Any], values: list[Any]
+        self,
+        op: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        key: Any,
+        place: Place,
+        refs: list[Any],
+        values: list[Any],
     ) -> Call | Asked:
         """A call that has not been made before on this place, or the result where it cannot be foreseen."""
         self.check(place)
@@ -157,8 +185,8 @@ class Master:
         if trust is not False:
             try:
                 foreseen = self._foresee(op, about, args, kwargs)
-            except Exception:
-                trust = False  # the worker says what is wrong, or does it all the same
+            except Exception:  # noqa: BLE001 - the worker says what is wrong, or does it all the same
+                trust = False
         if trust:
             assert foreseen is not None
             return self.define(place, key, op, forms, named, values, *foreseen, False)
@@ -186,7 +214,16 @@ class Master:
         return _arrange(about, counts_of(about, result), metas, changed)
 
     def _ask(
-        self, op: Any, about: Facts, args: Any, kwargs: Any, forms: Any, named: Any, place: Place, refs: Any, values: Any
+        self,
+        op: Any,
+        about: Facts,
+        args: Any,
+        kwargs: Any,
+        forms: Any,
+        named: Any,
+        place: Place,
+        refs: Any,
+        values: Any,
     ) -> tuple[Any, Any]:
         """Has an operator run at once; what it returned, and how that looks."""
         self.refuse_recording(f"{about.name} needs an answer from the workers")
@@ -195,7 +232,7 @@ class Master:
             if ref.target != place.target:
                 raise handles._apart(about.name, args, kwargs)
         first = place.ranks[0]
-        number = self._next()
+        number = self.next()
         ids = [each.id for each in refs]
         self.put(place, Ask(number, about.name, forms, named, ids, packed, first))
         said, changed, counts = self.wait(number, first, about.name, raw=True)
@@ -225,18 +262,19 @@ class Master:
 
     # What is waited for.
 
-    def _next(self) -> int:
+    def next(self) -> int:
+        """A new number, for an answer."""
         self._number += 1
         return self._number
 
-    def request(self, place: Place, name: str, **said: Any) -> Any:
+    def request(self, place: Place, name: str, /, **said: Any) -> Any:
         """Gives an order and waits for the answer of the place's first worker."""
         self.check(place)
-        number = self._next()
+        number = self.next()
         self.put(self.places[(place.ranks[0],)], Order(name, number, said))
         return self.wait(number, place.ranks[0], name)
 
-    def wait(self, number: int, rank: int, what: str, raw: bool = False) -> Any:
+    def wait(self, number: int, rank: int, what: str, raw: bool = False, timeout_s: float | None = None) -> Any:
         """Waits for an answer.
 
         Raises:
@@ -246,11 +284,12 @@ class Master:
         """
         self.outbox.flush()
         with self._lock:
-            deadline = time.monotonic() + self.timeout_s
-            while number not in self._answers:
+            deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+            while (rank, number) not in self._answers:
                 self._hear(rank, deadline, what)
-            answer = self._answers.pop(number)
+            answer = self._answers.pop((rank, number))
         if answer.fault is not None:
+            self._told.add((answer.fault.rank, answer.fault.serial))
             raise RemoteError.of(answer.fault, line_of(answer.fault.line), raw)
         return answer.said
 
@@ -258,33 +297,47 @@ class Master:
         if rank in self.lost:
             raise WorkerLost(self.lost[rank])
         line, heard = self.lines[rank], self._heard[rank]
-        line.socket.settimeout(max(0.0, deadline - time.monotonic()) or 0.001)
+        left = deadline - time.monotonic()
         try:
+            if left < _LOOK_S:
+                line.socket.settimeout(max(left, 1e-3))
             part = line.socket.recv(1 << 18)
-        except builtin_timeout:
+        except builtins.TimeoutError:
+            if time.monotonic() < deadline:
+                return
             raise TimeoutError(
                 f"{what}: worker {rank} ({line.host}, pid {line.pid}) has not answered for {self.timeout_s:g} s"
+                f"{_state(line.pid) if line.host == socket.gethostname() else ''}.\n"
+                "  Longer: init_master_worker(timeout=...)"
             ) from None
         except OSError:
             part = b""
+        finally:
+            if left < _LOOK_S:
+                line.socket.settimeout(_LOOK_S)
         if not part:
             self.lose(rank)
             raise WorkerLost(self.lost[rank])
         heard += part
         while len(heard) >= 4 and len(heard) >= 4 + (length := int.from_bytes(heard[:4], "little")):
             answer = _answers(bytes(heard[4 : 4 + length]))
-            self._answers[answer.number] = answer
+            self._answers[rank, answer.number] = answer
             del heard[: 4 + length]
 
     def lose(self, rank: int) -> None:
-        """A worker is gone: its handles raise `WorkerLost` from now on, and its groups'."""
+        """A worker is gone: its handles raise `WorkerLost` from now on, and its groups'. Called by any thread."""
+        if rank in self.lost:
+            return
         line = self.lines[rank]
         how = self.workers.how_ended(rank)
         self.lost[rank] = f"worker {rank} ({line.host}, pid {line.pid}) is gone{': ' + how if how else ''}"
         self.outbox.lose(self._indices[rank])
-        for place in handles._places:
-            if place is not None and rank in place.ranks:
+        for index, place in enumerate(handles._places):
+            if place is not None and place.master is self and rank in place.ranks:
                 place.calls = Gone(self.lost[rank])
+                if place.index != rank:
+                    handles._places[index] = None
+        self._links = {ranks: name for ranks, name in self._links.items() if rank not in ranks}
 
     def check(self, place: Place) -> None:
         """
@@ -310,11 +363,15 @@ class Master:
         plain = plain.detach().resolve_conj().resolve_neg()
         if plain.layout is not torch.strided:
             raise UsageError(f"a {plain.layout} tensor cannot be sent to {place}: only strided ones")
-        dense = plain if _is_dense(plain) else plain.contiguous()
+        dense = plain if is_dense(plain.shape, plain.stride()) else plain.clone()
         sig = signature(dense.dtype, dense.shape, dense.stride())
         (ref,) = self.outbox.reserve(place.target, 1)
-        self.put(place, Hold(ref.id, sig.meta), _data(dense))
+        self.hold(place, ref, sig, dense)
         return make(place, sig, ref)
+
+    def hold(self, place: Place, ref: Any, sig: Signature, dense: torch.Tensor) -> None:
+        """Sends a tensor's data."""
+        self.put(place, Hold(ref.id, sig.meta), flat(dense).numpy().data if dense.numel() else None)
 
     def item(self, x: RemoteTensor) -> Any:
         self.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
@@ -324,12 +381,38 @@ class Master:
     def fetch(self, x: RemoteTensor) -> torch.Tensor:
         """A tensor's data, here."""
         self.refuse_recording("a tensor is fetched")
-        (dtype, shape, strides, _), data = self.request(_single(x), "fetch", id=x._ref.id)
-        made = torch.frombuffer(bytearray(data), dtype=wire.dtype_of(dtype)) if data else torch.empty(0, dtype=x.dtype)
-        made = made.reshape(shape)
-        if list(made.stride()) != strides and _is_dense_strides(shape, strides):
-            made = torch.empty_strided(shape, strides, dtype=made.dtype).copy_(made)
+        place = _single(x)
+        dense = self.dense(x)
+        sig = dense._sig
+        nbytes = sig.shape.numel() * sig.dtype.itemsize
+        if nbytes <= wire.SMALL:
+            data = self.request(place, "fetch", id=dense._ref.id, link="")
+            return _tensor(sig, data)
+        (rank,) = place.ranks
+        link = self.link(0, rank)
+        self.request(place, "fetch", id=dense._ref.id, link=link)
+        made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
+        self._groups[link].recv(flat(made), 1)
         return made
+
+    def dense(self, x: RemoteTensor) -> RemoteTensor:
+        """The tensor, or a copy of it without gaps in its memory."""
+        return x if is_dense(x._sig.shape, x._sig.strides) else handles.run(torch.ops.aten.clone.default, (x,), None)
+
+    def link(self, *ranks: int) -> str:
+        """The name of a native group of these ranks, where there is none yet a new one."""
+        if (name := self._links.get(ranks)) is not None:
+            return name
+        self.refuse_recording("workers meet for the first time")
+        self._made += 1
+        name = self._links[ranks] = f"{'-'.join(map(str, ranks[:4]))}#{self._made}"
+        for rank in ranks:
+            if rank:
+                self.order(self.places[(rank,)], "group", name=name, ranks=list(ranks), timeout_s=self.timeout_s)
+        if 0 in ranks:
+            self.outbox.flush()
+            self._groups[name] = self.workers.make_group(name, ranks, self.timeout_s)
+        return name
 
     def shard(self, x: RemoteTensor, rank: int) -> RemoteTensor:
         if rank not in x._place.ranks:
@@ -340,7 +423,7 @@ class Master:
     def show(self, x: RemoteTensor) -> str:
         """How a handle is printed."""
         if len(x._place.ranks) > 1:
-            each = ",\n".join(f"  worker {rank}: {self.shard(x.detach(), rank)!r}" for rank in x._place.ranks)
+            each = ",\n".join(f"  worker {rank}: {self.shard(x, rank).detach()!r}" for rank in x._place.ranks)
             return f"group tensor(\n{each})"
         inner = repr(self.fetch(x))
         grad = (
@@ -351,8 +434,53 @@ class Master:
         return f"Parameter containing:\n{text}" if isinstance(x, torch.nn.Parameter) else text
 
     def copy(self, x: RemoteTensor, place: Place) -> RemoteTensor:
-        """Copies a tensor to other workers, directly."""
-        raise NotImplementedError
+        """Copies a tensor to another worker, or to all of a group, directly."""
+        source = _single(x)
+        self.check(source)
+        self.check(place)
+        x = self.dense(x)
+        if len(place.ranks) > 1:
+            return self._spread(x, place)
+        (sender,), (receiver,) = source.ranks, place.ranks
+        if sender == receiver:  # of a group of one
+            return self._spread(x, place)
+        link = self.link(*sorted((sender, receiver)))
+        numel = x._sig.shape.numel()
+        self.invoke(source, "send", [x], [link, int(receiver > sender)])
+        (made,) = self.invoke(place, "recv", [], [link, int(sender > receiver), *x._sig.meta[:3], numel], [x._sig])
+        return made
+
+    def invoke(
+        self,
+        place: Place,
+        name: str,
+        tensors: Sequence[RemoteTensor],
+        said: Sequence[Any],
+        results: Sequence[Signature] = (),
+    ) -> list[RemoteTensor]:
+        """Queues an operation of ours, one of ``orders.OPERATIONS``."""
+        key = (name, *said[:3], len(tensors), *(each._sig for each in tensors), *results)
+        call = place.calls.get(key)
+        if call is None:
+            forms = [["l", *(["t"] for _ in tensors)], *(["c", each] for each in said)]
+            new = [("new", sig, which, False, 0) for which, sig in enumerate(results)]
+            call = self.define(place, key, f"allranks::{name}", forms, {}, [], new, [], False)
+        refs = [each._ref for each in tensors]
+        made: Any = place.call(place.target, here(), call.number, refs, call.outputs, None)
+        made = [made] if len(results) == 1 else made or []
+        return [make(place, sig, ref) for sig, ref in zip(results, made, strict=True)]
+
+    def _spread(self, x: RemoteTensor, place: Place) -> RemoteTensor:
+        self.refuse_recording("a tensor is copied to a group")
+        (sender,) = x._place.ranks
+        (ref,) = self.outbox.reserve(place.target, 1)
+        ranks = place.ranks if sender in place.ranks else (sender, *place.ranks)
+        link = self.link(*ranks) if len(ranks) > 1 else ""
+        said = {"link": link, "root": ranks.index(sender), "id": x._ref.id, "meta": x._sig.meta, "line": here()}
+        for rank in ranks:
+            outputs = [ref.id] if rank in place.ranks else []
+            self.order(self.places[(rank,)], "spread", outputs=outputs, sends=rank == sender, **said)
+        return make(place, x._sig, ref)
 
     def synchronize(self, place: Place | None = None) -> None:
         """Waits until everything that is queued is done.
@@ -360,21 +488,114 @@ class Master:
         Raises:
             RemoteError: something has failed that nothing has told of yet.
         """
-        ranks = place.ranks if place is not None else [each for each in self.lines if each not in self.lost]
+        places = (
+            [place] if place is not None else [self.places[(each,)] for each in self.lines if each not in self.lost]
+        )
         asked = []
-        for rank in ranks:
-            number = self._next()
-            self.put(self.places[(rank,)], Order("sync", number, {}))
-            asked.append((number, rank))
-        faults = [fault for number, rank in asked for fault in self.wait(number, rank, "synchronize")]
-        if faults:
-            fault = msgspec.convert(faults[0], wire.Fault)
-            raise RemoteError.of(fault, line_of(fault.line), False, len(faults) - 1)
+        for each in places:
+            self.check(each)
+            number = self.next()
+            self.put(each, Order("sync", number, {}))
+            asked += [(number, rank) for rank in each.ranks]
+        said = [fault for number, rank in asked for fault in self.wait(number, rank, "synchronize")]
+        faults = [msgspec.convert(each, wire.Fault) for each in said]
+        new = [each for each in faults if (each.rank, each.serial) not in self._told]
+        self._told -= {(each.rank, each.serial) for each in faults}
+        if new:
+            raise RemoteError.of(new[0], line_of(new[0].line), False, len(new) - 1)
+
+    # What users call.
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        """One handle for several workers.
+
+        Args:
+            ranks: of the workers, each once.
+
+        Raises:
+            UsageError: there are no such workers, or too many groups.
+            WorkerLost: one of them is gone.
+        """
+        wanted = tuple(ranks)
+        if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(self.lines):
+            raise UsageError(f"group: expected ranks of workers, 1 to {max(self.lines)}, each once, not {list(ranks)}")
+        place = self.places.get(wanted)
+        if place is None or len(wanted) == 1 or isinstance(place.calls, Gone):
+            free = [each for each in range(_LAST_INDEX, max(self.lines), -1) if handles._places[each] is None]
+            if not free:
+                raise UsageError(
+                    f"group: there are {_LAST_INDEX - max(self.lines)} groups, and torch knows no more devices"
+                )
+            place = self.place(wanted, free[0]) if len(wanted) > 1 else self.places[wanted]
+        self.check(place)
+        return Group(place)
+
+    def remote(self, function: Callable[..., Any], on: Any = None) -> RemoteFunction:
+        """Makes a function run on workers, see `RemoteFunction`.
+
+        Args:
+            function: pickled, with what it refers to, by cloudpickle.
+            on: ``"worker:2"``, 2, a group, or None: where its arguments are.
+        """
+        return RemoteFunction(self, function, on)
+
+    def place_on(self, on: Any) -> Place:
+        """The workers that a device, a rank or a group means."""
+        if isinstance(on, Group):
+            return on._place
+        return handles.place_of(torch.device("worker", on) if isinstance(on, int) else torch.device(on))
+
+    def respawn(self, rank: int) -> None:
+        """Starts a worker in a lost one's place. What was on it is lost; handles of it go on to raise `WorkerLost`.
+
+        Raises:
+            UsageError: it is not lost, or was started by others.
+        """
+        if rank not in self.lines:
+            raise UsageError(f"respawn: there is no worker {rank}; there are 1 to {max(self.lines)}")
+        place = self.places[(rank,)]
+        if rank not in self.lost and self.outbox.failure(self._indices[rank]):
+            self.lose(rank)
+        if rank not in self.lost:
+            raise UsageError(f"respawn: {place} is alive; respawn() is for one that is lost")
+        self.admit(self.workers.respawn(rank))
+
+    @property
+    def ranks(self) -> list[int]:
+        """The workers that are there."""
+        return [each for each in self.lines if each not in self.lost]
+
+    def shutdown(self) -> None:
+        """Ends the workers, when they have done what is queued. Idempotent.
+
+        Raises:
+            RemoteError: something has failed that nothing has told of yet.
+        """
+        if self.closed:
+            return
+        try:
+            self.synchronize()
+        finally:
+            self.close()
+
+    def __enter__(self) -> Master:
+        return self
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        if kind is None:
+            self.shutdown()
+        else:
+            self.close()
 
     def close(self) -> None:
-        """Ends the workers."""
-        self.outbox.flush()
+        """Ends the workers at once."""
+        if self.closed:
+            return
+        self.closed = True
         self.outbox.close()
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
         self.workers.close()
         for index, place in enumerate(handles._places):
             if place is not None and place.master is self:
@@ -392,7 +613,13 @@ class Gone(dict[Any, Any]):
         raise WorkerLost(self.why)
 
 
-builtin_timeout = __import__("builtins").TimeoutError
+def _state(pid: int) -> str:
+    """What the kernel says of a process of this host that does not answer."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return {"T": "; it is stopped (SIGSTOP)", "t": "; a debugger has stopped it", "R": "; it computes"}.get(state, "")
 
 
 def _kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -409,28 +636,26 @@ def _single(x: RemoteTensor) -> Place:
     return x._place
 
 
-def _is_dense_strides(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor's memory has no gaps and no overlaps."""
     expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size == 1:
-            continue
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride != expected:
             return False
         expected *= size
     return True
 
 
-def _is_dense(plain: torch.Tensor) -> bool:
-    return plain.numel() == 0 or _is_dense_strides(plain.shape, plain.stride())
-
-
-def _data(dense: torch.Tensor) -> Any:
+def flat(dense: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor without gaps, in the order of its memory."""
-    if dense.numel() == 0:
-        return b""
-    if dense.device.type != "cpu":
-        dense = dense.cpu()
-    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy().data
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def _tensor(sig: Signature, data: bytes) -> torch.Tensor:
+    made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
+    if data:
+        flat(made).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return made
 
 
 def _entries(results: list[Any]) -> list[Any]:

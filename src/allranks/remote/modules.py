@@ -30,8 +30,14 @@ def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = Tru
     for name, old in before.items():
         new = module._parameters[name]
         if old is not new and isinstance(old, RemoteTensor) != isinstance(new, RemoteTensor):
-            _become(old, new)
             module._parameters[name] = old
+            try:
+                _become(old, new)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{type(module).__name__}.{name} cannot move from {old.device} to {new.device}: something else "
+                    "holds it, as a graph does until its backward has run, or a weak reference"
+                ) from error
     return module
 
 

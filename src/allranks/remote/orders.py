@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
+from torch.utils._pytree import tree_map
 
+from allranks._types import ReduceOp
 from allranks.remote import wire
+from allranks.remote.faults import Given, Poison, Spoilt
 
 if TYPE_CHECKING:
     from allranks._group import ProcessGroup
     from allranks.remote.meet import Post
     from allranks.remote.worker import Interpreter
 
-__all__ = ["ORDERS", "Shop"]
-
-SMALL = 1 << 16
-"""Up to so many bytes a tensor travels on the line between master and worker, beyond that on the native channel."""
+__all__ = ["OPERATIONS", "ORDERS", "Shop"]
 
 
 class Shop:
@@ -29,12 +29,9 @@ class Shop:
         self.post = post
         self.groups: dict[str, ProcessGroup] = {}
         self.functions: dict[int, Any] = {}
+        self.outcomes: dict[int, Any] = {}
+        self.afterwards: Callable[[], Any] | None = None  # what an order does when it has been answered
         self.marks: dict[int, float] = {}
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def sync(worker: Interpreter, data: memoryview) -> list[wire.Fault]:
@@ -50,16 +47,45 @@ def item(worker: Interpreter, data: memoryview, id: int) -> Any:
     return [value.real, value.imag] if isinstance(value, complex) else value
 
 
-def fetch(worker: Interpreter, data: memoryview, id: int, group: str = "") -> Any:
-    tensor = worker.take(id)
-    meta = wire_meta(tensor)
-    if not group:
-        return [meta, _bytes(tensor)]
-    return [meta, None]
+def fetch(worker: Interpreter, data: memoryview, id: int, link: str) -> bytes | None:
+    """A tensor's bytes; over a link, where one is named, after this answer."""
+    plain = _flat(worker.take(id))
+    if not link:
+        return plain.numpy().tobytes()
+    worker.shop.afterwards = lambda: worker.shop.groups[link].send(plain, 0)
+    return None
 
 
-def wire_meta(tensor: torch.Tensor) -> Any:
-    return (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride()), 0)
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without gaps, in the order of its memory, on this host."""
+    plain = tensor.resolve_conj().resolve_neg().cpu()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def spread(
+    worker: Interpreter,
+    data: memoryview,
+    link: str,
+    root: int,
+    id: int,
+    meta: wire.Meta,
+    sends: bool,
+    outputs: list[int],
+) -> None:
+    """A tensor of one worker to all of a group; the sender may be none of them."""
+    held = worker.slots[id] if sends else None
+    dtype, shape, strides, _ = meta
+    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+    if isinstance(held, torch.Tensor):
+        made = held.clone()
+    if link:
+        group = worker.shop.groups[link]
+        _agree(group, held)
+        group.broadcast(_flat(made), root)
+    elif type(held) is Poison:
+        raise Spoilt(held.fault)
+    for each in outputs:
+        worker.slots[each] = made.to(worker.device)
 
 
 def seed(worker: Interpreter, data: memoryview, seed: int) -> None:
@@ -86,7 +112,7 @@ def group(worker: Interpreter, data: memoryview, name: str, ranks: Sequence[int]
 
 def ungroup(worker: Interpreter, data: memoryview, name: str) -> None:
     if (made := worker.shop.groups.pop(name, None)) is not None:
-        made.close()  # type: ignore[attr-defined]
+        made.close()
 
 
 def mark(worker: Interpreter, data: memoryview, event: int) -> None:
@@ -112,8 +138,9 @@ def memory(worker: Interpreter, data: memoryview) -> dict[str, int]:
     return {"tensors": len(worker.slots), "allocated": sum(storages.values()), "resident": resident * 4096}
 
 
-def alias(worker: Interpreter, data: memoryview, id: int, output: int) -> None:
-    worker.slots[output] = worker.slots[id]
+def alias(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) -> None:
+    held = worker.slots[id]
+    worker.slots[outputs[0]] = held.detach() if isinstance(held, torch.Tensor) else held
 
 
 def kind(worker: Interpreter, data: memoryview) -> str:
@@ -121,11 +148,192 @@ def kind(worker: Interpreter, data: memoryview) -> str:
     return worker.device.type
 
 
-def forget(worker: Interpreter, data: memoryview, template: int) -> None:
-    worker._table.pop(template, None)
+def function(worker: Interpreter, data: memoryview, name: int) -> None:
+    """A function of the user's."""
+    worker.shop.functions[name] = cloudpickle.loads(data)
 
+
+def start(worker: Interpreter, data: memoryview, call: int, function: int, tensors: list[int]) -> None:
+    """Runs one. Its result, or what it raised, is kept for `result`."""
+    try:
+        args, kwargs = cloudpickle.loads(data)
+        given = [worker.take(each) for each in tensors]
+        args, kwargs = tree_map(lambda each: given[each.number] if type(each) is Given else each, (args, kwargs))
+        made = worker.shop.functions[function]
+        if isinstance(made, wire.Fault):
+            raise Spoilt(made)
+        with torch.enable_grad():
+            outcome = made(*args, **kwargs)
+        worker.shop.outcomes[call] = (outcome,)
+    except Spoilt as spoilt:
+        worker.shop.outcomes[call] = spoilt.fault
+    except Exception as error:  # noqa: BLE001 - whatever it is, who asks for the result is told
+        worker.shop.outcomes[call] = worker.fault("remote function", error)
+
+
+def result(worker: Interpreter, data: memoryview, call: int) -> Any:
+    """What a function returned: the metas of tensors, which stay here, and the rest pickled."""
+    outcome = worker.shop.outcomes[call]
+    if isinstance(outcome, wire.Fault):
+        del worker.shop.outcomes[call]
+        raise Spoilt(outcome)
+    tensors: list[torch.Tensor] = []
+
+    def stay(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return each
+        tensors.append(each.detach().to(worker.device))
+        return Given(len(tensors) - 1)
+
+    pickled = cloudpickle.dumps(tree_map(stay, outcome[0]))
+    worker.keep(tensors)
+    del worker.shop.outcomes[call]
+    return [[worker.describe(each) for each in tensors], pickled]
+
+
+def drop(worker: Interpreter, data: memoryview, call: int) -> None:
+    """Nobody wants the result any more."""
+    worker.shop.outcomes.pop(call, None)
+
+
+# Operations between workers. Whoever is to take part in one and has only poison says so first: the others would wait.
+
+
+def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> None:
+    """Sends a tensor without gaps to a link's other end."""
+    group, (tensor,) = worker.shop.groups[link], tensors
+    trouble = wire.pack_fault(tensor.fault) if type(tensor) is Poison else b""
+    plain = torch.empty(0, dtype=torch.uint8) if trouble else _flat(tensor)
+    group.send(torch.tensor([len(trouble), plain.numel()]), peer)
+    if trouble:
+        group.send(torch.frombuffer(bytearray(trouble), dtype=torch.uint8), peer)
+        raise Spoilt(tensor.fault)
+    if plain.numel():
+        group.send(plain, peer)
+
+
+def recv(
+    worker: Interpreter,
+    tensors: Sequence[Any],
+    link: str,
+    peer: int,
+    dtype: str,
+    shape: list[int],
+    strides: list[int],
+    numel: int,
+) -> torch.Tensor:
+    """Receives one."""
+    group = worker.shop.groups[link]
+    status = torch.empty(2, dtype=torch.int64)
+    group.recv(status, peer)
+    trouble, nbytes = status.tolist()
+    if trouble:
+        said = torch.empty(trouble, dtype=torch.uint8)
+        group.recv(said, peer)
+        raise Spoilt(wire.unpack_fault(said.numpy().tobytes()))
+    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+    if nbytes:
+        group.recv(made.as_strided((numel,), (1,)).view(torch.uint8), peer)
+    return made.to(worker.device)
+
+
+def _agree(group: ProcessGroup, *held: Any) -> None:
+    """Raises on all members what one of them has instead of a tensor.
+
+    Raises:
+        Spoilt: a member has poison.
+    """
+    poison = next((each for each in held if type(each) is Poison), None)
+    trouble = wire.pack_fault(poison.fault) if poison else b""
+    mine = torch.tensor([len(trouble)])
+    lengths = torch.empty(group.size(), dtype=torch.int64)
+    group.all_gather(lengths, mine)
+    for rank, length in enumerate(lengths.tolist()):
+        if length:
+            said = torch.frombuffer(bytearray(trouble), dtype=torch.uint8) if rank == group.rank() else (
+                torch.empty(length, dtype=torch.uint8)
+            )  # fmt: skip
+            group.broadcast(said, rank)
+            raise Spoilt(wire.unpack_fault(said.numpy().tobytes()))
+
+
+def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], Any]) -> None:
+    """Applies what works in place on one tensor to many: those of a dtype in one piece."""
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    for alike in kinds.values():
+        if len(alike) == 1 and alike[0].is_contiguous():
+            move(alike[0])
+            continue
+        whole = torch.cat([each.reshape(-1) for each in alike])
+        move(whole)
+        parts = torch.split_with_sizes(whole, [each.numel() for each in alike])
+        for each, part in zip(alike, parts, strict=True):
+            each.copy_(part.view(each.shape))
+
+
+def all_reduce(worker: Interpreter, tensors: Sequence[Any], link: str, op: str) -> None:
+    group = worker.shop.groups[link]
+    _agree(group, *tensors)
+    _together(tensors, lambda tensor: group.all_reduce(tensor, getattr(ReduceOp, op)))
+
+
+def broadcast(worker: Interpreter, tensors: Sequence[Any], link: str, root: int) -> None:
+    group = worker.shop.groups[link]
+    _agree(group, *tensors)
+    _together(tensors, lambda tensor: group.broadcast(tensor, root))
+
+
+def all_gather(worker: Interpreter, tensors: Sequence[Any], link: str, dim: int) -> torch.Tensor:
+    """The members' tensors, one behind the other along a dimension."""
+    group, (tensor,) = worker.shop.groups[link], tensors
+    _agree(group, tensor)
+    parts = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size())]
+    group.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts, dim)
+
+
+def reduce_scatter(worker: Interpreter, tensors: Sequence[Any], link: str, op: str, dim: int) -> torch.Tensor:
+    """Each member's part, along a dimension, of the sum."""
+    group, (tensor,) = worker.shop.groups[link], tensors
+    _agree(group, tensor)
+    parts = [each.contiguous() for each in tensor.chunk(group.size(), dim)]
+    made = torch.empty_like(parts[0])
+    group.reduce_scatter(made, parts, getattr(ReduceOp, op))
+    return made
+
+
+OPERATIONS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "send": (send, False),
+    "recv": (recv, False),
+    "all_reduce": (all_reduce, True),
+    "broadcast": (broadcast, True),
+    "all_gather": (all_gather, False),
+    "reduce_scatter": (reduce_scatter, False),
+}
+"""By name; whether they change their tensors."""
 
 ORDERS: dict[str, Callable[..., Any]] = {
     each.__name__: each
-    for each in (sync, item, fetch, seed, state, set_state, group, ungroup, mark, marked, memory, alias, kind, forget)
+    for each in (
+        sync,
+        item,
+        fetch,
+        spread,
+        seed,
+        state,
+        set_state,
+        group,
+        ungroup,
+        mark,
+        marked,
+        memory,
+        alias,
+        kind,
+        function,
+        start,
+        result,
+        drop,
+    )
 }

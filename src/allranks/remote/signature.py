@@ -1,9 +1,9 @@
 """What an operation returns, known before it has run.
 
-A handle must know its shape at once, and the master must not wait for it. The answer is kept by operator and by what its
-operands look like (`Signature`); where it is not known yet torch's meta kernels give it, which is what costs: 85 us,
-against 5 us for the rest. A meta kernel is believed after it has once agreed with what a worker really returned; where
-it is wrong, or there is none, a worker is asked about new shapes, and checks its results each time.
+A handle must know its shape at once, and the master must not wait for it. The answer is kept by operator and by what
+its operands look like (`Signature`). Where it is not known yet torch's meta kernels give it, which costs 85 us, against
+5 us for the rest. A meta kernel is believed after it has once agreed with what a worker really returned; where it is
+wrong, or there is none, a worker is asked about new shapes, and checks its results each time.
 """
 
 from __future__ import annotations
@@ -68,6 +68,9 @@ class Facts:
     random: bool
     positions: dict[str, int]
 
+
+OURS = Facts("", frozenset(), False, (), False, False, False, {})
+"""Of operations that are not torch's."""
 
 _facts: dict[Any, Facts] = {}
 _SIZED_BY_NUMBERS = {"arange", "range"}
@@ -141,7 +144,7 @@ def infer(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, li
             return [on_meta(each) for each in value]
         return value
 
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         given = [on_meta(each) for each in args]
         result = op(*given, **{name: on_meta(each) for name, each in kwargs.items()})
     return result, operands

@@ -14,14 +14,17 @@ import msgspec
 import torch
 
 __all__ = [
-    "CALL", "FREE", "HEAD", "IDS", "LINE", "MESSAGE", "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
-    "decode", "dtype_of", "encode", "pack", "unpack",
+    "CALL", "FREE", "HEAD", "LINE", "MESSAGE", "SMALL",
+    "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
+    "decode", "dtype_of", "encode", "pack", "pack_fault", "unpack", "unpack_fault",
 ]  # fmt: skip
 
 HEAD = struct.Struct("<H")
-IDS = struct.Struct("<HH")
 FREE, MESSAGE, LINE, CALL = 0, 1, 2, 16
 """What a frame begins with: ids to forget, a message, the program's line; from CALL on, the number of a template."""
+
+SMALL = 1 << 16
+"""Up to so many bytes a tensor comes back on the line between master and worker, beyond that on the native channel."""
 
 Form = list[Any]
 """An argument in a template, by its first element: ``t`` a tensor, ``f`` a float and ``i`` an integer that come with
@@ -33,7 +36,12 @@ Meta = tuple[str, list[int], list[int], int]
 
 
 class Define(msgspec.Struct, tag="define", array_like=True):
-    """A template. Its results: None nothing is kept, a meta a new tensor; `checked`: compare with the metas each time."""
+    """A template.
+
+    Attributes:
+        results: for each value returned: a meta where it is a new tensor, None where nothing is kept.
+        checked: compare with the metas each time, not only the first.
+    """
 
     number: int
     op: str
@@ -86,9 +94,13 @@ class Program(msgspec.Struct, tag="program", array_like=True):
 
 
 class Fault(msgspec.Struct, array_like=True):
-    """What went wrong on a worker: the operation, the master's line (by number), the error and its traceback."""
+    """What went wrong on a worker: the operation, the master's line (by number), the error and its traceback.
+
+    `serial` tells it from the worker's others, as it is told of wherever it has spread to.
+    """
 
     rank: int
+    serial: int
     op: str
     line: int
     kind: str
@@ -100,6 +112,14 @@ class Answer(msgspec.Struct, array_like=True):
     number: int
     said: Any = None
     fault: Fault | None = None
+
+
+def pack_fault(fault: Fault) -> bytes:
+    return _encode(fault)
+
+
+def unpack_fault(packed: bytes) -> Fault:
+    return msgspec.msgpack.decode(packed, type=Fault)
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -8,6 +8,7 @@ whatever uses a poisoned tensor is poisoned by the same fault. The worker goes o
 
 from __future__ import annotations
 
+import functools
 import struct
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,25 +18,20 @@ import msgspec
 import torch
 
 from allranks.remote import wire
-from allranks.remote.orders import ORDERS, Shop
+from allranks.remote.faults import Poison, Spoilt
+from allranks.remote.orders import OPERATIONS, ORDERS, Shop
 from allranks.remote.wire import Answer, Ask, Define, Fault, Form, Hold, Meta, Order, Program
 
 if TYPE_CHECKING:
     from allranks.remote.meet import Post
 
-__all__ = ["Interpreter", "Poison", "describe", "serve"]
+__all__ = ["Interpreter", "describe", "serve"]
 
 _NUMBERS = {"f": "d", "i": "q"}
 _CHUNK = 1 << 18
 _WATCHED = {"mkldnn_rnn_layer"}
 
 Slots = dict[int, Any]
-
-
-class Poison(NamedTuple):
-    """Stands where a tensor would be, had nothing gone wrong."""
-
-    fault: Fault
 
 
 class _Template(NamedTuple):
@@ -52,7 +48,7 @@ def describe(tensor: torch.Tensor) -> Meta:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided:
         raise TypeError(f"the result is {tensor.layout}: only strided tensors can live on a worker")
-    return (dtype, list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+    return (dtype, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()))
 
 
 def flatten(result: Any) -> list[Any]:
@@ -87,6 +83,7 @@ class Interpreter:
         self.shop = shop
         self._say = say
         self._line = 0
+        self._faults = 0
         self._asked: list[Any] = []
         self._table: dict[int, _Template] = {}
         self._encode = msgspec.msgpack.Encoder().encode
@@ -103,7 +100,7 @@ class Interpreter:
                     return at
                 try:
                     template.run(slots, buffer, at + 2)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - it goes to whoever uses the result
                     self._fail(template, slots, buffer, at + 2, error)
                 at = after
             elif number == wire.FREE:
@@ -143,7 +140,8 @@ class Interpreter:
     def fault(self, name: str, error: BaseException) -> Fault:
         """What went wrong, from an exception."""
         frames = traceback.format_exception(error)
-        return Fault(self.rank, name, self._line, type(error).__name__, str(error), "".join(frames))
+        self._faults += 1
+        return Fault(self.rank, self._faults, name, self._line, type(error).__name__, str(error), "".join(frames))
 
     def take(self, id: int) -> torch.Tensor:
         """A tensor by its id.
@@ -157,6 +155,12 @@ class Interpreter:
         assert isinstance(held, torch.Tensor)
         return held
 
+    def keep(self, results: list[Any]) -> None:
+        """Holds results until the master says under which ids."""
+        self._asked = results
+
+    describe = staticmethod(describe)
+
     def spoil(self, tensors: Sequence[Any], slots: Slots, poison: Poison) -> None:
         """Poisons whatever shares memory with tensors."""
         storages = {each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)}
@@ -169,6 +173,8 @@ class Interpreter:
         ids = struct.unpack_from(f"<{template.inputs + template.outputs}I", buffer, at)
         inputs = [slots.get(each) for each in ids[: template.inputs]]
         poison = next((each for each in inputs if type(each) is Poison), None)
+        if isinstance(error, Spoilt):
+            poison = Poison(error.fault)
         if poison is None:
             poison = Poison(self.fault(template.name, error))
             self.unheard.append(poison.fault)
@@ -190,7 +196,7 @@ class Interpreter:
                 tensor = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
                 if len(data):
                     flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-                    flat.view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                    flat.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
                 self.slots[id] = tensor.to(self.device)
             case Program():
                 self._table[message.number] = self._program(message)
@@ -198,6 +204,7 @@ class Interpreter:
                 self._obey(name, number, said, data)
 
     def _obey(self, name: str, number: int, said: dict[str, Any], data: memoryview) -> None:
+        line, self._line = self._line, said.pop("line", 0)
         try:
             if name == "keep":
                 kept = zip(said["ids"], self._asked, strict=True)
@@ -206,9 +213,11 @@ class Interpreter:
                 return
             result = ORDERS[name](self, data, **said)
         except Spoilt as spoilt:
-            self._heard(spoilt.fault)
-            self.answer(number, None, spoilt.fault)
-        except Exception as error:
+            if number:
+                self.answer(number, None, spoilt.fault)
+            for each in said.get("outputs", ()):
+                self.slots[each] = Poison(spoilt.fault)
+        except Exception as error:  # noqa: BLE001 - the master raises it
             fault = self.fault(name, error)
             if number:
                 self.answer(number, None, fault)
@@ -219,15 +228,16 @@ class Interpreter:
         else:
             if number:
                 self.answer(number, result)
-
-    def _heard(self, fault: Fault) -> None:
-        if fault in self.unheard:
-            self.unheard.remove(fault)
+            if (afterwards := self.shop.afterwards) is not None:
+                self.shop.afterwards = None
+                afterwards()
+        finally:
+            self._line = line
 
     def _ask(self, ask: Ask) -> None:
         """Runs an operator whose results only the data can tell."""
         op = self._resolve(ask.op)
-        inputs = [self.slots.get(each) for each in ask.inputs]
+        inputs: list[Any] = [self.slots.get(each) for each in ask.inputs]
         changes = _changes(op, ask.args, ask.kwargs)
         poison = next((each for each in inputs if type(each) is Poison), None)
         said: Any = None
@@ -245,20 +255,16 @@ class Interpreter:
                 metas = [describe(each) if isinstance(each, torch.Tensor) else each for each in results]
                 said = [metas, {each: describe(inputs[each]) for each in changes}, counts]
                 self._asked = results
-            except Exception as error:
-                # Nothing depends on it: the master raises it at once, where it was called.
+            except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
                 self.answer(ask.number, None, self.fault(ask.op, error)) if ask.first == self.rank else None
                 return
         if ask.first == self.rank:
-            if poison:
-                self._heard(poison.fault)
             self.answer(ask.number, said, poison.fault if poison else None)
 
     def _resolve(self, name: str) -> Any:
         space, _, rest = name.partition("::")
         if space == "allranks":
-            method = ORDERS[rest]
-            return lambda *args, **kwargs: method(self, *args, **kwargs)
+            return functools.partial(OPERATIONS[rest][0], self)
         base, _, overload = rest.partition(".")
         op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
         return _Watched(op) if base in _WATCHED else op
@@ -314,7 +320,9 @@ class Interpreter:
                 lines.append(f"r = flatten({call})")
                 for each, meta in enumerate(define.results):
                     if meta is not None:
-                        lines.append(f"S[o{each}] = settle(r[{each}], {each}, R)" if checked else f"S[o{each}] = r[{each}]")
+                        lines.append(
+                            f"S[o{each}] = settle(r[{each}], {each}, R)" if checked else f"S[o{each}] = r[{each}]"
+                        )
             own = {**space, "R": define.results}
             exec(f"def run(S, B, at):\n  {(chr(10) + '  ').join(lines)}", own)
             return own["run"]  # type: ignore[no-any-return]
@@ -336,10 +344,10 @@ class Interpreter:
         dtype, shape, strides, _ = metas[which]
         if not isinstance(result, torch.Tensor):
             raise TypeError(f"result {which} is {result!r}, where the master expects a tensor")
-        if list(result.stride()) == strides and list(result.shape) == shape:
-            if str(result.dtype) == f"torch.{dtype}":
-                return result
-        if list(result.shape) != shape or str(result.dtype) != f"torch.{dtype}" or result._is_view():
+        same = list(result.shape) == shape and str(result.dtype) == f"torch.{dtype}"
+        if same and list(result.stride()) == strides:
+            return result
+        if not same or result._is_view():
             raise RuntimeError(
                 f"result {which} is {describe(result)}, where the master expects {metas[which]}: "
                 "please report this operator"
@@ -381,21 +389,15 @@ class _Watched:
             return self._run(*args, **kwargs)
 
 
-class Spoilt(Exception):
-    """A poisoned tensor was asked for."""
-
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-
-
 def _changes(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int]:
     """Which of the tensors that a template takes the operator writes to."""
-    schema = getattr(op, "_schema", None)
-    if schema is None:
-        return []
+    if isinstance(op, functools.partial):
+        return list(range(_count(args[0]))) if OPERATIONS[op.func.__name__][1] else []
+    schema = op._schema
     by_name = {each.name: each for each in schema.arguments}
     given = [*zip(schema.arguments, args, strict=False), *((by_name[name], form) for name, form in kwargs.items())]
-    found, seen = [], 0
+    found: list[int] = []
+    seen = 0
     for argument, form in given:
         count = _count(form)
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,0 +1,142 @@
+"""Any Python function on a worker: data loading, logging, models of other libraries.
+
+A function and its arguments are pickled, as nothing else in this mode is; tensors on the worker are passed as they are,
+and those that it returns stay there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+from torch.utils._pytree import tree_flatten, tree_map
+
+from allranks._errors import UsageError
+from allranks.remote import wire
+from allranks.remote.faults import Given
+from allranks.remote.lines import here
+from allranks.remote.signature import signature
+from allranks.remote.tensor import Place, RemoteTensor, make, place_of
+from allranks.remote.wire import Order
+
+if TYPE_CHECKING:
+    from allranks.remote.master import Master
+
+__all__ = ["Future", "RemoteFunction"]
+
+
+class Future:
+    """What a function on a worker will return."""
+
+    def __init__(self, place: Place, call: int) -> None:
+        self._place = place
+        self._call = call
+        self._number = 0
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._done = False
+
+    def __repr__(self) -> str:
+        return f"Future(on {self._place}, {'done' if self._done else 'queued'})"
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for what the function returns; its tensors are handles on the worker.
+
+        Args:
+            timeout: seconds; None for that of `init_master_worker`.
+
+        Raises:
+            RemoteError: the function raised, or a tensor that it was given is what a failed operation left.
+            WorkerLost: the worker is gone.
+            TimeoutError: it takes longer. The future can be asked again.
+        """
+        if not self._done:
+            self._take(timeout)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _take(self, timeout: float | None) -> None:
+        master, place = self._place.master, self._place
+        master.refuse_recording("the result of a function is waited for")
+        if not self._number:
+            master.check(place)
+            self._number = master.next()
+            master.put(place, Order("result", self._number, {"call": self._call}))
+        try:
+            metas, pickled = master.wait(self._number, place.ranks[0], "remote function", timeout_s=timeout)
+        except TimeoutError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, result() raises it, also the next time
+            self._error, self._done = error, True
+            return
+        sigs = [signature(wire.dtype_of(dtype), shape, strides) for dtype, shape, strides, _ in metas]
+        refs = master.outbox.reserve(place.target, len(sigs))
+        master.order(place, "keep", ids=[each.id for each in refs])
+        tensors = [make(place, sig, ref, meta[3]) for sig, ref, meta in zip(sigs, refs, metas, strict=True)]
+        said = cloudpickle.loads(pickled)
+        self._result = tree_map(lambda each: tensors[each.number] if isinstance(each, Given) else each, said)
+        self._done = True
+
+    def __del__(self) -> None:
+        if not self._number and not self._place.master.closed:
+            self._place.master.order(self._place, "drop", call=self._call)
+
+
+class RemoteFunction:
+    """A function that runs on workers: ``mw.remote(fn)(args)`` queues a call and returns a `Future`.
+
+    It runs where the first tensor among its arguments is, or on the worker that `on` says, else on the current one;
+    on each worker of a group, with a list of their results, where that is a group.
+    """
+
+    def __init__(self, master: Master, function: Callable[..., Any], on: Any) -> None:
+        if not callable(function):
+            raise UsageError(f"remote: expected a function, not {type(function).__name__}")
+        self._master = master
+        self._pickled = cloudpickle.dumps(function)
+        self._on = on
+        self._number = master.next()
+        self._known: set[int] = set()
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = tree_flatten((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, RemoteTensor)]
+        place = self._where(tensors)
+        for each in tensors:
+            if not set(place.ranks) <= set(each._place.ranks):
+                raise RuntimeError(f"remote: {self.__name__} runs on {place}, an argument is on {each._place}")
+        numbers = iter(range(len(tensors)))
+        given = tree_map(lambda each: Given(next(numbers)) if isinstance(each, RemoteTensor) else each, (args, kwargs))
+        pickled = cloudpickle.dumps(given)
+        self._master.refuse_recording("a function runs on a worker")
+        futures = [self._start(self._master.places[(rank,)], tensors, pickled) for rank in place.ranks]
+        return futures[0] if len(futures) == 1 else Futures(futures)
+
+    def _where(self, tensors: list[RemoteTensor]) -> Place:
+        if self._on is not None:
+            return self._master.place_on(self._on)
+        return tensors[0]._place if tensors else place_of(None)
+
+    def _start(self, place: Place, tensors: list[RemoteTensor], pickled: bytes) -> Future:
+        master = self._master
+        master.check(place)
+        if place.target not in self._known:
+            master.outbox.put(place.target, wire.pack(Order("function", 0, {"name": self._number})), self._pickled)
+            self._known.add(place.target)
+        call = master.next()
+        said = {"call": call, "function": self._number, "tensors": [each._ref.id for each in tensors], "line": here()}
+        master.outbox.put(place.target, wire.pack(Order("start", 0, said)), pickled)
+        return Future(place, call)
+
+
+class Futures(list[Future]):
+    """The futures of a group's workers."""
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Waits for all: their results, by the order of the ranks."""
+        until = None if timeout is None else time.monotonic() + timeout
+        return [each.result(None if until is None else max(0.0, until - time.monotonic())) for each in self]

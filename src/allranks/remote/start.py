@@ -1,0 +1,91 @@
+"""Where a program becomes a master: `init_master_worker`."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from allranks._errors import NotInitializedError
+from allranks._work import seconds_of
+
+if TYPE_CHECKING:
+    from allranks.remote.master import Master
+
+__all__ = ["init_master_worker", "master_of_this_process", "shutdown"]
+
+_TIMEOUT_S = 1800.0  # as of a process group
+
+_master: Master | None = None
+
+
+def init_master_worker(
+    init_method: str | None = None,
+    *,
+    workers: int | None = None,
+    hosts: str | Sequence[str] | None = None,
+    worker_device: str = "cpu",
+    threads: int | None = None,
+    timeout: timedelta | float | None = None,
+) -> Master:
+    """Makes this process the master of the others: from now on there are the devices ``worker:1``, ``worker:2``, ...
+
+    In a process of another rank than 0 it serves the master, and ends the process (``SystemExit``) when the master
+    ends. Everything ends with the master, however that ends.
+
+    Args:
+        init_method: how the processes of a job find each other, as in ``init_process_group``; ``env://`` by default.
+        workers: starts so many on this host instead. For a notebook, or a script without a launcher.
+        hosts: starts workers on other hosts instead, by ssh: ``"node1:2,node2"``.
+        worker_device: where workers keep their tensors: ``"cpu"``, ``"cuda"``, ``"cuda:0"``.
+        threads: of each worker that is started here; a fair share of the CPUs if None.
+        timeout: how long to wait for the workers now, and for each answer later: a timedelta or seconds; 30 minutes
+            if None.
+
+    Returns:
+        The master: ``mw.group``, ``mw.remote``, ``mw.synchronize``, ``mw.respawn``, ``mw.shutdown``; also a context.
+
+    Raises:
+        UsageError: the arguments contradict each other; there is a master already; the name of torch's device for
+            others is taken in this process.
+        ConfigError: a worker cannot be had: says where and why.
+        JoinError: some did not come in time.
+
+    Cost:
+        one import of torch on each host, and about 30 ms for each worker.
+    """
+    from allranks.remote.meet import gather_workers
+
+    seconds = _TIMEOUT_S if timeout is None else seconds_of(timeout)
+    gathered = gather_workers(
+        init_method, workers=workers, hosts=hosts, timeout_s=seconds, worker_device=worker_device, threads=threads
+    )
+    try:
+        from allranks.remote.device import register
+        from allranks.remote.master import Master
+
+        register()
+        global _master
+        _master = Master(gathered, seconds)
+    except BaseException:
+        gathered.close()
+        raise
+    atexit.register(_master.close)
+    return _master
+
+
+def master_of_this_process() -> Master:
+    """The master that `init_master_worker` has made.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    if _master is None or _master.closed:
+        raise NotInitializedError("there are no workers: call allranks.init_master_worker() first")
+    return _master
+
+
+def shutdown() -> None:
+    """Ends the workers; see `Master.shutdown`."""
+    master_of_this_process().shutdown()
