@@ -55,7 +55,7 @@ def register() -> None:
         explicit.impl(name, kernel, "AutogradLazy")  # type: ignore[no-untyped-call]
     for op in _both():
         explicit.impl(op, partial(_fallback, op), "Lazy")  # type: ignore[no-untyped-call]
-    torch.nn.Module._apply = apply  # type: ignore[method-assign, assignment]
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
     _registered.append(explicit)
 
 

@@ -25,10 +25,10 @@ def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = Tru
     Raises:
         RuntimeError: a graph that is still to run backward holds a parameter.
     """
-    before = dict(module._parameters)
-    _torch_apply(module, fn, recurse)
+    before: dict[str, Any] = dict(module._parameters)
+    _torch_apply(module, fn, recurse)  # type: ignore[no-untyped-call]
     for name, old in before.items():
-        new = module._parameters[name]
+        new: Any = module._parameters[name]
         if old is not new and isinstance(old, RemoteTensor) != isinstance(new, RemoteTensor):
             module._parameters[name] = old
             try:
@@ -45,7 +45,7 @@ def _become(old: Any, new: Any) -> None:
     """Makes one parameter the other, but for what its user has put on it."""
     named = {name: each for name, each in old.__dict__.items() if name not in _HANDLE}
     hooks, after = old._backward_hooks, old._post_accumulate_grad_hooks
-    torch.utils.swap_tensors(old, new)
+    torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
     old.__dict__.update(named)
     if hooks:
         old._backward_hooks = hooks

@@ -308,7 +308,9 @@ class Interpreter:
         taken = f"{', '.join(names)}, = unpack(B, at)" if names else ""
         call = f"op({', '.join(args)})"
         schema = getattr(op, "_schema", None)
-        single = outputs and len(define.results) == 1 and not (schema and str(schema.returns[0].type).startswith("List"))
+        single = (
+            outputs and len(define.results) == 1 and not (schema and str(schema.returns[0].type).startswith("List"))
+        )
 
         def function(checked: bool) -> Callable[[Slots, Any, int], None]:
             lines = [taken] if taken else []
