@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from allranks._errors import UsageError
 from allranks.remote import tensor as handles
+from allranks.remote.composites import COMPOSITES
+from allranks.remote.modules import apply
 from allranks.remote.tensor import RemoteTensor, dispatch, place_of
 
 if TYPE_CHECKING:
@@ -48,6 +51,11 @@ def register() -> None:
     explicit = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for key in ("PrivateUse1", "Lazy"):
         explicit.impl("_copy_from", _copy_from, key)  # type: ignore[no-untyped-call]
+    for name, kernel in COMPOSITES.items():
+        explicit.impl(name, kernel, "AutogradLazy")  # type: ignore[no-untyped-call]
+    for op in _both():
+        explicit.impl(op, partial(_fallback, op), "Lazy")  # type: ignore[no-untyped-call]
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
     _registered.append(explicit)
 
 
@@ -57,6 +65,17 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _copy_from(*args: Any, **kwargs: Any) -> Any:
     return dispatch(torch.ops.aten._copy_from.default, args, kwargs)
+
+
+def _both() -> list[Any]:
+    """Operators that torch takes apart for devices of which it knows no kernel, though the workers' have one."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    found = []
+    for full in torch._C._dispatch_get_all_op_names():
+        if full.startswith("aten::") and has(full, "CompositeImplicitAutograd") and has(full, "CPU"):
+            name, _, overload = full.removeprefix("aten::").partition(".")
+            found.append(getattr(getattr(torch.ops.aten, name), overload or "default"))
+    return found
 
 
 def _masters() -> list[Master]:

@@ -178,7 +178,8 @@ class Master:
         about = facts(op)
         forms = [form(each, i in about.numbers, about.floats_matter) for i, each in enumerate(args)]
         named = {name: form(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
-        trust = self._trusted.get(op)
+        kind = _kind(key)
+        trust = self._trusted.get(kind)
         if about.dynamic or indexes_by_mask(op, args):
             return Asked(self._ask(op, about, args, kwargs, forms, named, place, refs, values)[0])
         foreseen = None
@@ -192,12 +193,11 @@ class Master:
             return self.define(place, key, op, forms, named, values, *foreseen, False)
         result, seen = self._ask(op, about, args, kwargs, forms, named, place, refs, values)
         if foreseen is None:
-            if self._trusted.get(op) is None:
-                self._trusted[op] = False
+            self._trusted.setdefault(kind, False)
         else:
-            self._trusted[op] = foreseen == seen
+            self._trusted[kind] = foreseen == seen
         if seen is not None:
-            self._known[key] = (op, forms, named, values, *seen, not self._trusted.get(op, False))
+            self._known[key] = (op, forms, named, values, *seen, not self._trusted.get(kind, False))
         return Asked(result)
 
     def _foresee(self, op: Any, about: Facts, args: Any, kwargs: Any) -> tuple[list[Any], list[tuple[int, Signature]]]:
@@ -651,6 +651,14 @@ def _state(pid: int) -> str:
     except OSError:
         return ""
     return {"T": "; it is stopped (SIGSTOP)", "t": "; a debugger has stopped it", "R": "; it computes"}.get(state, "")
+
+
+def _kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call has in common with those of other shapes: a meta kernel may be right for one kind only, as that of
+    batch_norm is in training."""
+    return tuple(
+        (each.dtype, len(each.shape)) if type(each) is Signature else each for each in key if type(each) is not int
+    )
 
 
 def _single(x: RemoteTensor) -> Place:

@@ -143,6 +143,11 @@ def alias(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) ->
     worker.slots[outputs[0]] = held.detach() if isinstance(held, torch.Tensor) else held
 
 
+def kind(worker: Interpreter, data: memoryview) -> str:
+    """The kind of device on which tensors live here."""
+    return worker.device.type
+
+
 def function(worker: Interpreter, data: memoryview, name: int) -> None:
     """A function of the user's."""
     worker.shop.functions[name] = cloudpickle.loads(data)
@@ -325,6 +330,7 @@ ORDERS: dict[str, Callable[..., Any]] = {
         marked,
         memory,
         alias,
+        kind,
         function,
         start,
         result,

@@ -112,7 +112,7 @@ class Call:
 class RemoteTensor(torch.Tensor):
     """A tensor whose data is on a worker, or on each worker of a group."""
 
-    __slots__ = ("_off", "_place", "_ref", "_sig")
+    # No slots: `torch.utils.swap_tensors` has to make a handle of a parameter.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _ref: Any
@@ -466,7 +466,7 @@ def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         plain = op(x, **{**kwargs, "device": torch.device("cpu")})
         return place.master.upload(place, plain)
     master = x._place.master
-    if device is None or (device.type in ("worker", "lazy") and place_of(device) is x._place):
+    if device is None or (device.type in ("worker", "lazy") and place_of(device).index == x._place.index):
         return run(op, args, kwargs)
     rest = {name: each for name, each in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
     if device.type in ("worker", "lazy"):
@@ -486,7 +486,7 @@ def _copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     place = into._place
     if not isinstance(source, RemoteTensor):
         source = place.master.upload(place, source.detach().cpu())
-    elif source._place is not place:
+    elif source._place.index != place.index:
         source = place.master.copy(source, place)
     run(op, (into, source), None)
     return into

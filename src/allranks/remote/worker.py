@@ -29,6 +29,7 @@ __all__ = ["Interpreter", "describe", "serve"]
 
 _NUMBERS = {"f": "d", "i": "q"}
 _CHUNK = 1 << 18
+_WATCHED = {"mkldnn_rnn_layer"}
 
 Slots = dict[int, Any]
 
@@ -265,7 +266,8 @@ class Interpreter:
         if space == "allranks":
             return functools.partial(OPERATIONS[rest][0], self)
         base, _, overload = rest.partition(".")
-        return getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+        op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+        return _Watched(op) if base in _WATCHED else op
 
     def _value(self, form: Form, tensors: Any, numbers: Any) -> Any:
         if form[0] == "t":
@@ -305,7 +307,10 @@ class Interpreter:
         names = [*ids, *outputs, *(f"n{each}" for each in range(len(codes)))]
         taken = f"{', '.join(names)}, = unpack(B, at)" if names else ""
         call = f"op({', '.join(args)})"
-        single = len(define.results) == 1 and outputs
+        schema = getattr(op, "_schema", None)
+        single = (
+            outputs and len(define.results) == 1 and not (schema and str(schema.returns[0].type).startswith("List"))
+        )
 
         def function(checked: bool) -> Callable[[Slots, Any, int], None]:
             lines = [taken] if taken else []
@@ -372,6 +377,18 @@ class Interpreter:
                 slots[id] = own[inner]
 
         return _Template("a captured step", program.inputs, len(program.outputs), layout.size, (), run)
+
+
+class _Watched:
+    """An operator that keeps what its backward needs only where autograd is on."""
+
+    def __init__(self, op: Any) -> None:
+        self._schema = op._schema
+        self._run = op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            return self._run(*args, **kwargs)
 
 
 def _changes(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int]:

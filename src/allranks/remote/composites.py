@@ -1,0 +1,134 @@
+"""Composite operators that choose their parts by the kind of device, as they choose on the worker's.
+
+torch takes `lstm` and its like apart above the level at which operations are queued, and asks there whether the tensors
+are on a CPU: of handles, which are on none, it would make other sums than of the tensors that they stand for. Where
+autograd does not look such an operator is queued whole. Where it does, and workers compute on their CPUs, the operator
+is given handles that are on the CPU to torch's C++, so that it goes apart as it would there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from allranks.remote.signature import flatten
+from allranks.remote.tensor import Place, RemoteTensor, make, run
+
+__all__ = ["COMPOSITES"]
+
+aten = torch.ops.aten
+
+
+class _Near(Place):
+    """A place whose handles are on the CPU to torch's C++."""
+
+    __slots__ = ("far",)
+
+    def __init__(self, far: Place) -> None:
+        self.far = far
+        self.master, self.index, self.ranks, self.target = far.master, far.index, far.ranks, far.target
+        self.device, self.lazy = far.device, torch.device("cpu")
+
+    calls = property(lambda self: self.far.calls)
+    call = property(lambda self: self.far.call)
+
+
+_near: dict[int, _Near] = {}
+"""By index of device."""
+
+
+def _nearer(far: Place) -> _Near | None:
+    """The same place on the CPU; None where the workers compute elsewhere."""
+    found = _near.get(far.index)
+    if found is None or found.far is not far:
+        if far.master.request(far, "kind") != "cpu":
+            return None
+        found = _near[far.index] = _Near(far)
+    return found
+
+
+def _at(place: Place, x: Any) -> Any:
+    return make(place, x._sig, x._ref, x._off)
+
+
+class _Approach(torch.autograd.Function):
+    """The same tensor, on the CPU to torch's C++."""
+
+    @staticmethod
+    def forward(x: Any, near: _Near) -> Any:
+        return _at(near, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.near = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Depart.apply(grad, ctx.near), None  # type: ignore[no-untyped-call]
+
+
+class _Depart(torch.autograd.Function):
+    """The way back."""
+
+    @staticmethod
+    def forward(x: Any, near: _Near) -> Any:
+        return _at(near.far, x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.near = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return _Approach.apply(grad, ctx.near), None  # type: ignore[no-untyped-call]
+
+
+def _each(value: Any, change: Callable[[RemoteTensor], Any]) -> Any:
+    if isinstance(value, RemoteTensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_each(one, change) for one in value)
+    return value
+
+
+def _as_there(op: Any) -> Callable[..., Any]:
+    """What stands for a composite operator above autograd."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        tensors = [each for each in flatten([*args, *kwargs.values()]) if isinstance(each, torch.Tensor)]
+        looked_at = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        plain = not all(isinstance(each, RemoteTensor) for each in tensors)
+        if not looked_at and not plain and forward_ad._current_level < 0:
+            return run(op, args, kwargs)
+        handle: Any = next(each for each in tensors if isinstance(each, RemoteTensor))
+        near = _nearer(handle._place)
+        if near is None:
+            return op.decompose(*args, **kwargs)
+
+        def there(x: Any) -> Any:
+            return _Approach.apply(x, near)  # type: ignore[no-untyped-call]
+
+        result = op(*_each(args, there), **{name: _each(each, there) for name, each in kwargs.items()})
+        return _each(result, lambda x: _Depart.apply(x, near))  # type: ignore[no-untyped-call]
+
+    return kernel
+
+
+def _dropout(x: Any, p: float, train: bool) -> Any:
+    """As on a CPU: the mask is rounded to the tensor's dtype before it is multiplied with."""
+    if not train or p == 0 or x.numel() == 0 or not 0 < p < 1:
+        return aten.dropout.default.decompose(x, p, train)
+    return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
+
+
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    f"{name}.{overload}" if overload != "default" else name: _as_there(getattr(getattr(aten, name), overload))
+    for name, overload in (
+        *((each, form) for each in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")),
+        ("scaled_dot_product_attention", "default"),
+    )
+} | {"dropout": _dropout}
+"""By name, without ``aten::``."""
