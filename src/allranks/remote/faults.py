@@ -56,7 +56,7 @@ class RemoteError(AllranksError):
         Args:
             fault: what the worker said.
             line: of the program.
-            raw: raise what the operator has raised, where that is of a type of torch's or Python's.
+            raw: the call that is waited for has raised it: as it would here, where the type is torch's or Python's.
             more: how many others there are.
         """
         if raw:

@@ -197,7 +197,7 @@ class Workers:
         """How a worker's process ended, as ``killed by signal 9 (SIGKILL)`` or ``exit code 3``; "" if not known."""
         if self._crew is None:
             return ""
-        until = time.monotonic() + (_KNOWN_S if rank in self._lost else 0.0)
+        until = time.monotonic() + _KNOWN_S
         while rank not in self._crew.ended and time.monotonic() < until:
             time.sleep(_LOOK_S / 10)
         return describe_end(self._crew.ended[rank]) if rank in self._crew.ended else ""

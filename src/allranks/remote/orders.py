@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from allranks._types import ReduceOp
 from allranks.remote import wire
@@ -159,7 +159,7 @@ def start(worker: Interpreter, data: memoryview, call: int, function: int, tenso
             raise Spoilt(made)
         with torch.enable_grad():
             outcome = made(*args, **kwargs)
-        worker.shop.outcomes[call] = tree_flatten(outcome)
+        worker.shop.outcomes[call] = (outcome,)
     except Spoilt as spoilt:
         worker.shop.outcomes[call] = spoilt.fault
     except Exception as error:  # noqa: BLE001 - whatever it is, who asks for the result is told
@@ -172,13 +172,18 @@ def result(worker: Interpreter, data: memoryview, call: int) -> Any:
     if isinstance(outcome, wire.Fault):
         del worker.shop.outcomes[call]
         raise Spoilt(outcome)
-    leaves, spec = outcome
-    tensors = [each.detach() for each in leaves if isinstance(each, torch.Tensor)]
-    worker.keep([each.to(worker.device) for each in tensors])
-    others = [None if isinstance(each, torch.Tensor) else each for each in leaves]
-    where = [at for at, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+
+    def stay(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return each
+        tensors.append(each.detach().to(worker.device))
+        return Given(len(tensors) - 1)
+
+    pickled = cloudpickle.dumps(tree_map(stay, outcome[0]))
+    worker.keep(tensors)
     del worker.shop.outcomes[call]
-    return [[worker.describe(each) for each in tensors], where, cloudpickle.dumps((others, spec))]
+    return [[worker.describe(each) for each in tensors], pickled]
 
 
 def drop(worker: Interpreter, data: memoryview, call: int) -> None:

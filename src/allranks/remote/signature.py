@@ -1,9 +1,9 @@
 """What an operation returns, known before it has run.
 
 A handle must know its shape at once, and the master must not wait for it. The answer is kept by operator and by what
-its operands look like (`Signature`); where it is not known yet torch's meta kernels give it, which costs 85 us, against 5 us
-for the rest. A meta kernel is believed after it has once agreed with what a worker really returned; where
-it is wrong, or there is none, a worker is asked about new shapes, and checks its results each time.
+its operands look like (`Signature`). Where it is not known yet torch's meta kernels give it, which costs 85 us, against
+5 us for the rest. A meta kernel is believed after it has once agreed with what a worker really returned; where it is
+wrong, or there is none, a worker is asked about new shapes, and checks its results each time.
 """
 
 from __future__ import annotations

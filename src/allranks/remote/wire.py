@@ -94,9 +94,13 @@ class Program(msgspec.Struct, tag="program", array_like=True):
 
 
 class Fault(msgspec.Struct, array_like=True):
-    """What went wrong on a worker: the operation, the master's line (by number), the error and its traceback."""
+    """What went wrong on a worker: the operation, the master's line (by number), the error and its traceback.
+
+    `serial` tells it from the worker's others, as it is told of wherever it has spread to.
+    """
 
     rank: int
+    serial: int
     op: str
     line: int
     kind: str

@@ -82,6 +82,7 @@ class Interpreter:
         self.shop = shop
         self._say = say
         self._line = 0
+        self._faults = 0
         self._asked: list[Any] = []
         self._table: dict[int, _Template] = {}
         self._encode = msgspec.msgpack.Encoder().encode
@@ -138,7 +139,8 @@ class Interpreter:
     def fault(self, name: str, error: BaseException) -> Fault:
         """What went wrong, from an exception."""
         frames = traceback.format_exception(error)
-        return Fault(self.rank, name, self._line, type(error).__name__, str(error), "".join(frames))
+        self._faults += 1
+        return Fault(self.rank, self._faults, name, self._line, type(error).__name__, str(error), "".join(frames))
 
     def take(self, id: int) -> torch.Tensor:
         """A tensor by its id.
@@ -211,7 +213,6 @@ class Interpreter:
             result = ORDERS[name](self, data, **said)
         except Spoilt as spoilt:
             if number:
-                self._heard(spoilt.fault)
                 self.answer(number, None, spoilt.fault)
             for each in said.get("outputs", ()):
                 self.slots[each] = Poison(spoilt.fault)
@@ -231,10 +232,6 @@ class Interpreter:
                 afterwards()
         finally:
             self._line = line
-
-    def _heard(self, fault: Fault) -> None:
-        if fault in self.unheard:
-            self.unheard.remove(fault)
 
     def _ask(self, ask: Ask) -> None:
         """Runs an operator whose results only the data can tell."""
@@ -258,11 +255,9 @@ class Interpreter:
                 said = [metas, {each: describe(inputs[each]) for each in changes}, counts]
                 self._asked = results
             except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
-                self.answer(ask.number, None, self.fault(ask.op, error)) if ask.first == self.rank else None
+                self.answer(ask.number, "now", self.fault(ask.op, error)) if ask.first == self.rank else None
                 return
         if ask.first == self.rank:
-            if poison:
-                self._heard(poison.fault)
             self.answer(ask.number, said, poison.fault if poison else None)
 
     def _resolve(self, name: str) -> Any:
