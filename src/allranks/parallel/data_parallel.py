@@ -302,16 +302,14 @@ class _Sum(_Function):
         ctx.workers = workers
         ctx.set_materialize_grads(False)
         count = len(tensors) // len(workers)
-        total = [each if each is None else each.detach() for each in tensors[:count]]
+        total: list[Any] = [each if each is None else each.detach() for each in tensors[:count]]
         for start in range(count, len(tensors), count):
             moved = _copies(tensors[start : start + count], workers[0])
             both = [i for i in range(count) if total[i] is not None and moved[i] is not None]
-            if both:
-                sums = torch._foreach_add([total[i] for i in both], [moved[i] for i in both])
-                moved = [*moved]
-                for i, one in zip(both, sums, strict=True):
-                    moved[i] = one
-            total = [here if there is None else there for here, there in zip(total, moved, strict=True)]
+            sums = torch._foreach_add([total[i] for i in both], [moved[i] for i in both]) if both else ()
+            total = [there if here is None else here for here, there in zip(total, moved, strict=True)]
+            for i, one in zip(both, sums, strict=True):
+                total[i] = one
         return tuple(total)
 
     @staticmethod
@@ -324,7 +322,7 @@ def _copies(tensors: Sequence[Any], worker: torch.device) -> list[Any]:
     there: list[Any] = [each for each in tensors if each is not None]
     place = place_of(worker)
     made: Iterator[Any] = iter(there[0]._place.master.copies(there, place) if there else ())
-    return [each and next(made) for each in tensors]
+    return [None if each is None else next(made) for each in tensors]
 
 
 def _kind(device: Device) -> str:
