@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections import namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -29,8 +30,11 @@ class Tied(nn.Module):
         self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         self.again = self.inner
         self.out = nn.Linear(6, 6)
-        self.out.weight = self.inner[0].weight
         self.register_parameter("none", None)
+        self.tie()
+
+    def tie(self) -> None:
+        self.out.weight = self.inner[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.again(self.inner(x)))
@@ -104,15 +108,19 @@ def test_outputs_and_gradients(mw: Master, name: str, batch: int) -> None:
     module, x = make(), torch.randn(batch, *shape)
     output, grads, first = by_hand(module, [*x.chunk(2)])
     wrapped = allranks.DataParallel(module.to("worker:1"), BOTH)
+    if isinstance(module, Tied):
+        module.tie()  # to() makes a parameter of each name, as with all tensors that are not of the same kind
+    # Here oneDNN has an LSTM, which rounds otherwise.
+    error = 1e-5 if name == "recurrent" else 0.0
     for given in (x, x.to("worker:2")):
         wrapped.zero_grad()
         ours = wrapped(given)
         assert str(ours.device) == "worker:1"
-        assert torch.equal(ours.cpu(), output)
+        assert torch.allclose(ours.cpu(), output, rtol=0, atol=error)
         ours.square().sum().backward()
         for parameter, grad in zip(module.parameters(), grads, strict=True):
             assert str(parameter.grad.device) == "worker:1"
-            assert torch.equal(parameter.grad.cpu(), grad)
+            assert torch.allclose(parameter.grad.cpu(), grad, rtol=0, atol=error)
         if given is x:
             # The first copy's buffers are the module's.
             for buffer, theirs in zip(module.buffers(), first.buffers(), strict=True):
@@ -231,9 +239,10 @@ def test_second_derivatives(mw: Master) -> None:
     penalty(local, x, [*local.parameters()])
     module.to("worker:1")
     penalty(allranks.DataParallel(module, BOTH), x.to("worker:1"), [*module.parameters()])
-    for ours, theirs in zip(module.parameters(), local.parameters(), strict=True):
-        if theirs.grad is not None:
-            assert torch.allclose(ours.grad.cpu(), theirs.grad, atol=1e-5)
+    *weights, bias = zip(module.parameters(), local.parameters(), strict=True)
+    for ours, theirs in weights:
+        assert torch.allclose(ours.grad.cpu(), theirs.grad, atol=1e-5)
+    assert [each.grad for each in bias] == [None, None]  # which is in no derivative
 
 
 def test_saving_and_copying(mw: Master) -> None:
@@ -267,7 +276,9 @@ def test_which_devices(mw: Master, monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(2, 2)
     assert [*map(str, allranks.DataParallel(module).device_ids)] == BOTH
     assert [*map(str, parallel.DataParallel(module, [2, torch.device("worker:1")]).device_ids)] == BOTH[::-1]
-    with pytest.raises(RuntimeError, match=r"on device worker:1 \(device_ids\[0\]\) but found one of them on device: cpu"):
+    with pytest.raises(
+        RuntimeError, match=r"on device worker:1 \(device_ids\[0\]\) but found one of them on device: cpu"
+    ):
         allranks.DataParallel(module)(torch.ones(2, 2))
     with pytest.raises(allranks.UsageError, match="there is no worker:9"):
         allranks.DataParallel(module, ["worker:1", "worker:9"])
@@ -304,7 +315,8 @@ def test_without_inputs(mw: Master) -> None:
 
 def test_other_devices_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_master", None)
-    monkeypatch.setattr(nn.parallel.data_parallel, "_get_available_device_type", lambda: None)  # no device here
+    torchs = sys.modules["torch.nn.parallel.data_parallel"]  # the name is a function's, too
+    monkeypatch.setattr(torchs, "_get_available_device_type", lambda: None)
     module = nn.Linear(2, 2)
     for given in (None, [0, 1], ["cpu"]):
         wrapped = allranks.DataParallel(module, given)

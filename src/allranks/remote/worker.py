@@ -305,7 +305,10 @@ class Interpreter:
         names = [*ids, *outputs, *(f"n{each}" for each in range(len(codes)))]
         taken = f"{', '.join(names)}, = unpack(B, at)" if names else ""
         call = f"op({', '.join(args)})"
-        single = len(define.results) == 1 and outputs
+        schema = getattr(op, "_schema", None)
+        single = (
+            outputs and len(define.results) == 1 and not (schema and str(schema.returns[0].type).startswith("List"))
+        )
 
         def function(checked: bool) -> Callable[[Slots, Any, int], None]:
             lines = [taken] if taken else []
