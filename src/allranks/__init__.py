@@ -48,10 +48,12 @@ from allranks._errors import (
     PeerLostError,
     QueueEmptyError,
     RankError,
+    RemoteError,
     SecretError,
     StoreLostError,
     TimeoutError,
     UsageError,
+    WorkerLost,
 )
 
 if TYPE_CHECKING:
@@ -310,6 +312,7 @@ __all__ = [
     "QueueEmptyError",
     "RankError",
     "ReduceOp",
+    "RemoteError",
     "SecretError",
     "Stats",
     "Store",
@@ -318,6 +321,7 @@ __all__ = [
     "TimeoutError",
     "UsageError",
     "Work",
+    "WorkerLost",
     "algorithms",
     "all_gather",
     "all_gather_coalesced",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import allranks
-from allranks.remote.faults import RemoteError, WorkerLost
+from allranks import RemoteError, WorkerLost
 from allranks.remote.master import Master
 
 

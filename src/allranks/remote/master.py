@@ -19,10 +19,10 @@ import msgspec
 import torch
 
 from allranks import _core
-from allranks._errors import TimeoutError, UsageError
+from allranks._errors import TimeoutError, UsageError, WorkerLost
 from allranks.remote import tensor as handles
 from allranks.remote import wire
-from allranks.remote.faults import RemoteError, WorkerLost
+from allranks.remote.faults import error_of
 from allranks.remote.functions import RemoteFunction
 from allranks.remote.groups import Group
 from allranks.remote.lines import here, line_of
@@ -292,12 +292,12 @@ class Master:
             answer = self._answers.pop((rank, number))
         if answer.fault is not None:
             self._told.add((answer.fault.rank, answer.fault.serial))
-            raise RemoteError.of(answer.fault, line_of(answer.fault.line), answer.said == "now")
+            raise error_of(answer.fault, line_of(answer.fault.line), answer.said == "now")
         return answer.said
 
     def _hear(self, rank: int, deadline: float, timeout_s: float, what: str) -> None:
         if rank in self.lost:
-            raise WorkerLost(self.lost[rank])
+            raise WorkerLost(self.lost[rank], rank)
         line, heard = self.lines[rank], self._heard[rank]
         left = deadline - time.monotonic()
         try:
@@ -319,7 +319,7 @@ class Master:
                 line.socket.settimeout(_LOOK_S)
         if not part:
             self.lose(rank)
-            raise WorkerLost(self.lost[rank])
+            raise WorkerLost(self.lost[rank], rank)
         heard += part
         while len(heard) >= 4 and len(heard) >= 4 + (length := int.from_bytes(heard[:4], "little")):
             answer = _answers(bytes(heard[4 : 4 + length]))
@@ -341,7 +341,7 @@ class Master:
         self.outbox.lose(self._indices[rank])
         for index, place in enumerate(handles._places):
             if place is not None and place.master is self and rank in place.ranks:
-                place.calls = Gone(self.lost[rank])
+                place.calls = Gone(self.lost[rank], rank)
                 if place.index != rank:
                     handles._places[index] = None
         for ranks in [each for each in self._links if rank in each]:
@@ -359,16 +359,16 @@ class Master:
         """
         self._check_open()
         if isinstance(place.calls, Gone):
-            raise WorkerLost(place.calls.why)
+            raise WorkerLost(place.calls.why, place.calls.rank)
         for rank in place.ranks:
             if rank not in self.lost and self.outbox.failure(self._indices[rank]):
                 self.lose(rank)
             if rank in self.lost:
-                raise WorkerLost(self.lost[rank])
+                raise WorkerLost(self.lost[rank], rank)
 
     def _check_open(self) -> None:
         if self.closed:
-            raise WorkerLost("the workers have been shut down")
+            raise WorkerLost("the workers have been shut down", 0)
 
     def refuse_recording(self, why: str) -> None:
         if self.recorder is not None:
@@ -528,7 +528,7 @@ class Master:
         new = [each for each in faults if (each.rank, each.serial) not in self._told]
         self._told -= {(each.rank, each.serial) for each in faults}
         if new:
-            raise RemoteError.of(new[0], line_of(new[0].line), False, len(new) - 1)
+            raise error_of(new[0], line_of(new[0].line), False, len(new) - 1)
 
     # What users call.
 
@@ -631,18 +631,19 @@ class Master:
         self.workers.close()
         for index, place in enumerate(handles._places):
             if place is not None and place.master is self:
-                place.calls = Gone("the workers have been shut down")
+                place.calls = Gone("the workers have been shut down", 0)
                 handles._places[index] = None
 
 
 class Gone(dict[Any, Any]):
     """Stands where the calls of a lost worker were: every operation asks for one."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, rank: int) -> None:
         self.why = why
+        self.rank = rank
 
     def get(self, key: Any, default: Any = None) -> Any:
-        raise WorkerLost(self.why)
+        raise WorkerLost(self.why, self.rank)
 
 
 def _state(pid: int) -> str:
