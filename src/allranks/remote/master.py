@@ -459,20 +459,22 @@ class Master:
 
     def copy(self, x: RemoteTensor, place: Place) -> RemoteTensor:
         """Copies a tensor to another worker, or to all of a group, directly."""
-        source = _single(x)
+        return self.copies([x], place)[0]
+
+    def copies(self, tensors: Sequence[RemoteTensor], place: Place) -> list[RemoteTensor]:
+        """Copies tensors of one worker, as one command for each of the two."""
+        source = _single(tensors[0])
         self.check(source)
         self.check(place)
-        x = self.dense(x)
-        if len(place.ranks) > 1:
-            return self._spread(x, place)
-        (sender,), (receiver,) = source.ranks, place.ranks
-        if sender == receiver:  # of a group of one
-            return self._spread(x, place)
+        tensors = [self.dense(each) for each in tensors]
+        (sender,) = source.ranks
+        if place.ranks != (receiver := place.ranks[0],) or sender == receiver:  # a group, maybe of one
+            return [self._spread(each, place) for each in tensors]
         link = self.link(*sorted((sender, receiver)))
-        numel = x._sig.shape.numel()
-        self.invoke(source, "send", [x], [link, int(receiver > sender)])
-        (made,) = self.invoke(place, "recv", [], [link, int(sender > receiver), *x._sig.meta[:3], numel], [x._sig])
-        return made
+        sigs = [each._sig for each in tensors]
+        metas = tuple((sig.meta[0], tuple(sig.shape), sig.strides) for sig in sigs)
+        self.invoke(source, "send", tensors, [link, int(receiver > sender)])
+        return self.invoke(place, "recv", [], [link, int(sender > receiver), metas], sigs)
 
     def invoke(
         self,
