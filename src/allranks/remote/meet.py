@@ -150,6 +150,7 @@ class Post:
         threading.Thread(target=_end_with, args=(sock,), name="allranks-line", daemon=True).start()
         self.leave = board.close
         atexit.register(self.leave)
+        os.register_at_fork(after_in_child=sock.close)  # or the master would not see this process' end
 
     def make_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
         """Makes a group together with its other members; see ``Board.make_group``."""
