@@ -578,6 +578,7 @@ def _attend_in(meeting: _rendezvous.Meeting, timeout_s: float) -> Post:
 
 
 def _enter(spot: Spot, me: Member, local_rank: int, timeout_s: float) -> Post:
+    timeout_s = min(timeout_s, _TIMEOUT_S)  # it is there, or it is gone
     secret, until = spot.secret(), time.monotonic() + timeout_s
     near = spot.machine == machine()
     board = Board(_reach(spot, near, secret, timeout_s), me)
