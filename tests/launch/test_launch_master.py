@@ -24,6 +24,7 @@ MASTER = """
 
     assert group("all", 1, 2) == ["[3.0, 3.0]"] * 2
     os.kill(workers.lines[0].pid, signal.SIGKILL)
+    print(workers.how_ended(1), flush=True)
     workers.respawn(1)
     assert group("new", 2, 1) == ["[3.0, 3.0]"] * 2
     print("here", os.environ["RANK"], sys.argv[1:], flush=True)
@@ -42,6 +43,7 @@ def test_workers_serve(launcher: Launcher) -> None:
     path = launcher.write(MASTER)
     process = launcher.start("--mode", "master", "-n", "3", str(path), "word", real_torch=True, environ=environ())
     assert process.stdout is not None
+    assert process.stdout.readline() == b"[0] killed by signal 9 (SIGKILL)\n"
     assert process.stdout.readline() == b"[0] here 0 ['word']\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
