@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -191,6 +192,8 @@ class RemoteTensor(torch.Tensor):
         return self._place.master.show(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if isinstance(self, torch.nn.Parameter):
+            return (torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict()))
         # As torch saves tensors of devices that have no storage here.
         plain = self.detach().cpu()
         rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
