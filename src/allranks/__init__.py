@@ -18,7 +18,7 @@ meaning, over allranks' own channel. The map of the package:
     _errors        every error, as a tree
     data           DistributedSampler
     logging        configure: a log for each rank
-    parallel, nn   DistributedDataParallel, collectives that autograd goes through
+    parallel, nn   DistributedDataParallel, DataParallel, collectives that autograd goes through
     algorithms     communication hooks for it
     checkpoint     save, load
     multiprocessing  spawn
@@ -48,10 +48,12 @@ from allranks._errors import (
     PeerLostError,
     QueueEmptyError,
     RankError,
+    RemoteError,
     SecretError,
     StoreLostError,
     TimeoutError,
     UsageError,
+    WorkerLost,
 )
 
 if TYPE_CHECKING:
@@ -145,7 +147,7 @@ if TYPE_CHECKING:
         stats,
     )
     from allranks.launch.call import run
-    from allranks.parallel import DistributedDataParallel, GradBucket
+    from allranks.parallel import DataParallel, DistributedDataParallel, GradBucket
     from allranks.remote.groups import all_reduce_, broadcast_
     from allranks.remote.start import init_master_worker
 
@@ -241,7 +243,7 @@ _HOME = {
     ),
     "_store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "launch.call": ("run",),
-    "parallel": ("DistributedDataParallel", "GradBucket"),
+    "parallel": ("DataParallel", "DistributedDataParallel", "GradBucket"),
     "remote.groups": ("all_reduce_", "broadcast_"),
     "remote.start": ("init_master_worker",),
 }
@@ -289,6 +291,7 @@ __all__ = [
     "AllranksError",
     "Backend",
     "ConfigError",
+    "DataParallel",
     "DebugLevel",
     "DistBackendError",
     "DistError",
@@ -309,6 +312,7 @@ __all__ = [
     "QueueEmptyError",
     "RankError",
     "ReduceOp",
+    "RemoteError",
     "SecretError",
     "Stats",
     "Store",
@@ -317,6 +321,7 @@ __all__ = [
     "TimeoutError",
     "UsageError",
     "Work",
+    "WorkerLost",
     "algorithms",
     "all_gather",
     "all_gather_coalesced",

@@ -15,6 +15,8 @@ bytes, seconds) and what to do next. The tree::
     |-- StoreLostError                the connection to the store broke: its server ended
     |-- MismatchError                 ranks disagree on what they call
     |-- RankError                     a rank of a job started from Python failed; `.rank` says which
+    |-- RemoteError                   an operation on a worker failed (master-worker mode); says which, and its line
+    |-- WorkerLost                    a worker is gone, and its tensors (master-worker mode); `.rank` says which
 
 torch's names for what programs catch are aliases: DistError is AllranksError, DistBackendError (a collective broke)
 PeerLostError, DistNetworkError (a connection did) StoreLostError, DistStoreError (a wait in a store did) TimeoutError.
@@ -38,10 +40,12 @@ __all__ = [
     "PeerLostError",
     "QueueEmptyError",
     "RankError",
+    "RemoteError",
     "SecretError",
     "StoreLostError",
     "TimeoutError",
     "UsageError",
+    "WorkerLost",
 ]
 
 
@@ -113,6 +117,34 @@ class RankError(_OfRankError):
 
     Attributes:
         rank: the rank.
+    """
+
+
+class RemoteError(_OfRankError):
+    """An operation failed on a worker. What depends on it raises this; the worker goes on.
+
+    Attributes:
+        rank: the worker.
+        operation: what failed, as ``aten::index_select``.
+        line: ``file:line`` of the master's program that queued it; "" where that is not known.
+        traceback: the worker's.
+    """
+
+    def __init__(self, message: str, rank: int, operation: str = "", line: str = "", traceback: str = "") -> None:
+        super().__init__(message, rank)
+        self.operation = operation
+        self.line = line
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[type[RemoteError], tuple[str, int, str, str, str]]:  # type: ignore[override]
+        return type(self), (str(self), self.rank, self.operation, self.line, self.traceback)
+
+
+class WorkerLost(_OfRankError):
+    """A worker is gone, and its tensors with it. ``respawn`` starts another in its place.
+
+    Attributes:
+        rank: the worker.
     """
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import allranks
-from allranks.remote.faults import RemoteError
+from allranks import RemoteError
 from allranks.remote.master import Master
 
 

@@ -44,6 +44,10 @@ _HELLO = struct.Struct(f"!{_TOKEN_BYTES}sI")
 # the ranks of different hosts prove to each other.
 _PORT = struct.Struct("!H")
 RECORD_BYTES = DOOR_BYTES + _PORT.size
+
+# After an exchange all ranks are there. Who then dies before it has connected leaves others waiting, however long they
+# may wait for its calls.
+_THERE_S = 60.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -93,7 +97,8 @@ def connect(
     local = len({member.machine for member in members}) == 1  # and so is the network
     with Door(memory) as door:
         if len(near) == len(members):
-            return Connections(*door.meet(rank, exchange(door.record + _PORT.pack(0)), timeout_s), [], None)
+            records = exchange(door.record + _PORT.pack(0))
+            return Connections(*door.meet(rank, records, min(timeout_s, _THERE_S)), [], None)
         secret = load_secret()
         reception = Reception.of((_LOOPBACK,) if local else members[rank].addresses)
         circle = None

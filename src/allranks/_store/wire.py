@@ -69,8 +69,8 @@ GREETING_LIMIT = 256
 GREETING_S = 5.0
 """How long either side lets the handshake take."""
 
-LONGEST_S = 1e8
-"""The longest wait that select and settimeout take; three years."""
+LONGEST_S = 2e6
+"""The longest wait that epoll takes, which counts milliseconds in 31 bits; three weeks."""
 
 _PROTOCOL = b"allranks-store/"
 VERSION = _PROTOCOL + b"1"

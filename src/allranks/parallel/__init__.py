@@ -1,6 +1,7 @@
-"""Parallel training of one model by all ranks."""
+"""Parallel training of one model: by all ranks, or by all workers of a master."""
 
+from allranks.parallel.data_parallel import DataParallel
 from allranks.parallel.ddp import DistributedDataParallel
 from allranks.parallel.hooks import GradBucket
 
-__all__ = ["DistributedDataParallel", "GradBucket"]
+__all__ = ["DataParallel", "DistributedDataParallel", "GradBucket"]

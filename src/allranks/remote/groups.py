@@ -171,12 +171,43 @@ def _group_of(tensors: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Group, li
 
 
 def all_reduce_(tensors: torch.Tensor | Iterable[torch.Tensor], op: str = "sum") -> None:
-    """Reduces tensors of a group over its workers, in place; see `Group.all_reduce_`."""
+    """Reduces tensors over the workers of their group, in place (master-worker mode).
+
+    Args:
+        tensors: handles of one group, of any dtypes that can be reduced.
+        op: ``"sum"``, ``"avg"``, ``"product"``, ``"min"`` or ``"max"``.
+
+    Raises:
+        UsageError: they are not of one group, or there is no such op.
+        WorkerLost: a worker of the group is gone.
+
+    Shape:
+        any, the same afterwards.
+
+    Cost:
+        queued. The tensors of a dtype are reduced together, as by ``all_reduce`` of the native channel, after one
+        message of 8 bytes to each worker by which they agree that nobody's tensors are spoilt.
+    """
     group, listed = _group_of(tensors)
     group.all_reduce_(listed, op)
 
 
 def broadcast_(tensors: torch.Tensor | Iterable[torch.Tensor], src: int) -> None:
-    """Makes tensors of a group those of one worker, in place; see `Group.broadcast_`."""
+    """Makes tensors on all workers of their group those of one of them, in place (master-worker mode).
+
+    Args:
+        tensors: handles of one group, for example a module's parameters.
+        src: the worker whose tensors they become.
+
+    Raises:
+        UsageError: they are not of one group, or `src` is not in it.
+        WorkerLost: a worker of the group is gone.
+
+    Shape:
+        any, the same afterwards.
+
+    Cost:
+        queued; as ``broadcast`` of the native channel, and the agreement of `all_reduce_`.
+    """
     group, listed = _group_of(tensors)
     group.broadcast_(listed, src)

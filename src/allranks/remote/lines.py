@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -16,30 +16,34 @@ __all__ = ["here", "line_of"]
 _OURS = tuple(os.path.dirname(os.path.abspath(each)) + os.sep for each in (torch.__file__, __file__))
 _SKIPPED = ("<__array_function__", "<string>", "<frozen", os.sep + "contextlib.py")
 
-_inside: dict[CodeType, bool] = {}
-_numbers: dict[tuple[CodeType, int], int] = {}
+_numbers: dict[int, dict[int, int] | None] = {}
+"""By id of a code object the numbers of its lines, by instruction; None for code that is torch's or this package's."""
+_kept: list[CodeType] = []  # so that an id stays one code object's; a code's own hash costs a microsecond
 _lines: list[tuple[CodeType, int]] = []
 
 
 def here() -> int:
     """The number of the line that runs: the innermost that is neither torch's nor this package's. 0 where none is."""
-    frame = sys._getframe(3)
-    known = _inside
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None:
         code = frame.f_code
-        inside = known.get(code)
-        if inside is None:
-            name = code.co_filename
-            inside = known[code] = name.startswith(_OURS) or name.startswith(_SKIPPED[:3]) or name.endswith(_SKIPPED[3])
-        if not inside:
-            key = (code, frame.f_lasti)
-            number = _numbers.get(key)
+        try:
+            numbers = _numbers[id(code)]
+        except KeyError:
+            numbers = _numbers[id(code)] = None if _is_inside(code.co_filename) else {}
+            _kept.append(code)
+        if numbers is not None:
+            number = numbers.get(frame.f_lasti)
             if number is None:
                 _lines.append((code, frame.f_lineno))
-                number = _numbers[key] = len(_lines)
+                number = numbers[frame.f_lasti] = len(_lines)
             return number
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return 0
+
+
+def _is_inside(file: str) -> bool:
+    return file.startswith(_OURS) or file.startswith(_SKIPPED[:3]) or file.endswith(_SKIPPED[3])
 
 
 def line_of(number: int) -> str:

@@ -19,10 +19,10 @@ import msgspec
 import torch
 
 from allranks import _core
-from allranks._errors import TimeoutError, UsageError
+from allranks._errors import TimeoutError, UsageError, WorkerLost
 from allranks.remote import tensor as handles
 from allranks.remote import wire
-from allranks.remote.faults import RemoteError, WorkerLost
+from allranks.remote.faults import error_of
 from allranks.remote.functions import RemoteFunction
 from allranks.remote.groups import Group
 from allranks.remote.lines import here, line_of
@@ -64,6 +64,7 @@ class Master:
         self._answers: dict[tuple[int, int], Answer] = {}
         self._heard: dict[int, bytearray] = {}
         self._lock = threading.RLock()
+        self._losing = threading.RLock()
         self._number = 0
         self._templates = wire.CALL
         self._programs = _FIRST_PROGRAM
@@ -235,7 +236,7 @@ class Master:
         number = self.next()
         ids = [each.id for each in refs]
         self.put(place, Ask(number, about.name, forms, named, ids, packed, first))
-        said, changed, counts = self.wait(number, first, about.name, raw=True)
+        said, changed, counts = self.wait(number, first, about.name)
         metas = [
             (wire.dtype_of(each[0]), torch.Size(each[1]), tuple(each[2]), each[3]) if isinstance(each, list) else each
             for each in said
@@ -274,7 +275,7 @@ class Master:
         self.put(self.places[(place.ranks[0],)], Order(name, number, said))
         return self.wait(number, place.ranks[0], name)
 
-    def wait(self, number: int, rank: int, what: str, raw: bool = False, timeout_s: float | None = None) -> Any:
+    def wait(self, number: int, rank: int, what: str, timeout_s: float | None = None) -> Any:
         """Waits for an answer.
 
         Raises:
@@ -284,18 +285,19 @@ class Master:
         """
         self.outbox.flush()
         with self._lock:
-            deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+            timeout_s = self.timeout_s if timeout_s is None else timeout_s
+            deadline = time.monotonic() + timeout_s
             while (rank, number) not in self._answers:
-                self._hear(rank, deadline, what)
+                self._hear(rank, deadline, timeout_s, what)
             answer = self._answers.pop((rank, number))
         if answer.fault is not None:
             self._told.add((answer.fault.rank, answer.fault.serial))
-            raise RemoteError.of(answer.fault, line_of(answer.fault.line), raw)
+            raise error_of(answer.fault, line_of(answer.fault.line), answer.said == "now")
         return answer.said
 
-    def _hear(self, rank: int, deadline: float, what: str) -> None:
+    def _hear(self, rank: int, deadline: float, timeout_s: float, what: str) -> None:
         if rank in self.lost:
-            raise WorkerLost(self.lost[rank])
+            raise WorkerLost(self.lost[rank], rank)
         line, heard = self.lines[rank], self._heard[rank]
         left = deadline - time.monotonic()
         try:
@@ -306,7 +308,7 @@ class Master:
             if time.monotonic() < deadline:
                 return
             raise TimeoutError(
-                f"{what}: worker {rank} ({line.host}, pid {line.pid}) has not answered for {self.timeout_s:g} s"
+                f"{what}: worker {rank} ({line.host}, pid {line.pid}) has not answered for {timeout_s:g} s"
                 f"{_state(line.pid) if line.host == socket.gethostname() else ''}.\n"
                 "  Longer: init_master_worker(timeout=...)"
             ) from None
@@ -317,38 +319,56 @@ class Master:
                 line.socket.settimeout(_LOOK_S)
         if not part:
             self.lose(rank)
-            raise WorkerLost(self.lost[rank])
+            raise WorkerLost(self.lost[rank], rank)
         heard += part
         while len(heard) >= 4 and len(heard) >= 4 + (length := int.from_bytes(heard[:4], "little")):
             answer = _answers(bytes(heard[4 : 4 + length]))
             self._answers[rank, answer.number] = answer
             del heard[: 4 + length]
 
-    def lose(self, rank: int) -> None:
+    def lose(self, rank: int, how: str | None = None) -> None:
         """A worker is gone: its handles raise `WorkerLost` from now on, and its groups'. Called by any thread."""
-        if rank in self.lost:
-            return
         line = self.lines[rank]
-        how = self.workers.how_ended(rank)
+        if how is None:
+            how = self.workers.how_ended(rank)
+        with self._losing:
+            if rank not in self.lost and self.lines[rank] is line and not self.closed:
+                self._lose(line, how)
+
+    def _lose(self, line: Line, how: str) -> None:
+        rank = line.rank
         self.lost[rank] = f"worker {rank} ({line.host}, pid {line.pid}) is gone{': ' + how if how else ''}"
         self.outbox.lose(self._indices[rank])
         for index, place in enumerate(handles._places):
             if place is not None and place.master is self and rank in place.ranks:
-                place.calls = Gone(self.lost[rank])
+                place.calls = Gone(self.lost[rank], rank)
                 if place.index != rank:
                     handles._places[index] = None
-        self._links = {ranks: name for ranks, name in self._links.items() if rank not in ranks}
+        for ranks in [each for each in self._links if rank in each]:
+            name = self._links.pop(ranks)
+            if (group := self._groups.pop(name, None)) is not None:
+                group.abandon()
+            for other in ranks:
+                if other and other not in self.lost:
+                    self.order(self.places[(other,)], "ungroup", name=name)
 
     def check(self, place: Place) -> None:
         """
         Raises:
             WorkerLost: a worker of the place is gone.
         """
+        self._check_open()
+        if isinstance(place.calls, Gone):
+            raise WorkerLost(place.calls.why, place.calls.rank)
         for rank in place.ranks:
             if rank not in self.lost and self.outbox.failure(self._indices[rank]):
                 self.lose(rank)
             if rank in self.lost:
-                raise WorkerLost(self.lost[rank])
+                raise WorkerLost(self.lost[rank], rank)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise WorkerLost("the workers have been shut down", 0)
 
     def refuse_recording(self, why: str) -> None:
         if self.recorder is not None:
@@ -403,6 +423,9 @@ class Master:
         """The name of a native group of these ranks, where there is none yet a new one."""
         if (name := self._links.get(ranks)) is not None:
             return name
+        for rank in ranks:
+            if rank:
+                self.check(self.places[(rank,)])
         self.refuse_recording("workers meet for the first time")
         self._made += 1
         name = self._links[ranks] = f"{'-'.join(map(str, ranks[:4]))}#{self._made}"
@@ -418,6 +441,7 @@ class Master:
         if rank not in x._place.ranks:
             raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
         place = self.places[(rank,)]
+        self.check(x._place)
         return make(place, x._sig, self.outbox.view(x._ref, place.target), x._off)
 
     def show(self, x: RemoteTensor) -> str:
@@ -435,20 +459,22 @@ class Master:
 
     def copy(self, x: RemoteTensor, place: Place) -> RemoteTensor:
         """Copies a tensor to another worker, or to all of a group, directly."""
-        source = _single(x)
+        return self.copies([x], place)[0]
+
+    def copies(self, tensors: Sequence[RemoteTensor], place: Place) -> list[RemoteTensor]:
+        """Copies tensors of one worker, as one command for each of the two."""
+        source = _single(tensors[0])
         self.check(source)
         self.check(place)
-        x = self.dense(x)
-        if len(place.ranks) > 1:
-            return self._spread(x, place)
-        (sender,), (receiver,) = source.ranks, place.ranks
-        if sender == receiver:  # of a group of one
-            return self._spread(x, place)
+        tensors = [self.dense(each) for each in tensors]
+        (sender,) = source.ranks
+        if place.ranks != (receiver := place.ranks[0],) or sender == receiver:  # a group, maybe of one
+            return [self._spread(each, place) for each in tensors]
         link = self.link(*sorted((sender, receiver)))
-        numel = x._sig.shape.numel()
-        self.invoke(source, "send", [x], [link, int(receiver > sender)])
-        (made,) = self.invoke(place, "recv", [], [link, int(sender > receiver), *x._sig.meta[:3], numel], [x._sig])
-        return made
+        sigs = [each._sig for each in tensors]
+        metas = tuple((sig.meta[0], tuple(sig.shape), sig.strides) for sig in sigs)
+        self.invoke(source, "send", tensors, [link, int(receiver > sender)])
+        return self.invoke(place, "recv", [], [link, int(sender > receiver), metas], sigs)
 
     def invoke(
         self,
@@ -502,7 +528,7 @@ class Master:
         new = [each for each in faults if (each.rank, each.serial) not in self._told]
         self._told -= {(each.rank, each.serial) for each in faults}
         if new:
-            raise RemoteError.of(new[0], line_of(new[0].line), False, len(new) - 1)
+            raise error_of(new[0], line_of(new[0].line), False, len(new) - 1)
 
     # What users call.
 
@@ -516,6 +542,7 @@ class Master:
             UsageError: there are no such workers, or too many groups.
             WorkerLost: one of them is gone.
         """
+        self._check_open()
         wanted = tuple(ranks)
         if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(self.lines):
             raise UsageError(f"group: expected ranks of workers, 1 to {max(self.lines)}, each once, not {list(ranks)}")
@@ -546,18 +573,23 @@ class Master:
         return handles.place_of(torch.device("worker", on) if isinstance(on, int) else torch.device(on))
 
     def respawn(self, rank: int) -> None:
-        """Starts a worker in a lost one's place. What was on it is lost; handles of it go on to raise `WorkerLost`.
+        """Starts a new worker in one's place, which is killed if it still lives.
+
+        What was on it is lost: its handles, and its groups', go on to raise `WorkerLost`.
 
         Raises:
-            UsageError: it is not lost, or was started by others.
+            UsageError: there is no such worker, or others have started it and nobody is there who could again.
+            ConfigError: it ended while it was started.
+            JoinError: it did not come in time.
+
+        Cost:
+            a start of Python and an import of torch.
         """
+        self._check_open()
         if rank not in self.lines:
             raise UsageError(f"respawn: there is no worker {rank}; there are 1 to {max(self.lines)}")
-        place = self.places[(rank,)]
-        if rank not in self.lost and self.outbox.failure(self._indices[rank]):
-            self.lose(rank)
         if rank not in self.lost:
-            raise UsageError(f"respawn: {place} is alive; respawn() is for one that is lost")
+            self.lose(rank, "its place is taken by another")
         self.admit(self.workers.respawn(rank))
 
     @property
@@ -599,18 +631,19 @@ class Master:
         self.workers.close()
         for index, place in enumerate(handles._places):
             if place is not None and place.master is self:
-                place.calls = Gone("the workers have been shut down")
+                place.calls = Gone("the workers have been shut down", 0)
                 handles._places[index] = None
 
 
 class Gone(dict[Any, Any]):
     """Stands where the calls of a lost worker were: every operation asks for one."""
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, rank: int) -> None:
         self.why = why
+        self.rank = rank
 
     def get(self, key: Any, default: Any = None) -> Any:
-        raise WorkerLost(self.why)
+        raise WorkerLost(self.why, self.rank)
 
 
 def _state(pid: int) -> str:

@@ -12,6 +12,7 @@ A worker ends when its line does: by itself where it listens, else by a thread t
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import importlib
 import os
@@ -30,7 +31,7 @@ import msgspec
 
 from allranks import _rendezvous
 from allranks._env import read_env, read_int
-from allranks._errors import ConfigError, JoinError, StoreLostError, UsageError, rank_list
+from allranks._errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError, rank_list
 from allranks._hostlist import Slots, parse_hosts
 from allranks._network import machine, nearest_first, published_addresses
 from allranks._rendezvous import Member, this_member
@@ -52,6 +53,7 @@ SERVE = "allranks.remote.worker:serve"
 
 _TIMEOUT_S = 300.0
 _RESPAWN_S = 60.0
+_PATIENCE_S = 1e6  # the master's script may take long before it calls; a worker ends with its launcher
 _GRACE_S = 1.0  # from the end of its line to that of a worker that does not notice
 _LOOK_S = 0.1
 _HELLO_S = 10.0
@@ -197,7 +199,7 @@ class Workers:
         """How a worker's process ended, as ``killed by signal 9 (SIGKILL)`` or ``exit code 3``; "" if not known."""
         if self._crew is None:
             return ""
-        until = time.monotonic() + (_KNOWN_S if rank in self._lost else 0.0)
+        until = time.monotonic() + _KNOWN_S
         while rank not in self._crew.ended and time.monotonic() < until:
             time.sleep(_LOOK_S / 10)
         return describe_end(self._crew.ended[rank]) if rank in self._crew.ended else ""
@@ -215,7 +217,7 @@ class Workers:
         Raises:
             UsageError: there is no such worker, or nobody is there who could start one.
             ConfigError: it ended while it was started.
-            JoinError: it did not come in time.
+            TimeoutError: it did not come in time.
 
         Cost:
             a start of python and an import of torch.
@@ -233,15 +235,20 @@ class Workers:
         with contextlib.suppress(OSError):  # it is gone
             old.socket.shutdown(socket.SHUT_RDWR)
         with self._changed:
-            self._changed.wait_for(lambda: rank in self._lost)
+            if not self._changed.wait_for(lambda: rank in self._lost, timeout_s):
+                raise TimeoutError(f"respawn: the end of {old} was not noticed in {timeout_s:.1f} s")
         old.socket.close()
         self._house.board.admit(rank)
-        if self._crew is not None:
-            self._crew.respawn(rank, until)
-        else:
-            assert launched is not None
-            launched.want(Again(rank, {MASTER: msgspec.json.encode(self._house.spot).decode()}))
-        line = self._house.gather([rank], until, self._welcome, self._crew)[0]
+        try:
+            if self._crew is not None:
+                self._crew.respawn(rank, until)
+            else:
+                assert launched is not None
+                launched.want(Again(rank, {MASTER: msgspec.json.encode(self._house.spot).decode()}))
+            line = self._house.gather([rank], until, self._welcome, self._crew)[0]
+        except BaseException:
+            self._house.board.lose(rank, f"{old} is gone, and no other has come")
+            raise
         self.lines[rank - 1] = line
         self._lost.discard(rank)
         self._new.append(line)
@@ -359,6 +366,9 @@ def _check(
         raise UsageError("init_master_worker: expected one of init_method, workers and hosts, not several")
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise UsageError(f"init_master_worker: workers={workers!r}: expected how many to start, 1 or more")
+    names = [hosts] if isinstance(hosts, str) else () if hosts is None else hosts
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"init_master_worker: hosts={hosts!r}: expected 'node1:2,node2', or a list of such words")
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise UsageError(f"init_master_worker: threads={threads!r}: a worker has one at least")
     if not timeout_s > 0:
@@ -527,7 +537,7 @@ def _await_ready(line: Line, until: float) -> str:
     """What keeps a worker from working; "" if nothing does."""
     try:
         return _receive(line.socket, _Ready, until).trouble
-    except TimeoutError:
+    except builtins.TimeoutError:
         return "it did not get ready in time; longer: init_master_worker(timeout=...)"
     except OSError:
         return "it ended while it was started; look at its output"
@@ -617,7 +627,7 @@ def _choose_device(wanted: str, local_rank: int) -> tuple[str, str]:
 def serve_here() -> NoReturn:
     """What a process does that was started as a worker."""
     try:
-        post = attend()
+        post = attend(_PATIENCE_S)
     except (ConfigError, JoinError) as error:
         print(f"allranks: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -200,41 +200,35 @@ def drop(worker: Interpreter, data: memoryview, call: int) -> None:
 
 
 def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> None:
-    """Sends a tensor without gaps to a link's other end."""
-    group, (tensor,) = worker.shop.groups[link], tensors
-    trouble = wire.pack_fault(tensor.fault) if type(tensor) is Poison else b""
-    plain = torch.empty(0, dtype=torch.uint8) if trouble else _flat(tensor)
-    group.send(torch.tensor([len(trouble), plain.numel()]), peer)
-    if trouble:
-        group.send(torch.frombuffer(bytearray(trouble), dtype=torch.uint8), peer)
-        raise Spoilt(tensor.fault)
-    if plain.numel():
-        group.send(plain, peer)
-
-
-def recv(
-    worker: Interpreter,
-    tensors: Sequence[Any],
-    link: str,
-    peer: int,
-    dtype: str,
-    shape: list[int],
-    strides: list[int],
-    numel: int,
-) -> torch.Tensor:
-    """Receives one."""
+    """Sends tensors without gaps to a link's other end."""
     group = worker.shop.groups[link]
-    status = torch.empty(2, dtype=torch.int64)
-    group.recv(status, peer)
-    trouble, nbytes = status.tolist()
+    poison = next((each for each in tensors if type(each) is Poison), None)
+    trouble = wire.pack_fault(poison.fault) if poison else b""
+    group.send(torch.tensor([len(trouble)]), peer)
+    if poison:
+        group.send(torch.frombuffer(bytearray(trouble), dtype=torch.uint8), peer)
+        raise Spoilt(poison.fault)
+    for tensor in tensors:
+        if tensor.numel():
+            group.send(_flat(tensor), peer)
+
+
+def recv(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int, metas: Sequence[Any]) -> Any:
+    """Receives them: one, or a list."""
+    group = worker.shop.groups[link]
+    trouble = torch.empty(1, dtype=torch.int64)
+    group.recv(trouble, peer)
     if trouble:
-        said = torch.empty(trouble, dtype=torch.uint8)
+        said = torch.empty(int(trouble), dtype=torch.uint8)
         group.recv(said, peer)
         raise Spoilt(wire.unpack_fault(said.numpy().tobytes()))
-    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
-    if nbytes:
-        group.recv(made.as_strided((numel,), (1,)).view(torch.uint8), peer)
-    return made.to(worker.device)
+    made = []
+    for dtype, shape, strides in metas:
+        plain = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+        if plain.numel():
+            group.recv(_flat(plain), peer)
+        made.append(plain.to(worker.device))
+    return made if len(made) > 1 else made[0]
 
 
 def _agree(group: ProcessGroup, *held: Any) -> None:

@@ -256,7 +256,7 @@ class Interpreter:
                 said = [metas, {each: describe(inputs[each]) for each in changes}, counts]
                 self._asked = results
             except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
-                self.answer(ask.number, None, self.fault(ask.op, error)) if ask.first == self.rank else None
+                self.answer(ask.number, "now", self.fault(ask.op, error)) if ask.first == self.rank else None
                 return
         if ask.first == self.rank:
             self.answer(ask.number, said, poison.fault if poison else None)

@@ -1,0 +1,23 @@
+"""The programs of docs/master_worker.md run as they stand there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs" / "master_worker.md").read_text()
+PROGRAMS = {block.split("\n")[0].strip("# "): block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_of_the_page(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(PROGRAMS[name])
+    done = subprocess.run(
+        [sys.executable, name], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
