@@ -39,7 +39,7 @@ def _deserialize(storage: Any, location: str) -> Any:
 
 @special(torch.ops.aten.set_.source_Storage_storage_offset)
 def _set(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x, cargo, offset, size, strides = args
+    x, cargo, offset, size, strides = (*args, ())[:5]
     if not isinstance(cargo, Cargo):
         raise RuntimeError("set_: a tensor on a worker has no storage here; use set_ with a tensor, or copy_")
     if cargo.there is None:
