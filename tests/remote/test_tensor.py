@@ -559,6 +559,7 @@ def functional(d: str) -> Any:
     columns = torch.func.jacfwd(lambda a: a.sin() * a.sum())(x[0])
     curve = hessian(lambda a: (a**3).sum())(x[0])
     value, pullback = torch.func.vjp(lambda a: a.exp(), x)
+    torch.manual_seed(1)
     return [grad(loss)(parameters, x, t), each, tangent, rows, columns, curve, value, pullback(torch.ones_like(x)),
         vmap(torch.dot)(x, x), vmap(lambda a: a.masked_fill(a > 0, 0.0))(x), vmap(lambda a: a + torch.randn(3, device=d), randomness="different")(x), torch.func.grad_and_value(lambda a: (a * a).sum())(x)]
 
@@ -996,7 +997,7 @@ def scripted_names(d: str) -> Any:
 
 
 @program
-def foreach_of_strings(d: str) -> Any:
+def reductions(d: str) -> Any:
     x = torch.arange(6.0, device=d).view(2, 3)
     return [str(torch.Size(x.shape)), x.mean(dim=(0, 1)), x.sum(0, keepdim=True), x.std(), x.var(1, correction=0), x.max(1), x.min(), x.argmax(), x.cumsum(1), x.prod(), x.logsumexp(0), x.norm(p=1), x.flip(1), x.roll(1, 1), x.rot90(), x.tile(2), x.repeat(1, 2), x.softmax(1), x.amax(0), x.aminmax(), x.any(), x.all(), x.count_nonzero(), x.nansum(), x.diff(), x.std_mean if False else torch.std_mean(x), torch.var_mean(x, 1), x.triu(), x.renorm(2, 0, 1.0), x.cummax(1), torch.trapezoid(x), x.nan_to_num(), x.sgn(), x.frac(), torch.frexp(x)]
 

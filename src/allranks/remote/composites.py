@@ -124,10 +124,18 @@ def _dropout(x: Any, p: float, train: bool) -> Any:
     return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
 
 
+def _ctc_loss(log_probs: Any, targets: Any, lengths: Any, target_lengths: Any, *rest: Any) -> Any:
+    """The lengths may be the master's, as they may be the CPU's where the rest is on a GPU."""
+    op = aten.ctc_loss.Tensor.decompose
+    if not isinstance(lengths, RemoteTensor) and not isinstance(target_lengths, RemoteTensor):
+        op, lengths, target_lengths = aten.ctc_loss.IntList, lengths.tolist(), target_lengths.tolist()
+    return op(log_probs, targets, lengths, target_lengths, *rest)
+
+
 COMPOSITES: dict[str, Callable[..., Any]] = {
     name: _as_there(getattr(getattr(aten, name.partition(".")[0]), name.partition(".")[2] or "default"))
     for name in (*WHOLE, "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data")
-} | {"dropout": _dropout}
+} | {"dropout": _dropout, "ctc_loss.Tensor": _ctc_loss}
 """By name, without ``aten::``."""
 
 

@@ -83,7 +83,6 @@ WHOLE = {f"{each}.input" for each in ("lstm", "gru", "rnn_tanh", "rnn_relu")} | 
 """Composite operators that are queued as they are, where autograd does not look."""
 _SIZED_BY_NUMBERS = {"arange", "range"}
 _INDEX = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_", "_unsafe_index_put"}
-_TAKES_ANY = _INDEX | {"_ctc_loss", "_ctc_loss_backward"}
 
 
 def facts(op: Any) -> Facts:
@@ -145,7 +144,7 @@ def indexes_by_mask(op: Any, args: Sequence[Any]) -> bool:
 
 def indexes(op: Any) -> bool:
     """Whether it is an operator that takes tensors as indexes."""
-    return op._schema.name.partition("::")[2] in _TAKES_ANY
+    return op._schema.name.partition("::")[2] in _INDEX
 
 
 def infer(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
