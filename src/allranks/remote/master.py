@@ -179,6 +179,8 @@ class Master:
         if (known := self._known.get(key)) is not None:
             return self._tell(place, key, *known)
         about = facts(op)
+        if about.composite:
+            return Asked(op.decompose(*args, **kwargs))
         forms = [form(each, i in about.numbers, about.floats_matter) for i, each in enumerate(args)]
         named = {name: form(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
         kind = _kind(key)
