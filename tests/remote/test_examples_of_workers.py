@@ -44,9 +44,9 @@ def test_digits_under_the_launcher() -> None:
 
 def test_the_pipeline_computes_what_one_process_does(mw: Master, as_many_threads: None) -> None:
     train = runpy.run_path(str(PIPELINE))["train"]
-    here, expected, _ = train(["cpu", "cpu"], 3, 4, 1, lambda: None)
+    here, expected, _ = train(["cpu", "cpu"], 2, 4, 1, lambda: None)
     for in_flight in (4, 1):
-        there, losses, _ = train(["worker:1", "worker:2"], 3, 4, in_flight, mw.synchronize)
+        there, losses, _ = train(["worker:1", "worker:2"], 2, 4, in_flight, mw.synchronize)
         assert losses == expected
         for half, on in zip(there, ("worker:1", "worker:2"), strict=True):
             assert {str(each.device) for each in half.parameters()} == {on}
@@ -55,7 +55,7 @@ def test_the_pipeline_computes_what_one_process_does(mw: Master, as_many_threads
 
 
 def test_the_pipeline_program() -> None:
-    done = run(PIPELINE, "--steps", "2")
+    done = run(PIPELINE, "--steps", "1")
     assert (done.returncode, done.stderr) == (0, "")
     first, second, last = done.stdout.splitlines()
     losses = [re.search(r"loss ([\d.]+ to [\d.]+) in [\d.]+ s", line)[1] for line in (first, second)]  # type: ignore[index]

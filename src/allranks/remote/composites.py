@@ -8,14 +8,14 @@ is given handles that are on the CPU to torch's C++, so that it goes apart as it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from allranks.remote.signature import flatten
-from allranks.remote.tensor import Place, RemoteTensor, make, run
+from allranks.remote.signature import WHOLE, flatten
+from allranks.remote.tensor import Place, RemoteTensor, make, run, special
 
 __all__ = ["COMPOSITES"]
 
@@ -124,11 +124,31 @@ def _dropout(x: Any, p: float, train: bool) -> Any:
     return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
 
 
+def _ctc_loss(log_probs: Any, targets: Any, lengths: Any, target_lengths: Any, *rest: Any) -> Any:
+    """The lengths may be the master's, as they may be the CPU's where the rest is on a GPU."""
+    op = aten.ctc_loss.Tensor.decompose
+    if not isinstance(lengths, RemoteTensor) and not isinstance(target_lengths, RemoteTensor):
+        op, lengths, target_lengths = aten.ctc_loss.IntList, lengths.tolist(), target_lengths.tolist()
+    return op(log_probs, targets, lengths, target_lengths, *rest)
+
+
 COMPOSITES: dict[str, Callable[..., Any]] = {
-    f"{name}.{overload}" if overload != "default" else name: _as_there(getattr(getattr(aten, name), overload))
-    for name, overload in (
-        *((each, form) for each in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data")),
-        ("scaled_dot_product_attention", "default"),
-    )
-} | {"dropout": _dropout}
+    name: _as_there(getattr(getattr(aten, name.partition(".")[0]), name.partition(".")[2] or "default"))
+    for name in (*WHOLE, "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data")
+} | {"dropout": _dropout, "ctc_loss.Tensor": _ctc_loss}
 """By name, without ``aten::``."""
+
+
+@special(aten.dropout.default)
+def _dropout_below(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return _dropout(*args, **kwargs)
+
+
+@special(aten._pack_padded_sequence.default)
+def _pack(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The lengths, and what follows from them, are of the master's, as torch has it for every device."""
+    x, lengths, batch_first = args
+    rows = torch.arange(x.shape[0] * x.shape[1]).reshape(x.shape[0], x.shape[1], 1)
+    order, sizes = op(rows, lengths, batch_first)
+    flat = x.flatten(0, 1)
+    return flat.index_select(0, order.flatten().to(x.device)), sizes

@@ -16,6 +16,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from allranks._errors import UsageError
+from allranks.remote import saving
 from allranks.remote import tensor as handles
 from allranks.remote.composites import COMPOSITES
 from allranks.remote.modules import apply
@@ -55,6 +56,7 @@ def register() -> None:
         explicit.impl(name, kernel, "AutogradLazy")  # type: ignore[no-untyped-call]
     for op in _both():
         explicit.impl(op, partial(_fallback, op), "Lazy")  # type: ignore[no-untyped-call]
+    saving.register()
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
     _registered.append(explicit)
 

@@ -6,7 +6,7 @@ is waited for only where a value, or a shape that depends on one, is needed here
 
 from __future__ import annotations
 
-import builtins
+import contextlib
 import socket
 import struct
 import threading
@@ -72,6 +72,7 @@ class Master:
         self._known: dict[Any, tuple[Any, ...]] = {}
         self._links: dict[tuple[int, ...], str] = {}
         self._made = 0
+        self._all: Place | None = None
         self._told: set[tuple[int, int]] = set()  # the faults that have been raised
         self._groups: dict[str, ProcessGroup] = {}
         self.recorder: Any = None
@@ -84,7 +85,9 @@ class Master:
 
     def admit(self, line: Line) -> None:
         """Takes up a worker."""
-        line.socket.settimeout(_LOOK_S)
+        self._all = None
+        line.socket.settimeout(None)
+        _look(line, _LOOK_S)
         self.lines[line.rank] = line
         self.lost.pop(line.rank, None)
         self._heard[line.rank] = bytearray()
@@ -176,6 +179,8 @@ class Master:
         if (known := self._known.get(key)) is not None:
             return self._tell(place, key, *known)
         about = facts(op)
+        if about.composite:
+            return Asked(op.decompose(*args, **kwargs))
         forms = [form(each, i in about.numbers, about.floats_matter) for i, each in enumerate(args)]
         named = {name: form(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
         kind = _kind(key)
@@ -287,6 +292,7 @@ class Master:
         with self._lock:
             timeout_s = self.timeout_s if timeout_s is None else timeout_s
             deadline = time.monotonic() + timeout_s
+            self._read(rank)
             while (rank, number) not in self._answers:
                 self._hear(rank, deadline, timeout_s, what)
             answer = self._answers.pop((rank, number))
@@ -300,11 +306,11 @@ class Master:
             raise WorkerLost(self.lost[rank], rank)
         line, heard = self.lines[rank], self._heard[rank]
         left = deadline - time.monotonic()
+        if left < _LOOK_S:
+            _look(line, max(left, 1e-3))
         try:
-            if left < _LOOK_S:
-                line.socket.settimeout(max(left, 1e-3))
             part = line.socket.recv(1 << 18)
-        except builtins.TimeoutError:
+        except BlockingIOError:
             if time.monotonic() < deadline:
                 return
             raise TimeoutError(
@@ -316,11 +322,15 @@ class Master:
             part = b""
         finally:
             if left < _LOOK_S:
-                line.socket.settimeout(_LOOK_S)
+                _look(line, _LOOK_S)
         if not part:
             self.lose(rank)
             raise WorkerLost(self.lost[rank], rank)
         heard += part
+        self._read(rank)
+
+    def _read(self, rank: int) -> None:
+        heard = self._heard[rank]
         while len(heard) >= 4 and len(heard) >= 4 + (length := int.from_bytes(heard[:4], "little")):
             answer = _answers(bytes(heard[4 : 4 + length]))
             self._answers[rank, answer.number] = answer
@@ -492,7 +502,7 @@ class Master:
             new = [("new", sig, which, False, 0) for which, sig in enumerate(results)]
             call = self.define(place, key, f"allranks::{name}", forms, {}, [], new, [], False)
         refs = [each._ref for each in tensors]
-        made: Any = place.call(place.target, here(), call.number, refs, call.outputs, None)
+        made: Any = place.call(place.target, here(1), call.number, refs, call.outputs, None)
         made = [made] if len(results) == 1 else made or []
         return [make(place, sig, ref) for sig, ref in zip(results, made, strict=True)]
 
@@ -502,7 +512,7 @@ class Master:
         (ref,) = self.outbox.reserve(place.target, 1)
         ranks = place.ranks if sender in place.ranks else (sender, *place.ranks)
         link = self.link(*ranks) if len(ranks) > 1 else ""
-        said = {"link": link, "root": ranks.index(sender), "id": x._ref.id, "meta": x._sig.meta, "line": here()}
+        said = {"link": link, "root": ranks.index(sender), "id": x._ref.id, "meta": x._sig.meta, "line": here(1)}
         for rank in ranks:
             outputs = [ref.id] if rank in place.ranks else []
             self.order(self.places[(rank,)], "spread", outputs=outputs, sends=rank == sender, **said)
@@ -514,21 +524,41 @@ class Master:
         Raises:
             RemoteError: something has failed that nothing has told of yet.
         """
-        places = (
-            [place] if place is not None else [self.places[(each,)] for each in self.lines if each not in self.lost]
-        )
-        asked = []
-        for each in places:
-            self.check(each)
-            number = self.next()
-            self.put(each, Order("sync", number, {}))
-            asked += [(number, rank) for rank in each.ranks]
-        said = [fault for number, rank in asked for fault in self.wait(number, rank, "synchronize")]
+        self.refuse_recording("the workers are waited for: synchronize()")
+        self._check_open()
+        if place is None:
+            place = self._everyone()
+        self.check(place)
+        number = self.next()
+        call = place.calls.get("ack")
+        if call is None:
+            call = self.define(place, "ack", "allranks::ack", [["i"]], {}, [number], [], [], False)
+        place.call(place.target, here(1), call.number, (), 0, call.pack(number))
+        self.outbox.flush()
+        plain = wire.frame(Answer(number))
+        said: list[Any] = []
+        # Backwards: when the last has answered most others have too, and the master has slept meanwhile.
+        for rank in reversed(place.ranks):
+            line, heard = self.lines[rank], self._heard[rank]
+            if not heard:
+                with contextlib.suppress(OSError):
+                    heard += line.socket.recv(1 << 18)
+                if heard == plain:
+                    heard.clear()
+                    continue
+            said += self.wait(number, rank, "synchronize") or []
         faults = [msgspec.convert(each, wire.Fault) for each in said]
         new = [each for each in faults if (each.rank, each.serial) not in self._told]
         self._told -= {(each.rank, each.serial) for each in faults}
         if new:
             raise error_of(new[0], line_of(new[0].line), False, len(new) - 1)
+
+    def _everyone(self) -> Place:
+        """All workers that are there."""
+        ranks = tuple(self.ranks)
+        if self._all is None or self._all.ranks != ranks or isinstance(self._all.calls, Gone):
+            self._all = Place(self, _LAST_INDEX, ranks, self.outbox.target([self._indices[each] for each in ranks]))
+        return self._all
 
     # What users call.
 
@@ -644,6 +674,13 @@ class Gone(dict[Any, Any]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         raise WorkerLost(self.why, self.rank)
+
+
+def _look(line: Line, seconds: float) -> None:
+    """How long a receive blocks: the kernel's own timeout, as Python's costs a poll before each."""
+    line.socket.setsockopt(
+        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", *divmod(int(seconds * 1e6), 10**6))
+    )
 
 
 def _state(pid: int) -> str:

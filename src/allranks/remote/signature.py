@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Facts", "Signature", "facts", "flatten", "indexes", "indexes_by_mask", "infer", "signature"]
+__all__ = ["WHOLE", "Facts", "Signature", "facts", "flatten", "indexes", "indexes_by_mask", "infer", "signature"]
 
 
 class Signature:
@@ -57,6 +57,8 @@ class Facts:
         writes: it changes an argument.
         dynamic: what it returns depends on the data.
         random: it draws random numbers.
+        composite: it is made of others, which are queued.
+        factory: its operands only say what the result looks like.
     """
 
     name: str
@@ -67,12 +69,18 @@ class Facts:
     dynamic: bool
     random: bool
     positions: dict[str, int]
+    composite: bool = False
+    factory: bool = False
 
 
 OURS = Facts("", frozenset(), False, (), False, False, False, {})
 """Of operations that are not torch's."""
 
 _facts: dict[Any, Facts] = {}
+WHOLE = {f"{each}.input" for each in ("lstm", "gru", "rnn_tanh", "rnn_relu")} | {
+    "scaled_dot_product_attention", "linalg_eigvalsh", "linalg_eigvals", "linalg_svdvals",
+}  # fmt: skip
+"""Composite operators that are queued as they are, where autograd does not look."""
 _SIZED_BY_NUMBERS = {"arange", "range"}
 _INDEX = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_", "_unsafe_index_put"}
 
@@ -109,13 +117,22 @@ def _read(op: Any) -> Facts:
     return Facts(
         name=f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name,
         numbers=frozenset(numbers),
-        floats_matter=not tensors and base not in ("full", "scalar_tensor"),
+        floats_matter=base in _SIZED_BY_NUMBERS or (not tensors and base not in ("full", "scalar_tensor")),
         returns=tuple(returns),
         writes=any(a.alias_info and a.alias_info.is_write for a in schema.arguments),
         dynamic=dynamic and base not in _INDEX,
         random=torch.Tag.nondeterministic_seeded in op.tags,
         positions={a.name: i for i, a in enumerate(schema.arguments) if not a.kwarg_only},
+        composite=_is_composite(op),
+        factory=base.endswith("_like") or base.startswith("new_"),
     )
+
+
+def _is_composite(op: Any) -> bool:
+    has, name = op.has_kernel_for_dispatch_key, op._schema.name.removeprefix("aten::")
+    if has(torch._C.DispatchKey.CPU) or f"{name}.{op._schema.overload_name}".removesuffix(".") in WHOLE:
+        return False
+    return bool(has(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def indexes_by_mask(op: Any, args: Sequence[Any]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -132,9 +133,11 @@ class RemoteTensor(torch.Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As `torch.Tensor.to`; to another worker directly, not through the master."""
+        copy = kwargs.pop("copy", False)
+        if len(args) > 2 and type(args[-1]) is type(args[-2]) is bool:
+            *args, copy = args  # type: ignore[assignment]
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        copy = kwargs.get("copy", any(each is True for each in args[2:])) if kwargs or len(args) > 2 else False
-        if device is not None and device.type == "worker":
+        if device is not None and device.type in ("worker", "lazy"):
             device = torch.device("worker", self._place.master.index_of(device))
         if (
             not copy
@@ -191,6 +194,8 @@ class RemoteTensor(torch.Tensor):
         return self._place.master.show(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if isinstance(self, torch.nn.Parameter):
+            return (torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict()))
         # As torch saves tensors of devices that have no storage here.
         plain = self.detach().cpu()
         rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
@@ -264,6 +269,10 @@ class _Plain(Exception):
     """An operand is on no worker."""
 
 
+class _Elsewhere(Exception):
+    """The result is wanted on another device than that of the operands."""
+
+
 def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """Queues an operation."""
     known = facts(op)
@@ -287,7 +296,11 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
             for name, value in kwargs.items():
                 key.append(name)
                 place = _scan(value, type(value), key, refs, values, place, name in known.numbers, known.floats_matter)
-    except _Plain:
+    except (_Plain, _Elsewhere) as way:
+        if known.composite:
+            return op.decompose(*args, **(kwargs or {}))
+        if type(way) is _Elsewhere:
+            return _make_elsewhere(op, args, kwargs or {})
         return run(op, *_lift(op, args, kwargs or {}))
     if place is None:
         raise NotImplementedError(f"{known.name} without an operand on a worker")
@@ -343,11 +356,14 @@ def _scan(
     elif isinstance(value, torch.Tensor):
         raise _Plain
     elif kind is torch.device:
-        if value.type not in ("worker", "lazy"):
-            key.append(value)
-        else:
-            key.append(_DEVICE)
-            return place or place_of(value)
+        if value.type in ("worker", "lazy"):
+            there = place_of(value)
+            if place is not None and there.index != place.index:
+                raise _Elsewhere
+        elif place is None or value != place.lazy:
+            raise _Elsewhere
+        key.append(_DEVICE)
+        return place or there
     elif kind is complex:
         key.append((complex, repr(value)))
     elif kind is torch.Generator:
@@ -368,6 +384,23 @@ def form(value: Any, number: bool, floats_matter: bool) -> wire.Form:
     if isinstance(value, list | tuple):
         return ["l", *(form(each, number, floats_matter) for each in value)]
     return wire.encode(value)
+
+
+def _make_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
+    """Runs what takes from its operands only their looks, on tensors that look like them and are on the other device."""
+    known = facts(op)
+    device = kwargs.get("device")
+    if not known.factory or device is None:
+        raise NotImplementedError(f"{known.name} to another device than that of its operands")
+
+    def there(value: Any) -> Any:
+        if not isinstance(value, RemoteTensor):
+            return value
+        return torch.empty_strided(value._sig.shape, value._sig.strides, dtype=value.dtype, device=device)
+
+    if device.type == "lazy":
+        device = place_of(device).device
+    return op(*map(there, args), **{**kwargs, "device": device})
 
 
 def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

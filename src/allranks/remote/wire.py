@@ -16,7 +16,7 @@ import torch
 __all__ = [
     "CALL", "FREE", "HEAD", "LINE", "MESSAGE", "SMALL",
     "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
-    "decode", "dtype_of", "encode", "pack", "pack_fault", "unpack", "unpack_fault",
+    "decode", "dtype_of", "encode", "frame", "pack", "pack_fault", "unpack", "unpack_fault",
 ]  # fmt: skip
 
 HEAD = struct.Struct("<H")
@@ -112,6 +112,12 @@ class Answer(msgspec.Struct, array_like=True):
     number: int
     said: Any = None
     fault: Fault | None = None
+
+
+def frame(answer: Answer) -> bytes:
+    """An answer as it travels."""
+    packed = _encode(answer)
+    return _LENGTH.pack(len(packed)) + packed
 
 
 def pack_fault(fault: Fault) -> bytes:

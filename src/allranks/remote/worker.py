@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
 import torch
 
 from allranks.remote import wire
@@ -86,7 +85,6 @@ class Interpreter:
         self._faults = 0
         self._asked: list[Any] = []
         self._table: dict[int, _Template] = {}
-        self._encode = msgspec.msgpack.Encoder().encode
 
     def execute(self, buffer: bytearray | bytes, start: int, end: int, slots: Slots) -> int:
         """Runs the complete frames in a buffer: where the first incomplete one begins."""
@@ -135,7 +133,7 @@ class Interpreter:
 
     def answer(self, number: int, said: Any = None, fault: Fault | None = None) -> None:
         """Answers the master."""
-        self._say(self._encode(Answer(number, said, fault)))
+        self._say(wire.frame(Answer(number, said, fault)))
 
     def fault(self, name: str, error: BaseException) -> Fault:
         """What went wrong, from an exception."""
@@ -424,10 +422,7 @@ def serve(post: Post) -> None:
     device = torch.device(post.device)
     line = post.socket
 
-    def say(answer: bytes) -> None:
-        line.sendall(len(answer).to_bytes(4, "little") + answer)
-
-    interpreter = Interpreter(post.rank, device, say, Shop(post))
+    interpreter = Interpreter(post.rank, device, line.sendall, Shop(post))
     torch.set_grad_enabled(False)
     buffer, start, end = bytearray(_CHUNK), 0, 0
     while True:

@@ -1,0 +1,1017 @@
+"""Tensors on a worker mean what tensors mean: each program here runs on a worker and on the local CPU, and leaves the
+same bits, or the same exception."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
+
+from allranks import UsageError
+from allranks.remote.master import Master
+
+pytestmark = [
+    pytest.mark.usefixtures("mw"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
+]
+
+W = "worker:1"
+Program = Callable[[str], Any]
+PROGRAMS: list[Program] = []
+
+
+def program(function: Program) -> Program:
+    PROGRAMS.append(function)
+    return function
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Sums are of the same order here and there."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def here(found: Any) -> Any:
+    """The same with every tensor on the CPU."""
+    if isinstance(found, Tensor):
+        return (found.detach().cpu(), found.dtype, found.stride(), found.storage_offset(), found.requires_grad)
+    if isinstance(found, dict):
+        return {name: here(each) for name, each in found.items()}
+    if isinstance(found, list | tuple):
+        return [here(each) for each in found]
+    return found
+
+
+def same(found: Any, right: Any) -> None:
+    """Compares every bit."""
+    assert type(found) is type(right), (found, right)
+    if isinstance(right, Tensor):
+        assert (found.dtype, found.shape) == (right.dtype, right.shape)
+        assert torch.equal(found.isnan(), right.isnan())
+        assert torch.equal(found.nan_to_num(), right.nan_to_num()), (found, right)
+    elif isinstance(right, dict):
+        assert list(found) == list(right)
+        for name in right:
+            same(found[name], right[name])
+    elif isinstance(right, list | tuple):
+        assert len(found) == len(right)
+        for mine, its in zip(found, right, strict=True):
+            same(mine, its)
+    else:
+        assert found == right
+
+
+def outcome(function: Program, device: str) -> Any:
+    torch.manual_seed(5)
+    try:
+        return here(function(device))
+    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, UsageError) as error:
+        return error
+
+
+@program
+def factories(d: str) -> Any:
+    x = torch.ones(2, 3, device=d)
+    return [
+        torch.tensor([[1, 2], [3, 4]], device=d), torch.tensor(2.5, device=d), torch.as_tensor([1.0, 2], device=d),
+        torch.zeros(2, 3, device=d), torch.full((2,), 7, device=d), torch.arange(5, device=d), torch.eye(3, device=d),
+        torch.arange(1, 2, 0.25, device=d), torch.linspace(0, 1, 5, device=d), torch.logspace(0, 2, 3, device=d),
+        torch.randn(2, 3, device=d), torch.rand(4, device=d), torch.randint(0, 9, (3,), device=d),
+        torch.randperm(6, device=d), torch.zeros(0, 3, device=d), torch.tensor([], device=d),
+        torch.zeros_like(x), torch.randn_like(x), torch.full_like(x, 3), x.new_tensor([1, 2]), x.new_zeros(2, 2),
+        x.new_ones(3, dtype=torch.int64), x.new_full((2,), 4.0), torch.tril_indices(3, 3, device=d),
+        torch.from_numpy(np.arange(4.0)).to(d), torch.asarray([1, 2], device=d), torch.complex(x, x),
+        torch.empty(2, 3, device=d).fill_(2), torch.normal(0.0, 1.0, (3,), device=d),
+        torch.bernoulli(torch.full((5,), 0.5, device=d)), torch.multinomial(torch.ones(5, device=d), 3),
+        torch.tensor([True, False], device=d), torch.tensor(1 + 2j, device=d), torch.scalar_tensor(3, device=d),
+        torch.hann_window(4, device=d), torch.vander(torch.arange(3, device=d)), torch.meshgrid(torch.arange(2, device=d), torch.arange(3, device=d), indexing="ij"),
+        torch.empty_strided((2, 3), (1, 2), device=d).zero_(), torch.ones(2, 3, 4, 5, device=d).to(memory_format=torch.channels_last),
+    ]  # fmt: skip
+
+
+@program
+def factories_of_other_places(d: str) -> Any:
+    x = torch.ones(2, 3, device=d)
+    made = [torch.zeros_like(x, device="cpu"), x.new_zeros(2, device="cpu"), x.new_ones(2, device="cpu"), torch.rand_like(x, device="cpu"),
+        x.new_tensor([1, 2], device="cpu"), torch.empty_like(x, device="cpu").zero_(), torch.full_like(x, 2., device="cpu")]
+    assert [each.device.type for each in made] == ["cpu"] * len(made)
+    assert [type(each) for each in made] == [torch.Tensor] * len(made)
+    return made
+
+
+@program
+def under_a_default_device(d: str) -> Any:
+    with torch.device(d):
+        made = [torch.ones(2), torch.tensor([1, 2]), torch.arange(3), nn.Linear(2, 2).weight, torch.randn(3)]
+    assert {str(each.device) for each in made} == {d}
+    torch.set_default_device(d)
+    try:
+        made.append(torch.ones(3))
+    finally:
+        torch.set_default_device(None)
+    assert str(made[-1].device) == d
+    return made
+
+
+@program
+def conversions(d: str) -> Any:
+    x = torch.randn(2, 3).to(d)
+    other = torch.zeros(1, dtype=torch.float64, device=d)
+    found = [x.to(torch.float64), x.double(), x.half(), x.bfloat16(), x.int(), x.bool(), x.to(other), x.type(torch.int32), x.type_as(other),
+        x.to(d, torch.float16), x.to(d, copy=True), x.to(x.device, non_blocking=True), x.to(device=d, dtype=torch.int8), x.long(), x.to(torch.complex64),
+        x.to("cpu"), x.cpu(), x.to("cpu", torch.float64), x.to(torch.zeros(1)), x.float(), x.contiguous(), x.t().contiguous(),
+        x.to(memory_format=torch.contiguous_format), torch.ones(3, 2, dtype=torch.float64).to(x), torch.ones(3).to(d, torch.int32)]
+    assert x.to(d) is x
+    assert x.to(torch.float32) is x
+    assert x.to(x) is x
+    assert x.float() is x
+    assert x.to(d, copy=True) is not x
+    assert x.contiguous() is x
+    assert x.to(other).device == x.device
+    y = x.to(d, copy=True)
+    y.add_(1)
+    return found, x, y
+
+
+@program
+def attributes(d: str) -> Any:
+    x = torch.randn(2, 3, 4, device=d)
+    return [x.shape, x.size(1), x.dim(), x.ndim, x.numel(), x.nelement(), x.stride(), x.dtype, x.layout, x.is_contiguous(), x.t().is_contiguous() if x.dim() == 2 else None,
+        x.element_size(), x.itemsize, x.nbytes, x.is_floating_point(), x.is_complex(), x.is_leaf, x.requires_grad, x.grad, x.grad_fn, len(x), x.storage_offset(),
+        x[1].storage_offset(), x.is_sparse, x.is_quantized, x.is_inference(), x._version, x.is_signed(), x.is_pinned(), x.get_device() in (-1, 1), x.mT.shape, x.is_meta, x.is_nested, x.is_conj(), x.is_neg(), x.output_nr]
+
+
+@program
+def scalars(d: str) -> Any:
+    x = torch.tensor(2.75, device=d)
+    n = torch.tensor(3, device=d)
+    return [bool(x), int(x), float(x), complex(x), f"{x:.2f}", f"{n:>4d}", f"{x}"[:10], x.item(), n.item(), round(float(x), 1), list(range(5))[n], n.__index__(), [1, 2, 3, 4][n], "%d" % n,
+        bool(torch.tensor([True], device=d)), x.tolist(), torch.ones(2, 2, device=d).tolist(), math.floor(x), x.__float__(), divmod(7, n)[0], abs(-x), -x, +x, ~n, x // 2, 7 % n, 2 ** n, n << 1, n & 1, 1 - x, 5 / x, x == 2.75, not x, x > 2 and n < 5, x.is_nonzero()]
+
+
+@program
+def bool_of_many(d: str) -> Any:
+    return bool(torch.ones(2, device=d))
+
+
+@program
+def iteration(d: str) -> Any:
+    x = torch.arange(6.0, device=d).reshape(3, 2)
+    a, b, c = x
+    return [[row for row in x], a, b, c, len(x), list(reversed(x)), 3.0 in x, 9.0 in x, [float(each) for each in x[0]], dict(enumerate(x.unbind(1))), max(x[:, 0]), sum(x), sorted(x[:, 1], reverse=True), list(zip(x, x)), torch.stack(list(x))]
+
+
+@program
+def iterating_a_number(d: str) -> Any:
+    return list(torch.tensor(1.0, device=d))
+
+
+@program
+def indexing(d: str) -> Any:
+    x = torch.arange(60.0, device=d).reshape(3, 4, 5)
+    i = torch.tensor([0, 2], device=d)
+    m = x > 30
+    return [x[0], x[-1, 2], x[:, 1:3], x[..., -1], x[::2, :, ::3], x[None, 0], x[i], x[[0, 1]], x[:, i, i], x[i[:, None], i], x[m], x[m[:, 0, 0]], x[torch.tensor([1, 0])], x[1, 2, 3], x[i, 1:, 0], x[:, [True, False, True, False]],
+        x[x[:, 0, 0].argmax()], x[True], x[False], x.index_select(1, i), x.gather(2, i.expand(3, 4, 2)), x.take(i), x.masked_select(m), torch.nonzero(m), m.nonzero(as_tuple=True), torch.where(m, x, -x), torch.where(m), x.argwhere().shape, torch.argwhere(m[0]), x[0:0], x[5:], x[:, 3:1], x.narrow(1, 1, 2), x.select(-1, 2), x.unfold(1, 2, 1), x.diagonal(0, 1, 2), x[np.array([0, 1])], x[np.int64(1)], x[i == 2] if False else x[:2][i == 2], x[-2:][-1], x[1:][1:], x.take_along_dim(i.expand(3, 4, 2), 2), x.unique(), torch.unique(x // 7, return_counts=True), x[torch.tensor(1, device=d)], x[torch.tensor(1)]]
+
+
+@program
+def index_beyond(d: str) -> Any:
+    return torch.ones(3, device=d)[3]
+
+
+@program
+def index_beyond_by_tensor(d: str) -> Any:
+    return torch.ones(3, device=d)[torch.tensor([5], device=d)].sum().item()
+
+
+@program
+def assignment(d: str) -> Any:
+    x = torch.zeros(3, 4, device=d)
+    x[0] = 1
+    x[1, 2] = 5.5
+    x[:, -1] = torch.tensor([7.0, 8, 9], device=d)
+    x[2, :2] = torch.arange(2, device=d)
+    a = x.clone()
+    x[x > 6] = -1
+    x[[0, 1], [1, 1]] = 3
+    b = x.clone()
+    x[torch.tensor([0, 2], device=d)] += 10
+    x[x < 0] = x[x < 0] * 2
+    x[..., 0] *= 2
+    x[1] = torch.ones(4)[0] * 4
+    x[:, 1:2] = x[:, 0:1]
+    c = x.clone()
+    x[None, 2, None] = torch.tensor(6)
+    x.index_put_((torch.tensor([0, 0], device=d), torch.tensor([1, 1], device=d)), torch.tensor([1.0, 1.0], device=d), accumulate=True)
+    x.index_fill_(0, torch.tensor([1], device=d), 0.5)
+    x.masked_fill_(x == 6, 66)
+    x.scatter_(1, torch.zeros(3, 1, dtype=torch.long, device=d), 9.0)
+    x.index_add_(0, torch.tensor([0], device=d), torch.ones(1, 4, device=d))
+    x.masked_scatter_(x == 9, torch.arange(3.0, device=d))
+    x.fill_diagonal_(2)
+    y = x.t()
+    y[0, 2] = -3
+    e = torch.zeros(2, 2, device=d)
+    e[...] = torch.ones(2, device=d)
+    e[()] = e + 1
+    del y
+    return a, b, c, x, e
+
+
+@program
+def assignment_from_elsewhere(d: str) -> Any:
+    x = torch.zeros(3, device=d)
+    x[:] = torch.arange(3.0)  # torch copies what is assigned from the CPU, on a GPU too
+    x[0] = np.float32(4)
+    x[1:] = torch.tensor([1, 2])
+    y = torch.zeros(3)
+    y[:] = x
+    y[0:1] = x[1:2]
+    y.copy_(x + 1)
+    return x, y
+
+
+@program
+def views_alias(d: str) -> Any:
+    x = torch.arange(24.0, device=d)
+    v = x.view(2, 3, 4)
+    vv = v[1].t()[1:]
+    vv.mul_(10)
+    after = [x.clone(), v.clone(), vv.clone()]
+    x.add_(1)
+    seen = [v.sum(), vv.clone(), x[20:].view(2, 2)]
+    e = v.expand(2, 3, 4).permute(2, 0, 1)
+    e[0].zero_()
+    u = x.unsqueeze(0).squeeze().flatten().reshape(4, 6)
+    u[3, 5] = 99
+    c = x.chunk(3)
+    c[0].fill_(7)
+    s = x.split([20, 4])
+    s[1].neg_()
+    d1, d2 = x.view(4, 6).unbind(0)[:2]
+    d2.copy_(d1)
+    f = x.as_strided((2, 2), (5, 1), 3)
+    f.fill_(-8)
+    r = x.view(torch.int32)
+    r[0] = 0
+    d3 = x.view(4, 6).diagonal()
+    d3 += 1
+    w = x.unfold(0, 4, 4)
+    w[:, 0] = 5
+    n = x.detach()
+    n[2] = 123
+    x.data[3] = 321
+    t = x.view(4, 6).movedim(0, 1).swapaxes(0, 1).transpose(0, 1).T
+    t[0, 0] = 1e3
+    return after, seen, e, u, c, s, r, x, v, vv, f, d3, w, n, t, x._is_view(), v._is_view(), v._base is x, vv._base is x
+
+
+@program
+def in_place(d: str) -> Any:
+    x = torch.arange(1.0, 7, device=d).reshape(2, 3)
+    y = x
+    x += 1
+    x *= 2
+    x -= torch.ones(3, device=d)
+    x /= 3
+    x **= 2
+    x //= 1
+    x %= 5
+    x.clamp_(1, 3).sqrt_().neg_().abs_()
+    x.add_(x, alpha=2).addcmul_(x, x, value=0.5).addcdiv_(x, x + 1).lerp_(x * 2, 0.5)
+    x.copy_(x.flip(0))
+    x.t_()
+    x.unsqueeze_(0)
+    shape = x.shape
+    x.squeeze_(0)
+    x.resize_(2, 2)
+    z = torch.zeros(3, device=d)
+    torch.add(z, 1, out=z)
+    o = torch.empty(0, device=d)
+    torch.mul(z, 3, out=o)
+    q = torch.arange(3, device=d)
+    q += 1
+    q <<= 1
+    q |= 1
+    b = torch.tensor([True, False], device=d)
+    b &= True
+    b ^= True
+    r = torch.empty(3, device=d).uniform_(-1, 1).exponential_().clamp_(max=2)
+    torch.sort(torch.tensor([3.0, 1, 2], device=d), out=(z, q))
+    return x, y is x, shape, z, o, q, b, r, x._version
+
+
+@program
+def in_place_of_a_wrong_kind(d: str) -> Any:
+    x = torch.ones(2, dtype=torch.int64, device=d)
+    x += 1.5
+    return x
+
+
+@program
+def in_place_on_a_leaf(d: str) -> Any:
+    x = torch.ones(2, device=d, requires_grad=True)
+    x += 1
+    return x
+
+
+@program
+def autograd(d: str) -> Any:
+    x = torch.randn(3, 4, device=d, requires_grad=True)
+    w = torch.randn(4, 2, device=d).requires_grad_()
+    h = (x @ w).tanh()
+    h.retain_grad()
+    loss = h.square().mean()
+    loss.backward(retain_graph=True)
+    first = [x.grad.clone(), w.grad.clone(), h.grad]
+    loss.backward()
+    second = [x.grad.clone(), w.grad.clone()]
+    x.grad.zero_()
+    w.grad = None
+    (x.sum() * 3).backward()
+    third = [x.grad.clone(), w.grad]
+    x.grad = torch.ones_like(x)
+    x.sum().backward()
+    return first, second, third, x.grad, h.is_leaf, x.is_leaf, loss.requires_grad, loss.grad_fn.name(), [type(each[0]).__name__ for each in loss.grad_fn.next_functions]
+
+
+@program
+def autograd_twice_without_the_graph(d: str) -> Any:
+    x = torch.ones(2, device=d, requires_grad=True)
+    loss = (x * x).sum()
+    loss.backward()
+    loss.backward()
+
+
+@program
+def autograd_through_in_place_on_views(d: str) -> Any:
+    x = torch.randn(4, 4, device=d, requires_grad=True)
+    y = x * 1
+    y[0].mul_(2)
+    y[:, 1] = 0
+    y.view(16)[3:5].exp_()
+    v = y.t()[2]
+    v += x[0]
+    z = y.clone()
+    z.diagonal().zero_()
+    z[z > 1] = 0.5
+    (y.sum() + z.square().sum()).backward()
+    return y, z, x.grad, y.grad_fn.name(), v.grad_fn.name()
+
+
+@program
+def autograd_sees_what_was_overwritten(d: str) -> Any:
+    x = torch.ones(3, device=d, requires_grad=True)
+    y = x.exp()
+    z = y * y
+    y.add_(1)
+    z.sum().backward()
+
+
+@program
+def autograd_sees_what_was_overwritten_by_a_view(d: str) -> Any:
+    x = torch.ones(3, device=d, requires_grad=True)
+    y = x.exp()
+    z = y * y
+    y.detach()[0] = 1
+    z.sum().backward()
+
+
+@program
+def autograd_grad(d: str) -> Any:
+    x = torch.tensor([1.0, 2, 3], device=d, requires_grad=True)
+    y = (x**3).sum()
+    (g,) = torch.autograd.grad(y, x, create_graph=True)
+    (h,) = torch.autograd.grad(g.sum(), x, create_graph=True)
+    (third,) = torch.autograd.grad(h, x, torch.ones_like(h), allow_unused=True)
+    h.sum().backward()
+    other = torch.ones(2, device=d, requires_grad=True)
+    unused = torch.autograd.grad(x.sum(), [x, other], allow_unused=True)
+    batched = torch.autograd.grad(x * x, x, torch.eye(3, device=d), is_grads_batched=True)
+    jac = torch.autograd.functional.jacobian(lambda t: t.sin() * t.sum(), x.detach())
+    hes = torch.autograd.functional.hessian(lambda t: (t.sin() * t).sum(), x.detach())
+    hvp = torch.autograd.functional.vhp(lambda t: (t**4).sum(), x.detach(), torch.ones(3, device=d))
+    zero = torch.autograd.grad((x * 0).sum(), x, materialize_grads=True)
+    return g, h, third, x.grad, unused, batched, jac, hes, hvp, zero
+
+
+@program
+def double_backward_of_layers(d: str) -> Any:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Softplus(), nn.Flatten(), nn.Linear(8, 1)).to(d)
+    x = torch.randn(2, 1, 4, 4).to(d).requires_grad_()
+    (g,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    ((g.flatten(1).norm(dim=1) - 1) ** 2).mean().backward()
+    return g, [each.grad for each in net.parameters()]
+
+
+@program
+def gradcheck(d: str) -> Any:
+    torch.manual_seed(1)
+    x = torch.randn(3, 2, dtype=torch.float64).to(d).requires_grad_()
+    w = torch.randn(4, 2, dtype=torch.float64).to(d).requires_grad_()
+    return torch.autograd.gradcheck(lambda a, b: F.linear(a, b).sigmoid(), (x, w)), torch.autograd.gradgradcheck(lambda a: (a**3).cumsum(0), (x,))
+
+
+@program
+def hooks(d: str) -> Any:
+    said: list[Any] = []
+    x = torch.ones(3, device=d, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: g * 10)
+    handle = x.register_hook(lambda g: said.append(g.clone()))
+    x.register_post_accumulate_grad_hook(lambda p: said.append(p.grad.clone()))
+    y.sum().backward()
+    handle.remove()
+    x.sum().backward()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2), nn.ReLU()).to(d)
+    net.register_forward_pre_hook(lambda m, a: (a[0] + 1,))
+    net.register_forward_hook(lambda m, a, r: r * 2)
+    net[0].register_full_backward_hook(lambda m, gi, go: said.append([gi[0], go[0]]))
+    net[0].register_full_backward_pre_hook(lambda m, go: (go[0] * 3,))
+    out = net(x.detach().requires_grad_())
+    out.sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu(), lambda t: t.to(d)):
+        z = (x * x).sum()
+    z.backward()
+    with torch.autograd.graph.save_on_cpu():
+        z = (x.exp() * x).sum()
+    z.backward()
+    return said, out, x.grad, [each.grad for each in net.parameters()]
+
+
+@program
+def optimiser_in_backward(d: str) -> Any:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2).to(d)
+    steps = {p: torch.optim.SGD([p], 0.1) for p in net.parameters()}
+
+    def step(p: Tensor) -> None:
+        steps[p].step()
+        steps[p].zero_grad()
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        net(torch.ones(2, 3, device=d)).square().sum().backward()
+    return list(net.parameters()), [p.grad for p in net.parameters()]
+
+
+@program
+def checkpointing(d: str) -> Any:
+    found = []
+    for reentrant in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()).to(d)
+        x = torch.randn(3, 4).to(d).requires_grad_()
+        torch.manual_seed(3)
+        y = checkpoint(net, x, use_reentrant=reentrant)
+        noise = torch.rand(3, device=d)
+        y.square().sum().backward()
+        found.append([y, x.grad, [p.grad for p in net.parameters()], noise, torch.rand(2, device=d)])
+    same(here(found[0]), here(found[1]))
+    return found
+
+
+@program
+def random_numbers(d: str) -> Any:
+    torch.manual_seed(11)
+    a = torch.rand(3, device=d)
+    module = torch.random if d == "cpu" else torch.get_device_module(d)
+    state = module.get_rng_state() if d == "cpu" else module.get_rng_state(d)
+    b = torch.randn(3, device=d)
+    module.set_rng_state(state) if d == "cpu" else module.set_rng_state(state, d)
+    c = torch.randn(3, device=d)
+    with torch.random.fork_rng(devices=[] if d == "cpu" else [1], device_type=torch.device(d).type if d != "cpu" else "cuda"):
+        torch.manual_seed(4)
+        e = torch.randn(3, device=d)
+    f = torch.randn(3, device=d)
+    assert torch.equal(b, c)
+    return a, b, c, e, f, state
+
+
+@program
+def custom_function(d: str) -> Any:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, by: float) -> Any:
+            ctx.save_for_backward(x)
+            ctx.by = by
+            ctx.mark_non_differentiable(flag := (x > 0))
+            return x * by, flag
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor, _: Any) -> Any:
+            (x,) = ctx.saved_tensors
+            return g * ctx.by + x, None
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.mark_dirty(x)
+            return x.mul_(2)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * 2
+
+    x = torch.arange(-1.0, 2, device=d, requires_grad=True)
+    y, flag = Scale.apply(x, 3.0)
+    z = Double.apply(y * 1)
+    z.sum().backward()
+    return y, flag, z, x.grad, flag.requires_grad
+
+
+@program
+def functional(d: str) -> Any:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1).to(d)
+    x, t = torch.randn(4, 3).to(d), torch.randn(4, 1).to(d)
+    parameters = {name: each.detach() for name, each in net.named_parameters()}
+
+    def loss(p: Any, a: Tensor, b: Tensor) -> Tensor:
+        return F.mse_loss(functional_call(net, p, (a,)), b)
+
+    each = vmap(grad(loss), (None, 0, 0))(parameters, x, t)
+    tangent = jvp(lambda a: net(a).sigmoid(), (x,), (torch.ones_like(x),))
+    rows = jacrev(lambda a: a.sin() * a.sum())(x[0])
+    columns = torch.func.jacfwd(lambda a: a.sin() * a.sum())(x[0])
+    curve = hessian(lambda a: (a**3).sum())(x[0])
+    value, pullback = torch.func.vjp(lambda a: a.exp(), x)
+    torch.manual_seed(1)
+    return [grad(loss)(parameters, x, t), each, tangent, rows, columns, curve, value, pullback(torch.ones_like(x)),
+        vmap(torch.dot)(x, x), vmap(lambda a: a.masked_fill(a > 0, 0.0))(x), vmap(lambda a: a + torch.randn(3, device=d), randomness="different")(x), torch.func.grad_and_value(lambda a: (a * a).sum())(x)]
+
+
+@program
+def forward_mode(d: str) -> Any:
+    import torch.autograd.forward_ad as fwad
+
+    x = torch.randn(3, 4).to(d)
+    with fwad.dual_level():
+        dual = fwad.make_dual(x, torch.ones_like(x))
+        out = fwad.unpack_dual(F.dropout(dual, 0.0).tanh() @ dual.t())
+        att = fwad.unpack_dual(F.scaled_dot_product_attention(dual[None, None], dual[None, None], dual[None, None])) if d == "cpu!" else None
+    return out.primal, out.tangent, att
+
+
+@program
+def ensembles(d: str) -> Any:
+    torch.manual_seed(0)
+    nets = [nn.Linear(3, 2).to(d) for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(nets)
+    base = copy.deepcopy(nets[0])
+    return vmap(lambda p, b, x: functional_call(base, (p, b), (x,)), in_dims=(0, 0, None))(parameters, buffers, torch.ones(2, 3, device=d))
+
+
+@program
+def no_grad_and_inference(d: str) -> Any:
+    x = torch.ones(2, device=d, requires_grad=True)
+    with torch.no_grad():
+        a = x * 2
+        x.add_(1)
+    with torch.inference_mode():
+        b = x * 3
+        b[0] = 7
+        c = (b.reshape(1, 2), b.view(2, 1), b.to(torch.float64), b.contiguous(), torch.ones(2, device=d))
+        e = F.softmax(F.linear(torch.ones(2, 2, device=d), torch.eye(2, device=d)), -1)
+        lstm = nn.LSTM(2, 2).to(d)
+        with torch.no_grad():
+            [p.fill_(0.1) for p in lstm.parameters()]
+        f = lstm(torch.ones(2, 1, 2, device=d))[0]
+    with torch.no_grad(), torch.enable_grad():
+        g = x * 2
+    with torch.set_grad_enabled(False):
+        h = x + 1
+    return a, b, c, e, f, g, h, b.is_inference(), x.is_inference(), x._version
+
+
+@program
+def inference_tensor_in_autograd(d: str) -> Any:
+    x = torch.ones(2, device=d, requires_grad=True)
+    with torch.inference_mode():
+        b = torch.ones(2, device=d)
+    return x * b
+
+
+@program
+def data_attribute(d: str) -> Any:
+    x = torch.ones(3, device=d, requires_grad=True)
+    y = x.data
+    y[0] = 5
+    x.data.mul_(2)
+    shared = x.clone()
+    x.data = torch.arange(4.0, device=d)
+    y.zero_()
+    p = nn.Parameter(torch.ones(2, device=d))
+    p.data = p.data.double()
+    p.data = torch.zeros(3, device=d, dtype=torch.float64)
+    v = x.detach()
+    v[0] = 9
+    x.sum().backward()
+    return shared, x, y, p, x.grad, x.data.requires_grad, v
+
+
+@program
+def requires_grad_rules(d: str) -> Any:
+    x = torch.ones(2, device=d)
+    x.requires_grad_()
+    x.requires_grad = False
+    y = torch.ones(2, device=d, requires_grad=True)
+    z = (y * 2).detach().requires_grad_()
+    z.sum().backward()
+    return x, y, z, z.grad, y.grad
+
+
+@program
+def requires_grad_of_integers(d: str) -> Any:
+    return torch.ones(2, dtype=torch.int64, device=d).requires_grad_()
+
+
+@program
+def copies(d: str) -> Any:
+    x = torch.randn(2, 3, device=d, requires_grad=True)
+    x.sum().backward()
+    deep, shallow = copy.deepcopy(x), copy.copy(x)
+    deep.data.add_(1)
+    twice = copy.deepcopy([x, x])
+    assert twice[0] is twice[1]
+    strided = copy.deepcopy(torch.ones(3, 2, device=d).t())
+    p = copy.deepcopy(nn.Parameter(torch.ones(2, device=d), requires_grad=False))
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(d)
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    clone = x.clone()
+    return x, deep, deep.grad, shallow, type(p) is type(nn.Parameter(torch.ones(1, device=d))), isinstance(p, nn.Parameter), net[0].weight.abs().sum() > 0, other[0].weight, isinstance(other[0].weight, nn.Parameter), clone.grad_fn.name(), strided, isinstance(shallow, nn.Parameter)
+
+
+@program
+def deepcopy_of_an_inner_tensor(d: str) -> Any:
+    return copy.deepcopy(torch.ones(2, device=d, requires_grad=True) * 2)
+
+
+@program
+def saving(d: str) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(d)
+    optimiser = torch.optim.Adam(net.parameters())
+    net(torch.randn(4, 3).to(d)).sum().backward()
+    optimiser.step()
+
+    def through(what: Any, **kwargs: Any) -> Any:
+        file = io.BytesIO()
+        torch.save(what, file)
+        file.seek(0)
+        return torch.load(file, **kwargs)
+
+    state = through({"net": net.state_dict(), "optimiser": optimiser.state_dict()})
+    assert {str(each.device) for each in state["net"].values()} == {d}
+    there = through(net.state_dict(), map_location="cpu")
+    assert {str(each.device) for each in there.values()} == {"cpu"}
+    back = through(there, map_location=d)
+    assert {str(each.device) for each in back.values()} == {d}
+    named = through(there, map_location={"cpu": d})
+    fresh = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(d)
+    missing = fresh.load_state_dict(state["net"])
+    again = torch.optim.Adam(fresh.parameters())
+    again.load_state_dict(state["optimiser"])
+    fresh(torch.ones(4, 3, device=d)).sum().backward()
+    again.step()
+    plain = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    plain.load_state_dict(net.state_dict())
+    assigned = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    assigned.load_state_dict(there, assign=True)
+    whole = through(net, weights_only=False)
+    parameter = through(nn.Parameter(torch.ones(2, device=d)))
+    shared = torch.ones(4, device=d)
+    return [state, there, back, named, list(missing), dict(fresh.state_dict()), again.state_dict(), dict(plain.state_dict()), dict(assigned.state_dict()),
+        dict(whole.state_dict()), isinstance(whole[0].weight, nn.Parameter), parameter, isinstance(parameter, nn.Parameter), pickle.loads(pickle.dumps(shared)), through([torch.ones(3, 2, device=d).t(), torch.ones(3, dtype=torch.bfloat16, device=d)])]
+
+
+@program
+def loading_a_wrong_state(d: str) -> Any:
+    return nn.Linear(2, 2).to(d).load_state_dict(nn.Linear(3, 2).to(d).state_dict())
+
+
+@program
+def comparisons(d: str) -> Any:
+    x = torch.ones(2, device=d)
+    return [torch.equal(x, x.clone()), torch.equal(x, x + 1), torch.allclose(x, x + 1e-9), torch.isclose(x, x), x.eq(1).all(), (x == x).all().item(), (x < 2).any().item(), torch.equal(x, torch.ones(3, device=d)), bool((x == 1).all()), x is x, x == None, x != "a"]  # noqa: E711
+
+
+@program
+def assertions(d: str) -> Any:
+    torch.testing.assert_close(torch.ones(2, device=d), torch.ones(2, device=d))
+    try:
+        torch.testing.assert_close(torch.ones(2, device=d), torch.zeros(2, device=d))
+    except AssertionError as error:
+        return str(error).splitlines()[:3]
+
+
+@program
+def objects(d: str) -> Any:
+    x = torch.ones(2, device=d)
+    y = torch.ones(2, device=d)
+    table = {x: 1, y: 2}
+    found = [table[x], table[y], len({x, y, x}), isinstance(x, Tensor), torch.is_tensor(x), isinstance(nn.Parameter(x), nn.Parameter), isinstance(x, nn.Parameter), hash(x) == hash(x), id(x) == id(x), isinstance(nn.Parameter(x), Tensor), isinstance(nn.Buffer(x), nn.Buffer)]
+    weak = weakref.ref(y)
+    del y, table
+    gc.collect()
+    x.note = 3
+    return found, weak() is None, x.note, torch.is_floating_point(x), torch.result_type(x, 1), torch.promote_types(x.dtype, torch.float64), torch.can_cast(x.dtype, torch.int32)
+
+
+@program
+def clipping(d: str) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(d)
+    (net(torch.ones(2, 3, device=d)).square().sum() * 10).backward()
+    norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    total = nn.utils.get_total_norm([p.grad for p in net.parameters()])
+    clipped = [p.grad.clone() for p in net.parameters()]
+    nn.utils.clip_grad_value_(net.parameters(), 0.01)
+    inf = nn.utils.clip_grad_norm_(net.parameters(), 0.001, norm_type=float("inf"))
+    flat = nn.utils.parameters_to_vector(net.parameters())
+    nn.utils.vector_to_parameters(flat * 2, net.parameters())
+    return norm, total, clipped, inf, flat, list(net.parameters()), [p.grad for p in net.parameters()]
+
+
+@program
+def parametrizations(d: str) -> Any:
+    from torch.nn.utils import parametrizations as pz
+    from torch.nn.utils import parametrize, prune
+
+    torch.manual_seed(0)
+    found: list[Any] = []
+    for wrap in (pz.weight_norm, pz.spectral_norm, pz.orthogonal):
+        torch.manual_seed(0)
+        net = wrap(nn.Linear(3, 3)).to(d)
+        net(torch.ones(2, 3, device=d)).sum().backward()
+        found.append([net.weight, [p.grad for p in net.parameters()], list(net.state_dict().values())])
+        torch.manual_seed(0)
+        plain = nn.Linear(3, 3).to(d)
+        torch.manual_seed(1)
+        made = wrap(plain)
+        found.append([made(torch.ones(2, 3, device=d))])
+
+    class Symmetric(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.triu() + x.triu(1).transpose(-1, -2)
+
+    net = nn.Linear(3, 3).to(d)
+    parametrize.register_parametrization(net, "weight", Symmetric())
+    found.append([net.weight])
+    parametrize.remove_parametrizations(net, "weight")
+    found.append([net.weight, isinstance(net.weight, nn.Parameter)])
+    pruned = prune.l1_unstructured(nn.Linear(3, 3).to(d), "weight", 0.5)
+    found.append([pruned.weight, pruned.weight_mask])
+    return found
+
+
+@program
+def swapping(d: str) -> Any:
+    a, b = torch.ones(2, device=d), torch.zeros(3, device=d)
+    torch.utils.swap_tensors(a, b)
+    a.add_(1)
+    return a, b
+
+
+@program
+def module_conversions(d: str) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Embedding(3, 2))
+    net.to(d)
+    first = net[0].weight
+    found = [dict(each.state_dict()) for each in (net.half(), net.bfloat16(), net.double(), net.float(), net.to(torch.float16), net.to(d, torch.float32), net.to(torch.zeros(1, device=d)), net.type(torch.float64))]
+    assert net[0].weight is first
+    net.requires_grad_(False)
+    back = net.cpu()
+    assert all(type(each) is nn.Parameter for each in back.parameters())
+    empty = nn.Linear(2, 2, device="meta").to_empty(device=d)
+    nn.init.ones_(empty.weight)
+    return found, dict(back.state_dict()), empty.weight, [p.requires_grad for p in net.parameters()], next(net.parameters()).device
+
+
+@program
+def module_zero_grad_and_train(d: str) -> Any:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).to(d)
+    with torch.no_grad():
+        [nn.init.constant_(p, 0.5) for p in net.parameters()]
+    torch.manual_seed(0)
+    net.eval()(torch.ones(1, 2, device=d)).sum().backward()
+    a = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad(set_to_none=False)
+    b = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    return a, b, [p.grad for p in net.parameters()], net.train()(torch.ones(4, 2, device=d))
+
+
+@program
+def initialisers(d: str) -> Any:
+    def fresh() -> Tensor:
+        return torch.empty(4, 4, device=d)
+
+    i = nn.init
+    return [i.uniform_(fresh()), i.normal_(fresh()), i.constant_(fresh(), 2), i.ones_(fresh()), i.zeros_(fresh()), i.eye_(fresh()), i.dirac_(torch.empty(2, 2, 3, device=d)), i.xavier_uniform_(fresh()), i.xavier_normal_(fresh()), i.kaiming_uniform_(fresh()), i.kaiming_normal_(fresh()), i.trunc_normal_(fresh()), i.orthogonal_(fresh())]
+
+
+@program
+def batches(d: str) -> Any:
+    data = torch.utils.data.TensorDataset(torch.arange(10.0).reshape(5, 2), torch.arange(5))
+    seen = [[x.to(d, non_blocking=True), y.to(d)] for x, y in torch.utils.data.DataLoader(data, batch_size=2, shuffle=False)]
+    there = torch.utils.data.TensorDataset(torch.arange(10.0, device=d).reshape(5, 2))
+    rows = list(torch.utils.data.DataLoader(there, batch_size=2))
+    return seen, rows
+
+
+@program
+def gradients_accumulate_over_batches(d: str) -> Any:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1).to(d)
+    optimiser = torch.optim.SGD(net.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimiser, 1, 0.5)
+    average = torch.optim.swa_utils.AveragedModel(net)
+    for step in range(4):
+        net(torch.full((2, 3), float(step), device=d)).sum().backward()
+        if step % 2:
+            optimiser.step()
+            optimiser.zero_grad()
+            schedule.step()
+            average.update_parameters(net)
+    return list(net.parameters()), optimiser.param_groups[0]["lr"], list(average.parameters())
+
+
+@program
+def numpy_from(d: str) -> Any:
+    x = torch.arange(3.0, device=d)
+    return x.cpu().numpy().sum(), x.numpy(force=True).tolist(), x.detach().cpu().numpy().dtype.name, torch.from_numpy(np.ones(3)).to(d) * x, np.float64(2) * float(x[1]), x * np.float32(2), np.asarray(x.cpu()).tolist()
+
+
+@program
+def shapes_that_depend_on_data(d: str) -> Any:
+    x = torch.tensor([3, 1, 3, 2], device=d)
+    return [x.unique(return_inverse=True), x.bincount(), x.repeat_interleave(x), torch.repeat_interleave(x, 2), x[x > 1].sum(), x.nonzero().flatten(), F.one_hot(x), torch.unique_consecutive(x), x.topk(2), x.sort(), x.histc(3) if False else x.float().histc(3), torch.combinations(x), torch.isin(x, x[:1]), torch.searchsorted(x.sort()[0], x), torch.bucketize(x, x.sort()[0]), x.float().quantile(0.5), x.mode(), x.median(), x.kthvalue(2)]
+
+
+@program
+def linear_algebra(d: str) -> Any:
+    torch.manual_seed(0)
+    x = torch.randn(3, 3).to(d)
+    s = x @ x.T + torch.eye(3, device=d)
+    return [torch.linalg.inv(s), torch.linalg.cholesky(s), torch.linalg.det(s), torch.linalg.solve(s, x), torch.linalg.eigvalsh(s), torch.linalg.norm(x), torch.linalg.qr(x), torch.linalg.svd(x)[1], torch.linalg.matrix_rank(s), torch.linalg.slogdet(s), x.matrix_exp(), torch.linalg.lstsq(s, x)[0], torch.linalg.pinv(s), torch.cdist(x, x), torch.kron(x, x), torch.einsum("ij,jk,kl->il", x, x, x), torch.tensordot(x, x, 1), torch.trace(x), torch.outer(x[0], x[1]), x.cross(x.flip(0), dim=1), torch.fft.fft(x).abs(), torch.fft.irfft(torch.fft.rfft(x)), torch.linalg.multi_dot([x, x, x]), torch.cov(x), torch.corrcoef(x), torch.stft(torch.ones(16, device=d), 4, window=torch.ones(4, device=d), return_complex=True)]
+
+
+@program
+def complex_numbers(d: str) -> Any:
+    x = torch.tensor([1 + 2j, 3 - 1j], device=d)
+    y = x.conj()
+    r = torch.view_as_real(x)
+    r[0, 0] = 9
+    return [x, y * 2, y.resolve_conj(), x.real, x.imag, x.abs(), x.angle(), y.is_conj(), y.imag.is_neg(), torch.view_as_complex(torch.ones(2, 2, device=d)), (x @ y), x.item() if x.numel() == 1 else x[0].item(), y.cpu(), y.imag + 1, y.tolist(), torch.polar(torch.ones(2, device=d), torch.ones(2, device=d)), x.mH if x.dim() == 2 else None]
+
+
+@program
+def mixed_dtypes_and_numbers(d: str) -> Any:
+    i, f, h = torch.arange(3, device=d), torch.ones(3, device=d), torch.ones(3, device=d, dtype=torch.float16)
+    zero = torch.tensor(2.0, dtype=torch.float64)
+    return [i + f, i / 2, i // 2, f * h, f + zero, zero * f, i * zero, f + 1j, i + True, torch.add(f, 2, alpha=3), f + np.float64(1), h + 1e5, i.sum(), i.float().mean(), torch.maximum(i, i), f.pow(2), 2**f, f.clamp(min=i), torch.where(f > 0, 1, 2.0), torch.where(f > 0, f, 0), f.add(1).mul(2.5), torch.cat([i, f]), torch.stack([f, f]), f.new_tensor(3) + i, torch.tensor(3, device=d) + torch.tensor([1.5], device=d), i.bool() & True, f.addcmul(f, f, value=3), torch.lerp(f, f * 2, 0.3)]
+
+
+@program
+def many_operands(d: str) -> Any:
+    xs = [torch.full((2,), float(i), device=d) for i in range(5)]
+    a = torch._foreach_add(xs, 1.0)
+    torch._foreach_mul_(xs, [1.0, 2, 3, 4, 5])
+    return a, xs, torch.cat(xs), torch.stack(xs).sum(0), torch.block_diag(*xs), torch.broadcast_tensors(xs[0], torch.ones(3, 1, device=d)), torch.cartesian_prod(*xs[:2]), torch._foreach_norm(xs), torch.hstack(xs), torch.atleast_2d(xs[0]), torch.chunk(torch.cat(xs), 4), torch.tensor_split(torch.cat(xs), 3)
+
+
+@program
+def layers_of_all_kinds(d: str) -> Any:
+    torch.manual_seed(0)
+    x, y, z = torch.randn(2, 3, 8).to(d), torch.randn(2, 3, 8, 8).to(d), torch.randn(2, 3, 4, 4, 4).to(d)
+    made = [
+        (nn.Conv1d(3, 2, 3, padding="same"), x), (nn.Conv2d(3, 6, 3, groups=3, padding_mode="reflect", padding=1), y), (nn.Conv3d(3, 2, 2), z), (nn.ConvTranspose2d(3, 2, 3, 2), y),
+        (nn.MaxPool1d(2), x), (nn.MaxPool2d(2, return_indices=True), y), (nn.AvgPool2d(2), y), (nn.AdaptiveMaxPool2d(2), y), (nn.AdaptiveAvgPool1d(3), x), (nn.LPPool2d(2, 2), y), (nn.FractionalMaxPool2d(2, output_size=3), y),
+        (nn.ReflectionPad2d(1), y), (nn.ConstantPad1d(1, 2.0), x), (nn.ReplicationPad2d(1), y), (nn.ZeroPad2d(1), y), (nn.CircularPad1d(2), x),
+        (nn.BatchNorm2d(3), y), (nn.GroupNorm(3, 3), y), (nn.InstanceNorm2d(3, affine=True), y), (nn.LayerNorm(8), x), (nn.RMSNorm(8), x), (nn.LocalResponseNorm(2), y),
+        (nn.ELU(), x), (nn.GELU("tanh"), x), (nn.GLU(), x), (nn.Hardtanh(), x), (nn.LogSigmoid(), x), (nn.Mish(), x), (nn.SELU(), x), (nn.Softmax(1), x), (nn.Softmin(1), x), (nn.Softsign(), x), (nn.Tanhshrink(), x), (nn.Threshold(0.1, 2), x), (nn.RReLU(), x), (nn.Hardswish(), x), (nn.CELU(), x), (nn.SiLU(), x), (nn.Softshrink(), x), (nn.Hardsigmoid(), x),
+        (nn.Dropout(0.3), x), (nn.Dropout2d(0.3), y), (nn.AlphaDropout(0.3), x), (nn.FeatureAlphaDropout(0.3), y), (nn.Dropout(0.3, inplace=True), x.clone()),
+        (nn.PixelShuffle(1), y), (nn.Upsample(scale_factor=2, mode="bilinear"), y), (nn.Upsample(size=5, mode="linear"), x), (nn.Unfold(2), y), (nn.Flatten(), y), (nn.Unflatten(1, (3, 1)), y), (nn.ChannelShuffle(3), y), (nn.UpsamplingNearest2d(scale_factor=2), y), (nn.Identity(), x),
+        (nn.RNN(8, 4), x), (nn.LSTM(8, 4, proj_size=2), x), (nn.GRU(8, 4, bias=False), x), (nn.LSTMCell(8, 4), x[0]), (nn.GRUCell(8, 4), x[0]), (nn.RNNCell(8, 4, nonlinearity="relu"), x[0]),
+        (nn.PReLU(), x), (nn.Bilinear(8, 8, 2), (x, x)), (nn.CosineSimilarity(), (x, x)), (nn.PairwiseDistance(), (x, x)), (nn.MultiheadAttention(8, 2), (x, x, x)), (nn.TransformerDecoderLayer(8, 2, 16), (x, x)), (nn.Transformer(8, 2, 1, 1, 16, batch_first=True), (x, x)),
+    ]  # fmt: skip
+    found = []
+    for layer, given in made:
+        layer = layer.to(d)
+        given = [each.detach().clone().requires_grad_() for each in (given if isinstance(given, tuple) else (given,))]
+        torch.manual_seed(2)
+        out = layer(*given)
+        results = [each for each in flat(out) if each is not None]
+        torch.stack([each.square().sum() for each in results if each.is_floating_point()]).sum().backward()
+        with torch.no_grad():
+            quiet = layer.eval()(*given)
+        found.append([type(layer).__name__, results, [each.grad for each in given], [p.grad for p in layer.parameters()], [each for each in flat(quiet) if each is not None]])
+    return found
+
+
+@program
+def losses(d: str) -> Any:
+    torch.manual_seed(0)
+    x, t, k = torch.randn(4, 5).to(d).requires_grad_(), torch.rand(4, 5).to(d), torch.tensor([0, 1, 2, 4]).to(d)
+    one = torch.ones(4, device=d)
+    made = [F.cross_entropy(x, k), F.cross_entropy(x, t), F.cross_entropy(x, k, weight=torch.ones(5, device=d), ignore_index=1, reduction="sum"), F.nll_loss(x, k), F.mse_loss(x, t), F.l1_loss(x, t), F.smooth_l1_loss(x, t), F.huber_loss(x, t), F.kl_div(x.log_softmax(1), t, reduction="batchmean"), F.binary_cross_entropy(x.sigmoid(), t), F.binary_cross_entropy_with_logits(x, t, pos_weight=torch.ones(5, device=d)), F.hinge_embedding_loss(x, (t > 0.5) * 2.0 - 1), F.margin_ranking_loss(x[:, 0], x[:, 1], one), F.cosine_embedding_loss(x, t, one), F.triplet_margin_loss(x, t, t * 2), F.multi_margin_loss(x, k), F.multilabel_margin_loss(x, (t > 0.5).long()), F.multilabel_soft_margin_loss(x, t.round()), F.poisson_nll_loss(x, t), F.gaussian_nll_loss(x, t, t + 1), F.soft_margin_loss(x, (t > 0.5) * 2.0 - 1),
+        F.ctc_loss(torch.randn(6, 2, 5).to(d).log_softmax(2), torch.tensor([[1, 2], [3, 4]], device=d), torch.tensor([6, 6]), torch.tensor([2, 2]))]
+    torch.stack(made).sum().backward()
+    return made, x.grad
+
+
+@program
+def packed_sequences(d: str) -> Any:
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
+
+    torch.manual_seed(0)
+    x = pad_sequence([torch.randn(n, 3) for n in (5, 3, 2)], batch_first=True).to(d).requires_grad_()
+    found = []
+    for kind in (nn.LSTM, nn.GRU, nn.RNN):
+        layer = kind(3, 4, 2, batch_first=True, bidirectional=True).to(d)
+        out, hidden = layer(pack_padded_sequence(x, [5, 3, 2], batch_first=True))
+        padded, lengths = pad_packed_sequence(out, batch_first=True)
+        padded.sum().backward()
+        found.append([padded, lengths, hidden, x.grad.clone(), [p.grad for p in layer.parameters()]])
+    return found
+
+
+@program
+def attention(d: str) -> Any:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 6, 8).to(d).requires_grad_() for _ in range(3))
+    mask = (torch.rand(6, 6) > 0.3).to(d)
+    bias = torch.randn(6, 6).to(d)
+    torch.manual_seed(1)
+    f = F.scaled_dot_product_attention
+    made = [f(q, k, v), f(q, k, v, is_causal=True), f(q, k, v, mask | torch.eye(6, device=d).bool()), f(q, k, v, bias), f(q, k, v, scale=0.5), f(q, k[:, :2], v[:, :2], enable_gqa=True), f(q, k, v, dropout_p=0.2), f(q, k, v, bias.requires_grad_())]
+    torch.stack(made).square().sum().backward()
+    with torch.no_grad():
+        quiet = f(q, k, v, is_causal=True)
+    return made, q.grad, k.grad, v.grad, bias.grad, quiet
+
+
+@program
+def a_transformer_in_eval(d: str) -> Any:
+    torch.manual_seed(0)
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).to(d).eval()
+    x = torch.randn(2, 5, 8).to(d)
+    pad = torch.tensor([[False] * 5, [False, False, False, True, True]]).to(d)
+    with torch.no_grad():
+        a = net(x)
+        b = nn.MultiheadAttention(8, 2, batch_first=True).to(d).eval()(x, x, x, need_weights=False)[0].shape
+    return a, b, net(x)
+
+
+@program
+def scripted_names(d: str) -> Any:
+    x = torch.ones(2, 3, device=d, names=("N", "C"))
+    return x.sum("C").rename(None)
+
+
+@program
+def reductions(d: str) -> Any:
+    x = torch.arange(6.0, device=d).view(2, 3)
+    return [str(torch.Size(x.shape)), x.mean(dim=(0, 1)), x.sum(0, keepdim=True), x.std(), x.var(1, correction=0), x.max(1), x.min(), x.argmax(), x.cumsum(1), x.prod(), x.logsumexp(0), x.norm(p=1), x.flip(1), x.roll(1, 1), x.rot90(), x.tile(2), x.repeat(1, 2), x.softmax(1), x.amax(0), x.aminmax(), x.any(), x.all(), x.count_nonzero(), x.nansum(), x.diff(), x.std_mean if False else torch.std_mean(x), torch.var_mean(x, 1), x.triu(), x.renorm(2, 0, 1.0), x.cummax(1), torch.trapezoid(x), x.nan_to_num(), x.sgn(), x.frac(), torch.frexp(x)]
+
+
+def flat(found: Any) -> list[Any]:
+    return [one for each in found for one in flat(each)] if isinstance(found, list | tuple) else [found]
+
+
+@pytest.mark.parametrize("function", PROGRAMS, ids=lambda each: each.__name__)
+def test_program(function: Program) -> None:
+    right, found = outcome(function, "cpu"), outcome(function, W)
+    if isinstance(right, Exception):
+        assert type(found) is type(right), (found, right)
+    elif isinstance(found, Exception):
+        raise found
+    else:
+        same(found, right)
