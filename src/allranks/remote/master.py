@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Asked", "Master"]
 
-_FIRST_PROGRAM = 0xFFFF
-_MOST_TEMPLATES = 0xF000
+_PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
+_UNNOTICED = ("keep", "drop", "group")  # orders that a captured step can do without
 _LAST_INDEX = 127  # torch keeps a device's index in a signed byte
 _LOOK_S = 0.5
 _answers = msgspec.msgpack.Decoder(Answer).decode
@@ -67,7 +67,8 @@ class Master:
         self._losing = threading.RLock()
         self._number = 0
         self._templates = wire.CALL
-        self._programs = _FIRST_PROGRAM
+        self.programs = list(_PROGRAMS)  # numbers that no captured step has
+        self.templates: dict[int, tuple[Any, Any, Any, Call]] = {}  # operator, forms and call, by number
         self._trusted: dict[Any, bool] = {}
         self._known: dict[Any, tuple[Any, ...]] = {}
         self._links: dict[tuple[int, ...], str] = {}
@@ -99,6 +100,7 @@ class Master:
 
     def place(self, ranks: Sequence[int], index: int) -> Place:
         """Makes a place: some workers, and the index of their device."""
+        self.refuse_recording("a group is made")
         target = self.outbox.target([self._indices[each] for each in ranks])
         made = Place(self, index, tuple(ranks), target)
         handles._places[index] = made
@@ -116,6 +118,8 @@ class Master:
 
     def order(self, place: Place, name: str, /, **said: Any) -> None:
         """Queues an order that is not answered."""
+        if name not in _UNNOTICED:
+            self.refuse_recording(f"workers are given the order {name!r}")
         self.put(place, Order(name, 0, said))
 
     def define(
@@ -139,7 +143,8 @@ class Master:
         resized: Any,
         checked: Any,
     ) -> Call:
-        if self._templates == _MOST_TEMPLATES:
+        if self._templates == _PROGRAMS.start:
+            self.refuse_recording("all numbers of templates are given anew", always=False)
             for each in handles._places:
                 if each is not None:
                     each.calls.clear()
@@ -162,6 +167,7 @@ class Master:
         outputs = sum(each is not None for each in metas)
         called = Call(number, OURS if isinstance(op, str) else facts(op), values, results, outputs, resized)
         place.calls[key] = called
+        self.templates[number] = (op, args, kwargs, called)
         return called
 
     def prepare(
@@ -186,6 +192,7 @@ class Master:
         kind = _kind(key)
         trust = self._trusted.get(kind)
         if about.dynamic or indexes_by_mask(op, args):
+            self.refuse_recording(f"the shape, or value, of what {about.name} returns depends on the data")
             return Asked(self._ask(op, about, args, kwargs, forms, named, place, refs, values)[0])
         foreseen = None
         if trust is not False:
@@ -232,7 +239,7 @@ class Master:
         values: Any,
     ) -> tuple[Any, Any]:
         """Has an operator run at once; what it returned, and how that looks."""
-        self.refuse_recording(f"{about.name} needs an answer from the workers")
+        self.refuse_recording(f"{about.name} needs an answer from the workers", always=False)
         packed = struct.pack("<" + "".join("d" if type(each) is float else "q" for each in values), *values)
         for ref in refs:
             if ref.target != place.target:
@@ -275,6 +282,7 @@ class Master:
 
     def request(self, place: Place, name: str, /, **said: Any) -> Any:
         """Gives an order and waits for the answer of the place's first worker."""
+        self.refuse_recording(f"an answer of a worker's is waited for, {name!r}")
         self.check(place)
         number = self.next()
         self.put(self.places[(place.ranks[0],)], Order(name, number, said))
@@ -380,9 +388,17 @@ class Master:
         if self.closed:
             raise WorkerLost("the workers have been shut down", 0)
 
-    def refuse_recording(self, why: str) -> None:
+    def refuse_recording(self, why: str, always: bool = True) -> None:
+        """Tells a recorder of what a captured step cannot do; `always`: not in its first calls either."""
         if self.recorder is not None:
-            self.recorder.refuse(why)
+            self.recorder.refuse(why, always)
+
+    def target(self, ranks: Sequence[int]) -> int:
+        """How the outbox calls some workers."""
+        for place in self.places.values():
+            if set(place.ranks) == set(ranks):
+                return place.target
+        return self.outbox.target([self._indices[each] for each in ranks])
 
     # Tensors that come and go.
 
@@ -436,7 +452,7 @@ class Master:
         for rank in ranks:
             if rank:
                 self.check(self.places[(rank,)])
-        self.refuse_recording("workers meet for the first time")
+        self.refuse_recording("workers meet for the first time", always=False)
         self._made += 1
         name = self._links[ranks] = f"{'-'.join(map(str, ranks[:4]))}#{self._made}"
         for rank in ranks:
@@ -524,7 +540,7 @@ class Master:
         Raises:
             RemoteError: something has failed that nothing has told of yet.
         """
-        self.refuse_recording("the workers are waited for: synchronize()")
+        self.refuse_recording("the workers are waited for")
         self._check_open()
         if place is None:
             place = self._everyone()
