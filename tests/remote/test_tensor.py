@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -23,8 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from allranks import UsageError
-from allranks.remote.master import Master
+from allranks import RemoteError, UsageError
 
 pytestmark = [
     pytest.mark.usefixtures("mw"),
@@ -1002,6 +1002,31 @@ def reductions(d: str) -> Any:
     return [str(torch.Size(x.shape)), x.mean(dim=(0, 1)), x.sum(0, keepdim=True), x.std(), x.var(1, correction=0), x.max(1), x.min(), x.argmax(), x.cumsum(1), x.prod(), x.logsumexp(0), x.norm(p=1), x.flip(1), x.roll(1, 1), x.rot90(), x.tile(2), x.repeat(1, 2), x.softmax(1), x.amax(0), x.aminmax(), x.any(), x.all(), x.count_nonzero(), x.nansum(), x.diff(), x.std_mean if False else torch.std_mean(x), torch.var_mean(x, 1), x.triu(), x.renorm(2, 0, 1.0), x.cummax(1), torch.trapezoid(x), x.nan_to_num(), x.sgn(), x.frac(), torch.frexp(x)]
 
 
+@program
+def tensors_of_tensors(d: str) -> Any:
+    x = torch.arange(4.0, device=d)
+    return torch.tensor([x.sum(), x.max()]), torch.tensor([[x.min(), 2], [x[1], 4]], device=d), torch.as_tensor(x), torch.stack([x.sum(), x.max()])
+
+
+@program
+def scaled_gradients(d: str) -> Any:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2).to(d)
+    optimiser = torch.optim.SGD(net.parameters(), 0.1)
+    scaler = torch.amp.GradScaler(torch.device(d).type, growth_interval=2)
+    scales = []
+    for step in range(5):
+        optimiser.zero_grad()
+        loss = net(torch.full((2, 3), float("inf") if step == 2 else 1.0, device=d)).sum()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimiser)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimiser)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, list(net.parameters())
+
+
 def flat(found: Any) -> list[Any]:
     return [one for each in found for one in flat(each)] if isinstance(found, list | tuple) else [found]
 
@@ -1015,3 +1040,271 @@ def test_program(function: Program) -> None:
         raise found
     else:
         same(found, right)
+
+
+PRINTED: dict[str, Callable[[str], Any]] = {
+    "a matrix": lambda d: torch.arange(6.0, device=d).view(2, 3),
+    "integers": lambda d: torch.arange(3, device=d),
+    "a number": lambda d: torch.tensor(3.5, device=d),
+    "nothing": lambda d: torch.ones(0, 3, device=d),
+    "much": lambda d: torch.zeros(2000, 3, device=d),
+    "half": lambda d: torch.ones(2, dtype=torch.float16, device=d),
+    "a leaf": lambda d: torch.ones(2, device=d, requires_grad=True),
+    "a result": lambda d: torch.ones(2, device=d, requires_grad=True) * 2,
+    "a parameter": lambda d: nn.Parameter(torch.ones(2, device=d)),
+    "truth": lambda d: torch.ones(2, device=d) > 0,
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_printing(name: str) -> None:
+    right, found = PRINTED[name]("cpu"), PRINTED[name](W)
+    plain = repr(found).replace(f", device='{W}'", "")
+    # A line may be broken elsewhere, where the device's name makes it longer.
+    assert "".join(plain.split()) == "".join(repr(right).split())
+    assert f"device='{W}'" in repr(found)
+    assert str(found) == repr(found)
+
+
+def test_printing_a_module() -> None:
+    assert repr(nn.Linear(2, 3).to(W)) == repr(nn.Linear(2, 3))
+    assert str(list(nn.Linear(2, 1, device=W).state_dict())) == "['weight', 'bias']"
+
+
+def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
+    x, other, plain = torch.ones(2, 3, device=W), torch.ones(2, 3, device="worker:2"), torch.ones(2, 3)
+    at = torch.tensor([1], device=W)
+    apart = "Expected all tensors to be on the same device, but found at least two devices"
+
+    def assigned(into: Tensor, value: Any) -> None:
+        into[at] = value
+
+    def amp() -> Tensor:
+        with torch.autocast("worker", dtype=torch.bfloat16):
+            return x @ x.T
+
+    return {
+        "another worker": (RuntimeError, f"{apart}, worker:1 and worker:2", lambda: x + other),
+        "the CPU": (RuntimeError, f"{apart}, worker:1 and cpu", lambda: x + plain),
+        "on the CPU": (RuntimeError, f"{apart}, cpu and worker:1", lambda: plain.add_(x)),
+        "a number of another worker": (RuntimeError, apart, lambda: x + other.sum()),
+        "a number on the CPU is written": (RuntimeError, apart, lambda: torch.tensor(1.0).add_(x.sum())),
+        "out on the CPU": (RuntimeError, apart, lambda: torch.add(x.sum(), 1, out=torch.tensor(1.0))),
+        "the CPU by a worker's indexes": (RuntimeError, apart, lambda: plain[at]),
+        "into the CPU by a worker's indexes": (RuntimeError, apart, lambda: assigned(plain, 7)),
+        "by another worker's indexes": (RuntimeError, apart, lambda: other[at]),
+        "a layer": (RuntimeError, apart, lambda: nn.Linear(3, 2).to(W)(plain)),
+        "a list": (RuntimeError, apart, lambda: torch.cat([x, plain])),
+        "equal": (RuntimeError, apart, lambda: torch.equal(x, plain)),
+        "allclose": (RuntimeError, apart, lambda: torch.allclose(x, plain)),
+        "a gradient of elsewhere": (RuntimeError, "gradient", lambda: setattr(x.clone().requires_grad_(), "grad", plain)),
+        "no such worker": (UsageError, "there is no worker:99; there are worker:1 to worker:2", lambda: torch.ones(2, device="worker:99")),
+        "no such worker to move to": (UsageError, "no worker:3;", lambda: plain.to("worker:3")),
+        "too large a rank": (UsageError, "no worker:200;", lambda: x.to("worker:200")),
+        "no such current worker": (UsageError, "no worker:7;", lambda: torch.worker.set_device(7)),
+        "no such worker to load to": (UsageError, "no worker:9;", lambda: torch.load(saved(plain), map_location="worker:9")),
+        "numpy": (TypeError, r"can't convert worker:1 device type tensor to numpy. Use Tensor.cpu()", lambda: x.numpy()),
+        "an array": (TypeError, "can't convert worker:1", lambda: np.asarray(x)),
+        "dlpack": (BufferError, "worker:1", lambda: np.from_dlpack(x)),
+        "a pointer": (RuntimeError, "worker:1", lambda: x.data_ptr()),
+        "shared memory": (RuntimeError, "worker:1", lambda: x.share_memory_()),
+        "pinned memory": (RuntimeError, "worker:1", lambda: x.pin_memory()),
+        "a generator there": (NotImplementedError, "", lambda: torch.Generator(device=W)),
+        "a generator": (UsageError, "use torch.manual_seed", lambda: torch.randn(2, device=W, generator=torch.Generator())),
+        "a generator in place": (UsageError, "use torch.manual_seed", lambda: x.normal_(generator=torch.Generator())),
+        "autocast": (UsageError, r"module.bfloat16\(\)", amp),
+        "sparse": (TypeError, "only strided", lambda: x.to_sparse()),
+        "sparse from here": (TypeError, "only strided", lambda: torch.eye(2).to_sparse().to(W)),
+    }  # fmt: skip
+
+
+def test_refusals(subtests: pytest.Subtests) -> None:
+    for name, (kind, message, act) in refused().items():
+        with subtests.test(name), pytest.raises(kind, match=message):
+            act()
+
+
+def test_refusals_change_nothing() -> None:
+    plain, at = torch.zeros(3), torch.tensor([1], device=W)
+    with pytest.raises(RuntimeError):
+        plain[at] = 7
+    assert plain.tolist() == [0, 0, 0]
+    assert torch.ones(2, device=W).sum().item() == 2
+
+
+def test_the_current_worker() -> None:
+    assert str(torch.ones(2, device="worker").device) == W
+    assert torch.worker.device_count() == 2
+    with torch.worker.device(2):
+        assert torch.worker.current_device() == 2
+        made = [torch.ones(2, device="worker"), torch.ones(2).to("worker"), nn.Linear(2, 2).to("worker").weight]
+        assert {str(each.device) for each in made} == {"worker:2"}
+        assert str(torch.ones(2, device=W).to("worker").device) == "worker:2"
+    assert torch.worker.current_device() == 1
+    assert str(torch.ones(2).to("worker").device) == W
+
+
+def test_moving_between_workers() -> None:
+    x = torch.randn(2, 3)
+    there = x.to(W).t().to("worker:2")
+    assert there.stride() == x.t().stride()
+    assert torch.equal(there.cpu(), x.t())
+    assert str(there.to(W, torch.float64).dtype) == "torch.float64"
+    assert str(torch.zeros_like(there, device=W).device) == W
+    into = torch.zeros(3, 2, device=W)
+    into.copy_(there)
+    assert torch.equal(into.cpu(), x.t())
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(W)
+    kept, before = net[0].weight, net[0].weight.detach().cpu()
+    net.to("worker:2")
+    assert net[0].weight is kept
+    assert {str(each.device) for each in net.state_dict().values()} == {"worker:2"}
+    assert torch.equal(kept.detach().cpu(), before)
+
+
+def test_autograd_across_workers() -> None:
+    def run(first: str, second: str) -> Any:
+        torch.manual_seed(0)
+        a, b = nn.Linear(4, 3), nn.Linear(3, 1)
+        a, b = a.to(first), b.to(second)
+        optimiser = torch.optim.Adam([*a.parameters(), *b.parameters()], 0.1)
+        for _ in range(3):
+            optimiser.zero_grad()
+            middle = a(torch.ones(2, 4, device=first)).tanh().to(second)
+            (b(middle).square().sum() + middle.to(first).sum().to(second)).backward()
+            optimiser.step()
+        assert {str(each.device) for each in a.parameters()} == {first}
+        assert {str(each.grad.device) for each in b.parameters()} == {second}
+        return here([list(a.parameters()), list(b.parameters()), [p.grad for p in a.parameters()]])
+
+    same(run(W, "worker:2"), run("cpu", "cpu"))
+
+
+def test_seeds_reach_every_worker() -> None:
+    torch.manual_seed(3)
+    right = torch.randn(4)
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(4, device=W).cpu(), right)
+    assert torch.equal(torch.randn(4, device="worker:2").cpu(), right)
+    with torch.worker.device(2):
+        torch.worker.manual_seed(3)
+        assert torch.equal(torch.randn(4, device="worker").cpu(), right)
+
+
+def saved(what: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return file
+
+
+def test_views_that_share_memory_share_it_when_loaded() -> None:
+    x = torch.zeros(4)
+    a, b = torch.load(saved([x[:2], x]), map_location=W)
+    a.fill_(5)
+    assert b.tolist() == [5, 5, 0, 0]
+    assert b.device == torch.device(W)
+
+
+def test_a_saved_state_is_loaded_where_there_are_no_workers(tmp_path: Any) -> None:
+    net = nn.Linear(2, 2).to(W)
+    torch.save({"net": net.state_dict(), "x": torch.arange(3.0, device=W)}, tmp_path / "state.pt")
+    program = (
+        "import sys, torch\n"
+        "state = torch.load(sys.argv[1], map_location='cpu')\n"
+        "torch.nn.Linear(2, 2).load_state_dict(state['net'])\n"
+        "print(state['x'], state['net']['bias'].device, 'allranks' in sys.modules)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", program, tmp_path / "state.pt"], capture_output=True, text=True, timeout=100, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
+    assert said.stdout == "tensor([0., 1., 2.]) cpu False\n", said.stderr
+
+
+def held(rank: int) -> int:
+    return int(torch.worker.memory_stats(rank)["tensors"])
+
+
+def test_what_is_forgotten_here_is_freed_there() -> None:
+    gc.collect()
+    before = held(1), held(2)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LSTM(8, 4)).to(W)
+    optimiser = torch.optim.Adam(net.parameters())
+    counts = []
+    for _ in range(4):
+        optimiser.zero_grad()
+        net(torch.ones(3, 8, device=W))[0].to("worker:2").sum().backward()
+        optimiser.step()
+        counts.append((held(1), held(2)))
+    assert counts[1] == counts[2] == counts[3]
+    assert counts[0][0] > before[0]
+    ring: list[Any] = [torch.ones(3, device=W)]
+    ring.append(ring)
+    x = torch.arange(6.0, device=W)
+    views = [x[1:], x.view(2, 3), x.detach(), x.data, *x.split(2)]
+    with pytest.raises(RuntimeError):
+        x.view(7)
+    torch.unique(x), x[x > 2], x.tolist(), repr(x), torch.load(saved(x))
+    del net, optimiser, ring, x, views
+    gc.collect()
+    assert (held(1), held(2)) == before
+
+
+def test_bytes_are_counted() -> None:
+    gc.collect()
+    before = torch.worker.memory_allocated(1)
+    x = torch.zeros(1000, device=W)
+    y = x[10:]
+    assert torch.worker.memory_allocated(1) - before == 4000
+    del x
+    assert torch.worker.memory_allocated(1) - before == 4000
+    del y
+    assert torch.worker.memory_allocated(1) == before
+
+
+def test_threads() -> None:
+    found: dict[int, Any] = {}
+
+    def work(number: int) -> None:
+        device = f"worker:{number % 2 + 1}"
+        x = torch.full((4, 4), float(number), device=device, requires_grad=True)
+        for _ in range(30):
+            y = (x @ x).sum() / 4
+            (gradient,) = torch.autograd.grad(y, x)
+            y.item()
+        found[number] = here(gradient), y.item()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(100)
+    for number in range(4):
+        x = torch.full((4, 4), float(number), requires_grad=True)
+        y = (x @ x).sum() / 4
+        same(found[number], (here(torch.autograd.grad(y, x)[0]), y.item()))
+
+
+def test_loaders_with_processes_and_pinned_memory() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(6.0))
+    for kwargs in ({"pin_memory": True}, {"num_workers": 1, "multiprocessing_context": "fork"}):
+        loader = torch.utils.data.DataLoader(data, batch_size=4, **kwargs)
+        assert [x.to(W, non_blocking=True).tolist() for (x,) in loader] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_a_fault_is_told_where_it_matters() -> None:
+    x = torch.ones(3, device=W)
+    bad = x[torch.tensor([7], device=W)]
+    worse = bad * 2
+    with pytest.raises(RemoteError, match="index 7 is out of bounds") as caught:
+        worse.sum().item()
+    assert caught.value.line.startswith(f"{__file__}:")
+    assert caught.value.operation == "aten::index.Tensor"
+    assert (x + 1).tolist() == [2, 2, 2]
+
+
+def test_the_master_sees_the_wrong_shape_at_once() -> None:
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"shapes cannot be multiplied \(2x3 and 2x3\)"):
+            torch.ones(2, 3, device=W) @ torch.ones(2, 3, device=W)
+        with pytest.raises(RuntimeError, match="size of tensor a"):
+            torch.ones(2, device=W) + torch.ones(3, device=W)

@@ -172,6 +172,15 @@ class RemoteTensor(torch.Tensor):
     def __dlpack__(self, **kwargs: Any) -> Any:
         raise BufferError(f"the data is on {self._place}: use Tensor.cpu() first")
 
+    def data_ptr(self) -> int:
+        raise RuntimeError(f"the data is on {self._place}: there is no pointer to it here")
+
+    def share_memory_(self) -> RemoteTensor:
+        raise RuntimeError(f"the data is on {self._place}: it cannot be in memory that processes of this host share")
+
+    def pin_memory(self, device: Any = None) -> torch.Tensor:
+        raise RuntimeError(f"cannot pin a tensor on {self._place}: only dense CPU tensors can be pinned")
+
     @property
     def data(self) -> torch.Tensor:
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
@@ -236,15 +245,16 @@ _places: list[Place | None] = [None] * 128
 
 
 def place_of(device: torch.device | None) -> Place:
-    """The workers that a device means.
+    """The workers that a device means; the current one's where it has no index.
 
     Raises:
         UsageError: there are none of that index.
     """
-    index = device.index if device is not None else None
-    if index is None:
-        index = _current[0]
-    place = _places[index]
+    # 0 is the master's rank; torch says it where a tensor comes from the CPU to a device without an index.
+    index = (device.index if device is not None else None) or _current[0]
+    if index < 0:  # torch keeps it in eight bits
+        index += 256
+    place = _places[index] if index < len(_places) else None
     if place is None:
         there = [each.index for each in _places if each is not None]
         if not there:
@@ -416,17 +426,21 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         raise NotImplementedError(f"{facts(op).name} without an operand on a worker")
     there: Place = place
     lenient = indexes(op)
+    written = {each.name for each in op._schema.arguments if each.alias_info and each.alias_info.is_write}
 
-    def lifted(value: Any) -> Any:
+    def lifted(value: Any, name: str, inside: bool = False) -> Any:
         if isinstance(value, list | tuple):
-            return [lifted(each) for each in value]
+            return [lifted(each, name, True) for each in value]
         if isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor):
-            if value.device.type == "cpu" and (value.dim() == 0 or lenient):
+            if value.device.type == "cpu" and name not in written and (value.dim() == 0 or (lenient and inside)):
                 return there.master.upload(there, value)
             raise _apart(facts(op).name, args, kwargs)
         return value
 
-    return [lifted(each) for each in args], {name: lifted(each) for name, each in kwargs.items()}
+    return (
+        [lifted(each, argument.name) for each, argument in zip(args, op._schema.arguments, strict=False)],
+        {name: lifted(each, name) for name, each in kwargs.items()},
+    )
 
 
 def _apart(name: str, args: Any, kwargs: Any) -> RuntimeError:
