@@ -68,15 +68,20 @@ void ref_dealloc(PyObject* object) {
 
 PyObject* ref_id(PyObject* self, void*) { return PyLong_FromUnsignedLong(as_ref(self)->id); }
 PyObject* ref_target(PyObject* self, void*) { return PyLong_FromLong(as_ref(self)->target); }
+PyObject* ref_whole(PyObject* self, void*) {
+  while (is_ref(as_ref(self)->keeps)) self = as_ref(self)->keeps;
+  return Py_NewRef(self);
+}
 
 void make_ref_type() {
   static std::array<PyMemberDef, 2> members{{
       {"__weaklistoffset__", T_PYSSIZET, offsetof(Ref, weak), READONLY, nullptr},
       {},
   }};
-  static std::array<PyGetSetDef, 3> properties{{
+  static std::array<PyGetSetDef, 4> properties{{
       {"id", ref_id, nullptr, nullptr, nullptr},
       {"target", ref_target, nullptr, nullptr, nullptr},
+      {"whole", ref_whole, nullptr, nullptr, nullptr},
       {},
   }};
   std::array<PyType_Slot, 5> slots{{

@@ -86,5 +86,13 @@ def test_readme_program_from_python(tmp_path: Path) -> None:
     assert done.stdout.count("rank 0 of 2") == done.stdout.count("rank 1 of 2") == 1
 
 
+def test_readme_program_with_workers(tmp_path: Path) -> None:
+    (tmp_path / "workers.py").write_text(readme_program("workers.py"))
+    alone = [sys.executable, "workers.py"]
+    done = subprocess.run(alone, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"\d+ on worker:2\n", done.stdout)
+    assert done.stderr == ""
+
+
 def test_readme_figures_are_those_that_the_benchmarks_wrote() -> None:
     subprocess.run([sys.executable, "benchmarks/figures.py", "--check"], cwd=ROOT, check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -23,13 +24,13 @@ MASTER = """
 
     assert group("all", 1, 2) == ["[3.0, 3.0]"] * 2
     os.kill(workers.lines[0].pid, signal.SIGKILL)
+    print(workers.how_ended(1), flush=True)
     workers.respawn(1)
     assert group("new", 2, 1) == ["[3.0, 3.0]"] * 2
     print("here", os.environ["RANK"], sys.argv[1:], flush=True)
     workers.lines[0].socket.sendall(b"sleep")
     os.kill(workers.lines[1].pid, signal.SIGSTOP)
-    if sys.argv[1] == "wait":
-        time.sleep(1000)
+    time.sleep(1000)
 """
 
 
@@ -38,22 +39,16 @@ def environ() -> dict[str, str]:
 
 
 def test_workers_serve(launcher: Launcher) -> None:
-    """They may die, come again, and be stopped or busy when the master ends."""
-    done = launcher.script(MASTER, "--mode", "master", "-n", "3", args=("leave",), real_torch=True, environ=environ())
-    assert done.lines == ["[0] here 0 ['leave']"]
-    assert "rank 1 (pid " in done.err
-    assert "was killed by SIGKILL; the others go on" in done.err
-    assert done.code == 0, done.err
-
-
-def test_ctrl_c(launcher: Launcher) -> None:
+    """They may die, come again, and be stopped or busy when the master ends: here by Ctrl-C, which is its own."""
     path = launcher.write(MASTER)
-    process = launcher.start("--mode", "master", "-n", "3", str(path), "wait", real_torch=True, environ=environ())
+    process = launcher.start("--mode", "master", "-n", "3", str(path), "word", real_torch=True, environ=environ())
     assert process.stdout is not None
-    assert process.stdout.readline().startswith(b"[0] here")
+    assert process.stdout.readline() == b"[0] killed by signal 9 (SIGKILL)\n"
+    assert process.stdout.readline() == b"[0] here 0 ['word']\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT, err
+    assert re.search(rb"rank 1 \(pid \d+\) was killed by SIGKILL; the others go on", err)
     assert b"script.py:" in err
 
 

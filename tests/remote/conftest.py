@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from allranks.remote.master import Master
 from allranks.remote.start import init_master_worker
@@ -14,3 +15,12 @@ from allranks.remote.start import init_master_worker
 def mw() -> Iterator[Master]:
     with init_master_worker(workers=2, timeout=60) as made:
         yield made
+
+
+@pytest.fixture
+def as_many_threads(mw: Master) -> Iterator[None]:
+    """As the workers have: some kernels add in another order with another number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(mw.remote(torch.get_num_threads, on="worker:1")().result())
+    yield
+    torch.set_num_threads(before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 from collections import namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +16,8 @@ from allranks.nn import parallel
 from allranks.remote import start
 from allranks.remote.master import Master
 from allranks.remote.tensor import RemoteTensor
+
+pytestmark = pytest.mark.usefixtures("as_many_threads")
 
 BOTH = ["worker:1", "worker:2"]
 Pair = namedtuple("Pair", "left right")
@@ -30,11 +31,8 @@ class Tied(nn.Module):
         self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
         self.again = self.inner
         self.out = nn.Linear(6, 6)
-        self.register_parameter("none", None)
-        self.tie()
-
-    def tie(self) -> None:
         self.out.weight = self.inner[0].weight
+        self.register_parameter("none", None)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.again(self.inner(x)))
@@ -91,15 +89,6 @@ def by_hand(module: nn.Module, parts: list[Tensor]) -> tuple[Tensor, list[Tensor
     return output, grads, copies[0]
 
 
-@pytest.fixture(autouse=True)
-def as_many_threads(mw: Master) -> Iterator[None]:
-    """As the workers have: some kernels add in another order with another number."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(mw.remote(torch.get_num_threads, on="worker:1")().result())
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("batch", [6, 7, 1])
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients(mw: Master, name: str, batch: int) -> None:
@@ -108,8 +97,6 @@ def test_outputs_and_gradients(mw: Master, name: str, batch: int) -> None:
     module, x = make(), torch.randn(batch, *shape)
     output, grads, first = by_hand(module, [*x.chunk(2)])
     wrapped = allranks.DataParallel(module.to("worker:1"), BOTH)
-    if isinstance(module, Tied):
-        module.tie()  # to() makes a parameter of each name, as with all tensors that are not of the same kind
     # Here oneDNN has an LSTM, which rounds otherwise.
     error = 1e-5 if name == "recurrent" else 0.0
     for given in (x, x.to("worker:2")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 
@@ -85,6 +86,7 @@ def test_what_a_function_raises(mw: Master) -> None:
 
 
 def test_a_future_that_nobody_asks_leaves_nothing(mw: Master) -> None:
+    gc.collect()
     before = torch.worker.memory_stats("worker:1")["tensors"]  # type: ignore[attr-defined]
     for _ in range(5):
         mw.remote(torch.zeros, on=1)(1000)

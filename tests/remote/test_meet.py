@@ -119,8 +119,22 @@ def program(tmp_path: Path) -> Iterator[Program]:
 
 
 def test_groups_are_independent(program: Program) -> None:
-    """And the dead are told apart, mourned and replaced."""
+    """Of each other, of strangers at the sockets, and of the dead, who are told apart and replaced. No TCP port."""
     script = begin(3) + textwrap.dedent("""
+        house = workers._house
+        names = [house.spot.door, house.spot.store.removeprefix("unix:@")]
+        rude = []
+        for name in names:
+            for said in [b"", b"GET / HTTP/1.0\\r\\n\\r\\n", b"\\0\\0\\0\\5abcde", b"\\xff" * 5000] * 20:
+                sock = socket.socket(socket.AF_UNIX)
+                sock.setblocking(False)
+                try:
+                    sock.connect("\\0" + name)
+                    sock.send(said)
+                except OSError:
+                    pass
+                rude.append(sock)
+
         lost = []
         workers.on_lost = lost.append
         assert [line.rank for line in workers.lines] == [1, 2, 3]
@@ -153,33 +167,6 @@ def test_groups_are_independent(program: Program) -> None:
         os.kill(workers.lines[2].pid, signal.SIGSTOP)
         workers.respawn(3)
         assert group("all", 3, 2, 1) == ["[6.0, 6.0]"] * 3
-        workers.close()
-        workers.close()
-        print("ended")
-    """)
-    assert program.run(script).splitlines()[-1] == "ended"
-
-
-def test_strangers(program: Program) -> None:
-    """Nobody listens on TCP; what comes to the unix sockets and says nothing, or nonsense, disturbs nobody."""
-    script = begin(2) + textwrap.dedent("""
-        house = workers._house
-        names = [house.spot.door, house.spot.store.removeprefix("unix:@")]
-        rude = []
-        for name in names:
-            for said in [b"", b"GET / HTTP/1.0\\r\\n\\r\\n", b"\\0\\0\\0\\5abcde", b"\\xff" * 5000] * 20:
-                sock = socket.socket(socket.AF_UNIX)
-                sock.setblocking(False)
-                try:
-                    sock.connect("\\0" + name)
-                    sock.send(said)
-                except OSError:
-                    pass
-                rude.append(sock)
-        assert group("calm", 0, 1, 2).size() == 3
-        os.kill(workers.lines[0].pid, signal.SIGKILL)
-        workers.respawn(1)
-        assert group("calmer", 1, 2) == ["[3.0, 3.0]"] * 2
 
         listening = set()
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -196,9 +183,11 @@ def test_strangers(program: Program) -> None:
                     pass
             assert any(name.startswith("socket:") for name in held)
             assert not held & listening
-        print("calm")
+        workers.close()
+        workers.close()
+        print("ended")
     """)
-    assert program.run(script).splitlines()[-1] == "calm"
+    assert program.run(script).splitlines()[-1] == "ended"
 
 
 @pytest.mark.parametrize("end", ["kill", "raise"])

@@ -112,6 +112,8 @@ def data_parallel(
     Returns:
         What the copies of the module return, gathered.
     """
+    if (_all_workers() if device_ids is None else _workers(device_ids)) is None:
+        return nn.parallel.data_parallel(module, inputs, device_ids, output_device, dim, module_kwargs)  # type: ignore[arg-type]
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     return DataParallel(module, device_ids, output_device, dim)(*inputs, **(module_kwargs or {}))

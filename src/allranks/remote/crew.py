@@ -6,10 +6,12 @@ behind their numbers, and kill them when this process is gone. Unlike a job's ra
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from allranks._errors import ConfigError, TimeoutError
 from allranks._hostlist import Slots
@@ -19,7 +21,7 @@ from allranks.launch.messages import Again
 from allranks.launch.ranks.target import SERVE, Target
 from allranks.launch.spread import Job
 
-__all__ = ["Crew", "describe_end"]
+__all__ = ["Crew", "describe_end", "read_status"]
 
 _END_S = 1.5
 _LOOK_S = 0.01
@@ -124,6 +126,18 @@ class Crew:
         for host in self._job.fleet:
             if host.link is not None:
                 host.link.close()
+
+
+def read_status(pid: int) -> int | None:
+    """The exit code of a process of this host, or minus its signal, until its parent has taken note; else None.
+
+    Agents take note of ranks when a job ends. Source: proc(5), whose last field it is.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it is gone
+        return None
+    return os.waitstatus_to_exitcode(int(fields[-1])) if fields[0] == "Z" else None
 
 
 def describe_end(status: int | str) -> str:

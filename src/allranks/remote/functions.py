@@ -128,7 +128,7 @@ class RemoteFunction:
             master.outbox.put(place.target, wire.pack(Order("function", 0, {"name": self._number})), self._pickled)
             self._known.add(place.target)
         call = master.next()
-        said = {"call": call, "function": self._number, "tensors": [each._ref.id for each in tensors], "line": here()}
+        said = {"call": call, "function": self._number, "tensors": [each._ref.id for each in tensors], "line": here(1)}
         master.outbox.put(place.target, wire.pack(Order("start", 0, said)), pickled)
         return Future(place, call)
 

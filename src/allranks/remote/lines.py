@@ -22,9 +22,13 @@ _kept: list[CodeType] = []  # so that an id stays one code object's; a code's ow
 _lines: list[tuple[CodeType, int]] = []
 
 
-def here() -> int:
-    """The number of the line that runs: the innermost that is neither torch's nor this package's. 0 where none is."""
-    frame: FrameType | None = sys._getframe(3)
+def here(depth: int = 3) -> int:
+    """The number of the line that runs: the innermost that is neither torch's nor this package's. 0 where none is.
+
+    Args:
+        depth: so many frames, this one included, are known to be this package's.
+    """
+    frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
         try:

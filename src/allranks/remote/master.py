@@ -6,7 +6,7 @@ is waited for only where a value, or a shape that depends on one, is needed here
 
 from __future__ import annotations
 
-import builtins
+import contextlib
 import socket
 import struct
 import threading
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Asked", "Master"]
 
-_FIRST_PROGRAM = 0xFFFF
-_MOST_TEMPLATES = 0xF000
+_PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
+_UNNOTICED = ("keep", "drop", "group")  # orders that a captured step can do without
 _LAST_INDEX = 127  # torch keeps a device's index in a signed byte
 _LOOK_S = 0.5
 _answers = msgspec.msgpack.Decoder(Answer).decode
@@ -67,11 +67,13 @@ class Master:
         self._losing = threading.RLock()
         self._number = 0
         self._templates = wire.CALL
-        self._programs = _FIRST_PROGRAM
+        self.programs = list(_PROGRAMS)  # numbers that no captured step has
+        self.templates: dict[int, tuple[Any, Any, Any, Call]] = {}  # operator, forms and call, by number
         self._trusted: dict[Any, bool] = {}
         self._known: dict[Any, tuple[Any, ...]] = {}
         self._links: dict[tuple[int, ...], str] = {}
         self._made = 0
+        self._all: Place | None = None
         self._told: set[tuple[int, int]] = set()  # the faults that have been raised
         self._groups: dict[str, ProcessGroup] = {}
         self.recorder: Any = None
@@ -84,7 +86,9 @@ class Master:
 
     def admit(self, line: Line) -> None:
         """Takes up a worker."""
-        line.socket.settimeout(_LOOK_S)
+        self._all = None
+        line.socket.settimeout(None)
+        _look(line, _LOOK_S)
         self.lines[line.rank] = line
         self.lost.pop(line.rank, None)
         self._heard[line.rank] = bytearray()
@@ -96,6 +100,7 @@ class Master:
 
     def place(self, ranks: Sequence[int], index: int) -> Place:
         """Makes a place: some workers, and the index of their device."""
+        self.refuse_recording("a group is made")
         target = self.outbox.target([self._indices[each] for each in ranks])
         made = Place(self, index, tuple(ranks), target)
         handles._places[index] = made
@@ -113,6 +118,8 @@ class Master:
 
     def order(self, place: Place, name: str, /, **said: Any) -> None:
         """Queues an order that is not answered."""
+        if name not in _UNNOTICED:
+            self.refuse_recording(f"workers are given the order {name!r}")
         self.put(place, Order(name, 0, said))
 
     def define(
@@ -136,7 +143,8 @@ class Master:
         resized: Any,
         checked: Any,
     ) -> Call:
-        if self._templates == _MOST_TEMPLATES:
+        if self._templates == _PROGRAMS.start:
+            self.refuse_recording("all numbers of templates are given anew", always=False)
             for each in handles._places:
                 if each is not None:
                     each.calls.clear()
@@ -159,6 +167,7 @@ class Master:
         outputs = sum(each is not None for each in metas)
         called = Call(number, OURS if isinstance(op, str) else facts(op), values, results, outputs, resized)
         place.calls[key] = called
+        self.templates[number] = (op, args, kwargs, called)
         return called
 
     def prepare(
@@ -183,6 +192,7 @@ class Master:
         kind = _kind(key)
         trust = self._trusted.get(kind)
         if about.dynamic or indexes_by_mask(op, args):
+            self.refuse_recording(f"the shape, or value, of what {about.name} returns depends on the data")
             return Asked(self._ask(op, about, args, kwargs, forms, named, place, refs, values)[0])
         foreseen = None
         if trust is not False:
@@ -229,7 +239,7 @@ class Master:
         values: Any,
     ) -> tuple[Any, Any]:
         """Has an operator run at once; what it returned, and how that looks."""
-        self.refuse_recording(f"{about.name} needs an answer from the workers")
+        self.refuse_recording(f"{about.name} needs an answer from the workers", always=False)
         packed = struct.pack("<" + "".join("d" if type(each) is float else "q" for each in values), *values)
         for ref in refs:
             if ref.target != place.target:
@@ -272,6 +282,7 @@ class Master:
 
     def request(self, place: Place, name: str, /, **said: Any) -> Any:
         """Gives an order and waits for the answer of the place's first worker."""
+        self.refuse_recording(f"an answer of a worker's is waited for, {name!r}")
         self.check(place)
         number = self.next()
         self.put(self.places[(place.ranks[0],)], Order(name, number, said))
@@ -289,6 +300,7 @@ class Master:
         with self._lock:
             timeout_s = self.timeout_s if timeout_s is None else timeout_s
             deadline = time.monotonic() + timeout_s
+            self._read(rank)
             while (rank, number) not in self._answers:
                 self._hear(rank, deadline, timeout_s, what)
             answer = self._answers.pop((rank, number))
@@ -302,11 +314,11 @@ class Master:
             raise WorkerLost(self.lost[rank], rank)
         line, heard = self.lines[rank], self._heard[rank]
         left = deadline - time.monotonic()
+        if left < _LOOK_S:
+            _look(line, max(left, 1e-3))
         try:
-            if left < _LOOK_S:
-                line.socket.settimeout(max(left, 1e-3))
             part = line.socket.recv(1 << 18)
-        except builtins.TimeoutError:
+        except BlockingIOError:
             if time.monotonic() < deadline:
                 return
             raise TimeoutError(
@@ -318,11 +330,15 @@ class Master:
             part = b""
         finally:
             if left < _LOOK_S:
-                line.socket.settimeout(_LOOK_S)
+                _look(line, _LOOK_S)
         if not part:
             self.lose(rank)
             raise WorkerLost(self.lost[rank], rank)
         heard += part
+        self._read(rank)
+
+    def _read(self, rank: int) -> None:
+        heard = self._heard[rank]
         while len(heard) >= 4 and len(heard) >= 4 + (length := int.from_bytes(heard[:4], "little")):
             answer = _answers(bytes(heard[4 : 4 + length]))
             self._answers[rank, answer.number] = answer
@@ -372,9 +388,17 @@ class Master:
         if self.closed:
             raise WorkerLost("the workers have been shut down", 0)
 
-    def refuse_recording(self, why: str) -> None:
+    def refuse_recording(self, why: str, always: bool = True) -> None:
+        """Tells a recorder of what a captured step cannot do; `always`: not in its first calls either."""
         if self.recorder is not None:
-            self.recorder.refuse(why)
+            self.recorder.refuse(why, always)
+
+    def target(self, ranks: Sequence[int]) -> int:
+        """How the outbox calls some workers."""
+        for place in self.places.values():
+            if set(place.ranks) == set(ranks):
+                return place.target
+        return self.outbox.target([self._indices[each] for each in ranks])
 
     # Tensors that come and go.
 
@@ -428,7 +452,7 @@ class Master:
         for rank in ranks:
             if rank:
                 self.check(self.places[(rank,)])
-        self.refuse_recording("workers meet for the first time")
+        self.refuse_recording("workers meet for the first time", always=False)
         self._made += 1
         name = self._links[ranks] = f"{'-'.join(map(str, ranks[:4]))}#{self._made}"
         for rank in ranks:
@@ -494,7 +518,7 @@ class Master:
             new = [("new", sig, which, False, 0) for which, sig in enumerate(results)]
             call = self.define(place, key, f"allranks::{name}", forms, {}, [], new, [], False)
         refs = [each._ref for each in tensors]
-        made: Any = place.call(place.target, here(), call.number, refs, call.outputs, None)
+        made: Any = place.call(place.target, here(1), call.number, refs, call.outputs, None)
         made = [made] if len(results) == 1 else made or []
         return [make(place, sig, ref) for sig, ref in zip(results, made, strict=True)]
 
@@ -504,7 +528,7 @@ class Master:
         (ref,) = self.outbox.reserve(place.target, 1)
         ranks = place.ranks if sender in place.ranks else (sender, *place.ranks)
         link = self.link(*ranks) if len(ranks) > 1 else ""
-        said = {"link": link, "root": ranks.index(sender), "id": x._ref.id, "meta": x._sig.meta, "line": here()}
+        said = {"link": link, "root": ranks.index(sender), "id": x._ref.id, "meta": x._sig.meta, "line": here(1)}
         for rank in ranks:
             outputs = [ref.id] if rank in place.ranks else []
             self.order(self.places[(rank,)], "spread", outputs=outputs, sends=rank == sender, **said)
@@ -516,21 +540,41 @@ class Master:
         Raises:
             RemoteError: something has failed that nothing has told of yet.
         """
-        places = (
-            [place] if place is not None else [self.places[(each,)] for each in self.lines if each not in self.lost]
-        )
-        asked = []
-        for each in places:
-            self.check(each)
-            number = self.next()
-            self.put(each, Order("sync", number, {}))
-            asked += [(number, rank) for rank in each.ranks]
-        said = [fault for number, rank in asked for fault in self.wait(number, rank, "synchronize")]
+        self.refuse_recording("the workers are waited for")
+        self._check_open()
+        if place is None:
+            place = self._everyone()
+        self.check(place)
+        number = self.next()
+        call = place.calls.get("ack")
+        if call is None:
+            call = self.define(place, "ack", "allranks::ack", [["i"]], {}, [number], [], [], False)
+        place.call(place.target, here(1), call.number, (), 0, call.pack(number))
+        self.outbox.flush()
+        plain = wire.frame(Answer(number))
+        said: list[Any] = []
+        # Backwards: when the last has answered most others have too, and the master has slept meanwhile.
+        for rank in reversed(place.ranks):
+            line, heard = self.lines[rank], self._heard[rank]
+            if not heard:
+                with contextlib.suppress(OSError):
+                    heard += line.socket.recv(1 << 18)
+                if heard == plain:
+                    heard.clear()
+                    continue
+            said += self.wait(number, rank, "synchronize") or []
         faults = [msgspec.convert(each, wire.Fault) for each in said]
         new = [each for each in faults if (each.rank, each.serial) not in self._told]
         self._told -= {(each.rank, each.serial) for each in faults}
         if new:
             raise error_of(new[0], line_of(new[0].line), False, len(new) - 1)
+
+    def _everyone(self) -> Place:
+        """All workers that are there."""
+        ranks = tuple(self.ranks)
+        if self._all is None or self._all.ranks != ranks or isinstance(self._all.calls, Gone):
+            self._all = Place(self, _LAST_INDEX, ranks, self.outbox.target([self._indices[each] for each in ranks]))
+        return self._all
 
     # What users call.
 
@@ -646,6 +690,13 @@ class Gone(dict[Any, Any]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         raise WorkerLost(self.why, self.rank)
+
+
+def _look(line: Line, seconds: float) -> None:
+    """How long a receive blocks: the kernel's own timeout, as Python's costs a poll before each."""
+    line.socket.setsockopt(
+        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", *divmod(int(seconds * 1e6), 10**6))
+    )
 
 
 def _state(pid: int) -> str:

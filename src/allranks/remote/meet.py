@@ -42,7 +42,7 @@ from allranks.launch.ranks.rank import this_rank
 from allranks.launch.ranks.target import MASTER
 from allranks.launch.spread import is_here
 from allranks.remote.board import Board
-from allranks.remote.crew import Crew, describe_end
+from allranks.remote.crew import Crew, describe_end, read_status
 
 if TYPE_CHECKING:
     from allranks._group import ProcessGroup
@@ -150,6 +150,7 @@ class Post:
         threading.Thread(target=_end_with, args=(sock,), name="allranks-line", daemon=True).start()
         self.leave = board.close
         atexit.register(self.leave)
+        os.register_at_fork(after_in_child=sock.close)  # or the master would not see this process' end
 
     def make_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
         """Makes a group together with its other members; see ``Board.make_group``."""
@@ -197,12 +198,16 @@ class Workers:
 
     def how_ended(self, rank: int) -> str:
         """How a worker's process ended, as ``killed by signal 9 (SIGKILL)`` or ``exit code 3``; "" if not known."""
-        if self._crew is None:
+        line = self.lines[rank - 1]
+        if self._crew is None and line.socket.family != socket.AF_UNIX:
             return ""
         until = time.monotonic() + _KNOWN_S
-        while rank not in self._crew.ended and time.monotonic() < until:
+        while (status := self._status(line)) is None and time.monotonic() < until:
             time.sleep(_LOOK_S / 10)
-        return describe_end(self._crew.ended[rank]) if rank in self._crew.ended else ""
+        return "" if status is None else describe_end(status)
+
+    def _status(self, line: Line) -> int | str | None:
+        return read_status(line.pid) if self._crew is None else self._crew.ended.get(line.rank)
 
     def respawn(self, rank: int, timeout_s: float = _RESPAWN_S) -> Line:
         """Starts a new worker in the place of one, which is killed if it still lives.
@@ -573,6 +578,7 @@ def _attend_in(meeting: _rendezvous.Meeting, timeout_s: float) -> Post:
 
 
 def _enter(spot: Spot, me: Member, local_rank: int, timeout_s: float) -> Post:
+    timeout_s = min(timeout_s, _TIMEOUT_S)  # it is there, or it is gone
     secret, until = spot.secret(), time.monotonic() + timeout_s
     near = spot.machine == machine()
     board = Board(_reach(spot, near, secret, timeout_s), me)

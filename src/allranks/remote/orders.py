@@ -34,14 +34,6 @@ class Shop:
         self.marks: dict[int, float] = {}
 
 
-def sync(worker: Interpreter, data: memoryview) -> list[wire.Fault]:
-    """Everything before is done: the faults that nobody has heard of."""
-    if worker.device.type == "cuda":
-        torch.cuda.synchronize(worker.device)
-    faults, worker.unheard = worker.unheard, []
-    return faults
-
-
 def item(worker: Interpreter, data: memoryview, id: int) -> Any:
     value = worker.take(id).item()
     return [value.real, value.imag] if isinstance(value, complex) else value
@@ -199,6 +191,14 @@ def drop(worker: Interpreter, data: memoryview, call: int) -> None:
 # Operations between workers. Whoever is to take part in one and has only poison says so first: the others would wait.
 
 
+def ack(worker: Interpreter, number: int) -> None:
+    """Everything before is done; answers with the faults that nobody has heard of."""
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize(worker.device)
+    faults, worker.unheard = worker.unheard, []
+    worker.answer(number, faults or None)
+
+
 def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> None:
     """Sends tensors without gaps to a link's other end."""
     group = worker.shop.groups[link]
@@ -299,6 +299,7 @@ def reduce_scatter(worker: Interpreter, tensors: Sequence[Any], link: str, op: s
 
 
 OPERATIONS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "ack": (ack, False),
     "send": (send, False),
     "recv": (recv, False),
     "all_reduce": (all_reduce, True),
@@ -311,7 +312,6 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], bool]] = {
 ORDERS: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
-        sync,
         item,
         fetch,
         spread,

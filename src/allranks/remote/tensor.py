@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import struct
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -189,7 +190,14 @@ class RemoteTensor(torch.Tensor):
     def data(self, other: torch.Tensor) -> None:
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         assert isinstance(other, RemoteTensor)
+        self._leave()
         self._ref, self._sig, self._place, self._off = other._ref, other._sig, other._place, other._off
+
+    def _leave(self) -> None:
+        """Tells captured steps, which know a tensor by its Ref, that this handle gets another."""
+        for watch in weakref.getweakrefs(self._ref.whole):
+            if watch.__callback__ is not None:
+                watch.__callback__(watch)
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
@@ -466,7 +474,9 @@ def _unshare(call: Call, args: Any, kwargs: Any, refs: list[Any]) -> None:
     """Gives operands that the call reshapes ids of their own: detached handles share one."""
     for index, _ in call.resized:
         operand = operands(args, kwargs)[index]
-        operand._ref = refs[index] = run(aten.alias.default, (operand,), None)._ref
+        own = run(aten.alias.default, (operand,), None)._ref
+        operand._leave()
+        operand._ref = refs[index] = own
 
 
 def operands(args: Any, kwargs: Any) -> list[RemoteTensor]:

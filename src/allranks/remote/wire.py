@@ -16,7 +16,7 @@ import torch
 __all__ = [
     "CALL", "FREE", "HEAD", "LINE", "MESSAGE", "SMALL",
     "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
-    "decode", "dtype_of", "encode", "pack", "pack_fault", "unpack", "unpack_fault",
+    "decode", "dtype_of", "encode", "frame", "pack", "pack_fault", "unpack", "unpack_fault",
 ]  # fmt: skip
 
 HEAD = struct.Struct("<H")
@@ -79,18 +79,23 @@ class Order(msgspec.Struct, tag="order", array_like=True):
 
 
 class Program(msgspec.Struct, tag="program", array_like=True):
-    """A captured step: frames whose ids are numbered within the program.
+    """A captured step: frames whose ids are numbers within the program.
 
     Attributes:
-        number: its template.
-        frames: calls, in order; ids below len(inputs) are the inputs, and so on.
+        number: its template. A call of it takes the ids of the inputs, then those of the outputs.
+        frames: LINE, calls and FREE, in order.
+        inputs: the numbers of the tensors that a call gives.
+        outputs: what gets the ids that a call gives.
+        fixed: tensors that are there before it begins, and their ids. A FREE of one frees its id too.
+        kept: what gets the same id at each call.
     """
 
     number: int
-    inputs: int
+    frames: bytes
+    inputs: list[int]
     outputs: list[int]
     fixed: dict[int, int]
-    frames: bytes
+    kept: dict[int, int]
 
 
 class Fault(msgspec.Struct, array_like=True):
@@ -112,6 +117,12 @@ class Answer(msgspec.Struct, array_like=True):
     number: int
     said: Any = None
     fault: Fault | None = None
+
+
+def frame(answer: Answer) -> bytes:
+    """An answer as it travels."""
+    packed = _encode(answer)
+    return _LENGTH.pack(len(packed)) + packed
 
 
 def pack_fault(fault: Fault) -> bytes:

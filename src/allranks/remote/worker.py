@@ -8,18 +8,19 @@ whatever uses a poisoned tensor is poisoned by the same fault. The worker goes o
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from allranks.remote import wire
 from allranks.remote.faults import Poison, Spoilt
 from allranks.remote.orders import OPERATIONS, ORDERS, Shop
+from allranks.remote.program import Code, Slots, Template, compile_program
 from allranks.remote.wire import Answer, Ask, Define, Fault, Form, Hold, Meta, Order, Program
 
 if TYPE_CHECKING:
@@ -30,17 +31,6 @@ __all__ = ["Interpreter", "describe", "serve"]
 _NUMBERS = {"f": "d", "i": "q"}
 _CHUNK = 1 << 18
 _WATCHED = {"mkldnn_rnn_layer"}
-
-Slots = dict[int, Any]
-
-
-class _Template(NamedTuple):
-    name: str
-    inputs: int
-    outputs: int
-    nbytes: int  # of a call's frame, without the template's number
-    changes: tuple[int, ...]  # which inputs the operator writes to
-    run: Callable[[Slots, Any, int], None]
 
 
 def describe(tensor: torch.Tensor) -> Meta:
@@ -66,6 +56,7 @@ class Interpreter:
         device: where its tensors live.
         slots: tensors, and poison, by id.
         unheard: faults that no answer has told of.
+        line: of the master's program that the next calls come from.
     """
 
     def __init__(self, rank: int, device: torch.device, say: Callable[[bytes], None], shop: Shop) -> None:
@@ -82,11 +73,10 @@ class Interpreter:
         self.unheard: list[Fault] = []
         self.shop = shop
         self._say = say
-        self._line = 0
+        self.line = 0
         self._faults = 0
         self._asked: list[Any] = []
-        self._table: dict[int, _Template] = {}
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._table: dict[int, Template] = {}
 
     def execute(self, buffer: bytearray | bytes, start: int, end: int, slots: Slots) -> int:
         """Runs the complete frames in a buffer: where the first incomplete one begins."""
@@ -101,7 +91,7 @@ class Interpreter:
                 try:
                     template.run(slots, buffer, at + 2)
                 except Exception as error:  # noqa: BLE001 - it goes to whoever uses the result
-                    self._fail(template, slots, buffer, at + 2, error)
+                    self.fail(template, slots, buffer, at + 2, error)
                 at = after
             elif number == wire.FREE:
                 if end - at < 4:
@@ -118,7 +108,7 @@ class Interpreter:
                     return at
                 word = int.from_bytes(buffer[at + 2 : at + 6], "little")
                 if number == wire.LINE:
-                    self._line, at = word, at + 6
+                    self.line, at = word, at + 6
                     continue
                 if end - at < 6 + word:
                     return at
@@ -135,13 +125,13 @@ class Interpreter:
 
     def answer(self, number: int, said: Any = None, fault: Fault | None = None) -> None:
         """Answers the master."""
-        self._say(self._encode(Answer(number, said, fault)))
+        self._say(wire.frame(Answer(number, said, fault)))
 
     def fault(self, name: str, error: BaseException) -> Fault:
         """What went wrong, from an exception."""
         frames = traceback.format_exception(error)
         self._faults += 1
-        return Fault(self.rank, self._faults, name, self._line, type(error).__name__, str(error), "".join(frames))
+        return Fault(self.rank, self._faults, name, self.line, type(error).__name__, str(error), "".join(frames))
 
     def take(self, id: int) -> torch.Tensor:
         """A tensor by its id.
@@ -169,7 +159,7 @@ class Interpreter:
                 if isinstance(held, torch.Tensor) and held.untyped_storage()._cdata in storages:
                     where[number] = poison
 
-    def _fail(self, template: _Template, slots: Slots, buffer: Any, at: int, error: Exception) -> None:
+    def fail(self, template: Template, slots: Slots, buffer: Any, at: int, error: Exception) -> None:
         ids = struct.unpack_from(f"<{template.inputs + template.outputs}I", buffer, at)
         inputs = [slots.get(each) for each in ids[: template.inputs]]
         poison = next((each for each in inputs if type(each) is Poison), None)
@@ -199,12 +189,12 @@ class Interpreter:
                     flat.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
                 self.slots[id] = tensor.to(self.device)
             case Program():
-                self._table[message.number] = self._program(message)
+                self._table[message.number] = compile_program(self, message, self._table)
             case Order(name, number, said):
                 self._obey(name, number, said, data)
 
     def _obey(self, name: str, number: int, said: dict[str, Any], data: memoryview) -> None:
-        line, self._line = self._line, said.pop("line", 0)
+        line, self.line = self.line, said.pop("line", 0)
         try:
             if name == "keep":
                 kept = zip(said["ids"], self._asked, strict=True)
@@ -232,7 +222,7 @@ class Interpreter:
                 self.shop.afterwards = None
                 afterwards()
         finally:
-            self._line = line
+            self.line = line
 
     def _ask(self, ask: Ask) -> None:
         """Runs an operator whose results only the data can tell."""
@@ -278,68 +268,75 @@ class Interpreter:
             return [self._value(each, tensors, numbers) for each in form[1:]]
         return wire.decode(form, self.device)
 
-    def _compile(self, define: Define) -> _Template:
+    def _compile(self, define: Define) -> Template:
         """A function for a template, of slots, a buffer and where in it the ids begin."""
         op = self._resolve(define.op)
-        space: dict[str, Any] = {"op": getattr(op, "_op", op), "settle": self._settle, "flatten": flatten}
-        ids: list[str] = []
-        codes: list[str] = []
+        own = f"_{define.number}"
+        space: dict[str, Any] = {f"op{own}": getattr(op, "_op", op), "settle": self._settle, "flatten": flatten}
+        space[f"R{own}"] = define.results
+        inputs, codes = 0, ""
 
         def source(form: Form) -> str:
+            nonlocal inputs, codes
             if form[0] == "t":
-                ids.append(f"i{len(ids)}")
-                return f"S[{ids[-1]}]"
+                inputs += 1
+                return f"{{i[{inputs - 1}]}}"
             if form[0] in _NUMBERS:
-                codes.append(_NUMBERS[form[0]])
-                return f"n{len(codes) - 1}"
+                codes += _NUMBERS[form[0]]
+                return f"{{n[{len(codes) - 1}]}}"
             if form[0] == "l":
                 return f"[{', '.join(map(source, form[1:]))}]"
-            name = f"c{len(space)}"
+            name = f"c{len(space)}{own}"
             space[name] = wire.decode(form, self.device)
             return name
 
         args = [source(form) for form in define.args]
         args += [f"{name}={source(form)}" for name, form in define.kwargs.items()]
-        inputs = len(ids)
-        outputs = [f"o{each}" for each, meta in enumerate(define.results) if meta is not None]
-        layout = struct.Struct(f"<{inputs + len(outputs)}I{''.join(codes)}")
-        space["unpack"] = layout.unpack_from
-        names = [*ids, *outputs, *(f"n{each}" for each in range(len(codes)))]
-        taken = f"{', '.join(names)}, = unpack(B, at)" if names else ""
-        call = f"op({', '.join(args)})"
+        outputs = [each for each, meta in enumerate(define.results) if meta is not None]
+        layout = struct.Struct(f"<{inputs + len(outputs)}I{codes}")
+        call = f"op{own}({', '.join(args)})"
         schema = getattr(op, "_schema", None)
         single = (
             outputs and len(define.results) == 1 and not (schema and str(schema.returns[0].type).startswith("List"))
         )
 
-        def function(checked: bool) -> Callable[[Slots, Any, int], None]:
-            lines = [taken] if taken else []
+        def text(checked: bool) -> str:
+            def result(source: str, which: int) -> str:
+                return f"settle({source}, {which}, R{own})" if checked else source
+
             if not outputs:
-                lines.append(call)
-            elif single:
-                lines.append(f"S[o0] = settle({call}, 0, R)" if checked else f"S[o0] = {call}")
-            else:
-                lines.append(f"r = flatten({call})")
-                for each, meta in enumerate(define.results):
-                    if meta is not None:
-                        lines.append(
-                            f"S[o{each}] = settle(r[{each}], {each}, R)" if checked else f"S[o{each}] = r[{each}]"
-                        )
-            own = {**space, "R": define.results}
-            exec(f"def run(S, B, at):\n  {(chr(10) + '  ').join(lines)}", own)
-            return own["run"]  # type: ignore[no-any-return]
+                return call
+            if single:
+                return f"{{o[0]}} = {result(call, 0)}"
+            taken = [f"{{o[{at}]}} = {result(f'r[{each}]', each)}" for at, each in enumerate(outputs)]
+            return "; ".join([f"r = flatten({call})", *taken, "del r"])
+
+        ids = [f"i{each}" for each in range(inputs)], [f"o{each}" for each in range(len(outputs))]
+        numbers = [f"n{each}" for each in range(len(codes))]
+        names = [*ids[0], *ids[1], *numbers]
+        taken = f"{', '.join(names)}, = unpack(B, at)" if names else "pass"
+
+        def function(checked: bool) -> Callable[[Slots, Any, int], None]:
+            slots = [[f"S[{each}]" for each in kind] for kind in ids]
+            body = text(checked).format(i=slots[0], o=slots[1], n=numbers)
+            within = {**space, "unpack": layout.unpack_from}
+            exec(f"def run(S, B, at):\n  {taken}\n  {body}", within)
+            return within["run"]  # type: ignore[no-any-return]
 
         changes = tuple(_changes(op, define.args, define.kwargs))
-        made = _Template(define.op, inputs, len(outputs), layout.size, changes, function(True))
+        code = Code(text(define.checked), layout, space)
+        made = Template(define.op, inputs, len(outputs), layout.size, changes, function(True), code)
         if define.checked or not outputs:
             return made
         plain = made._replace(run=function(False))
 
         def first(slots: Slots, buffer: Any, at: int) -> None:
             made.run(slots, buffer, at)
-            self._table[define.number] = plain
+            if self._table.get(define.number) is wrapped:
+                self._table[define.number] = plain
 
-        return made._replace(run=first)
+        wrapped = made._replace(run=first)
+        return wrapped
 
     def _settle(self, result: Any, which: int, metas: list[Meta]) -> Any:
         """Sees to it that a result is what the master believes it to be."""
@@ -355,28 +352,6 @@ class Interpreter:
                 "please report this operator"
             )
         return result.new_empty_strided(shape, strides).copy_(result)
-
-    def _program(self, program: Program) -> _Template:
-        """A captured step as a template of its own."""
-        layout = struct.Struct(f"<{program.inputs + len(program.outputs)}I")
-        frames, kept = program.frames, program.fixed
-
-        def run(slots: Slots, buffer: Any, at: int) -> None:
-            ids = layout.unpack_from(buffer, at)
-            own = {each: slots[id] for each, id in enumerate(ids[: program.inputs])}
-            for inner, outer in kept.items():
-                if outer in slots:
-                    own[inner] = slots[outer]
-            line = self._line
-            self.execute(frames, 0, len(frames), own)
-            self._line = line
-            for inner, outer in kept.items():
-                if inner in own:
-                    slots[outer] = own[inner]
-            for inner, id in zip(program.outputs, ids[program.inputs :], strict=True):
-                slots[id] = own[inner]
-
-        return _Template("a captured step", program.inputs, len(program.outputs), layout.size, (), run)
 
 
 class _Watched:
@@ -419,15 +394,29 @@ def _numbers(args: Sequence[Form], kwargs: dict[str, Form], values: bytes) -> tu
     return struct.unpack("<" + "".join(map(codes, [*args, *kwargs.values()])), values)
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_KEPT = 1 << 30
+
+
+def _keep_memory() -> None:
+    """Has malloc keep up to 1 GiB of what is freed, as torch does on GPUs.
+
+    By default each tensor of more than 32 MiB, and often smaller ones, comes from the kernel as pages that are
+    faulted in one by one: that takes longer than to fill them.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
+
+
 def serve(post: Post) -> None:
     """Runs what the master sends until it ends the connection."""
+    _keep_memory()
     device = torch.device(post.device)
     line = post.socket
 
-    def say(answer: bytes) -> None:
-        line.sendall(len(answer).to_bytes(4, "little") + answer)
-
-    interpreter = Interpreter(post.rank, device, say, Shop(post))
+    interpreter = Interpreter(post.rank, device, line.sendall, Shop(post))
     torch.set_grad_enabled(False)
     buffer, start, end = bytearray(_CHUNK), 0, 0
     while True:

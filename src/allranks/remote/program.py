@@ -1,0 +1,138 @@
+"""A captured step on a worker: its frames become one Python function, whose tensors are local variables.
+
+A step is many small operations, and what they cost beside the operators is the decoding of frames and the look-up of
+ids. Both is done once here. Each operation is one line of the function; so when one fails, the number of the line says
+which it was, and from there on the frames are run one by one, as those that come from the master are.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from allranks.remote import wire
+
+if TYPE_CHECKING:
+    from allranks.remote.worker import Interpreter
+
+__all__ = ["Code", "Slots", "Template", "compile_program"]
+
+Slots = dict[int, Any]
+
+
+class Code(NamedTuple):
+    """A template's call as a line of Python: with gaps ``{i[0]}`` for tensors, ``{o[0]}`` results, ``{n[0]}`` numbers."""
+
+    text: str
+    layout: struct.Struct  # of the ids and numbers in a frame
+    space: dict[str, Any]
+
+
+class Template(NamedTuple):
+    """What a worker knows of a call."""
+
+    name: str
+    inputs: int
+    outputs: int
+    nbytes: int  # of a call's frame, without the template's number
+    changes: tuple[int, ...]  # which inputs the operator writes to
+    run: Callable[[Slots, Any, int], None]
+    code: Code | None = None  # None: it is a program itself
+
+
+class _Step(NamedTuple):
+    template: Template
+    at: int  # where in the frames the ids are
+    line: int
+    frees: list[int]
+
+
+def compile_program(worker: Interpreter, program: wire.Program, table: dict[int, Template]) -> Template:
+    """A captured step as a template of its own.
+
+    Args:
+        worker: runs it.
+        program: the step.
+        table: the templates that it uses, as they are now; the master may give their numbers to others later.
+    """
+    space: dict[str, Any] = {}
+    lines = [f"v{each} = S[{id}]" for each, id in program.fixed.items()]
+    steps: list[_Step] = []
+    frames, at, line = program.frames, 0, 0
+    before = len(lines)
+    while at < len(frames):
+        (number,) = wire.HEAD.unpack_from(frames, at)
+        if number == wire.LINE:
+            (line,) = struct.unpack_from("<I", frames, at + 2)
+            at += 6
+        elif number == wire.FREE:
+            (count,) = wire.HEAD.unpack_from(frames, at + 2)
+            freed = struct.unpack_from(f"<{count}I", frames, at + 4)
+            gone = f"del {', '.join(f'v{each}' for each in freed)}"
+            gone += "".join(f"; S.pop({program.fixed[each]}, None)" for each in freed if each in program.fixed)
+            if steps:
+                steps[-1].frees.extend(freed)
+                lines[-1] += f"; {gone}"
+            else:
+                lines.append(gone)
+                before += 1
+            at += 4 + 4 * count
+        else:
+            template = table[number]
+            assert template.code is not None
+            steps.append(_Step(template, at + 2, line, []))
+            lines.append(_line(template, template.code, frames, at + 2, space, len(steps)))
+            at += 2 + template.nbytes
+    results = "".join(f"v{each}, " for each in (*program.outputs, *program.kept))
+    body = "\n  ".join([*lines, f"return ({results})"])
+    exec(f"def run({', '.join(['S', *(f'v{each}' for each in program.inputs)])}):\n  {body}", space)
+    fast = space["run"]
+    layout = struct.Struct(f"<{len(program.inputs) + len(program.outputs)}I")
+    inputs, kept = len(program.inputs), tuple(program.kept.values())
+
+    def run(slots: Slots, buffer: Any, at: int) -> None:
+        ids = layout.unpack_from(buffer, at)
+        try:
+            made = fast(slots, *[slots[each] for each in ids[:inputs]])
+        except Exception as error:  # noqa: BLE001 - it goes to whoever uses the result
+            own = _resume(worker, error, fast.__code__, before, steps, frames)
+            made = [own[each] for each in (*program.outputs, *program.kept)]
+        slots.update(zip((*ids[inputs:], *kept), made, strict=True))
+
+    return Template("a captured step", inputs, len(program.outputs), layout.size, (), run)
+
+
+def _line(template: Template, code: Code, frames: bytes, at: int, space: dict[str, Any], step: int) -> str:
+    values = code.layout.unpack_from(frames, at)
+    ids, numbers = values[: template.inputs + template.outputs], values[template.inputs + template.outputs :]
+    names = [f"n{step}_{each}" for each in range(len(numbers))]
+    space.update(code.space, **dict(zip(names, numbers, strict=True)))
+    local = [f"v{each}" for each in ids]
+    return code.text.format(i=local[: template.inputs], o=local[template.inputs :], n=names)
+
+
+def _resume(worker: Interpreter, error: Exception, code: Any, before: int, steps: list[_Step], frames: bytes) -> Slots:
+    """Goes on behind an operation that has failed: the program's tensors, and poison, at its end."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not code:
+        trace = trace.tb_next
+    if trace is None or trace.tb_lineno < before + 2:
+        raise error
+    failed = trace.tb_lineno - before - 2  # behind `def`, and what is before the first operation
+    own: Slots = {int(name[1:]): each for name, each in trace.tb_frame.f_locals.items() if name[0] == "v"}
+    trace.tb_frame.clear()
+    line = worker.line
+    for number, step in enumerate(steps[failed:]):
+        worker.line = step.line
+        if number:
+            try:
+                step.template.run(own, frames, step.at)
+            except Exception as another:  # noqa: BLE001 - it goes to whoever uses the result
+                worker.fail(step.template, own, frames, step.at, another)
+        else:
+            worker.fail(step.template, own, frames, step.at, error)
+        for each in step.frees:
+            own.pop(each, None)
+    worker.line = line
+    return own
