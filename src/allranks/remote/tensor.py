@@ -95,20 +95,21 @@ class Call:
             operand: Any = operands(args, kwargs)[index]
             operand.data = make(place, sig, operand._ref, operand._off)
 
-        def built(result: Any) -> Any:
-            if result is None:
-                return None
-            if type(result) is list:
-                return [built(each) for each in result]
-            if result[0] == "same":
-                return _argument(result[1], self.known, args, kwargs)
-            _, sig, which, view, shift = result
-            return make(place, sig, made[which], args[0]._off + shift if view else shift)
-
         if not self.results:
             return None
-        found = [built(each) for each in self.results]
+        found = [self._built(each, place, made, args, kwargs) for each in self.results]
         return found[0] if len(found) == 1 else tuple(found)
+
+    def _built(self, result: Any, place: Place, made: Any, args: Any, kwargs: Any) -> Any:
+        # No function within `build`: one that calls itself is a cycle, which would keep the operands until it is found.
+        if result is None:
+            return None
+        if type(result) is list:
+            return [self._built(each, place, made, args, kwargs) for each in result]
+        if result[0] == "same":
+            return _argument(result[1], self.known, args, kwargs)
+        _, sig, which, view, shift = result
+        return make(place, sig, made[which], args[0]._off + shift if view else shift)
 
 
 class RemoteTensor(torch.Tensor):
@@ -264,7 +265,7 @@ def place_of(device: torch.device | None) -> Place:
         index += 256
     place = _places[index] if index < len(_places) else None
     if place is None:
-        there = [each.index for each in _places if each is not None]
+        there = [each.index for each in _places if each is not None and each.index == each.ranks[0]]
         if not there:
             raise UsageError(f"worker:{index}: there are no workers. Call allranks.init_master_worker() first")
         raise UsageError(f"there is no worker:{index}; there are worker:{min(there)} to worker:{max(there)}")
@@ -436,11 +437,14 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     lenient = indexes(op)
     written = {each.name for each in op._schema.arguments if each.alias_info and each.alias_info.is_write}
 
-    def lifted(value: Any, name: str, inside: bool = False) -> Any:
+    def lifted(value: Any, name: str) -> Any:
         if isinstance(value, list | tuple):
-            return [lifted(each, name, True) for each in value]
+            return [lift(each, lenient, name) for each in value]
+        return lift(value, False, name)
+
+    def lift(value: Any, lenient: bool, name: str) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor):
-            if value.device.type == "cpu" and name not in written and (value.dim() == 0 or (lenient and inside)):
+            if value.device.type == "cpu" and name not in written and (value.dim() == 0 or lenient):
                 return there.master.upload(there, value)
             raise _apart(facts(op).name, args, kwargs)
         return value
