@@ -7,6 +7,7 @@ the first master of the process starts, not at import.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
@@ -54,8 +55,11 @@ def register() -> None:
         explicit.impl("_copy_from", _copy_from, key)  # type: ignore[no-untyped-call]
     for name, kernel in COMPOSITES.items():
         explicit.impl(name, kernel, "AutogradLazy")  # type: ignore[no-untyped-call]
-    for op in _both():
+    # torch.tensor([x.sum(), y.sum()]) asks for values where operations do not pass by `dispatch`.
+    for op in (*_both(), torch.ops.aten._local_scalar_dense.default):
         explicit.impl(op, partial(_fallback, op), "Lazy")  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_available():
+        explicit.impl("_pin_memory", _pin, "CPU")  # type: ignore[no-untyped-call]
     saving.register()
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
     _registered.append(explicit)
@@ -67,6 +71,11 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _copy_from(*args: Any, **kwargs: Any) -> Any:
     return dispatch(torch.ops.aten._copy_from.default, args, kwargs)
+
+
+def _pin(x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Pinned memory is of no use to workers; loaders that ask for it on every accelerator get ordinary memory."""
+    return x.clone()
 
 
 def _both() -> list[Any]:
@@ -193,7 +202,7 @@ def _module() -> ModuleType:
     module.is_initialized = lambda: _count() > 0
     module.current_device = lambda: handles._current[0]
     module.memory_allocated = lambda device=None: memory_stats(device)["allocated"]
-    module._is_in_bad_fork = lambda: False
+    module._is_in_bad_fork = lambda pid=os.getpid(): os.getpid() != pid
     module._lazy_init = lambda: None
     return module  # type: ignore[no-any-return]
 

@@ -31,7 +31,7 @@ def _deserialize(storage: Any, location: str) -> Any:
     device = torch.device(location) if location.partition(":")[0] == "worker" else None
     if device is None:
         return None
-    cargo = Cargo(storage.nbytes())
+    cargo: Any = Cargo(storage.nbytes())  # type: ignore[no-untyped-call]
     cargo.copy_(storage)
     cargo.target = place_of(device).device
     return cargo
@@ -44,7 +44,8 @@ def _set(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError("set_: a tensor on a worker has no storage here; use set_ with a tensor, or copy_")
     if cargo.there is None:
         place = place_of(cargo.target)
-        plain = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage(cargo.nbytes()).copy_(cargo))
+        data = torch.UntypedStorage(cargo.nbytes())  # type: ignore[no-untyped-call]
+        plain = torch.empty(0, dtype=torch.uint8).set_(data.copy_(cargo))
         cargo.there = place.master.upload(place, plain)
     typed = cargo.there if x.dtype is torch.uint8 else cargo.there.view(x.dtype)
     x.data = typed.as_strided(size, strides, offset)

@@ -150,21 +150,21 @@ def indexes(op: Any) -> bool:
 def infer(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
     """Runs an operator on tensors without data: what it returns, and its operands afterwards."""
     operands: list[torch.Tensor] = []
-
-    def on_meta(value: Any) -> Any:
-        if (sig := getattr(value, "_sig", None)) is not None:
-            operands.append(sig.on_meta())
-            return operands[-1]
-        if isinstance(value, torch.device):
-            return torch.device("meta")
-        if isinstance(value, list | tuple):
-            return [on_meta(each) for each in value]
-        return value
-
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-        given = [on_meta(each) for each in args]
-        result = op(*given, **{name: on_meta(each) for name, each in kwargs.items()})
+        given = [_on_meta(each, operands) for each in args]
+        result = op(*given, **{name: _on_meta(each, operands) for name, each in kwargs.items()})
     return result, operands
+
+
+def _on_meta(value: Any, operands: list[torch.Tensor]) -> Any:
+    if (sig := getattr(value, "_sig", None)) is not None:
+        operands.append(sig.on_meta())
+        return operands[-1]
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, list | tuple):
+        return [_on_meta(each, operands) for each in value]
+    return value
 
 
 def flatten(result: Any) -> Iterator[Any]:

@@ -95,20 +95,21 @@ class Call:
             operand: Any = operands(args, kwargs)[index]
             operand.data = make(place, sig, operand._ref, operand._off)
 
-        def built(result: Any) -> Any:
-            if result is None:
-                return None
-            if type(result) is list:
-                return [built(each) for each in result]
-            if result[0] == "same":
-                return _argument(result[1], self.known, args, kwargs)
-            _, sig, which, view, shift = result
-            return make(place, sig, made[which], args[0]._off + shift if view else shift)
-
         if not self.results:
             return None
-        found = [built(each) for each in self.results]
+        found = [self._built(each, place, made, args, kwargs) for each in self.results]
         return found[0] if len(found) == 1 else tuple(found)
+
+    def _built(self, result: Any, place: Place, made: Any, args: Any, kwargs: Any) -> Any:
+        # No function within `build`: one that calls itself is a cycle, which would keep the operands until it is found.
+        if result is None:
+            return None
+        if type(result) is list:
+            return [self._built(each, place, made, args, kwargs) for each in result]
+        if result[0] == "same":
+            return _argument(result[1], self.known, args, kwargs)
+        _, sig, which, view, shift = result
+        return make(place, sig, made[which], args[0]._off + shift if view else shift)
 
 
 class RemoteTensor(torch.Tensor):
@@ -172,6 +173,15 @@ class RemoteTensor(torch.Tensor):
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         raise BufferError(f"the data is on {self._place}: use Tensor.cpu() first")
+
+    def data_ptr(self) -> int:
+        raise RuntimeError(f"the data is on {self._place}: there is no pointer to it here")
+
+    def share_memory_(self) -> RemoteTensor:
+        raise RuntimeError(f"the data is on {self._place}: it cannot be in memory that processes of this host share")
+
+    def pin_memory(self, device: Any = None) -> torch.Tensor:
+        raise RuntimeError(f"cannot pin a tensor on {self._place}: only dense CPU tensors can be pinned")
 
     @property
     def data(self) -> torch.Tensor:
@@ -244,17 +254,18 @@ _places: list[Place | None] = [None] * 128
 
 
 def place_of(device: torch.device | None) -> Place:
-    """The workers that a device means.
+    """The workers that a device means; the current one's where it has no index.
 
     Raises:
         UsageError: there are none of that index.
     """
-    index = device.index if device is not None else None
-    if index is None:
-        index = _current[0]
-    place = _places[index]
+    # 0 is the master's rank; torch says it where a tensor comes from the CPU to a device without an index.
+    index = (device.index if device is not None else None) or _current[0]
+    if index < 0:  # torch keeps it in eight bits
+        index += 256
+    place = _places[index] if index < len(_places) else None
     if place is None:
-        there = [each.index for each in _places if each is not None]
+        there = [each.index for each in _places if each is not None and each.index == each.ranks[0]]
         if not there:
             raise UsageError(f"worker:{index}: there are no workers. Call allranks.init_master_worker() first")
         raise UsageError(f"there is no worker:{index}; there are worker:{min(there)} to worker:{max(there)}")
@@ -424,17 +435,24 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         raise NotImplementedError(f"{facts(op).name} without an operand on a worker")
     there: Place = place
     lenient = indexes(op)
+    written = {each.name for each in op._schema.arguments if each.alias_info and each.alias_info.is_write}
 
-    def lifted(value: Any) -> Any:
+    def lifted(value: Any, name: str) -> Any:
         if isinstance(value, list | tuple):
-            return [lifted(each) for each in value]
+            return [lift(each, lenient, name) for each in value]
+        return lift(value, False, name)
+
+    def lift(value: Any, lenient: bool, name: str) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor):
-            if value.device.type == "cpu" and (value.dim() == 0 or lenient):
+            if value.device.type == "cpu" and name not in written and (value.dim() == 0 or lenient):
                 return there.master.upload(there, value)
             raise _apart(facts(op).name, args, kwargs)
         return value
 
-    return [lifted(each) for each in args], {name: lifted(each) for name, each in kwargs.items()}
+    return (
+        [lifted(each, argument.name) for each, argument in zip(args, op._schema.arguments, strict=False)],
+        {name: lifted(each, name) for name, each in kwargs.items()},
+    )
 
 
 def _apart(name: str, args: Any, kwargs: Any) -> RuntimeError:
