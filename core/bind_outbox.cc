@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "binding.h"
+#include "inbox.h"
 #include "outbox.h"
 
 namespace nb = nanobind;
@@ -199,6 +200,16 @@ nb::object view_as(nb::handle ref, int target) {
 }  // namespace
 
 void allranks::bind_outbox(nb::module_& m) {
+  m.def(
+      "receive",
+      [](int fd, nb::bytearray buffer, size_t at, bool echoes) {
+        if (at >= buffer.size()) throw std::invalid_argument("there is no room in the buffer");
+        std::byte* room = static_cast<std::byte*>(buffer.data()) + at;
+        GilCaller caller;
+        return receive(fd, {room, buffer.size() - at}, echoes, caller);
+      },
+      nb::arg("fd"), nb::arg("buffer"), nb::arg("at"), nb::arg("echoes"),
+      "Waits for bytes, and puts them into the buffer: how many; 0 at the end. See core/inbox.h.");
   make_ref_type();
   m.attr("Ref") = nb::borrow(reinterpret_cast<PyObject*>(ref_type));
 
@@ -226,6 +237,13 @@ void allranks::bind_outbox(nb::module_& m) {
             outbox.flush(caller);
           },
           "Writes at once what the sockets take; the thread writes the rest.")
+      .def(
+          "echo",
+          [](Outbox& outbox, int target, uint32_t number) {
+            GilCaller caller;
+            outbox.echo(target, number, caller);
+          },
+          nb::arg("target"), nb::arg("number"), "Asks its workers to say the number back; flushes.")
       .def("pending", &Outbox::pending, nb::arg("worker"), "Bytes that have not been sent.")
       .def("sent", &Outbox::sent, nb::arg("worker"), "Bytes that have been sent, ever.")
       .def("failure", &Outbox::failure, nb::arg("worker"), "The errno of its socket, or 0.")

@@ -29,6 +29,7 @@ static_assert(std::endian::native == std::endian::little);
 constexpr uint16_t kFree = 0;
 constexpr uint16_t kMessage = 1;
 constexpr uint16_t kLine = 2;
+constexpr uint16_t kEcho = 3;
 constexpr size_t kMostFreed = std::numeric_limits<uint16_t>::max();
 constexpr size_t kLongestMessage = std::numeric_limits<uint32_t>::max();
 constexpr size_t kMostPieces = 64;      // of one system call
@@ -373,6 +374,16 @@ uint32_t Outbox::take_id() {
   const uint32_t id = spare_ids_.back();
   spare_ids_.pop_back();
   return id;
+}
+
+void Outbox::echo(int target, uint32_t number, Caller& caller) {
+  Hold hold(*this);
+  existing(target);
+  wait_for_room(target, hold, caller);
+  tell_frees(target);
+  write(write(extend(target, sizeof kEcho + sizeof number), kEcho), number);
+  sweep();
+  send(hold.lock);
 }
 
 void Outbox::flush(Caller& caller) {

@@ -10,9 +10,9 @@
 //
 // Frames, in little-endian order and unaligned:
 //
-//   call     u16 template (>= 16), u32 id of each input, u32 id of each output, values: their lengths are the
-//   template's FREE     u16 0, u16 count, u32 id of each MESSAGE  u16 1, u32 length, payload LINE     u16 2, u32 line
-//   of the program that the calls behind it come from
+//   call     u16 template (>= 16), u32 id of each input, u32 id of each output, values (their lengths are the
+//   template's) FREE     u16 0, u16 count, u32 id of each MESSAGE  u16 1, u32 length, payload LINE     u16 2, u32 line
+//   of the program that the calls behind it come from ECHO     u16 3, u32 number: see inbox.h
 //
 // What the frames mean is left to others.
 #pragma once
@@ -62,6 +62,9 @@ class Outbox {
   // The id's last use has been queued: it is free for others behind the FREE that goes with the target's next frame.
   void free(int target, uint32_t id) noexcept;
   void put(int target, std::span<const std::byte> head, std::span<const std::byte> payload, Caller& caller);
+
+  // Asks each worker of the target to say the number back when it has done all before, and flushes.
+  void echo(int target, uint32_t number, Caller& caller);
 
   void flush(Caller& caller);  // writes what the sockets take
 

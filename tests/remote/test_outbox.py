@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from allranks._core import Outbox, Ref
+from allranks._core import Outbox, Ref, receive
 
 NEVER = 3.6e9  # us: only flush() sends
 HEAD = struct.Struct("<HI")
@@ -360,3 +360,31 @@ for _ in range(100):
 def test_a_process_ends_in_order(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_echoes_among_others_are_handed_on() -> None:
+    with connected() as (outbox, (worker,)):
+        target = outbox.target([0])
+        buffer = bytearray(64)
+        for number in (1, 2):
+            outbox.echo(target, number)
+        outbox.call(target, 7, 16, (), 0)
+        outbox.flush()
+        # What does not come alone is handed on.
+        assert receive(worker.fileno(), buffer, 0, True) == 20
+        assert buffer[:20] == b"\x03\0\x01\0\0\0\x03\0\x02\0\0\0\x02\0\x07\0\0\0\x10\0"
+    with connected() as (outbox, (worker,)):
+        outbox.echo(outbox.target([0]), 5)
+        assert receive(worker.fileno(), buffer, 10, False) == 6
+        assert buffer[10:16] == b"\x03\0\x05\0\0\0"
+        with pytest.raises(ValueError, match="no room"):
+            receive(worker.fileno(), buffer, 64, True)
+
+
+def test_an_echo_that_comes_alone_is_answered_without_python() -> None:
+    master, worker = socket.socketpair()
+    with closing(master), closing(worker):
+        master.sendall(b"\x03\0\x07\0\0\0")
+        threading.Timer(0.2, master.shutdown, [socket.SHUT_WR]).start()
+        assert receive(worker.fileno(), bytearray(64), 0, True) == 0
+        assert master.recv(64) == b"\0\0\0\0\x07\0\0\0"

@@ -308,10 +308,9 @@ class _Sum(_Function):
         for start in range(count, len(tensors), count):
             moved = _copies(tensors[start : start + count], workers[0])
             both = [i for i in range(count) if total[i] is not None and moved[i] is not None]
-            sums = torch._foreach_add([total[i] for i in both], [moved[i] for i in both]) if both else ()
-            total = [there if here is None else here for here, there in zip(total, moved, strict=True)]
-            for i, one in zip(both, sums, strict=True):
-                total[i] = one
+            if both:
+                torch._foreach_add_([moved[i] for i in both], [total[i] for i in both])  # nobody else has these copies
+            total = [here if there is None else there for here, there in zip(total, moved, strict=True)]
         return tuple(total)
 
     @staticmethod

@@ -339,10 +339,13 @@ class Master:
 
     def _read(self, rank: int) -> None:
         heard = self._heard[rank]
-        while len(heard) >= 4 and len(heard) >= 4 + (length := int.from_bytes(heard[:4], "little")):
-            answer = _answers(bytes(heard[4 : 4 + length]))
+        while len(heard) >= 8:
+            length, number = wire.ECHOED.unpack_from(heard)
+            if len(heard) < 4 + (length or 4):
+                return
+            answer = _answers(bytes(heard[4 : 4 + length])) if length else Answer(number)
             self._answers[rank, answer.number] = answer
-            del heard[: 4 + length]
+            del heard[: 4 + (length or 4)]
 
     def lose(self, rank: int, how: str | None = None) -> None:
         """A worker is gone: its handles raise `WorkerLost` from now on, and its groups'. Called by any thread."""
@@ -546,12 +549,8 @@ class Master:
             place = self._everyone()
         self.check(place)
         number = self.next()
-        call = place.calls.get("ack")
-        if call is None:
-            call = self.define(place, "ack", "allranks::ack", [["i"]], {}, [number], [], [], False)
-        place.call(place.target, here(1), call.number, (), 0, call.pack(number))
-        self.outbox.flush()
-        plain = wire.frame(Answer(number))
+        self.outbox.echo(place.target, number)
+        plain = wire.ECHOED.pack(0, number)
         said: list[Any] = []
         # Backwards: when the last has answered most others have too, and the master has slept meanwhile.
         for rank in reversed(place.ranks):

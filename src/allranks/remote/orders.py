@@ -191,14 +191,6 @@ def drop(worker: Interpreter, data: memoryview, call: int) -> None:
 # Operations between workers. Whoever is to take part in one and has only poison says so first: the others would wait.
 
 
-def ack(worker: Interpreter, number: int) -> None:
-    """Everything before is done; answers with the faults that nobody has heard of."""
-    if worker.device.type == "cuda":
-        torch.cuda.synchronize(worker.device)
-    faults, worker.unheard = worker.unheard, []
-    worker.answer(number, faults or None)
-
-
 def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> None:
     """Sends tensors without gaps to a link's other end."""
     group = worker.shop.groups[link]
@@ -299,7 +291,6 @@ def reduce_scatter(worker: Interpreter, tensors: Sequence[Any], link: str, op: s
 
 
 OPERATIONS: dict[str, tuple[Callable[..., Any], bool]] = {
-    "ack": (ack, False),
     "send": (send, False),
     "recv": (recv, False),
     "all_reduce": (all_reduce, True),

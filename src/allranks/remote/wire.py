@@ -14,14 +14,18 @@ import msgspec
 import torch
 
 __all__ = [
-    "CALL", "FREE", "HEAD", "LINE", "MESSAGE", "SMALL",
+    "CALL", "ECHO", "ECHOED", "FREE", "HEAD", "LINE", "MESSAGE", "SMALL",
     "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
     "decode", "dtype_of", "encode", "frame", "pack", "pack_fault", "unpack", "unpack_fault",
 ]  # fmt: skip
 
 HEAD = struct.Struct("<H")
-FREE, MESSAGE, LINE, CALL = 0, 1, 2, 16
-"""What a frame begins with: ids to forget, a message, the program's line; from CALL on, the number of a template."""
+FREE, MESSAGE, LINE, ECHO, CALL = 0, 1, 2, 3, 16
+"""What a frame begins with: ids to forget, a message, the program's line, a number to be said back; from CALL on, the
+number of a template."""
+
+ECHOED = struct.Struct("<II")
+"""The answer to an ECHO: 0, where others have their length, and the number. See core/inbox.h."""
 
 SMALL = 1 << 16
 """Up to so many bytes a tensor comes back on the line between master and worker, beyond that on the native channel."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from allranks import _core
 from allranks.remote import wire
 from allranks.remote.faults import Poison, Spoilt
 from allranks.remote.orders import OPERATIONS, ORDERS, Shop
@@ -107,6 +108,10 @@ class Interpreter:
                 if end - at < 6:
                     return at
                 word = int.from_bytes(buffer[at + 2 : at + 6], "little")
+                if number == wire.ECHO:
+                    self._echo(word)
+                    at += 6
+                    continue
                 if number == wire.LINE:
                     self.line, at = word, at + 6
                     continue
@@ -174,6 +179,16 @@ class Interpreter:
             self.spoil([inputs[each] for each in template.changes], slots, poison)
             for each in template.changes:
                 slots[ids[each]] = poison
+
+    def _echo(self, number: int) -> None:
+        """All before is done: says the number back, and the faults that nobody has heard of."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        faults, self.unheard = self.unheard, []
+        if faults:
+            self.answer(number, faults)
+        else:
+            self._say(wire.ECHOED.pack(0, number))
 
     def _hear(self, payload: memoryview) -> None:
         message, data = wire.unpack(payload)
@@ -428,8 +443,8 @@ def serve(post: Post) -> None:
             buffer.extend(bytes(need - len(buffer)))
         elif len(buffer) > 4 * _CHUNK and end < _CHUNK:
             buffer = buffer[:_CHUNK]
-        with memoryview(buffer) as view, view[end:] as room:
-            count = line.recv_into(room)
+        quiet = start == end and not interpreter.unheard and device.type == "cpu"
+        count = _core.receive(line.fileno(), buffer, end, quiet)
         if count == 0:
             return
         end += count
