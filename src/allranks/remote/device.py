@@ -174,6 +174,7 @@ class Event:
 def _module() -> ModuleType:
     """``torch.worker``, with the names that torch and its users look for in ``torch.cuda``."""
     module: Any = ModuleType("torch.worker", __doc__)
+    master = os.getpid()
 
     def synchronize(device: Any = None) -> None:
         if device is None:
@@ -230,8 +231,7 @@ def _module() -> ModuleType:
     module.is_initialized = lambda: _count() > 0
     module.current_device = lambda: handles._current[0]
     module.memory_allocated = lambda device=None: memory_stats(device)["allocated"]
-    here = os.getpid()
-    module._is_in_bad_fork = lambda: os.getpid() != here
+    module._is_in_bad_fork = lambda: os.getpid() != master
     module._lazy_init = lambda: None
     return module  # type: ignore[no-any-return]
 

@@ -189,7 +189,7 @@ class Master:
             return Asked(op.decompose(*args, **kwargs))
         forms = [form(each, i in about.numbers, about.floats_matter) for i, each in enumerate(args)]
         named = {name: form(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
-        kind = _kind(key)
+        kind = _kind(op, args, kwargs)
         trust = self._trusted.get(kind)
         if about.dynamic or indexes_by_mask(op, args):
             self.refuse_recording(f"the shape, or value, of what {about.name} returns depends on the data")
@@ -707,12 +707,19 @@ def _state(pid: int) -> str:
     return {"T": "; it is stopped (SIGSTOP)", "t": "; a debugger has stopped it", "R": "; it computes"}.get(state, "")
 
 
-def _kind(key: tuple[Any, ...]) -> tuple[Any, ...]:
+def _kind(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What a call has in common with those of other shapes: a meta kernel may be right for one kind only, as that of
-    batch_norm is in training."""
-    return tuple(
-        (each.dtype, len(each.shape)) if type(each) is Signature else each for each in key if type(each) is not int
-    )
+    batch_norm is in training, and that of embedding_bag in one of its modes."""
+    sized = not operands(args, kwargs)  # by its integers, as arange
+
+    def look(value: Any) -> Any:
+        if isinstance(value, RemoteTensor):
+            return value.dtype, value.dim()
+        if isinstance(value, list | tuple | float) or (sized and type(value) is int):
+            return type(value)
+        return type(value), value
+
+    return (op, *map(look, args), *((name, look(value)) for name, value in kwargs.items()))
 
 
 def _single(x: RemoteTensor) -> Place:

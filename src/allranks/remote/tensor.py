@@ -412,7 +412,7 @@ def form(value: Any, number: bool, floats_matter: bool) -> wire.Form:
 
 
 def _make_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
-    """Runs what takes from its operands only their looks, on tensors of such looks that are on the other device."""
+    """Runs what takes only their looks from its operands: on others that look like them, on the wished device."""
     known = facts(op)
     device = kwargs.get("device")
     if not known.factory or device is None:
