@@ -168,11 +168,21 @@ class RemoteTensor(torch.Tensor):
             "Use Tensor.cpu() to copy the tensor to host memory first."
         )
 
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
+
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy()
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         raise BufferError(f"the data is on {self._place}: use Tensor.cpu() first")
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            return super().type().replace("lazy", "worker")
+        return super().type(dtype, non_blocking, **kwargs)
 
     def data_ptr(self) -> int:
         raise RuntimeError(f"the data is on {self._place}: there is no pointer to it here")
@@ -218,6 +228,12 @@ class RemoteTensor(torch.Tensor):
         plain = self.detach().cpu()
         rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
         return (rebuild, (plain, self.dtype, str(self.device), self.requires_grad))
+
+    def __copy__(self) -> Any:
+        made: Any = make(self._place, self._sig, self._ref, self._off)  # the same memory
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(made, self.requires_grad)
+        return made.requires_grad_(self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
