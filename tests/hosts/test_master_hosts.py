@@ -75,3 +75,60 @@ def test_in_slurm(slurm: Slurm, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     expected = "[(1, 'node0', 'AF_UNIX'), (2, 'node1', 'AF_INET'), (3, 'node1', 'AF_INET')]"
     assert done.lines == [f"[node0:0] {expected}", "[node0:0] here"]
+
+
+TRAINING = """
+    import os, signal
+    import torch
+    import allranks as ar
+
+    mw = ar.init_master_worker(hosts="node0:1,node1:1,node2:1", timeout=60)
+    print([line.host for line in mw.lines.values()])
+
+    def train(first, second):
+        torch.manual_seed(1)
+        a, b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
+        a, b = a.to(first), b.to(second)
+        optimizer = torch.optim.AdamW([*a.parameters(), *b.parameters()], lr=0.1)
+        x = torch.arange(32.0).reshape(4, 8).to(first)
+        for _ in range(3):
+            loss = b(a(x).relu().to(second)).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.item()
+
+    assert train("worker:1", "worker:3") == train("cpu", "cpu")
+
+    large = torch.randn(1 << 20)
+    assert torch.equal(large.to("worker:2").to("worker:3").cpu(), large)
+
+    group = mw.group([1, 2, 3])
+    parts = group.scatter(torch.arange(6.0))
+    ar.all_reduce_(parts)
+    assert group.gather(parts).tolist() == [6.0, 9.0] * 3
+    print(mw.remote(os.uname, on=3)().result().nodename, mw.remote(os.uname, on=1)().result().nodename)
+
+    mw.remote(os.kill, on=2)(mw.remote(os.getpid, on=2)().result(), signal.SIGKILL)
+    try:
+        torch.ones(1, device="worker:2").item()
+    except ar.WorkerLost as error:
+        print(str(error).partition(" (")[0], "killed" in str(error))
+    assert torch.ones(1, device="worker:3").item() == 1
+    mw.respawn(2)
+    assert large.to("worker:2").to("worker:3").sum().item() == large.sum().item()
+    mw.shutdown()
+    print("done")
+"""
+
+
+def test_training_over_hosts(job: Jobs) -> None:
+    """The same bits as here, copies from host to host, and a worker that is killed and replaced."""
+    done = finish(job.start_any(0, sys.executable, job.write(TRAINING), torch=True, **PATHS))
+    assert done.out.splitlines() == [
+        "['node0', 'node1', 'node2']",
+        "node2 node0",
+        "worker 2 True",
+        "done",
+    ], done.err
+    assert done.code == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from functools import partial
 from types import ModuleType
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from allranks._errors import UsageError
+from allranks._errors import AllranksError, ConfigError, UsageError
 from allranks.remote import saving
 from allranks.remote import tensor as handles
 from allranks.remote.composites import COMPOSITES
@@ -26,7 +27,9 @@ from allranks.remote.tensor import RemoteTensor, dispatch, place_of
 if TYPE_CHECKING:
     from allranks.remote.master import Master
 
-__all__ = ["Event", "register"]
+__all__ = ["Event", "prove", "register"]
+
+TESTED = "2.13"
 
 _registered: list[torch.library.Library] = []
 
@@ -87,6 +90,31 @@ def _both() -> list[Any]:
             name, _, overload = full.removeprefix("aten::").partition(".")
             found.append(getattr(getattr(torch.ops.aten, name), overload or "default"))
     return found
+
+
+def prove(place: handles.Place) -> None:
+    """Tries what torch does not promise: a backward on a worker, in this thread, with gradients that stay there.
+
+    Raises:
+        ConfigError: this version of torch does something else.
+    """
+    threads: list[int] = []
+    x = torch.ones(2, device=place.device, requires_grad=True)
+    x.register_hook(lambda grad: threads.append(threading.get_ident()))  # type: ignore[no-untyped-call]
+    try:
+        (x * 3).sum().backward()  # type: ignore[no-untyped-call]
+        grad = x.grad
+        found: object = (type(grad), grad is not None and grad.device, threads, grad is not None and grad.tolist())
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        if isinstance(error, AllranksError):
+            raise
+        found = repr(error)
+    expected = (RemoteTensor, place.device, [threading.get_ident()], [3.0, 3.0])
+    if found != expected:
+        raise ConfigError(
+            f"master-worker mode does not work with torch {torch.__version__}: a gradient on a worker should be"
+            f" {expected} and is {found}.\n  It is tested with torch {TESTED}"
+        )
 
 
 def _masters() -> list[Master]:

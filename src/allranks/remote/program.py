@@ -22,7 +22,7 @@ Slots = dict[int, Any]
 
 
 class Code(NamedTuple):
-    """A template's call as a line of Python: with gaps ``{i[0]}`` for tensors, ``{o[0]}`` results, ``{n[0]}`` numbers."""
+    """A template's call as a line of Python, with gaps: ``{i[0]}`` tensors, ``{o[0]}`` results, ``{n[0]}`` numbers."""
 
     text: str
     layout: struct.Struct  # of the ids and numbers in a frame

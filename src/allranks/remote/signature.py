@@ -44,9 +44,9 @@ def signature(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) 
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Facts:
-    """What an operator's schema says.
+    """What an operator's schema says. There is one object for each, so they compare by identity.
 
     Attributes:
         name: as in ``aten::add.Tensor``.

@@ -62,17 +62,19 @@ def init_master_worker(
         init_method, workers=workers, hosts=hosts, timeout_s=seconds, worker_device=worker_device, threads=threads
     )
     try:
-        from allranks.remote.device import register
+        from allranks.remote.device import prove, register
         from allranks.remote.master import Master
 
         register()
-        global _master
-        _master = Master(gathered, seconds)
+        made = Master(gathered, seconds)
+        prove(made.places[(made.ranks[0],)])
     except BaseException:
         gathered.close()
         raise
-    atexit.register(_master.close)
-    return _master
+    global _master
+    _master = made
+    atexit.register(made.close)
+    return made
 
 
 def master_of_this_process() -> Master:

@@ -294,10 +294,16 @@ _current = [1]
 
 def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """Queues an operation, or does what stands for it here."""
-    special = SPECIAL.get(op)
-    if special is not None:
-        return special(op, args, kwargs or {})
-    return run(op, args, kwargs)
+    known = _known.get(id(op))
+    if known is None:
+        known = _known[id(op)] = (SPECIAL.get(op), facts(op), op)
+    if known[0] is not None:
+        return known[0](op, args, kwargs or {})
+    return run(op, args, kwargs, known[1])
+
+
+_known: dict[int, tuple[Any, Facts, Any]] = {}
+"""By id of an operator, whose own hash is Python: what stands for it here, its facts, and it, so that it stays."""
 
 
 class _Plain(Exception):
@@ -308,10 +314,10 @@ class _Elsewhere(Exception):
     """The result is wanted on another device than that of the operands."""
 
 
-def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Facts | None = None) -> Any:
     """Queues an operation."""
-    known = facts(op)
-    key: list[Any] = [op]
+    known = known or facts(op)
+    key: list[Any] = [known]
     refs: list[Any] = []
     values: list[Any] = []
     place: Place | None = None
@@ -518,6 +524,7 @@ SPECIAL: dict[Any, Special] = {}
 def special(*ops: Any) -> Callable[[Special], Special]:
     def add(function: Special) -> Special:
         SPECIAL.update(dict.fromkeys(ops, function))
+        _known.clear()
         return function
 
     return add
