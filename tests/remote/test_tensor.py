@@ -1163,6 +1163,26 @@ def reductions(d: str) -> Any:
 
 
 @program
+def another_default_dtype(d: str) -> Any:
+    whole = torch.arange(3, device=d)
+
+    def made() -> list[Tensor]:
+        return [
+            whole / 2, whole + 1.5, whole.sin(), torch.ones(2, device=d), torch.randn(2, device=d),
+            torch.linspace(0, 1, 3, device=d), torch.full((2,), 1.5, device=d), torch.arange(0.0, 1, 0.25, device=d),
+            torch.hann_window(4, device=d), torch.tensor([1.5], device=d), whole.float().to(torch.float32) / 2,
+        ]  # fmt: skip
+
+    found = made()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found += made()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return found, made()
+
+
+@program
 def tensors_of_tensors(d: str) -> Any:
     x = torch.arange(4.0, device=d)
     return [

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Call", "Place", "RemoteTensor", "dispatch", "form", "make", "operands", "place_of", "run"]
 
 _make = torch.Tensor._make_wrapper_subclass
+_get_default_dtype = torch.get_default_dtype
 _TRUE, _FALSE, _FLOAT, _INT, _DEVICE = object(), object(), object(), object(), object()
 aten = torch.ops.aten
 
@@ -345,6 +346,8 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Fact
         return run(op, *_lift(op, args, kwargs or {}))
     if place is None:
         raise NotImplementedError(f"{known.name} without an operand on a worker")
+    if _get_default_dtype() is not place.master.default_dtype:
+        place.master.follow_default_dtype()
     call = place.calls.get(tuple(key))
     if call is None:
         prepared = place.master.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)
