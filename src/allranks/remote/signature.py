@@ -15,32 +15,44 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Facts", "Signature", "facts", "flatten", "indexes", "indexes_by_mask", "infer", "signature"]
+from allranks.remote import wire
+
+__all__ = ["Facts", "Signature", "facts", "flatten", "indexes", "indexes_by_mask", "infer", "marked", "signature"]
 
 
 class Signature:
-    """A dtype, a shape and strides. There is one object for each, so they compare by identity."""
+    """A dtype, a shape, strides and `bits_of`. There is one object for each, so they compare by identity."""
 
-    __slots__ = ("dtype", "meta", "shape", "strides")
+    __slots__ = ("bits", "dtype", "meta", "shape", "strides")
 
-    def __init__(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> None:
+    def __init__(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], bits: int) -> None:
         self.dtype = dtype
         self.shape = shape
         self.strides = strides
-        self.meta = (str(dtype).removeprefix("torch."), list(shape), list(strides), 0)
+        self.bits = bits
+        self.meta = (str(dtype).removeprefix("torch."), list(shape), list(strides), 0, bits)
 
     def on_meta(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        return marked(torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta"), self.bits)
+
+
+def marked(tensor: torch.Tensor, bits: int) -> torch.Tensor:
+    """The tensor, of which `bits_of` are these from now on."""
+    if bits & wire.CONJ:
+        torch._C._set_conj(tensor, True)
+    if bits & wire.NEG:
+        torch._C._set_neg(tensor, True)
+    return tensor
 
 
 _signatures: dict[tuple[Any, ...], Signature] = {}
 
 
-def signature(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Signature:
+def signature(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], bits: int = 0) -> Signature:
     """The one of these."""
-    key = (dtype, tuple(shape), tuple(strides))
+    key = (dtype, tuple(shape), tuple(strides), bits)
     if (found := _signatures.get(key)) is None:
-        found = _signatures[key] = Signature(dtype, torch.Size(shape), tuple(strides))
+        found = _signatures[key] = Signature(dtype, torch.Size(shape), tuple(strides), bits)
     return found
 
 

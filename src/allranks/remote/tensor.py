@@ -17,7 +17,7 @@ import torch
 from allranks._errors import UsageError
 from allranks.remote import wire
 from allranks.remote.lines import here
-from allranks.remote.signature import Facts, Signature, facts, flatten, indexes, signature
+from allranks.remote.signature import Facts, Signature, facts, flatten, indexes, marked, signature
 
 if TYPE_CHECKING:
     from allranks.remote.master import Master
@@ -216,6 +216,8 @@ class RemoteTensor(torch.Tensor):
 def make(place: Place, sig: Signature, ref: Any, offset: int = 0) -> RemoteTensor:
     """A handle."""
     made: Any = _make(RemoteTensor, sig.shape, sig.strides, offset, dtype=sig.dtype, device=place.lazy)
+    if sig.bits:
+        marked(made, sig.bits)
     made._ref = ref
     made._sig = sig
     made._place = place
@@ -511,7 +513,7 @@ def _select(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if call is None:
         shape, strides = list(sig.shape), list(sig.strides)
         del shape[dim], strides[dim]
-        looks = signature(sig.dtype, shape, strides)
+        looks = signature(sig.dtype, shape, strides, sig.bits)
         forms = [["t"], ["c", dim], ["i"]]
         call = place.master.define(place, (op, sig, dim), op, forms, {}, [index], [("new", looks, 0, True, 0)], [], False)
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(index))
@@ -533,7 +535,7 @@ def _slice(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if call is None:
         shape, strides = list(sig.shape), list(sig.strides)
         shape[dim], strides[dim] = length, strides[dim] * step
-        looks = signature(sig.dtype, shape, strides)
+        looks = signature(sig.dtype, shape, strides, sig.bits)
         forms = [["t"], ["c", dim], ["i"], ["i"], ["c", step]]
         call = place.master.define(place, key, op, forms, {}, [start, end], [("new", looks, 0, True, 0)], [], False)
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(start, end))
@@ -548,7 +550,7 @@ def _as_strided(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     key = (op, x._sig, tuple(size), tuple(strides))
     call = place.calls.get(key)
     if call is None:
-        looks = signature(x.dtype, size, strides)
+        looks = signature(x.dtype, size, strides, x._sig.bits)
         forms = [["t"], wire.encode(size), wire.encode(strides), ["i"]]
         call = place.master.define(place, key, op, forms, {}, [offset], [("new", looks, 0, False, 0)], [], False)
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(offset))

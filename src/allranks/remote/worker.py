@@ -47,7 +47,7 @@ def describe(tensor: torch.Tensor) -> Meta:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided:
         raise TypeError(f"the result is {tensor.layout}: only strided tensors can live on a worker")
-    return (dtype, list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
+    return (dtype, list(tensor.shape), list(tensor.stride()), tensor.storage_offset(), wire.bits_of(tensor))
 
 
 def flatten(result: Any) -> list[Any]:
@@ -189,7 +189,7 @@ class Interpreter:
                 self._table[message.number] = self._compile(message)
             case Ask():
                 self._ask(message)
-            case Hold(id, (dtype, shape, strides, _)):
+            case Hold(id, (dtype, shape, strides, _, _)):
                 tensor = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
                 if len(data):
                     flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
