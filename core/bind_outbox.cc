@@ -5,11 +5,13 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 #include <structmember.h>
 
 #include <array>
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -196,12 +198,11 @@ void allranks::bind_outbox(nb::module_& m) {
   m.attr("Ref") = nb::borrow(reinterpret_cast<PyObject*>(ref_type));
 
   nb::class_<Outbox>(m, "Outbox", "Frames for many workers, sent by a thread of its own: see core/outbox.h.")
-      .def(
-          "__init__",
-          [](Outbox* self, double delay_us, size_t chunk_bytes, size_t limit_bytes) {
-            new (self) Outbox(static_cast<int64_t>(delay_us * 1e3), chunk_bytes, limit_bytes);
-          },
-          nb::arg("delay_us") = 100, nb::arg("chunk_bytes") = 16384, nb::arg("limit_bytes") = 8 << 20)
+      .def(nb::new_([](double delay_us, size_t chunk_bytes, size_t limit_bytes) {
+             return std::shared_ptr<Outbox>(new Outbox(static_cast<int64_t>(delay_us * 1e3), chunk_bytes, limit_bytes),
+                                            Outbox::Disposer());
+           }),
+           nb::arg("delay_us") = 100, nb::arg("chunk_bytes") = 16384, nb::arg("limit_bytes") = 8 << 20)
       .def("add", &Outbox::add, nb::arg("fd"), "The number of a new worker; the caller keeps the socket open.")
       .def("replace", &Outbox::replace, nb::arg("worker"), nb::arg("fd"), "A new stream: what was pending is dropped.")
       .def("lose", &Outbox::lose, nb::arg("worker"), "What is pending for it, and all that comes, is dropped.")

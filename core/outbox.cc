@@ -33,6 +33,10 @@ constexpr size_t kMostFreed = std::numeric_limits<uint16_t>::max();
 constexpr size_t kLongestMessage = std::numeric_limits<uint32_t>::max();
 constexpr size_t kMostPieces = 64;      // of one system call
 constexpr size_t kMostBytes = 1 << 20;  // about
+// A longer piece is never copied. One for a worker that does not read would keep the memory of the others' frames
+// around it, which may be a hundred times as much.
+constexpr size_t kShort = 1 << 10;
+constexpr size_t kOwn = 1 << 14;
 constexpr auto kInterruptible = std::chrono::milliseconds(100);
 
 // How many forks lie between the first process that asked and this one. A child has none of its parent's threads, and
@@ -100,12 +104,8 @@ Outbox::Outbox(int64_t delay_ns, size_t chunk_bytes, size_t limit_bytes)
   thread_ = std::thread([this] { run(); });
 }
 
-Outbox::~Outbox() {
-  close();
-  if (!thread_.joinable()) return;
-  thread_.detach();  // a child's copy: it runs in the parent only
-  // Its destructor would wait for the parent's waiters, for ever.
-  new (&changed_) std::condition_variable;
+void Outbox::Disposer::operator()(Outbox* outbox) const noexcept {
+  if (outbox->forks_ == forks()) delete outbox;
 }
 
 void Outbox::check() const {
@@ -187,8 +187,7 @@ void Outbox::call(int target, uint32_t line, uint16_t code, std::span<const uint
   if (code < kFirstTemplate) throw std::invalid_argument("no template has the number " + std::to_string(code));
   Hold hold(*this);
   existing(target);
-  // Between two frames of a piece nothing has become pending.
-  if (open_ != target || begin_ == end_) wait_for_room(target, hold, caller);
+  if (open_ != target || !has_room_) wait_for_room(target, hold, caller);
   const bool told = open_ == target && line_ == line;
   tell_frees(target);
   if (!told) tell_line(target, line);
@@ -258,7 +257,10 @@ void Outbox::wait_for_room(int target, Hold& hold, Caller& caller) {
     return std::any_of(numbers.begin(), numbers.end(),
                        [&](int number) { return workers_[static_cast<size_t>(number)].pending > limit; });
   };
-  if (!over(limit_bytes_)) return;
+  if (!over(limit_bytes_)) {
+    has_room_ = true;
+    return;
+  }
   sweep();  // others' frames are not to wait with us
   urgent_ = true;
   hold.let_go();  // which rings
@@ -307,15 +309,31 @@ void Outbox::seal() {
 }
 
 void Outbox::enqueue(int target, const Piece& piece) {
+  has_room_ = false;
   for (const int number : targets_[static_cast<size_t>(target)].workers) {
     Worker& w = workers_[static_cast<size_t>(number)];
     if (w.gone()) continue;
     w.pending += piece.end - piece.begin;
-    if (!w.queue.empty() && w.queue.back().memory == piece.memory && w.queue.back().end == piece.begin) {
-      w.queue.back().end = piece.end;
-    } else {
-      w.queue.push_back(piece);
-    }
+    w.append(w.full && piece.end - piece.begin <= kShort ? w.copy(piece) : piece);
+  }
+}
+
+Outbox::Piece Outbox::Worker::copy(const Piece& piece) {
+  const size_t bytes = piece.end - piece.begin;
+  if (memory == nullptr || kOwn - end < bytes) {
+    memory.reset(new std::byte[kOwn]);
+    end = 0;
+  }
+  std::memcpy(memory.get() + end, piece.memory.get() + piece.begin, bytes);
+  end += bytes;
+  return {memory, end - bytes, end};
+}
+
+void Outbox::Worker::append(Piece piece) {
+  if (!queue.empty() && queue.back().memory == piece.memory && queue.back().end == piece.begin) {
+    queue.back().end = piece.end;
+  } else {
+    queue.push_back(std::move(piece));
   }
 }
 

@@ -39,8 +39,13 @@ class Outbox {
 
   // delay_ns: how long a frame may wait for others. limit_bytes: from how many on callers wait for a worker.
   Outbox(int64_t delay_ns, size_t chunk_bytes, size_t limit_bytes);
-  ~Outbox();
+  ~Outbox() { close(); }
   Outbox(const Outbox&) = delete;
+
+  // Lets a forked child's copy be: the parent's thread may just have been changing what a destructor goes through.
+  struct Disposer {
+    void operator()(Outbox* outbox) const noexcept;
+  };
 
   // The sockets stay the caller's, who keeps them open until the worker is lost or replaced, or the outbox closed.
   int add(int fd);
@@ -86,6 +91,10 @@ class Outbox {
     bool lost = false;     // by its owner's word
     bool full = false;     // its socket
     bool sending = false;  // somebody writes from its queue, without the lock
+    Memory memory;         // of its own, while its socket is full, for short pieces
+    size_t end = 0;        // of what is used of it
+    Piece copy(const Piece& piece);
+    void append(Piece piece);
     bool gone() const { return lost || failure != 0; }
   };
   struct Target {
@@ -138,8 +147,9 @@ class Outbox {
   int open_ = -1;      // the piece's target
   int64_t line_ = -1;  // that all of its workers have been told; -1: unknown
 
-  bool queued_ = false;  // something that only sweep() sends
-  bool urgent_ = false;  // something that the thread is to be woken for, though its time has not come
+  bool has_room_ = false;  // the open target, for all that is known: nothing has become pending since it was looked
+  bool queued_ = false;    // something that only sweep() sends
+  bool urgent_ = false;    // something that the thread is to be woken for, though its time has not come
   bool closed_ = false;
   Sleep sleep_ = Sleep::none;
   sys::Fd bell_;

@@ -55,7 +55,7 @@ from allranks._errors import (
 )
 
 if TYPE_CHECKING:
-    from allranks import algorithms, checkpoint, data, launch, multiprocessing, nn, parallel, testing, tools
+    from allranks import algorithms, checkpoint, data, launch, multiprocessing, nn, parallel, remote, testing, tools
     from allranks._collectives import (
         P2POp,
         all_gather,
@@ -146,6 +146,8 @@ if TYPE_CHECKING:
     )
     from allranks.launch.call import run
     from allranks.parallel import DistributedDataParallel, GradBucket
+    from allranks.remote.groups import all_reduce_, broadcast_
+    from allranks.remote.start import init_master_worker
 
 __version__ = "0.1.0"
 
@@ -240,8 +242,21 @@ _HOME = {
     "_store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "launch.call": ("run",),
     "parallel": ("DistributedDataParallel", "GradBucket"),
+    "remote.groups": ("all_reduce_", "broadcast_"),
+    "remote.start": ("init_master_worker",),
 }
-_MODULES = ("algorithms", "checkpoint", "data", "launch", "multiprocessing", "nn", "parallel", "testing", "tools")
+_MODULES = (
+    "algorithms",
+    "checkpoint",
+    "data",
+    "launch",
+    "multiprocessing",
+    "nn",
+    "parallel",
+    "remote",
+    "testing",
+    "tools",
+)
 _ONLY_TORCHS = (
     "AllToAllOptions",
     "AllreduceCoalescedOptions",
@@ -310,6 +325,7 @@ __all__ = [
     "all_gather_object",
     "all_gather_single",
     "all_reduce",
+    "all_reduce_",
     "all_reduce_coalesced",
     "all_reduce_multigpu",
     "all_to_all",
@@ -317,6 +333,7 @@ __all__ = [
     "barrier",
     "batch_isend_irecv",
     "broadcast",
+    "broadcast_",
     "broadcast_multigpu",
     "broadcast_object_list",
     "checkpoint",
@@ -340,6 +357,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "group",
+    "init_master_worker",
     "init_process_group",
     "irecv",
     "is_available",
@@ -370,6 +388,7 @@ __all__ = [
     "reduce_scatter_multigpu",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
+    "remote",
     "run",
     "scatter",
     "scatter_object_list",

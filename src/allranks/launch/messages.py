@@ -16,7 +16,9 @@ from allranks.launch.ranks.target import Target
 from allranks.launch.ranks.wires import Stdio
 
 __all__ = [
+    "Again",
     "Asked",
+    "Begun",
     "Came",
     "Command",
     "Dump",
@@ -119,6 +121,24 @@ class Asked(msgspec.Struct, frozen=True, tag=True):
     signal: int
 
 
+class Again(msgspec.Struct, frozen=True, tag=True):
+    """Start a rank again, alone; what is left of its process is killed first. A master asks for it, of a worker.
+
+    Attributes:
+        rank: the rank.
+        environ: variables on top of the rank's own.
+    """
+
+    rank: int
+    environ: dict[str, str]
+
+
+class Begun(msgspec.Struct, frozen=True, tag=True):
+    """A rank has been started again. All that was told of its last process came before."""
+
+    rank: int
+
+
 class Lost(msgspec.Struct, frozen=True, tag=True):
     """A host is gone, with all its ranks: its agent ended, or the connection to it."""
 
@@ -140,7 +160,7 @@ class Noted(msgspec.Struct, frozen=True, tag=True):
     text: bytes
 
 
-Event = Output | Failed | Exited | Stacks | Returned | Asked | Lost | Came | Noted
+Event = Output | Failed | Exited | Stacks | Returned | Again | Begun | Asked | Lost | Came | Noted
 """What happens while ranks run."""
 
 
@@ -318,5 +338,5 @@ class End(msgspec.Struct, frozen=True, tag=True):
     text: bytes = b""
 
 
-Command = Prepare | Start | Signal | Dump | Listen | Resize | Finish | End
+Command = Prepare | Start | Signal | Again | Dump | Listen | Resize | Finish | End
 """What a launcher says to an agent."""

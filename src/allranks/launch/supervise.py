@@ -16,7 +16,7 @@ from allranks._errors import rank_list
 from allranks.launch import stacks
 from allranks.launch.blame import Blame, Failure, describe_failure, describe_interrupt
 from allranks.launch.hosts.fleet import Fleet
-from allranks.launch.messages import Asked, Came, Event, Exited, Failed, Lost, Noted, Output, Stacks
+from allranks.launch.messages import Again, Asked, Begun, Came, Event, Exited, Failed, Lost, Noted, Output, Stacks
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.agent import Agent
 from allranks.launch.signals import FORWARDED, handled
@@ -94,6 +94,7 @@ class Supervisor:
 
     Attributes:
         ended: the status of each rank that has ended, as in ``Exited``, or why its host was lost; its last process'.
+        begun: how often each rank has been started again.
         results: what ranks that ran a function returned, pickled.
         late: once it has run: it was ended because it took too long.
         caught: the last signal that this process itself got; None if it got none.
@@ -117,8 +118,10 @@ class Supervisor:
         master: int | None = None,
     ) -> None:
         self.ended: dict[int, int | str] = {}
+        self.begun: dict[int, int] = {}
         self.results: dict[int, bytearray] = {}
         self._master = master
+        self._wanted: deque[Again] = deque()
         self.late = False
         self.caught: int | None = None
         self._until = until
@@ -198,6 +201,11 @@ class Supervisor:
         """The signal that ended the job; None if none did."""
         return self._signalled
 
+    def again(self, wanted: Again) -> None:
+        """Starts a worker again. May be called in any thread."""
+        self._wanted.append(wanted)
+        os.write(self._agent.wake, b"!")
+
     def kill(self) -> None:
         """Ends the job at once. May be called in any thread."""
         self._received.append(signal.SIGKILL)
@@ -224,6 +232,8 @@ class Supervisor:
     def _round(self, events: list[Event]) -> None:
         for event in events:
             self._take(event)
+        while self._wanted:
+            self._take(self._wanted.popleft())
         now = time.monotonic()
         settles_at = self._blame.settles_at()
         if self._kill_at is None and settles_at is not None and now >= settles_at:
@@ -287,6 +297,12 @@ class Supervisor:
                 self._say(event.why)
         elif isinstance(event, Noted):
             self._screen.note(event.host.encode() + b": " + event.text)
+        elif isinstance(event, Again):
+            if self._may_die(event.rank) and self._kill_at is None:
+                self._agent.again(event)
+        elif isinstance(event, Begun):
+            self.ended.pop(event.rank, None)
+            self.begun[event.rank] = self.begun.get(event.rank, 0) + 1
         elif isinstance(event, Asked):
             self._received.append(event.signal)
         elif isinstance(event, Came):

@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from allranks._errors import ConfigError, TimeoutError
 from allranks._hostlist import Slots
 from allranks.launch.arguments.options import Options
 from allranks.launch.call import output_streams
+from allranks.launch.messages import Again
 from allranks.launch.ranks.target import SERVE, Target
 from allranks.launch.spread import Job
 
@@ -82,6 +84,24 @@ class Crew:
         """The workers whose process has ended: its exit code, minus its signal, or why its host was lost."""
         return {} if self._job.supervisor is None else dict(self._job.supervisor.ended)
 
+    def respawn(self, rank: int, until: float) -> None:
+        """Starts a worker in the place of one, which is killed if it has not ended.
+
+        Raises:
+            ConfigError: its host is lost.
+            TimeoutError: the host did not do so in time.
+        """
+        supervisor = self._job.supervisor
+        assert supervisor is not None
+        before = supervisor.begun.get(rank)
+        supervisor.again(Again(rank, {}))
+        while supervisor.begun.get(rank) == before:
+            if isinstance(lost := self.ended.get(rank), str):
+                raise ConfigError(f"respawn: rank {rank} cannot be started again: {lost}")
+            if time.monotonic() > until:
+                raise TimeoutError(f"respawn: the host of rank {rank} did not start it in time")
+            time.sleep(_LOOK_S)
+
     def close(self) -> None:
         """Waits a moment for the workers to end, which have been asked to, and kills those that have not."""
         if self._thread.ident is None:
@@ -90,11 +110,20 @@ class Crew:
         while self._thread.is_alive() and len(self.ended) < self.size and time.monotonic() < until:
             time.sleep(_LOOK_S)
         while self._thread.is_alive() and self._job.supervisor is None:
+            for host in self._job.fleet:  # which the thread waits for
+                if host.process is not None:
+                    host.process.terminate()
             time.sleep(_LOOK_S)
         if self._thread.is_alive():
             assert self._job.supervisor is not None
             self._job.supervisor.kill()
             self._thread.join()
+
+    def abandon(self) -> None:
+        """In a forked child: closes what is the parent's, whose end the hosts could not see else."""
+        for host in self._job.fleet:
+            if host.link is not None:
+                host.link.close()
 
 
 def describe_end(status: int | str) -> str:

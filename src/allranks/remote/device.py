@@ -7,7 +7,7 @@ the first master of the process starts, not at import.
 from __future__ import annotations
 
 import contextlib
-import time
+import functools
 from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -42,18 +42,24 @@ def register() -> None:
             "the device 'worker' cannot be beside it. Start the master in a process that does not import it"
         )
     _setup_privateuseone_for_python_backend("worker", backend_module=_module())
-    library = torch.library.Library("_", "IMPL")
-    library.fallback(_fallback, "PrivateUse1")
-    library.fallback(_fallback, "Lazy")
-    _registered.append(library)
-    explicit = torch.library.Library("aten", "IMPL")
+    library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     for key in ("PrivateUse1", "Lazy"):
-        explicit.impl("_copy_from", lambda *args, **kwargs: dispatch(torch.ops.aten._copy_from.default, args, kwargs), key)
+        library.fallback(_fallback, key)  # type: ignore[no-untyped-call]
+    _registered.append(library)
+    explicit = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for key in ("PrivateUse1", "Lazy"):
+        explicit.impl("_copy_from", _copy_from, key)  # type: ignore[no-untyped-call]
+    for name in ("native_channel_shuffle", "mish_backward", "silu_backward"):  # else taken apart, where the CPU is not
+        explicit.impl(name, functools.partial(_fallback, getattr(torch.ops.aten, name).default), "Lazy")
     _registered.append(explicit)
 
 
 def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(op, args, kwargs)
+
+
+def _copy_from(*args: Any, **kwargs: Any) -> Any:
+    return dispatch(torch.ops.aten._copy_from.default, args, kwargs)
 
 
 def _masters() -> list[Master]:

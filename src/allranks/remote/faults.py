@@ -51,12 +51,20 @@ class RemoteError(AllranksError):
 
     @classmethod
     def of(cls, fault: Fault, line: str, raw: bool, more: int = 0) -> Exception:
-        """The exception for a fault; `raw`: of the type that the operator has raised, where that is torch's or Python's."""
+        """The exception for a fault.
+
+        Args:
+            fault: what the worker said.
+            line: of the program.
+            raw: the call that is waited for has raised it: as it would here, where the type is torch's or Python's.
+            more: how many others there are.
+        """
         if raw:
             kind = getattr(builtins, fault.kind, None) or getattr(torch, fault.kind, None)
             if isinstance(kind, type) and issubclass(kind, Exception):
                 return kind(fault.error)
-        said = f"{fault.op} failed on worker {fault.rank}{f' (queued at {line})' if line else ''}: {fault.kind}: {fault.error}"
+        where = f" (queued at {line})" if line else ""
+        said = f"{fault.op} failed on worker {fault.rank}{where}: {fault.kind}: {fault.error}"
         if more:
             said += f"\n  and {more} more operations failed."
         made = cls(f"{said}\n  on the worker:\n    " + fault.traceback.rstrip().replace("\n", "\n    "))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from allranks._errors import UsageError
 from allranks.remote import wire
@@ -66,20 +66,19 @@ class Future:
             self._number = master.next()
             master.put(place, Order("result", self._number, {"call": self._call}))
         try:
-            metas, where, pickled = master.wait(self._number, place.ranks[0], "remote function", timeout_s=timeout)
+            metas, pickled = master.wait(self._number, place.ranks[0], "remote function", timeout_s=timeout)
         except TimeoutError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, result() raises it, also the next time
             self._error, self._done = error, True
             return
         sigs = [signature(wire.dtype_of(dtype), shape, strides, bits) for dtype, shape, strides, _, bits in metas]
         refs = master.outbox.reserve(place.target, len(sigs))
         master.order(place, "keep", ids=[each.id for each in refs])
-        tensors = (make(place, sig, ref, meta[3]) for sig, ref, meta in zip(sigs, refs, metas, strict=True))
-        leaves, spec = cloudpickle.loads(pickled)
-        for at in where:
-            leaves[at] = next(tensors)
-        self._result, self._done = tree_unflatten(leaves, spec), True
+        tensors = [make(place, sig, ref, meta[3]) for sig, ref, meta in zip(sigs, refs, metas, strict=True)]
+        said = cloudpickle.loads(pickled)
+        self._result = tree_map(lambda each: tensors[each.number] if isinstance(each, Given) else each, said)
+        self._done = True
 
     def __del__(self) -> None:
         if not self._number and not self._place.master.closed:

@@ -7,16 +7,13 @@ parts and go back, is here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from allranks._errors import UsageError
 from allranks.remote.signature import signature
 from allranks.remote.tensor import Place, RemoteTensor, make
-
-if TYPE_CHECKING:
-    from allranks.remote.master import Master
 
 __all__ = ["Group", "all_reduce_", "broadcast_"]
 

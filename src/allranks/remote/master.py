@@ -26,7 +26,7 @@ from allranks.remote.faults import RemoteError, WorkerLost
 from allranks.remote.functions import RemoteFunction
 from allranks.remote.groups import Group
 from allranks.remote.lines import here, line_of
-from allranks.remote.signature import Facts, Signature, facts, flatten, indexes_by_mask, infer, signature
+from allranks.remote.signature import OURS, Facts, Signature, believable, facts, flatten, indexes_by_mask, infer, signature
 from allranks.remote.tensor import Call, Place, RemoteTensor, form, make, operands
 from allranks.remote.wire import Answer, Ask, Define, Hold, Meta, Order
 
@@ -64,6 +64,7 @@ class Master:
         self._answers: dict[tuple[int, int], Answer] = {}
         self._heard: dict[int, bytearray] = {}
         self._lock = threading.RLock()
+        self._losing = threading.RLock()
         self._number = 0
         self._templates = wire.CALL
         self._programs = _FIRST_PROGRAM
@@ -71,6 +72,7 @@ class Master:
         self._known: dict[Any, tuple[Any, ...]] = {}
         self._links: dict[tuple[int, ...], str] = {}
         self._made = 0
+        self._told: set[tuple[int, int]] = set()  # the faults that have been raised
         self._groups: dict[str, ProcessGroup] = {}
         self.recorder: Any = None
         self.closed = False
@@ -123,7 +125,16 @@ class Master:
         return self._tell(place, key, *known)
 
     def _tell(
-        self, place: Place, key: Any, op: Any, args: Any, kwargs: Any, values: Any, results: Any, resized: Any, checked: Any
+        self,
+        place: Place,
+        key: Any,
+        op: Any,
+        args: Any,
+        kwargs: Any,
+        values: Any,
+        results: Any,
+        resized: Any,
+        checked: Any,
     ) -> Call:
         if self._templates == _MOST_TEMPLATES:
             for each in handles._places:
@@ -146,12 +157,19 @@ class Master:
         name = op if isinstance(op, str) else facts(op).name
         self.put(place, Define(number, name, args, kwargs, metas, checked))
         outputs = sum(each is not None for each in metas)
-        called = Call(number, None if isinstance(op, str) else facts(op), values, results, outputs, resized)
+        called = Call(number, OURS if isinstance(op, str) else facts(op), values, results, outputs, resized)
         place.calls[key] = called
         return called
 
     def prepare(
-        self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], key: Any, place: Place, refs: list[Any], values: list[Any]
+        self,
+        op: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        key: Any,
+        place: Place,
+        refs: list[Any],
+        values: list[Any],
     ) -> Call | Asked:
         """A call that has not been made before on this place, or the result where it cannot be foreseen."""
         self.check(place)
@@ -161,22 +179,24 @@ class Master:
         forms = [form(each, i in about.numbers, about.floats_matter) for i, each in enumerate(args)]
         named = {name: form(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
         trust = self._trusted.get(op)
+        if about.python is not None:
+            return Asked(about.python(*args, **kwargs))
         if about.dynamic or indexes_by_mask(op, args):
             return Asked(self._ask(op, about, args, kwargs, forms, named, place, refs, values)[0])
         foreseen = None
         if trust is not False:
             try:
                 foreseen = self._foresee(op, about, args, kwargs)
-            except Exception:
-                trust = False  # the worker says what is wrong, or does it all the same
-        if trust:
-            assert foreseen is not None
+            except Exception:  # noqa: BLE001 - the worker says what is wrong, or does it all the same
+                trust = False
+        believed = foreseen is not None and believable(about, foreseen[1], args, kwargs)
+        if trust and foreseen is not None and believed:
             return self.define(place, key, op, forms, named, values, *foreseen, False)
         result, seen = self._ask(op, about, args, kwargs, forms, named, place, refs, values)
         if foreseen is None:
             if self._trusted.get(op) is None:
                 self._trusted[op] = False
-        else:
+        elif believed:
             self._trusted[op] = foreseen == seen
         if seen is not None:
             self._known[key] = (op, forms, named, values, *seen, not self._trusted.get(op, False))
@@ -198,7 +218,16 @@ class Master:
         return _arrange(about, counts_of(about, result), metas, changed)
 
     def _ask(
-        self, op: Any, about: Facts, args: Any, kwargs: Any, forms: Any, named: Any, place: Place, refs: Any, values: Any
+        self,
+        op: Any,
+        about: Facts,
+        args: Any,
+        kwargs: Any,
+        forms: Any,
+        named: Any,
+        place: Place,
+        refs: Any,
+        values: Any,
     ) -> tuple[Any, Any]:
         """Has an operator run at once; what it returned, and how that looks."""
         self.refuse_recording(f"{about.name} needs an answer from the workers")
@@ -210,7 +239,7 @@ class Master:
         number = self.next()
         ids = [each.id for each in refs]
         self.put(place, Ask(number, about.name, forms, named, ids, packed, first))
-        said, changed, counts = self.wait(number, first, about.name, raw=True)
+        said, changed, counts = self.wait(number, first, about.name)
         metas = [
             (wire.dtype_of(each[0]), torch.Size(each[1]), tuple(each[2]), *each[3:]) if isinstance(each, list) else each
             for each in said
@@ -249,7 +278,7 @@ class Master:
         self.put(self.places[(place.ranks[0],)], Order(name, number, said))
         return self.wait(number, place.ranks[0], name)
 
-    def wait(self, number: int, rank: int, what: str, raw: bool = False, timeout_s: float | None = None) -> Any:
+    def wait(self, number: int, rank: int, what: str, timeout_s: float | None = None) -> Any:
         """Waits for an answer.
 
         Raises:
@@ -259,30 +288,38 @@ class Master:
         """
         self.outbox.flush()
         with self._lock:
-            deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+            timeout_s = self.timeout_s if timeout_s is None else timeout_s
+            deadline = time.monotonic() + timeout_s
             while (rank, number) not in self._answers:
-                self._hear(rank, deadline, what)
+                self._hear(rank, deadline, timeout_s, what)
             answer = self._answers.pop((rank, number))
         if answer.fault is not None:
-            raise RemoteError.of(answer.fault, line_of(answer.fault.line), raw)
+            self._told.add((answer.fault.rank, answer.fault.serial))
+            raise RemoteError.of(answer.fault, line_of(answer.fault.line), answer.said == "now")
         return answer.said
 
-    def _hear(self, rank: int, deadline: float, what: str) -> None:
+    def _hear(self, rank: int, deadline: float, timeout_s: float, what: str) -> None:
         if rank in self.lost:
             raise WorkerLost(self.lost[rank])
         line, heard = self.lines[rank], self._heard[rank]
+        left = deadline - time.monotonic()
         try:
+            if left < _LOOK_S:
+                line.socket.settimeout(max(left, 1e-3))
             part = line.socket.recv(1 << 18)
         except builtins.TimeoutError:
             if time.monotonic() < deadline:
                 return
             raise TimeoutError(
-                f"{what}: worker {rank} ({line.host}, pid {line.pid}) has not answered for {self.timeout_s:g} s"
+                f"{what}: worker {rank} ({line.host}, pid {line.pid}) has not answered for {timeout_s:g} s"
                 f"{_state(line.pid) if line.host == socket.gethostname() else ''}.\n"
                 "  Longer: init_master_worker(timeout=...)"
             ) from None
         except OSError:
             part = b""
+        finally:
+            if left < _LOOK_S:
+                line.socket.settimeout(_LOOK_S)
         if not part:
             self.lose(rank)
             raise WorkerLost(self.lost[rank])
@@ -292,12 +329,17 @@ class Master:
             self._answers[rank, answer.number] = answer
             del heard[: 4 + length]
 
-    def lose(self, rank: int) -> None:
+    def lose(self, rank: int, how: str | None = None) -> None:
         """A worker is gone: its handles raise `WorkerLost` from now on, and its groups'. Called by any thread."""
-        if rank in self.lost:
-            return
         line = self.lines[rank]
-        how = self.workers.how_ended(rank)
+        if how is None:
+            how = self.workers.how_ended(rank)
+        with self._losing:
+            if rank not in self.lost and self.lines[rank] is line and not self.closed:
+                self._lose(line, how)
+
+    def _lose(self, line: Line, how: str) -> None:
+        rank = line.rank
         self.lost[rank] = f"worker {rank} ({line.host}, pid {line.pid}) is gone{': ' + how if how else ''}"
         self.outbox.lose(self._indices[rank])
         for index, place in enumerate(handles._places):
@@ -305,18 +347,31 @@ class Master:
                 place.calls = Gone(self.lost[rank])
                 if place.index != rank:
                     handles._places[index] = None
-        self._links = {ranks: name for ranks, name in self._links.items() if rank not in ranks}
+        for ranks in [each for each in self._links if rank in each]:
+            name = self._links.pop(ranks)
+            if (group := self._groups.pop(name, None)) is not None:
+                group.abandon()
+            for other in ranks:
+                if other and other not in self.lost:
+                    self.order(self.places[(other,)], "ungroup", name=name)
 
     def check(self, place: Place) -> None:
         """
         Raises:
             WorkerLost: a worker of the place is gone.
         """
+        self._check_open()
+        if isinstance(place.calls, Gone):
+            raise WorkerLost(place.calls.why)
         for rank in place.ranks:
             if rank not in self.lost and self.outbox.failure(self._indices[rank]):
                 self.lose(rank)
             if rank in self.lost:
                 raise WorkerLost(self.lost[rank])
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise WorkerLost("the workers have been shut down")
 
     def refuse_recording(self, why: str) -> None:
         if self.recorder is not None:
@@ -339,7 +394,7 @@ class Master:
 
     def hold(self, place: Place, ref: Any, sig: Signature, dense: torch.Tensor) -> None:
         """Sends a tensor's data."""
-        self.put(place, Hold(ref.id, sig.meta), memoryview(flat(dense).numpy()) if dense.numel() else None)
+        self.put(place, Hold(ref.id, sig.meta), flat(dense).numpy().data if dense.numel() else None)
 
     def item(self, x: RemoteTensor) -> Any:
         self.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
@@ -371,6 +426,9 @@ class Master:
         """The name of a native group of these ranks, where there is none yet a new one."""
         if (name := self._links.get(ranks)) is not None:
             return name
+        for rank in ranks:
+            if rank:
+                self.check(self.places[(rank,)])
         self.refuse_recording("workers meet for the first time")
         self._made += 1
         name = self._links[ranks] = f"{'-'.join(map(str, ranks[:4]))}#{self._made}"
@@ -386,12 +444,13 @@ class Master:
         if rank not in x._place.ranks:
             raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
         place = self.places[(rank,)]
+        self.check(x._place)
         return make(place, x._sig, self.outbox.view(x._ref, place.target), x._off)
 
     def show(self, x: RemoteTensor) -> str:
         """How a handle is printed."""
         if len(x._place.ranks) > 1:
-            each = ",\n".join(f"  worker {rank}: {self.shard(x.detach(), rank)!r}" for rank in x._place.ranks)
+            each = ",\n".join(f"  worker {rank}: {self.shard(x, rank).detach()!r}" for rank in x._place.ranks)
             return f"group tensor(\n{each})"
         inner = repr(self.fetch(x))
         grad = (
@@ -419,7 +478,12 @@ class Master:
         return made
 
     def invoke(
-        self, place: Place, name: str, tensors: Sequence[RemoteTensor], said: Sequence[Any], results: Sequence[Signature] = ()
+        self,
+        place: Place,
+        name: str,
+        tensors: Sequence[RemoteTensor],
+        said: Sequence[Any],
+        results: Sequence[Signature] = (),
     ) -> list[RemoteTensor]:
         """Queues an operation of ours, one of ``orders.OPERATIONS``."""
         key = (name, *said[:3], len(tensors), *(each._sig for each in tensors), *results)
@@ -429,7 +493,7 @@ class Master:
             new = [("new", sig, which, False, 0) for which, sig in enumerate(results)]
             call = self.define(place, key, f"allranks::{name}", forms, {}, [], new, [], False)
         refs = [each._ref for each in tensors]
-        made = place.call(place.target, here(), call.number, refs, call.outputs, None)
+        made: Any = place.call(place.target, here(), call.number, refs, call.outputs, None)
         made = [made] if len(results) == 1 else made or []
         return [make(place, sig, ref) for sig, ref in zip(results, made, strict=True)]
 
@@ -451,17 +515,21 @@ class Master:
         Raises:
             RemoteError: something has failed that nothing has told of yet.
         """
-        places = [place] if place is not None else [self.places[(each,)] for each in self.lines if each not in self.lost]
+        places = (
+            [place] if place is not None else [self.places[(each,)] for each in self.lines if each not in self.lost]
+        )
         asked = []
         for each in places:
             self.check(each)
             number = self.next()
             self.put(each, Order("sync", number, {}))
             asked += [(number, rank) for rank in each.ranks]
-        faults = [fault for number, rank in asked for fault in self.wait(number, rank, "synchronize")]
-        if faults:
-            fault = msgspec.convert(faults[0], wire.Fault)
-            raise RemoteError.of(fault, line_of(fault.line), False, len(faults) - 1)
+        said = [fault for number, rank in asked for fault in self.wait(number, rank, "synchronize")]
+        faults = [msgspec.convert(each, wire.Fault) for each in said]
+        new = [each for each in faults if (each.rank, each.serial) not in self._told]
+        self._told -= {(each.rank, each.serial) for each in faults}
+        if new:
+            raise RemoteError.of(new[0], line_of(new[0].line), False, len(new) - 1)
 
     # What users call.
 
@@ -475,6 +543,7 @@ class Master:
             UsageError: there are no such workers, or too many groups.
             WorkerLost: one of them is gone.
         """
+        self._check_open()
         wanted = tuple(ranks)
         if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(self.lines):
             raise UsageError(f"group: expected ranks of workers, 1 to {max(self.lines)}, each once, not {list(ranks)}")
@@ -482,7 +551,9 @@ class Master:
         if place is None or len(wanted) == 1 or isinstance(place.calls, Gone):
             free = [each for each in range(_LAST_INDEX, max(self.lines), -1) if handles._places[each] is None]
             if not free:
-                raise UsageError(f"group: there are {_LAST_INDEX - max(self.lines)} groups, and torch knows no more devices")
+                raise UsageError(
+                    f"group: there are {_LAST_INDEX - max(self.lines)} groups, and torch knows no more devices"
+                )
             place = self.place(wanted, free[0]) if len(wanted) > 1 else self.places[wanted]
         self.check(place)
         return Group(place)
@@ -503,18 +574,23 @@ class Master:
         return handles.place_of(torch.device("worker", on) if isinstance(on, int) else torch.device(on))
 
     def respawn(self, rank: int) -> None:
-        """Starts a worker in a lost one's place. What was on it is lost; handles of it go on to raise `WorkerLost`.
+        """Starts a new worker in one's place, which is killed if it still lives.
+
+        What was on it is lost: its handles, and its groups', go on to raise `WorkerLost`.
 
         Raises:
-            UsageError: it is not lost, or was started by others.
+            UsageError: there is no such worker, or others have started it and nobody is there who could again.
+            ConfigError: it ended while it was started.
+            JoinError: it did not come in time.
+
+        Cost:
+            a start of Python and an import of torch.
         """
+        self._check_open()
         if rank not in self.lines:
             raise UsageError(f"respawn: there is no worker {rank}; there are 1 to {max(self.lines)}")
-        place = self.places[(rank,)]
-        if rank not in self.lost and self.outbox.failure(self._indices[rank]):
-            self.lose(rank)
         if rank not in self.lost:
-            raise UsageError(f"respawn: {place} is alive; respawn() is for one that is lost")
+            self.lose(rank, "its place is taken by another")
         self.admit(self.workers.respawn(rank))
 
     @property

@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -35,6 +36,8 @@ from allranks._network import machine, nearest_first, published_addresses
 from allranks._rendezvous import Member, this_member
 from allranks._store import Store, StoreClient, StoreServer, load_secret
 from allranks.launch.hosts.door import Door, dial, store_secret
+from allranks.launch.messages import Again
+from allranks.launch.ranks.rank import this_rank
 from allranks.launch.ranks.target import MASTER
 from allranks.launch.spread import is_here
 from allranks.remote.board import Board
@@ -48,6 +51,7 @@ __all__ = ["Line", "Post", "Workers", "attend", "gather_workers", "serve_here"]
 SERVE = "allranks.remote.worker:serve"
 
 _TIMEOUT_S = 300.0
+_RESPAWN_S = 60.0
 _GRACE_S = 1.0  # from the end of its line to that of a worker that does not notice
 _LOOK_S = 0.1
 _HELLO_S = 10.0
@@ -169,8 +173,10 @@ class Workers:
         on_lost: called with a worker's rank, in another thread, when it is gone.
     """
 
-    def __init__(self, house: _House, lines: list[Line], crew: Crew | None) -> None:
+    def __init__(self, house: _House, lines: list[Line], crew: Crew | None, welcome: _Welcome) -> None:
         self.lines = lines
+        self._welcome = welcome
+        self._new: deque[Line] = deque()  # to be watched
         self.on_lost: Callable[[int], None] | None = None
         self._house = house
         self._crew = crew
@@ -178,6 +184,7 @@ class Workers:
         self._lost: set[int] = set()
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._changed = threading.Condition()
         self._watcher = threading.Thread(target=self._watch, name="allranks-lines", daemon=True)
         self._watcher.start()
         atexit.register(self.close)
@@ -190,10 +197,56 @@ class Workers:
         """How a worker's process ended, as ``killed by signal 9 (SIGKILL)`` or ``exit code 3``; "" if not known."""
         if self._crew is None:
             return ""
-        until = time.monotonic() + (_KNOWN_S if rank in self._lost else 0.0)
+        until = time.monotonic() + _KNOWN_S
         while rank not in self._crew.ended and time.monotonic() < until:
             time.sleep(_LOOK_S / 10)
         return describe_end(self._crew.ended[rank]) if rank in self._crew.ended else ""
+
+    def respawn(self, rank: int, timeout_s: float = _RESPAWN_S) -> Line:
+        """Starts a new worker in the place of one, which is killed if it still lives.
+
+        Args:
+            rank: the worker's.
+            timeout_s: how long to wait for it.
+
+        Returns:
+            The connection with it, which also takes the old one's place in ``lines``.
+
+        Raises:
+            UsageError: there is no such worker, or nobody is there who could start one.
+            ConfigError: it ended while it was started.
+            JoinError: it did not come in time.
+
+        Cost:
+            a start of python and an import of torch.
+        """
+        if not isinstance(rank, int) or not 1 <= rank <= len(self.lines):
+            raise UsageError(f"respawn: rank {rank!r} is no worker; expected 1 to {len(self.lines)}")
+        launched = this_rank()
+        if self._crew is None and (launched is None or launched.target.mode != "master"):
+            raise UsageError(
+                f"respawn: rank {rank} was started neither by this process (workers=, hosts=) nor by"
+                " allranks run --mode master, and nobody is there who could start it.\n  Start the job again"
+            )
+        until = time.monotonic() + timeout_s
+        old = self.lines[rank - 1]
+        with contextlib.suppress(OSError):  # it is gone
+            old.socket.shutdown(socket.SHUT_RDWR)
+        with self._changed:
+            self._changed.wait_for(lambda: rank in self._lost)
+        old.socket.close()
+        self._house.board.admit(rank)
+        if self._crew is not None:
+            self._crew.respawn(rank, until)
+        else:
+            assert launched is not None
+            launched.want(Again(rank, {MASTER: msgspec.json.encode(self._house.spot).decode()}))
+        line = self._house.gather([rank], until, self._welcome, self._crew)[0]
+        self.lines[rank - 1] = line
+        self._lost.discard(rank)
+        self._new.append(line)
+        os.eventfd_write(self._wake, 1)
+        return line
 
     def close(self) -> None:
         """Ends all workers: asks them, waits a moment, and kills those that this process has started. Idempotent."""
@@ -201,7 +254,8 @@ class Workers:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        _workers = None
+        if _workers is self:
+            _workers = None
         atexit.unregister(self.close)
         os.eventfd_write(self._wake, 1)
         self._watcher.join()
@@ -216,23 +270,32 @@ class Workers:
         """In a forked child: the workers are the parent's."""
         for line in self.lines:
             line.socket.close()
+        self._house.abandon()
+        if self._crew is not None:
+            self._crew.abandon()
 
     def _watch(self) -> None:
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        watched = {line.socket.fileno(): line for line in self.lines}
-        for fd in watched:
-            poll.register(fd, select.POLLRDHUP)
-        while True:
+        watched: dict[int, Line] = {}
+        self._new.extend(self.lines)
+        while not self._closed:
+            while self._new:
+                line = self._new.popleft()
+                watched[line.socket.fileno()] = line
+                poll.register(line.socket, select.POLLRDHUP)
             for fd, _ in poll.poll():
                 if fd == self._wake:
-                    return
-                poll.unregister(fd)
-                self._lose(watched.pop(fd))
+                    os.eventfd_read(self._wake)
+                else:
+                    poll.unregister(fd)
+                    self._lose(watched.pop(fd))
 
     def _lose(self, line: Line) -> None:
-        self._lost.add(line.rank)
         self._house.board.lose(line.rank, f"{line} is gone")
+        with self._changed:
+            self._lost.add(line.rank)
+            self._changed.notify_all()
         if self.on_lost is not None:
             self.on_lost(line.rank)
 
@@ -332,7 +395,9 @@ def _gather_ranks(init_method: str | None, timeout_s: float, device: str, serve:
             house = _House(meeting.members[0], far, derived=far)
             try:
                 meeting.store.set("master", msgspec.json.encode(house.spot))
-                return Workers(house, house.gather(timeout_s, device, serve), None)
+                welcome = _Welcome(device, serve)
+                lines = house.gather(range(1, meeting.world_size), time.monotonic() + timeout_s, welcome)
+                return Workers(house, lines, None, welcome)
             except BaseException:
                 house.close()
                 raise
@@ -353,7 +418,8 @@ def _gather_crew(hosts: Sequence[Slots], timeout_s: float, device: str, threads:
     crew = Crew(hosts, environ, threads, timeout_s)
     try:
         crew.start()
-        return Workers(house, house.gather(timeout_s, device, serve, crew), crew)
+        welcome = _Welcome(device, serve)
+        return Workers(house, house.gather(range(1, size), time.monotonic() + timeout_s, welcome, crew), crew, welcome)
     except BaseException:
         house.close()
         crew.close()
@@ -373,44 +439,41 @@ class _House:
         salt = secrets.token_hex(16)
         token = store_secret(load_secret(), salt) if derived else secrets.token_hex(32).encode()
         name = f"allranks-{secrets.token_hex(16)}"
-        self._server = StoreServer.unix(token).start()
-        self._door: Door | None = None
-        try:
+        with contextlib.ExitStack() as opened:
+            self._server = opened.enter_context(StoreServer.unix(token).start())
             stores = self._server.listen_to_other_hosts() if far else []
             addresses = published_addresses() if far else ()
             self._door = Door(addresses, 0, token, name)
+            opened.callback(self._door.close)
             self.board = Board(StoreClient.connect(self._server.address, token), me)
+            opened.callback(self.board.close)
             self.board.enter()
-        except BaseException:
-            self.close()
-            raise
-        self._size = me.world_size
+            self._opened = opened.pop_all()
         self.spot = Spot(
-            *(me.machine, self._server.address, name, tuple(stores), addresses, self._door.port, self._size),
+            *(me.machine, self._server.address, name, tuple(stores), addresses, self._door.port, me.world_size),
             "" if derived else token.decode(),
             salt,
         )
 
-    def gather(self, timeout_s: float, device: str, serve: str, crew: Crew | None = None) -> list[Line]:
-        """Lets all workers in.
+    def gather(self, ranks: Sequence[int], until: float, welcome: _Welcome, crew: Crew | None = None) -> list[Line]:
+        """Lets these workers in.
 
         Raises:
             ConfigError: one cannot work; says why.
             JoinError: some did not come in time.
         """
-        assert self._door is not None
-        until = time.monotonic() + timeout_s
+        began = time.monotonic()
         lines: dict[int, Line] = {}
         ready = False
         try:
-            while missing := [rank for rank in range(1, self._size) if rank not in lines]:
+            while missing := [rank for rank in ranks if rank not in lines]:
                 if time.monotonic() > until:
                     raise JoinError(
-                        f"init_master_worker: {rank_list(missing)} of {self._size} did not come in {timeout_s:.1f} s."
+                        f"init_master_worker: {rank_list(missing)} did not come in {until - began:.1f} s."
                         "\n  Look at their output.    Longer: init_master_worker(timeout=...)"
                     )
                 _raise_trouble(crew, missing)
-                lines |= self.let_in(_Welcome(device, serve), missing)
+                lines |= self.let_in(welcome, missing)
             for line in lines.values():
                 if trouble := _await_ready(line, until):
                     raise ConfigError(f"init_master_worker: {line}: {trouble}")
@@ -423,7 +486,6 @@ class _House:
 
     def let_in(self, welcome: _Welcome, missing: Sequence[int]) -> dict[int, Line]:
         """Who has come through the door; waits a moment for somebody to do so."""
-        assert self._door is not None
         found: dict[int, Line] = {}
         select.select([self._door.wake], [], [], _LOOK_S)
         for sock in self._door.take():
@@ -440,10 +502,11 @@ class _House:
 
     def close(self) -> None:
         """Closes all of it."""
-        if hasattr(self, "board"):
-            self.board.close()
-        if self._door is not None:
-            self._door.close()
+        self._opened.close()
+
+    def abandon(self) -> None:
+        """In a forked child: closes what is the parent's."""
+        self._door.abandon()
         self._server.close()
 
 
@@ -505,7 +568,7 @@ def _enter(spot: Spot, me: Member, local_rank: int, timeout_s: float) -> Post:
     board = Board(_reach(spot, near, secret, timeout_s), me)
     board.enter()
     hosts = nearest_first(spot.addresses)
-    sock = dial([(f"@{spot.door}", 0)] if near else [(host, spot.port) for host in hosts], secret, until)
+    sock = dial([(f"@{spot.door}", 0)] if near else [(host, spot.port) for host in hosts], secret, until, whom="master")
     try:
         _say(sock, _Hello(me))
         welcome = _receive(sock, _Welcome, until)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 
 from allranks._types import ReduceOp
 from allranks.remote import wire
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from allranks.remote.worker import Interpreter
 
 __all__ = ["OPERATIONS", "ORDERS", "Shop"]
+
 
 class Shop:
     """What orders work with: the groups of this worker, its clocks."""
@@ -62,18 +63,25 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def spread(
-    worker: Interpreter, data: memoryview, link: str, root: int, id: int, meta: wire.Meta, sends: bool, outputs: list[int]
+    worker: Interpreter,
+    data: memoryview,
+    link: str,
+    root: int,
+    id: int,
+    meta: wire.Meta,
+    sends: bool,
+    outputs: list[int],
 ) -> None:
     """A tensor of one worker to all of a group; the sender may be none of them."""
     held = worker.slots[id] if sends else None
     dtype, shape, strides, *_ = meta
     made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
-    if sends and type(held) is not Poison:
+    if isinstance(held, torch.Tensor):
         made = held.clone()
     if link:
         group = worker.shop.groups[link]
         _agree(group, held)
-        group.broadcast(_flat(made) if sends else _flat(made), root)
+        group.broadcast(_flat(made), root)
     elif type(held) is Poison:
         raise Spoilt(held.fault)
     for each in outputs:
@@ -104,7 +112,7 @@ def group(worker: Interpreter, data: memoryview, name: str, ranks: Sequence[int]
 
 def ungroup(worker: Interpreter, data: memoryview, name: str) -> None:
     if (made := worker.shop.groups.pop(name, None)) is not None:
-        made.close()  # type: ignore[attr-defined]
+        made.close()
 
 
 def mark(worker: Interpreter, data: memoryview, event: int) -> None:
@@ -151,10 +159,10 @@ def start(worker: Interpreter, data: memoryview, call: int, function: int, tenso
             raise Spoilt(made)
         with torch.enable_grad():
             outcome = made(*args, **kwargs)
-        worker.shop.outcomes[call] = tree_flatten(outcome)
+        worker.shop.outcomes[call] = (outcome,)
     except Spoilt as spoilt:
         worker.shop.outcomes[call] = spoilt.fault
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, who asks for the result is told
         worker.shop.outcomes[call] = worker.fault("remote function", error)
 
 
@@ -164,13 +172,18 @@ def result(worker: Interpreter, data: memoryview, call: int) -> Any:
     if isinstance(outcome, wire.Fault):
         del worker.shop.outcomes[call]
         raise Spoilt(outcome)
-    leaves, spec = outcome
-    tensors = [each.detach() for each in leaves if isinstance(each, torch.Tensor)]
-    worker.keep([each.to(worker.device) for each in tensors])
-    others = [None if isinstance(each, torch.Tensor) else each for each in leaves]
-    where = [at for at, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+
+    def stay(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return each
+        tensors.append(each.detach().to(worker.device))
+        return Given(len(tensors) - 1)
+
+    pickled = cloudpickle.dumps(tree_map(stay, outcome[0]))
+    worker.keep(tensors)
     del worker.shop.outcomes[call]
-    return [[worker.describe(each) for each in tensors], where, cloudpickle.dumps((others, spec))]
+    return [[worker.describe(each) for each in tensors], pickled]
 
 
 def drop(worker: Interpreter, data: memoryview, call: int) -> None:
@@ -179,6 +192,7 @@ def drop(worker: Interpreter, data: memoryview, call: int) -> None:
 
 
 # Operations between workers. Whoever is to take part in one and has only poison says so first: the others would wait.
+
 
 def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> None:
     """Sends a tensor without gaps to a link's other end."""
@@ -194,8 +208,15 @@ def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> N
 
 
 def recv(
-    worker: Interpreter, tensors: Sequence[Any], link: str, peer: int, dtype: str, shape: list[int], strides: list[int], numel: int
-) -> torch.Tensor:  # fmt: skip
+    worker: Interpreter,
+    tensors: Sequence[Any],
+    link: str,
+    peer: int,
+    dtype: str,
+    shape: list[int],
+    strides: list[int],
+    numel: int,
+) -> torch.Tensor:
     """Receives one."""
     group = worker.shop.groups[link]
     status = torch.empty(2, dtype=torch.int64)
@@ -242,7 +263,8 @@ def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], An
             continue
         whole = torch.cat([each.reshape(-1) for each in alike])
         move(whole)
-        for each, part in zip(alike, whole.split([each.numel() for each in alike]), strict=True):
+        parts = torch.split_with_sizes(whole, [each.numel() for each in alike])
+        for each, part in zip(alike, parts, strict=True):
             each.copy_(part.view(each.shape))
 
 
@@ -289,5 +311,23 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], bool]] = {
 
 ORDERS: dict[str, Callable[..., Any]] = {
     each.__name__: each
-    for each in (sync, item, fetch, spread, seed, state, set_state, group, ungroup, mark, marked, memory, alias, function, start, result, drop)
+    for each in (
+        sync,
+        item,
+        fetch,
+        spread,
+        seed,
+        state,
+        set_state,
+        group,
+        ungroup,
+        mark,
+        marked,
+        memory,
+        alias,
+        function,
+        start,
+        result,
+        drop,
+    )
 }

@@ -8,6 +8,7 @@ Python it is on ``worker:R``.
 
 from __future__ import annotations
 
+import copy
 import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -71,7 +72,9 @@ class Call:
 
     __slots__ = ("known", "many", "number", "only", "outputs", "pack", "resized", "results", "shift", "view")
 
-    def __init__(self, number: int, known: Facts, values: Sequence[Any], results: list[Any], outputs: int, resized: Any):
+    def __init__(
+        self, number: int, known: Facts, values: Sequence[Any], results: list[Any], outputs: int, resized: Any
+    ):
         self.number = number
         self.known = known
         self.outputs = outputs
@@ -110,7 +113,7 @@ class RemoteTensor(torch.Tensor):
     """A tensor whose data is on a worker, or on each worker of a group."""
 
     __slots__ = ("_off", "_place", "_ref", "_sig")
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     _ref: Any
     _sig: Signature
@@ -118,7 +121,9 @@ class RemoteTensor(torch.Tensor):
     _off: int
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return dispatch(func, args, kwargs)
 
     @property
@@ -127,8 +132,10 @@ class RemoteTensor(torch.Tensor):
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As `torch.Tensor.to`; to another worker directly, not through the master."""
+        copy = kwargs.pop("copy", False)
+        if len(args) > 1 and type(args[-1]) is bool and len(args) == (3 if isinstance(args[0], torch.Tensor | torch.dtype) else 4):
+            *args, copy = args  # type: ignore[assignment]
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-        copy = kwargs.get("copy", any(each is True for each in args[2:])) if kwargs or len(args) > 2 else False
         if device is not None and device.type == "worker":
             device = torch.device("worker", self._place.master.index_of(device))
         if (
@@ -165,7 +172,7 @@ class RemoteTensor(torch.Tensor):
         raise BufferError(f"the data is on {self._place}: use Tensor.cpu() first")
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @data.setter
@@ -182,16 +189,13 @@ class RemoteTensor(torch.Tensor):
         """One worker's tensor of a group's: the same memory, on device ``worker:rank``."""
         return self._place.master.shard(self, rank)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return self._place.master.show(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # As torch saves tensors of devices that have no storage here.
         plain = self.detach().cpu()
         rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
-        if isinstance(self, torch.nn.Parameter):
-            made = (rebuild, (plain, self.dtype, str(self.device), self.requires_grad))
-            return (torch._utils._rebuild_parameter, (made[0](*made[1]), self.requires_grad, {})) if False else made
         return (rebuild, (plain, self.dtype, str(self.device), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -199,7 +203,8 @@ class RemoteTensor(torch.Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+                " at the moment."
             )
         with torch.no_grad():
             made: Any = self.detach().clone()
@@ -208,7 +213,7 @@ class RemoteTensor(torch.Tensor):
             else:
                 made.requires_grad_(self.requires_grad)
             if self.grad is not None:
-                made.grad = self.grad.__deepcopy__(memo)
+                made.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = made
         return made
 
@@ -271,8 +276,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     values: list[Any] = []
     place: Place | None = None
     try:
-        position = 0
-        for value in args:
+        for position, value in enumerate(args):
             kind = type(value)
             if kind is RemoteTensor:
                 key.append(value._sig)
@@ -283,29 +287,27 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
                 key.append(None)
             else:
                 place = _scan(value, kind, key, refs, values, place, position in known.numbers, known.floats_matter)
-            position += 1
         if kwargs:
             for name, value in kwargs.items():
                 key.append(name)
-                place = _scan(
-                    value, type(value), key, refs, values, place, name in known.numbers, known.floats_matter
-                )
+                place = _scan(value, type(value), key, refs, values, place, name in known.numbers, known.floats_matter)
     except _Plain:
         return run(op, *_lift(op, args, kwargs or {}))
     if place is None:
         raise NotImplementedError(f"{known.name} without an operand on a worker")
     call = place.calls.get(tuple(key))
     if call is None:
-        call = place.master.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)
-        if type(call) is not Call:
-            return call.result  # it had to be asked for
+        prepared = place.master.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)
+        if not isinstance(prepared, Call):
+            return prepared.result  # it had to be asked for
+        call = prepared
     if call.resized:
         _unshare(call, args, kwargs or {}, refs)
     try:
-        made = place.call(
-            place.target, here(), call.number, refs, call.outputs, call.pack(*values) if values else None
-        )
-    except ValueError:
+        made = place.call(place.target, here(), call.number, refs, call.outputs, call.pack(*values) if values else None)
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
         raise _apart(known.name, args, kwargs or {}) from None
     only = call.only
     if only is not None:
@@ -407,7 +409,8 @@ def _apart(name: str, args: Any, kwargs: Any) -> RuntimeError:
         if where is not None and where not in found:
             found.append(where)
     return RuntimeError(
-        f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(found)}! ({name})"
+        "Expected all tensors to be on the same device, "
+        f"but found at least two devices, {' and '.join(found)}! ({name})"
     )
 
 
@@ -426,6 +429,11 @@ def _unshare(call: Call, args: Any, kwargs: Any, refs: list[Any]) -> None:
 def operands(args: Any, kwargs: Any) -> list[RemoteTensor]:
     """The handles in a call, in order."""
     return [each for each in flatten([*args, *(kwargs or {}).values()]) if isinstance(each, RemoteTensor)]
+
+
+def _only(call: Call) -> Signature:
+    assert call.only is not None
+    return call.only
 
 
 # What is not simply queued.
@@ -493,6 +501,11 @@ def _copy_from(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _copy(aten.copy_.default, (args[1], args[0]), {})
 
 
+@special(aten._efficientzerotensor.default)
+def _zeros(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return run(aten.zeros.default, args, kwargs)  # zeros without memory are of autograd's own, not to be sent or shown
+
+
 @special(aten.is_pinned.default)
 def _is_pinned(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return False
@@ -515,14 +528,17 @@ def _select(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         del shape[dim], strides[dim]
         looks = signature(sig.dtype, shape, strides, sig.bits)
         forms = [["t"], ["c", dim], ["i"]]
-        call = place.master.define(place, (op, sig, dim), op, forms, {}, [index], [("new", looks, 0, True, 0)], [], False)
+        call = place.master.define(
+            place, (op, sig, dim), op, forms, {}, [index], [("new", looks, 0, True, 0)], [], False
+        )
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(index))
-    return make(place, call.only, made, x._off + index * sig.strides[dim])
+    return make(place, _only(call), made, x._off + index * sig.strides[dim])
 
 
 @special(aten.slice.Tensor)
 def _slice(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    defaults: tuple[Any, ...] = (0, None, None, 1)
+    x, dim, start, end, step = (*args, *defaults[len(args) - 1 :])
     sig = x._sig
     if not -len(sig.shape) <= dim < len(sig.shape) or step <= 0:
         return op(sig.on_meta(), dim, start, end, step)  # which raises
@@ -539,7 +555,7 @@ def _slice(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         forms = [["t"], ["c", dim], ["i"], ["i"], ["c", step]]
         call = place.master.define(place, key, op, forms, {}, [start, end], [("new", looks, 0, True, 0)], [], False)
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(start, end))
-    return make(place, call.only, made, x._off + start * sig.strides[dim])
+    return make(place, _only(call), made, x._off + start * sig.strides[dim])
 
 
 @special(aten.as_strided.default)
@@ -554,7 +570,7 @@ def _as_strided(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         forms = [["t"], wire.encode(size), wire.encode(strides), ["i"]]
         call = place.master.define(place, key, op, forms, {}, [offset], [("new", looks, 0, False, 0)], [], False)
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(offset))
-    return make(place, call.only, made, offset)
+    return make(place, _only(call), made, offset)
 
 
 @special(aten.set_.source_Tensor)

@@ -14,7 +14,8 @@ import msgspec
 import torch
 
 __all__ = [
-    "CALL", "CONJ", "FREE", "HEAD", "LINE", "MESSAGE", "NEG", "SMALL", "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
+    "CALL", "CONJ", "FREE", "HEAD", "LINE", "MESSAGE", "NEG", "SMALL",
+    "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
     "bits_of", "decode", "dtype_of", "encode", "pack", "pack_fault", "unpack", "unpack_fault",
 ]  # fmt: skip
 
@@ -39,7 +40,12 @@ CONJ, NEG = 1, 2
 
 
 class Define(msgspec.Struct, tag="define", array_like=True):
-    """A template. Its results: None nothing is kept, a meta a new tensor; `checked`: compare with the metas each time."""
+    """A template.
+
+    Attributes:
+        results: for each value returned: a meta where it is a new tensor, None where nothing is kept.
+        checked: compare with the metas each time, not only the first.
+    """
 
     number: int
     op: str
@@ -92,9 +98,13 @@ class Program(msgspec.Struct, tag="program", array_like=True):
 
 
 class Fault(msgspec.Struct, array_like=True):
-    """What went wrong on a worker: the operation, the master's line (by number), the error and its traceback."""
+    """What went wrong on a worker: the operation, the master's line (by number), the error and its traceback.
+
+    `serial` tells it from the worker's others, as it is told of wherever it has spread to.
+    """
 
     rank: int
+    serial: int
     op: str
     line: int
     kind: str

@@ -47,7 +47,7 @@ def describe(tensor: torch.Tensor) -> Meta:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided:
         raise TypeError(f"the result is {tensor.layout}: only strided tensors can live on a worker")
-    return (dtype, list(tensor.shape), list(tensor.stride()), tensor.storage_offset(), wire.bits_of(tensor))
+    return (dtype, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()), wire.bits_of(tensor))
 
 
 def flatten(result: Any) -> list[Any]:
@@ -82,6 +82,7 @@ class Interpreter:
         self.shop = shop
         self._say = say
         self._line = 0
+        self._faults = 0
         self._asked: list[Any] = []
         self._table: dict[int, _Template] = {}
         self._encode = msgspec.msgpack.Encoder().encode
@@ -98,7 +99,7 @@ class Interpreter:
                     return at
                 try:
                     template.run(slots, buffer, at + 2)
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - it goes to whoever uses the result
                     self._fail(template, slots, buffer, at + 2, error)
                 at = after
             elif number == wire.FREE:
@@ -138,7 +139,8 @@ class Interpreter:
     def fault(self, name: str, error: BaseException) -> Fault:
         """What went wrong, from an exception."""
         frames = traceback.format_exception(error)
-        return Fault(self.rank, name, self._line, type(error).__name__, str(error), "".join(frames))
+        self._faults += 1
+        return Fault(self.rank, self._faults, name, self._line, type(error).__name__, str(error), "".join(frames))
 
     def take(self, id: int) -> torch.Tensor:
         """A tensor by its id.
@@ -186,7 +188,10 @@ class Interpreter:
         message, data = wire.unpack(payload)
         match message:
             case Define():
-                self._table[message.number] = self._compile(message)
+                try:
+                    self._table[message.number] = self._compile(message)
+                except Exception as error:  # noqa: BLE001 - whoever calls it hears of it
+                    self._table[message.number] = self._refuse(message, error)
             case Ask():
                 self._ask(message)
             case Hold(id, (dtype, shape, strides, _, _)):
@@ -211,11 +216,10 @@ class Interpreter:
             result = ORDERS[name](self, data, **said)
         except Spoilt as spoilt:
             if number:
-                self._heard(spoilt.fault)
                 self.answer(number, None, spoilt.fault)
             for each in said.get("outputs", ()):
                 self.slots[each] = Poison(spoilt.fault)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the master raises it
             fault = self.fault(name, error)
             if number:
                 self.answer(number, None, fault)
@@ -232,20 +236,15 @@ class Interpreter:
         finally:
             self._line = line
 
-    def _heard(self, fault: Fault) -> None:
-        if fault in self.unheard:
-            self.unheard.remove(fault)
-
     def _ask(self, ask: Ask) -> None:
         """Runs an operator whose results only the data can tell."""
-        op = self._resolve(ask.op)
-        inputs = [self.slots.get(each) for each in ask.inputs]
-        changes = _changes(op, ask.args, ask.kwargs)
+        inputs: list[Any] = [self.slots.get(each) for each in ask.inputs]
         poison = next((each for each in inputs if type(each) is Poison), None)
         said: Any = None
         if poison is None:
             tensors, numbers = iter(inputs), iter(_numbers(ask.args, ask.kwargs, ask.values))
             try:
+                op = self._resolve(ask.op)
                 args = [self._value(form, tensors, numbers) for form in ask.args]
                 kwargs = {name: self._value(form, tensors, numbers) for name, form in ask.kwargs.items()}
                 with torch.no_grad():
@@ -255,15 +254,12 @@ class Interpreter:
                 counts = [len(each) if isinstance(each, list | tuple) else -1 for each in values]
                 results = flatten(result) if returns else []
                 metas = [describe(each) if isinstance(each, torch.Tensor) else each for each in results]
-                said = [metas, {each: describe(inputs[each]) for each in changes}, counts]
+                said = [metas, {each: describe(inputs[each]) for each in _changes(op, ask.args, ask.kwargs)}, counts]
                 self._asked = results
-            except Exception as error:
-                # Nothing depends on it: the master raises it at once, where it was called.
-                self.answer(ask.number, None, self.fault(ask.op, error)) if ask.first == self.rank else None
+            except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
+                self.answer(ask.number, "now", self.fault(ask.op, error)) if ask.first == self.rank else None
                 return
         if ask.first == self.rank:
-            if poison:
-                self._heard(poison.fault)
             self.answer(ask.number, said, poison.fault if poison else None)
 
     def _resolve(self, name: str) -> Any:
@@ -311,7 +307,8 @@ class Interpreter:
         names = [*ids, *outputs, *(f"n{each}" for each in range(len(codes)))]
         taken = f"{', '.join(names)}, = unpack(B, at)" if names else ""
         call = f"op({', '.join(args)})"
-        single = len(define.results) == 1 and outputs
+        listed = not isinstance(op, functools.partial) and any(_is_list(each) for each in op._schema.returns)
+        single = len(define.results) == 1 and outputs and not listed
 
         def function(checked: bool) -> Callable[[Slots, Any, int], None]:
             lines = [taken] if taken else []
@@ -323,7 +320,9 @@ class Interpreter:
                 lines.append(f"r = flatten({call})")
                 for each, meta in enumerate(define.results):
                     if meta is not None:
-                        lines.append(f"S[o{each}] = settle(r[{each}], {each}, R)" if checked else f"S[o{each}] = r[{each}]")
+                        lines.append(
+                            f"S[o{each}] = settle(r[{each}], {each}, R)" if checked else f"S[o{each}] = r[{each}]"
+                        )
             own = {**space, "R": define.results}
             exec(f"def run(S, B, at):\n  {(chr(10) + '  ').join(lines)}", own)
             return own["run"]  # type: ignore[no-any-return]
@@ -340,15 +339,26 @@ class Interpreter:
 
         return made._replace(run=first)
 
+    def _refuse(self, define: Define, error: Exception) -> _Template:
+        """Stands for a template that this worker cannot make: it may have another torch than the master."""
+        forms = [*define.args, *define.kwargs.values()]
+        inputs, outputs = sum(map(_count, forms)), sum(each is not None for each in define.results)
+        nbytes = struct.calcsize(f"<{inputs + outputs}I{''.join(map(_codes, forms))}")
+
+        def run(slots: Slots, buffer: Any, at: int) -> None:
+            raise error
+
+        return _Template(define.op, inputs, outputs, nbytes, (), run)
+
     def _settle(self, result: Any, which: int, metas: list[Meta]) -> Any:
         """Sees to it that a result is what the master believes it to be."""
-        dtype, shape, strides, _ = metas[which]
+        dtype, shape, strides, _, bits = metas[which]
         if not isinstance(result, torch.Tensor):
             raise TypeError(f"result {which} is {result!r}, where the master expects a tensor")
-        if list(result.stride()) == strides and list(result.shape) == shape:
-            if str(result.dtype) == f"torch.{dtype}":
-                return result
-        if list(result.shape) != shape or str(result.dtype) != f"torch.{dtype}" or result._is_view():
+        same = list(result.shape) == shape and str(result.dtype) == f"torch.{dtype}"
+        if same and list(result.stride()) == strides and wire.bits_of(result) == bits:
+            return result
+        if not same or bits or result._is_view():
             raise RuntimeError(
                 f"result {which} is {describe(result)}, where the master expects {metas[which]}: "
                 "please report this operator"
@@ -385,7 +395,8 @@ def _changes(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int
     schema = op._schema
     by_name = {each.name: each for each in schema.arguments}
     given = [*zip(schema.arguments, args, strict=False), *((by_name[name], form) for name, form in kwargs.items())]
-    found, seen = [], 0
+    found: list[int] = []
+    seen = 0
     for argument, form in given:
         count = _count(form)
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -394,15 +405,20 @@ def _changes(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int
     return found
 
 
+def _is_list(returned: Any) -> bool:
+    return str(returned.type).startswith("List")
+
+
 def _count(form: Form) -> int:
     return sum(map(_count, form[1:])) if form[0] == "l" else int(form[0] == "t")
 
 
 def _numbers(args: Sequence[Form], kwargs: dict[str, Form], values: bytes) -> tuple[Any, ...]:
-    def codes(form: Form) -> str:
-        return "".join(map(codes, form[1:])) if form[0] == "l" else _NUMBERS.get(form[0], "")
+    return struct.unpack("<" + "".join(map(_codes, [*args, *kwargs.values()])), values)
 
-    return struct.unpack("<" + "".join(map(codes, [*args, *kwargs.values()])), values)
+
+def _codes(form: Form) -> str:
+    return "".join(map(_codes, form[1:])) if form[0] == "l" else _NUMBERS.get(form[0], "")
 
 
 def serve(post: Post) -> None:

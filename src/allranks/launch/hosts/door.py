@@ -106,6 +106,11 @@ class Door:
             sock.close()
         os.close(self.wake)
 
+    def abandon(self) -> None:
+        """In a forked child: closes what is the parent's."""
+        for listener in self._listeners:
+            listener.close()
+
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed:
             try:
@@ -148,9 +153,14 @@ class Door:
 
 
 def dial(
-    targets: Sequence[tuple[str, int]], secret: bytes, until: float, on_wait: Callable[[str], None] = lambda last: None
+    targets: Sequence[tuple[str, int]],
+    secret: bytes,
+    until: float,
+    on_wait: Callable[[str], None] = lambda last: None,
+    *,
+    whom: str = "launcher",
 ) -> socket.socket:
-    """Goes to a launcher's door; tries until it opens.
+    """Goes to a launcher's door, or a master's; tries until it opens.
 
     Args:
         targets: hosts and ports where it may be; the first that opens is taken. A host that begins with ``@`` is the
@@ -158,6 +168,7 @@ def dial(
         secret: what both must know.
         until: when to give up (``time.monotonic``).
         on_wait: called once with what was last wrong, where it takes long.
+        whom: how errors call who is looked for.
 
     Raises:
         SecretError: the launcher knows another secret.
@@ -182,7 +193,8 @@ def dial(
             return sock
         if time.monotonic() >= until:
             where = ", ".join(f"{address}:{port}" for address, port in targets)
-            raise ConfigError(f"found no launcher at {where} (last: {trouble}; longer: --join-timeout)")
+            longer = "; longer: --join-timeout" if whom == "launcher" else ""
+            raise ConfigError(f"found no {whom} at {where} (last: {trouble}{longer})")
         if time.monotonic() >= told_at:
             told_at = math.inf
             on_wait(trouble)

@@ -24,6 +24,8 @@ from allranks.launch.hosts.door import Door
 from allranks.launch.hosts.link import Garbled, Link, LinkLost, to_agent
 from allranks.launch.hosts.ways import NOISE, explain
 from allranks.launch.messages import (
+    Again,
+    Begun,
     Came,
     Command,
     Dump,
@@ -351,6 +353,12 @@ class Fleet:
             if chosen := sorted(host.running.intersection(ranks)):
                 self._say(host, Signal(number, chosen, alone))
 
+    def again(self, wanted: Again) -> None:
+        """Starts a rank again; see ``Agent.again``. Where its host is lost nothing happens."""
+        for host in self.hosts:
+            if wanted.rank in host.ranks and host.link is not None:
+                self._say(host, wanted)
+
     def dump(self, ranks: list[int]) -> None:
         """Asks for the stacks of ranks, which come as ``Stacks``."""
         for host in self.hosts:
@@ -574,6 +582,9 @@ class Fleet:
                 self._events.append(Failed(rank, pid, report))
             case Exited():
                 host.running.discard(message.rank)
+                self._events.append(message)
+            case Begun():
+                host.running.add(message.rank)
                 self._events.append(message)
             case _:
                 self._events.append(message)

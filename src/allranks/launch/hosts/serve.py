@@ -32,6 +32,7 @@ from allranks._store import StoreClient, StoreLostError, StoreServer, load_secre
 from allranks.launch.hosts.door import dial, store_secret
 from allranks.launch.hosts.link import Link, LinkLost, to_launcher
 from allranks.launch.messages import (
+    Again,
     Asked,
     Command,
     Dump,
@@ -320,6 +321,8 @@ class Station:
             match self._commands[0]:
                 case Signal(number, ranks, alone):
                     agent.signal(number, ranks, alone)
+                case Again() as again:
+                    agent.again(again)
                 case Dump(ranks):
                     agent.dump(ranks)
                 case Listen(on):

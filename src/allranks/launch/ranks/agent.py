@@ -15,12 +15,12 @@ import selectors
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from allranks.launch.messages import Event, Exited, Failed, Output, Report, Returned, Stacks
+from allranks.launch.messages import Again, Begun, Event, Exited, Failed, Output, Report, Returned, Stacks
 from allranks.launch.ranks.environ import place_environ
 from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.placement import Seat
@@ -97,6 +97,8 @@ class Agent:
         self._listening = True
         self._finished = False
         self._due: list[Event] = []  # for the next poll
+        self._again: dict[int, Again] = {}  # to be started when its process has ended
+        self._limits: tuple[Set[int], tuple[int, int]] = set(), (0, 0)
 
     def start(self, mask: Set[int], files: tuple[int, int], private: tuple[int, ...] = ()) -> Rank | None:
         """Starts all ranks. Returns in each of the processes, as ``os.fork`` does.
@@ -114,6 +116,7 @@ class Agent:
         Raises:
             OSError: a process, pipe or terminal could not be had.
         """
+        self._limits = mask, files
         child: Rank | None = None
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
@@ -139,7 +142,31 @@ class Agent:
         self._listen()
         return None
 
-    def _become(self, local_rank: int, wires: Wires) -> Rank:
+    def again(self, wanted: Again) -> None:
+        """Starts a rank in a fresh interpreter, once its process, which is killed, has ended."""
+        for process in self._processes:
+            if process.rank == wanted.rank and not process.exited:
+                self._again[wanted.rank] = wanted
+                os.killpg(process.pid, signal.SIGKILL)
+                return
+        local_rank, parent = wanted.rank - self._plan.first, os.getpid()
+        wires = Wires.open(self._plan.stdio[local_rank])
+        pid = os.fork()  # threads or not: all that it does is to execute
+        if pid == 0:
+            try:
+                self._guard.protect(os.getpid())
+                become_rank(parent, (wires.out, wires.err), (), *self._limits)
+                self._become(local_rank, wires, wanted.environ)
+            finally:
+                traceback.print_exc()
+                os._exit(1)
+        wires.close_far()
+        process = _Process(wanted.rank, pid, os.pidfd_open(pid), wires)
+        self._processes.append(process)
+        self._attend(process)
+        self._due.append(Begun(wanted.rank))
+
+    def _become(self, local_rank: int, wires: Wires, more: Mapping[str, str] | None = None) -> Rank:
         plan = self._plan
         target = plan.target.on(local_rank, plan.first + local_rank)
         rank = Rank(target, wires.status, wires.stacks, os.getpid())
@@ -155,7 +182,9 @@ class Agent:
         if stdio.out_tty or stdio.err_tty:
             size = {"LINES": stdio.rows, "COLUMNS": stdio.columns}
             environ |= {name: str(value) for name, value in size.items() if name in environ}
-        if plan.start == "fork" and plan.target.is_python:
+        if more is not None:
+            rank.execute({**environ, **more}, fresh=True)
+        elif plan.start == "fork" and plan.target.is_python:
             rank.adopt(environ)
         else:
             rank.execute(environ, fresh=plan.target.is_python)
@@ -165,11 +194,15 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._ear, selectors.EVENT_READ, partial(self._awake))
         for process in self._processes:
-            self._open |= {*process.wires.near()}
-            self._hear(process)
-            stacks = process.wires.stacks_ear
-            self._selector.register(stacks, selectors.EVENT_READ, partial(self._read_stacks, process))
-            self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._read_exit, process))
+            self._attend(process)
+
+    def _attend(self, process: _Process) -> None:
+        assert self._selector is not None
+        self._open |= {*process.wires.near()}
+        self._hear(process)
+        stacks = process.wires.stacks_ear
+        self._selector.register(stacks, selectors.EVENT_READ, partial(self._read_stacks, process))
+        self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._read_exit, process))
 
     def _hear(self, process: _Process) -> None:
         assert self._selector is not None
@@ -333,7 +366,9 @@ class Agent:
             self._forget(process.wires.status_ear)
         process.told += data
         for told in decode_told(process.told):
-            if isinstance(told, Report):
+            if isinstance(told, Again):
+                events.append(told)
+            elif isinstance(told, Report):
                 events.append(Failed(process.rank, process.pid, told))
             else:
                 events.append(Returned(process.rank, told))
@@ -360,6 +395,8 @@ class Agent:
         process.exited = True
         status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         events.append(Exited(process.rank, process.pid, status))
+        if process.rank in self._again:
+            self.again(self._again.pop(process.rank))
 
     def _read_rest(self, process: _Process, events: list[Event]) -> None:
         """Reads what a rank wrote before it ended."""

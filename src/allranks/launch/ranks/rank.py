@@ -32,16 +32,17 @@ from typing import Any
 import msgspec
 
 from allranks._errors import AllranksError, PeerLostError, UsageError
-from allranks.launch.messages import Report
+from allranks.launch.messages import Again, Report
 from allranks.launch.ranks.target import Target, set_first_path
 from allranks.launch.stacks import DUMP, describe, is_own
 
-__all__ = ["Rank", "become_rank", "decode_told", "is_echo"]
+__all__ = ["Rank", "become_rank", "decode_told", "is_echo", "this_rank"]
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_decode: Callable[[bytearray], Report | bytes] = msgspec.msgpack.Decoder(Report | bytes).decode
+_decode: Callable[[bytearray], Report | Again | bytes] = msgspec.msgpack.Decoder(Report | Again | bytes).decode
+_this: Rank | None = None
 _DEFAULT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
 
 
@@ -72,6 +73,11 @@ def become_rank(
         signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_NOFILE, files)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def this_rank() -> Rank | None:
+    """This process, where it runs as a rank that an agent has started, and can hear."""
+    return _this if _this is not None and _this.pid == os.getpid() else None
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,8 @@ class Rank:
 
     def run(self) -> int:
         """Runs a python target as ``__main__``. Whatever it raises is reported, then raised."""
+        global _this
+        _this = self
         target = self.target
         faulthandler.register(DUMP, self.stacks)
         for stream in (sys.stdout, sys.stderr):
@@ -146,6 +154,10 @@ class Rank:
             self._failed(error)
             raise
         return 0
+
+    def want(self, again: Again) -> None:
+        """Asks the launcher to start a worker of this master's again."""
+        self._tell(again)
 
     def _call(self) -> None:
         from allranks.launch.ranks import function  # not where a script is run
@@ -176,16 +188,16 @@ class Rank:
         else:
             sys.excepthook = functools.partial(_say, hook, error, trace)
 
-    def _tell(self, told: Report | bytes) -> None:
+    def _tell(self, told: Report | Again | bytes) -> None:
         payload = msgspec.msgpack.encode(told)
         data = memoryview(len(payload).to_bytes(4, "big") + payload)
         while data:
             data = data[os.write(self.status, data) :]
 
 
-def decode_told(data: bytearray) -> list[Report | bytes]:
+def decode_told(data: bytearray) -> list[Report | Again | bytes]:
     """Takes the complete reports, and pieces of a result, off the front of what came from a rank."""
-    told: list[Report | bytes] = []
+    told: list[Report | Again | bytes] = []
     while len(data) >= 4 and len(data) >= (end := 4 + int.from_bytes(data[:4], "big")):
         told.append(_decode(data[4:end]))
         del data[:end]
@@ -302,6 +314,8 @@ def _say(
 
 
 if __name__ == "__main__":
+    assert __spec__ is not None
+    sys.modules[__spec__.name] = sys.modules[__name__]  # so that ``this_rank`` is one function
     _status, _stacks = map(int, sys.argv[1:3])
     for _fd in (_status, _stacks):
         os.set_inheritable(_fd, False)

@@ -1,0 +1,72 @@
+"""``allranks run --mode master``: rank 0 alone runs the script, the others are its workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from launcher_process import Launcher
+
+REMOTE = str(Path(__file__).parents[1] / "remote")
+
+MASTER = """
+    import os, signal, sys, time
+    from allranks.remote.meet import gather_workers
+
+    workers = gather_workers("env://", serve="stand_in:serve", timeout_s=60)
+
+    def group(name, *ranks):
+        for rank in ranks:
+            workers.lines[rank - 1].socket.sendall(f"group {name} {' '.join(map(str, ranks))}".encode())
+        return [workers.lines[rank - 1].socket.recv(100).decode() for rank in ranks]
+
+    assert group("all", 1, 2) == ["[3.0, 3.0]"] * 2
+    os.kill(workers.lines[0].pid, signal.SIGKILL)
+    workers.respawn(1)
+    assert group("new", 2, 1) == ["[3.0, 3.0]"] * 2
+    print("here", os.environ["RANK"], sys.argv[1:], flush=True)
+    workers.lines[0].socket.sendall(b"sleep")
+    os.kill(workers.lines[1].pid, signal.SIGSTOP)
+    if sys.argv[1] == "wait":
+        time.sleep(1000)
+"""
+
+
+def environ() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2] / "src"), REMOTE])}
+
+
+def test_workers_serve(launcher: Launcher) -> None:
+    """They may die, come again, and be stopped or busy when the master ends."""
+    done = launcher.script(MASTER, "--mode", "master", "-n", "3", args=("leave",), real_torch=True, environ=environ())
+    assert done.lines == ["[0] here 0 ['leave']"]
+    assert "rank 1 (pid " in done.err
+    assert "was killed by SIGKILL; the others go on" in done.err
+    assert done.code == 0, done.err
+
+
+def test_ctrl_c(launcher: Launcher) -> None:
+    path = launcher.write(MASTER)
+    process = launcher.start("--mode", "master", "-n", "3", str(path), "wait", real_torch=True, environ=environ())
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith(b"[0] here")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, err
+    assert b"script.py:" in err
+
+
+def test_wrong_command_lines(launcher: Launcher) -> None:
+    script = str(launcher.write("print('never')"))
+    for words, message in (
+        (
+            ("-n", "1", script),
+            "--mode master: rank 0 is the master and needs one worker at least; expected -n 2 or more",
+        ),
+        (("-n", "2", "--", "true"), "--mode master is for a python program"),
+    ):
+        done = launcher.run("--mode", "master", *words)
+        assert (done.code, done.out) == (2, "")
+        assert message in done.err
+    assert "invalid choice: 'both'" in launcher.run("--mode", "both", "-n", "2", script).err

@@ -1,0 +1,206 @@
+"""Workers that die, stop, or meet what cannot be done: what depends on it fails with its name, the others go on."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import allranks
+from allranks.remote.faults import RemoteError, WorkerLost
+from allranks.remote.master import Master
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def healed(mw: Master) -> Iterator[Master]:
+    """The master; workers that a test has killed come back after it."""
+    yield mw
+    for rank in list(mw.lost):
+        mw.respawn(rank)
+    assert mw.ranks == [1, 2]
+
+
+def kill(mw: Master, rank: int) -> None:
+    os.kill(mw.lines[rank].pid, signal.SIGKILL)
+
+
+def test_a_failed_operation_poisons_what_depends_on_it(mw: Master) -> None:
+    table, right, wrong = (torch.zeros(4), torch.tensor([1]), torch.tensor([9]))
+    table, right, wrong = table.to("worker:1"), right.to("worker:1"), wrong.to("worker:1")
+    for _ in range(2):
+        (torch.index_select(table, 0, right) * 2 + 1).sum().item()
+    bad_line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+    bad = torch.index_select(table, 0, wrong)
+    worse, good = (bad * 2 + 1).sum(), table + 1
+    assert torch.equal(good.cpu(), torch.ones(4))
+    with pytest.raises(RemoteError) as caught:
+        worse.item()
+    error = caught.value
+    assert (error.rank, error.operation) == (1, "aten::index_select")
+    assert error.line == f"{__file__}:{bad_line}"
+    assert str(error).startswith(f"aten::index_select failed on worker 1 (queued at {error.line}): ")
+    assert "index out of range" in str(error)
+    assert "Traceback" in error.traceback
+    mw.synchronize()  # it has been told
+
+
+def test_synchronize_tells_of_a_fault_that_nobody_has_met(mw: Master) -> None:
+    table, wrong = torch.zeros(4, device="worker:2"), torch.tensor([9], device="worker:2")
+    torch.index_select(table, 0, torch.tensor([1], device="worker:2"))
+    torch.index_select(table, 0, wrong)
+    with pytest.raises(RemoteError, match="index_select failed on worker 2"):
+        mw.synchronize()
+    mw.synchronize()
+
+
+def test_a_failed_change_poisons_all_that_shares_the_memory(mw: Master) -> None:
+    base = torch.zeros(2, 4, device="worker:1")
+    row, other, apart = base[0], base[1], base.clone()
+    index, source = torch.tensor([1], device="worker:1"), torch.ones(1, device="worker:1")
+    row.index_add_(0, index, source)
+    assert base.t().sum().item() == 1
+    index.fill_(9)
+    row.index_add_(0, index, source)
+    for spoilt in (row, base, other, base.t()):
+        with pytest.raises(RemoteError, match="index_add_"):
+            spoilt.cpu()
+    assert apart.sum().item() == 0
+
+
+def test_shape_errors_are_raised_at_once(mw: Master) -> None:
+    a, b = torch.zeros(3, 4, device="worker:1"), torch.zeros(3, 4, device="worker:1")
+    for wrong in (lambda x, y: x @ y, lambda x, y: x.view(5), lambda x, y: torch.cat([x, y.t()]), lambda x, y: x[3]):
+        with pytest.raises((RuntimeError, IndexError)) as local:
+            wrong(torch.zeros(3, 4), torch.zeros(3, 4))
+        with pytest.raises(local.type) as remote:
+            wrong(a, b)
+        assert str(remote.value).splitlines()[0] == str(local.value).splitlines()[0]
+    mw.synchronize()
+
+
+def test_out_of_memory(mw: Master) -> None:
+    with pytest.raises(RuntimeError, match=r"(?i)memory"):
+        torch.empty(1 << 50, device="worker:1").fill_(1).sum().item()
+    assert torch.ones(2, device="worker:1").sum().item() == 2
+
+
+def test_a_worker_that_is_killed_amid_queued_work(healed: Master) -> None:
+    mw = healed
+    group = mw.group([1, 2])
+    kept, lost = torch.ones(3, device="worker:1"), torch.ones(300, 300, device="worker:2")
+    both = group.scatter(torch.zeros(4))
+    pid = mw.lines[2].pid
+    for _ in range(300):
+        lost = lost @ lost.t() / 300
+    kill(mw, 2)
+    with pytest.raises(WorkerLost, match=rf"worker 2 \(.*pid {pid}\) is gone: killed by signal 9"):
+        lost.sum().item()
+    for fails in (
+        lambda: lost + 1, lambda: torch.zeros(2, device="worker:2"), lambda: kept.to("worker:2"), lambda: both + 1,
+        lambda: group.all_reduce_(both), lambda: mw.group([1, 2]), lambda: both.shard(2), lambda: lost.cpu(),
+        lambda: mw.remote(os.getpid, on=2)(), lambda: torch.zeros(2).to("worker:2"), lambda: lost.to("worker:1"),
+    ):  # fmt: skip
+        with pytest.raises(WorkerLost, match="worker 2"):
+            fails()
+    assert (kept + 1).sum().item() == 6
+    mw.synchronize()
+    assert mw.ranks == [1]
+    mw.respawn(2)
+    assert mw.lines[2].pid != pid
+    assert torch.equal(kept.to("worker:2").cpu(), torch.ones(3))
+    again = mw.group([1, 2])
+    ones = torch.ones(2, device=again.device)
+    again.all_reduce_(ones)
+    assert again.gather(ones).tolist() == [2.0] * 4
+    for stale in (lambda: lost + 1, lambda: kept.to("worker:2") + lost[0, :3], lambda: both.shard(2)):
+        with pytest.raises(WorkerLost):
+            stale()
+
+
+def test_a_worker_that_is_killed_while_others_wait_for_it(healed: Master) -> None:
+    mw = healed
+    group = mw.group([1, 2])
+    ones = torch.ones(2, device=group.device)
+    group.all_reduce_(ones)
+    assert group.gather(ones).tolist() == [2.0] * 4
+    slow = mw.remote(time.sleep, on=2)(60)
+    group.all_reduce_(ones)
+    mine = ones.shard(1)
+    here = torch.ones(1, device="worker:1")
+    until(lambda: mw.outbox.pending(0) == 0)
+    kill(mw, 2)
+    with pytest.raises(WorkerLost):
+        slow.result()
+    with pytest.raises((RemoteError, WorkerLost), match=r"all_reduce|worker 2"):
+        mine.cpu()
+    assert here.item() == 1
+
+
+def test_a_worker_that_stops(healed: Master) -> None:
+    mw = healed
+    waiting = mw.remote(os.getpid, on=2)
+    assert waiting().result() == mw.lines[2].pid
+    os.kill(mw.lines[2].pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(allranks.TimeoutError, match=r"worker 2 .* has not answered for 0\.5 s; it is stopped"):
+            waiting().result(timeout=0.5)
+        assert torch.ones(2, device="worker:1").sum().item() == 2
+    finally:
+        os.kill(mw.lines[2].pid, signal.SIGCONT)
+    assert waiting().result() == mw.lines[2].pid
+    os.kill(mw.lines[2].pid, signal.SIGSTOP)
+    stopped = mw.lines[2].pid
+    mw.respawn(2)
+    assert mw.lines[2].pid != stopped
+    assert torch.ones(2, device="worker:2").sum().item() == 2
+
+
+def test_ctrl_c_while_waiting(mw: Master) -> None:
+    slow = mw.remote(time.sleep, on=1)(1.0)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            torch.ones(1, device="worker:1").item()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert slow.result() is None
+    assert torch.full((1,), 7.0, device="worker:1").item() == 7
+
+
+def test_after_the_end_everything_says_so() -> None:
+    program = """
+import torch, allranks
+with allranks.init_master_worker(workers=1) as mw:
+    x = torch.ones(2, device="worker:1")
+    future = mw.remote(len, on=1)([1, 2])
+for wrong in (lambda: x + 1, lambda: x.cpu(), lambda: print(x), lambda: torch.ones(2, device="worker:1"),
+              lambda: future.result(), lambda: mw.synchronize(), lambda: mw.group([1]), lambda: mw.respawn(1)):
+    try:
+        wrong()
+    except allranks.AllranksError as error:
+        print(type(error).__name__, str(error).splitlines()[0])
+mw.shutdown()
+with allranks.init_master_worker(workers=2) as mw:
+    print(torch.ones(2, device="worker:2").sum().item())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr == ""
+    said = done.stdout.splitlines()
+    assert len(said) == 9, said
+    assert all("shut down" in line or "no workers" in line for line in said[:8]), said
+    assert said[8] == "2.0"

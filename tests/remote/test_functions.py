@@ -1,0 +1,94 @@
+"""Python functions on workers."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+import allranks
+from allranks.remote.faults import RemoteError
+from allranks.remote.master import Master
+
+
+def test_a_function_runs_where_its_tensors_are(mw: Master) -> None:
+    def scale(x: torch.Tensor, by: float, *, names: list[str]) -> dict[str, object]:
+        return {"x": x * by, "names": [*names, "scaled"], "pid": os.getpid(), "grad": torch.is_grad_enabled()}
+
+    x = torch.arange(3.0, device="worker:2")
+    future = mw.remote(scale)(x, 2.0, names=["a"])
+    result = future.result()
+    assert result["pid"] == mw.lines[2].pid
+    assert (result["names"], result["grad"]) == (["a", "scaled"], True)
+    assert result["x"].device == torch.device("worker:2")
+    assert torch.equal(result["x"].cpu(), torch.tensor([0.0, 2.0, 4.0]))
+    assert torch.equal((result["x"] + x).cpu(), torch.tensor([0.0, 3.0, 6.0]))
+    assert future.result() is result
+    assert "done" in repr(future)
+
+
+def test_where_a_function_runs(mw: Master) -> None:
+    pids = {rank: line.pid for rank, line in mw.lines.items()}
+    assert mw.remote(os.getpid, on=2)().result() == pids[2]
+    assert mw.remote(os.getpid, on="worker:1")().result() == pids[1]
+    assert mw.remote(os.getpid, on=mw.group([2, 1]))().result() == [pids[2], pids[1]]
+    with torch.worker.device(2):  # type: ignore[attr-defined]
+        assert mw.remote(os.getpid)().result() == pids[2]
+
+
+def test_functions_are_queued_and_keep_state(mw: Master) -> None:
+    class Loader:
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __call__(self) -> torch.Tensor:
+            self.at += 1
+            return torch.full((2,), float(self.at))
+
+    load = mw.remote(Loader(), on=1)
+    started = time.monotonic()
+    slow = mw.remote(time.sleep, on=1)(0.5)
+    batches = [load() for _ in range(3)]
+    assert time.monotonic() - started < 0.4
+    assert [each.result().sum().item() for each in batches] == [2.0, 4.0, 6.0]
+    assert slow.result() is None
+
+
+def test_results_in_the_order_that_they_are_asked_for(mw: Master) -> None:
+    futures = [mw.remote(lambda n: (n, torch.tensor(n)), on=1 + n % 2)(n) for n in range(6)]
+    for n, future in reversed(list(enumerate(futures))):
+        number, tensor = future.result()
+        assert (number, tensor.item()) == (n, n)
+
+
+def test_what_a_function_raises(mw: Master) -> None:
+    def fails(x: int) -> float:
+        return x / 0
+
+    future = mw.remote(fails, on=1)(1)
+    with pytest.raises(
+        RemoteError, match=r"worker 1 \(queued at .*test_functions.py:\d+\): ZeroDivisionError"
+    ) as caught:
+        future.result()
+    assert "x / 0" in caught.value.traceback
+    with pytest.raises(RemoteError, match="ZeroDivisionError"):
+        future.result()
+    with pytest.raises(allranks.TimeoutError):
+        (waiting := mw.remote(time.sleep, on=1)(0.5)).result(timeout=0.05)
+    assert waiting.result() is None
+    with pytest.raises(allranks.UsageError, match="expected a function"):
+        mw.remote(3)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="runs on worker:1, an argument is on worker:2"):
+        mw.remote(lambda x, y: x)(torch.zeros(1, device="worker:1"), torch.zeros(1, device="worker:2"))
+
+
+def test_a_future_that_nobody_asks_leaves_nothing(mw: Master) -> None:
+    before = torch.worker.memory_stats("worker:1")["tensors"]  # type: ignore[attr-defined]
+    for _ in range(5):
+        mw.remote(torch.zeros, on=1)(1000)
+    made = mw.remote(torch.zeros, on=1)(10).result()
+    assert torch.worker.memory_stats("worker:1")["tensors"] == before + 1  # type: ignore[attr-defined]
+    del made
+    assert torch.worker.memory_stats("worker:1")["tensors"] == before  # type: ignore[attr-defined]
