@@ -201,7 +201,7 @@ def _call(case: Case, side: _Here) -> dict[str, list[Any]]:
                     leaves.append(made.detach().requires_grad_())
                     taken[id(value)] = leaves[-1]
             return taken[id(value)]
-        if isinstance(value, torch.device):
+        if isinstance(value, torch.device) or (isinstance(value, str) and value == "cpu"):
             return side.device()
         if type(value) in (list, tuple):
             return type(value)(map(take, value))
@@ -211,7 +211,7 @@ def _call(case: Case, side: _Here) -> dict[str, list[Any]]:
 
     sample = case.sample
     first, args, kwargs = take(sample.input), take(sample.args), take(sample.kwargs)
-    if "device" in kwargs:
+    if "device" in kwargs or not taken:
         kwargs["device"] = side.device()
     shaped = {name: each for name, each in kwargs.items() if name != "device"}  # which `out` says already
     operator: Any = case.operator

@@ -212,8 +212,8 @@ class Master:
                 foreseen = self._foresee(op, about, args, kwargs)
             except Exception:  # noqa: BLE001 - the worker says what is wrong, or does it all the same
                 trust = False
-        believed = foreseen is not None and believable(about, foreseen[1], args, kwargs)
-        if trust and foreseen is not None and believed:
+        if trust:
+            assert foreseen is not None
             return self.define(place, key, op, forms, named, values, *foreseen, False)
         result, seen = self._ask(op, about, args, kwargs, forms, named, place, refs, values)
         if foreseen is None:
@@ -806,7 +806,7 @@ def _arrange(
     for kind, count in zip(about.returns, counts, strict=True):
         plain = kind.removeprefix("*")
         found.append(entry(plain) if count < 0 else [entry(plain) for _ in range(count)])
-    return found, [(i, signature(*meta[:3], meta[4])) for i, meta in changed.items()]
+    return found, [(i, signature(meta[0], meta[1], meta[2], meta[4])) for i, meta in changed.items()]
 
 
 def counts_of(about: Facts, result: Any) -> list[int]:

@@ -100,7 +100,7 @@ OURS = Facts("", frozenset(), False, (), False, False, False, {})
 
 _facts: dict[Any, Facts] = {}
 WHOLE = {f"{each}.input" for each in ("lstm", "gru", "rnn_tanh", "rnn_relu")} | {
-    "scaled_dot_product_attention", "linalg_eigvalsh", "linalg_eigvals", "linalg_svdvals",
+    "scaled_dot_product_attention", "linalg_eigvalsh", "linalg_eigvals", "linalg_svdvals", "matmul.out",
 }  # fmt: skip
 """Composite operators that are queued as they are, where autograd does not look."""
 _SIZED_BY_NUMBERS = {"arange", "range"}

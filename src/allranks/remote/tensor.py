@@ -453,6 +453,7 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     def lift(value: Any, lenient: bool, name: str) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor):
+            lenient |= value.device == there.lazy  # a composite operator has made it beside handles that are near
             if value.device.type == "cpu" and name not in written and (value.dim() == 0 or lenient):
                 return there.master.upload(there, value)
             raise _apart(facts(op).name, args, kwargs)
