@@ -11,7 +11,7 @@ from allranks.tools.bench.verbs import VERBS
 
 __all__ = ["parse"]
 
-_STUDIES = ("overlap", "python")
+_STUDIES = ("overlap", "python", "master")
 _PEERS = ("gloo", "mpi")
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
@@ -33,9 +33,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         choices=("all", *VERBS, *_STUDIES),
         metavar="VERB",
         help=f"all, or one of {', '.join(VERBS)}; or overlap (what async calls hide behind computation), "
-        "or python (Python's share of a call)",
+        "or python (Python's share of a call), or master (the goals of master-worker mode, beside torch's RPC)",
     )
-    parser.add_argument("-n", "--nproc", type=int, help="ranks on this host (default 2; of python 1)")
+    parser.add_argument(
+        "-n",
+        "--nproc",
+        type=int,
+        help="ranks on this host (default 2; of python 1); of master the workers that one command goes to (default 64)",
+    )
     parser.add_argument(
         "-H", "--hosts", metavar="HOST:N,...", help="with mpi: where mpirun starts how many of the ranks"
     )
@@ -60,7 +65,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     study = options.verb in _STUDIES
     options.verbs = [] if study else list(VERBS) if options.verb == "all" else [options.verb]
     if options.nproc is None:
-        options.nproc = 1 if options.verb == "python" else 2
+        options.nproc = {"python": 1, "master": 64}.get(options.verb, 2)
     if options.sizes is None:
         options.sizes = _sizes("16M" if options.verb == "overlap" else "4,64,1K..64M")
     if options.hosts and "mpi" not in options.against:
@@ -71,6 +76,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"{options.verb} takes two ranks: -n 2")
     if options.verb == "python" and (options.against or options.plot):
         parser.error("python measures this library alone, and draws nothing")
+    if options.verb == "master" and (options.against or options.hosts or options.plot):
+        parser.error("master measures on this host, beside torch's RPC, and draws nothing")
     if options.verb == "overlap" and options.plot:
         parser.error("overlap draws nothing: leave out --plot")
     if options.budget <= 0:
