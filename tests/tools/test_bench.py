@@ -173,3 +173,38 @@ def test_wrong_arguments(arguments: list[str], says: str) -> None:
     assert "Traceback" not in done.stderr
     assert "error:" in done.stderr
     assert says in done.stderr
+
+
+def test_the_goals_of_master_worker_mode(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = bench("master", "-n", "2", "--budget", "0.001", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(figures.read_text())
+    assert report["workers"] == 2
+    goals = {goal["name"]: goal for goal in report["goals"]}
+    copies = [f"copy {size} MB, {how}" for size in (16, 64) for how in ("stream", "single")]
+    assert set(goals) >= {
+        "queued add", "queued add_", "queued mm", "done add", "queued training, SGD", "queued training, AdamW",
+        "bytes per operation, add", "bytes per operation, SGD", "bytes per operation, AdamW", "item(), p50",
+        "item(), p99", *copies, "upload 64 MB", "download 64 MB", "share of a step of 5 ms, 2 workers, eager",
+        "one command to 2 workers, p50", "an operation of 2 workers and it, p50",
+    }  # fmt: skip
+    for name, goal in goals.items():
+        assert f"{name}, {goal['unit']} " in done.stdout
+        assert 0 < goal["lowest"] <= goal["value"] <= goal["highest"]
+        assert goal["samples"] >= 3
+        assert (goal["met"] is None) == (goal["least"] is goal["most"] is goal["least_ratio"] is None)
+        if goal["peer"]:
+            better, worse = goal["value"], goal["peer_value"]
+            assert goal["ratio"] == pytest.approx(better / worse if goal["unit"][-2:] == "/s" else worse / better)
+    for name, goal in goals.items():
+        if name.startswith("bytes"):
+            assert 16 <= goal["value"] <= 24
+    assert {name for name in goals if goals[name]["peer"] == "send/recv"} == set(copies)
+    assert {name for name in goals if goals[name]["peer"] == "torch RPC"} >= {"queued add", "done add", "item(), p50"}
+
+
+def test_the_master_takes_no_peers() -> None:
+    done = bench("master", "--against", "gloo")
+    assert done.returncode == 2
+    assert "master measures on this host" in done.stderr
