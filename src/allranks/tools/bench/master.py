@@ -42,12 +42,12 @@ from allranks.tools.bench import goals
 from allranks.tools.bench.goals import Goal, MasterReport, of
 from allranks.tools.bench.report import processor
 from allranks.tools.bench.rpc import Peer
+from allranks.tools.bench.text import human
 
 __all__ = ["main"]
 
 _ROUNDS = (3, 30)
 _OPERATIONS, _REMOTE_CALLS, _ITEMS, _STEPS = 10_000, 300, 200, 100
-_SIZES = (16 << 20, 64 << 20)
 _PARALLEL = 8
 _STEP_S = 0.005
 _TIMEOUT_S = 120
@@ -74,7 +74,7 @@ def main(options: argparse.Namespace) -> int:
         },
     )
     print(goals.head(report), flush=True)
-    report.goals += _alone(report, options.budget)
+    report.goals += _alone(report, options.sizes, options.budget)
     report.goals += _shares(min(_PARALLEL, options.nproc), options.budget)
     report.goals += _command(options.nproc, options.budget)
     print(goals.goal_lines(report), flush=True)
@@ -102,29 +102,25 @@ def _turns(blocks: Sequence[Block], budget_s: float) -> Samples:
 # Operations, values, steps and copies: two workers.
 
 
-def _alone(report: MasterReport, budget_s: float) -> list[Goal]:
+def _alone(report: MasterReport, sizes: list[int], budget_s: float) -> list[Goal]:
     peer = Peer()
     try:
         with allranks.init_master_worker(workers=2, threads=1, timeout=_TIMEOUT_S) as mw:
-            blocks = [*_operations(mw), *_training(mw), *_transfers(mw)]
-            if capture := getattr(allranks, "capture", None):
-                blocks.append(_replay(mw, capture))
-            else:
-                report.left_out.append("replayed steps: this allranks has no capture()")
+            blocks = [*_operations(mw), *_training(mw), _replay(mw), *_transfers(mw, sizes)]
             if peer.missing:
                 report.left_out.append(f"torch RPC: {peer.missing}")
             else:
                 blocks += [_chain(peer), lambda found: found["to_here"].extend(peer.fetch(_ITEMS))]
             with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder:
                 _both(mw, _join, f"{folder}/store")
-                found = _turns([*blocks, *_natives(mw)], budget_s)
+                found = _turns([*blocks, *_natives(mw, sizes)], budget_s)
                 _both(mw, _leave)
     finally:
         peer.close()
-    return _judge(found)
+    return _judge(found, sizes)
 
 
-def _judge(found: Samples) -> list[Goal]:
+def _judge(found: Samples, sizes: list[int]) -> list[Goal]:
     made = [
         of(f"queued {name}", "op/s", found[f"queued {name}"], least=1e5, peer=_RPC, beside=found["queued rpc"])
         for name in ("add", "add_", "mm")
@@ -135,15 +131,14 @@ def _judge(found: Samples) -> list[Goal]:
     items, theirs = found["item"], found["to_here"]
     made.append(of("item(), p50", "us", items, most=150e-6, peer=_RPC, beside=theirs))
     made.append(of("item(), p99", "us", items, part=0.99, peer=_RPC, beside=theirs))
-    if found["replay"]:
-        made.append(of("replayed step", "us", found["replay"], most=30e-6))
-        made.append(of("replayed step", "B", found["replay bytes"], most=64 + 4 * 3))  # two inputs, one output
-    for size in _SIZES:
+    made.append(of("replayed step, call", "us", found["replay"], most=30e-6))
+    made.append(of("replayed step, bytes", "B", found["replay bytes"], most=64 + 4 * 3))  # two inputs, one output
+    for size in sizes:
         for how in ("stream", "single"):
-            name = f"copy {size >> 20} MB, {how}"
+            name = f"copy {human(size)}, {how}"
             ratio = 0.9 if how == "stream" else None
             made.append(of(name, "GB/s", found[name], peer=_SEND, beside=found[f"native {name}"], least_ratio=ratio))
-    return made + [of(f"{name} 64 MB", "GB/s", found[name]) for name in ("upload", "download")]
+    return made + [of(f"{name} {human(sizes[-1])}", "GB/s", found[name]) for name in ("upload", "download")]
 
 
 def _operations(mw: Master) -> list[Block]:
@@ -222,10 +217,10 @@ def _training(mw: Master) -> list[Block]:
     return [block(name) for name in _OPTIMIZERS]
 
 
-def _replay(mw: Master, capture: Any) -> Block:
+def _replay(mw: Master) -> Block:
     x, y = (each.to("worker:1") for each in _data())
     net = _mlp().to("worker:1")
-    step = capture(_step(net, _OPTIMIZERS["AdamW"](net.parameters())))
+    step = allranks.capture(_step(net, _OPTIMIZERS["AdamW"](net.parameters())))
     for _ in range(5):  # recorded, verified
         step(x, y)
 
@@ -255,12 +250,12 @@ def _chain(peer: Peer) -> Block:
 
 
 def _times(nbytes: int, how: str) -> int:
-    return (256 << 20) // nbytes if how == "stream" else 1
+    return min(256, (256 << 20) // nbytes) if how == "stream" else 1
 
 
-def _transfers(mw: Master) -> list[Block]:
-    tensors = {size: torch.ones(size // 4, device="worker:1") for size in _SIZES}
-    here = torch.ones(_SIZES[-1] // 4)
+def _transfers(mw: Master, sizes: list[int]) -> list[Block]:
+    tensors = {size: torch.ones(size // 4, device="worker:1") for size in sizes}
+    here = torch.ones(sizes[-1] // 4)
 
     def copy(size: int, how: str) -> Block:
         def run(found: Samples) -> None:
@@ -270,7 +265,7 @@ def _transfers(mw: Master) -> list[Block]:
             for _ in range(times):
                 tensors[size].to("worker:2")
             mw.synchronize()
-            found[f"copy {size >> 20} MB, {how}"].append(times * size / (time.perf_counter() - began))
+            found[f"copy {human(size)}, {how}"].append(times * size / (time.perf_counter() - began))
 
         return run
 
@@ -278,20 +273,20 @@ def _transfers(mw: Master) -> list[Block]:
         began = time.perf_counter()
         here.to("worker:1")
         mw.synchronize()
-        found["upload"].append(_SIZES[-1] / (time.perf_counter() - began))
+        found["upload"].append(sizes[-1] / (time.perf_counter() - began))
 
     def download(found: Samples) -> None:
         mw.synchronize()
         began = time.perf_counter()
-        tensors[_SIZES[-1]].cpu()
-        found["download"].append(_SIZES[-1] / (time.perf_counter() - began))
+        tensors[sizes[-1]].cpu()
+        found["download"].append(sizes[-1] / (time.perf_counter() - began))
 
-    return [*(copy(size, how) for size in _SIZES for how in ("stream", "single")), upload, download]
+    return [*(copy(size, how) for size in sizes for how in ("stream", "single")), upload, download]
 
 
-def _natives(mw: Master) -> list[Block]:
+def _natives(mw: Master, sizes: list[int]) -> list[Block]:
     """The same copies as a program of two ranks does them, on the same two workers."""
-    ends = {size: [torch.ones(size // 4, device=f"worker:{rank}") for rank in (1, 2)] for size in _SIZES}
+    ends = {size: [torch.ones(size // 4, device=f"worker:{rank}") for rank in (1, 2)] for size in sizes}
     move = mw.remote(_move)
 
     def block(size: int, how: str) -> Block:
@@ -299,11 +294,11 @@ def _natives(mw: Master) -> list[Block]:
             times = _times(size, how)
             took = [move(tensor, rank, times) for rank, tensor in enumerate(ends[size])]
             slowest = max(each.result() for each in took)
-            found[f"native copy {size >> 20} MB, {how}"].append(times * size / slowest)
+            found[f"native copy {human(size)}, {how}"].append(times * size / slowest)
 
         return run
 
-    return [block(size, how) for size in _SIZES for how in ("stream", "single")]
+    return [block(size, how) for size in sizes for how in ("stream", "single")]
 
 
 def _both(mw: Master, function: Callable[..., object], *args: object) -> None:
@@ -340,11 +335,10 @@ def _shares(workers: int, budget_s: float) -> list[Goal]:
         optimizer = _OPTIMIZERS["AdamW"](net.parameters())
         rows, step_s = mw.remote(_rows_for, on=1)(_STEP_S).result()
         x, y = (each.to(group.device) for each in _data(rows))
-        steps = {"eager": _step(net, optimizer)}
-        if capture := getattr(allranks, "capture", None):
-            steps["captured"] = capture(_step(net, optimizer))
-            for _ in range(5):
-                steps["captured"](x, y)
+        eager = _step(net, optimizer)
+        steps = {"eager": eager, "captured": allranks.capture(eager)}
+        for _ in range(5):  # recorded, verified
+            steps["captured"](x, y)
         found = _turns([_share(mw, name, step, x, y) for name, step in steps.items()], budget_s)
     made = []
     for name in steps:

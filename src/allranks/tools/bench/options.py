@@ -52,7 +52,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         type=_sizes,
         metavar="LIST",
         help="bytes; A..B stands for the sizes from A to B, each 4 times the last "
-        "(default 4,64,1K..64M; of overlap 16M)",
+        "(default 4,64,1K..64M; of overlap 16M; of master's copies 16M,64M)",
     )
     parser.add_argument("--budget", type=float, default=1.0, metavar="S", help="seconds for each cell (default 1)")
     parser.add_argument("--dtype", default="float32", choices=_DTYPES, metavar="T", help="default float32")
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.nproc is None:
         options.nproc = {"python": 1, "master": 64}.get(options.verb, 2)
     if options.sizes is None:
-        options.sizes = _sizes("16M" if options.verb == "overlap" else "4,64,1K..64M")
+        options.sizes = _sizes({"overlap": "16M", "master": "16M,64M"}.get(options.verb, "4,64,1K..64M"))
     if options.hosts and "mpi" not in options.against:
         parser.error("-H takes --against mpi; without, start it on each host with RANK, WORLD_SIZE and MASTER_ADDR set")
     if options.nproc < 1:
@@ -80,6 +80,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("master measures on this host, beside torch's RPC, and draws nothing")
     if options.verb == "overlap" and options.plot:
         parser.error("overlap draws nothing: leave out --plot")
+    if options.verb == "master" and min(options.sizes) < 4:
+        parser.error("master copies float32, 4 bytes at least: --sizes")
     if options.budget <= 0:
         parser.error("--budget must be positive")
     if options.op == "AVG" and "float" not in options.dtype:
