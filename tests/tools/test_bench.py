@@ -165,6 +165,7 @@ def test_python(tmp_path: Path, ranks: int) -> None:
         (["all", "--against", "mpi", "--dtype", "bfloat16"], "MPI has no SUM of bfloat16"),
         (["python", "--against", "gloo"], "this library alone"),
         (["master", "--against", "gloo"], "beside torch's RPC"),
+        (["master", "-n", "127"], "at most 126"),
         (["master", "--sizes", "1"], "4 bytes at least"),
         (["all_reduce", "--json", "/no/such/folder/figures.json"], "no such directory"),
     ],

@@ -14,8 +14,8 @@ share of a step of 5 ms      CPU time of all threads of the master, divided by t
                              that has a CPU: what would be left if all workers had one
 one command                  ``synchronize()``: sent, executed behind all that is queued, and acknowledged by all; with
                              an operation of a group before it
-copies                       ``x.to("worker:2")``, of one tensor again and again (``stream``) and with ``synchronize()``
-                             behind each; beside ``send`` and ``recv`` of a process group of the same two workers
+copies                       ``x.to("worker:2")`` of several tensors that are kept (``stream``), and of one (``single``), until
+                             ``synchronize()`` returns; beside ``send`` and ``recv`` of a process group of the same two workers
 torch RPC                    ``rpc.remote`` of an addition of what the last one returned; ``to_here`` of one number
 ===========================  ==========================================================================================
 """
@@ -48,6 +48,7 @@ __all__ = ["main"]
 
 _ROUNDS = (3, 30)
 _OPERATIONS, _REMOTE_CALLS, _ITEMS, _STEPS = 10_000, 300, 200, 100
+_COPIES, _COPIED = 16, 128 << 20  # in a stream: so many, and so many bytes, at most
 _PARALLEL = 8
 _STEP_S = 0.005
 _TIMEOUT_S = 120
@@ -74,10 +75,20 @@ def main(options: argparse.Namespace) -> int:
         },
     )
     print(goals.head(report), flush=True)
-    report.goals += _alone(report, options.sizes, options.budget)
-    report.goals += _shares(min(_PARALLEL, options.nproc), options.budget)
-    report.goals += _command(options.nproc, options.budget)
-    print(goals.goal_lines(report), flush=True)
+    peer = Peer()
+    try:
+        if peer.missing:
+            report.left_out.append(f"torch RPC: {peer.missing}")
+            print(f"# left out: {report.left_out[-1]}", flush=True)
+        for found in (
+            _alone(peer, options.sizes, options.budget),
+            _shares(min(_PARALLEL, options.nproc), options.budget),
+            _command(options.nproc, options.budget),
+        ):
+            report.goals += found
+            print(goals.lines(found), flush=True)
+    finally:
+        peer.close()
     if options.json:
         goals.write(report, options.json)
     return 0
@@ -102,21 +113,15 @@ def _turns(blocks: Sequence[Block], budget_s: float) -> Samples:
 # Operations, values, steps and copies: two workers.
 
 
-def _alone(report: MasterReport, sizes: list[int], budget_s: float) -> list[Goal]:
-    peer = Peer()
-    try:
-        with allranks.init_master_worker(workers=2, threads=1, timeout=_TIMEOUT_S) as mw:
-            blocks = [*_operations(mw), *_training(mw), _replay(mw), *_transfers(mw, sizes)]
-            if peer.missing:
-                report.left_out.append(f"torch RPC: {peer.missing}")
-            else:
-                blocks += [_chain(peer), lambda found: found["to_here"].extend(peer.fetch(_ITEMS))]
-            with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder:
-                _both(mw, _join, f"{folder}/store")
-                found = _turns([*blocks, *_natives(mw, sizes)], budget_s)
-                _both(mw, _leave)
-    finally:
-        peer.close()
+def _alone(peer: Peer, sizes: list[int], budget_s: float) -> list[Goal]:
+    with allranks.init_master_worker(workers=2, threads=1, timeout=_TIMEOUT_S) as mw:
+        blocks = [*_operations(mw), *_training(mw), _replay(mw), *_transfers(mw, sizes)]
+        if not peer.missing:
+            blocks += [_chain(peer), lambda found: found["to_here"].extend(peer.fetch(_ITEMS))]
+        with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder:
+            _both(mw, _join, f"{folder}/store")
+            found = _turns(blocks, budget_s)
+            _both(mw, _leave)
     return _judge(found, sizes)
 
 
@@ -138,7 +143,8 @@ def _judge(found: Samples, sizes: list[int]) -> list[Goal]:
             name = f"copy {human(size)}, {how}"
             ratio = 0.9 if how == "stream" else None
             made.append(of(name, "GB/s", found[name], peer=_SEND, beside=found[f"native {name}"], least_ratio=ratio))
-    return made + [of(f"{name} {human(sizes[-1])}", "GB/s", found[name]) for name in ("upload", "download")]
+    last = [f"{way} {human(sizes[-1])}" for way in ("upload", "download")]
+    return made + [of(name, "GB/s", found[name]) for name in last]
 
 
 def _operations(mw: Master) -> list[Block]:
@@ -249,56 +255,51 @@ def _chain(peer: Peer) -> Block:
 # Copies, and what the channel can do beside them.
 
 
-def _times(nbytes: int, how: str) -> int:
-    return min(256, (256 << 20) // nbytes) if how == "stream" else 1
-
-
 def _transfers(mw: Master, sizes: list[int]) -> list[Block]:
-    tensors = {size: torch.ones(size // 4, device="worker:1") for size in sizes}
-    here = torch.ones(sizes[-1] // 4)
+    made = {size: max(2, min(_COPIES, _COPIED // size)) for size in sizes}
+    ends = {
+        size: [[torch.ones(size // 4, device=f"worker:{rank}") for _ in range(count)] for rank in (1, 2)]
+        for size, count in made.items()
+    }
+    last = torch.ones(sizes[-1] // 4)
+    name = human(sizes[-1])
+    move = mw.remote(_move)
 
-    def copy(size: int, how: str) -> Block:
+    def copy(size: int, how: str, count: int) -> Block:
         def run(found: Samples) -> None:
-            times = _times(size, how)
             mw.synchronize()
             began = time.perf_counter()
-            for _ in range(times):
-                tensors[size].to("worker:2")
+            copies = [each.to("worker:2") for each in ends[size][0][:count]]
             mw.synchronize()
-            found[f"copy {human(size)}, {how}"].append(times * size / (time.perf_counter() - began))
+            found[f"copy {human(size)}, {how}"].append(len(copies) * size / (time.perf_counter() - began))
+
+        return run
+
+    def native(size: int, how: str, count: int) -> Block:
+        """The same as a program of two ranks does it, on the same two workers."""
+
+        def run(found: Samples) -> None:
+            took = [move(tensors[:count], rank) for rank, tensors in enumerate(ends[size])]
+            slowest = max(each.result() for each in took)
+            found[f"native copy {human(size)}, {how}"].append(count * size / slowest)
 
         return run
 
     def upload(found: Samples) -> None:
-        began = time.perf_counter()
-        here.to("worker:1")
         mw.synchronize()
-        found["upload"].append(sizes[-1] / (time.perf_counter() - began))
+        began = time.perf_counter()
+        last.to("worker:1")
+        mw.synchronize()
+        found[f"upload {name}"].append(sizes[-1] / (time.perf_counter() - began))
 
     def download(found: Samples) -> None:
         mw.synchronize()
         began = time.perf_counter()
-        tensors[sizes[-1]].cpu()
-        found["download"].append(sizes[-1] / (time.perf_counter() - began))
+        ends[sizes[-1]][0][0].cpu()
+        found[f"download {name}"].append(sizes[-1] / (time.perf_counter() - began))
 
-    return [*(copy(size, how) for size in sizes for how in ("stream", "single")), upload, download]
-
-
-def _natives(mw: Master, sizes: list[int]) -> list[Block]:
-    """The same copies as a program of two ranks does them, on the same two workers."""
-    ends = {size: [torch.ones(size // 4, device=f"worker:{rank}") for rank in (1, 2)] for size in sizes}
-    move = mw.remote(_move)
-
-    def block(size: int, how: str) -> Block:
-        def run(found: Samples) -> None:
-            times = _times(size, how)
-            took = [move(tensor, rank, times) for rank, tensor in enumerate(ends[size])]
-            slowest = max(each.result() for each in took)
-            found[f"native copy {human(size)}, {how}"].append(times * size / slowest)
-
-        return run
-
-    return [block(size, how) for size in sizes for how in ("stream", "single")]
+    cells = [(size, how, made[size] if how == "stream" else 1) for size in sizes for how in ("stream", "single")]
+    return [*(make(*cell) for cell in cells for make in (copy, native)), upload, download]
 
 
 def _both(mw: Master, function: Callable[..., object], *args: object) -> None:
@@ -314,10 +315,10 @@ def _leave(rank: int) -> None:
     allranks.destroy_process_group()
 
 
-def _move(tensor: torch.Tensor, rank: int, times: int) -> float:
+def _move(tensors: list[torch.Tensor], rank: int) -> float:
     allranks.barrier()
     began = time.perf_counter()
-    for _ in range(times):
+    for tensor in tensors:
         if rank == 0:
             allranks.send(tensor, 1)
         else:

@@ -12,6 +12,7 @@ from allranks.tools.bench.verbs import VERBS
 __all__ = ["parse"]
 
 _STUDIES = ("overlap", "python", "master")
+_MOST_WORKERS = 126
 _PEERS = ("gloo", "mpi")
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
@@ -80,6 +81,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("master measures on this host, beside torch's RPC, and draws nothing")
     if options.verb == "overlap" and options.plot:
         parser.error("overlap draws nothing: leave out --plot")
+    if options.verb == "master" and options.nproc > _MOST_WORKERS:
+        parser.error(f"-n must be at most {_MOST_WORKERS}: torch has no more devices for them and their group")
     if options.verb == "master" and min(options.sizes) < 4:
         parser.error("master copies float32, 4 bytes at least: --sizes")
     if options.budget <= 0:
