@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from allranks import _core
-from allranks._errors import TimeoutError, UsageError, WorkerLost
+from allranks._errors import PeerLostError, TimeoutError, UsageError, WorkerLost
 from allranks.remote import tensor as handles
 from allranks.remote import wire
 from allranks.remote.faults import error_of
@@ -447,8 +447,32 @@ class Master:
         return make(place, sig, ref)
 
     def hold(self, place: Place, ref: Any, sig: Signature, dense: torch.Tensor) -> None:
-        """Sends a tensor's data."""
+        """Sends a tensor's data: what is large by the native channel, which waits until the worker comes to it."""
+        if dense.nbytes > wire.LARGE and len(place.ranks) == 1:
+            (rank,) = place.ranks
+            link = self.link(0, rank)
+            self.order(place, "receive", outputs=[ref.id], meta=sig.meta, link=link)
+            self.outbox.flush()
+            self._exchange(link, rank, lambda group: group.send(flat(dense), 1))
+            return
         self.put(place, Hold(ref.id, sig.meta), flat(dense).numpy().data if dense.numel() else None)
+
+    def _exchange(self, link: str, rank: int, move: Callable[[ProcessGroup], Any]) -> None:
+        """Sends or receives on a link with a worker.
+
+        Raises:
+            WorkerLost: it is gone.
+        """
+        try:
+            move(self._groups[link])
+        except BaseException as error:  # also Ctrl-C: the two ends do not stand at the same place any more
+            self._links.pop((0, rank), None)
+            self._groups.pop(link).abandon()
+            if isinstance(error, PeerLostError):
+                self.lose(rank)
+                raise WorkerLost(self.lost[rank], rank) from None
+            self.order(self.places[(rank,)], "ungroup", name=link)
+            raise
 
     def item(self, x: RemoteTensor) -> Any:
         self.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
@@ -469,7 +493,7 @@ class Master:
         link = self.link(0, rank)
         self.request(place, "fetch", id=dense._ref.id, link=link)
         made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
-        self._groups[link].recv(flat(made), 1)
+        self._exchange(link, rank, lambda group: group.recv(flat(made), 1))
         return made
 
     def dense(self, x: RemoteTensor) -> RemoteTensor:
