@@ -7,6 +7,7 @@ is waited for only where a value, or a shape that depends on one, is needed here
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 import threading
@@ -65,7 +66,7 @@ class Master:
         self._heard: dict[int, bytearray] = {}
         self._lock = threading.RLock()
         self._losing = threading.RLock()
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._templates = wire.CALL
         self.programs = list(_PROGRAMS)  # numbers that no captured step has
         self.templates: dict[int, tuple[Any, Any, Any, Call]] = {}  # operator, forms and call, by number
@@ -157,14 +158,15 @@ class Master:
         resized: Any,
         checked: Any,
     ) -> Call:
-        if self._templates == _PROGRAMS.start:
-            self.refuse_recording("all numbers of templates are given anew", always=False)
-            for each in handles._places:
-                if each is not None:
-                    each.calls.clear()
-            self._known.clear()
-            self._templates = wire.CALL
-        number, self._templates = self._templates, self._templates + 1
+        with self._lock:
+            if self._templates == _PROGRAMS.start:
+                self.refuse_recording("all numbers of templates are given anew", always=False)
+                for each in handles._places:
+                    if each is not None:
+                        each.calls.clear()
+                self._known.clear()
+                self._templates = wire.CALL
+            number, self._templates = self._templates, self._templates + 1
         metas: list[Meta | None] = []
 
         def add(result: Any) -> None:
@@ -280,7 +282,7 @@ class Master:
         plain = [each for each in metas if not isinstance(each, tuple)]
         ids_of = iter(made)
         kept = [next(ids_of).id if each is not None and each[0] == "new" else None for each in _entries(results)]
-        self.order(place, "keep", ids=kept)
+        self.order(place, "keep", of=number, ids=kept)
         if plain and all(each is not None for each in plain):
             return (metas[0] if len(metas) == 1 else tuple(metas)), None
         call = Call(0, about, values, results, len(made), resize)
@@ -291,8 +293,7 @@ class Master:
 
     def next(self) -> int:
         """A new number, for an answer."""
-        self._number += 1
-        return self._number
+        return next(self._numbers)
 
     def request(self, place: Place, name: str, /, **said: Any) -> Any:
         """Gives an order and waits for the answer of the place's first worker."""
