@@ -27,7 +27,7 @@ from allranks.remote.wire import Answer, Ask, Define, Fault, Form, Hold, Meta, O
 if TYPE_CHECKING:
     from allranks.remote.meet import Post
 
-__all__ = ["Interpreter", "describe", "serve"]
+__all__ = ["Interpreter", "describe", "serve", "written_by"]
 
 _NUMBERS = {"f": "d", "i": "q"}
 _CHUNK = 1 << 18
@@ -244,7 +244,7 @@ class Interpreter:
         """Runs an operator whose results only the data can tell."""
         op = self._resolve(ask.op)
         inputs: list[Any] = [self.slots.get(each) for each in ask.inputs]
-        changes = _changes(op, ask.args, ask.kwargs)
+        changes = written_by(op, ask.args, ask.kwargs)
         poison = next((each for each in inputs if type(each) is Poison), None)
         said: Any = None
         if poison is None:
@@ -339,7 +339,7 @@ class Interpreter:
             exec(f"def run(S, B, at):\n  {taken}\n  {body}", within)
             return within["run"]  # type: ignore[no-any-return]
 
-        changes = tuple(_changes(op, define.args, define.kwargs))
+        changes = tuple(written_by(op, define.args, define.kwargs))
         code = Code(text(define.checked), layout, space)
         made = Template(define.op, inputs, len(outputs), layout.size, changes, function(True), code)
         if define.checked or not outputs:
@@ -382,7 +382,7 @@ class _Watched:
             return self._run(*args, **kwargs)
 
 
-def _changes(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int]:
+def written_by(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int]:
     """Which of the tensors that a template takes the operator writes to."""
     if isinstance(op, functools.partial):
         return list(range(_count(args[0]))) if OPERATIONS[op.func.__name__][1] else []
