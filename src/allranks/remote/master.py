@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "Master"]
 
 _PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
-_UNNOTICED = ("keep", "drop", "group")  # orders that a captured step can do without
+_UNNOTICED = ("keep", "drop", "group", "kind")  # orders that a captured step can do without
 _LAST_INDEX = 127  # torch keeps a device's index in a signed byte
 _LOOK_S = 0.5
 _answers = msgspec.msgpack.Decoder(Answer).decode
@@ -297,7 +297,8 @@ class Master:
 
     def request(self, place: Place, name: str, /, **said: Any) -> Any:
         """Gives an order and waits for the answer of the place's first worker."""
-        self.refuse_recording(f"an answer of a worker's is waited for, {name!r}")
+        if name not in _UNNOTICED:
+            self.refuse_recording(f"an answer of a worker's is waited for, {name!r}")
         self.check(place)
         number = self.next()
         self.put(self.places[(place.ranks[0],)], Order(name, number, said))
