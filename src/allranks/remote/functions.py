@@ -72,7 +72,7 @@ class Future:
         except Exception as error:  # noqa: BLE001 - whatever it is, result() raises it, also the next time
             self._error, self._done = error, True
             return
-        sigs = [signature(wire.dtype_of(dtype), shape, strides) for dtype, shape, strides, _ in metas]
+        sigs = [signature(wire.dtype_of(dtype), shape, strides, bits) for dtype, shape, strides, _, bits in metas]
         refs = master.outbox.reserve(place.target, len(sigs))
         master.order(place, "keep", of=self._number, ids=[each.id for each in refs])
         tensors = [make(place, sig, ref, meta[3]) for sig, ref, meta in zip(sigs, refs, metas, strict=True)]

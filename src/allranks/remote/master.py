@@ -27,7 +27,17 @@ from allranks.remote.faults import error_of
 from allranks.remote.functions import RemoteFunction
 from allranks.remote.groups import Group
 from allranks.remote.lines import here, line_of
-from allranks.remote.signature import OURS, Facts, Signature, facts, flatten, indexes_by_mask, infer, signature
+from allranks.remote.signature import (
+    OURS,
+    Facts,
+    Signature,
+    believable,
+    facts,
+    flatten,
+    indexes_by_mask,
+    infer,
+    signature,
+)
 from allranks.remote.tensor import Call, Place, RemoteTensor, form, make, operands
 from allranks.remote.wire import Answer, Ask, Define, Hold, Meta, Order
 
@@ -205,8 +215,10 @@ class Master:
             return Asked(op.decompose(*args, **kwargs))
         forms = [form(each, i in about.numbers, about.floats_matter) for i, each in enumerate(args)]
         named = {name: form(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
+        if about.python is not None:
+            return Asked(about.python(*args, **kwargs))
         kind = _kind(op, args, kwargs)
-        trust = self._trusted.get(kind)
+        trust = self._trusted.get(kind) if believable(about, args, kwargs) else False
         if about.dynamic or indexes_by_mask(op, args):
             self.refuse_recording(f"the shape, or value, of what {about.name} returns depends on the data")
             return Asked(self._ask(op, about, args, kwargs, forms, named, place, refs, values)[0])
@@ -231,12 +243,14 @@ class Master:
     def _foresee(self, op: Any, about: Facts, args: Any, kwargs: Any) -> tuple[list[Any], list[tuple[int, Signature]]]:
         result, after = infer(op, args, kwargs)
         metas = [
-            (each.dtype, each.shape, each.stride(), each.storage_offset()) if isinstance(each, torch.Tensor) else each
+            (each.dtype, each.shape, each.stride(), each.storage_offset(), wire.bits_of(each))
+            if isinstance(each, torch.Tensor)
+            else each
             for each in flatten(result)
         ]
         before = operands(args, kwargs)
         changed = {
-            i: (meta.dtype, meta.shape, meta.stride(), 0)
+            i: (meta.dtype, meta.shape, meta.stride(), 0, handle._sig.bits)
             for i, (meta, handle) in enumerate(zip(after, before, strict=True))
             if meta.shape != handle._sig.shape or meta.stride() != handle._sig.strides
         }
@@ -266,13 +280,13 @@ class Master:
         self.put(place, Ask(number, about.name, forms, named, ids, packed, first))
         said, changed, counts = self.wait(number, first, about.name)
         metas = [
-            (wire.dtype_of(each[0]), torch.Size(each[1]), tuple(each[2]), each[3]) if isinstance(each, list) else each
+            (wire.dtype_of(each[0]), torch.Size(each[1]), tuple(each[2]), *each[3:]) if isinstance(each, list) else each
             for each in said
         ]
         before = operands(args, kwargs)
         resized = {
-            i: (wire.dtype_of(d), torch.Size(s), tuple(t), 0)
-            for i, (d, s, t, _) in ((int(i), meta) for i, meta in changed.items())
+            i: (wire.dtype_of(d), torch.Size(s), tuple(t), 0, bits)
+            for i, (d, s, t, _, bits) in ((int(i), meta) for i, meta in changed.items())
             if torch.Size(s) != before[i]._sig.shape or tuple(t) != before[i]._sig.strides
         }
         base = before[0]._off if before else 0
@@ -462,7 +476,11 @@ class Master:
 
     def dense(self, x: RemoteTensor) -> RemoteTensor:
         """The tensor, or a copy of it without gaps in its memory."""
-        return x if is_dense(x._sig.shape, x._sig.strides) else handles.run(torch.ops.aten.clone.default, (x,), None)
+        return (
+            x
+            if not x._sig.bits and is_dense(x._sig.shape, x._sig.strides)
+            else handles.run(torch.ops.aten.clone.default, (x,), None)
+        )
 
     def link(self, *ranks: int) -> str:
         """The name of a native group of these ranks, where there is none yet a new one."""
@@ -790,15 +808,21 @@ def _arrange(
             return None
         if kind not in ("new", "view"):
             return ("same", kind)
-        dtype, shape, strides, offset = meta
+        dtype, shape, strides, offset, bits = meta
         made[0] += 1
-        return ("new", signature(dtype, shape, strides), made[0] - 1, kind == "view", offset - base * (kind == "view"))
+        return (
+            "new",
+            signature(dtype, shape, strides, bits),
+            made[0] - 1,
+            kind == "view",
+            offset - base * (kind == "view"),
+        )
 
     found: list[Any] = []
     for kind, count in zip(about.returns, counts, strict=True):
         plain = kind.removeprefix("*")
         found.append(entry(plain) if count < 0 else [entry(plain) for _ in range(count)])
-    return found, [(i, signature(*meta[:3])) for i, meta in changed.items()]
+    return found, [(i, signature(meta[0], meta[1], meta[2], meta[4])) for i, meta in changed.items()]
 
 
 def counts_of(about: Facts, result: Any) -> list[int]:

@@ -66,7 +66,7 @@ def spread(
 ) -> None:
     """A tensor of one worker to all of a group; the sender may be none of them."""
     held = worker.slots[id] if sends else None
-    dtype, shape, strides, _ = meta
+    dtype, shape, strides, *_ = meta
     made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
     if isinstance(held, torch.Tensor):
         made = held.clone()

@@ -13,34 +13,52 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["WHOLE", "Facts", "Signature", "facts", "flatten", "indexes", "indexes_by_mask", "infer", "signature"]
+from allranks.remote import wire
+
+__all__ = [
+    "WHOLE", "Facts", "Signature",
+    "believable", "facts", "flatten", "indexes", "indexes_by_mask", "infer", "marked", "signature",
+]  # fmt: skip
 
 
 class Signature:
-    """A dtype, a shape and strides. There is one object for each, so they compare by identity."""
+    """A dtype, a shape, strides and `bits_of`. There is one object for each, so they compare by identity."""
 
-    __slots__ = ("dtype", "meta", "shape", "strides")
+    __slots__ = ("bits", "dtype", "meta", "odd", "shape", "strides")
 
-    def __init__(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> None:
+    def __init__(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], bits: int) -> None:
         self.dtype = dtype
         self.shape = shape
         self.strides = strides
-        self.meta = (str(dtype).removeprefix("torch."), list(shape), list(strides), 0)
+        self.bits = bits
+        # Of dimensions without a second element the stride is arbitrary, and meta kernels choose another than others.
+        self.odd = 0 in shape or (1 in shape and strides != torch.empty(shape, device="meta").stride())
+        self.meta = (str(dtype).removeprefix("torch."), list(shape), list(strides), 0, bits)
 
     def on_meta(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+        return marked(torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta"), self.bits)
+
+
+def marked(tensor: torch.Tensor, bits: int) -> torch.Tensor:
+    """The tensor, of which `bits_of` are these from now on."""
+    if bits & wire.CONJ:
+        torch._C._set_conj(tensor, True)
+    if bits & wire.NEG:
+        torch._C._set_neg(tensor, True)
+    return tensor
 
 
 _signatures: dict[tuple[Any, ...], Signature] = {}
 
 
-def signature(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> Signature:
+def signature(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], bits: int = 0) -> Signature:
     """The one of these."""
-    key = (dtype, tuple(shape), tuple(strides))
+    key = (dtype, tuple(shape), tuple(strides), bits)
     if (found := _signatures.get(key)) is None:
-        found = _signatures[key] = Signature(dtype, torch.Size(shape), tuple(strides))
+        found = _signatures[key] = Signature(dtype, torch.Size(shape), tuple(strides), bits)
     return found
 
 
@@ -59,6 +77,8 @@ class Facts:
         random: it draws random numbers.
         composite: it is made of others, which are queued.
         factory: its operands only say what the result looks like.
+        believed: its meta kernel may be believed.
+        python: its body, where it is an operator of ``torch.library.custom_op``: workers know torch's only.
     """
 
     name: str
@@ -71,6 +91,8 @@ class Facts:
     positions: dict[str, int]
     composite: bool = False
     factory: bool = False
+    believed: bool = True
+    python: Any = None
 
 
 OURS = Facts("", frozenset(), False, (), False, False, False, {})
@@ -78,10 +100,18 @@ OURS = Facts("", frozenset(), False, (), False, False, False, {})
 
 _facts: dict[Any, Facts] = {}
 WHOLE = {f"{each}.input" for each in ("lstm", "gru", "rnn_tanh", "rnn_relu")} | {
-    "scaled_dot_product_attention", "linalg_eigvalsh", "linalg_eigvals", "linalg_svdvals",
+    "scaled_dot_product_attention", "linalg_eigvalsh", "linalg_eigvals", "linalg_svdvals", "matmul.out",
 }  # fmt: skip
 """Composite operators that are queued as they are, where autograd does not look."""
 _SIZED_BY_NUMBERS = {"arange", "range"}
+_DISBELIEVED = {
+    "_batch_norm_with_update", "_embedding_bag", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_linalg_eigh", "_linalg_slogdet",
+    "_linalg_svd", "_native_batch_norm_legit", "linalg_eig", "linalg_lu_solve", "max_unpool2d", "native_batch_norm",
+    "native_layer_norm", "nonzero_static",
+}  # fmt: skip
+"""Operators whose meta kernels, in torch 2.13, are right for some operands and not for others (found by comparing them
+with the CPU's for all samples of torch's operator database)."""
+
 _INDEX = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_", "_unsafe_index_put"}
 
 
@@ -125,6 +155,20 @@ def _read(op: Any) -> Facts:
         positions={a.name: i for i, a in enumerate(schema.arguments) if not a.kwarg_only},
         composite=_is_composite(op),
         factory=base.endswith("_like") or base.startswith("new_"),
+        believed=base.removesuffix("_") not in _DISBELIEVED,
+        python=_body(schema.name),
+    )
+
+
+def _body(name: str) -> Any:
+    custom: Any = OPDEFS.get(name)
+    return None if custom is None else custom._backend_fns.get("cpu") or custom._backend_fns.get(None)
+
+
+def believable(about: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a meta kernel that has agreed once with a worker is right about these operands too."""
+    return about.believed and not any(
+        each._sig.odd for each in flatten([*args, *kwargs.values()]) if hasattr(each, "_sig")
     )
 
 

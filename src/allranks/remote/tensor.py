@@ -20,7 +20,7 @@ import torch
 from allranks._errors import UsageError
 from allranks.remote import wire
 from allranks.remote.lines import here
-from allranks.remote.signature import Facts, Signature, facts, flatten, indexes, signature
+from allranks.remote.signature import Facts, Signature, facts, flatten, indexes, marked, signature
 
 if TYPE_CHECKING:
     from allranks.remote.master import Master
@@ -30,6 +30,7 @@ __all__ = ["Call", "Place", "RemoteTensor", "dispatch", "form", "make", "operand
 _make = torch.Tensor._make_wrapper_subclass
 _get_default_dtype = torch.get_default_dtype
 _TRUE, _FALSE, _FLOAT, _INT, _DEVICE = object(), object(), object(), object(), object()
+_LOOKS = (torch.Tensor, torch.dtype)
 aten = torch.ops.aten
 
 
@@ -137,7 +138,7 @@ class RemoteTensor(torch.Tensor):
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As `torch.Tensor.to`; to another worker directly, not through the master."""
         copy = kwargs.pop("copy", False)
-        if len(args) > 2 and type(args[-1]) is type(args[-2]) is bool:
+        if len(args) > 1 and type(args[-1]) is bool and len(args) == (3 if isinstance(args[0], _LOOKS) else 4):
             *args, copy = args  # type: ignore[assignment]
         device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if device is not None and device.type in ("worker", "lazy"):
@@ -259,6 +260,8 @@ class RemoteTensor(torch.Tensor):
 def make(place: Place, sig: Signature, ref: Any, offset: int = 0) -> RemoteTensor:
     """A handle."""
     made: Any = _make(RemoteTensor, sig.shape, sig.strides, offset, dtype=sig.dtype, device=place.lazy)
+    if sig.bits:
+        marked(made, sig.bits)
     made._ref = ref
     made._sig = sig
     made._place = place
@@ -469,6 +472,7 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     def lift(value: Any, lenient: bool, name: str) -> Any:
         if isinstance(value, torch.Tensor) and not isinstance(value, RemoteTensor):
+            lenient |= value.device == there.lazy  # a composite operator has made it beside handles that are near
             if value.device.type == "cpu" and name not in written and (value.dim() == 0 or lenient):
                 return there.master.upload(there, value)
             raise _apart(facts(op).name, args, kwargs)
@@ -584,6 +588,11 @@ def _copy_from(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _copy(aten.copy_.default, (args[1], args[0]), {})
 
 
+@special(aten._efficientzerotensor.default)
+def _zeros(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return run(aten.zeros.default, args, kwargs)  # zeros without memory are of autograd's own, not to be sent or shown
+
+
 @special(aten.is_pinned.default)
 def _is_pinned(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return False
@@ -604,7 +613,7 @@ def _select(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if call is None:
         shape, strides = list(sig.shape), list(sig.strides)
         del shape[dim], strides[dim]
-        looks = signature(sig.dtype, shape, strides)
+        looks = signature(sig.dtype, shape, strides, sig.bits)
         forms = [["t"], ["c", dim], ["i"]]
         call = place.master.define(
             place, (op, sig, dim), op, forms, {}, [index], [("new", looks, 0, True, 0)], [], False
@@ -629,7 +638,7 @@ def _slice(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if call is None:
         shape, strides = list(sig.shape), list(sig.strides)
         shape[dim], strides[dim] = length, strides[dim] * step
-        looks = signature(sig.dtype, shape, strides)
+        looks = signature(sig.dtype, shape, strides, sig.bits)
         forms = [["t"], ["c", dim], ["i"], ["i"], ["c", step]]
         call = place.master.define(place, key, op, forms, {}, [start, end], [("new", looks, 0, True, 0)], [], False)
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(start, end))
@@ -644,7 +653,7 @@ def _as_strided(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     key = (op, x._sig, tuple(size), tuple(strides))
     call = place.calls.get(key)
     if call is None:
-        looks = signature(x.dtype, size, strides)
+        looks = signature(x.dtype, size, strides, x._sig.bits)
         forms = [["t"], wire.encode(size), wire.encode(strides), ["i"]]
         call = place.master.define(place, key, op, forms, {}, [offset], [("new", looks, 0, False, 0)], [], False)
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(offset))

@@ -14,9 +14,9 @@ import msgspec
 import torch
 
 __all__ = [
-    "CALL", "ECHO", "ECHOED", "FREE", "HEAD", "LINE", "MESSAGE", "SMALL",
+    "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LINE", "MESSAGE", "NEG", "SMALL",
     "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
-    "decode", "dtype_of", "encode", "frame", "pack", "pack_fault", "unpack", "unpack_fault",
+    "bits_of", "decode", "dtype_of", "encode", "frame", "pack", "pack_fault", "unpack", "unpack_fault",
 ]  # fmt: skip
 
 HEAD = struct.Struct("<H")
@@ -35,8 +35,12 @@ Form = list[Any]
 each call, ``l`` a list of forms, ``c`` a constant, ``d`` a dtype, ``m`` a memory format, ``y`` a layout, ``w`` the
 worker's device, ``z`` a complex number."""
 
-Meta = tuple[str, list[int], list[int], int]
-"""A tensor without its data: dtype, shape, strides, offset into its storage."""
+Meta = tuple[str, list[int], list[int], int, int]
+"""A tensor without its data: dtype, shape, strides, offset into its storage, and `CONJ` and `NEG` added up.
+
+A tensor with one of these reads its memory as conjugated, or negated: `x.conj()` copies nothing."""
+
+CONJ, NEG = 1, 2
 
 
 class Define(msgspec.Struct, tag="define", array_like=True):
@@ -193,6 +197,11 @@ def decode(form: Form, device: torch.device) -> Any:
         return complex(*said)
     assert kind == "l"
     return [decode(each, device) for each in said]
+
+
+def bits_of(tensor: torch.Tensor) -> int:
+    """How its memory is to be read, as in `Meta`."""
+    return CONJ * tensor.is_conj() + NEG * tensor.is_neg()
 
 
 def dtype_of(name: str) -> torch.dtype:

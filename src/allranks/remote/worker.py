@@ -39,7 +39,7 @@ def describe(tensor: torch.Tensor) -> Meta:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.layout is not torch.strided:
         raise TypeError(f"the result is {tensor.layout}: only strided tensors can live on a worker")
-    return (dtype, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()))
+    return (dtype, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()), wire.bits_of(tensor))
 
 
 def flatten(result: Any) -> list[Any]:
@@ -195,10 +195,13 @@ class Interpreter:
         message, data = wire.unpack(payload)
         match message:
             case Define():
-                self._table[message.number] = self._compile(message)
+                try:
+                    self._table[message.number] = self._compile(message)
+                except Exception as error:  # noqa: BLE001 - whoever calls it hears of it
+                    self._table[message.number] = self._refuse(message, error)
             case Ask():
                 self._ask(message)
-            case Hold(id, (dtype, shape, strides, _)):
+            case Hold(id, (dtype, shape, strides, _, _)):
                 tensor = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
                 if len(data):
                     flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
@@ -242,14 +245,13 @@ class Interpreter:
 
     def _ask(self, ask: Ask) -> None:
         """Runs an operator whose results only the data can tell."""
-        op = self._resolve(ask.op)
         inputs: list[Any] = [self.slots.get(each) for each in ask.inputs]
-        changes = written_by(op, ask.args, ask.kwargs)
         poison = next((each for each in inputs if type(each) is Poison), None)
         said: Any = None
         if poison is None:
             tensors, numbers = iter(inputs), iter(_numbers(ask.args, ask.kwargs, ask.values))
             try:
+                op = self._resolve(ask.op)
                 args = [self._value(form, tensors, numbers) for form in ask.args]
                 kwargs = {name: self._value(form, tensors, numbers) for name, form in ask.kwargs.items()}
                 with torch.no_grad():
@@ -259,7 +261,7 @@ class Interpreter:
                 counts = [len(each) if isinstance(each, list | tuple) else -1 for each in values]
                 results = flatten(result) if returns else []
                 metas = [describe(each) if isinstance(each, torch.Tensor) else each for each in results]
-                said = [metas, {each: describe(inputs[each]) for each in changes}, counts]
+                said = [metas, {each: describe(inputs[each]) for each in written_by(op, ask.args, ask.kwargs)}, counts]
                 self._asked[ask.number] = results
             except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
                 self.answer(ask.number, "now", self.fault(ask.op, error)) if ask.first == self.rank else None
@@ -354,15 +356,27 @@ class Interpreter:
         wrapped = made._replace(run=first)
         return wrapped
 
+    def _refuse(self, define: Define, error: Exception) -> Template:
+        """Stands for a template that this worker cannot make: it may have another torch than the master."""
+        forms = [*define.args, *define.kwargs.values()]
+        inputs, outputs = sum(map(_count, forms)), sum(each is not None for each in define.results)
+        layout = struct.Struct(f"<{inputs + outputs}I{''.join(map(_codes, forms))}")
+
+        def refuse(*_: Any) -> None:
+            raise error
+
+        code = Code(f"refuse_{define.number}()", layout, {f"refuse_{define.number}": refuse})
+        return Template(define.op, inputs, outputs, layout.size, (), refuse, code)
+
     def _settle(self, result: Any, which: int, metas: list[Meta]) -> Any:
         """Sees to it that a result is what the master believes it to be."""
-        dtype, shape, strides, _ = metas[which]
+        dtype, shape, strides, _, bits = metas[which]
         if not isinstance(result, torch.Tensor):
             raise TypeError(f"result {which} is {result!r}, where the master expects a tensor")
         same = list(result.shape) == shape and str(result.dtype) == f"torch.{dtype}"
-        if same and list(result.stride()) == strides:
+        if same and list(result.stride()) == strides and wire.bits_of(result) == bits:
             return result
-        if not same or result._is_view():
+        if not same or bits or result._is_view():
             raise RuntimeError(
                 f"result {which} is {describe(result)}, where the master expects {metas[which]}: "
                 "please report this operator"
@@ -404,10 +418,11 @@ def _count(form: Form) -> int:
 
 
 def _numbers(args: Sequence[Form], kwargs: dict[str, Form], values: bytes) -> tuple[Any, ...]:
-    def codes(form: Form) -> str:
-        return "".join(map(codes, form[1:])) if form[0] == "l" else _NUMBERS.get(form[0], "")
+    return struct.unpack("<" + "".join(map(_codes, [*args, *kwargs.values()])), values)
 
-    return struct.unpack("<" + "".join(map(codes, [*args, *kwargs.values()])), values)
+
+def _codes(form: Form) -> str:
+    return "".join(map(_codes, form[1:])) if form[0] == "l" else _NUMBERS.get(form[0], "")
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
