@@ -99,7 +99,9 @@ def _as_there(op: Any) -> Callable[..., Any]:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         tensors = [each for each in flatten([*args, *kwargs.values()]) if isinstance(each, torch.Tensor)]
-        looked_at = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+        # There is nothing to derive a rank by; and taken apart, torch would not write it to the tensor that is given.
+        derived = torch.is_grad_enabled() and "rank" not in op._schema.name
+        looked_at = derived and any(each.requires_grad for each in tensors)
         plain = not all(isinstance(each, RemoteTensor) for each in tensors)
         if not looked_at and not plain and forward_ad._current_level < 0:
             return run(op, args, kwargs)
@@ -134,10 +136,19 @@ def _ctc_loss(log_probs: Any, targets: Any, lengths: Any, target_lengths: Any, *
     return op(log_probs, targets, lengths, target_lengths, *rest)
 
 
+def _tensor_split(x: Any, places: torch.Tensor, dim: int = 0) -> Any:
+    """The sizes of the results are in the data."""
+    return x.tensor_split(places.tolist(), dim)
+
+
+def _operator(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    return getattr(getattr(aten, base), overload or "default")
+
+
 COMPOSITES: dict[str, Callable[..., Any]] = {
-    name: _as_there(getattr(getattr(aten, name.partition(".")[0]), name.partition(".")[2] or "default"))
-    for name in (*WHOLE, "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data")
-} | {"dropout": _dropout, "ctc_loss.Tensor": _ctc_loss}
+    name: _as_there(_operator(name)) for name in (*WHOLE, "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data")
+} | {"dropout": _dropout, "ctc_loss.Tensor": _ctc_loss, "tensor_split.tensor_indices_or_sections": _tensor_split}
 """By name, without ``aten::``."""
 
 

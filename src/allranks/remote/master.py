@@ -250,9 +250,9 @@ class Master:
         ]
         before = operands(args, kwargs)
         changed = {
-            i: (meta.dtype, meta.shape, meta.stride(), 0, handle._sig.bits)
+            i: (meta.dtype, meta.shape, meta.stride(), 0, wire.bits_of(meta))
             for i, (meta, handle) in enumerate(zip(after, before, strict=True))
-            if meta.shape != handle._sig.shape or meta.stride() != handle._sig.strides
+            if (meta.shape, meta.stride(), wire.bits_of(meta)) != handle._sig.look
         }
         return _arrange(about, counts_of(about, result), metas, changed)
 
@@ -287,7 +287,7 @@ class Master:
         resized = {
             i: (wire.dtype_of(d), torch.Size(s), tuple(t), 0, bits)
             for i, (d, s, t, _, bits) in ((int(i), meta) for i, meta in changed.items())
-            if torch.Size(s) != before[i]._sig.shape or tuple(t) != before[i]._sig.strides
+            if (torch.Size(s), tuple(t), bits) != before[i]._sig.look
         }
         base = before[0]._off if before else 0
         results, resize = _arrange(about, counts, metas, resized, base)

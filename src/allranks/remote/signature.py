@@ -38,16 +38,21 @@ class Signature:
         self.odd = 0 in shape or (1 in shape and strides != torch.empty(shape, device="meta").stride())
         self.meta = (str(dtype).removeprefix("torch."), list(shape), list(strides), 0, bits)
 
+    @property
+    def look(self) -> tuple[torch.Size, tuple[int, ...], int]:
+        """What operators can change in place."""
+        return self.shape, self.strides, self.bits
+
     def on_meta(self) -> torch.Tensor:
         return marked(torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta"), self.bits)
 
 
 def marked(tensor: torch.Tensor, bits: int) -> torch.Tensor:
     """The tensor, of which `bits_of` are these from now on."""
-    if bits & wire.CONJ:
-        torch._C._set_conj(tensor, True)
-    if bits & wire.NEG:
-        torch._C._set_neg(tensor, True)
+    if tensor.is_conj() != bool(bits & wire.CONJ):
+        torch._C._set_conj(tensor, not tensor.is_conj())
+    if tensor.is_neg() != bool(bits & wire.NEG):
+        torch._C._set_neg(tensor, not tensor.is_neg())
     return tensor
 
 
@@ -101,6 +106,8 @@ OURS = Facts("", frozenset(), False, (), False, False, False, {})
 _facts: dict[Any, Facts] = {}
 WHOLE = {f"{each}.input" for each in ("lstm", "gru", "rnn_tanh", "rnn_relu")} | {
     "scaled_dot_product_attention", "linalg_eigvalsh", "linalg_eigvals", "linalg_svdvals", "matmul.out",
+    "linalg_matrix_rank.out", "linalg_matrix_rank.out_tol_tensor",
+    "linalg_matrix_rank.atol_rtol_float_out", "linalg_matrix_rank.atol_rtol_tensor_out",
 }  # fmt: skip
 """Composite operators that are queued as they are, where autograd does not look."""
 _SIZED_BY_NUMBERS = {"arange", "range"}

@@ -94,7 +94,7 @@ class Call:
         """The handles that the call returns."""
         made = [made] if self.outputs == 1 else made
         for index, sig in self.resized:
-            operand: Any = operands(args, kwargs)[index]
+            operand: Any = marked(operands(args, kwargs)[index], sig.bits)
             operand.data = make(place, sig, operand._ref, operand._off)
 
         if not self.results:
