@@ -1,4 +1,4 @@
-"""Writes the figures of the README and of docs/rendezvous.md from the files that the benchmarks wrote.
+"""Writes the figures of the README, of docs/rendezvous.md and of docs/master_worker.md from the files that the benchmarks wrote.
 
 python benchmarks/figures.py            # what `make bench` runs last
 python benchmarks/figures.py --check    # says whether they hold what the files say
@@ -177,6 +177,8 @@ def render():
         f"{launch['median_s']['torchrun']:.1f} s with torchrun and gloo ({launch['torchrun_over_allranks']:.1f}x).",
         *launch_lines(launch),
         "",
+        master_line(),
+        "",
         "![time per call over tensor size, a panel for each verb](benchmarks/verbs_2.png)",
     ]
     return "\n".join(lines) + "\n"
@@ -193,8 +195,49 @@ def rendezvous_table():
         yield "| " + " | ".join(cells) + " |"
 
 
+def master_table():
+    """The goals of master-worker mode, and what the others reach."""
+    found = load("master")
+    yield f"On {found['cpus']} CPUs ({found['processor']}), torch {found['versions']['torch']}, medians:"
+    yield ""
+    yield "| | goal | measured | torch's RPC, or send/recv | ratio |"
+    yield "|---|---|---|---|---|"
+    for goal in found["goals"]:
+        least, most, part = goal["least"], goal["most"], goal["least_ratio"]
+        wanted = (
+            f"at least {amount(least, goal['unit'])}" if least is not None
+            else f"at most {amount(most, goal['unit'])}" if most is not None
+            else f"at least {part:.0%} of send/recv" if part is not None
+            else ""
+        )  # fmt: skip
+        measured = amount(goal["value"], goal["unit"]) + {True: "", None: "", False: " (short)"}[goal["met"]]
+        beside = [f"{amount(goal['peer_value'], goal['unit'])}", times(goal["ratio"])] if goal["peer"] else ["", ""]
+        yield "| " + " | ".join([goal["name"], wanted, measured, *beside]) + " |"
+
+
+def amount(value, unit):
+    """A figure in its unit."""
+    scaled = value * {"us": 1e6, "op/s": 1, "GB/s": 1e-9, "B": 1, "%": 100}[unit]
+    return f"{scaled:,.0f} {unit}" if scaled >= 1000 else f"{scaled:.3g} {unit}"
+
+
+def master_line():
+    """The same in a sentence, for the README."""
+    found = {goal["name"]: goal for goal in load("master")["goals"]}
+    add, step, item = found["queued add"], found["replayed step, call"], found["item(), p50"]
+    return (
+        f"Master-worker mode queues {add['value']:,.0f} operations a second ({times(add['ratio'])} as many as torch's "
+        f"RPC), `.item()` takes {item['value'] * 1e6:.0f} us, and a captured training step costs the master "
+        f"{step['value'] * 1e6:.0f} us ([all of it](docs/master_worker.md#time-and-memory))."
+    )
+
+
 def main():
-    pages = {"README.md": render, "docs/rendezvous.md": lambda: "\n".join(rendezvous_table()) + "\n"}
+    pages = {
+        "README.md": render,
+        "docs/rendezvous.md": lambda: "\n".join(rendezvous_table()) + "\n",
+        "docs/master_worker.md": lambda: "\n".join(master_table()) + "\n",
+    }
     for name, make in pages.items():
         page = ROOT / name
         head, rest = page.read_text().split(BEGIN)

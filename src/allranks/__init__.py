@@ -148,6 +148,7 @@ if TYPE_CHECKING:
     )
     from allranks.launch.call import run
     from allranks.parallel import DataParallel, DistributedDataParallel, GradBucket
+    from allranks.remote.capture import capture
     from allranks.remote.groups import all_reduce_, broadcast_
     from allranks.remote.start import init_master_worker
 
@@ -244,6 +245,7 @@ _HOME = {
     "_store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "launch.call": ("run",),
     "parallel": ("DataParallel", "DistributedDataParallel", "GradBucket"),
+    "remote.capture": ("capture",),
     "remote.groups": ("all_reduce_", "broadcast_"),
     "remote.start": ("init_master_worker",),
 }
@@ -341,6 +343,7 @@ __all__ = [
     "broadcast_",
     "broadcast_multigpu",
     "broadcast_object_list",
+    "capture",
     "checkpoint",
     "data",
     "default_pg_timeout",

@@ -132,6 +132,26 @@ def test_training(mw: Master) -> None:
         assert torch.equal(ours.cpu(), theirs)
 
 
+def test_captured(mw: Master) -> None:
+    torch.manual_seed(0)
+    modules = [module := perceptron(), copy.deepcopy(module)]
+    x, losses = torch.randn(5, 10, 6, device="worker:1"), []
+    for module, how in zip(modules, (allranks.capture, lambda step: step), strict=True):
+        wrapped = allranks.DataParallel(module.to("worker:1"), BOTH)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), fused=True)
+
+        def step(x: Tensor, wrapped: Any = wrapped, optimizer: Any = optimizer) -> Tensor:
+            loss = wrapped(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        call = how(step)
+        losses.append([call(batch).item() for batch in x])
+    assert losses[0] == losses[1]
+
+
 def test_containers(mw: Master) -> None:
     module = Nested().to("worker:1")
     wrapped = allranks.nn.parallel.DataParallel(module, BOTH)

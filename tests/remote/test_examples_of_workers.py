@@ -44,6 +44,7 @@ def test_digits_under_the_launcher() -> None:
 
 def test_the_pipeline_computes_what_one_process_does(mw: Master, as_many_threads: None) -> None:
     train = runpy.run_path(str(PIPELINE))["train"]
+    train.__globals__["WIDTH"] = 64
     here, expected, _ = train(["cpu", "cpu"], 2, 4, 1, lambda: None)
     for in_flight in (4, 1):
         there, losses, _ = train(["worker:1", "worker:2"], 2, 4, in_flight, mw.synchronize)

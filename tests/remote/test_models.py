@@ -499,6 +499,18 @@ def test_both_ways_keep_parameters_and_ties() -> None:
     assert torch.equal(before[0], (start - 0.1 * gradient).half().float())
 
 
+def test_hooks_move_with_parameters() -> None:
+    model, said = nn.Linear(3, 2), []
+    model.weight.register_hook(lambda gradient: said.append(str(gradient.device)))
+    model.weight.register_post_accumulate_grad_hook(lambda weight: said.append(weight is model.weight))
+    for device in ("cpu", "worker:1", "worker:2", "cpu"):
+        model.to(device)
+        loss = model(torch.ones(2, 3, device=device)).sum()  # a graph whose backward has run holds nothing up
+        loss.backward()
+        assert said == [device, True]
+        said.clear()
+
+
 def test_a_module_that_a_graph_holds_is_not_moved() -> None:
     model = nn.Linear(3, 3)
     loss = model(torch.ones(2, 3, requires_grad=True)).square().sum()

@@ -164,6 +164,9 @@ def test_python(tmp_path: Path, ranks: int) -> None:
         (["all_reduce", "--op", "AVG", "--dtype", "int32"], "AVG takes floating-point"),
         (["all", "--against", "mpi", "--dtype", "bfloat16"], "MPI has no SUM of bfloat16"),
         (["python", "--against", "gloo"], "this library alone"),
+        (["master", "--against", "gloo"], "beside torch's RPC"),
+        (["master", "-n", "127"], "at most 126"),
+        (["master", "--sizes", "1"], "4 bytes at least"),
         (["all_reduce", "--json", "/no/such/folder/figures.json"], "no such directory"),
     ],
 )
@@ -173,3 +176,33 @@ def test_wrong_arguments(arguments: list[str], says: str) -> None:
     assert "Traceback" not in done.stderr
     assert "error:" in done.stderr
     assert says in done.stderr
+
+
+def test_the_goals_of_master_worker_mode(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = bench("master", "-n", "2", "--sizes", "64K", "--budget", "0.001", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(figures.read_text())
+    assert report["workers"] == 2
+    goals = {goal["name"]: goal for goal in report["goals"]}
+    copies = [f"copy 64 KB, {how}" for how in ("stream", "single")]
+    assert set(goals) >= {
+        "queued add", "queued add_", "queued mm", "done add", "queued training, SGD", "queued training, AdamW",
+        "bytes per operation, add", "bytes per operation, SGD", "bytes per operation, AdamW", "item(), p50",
+        "item(), p99", "replayed step, call", "replayed step, bytes", *copies, "upload 64 KB", "download 64 KB",
+        "share of a step of 5 ms, 2 workers, eager", "share of a step of 5 ms, 2 workers, captured",
+        "one command to 2 workers, p50", "an operation of 2 workers and it, p50",
+    }  # fmt: skip
+    for name, goal in goals.items():
+        assert f"{name}, {goal['unit']} " in done.stdout
+        assert 0 < goal["lowest"] <= goal["value"] <= goal["highest"]
+        assert goal["samples"] >= 3
+        assert (goal["met"] is None) == (goal["least"] is goal["most"] is goal["least_ratio"] is None)
+        if goal["peer"]:
+            better, worse = goal["value"], goal["peer_value"]
+            assert goal["ratio"] == pytest.approx(better / worse if goal["unit"][-2:] == "/s" else worse / better)
+    for name, goal in goals.items():
+        if name.startswith("bytes"):
+            assert 16 <= goal["value"] <= 24
+    assert {name for name in goals if goals[name]["peer"] == "send/recv"} == set(copies)
+    assert {name for name in goals if goals[name]["peer"] == "torch RPC"} >= {"queued add", "done add", "item(), p50"}

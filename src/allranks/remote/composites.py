@@ -121,7 +121,9 @@ def _as_there(op: Any) -> Callable[..., Any]:
 
 def _dropout(x: Any, p: float, train: bool) -> Any:
     """As on a CPU: the mask is rounded to the tensor's dtype before it is multiplied with."""
-    if not train or p == 0 or x.numel() == 0 or not 0 < p < 1:
+    if not train or p == 0 or x.numel() == 0:
+        return x
+    if not 0 < p < 1:
         return aten.dropout.default.decompose(x, p, train)
     return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
 

@@ -171,6 +171,13 @@ class Event:
         return float(self._place.master.request(self._place, "marked", event=self._number))
 
 
+class _NoAutocast(list[torch.dtype]):
+    """The dtypes of `torch.autocast`, which asks for them always, and looks into them where it is to be switched on."""
+
+    def __contains__(self, dtype: object) -> bool:
+        raise UsageError("torch.autocast does not reach workers: convert the module, for example module.bfloat16()")
+
+
 def _module() -> ModuleType:
     """``torch.worker``, with the names that torch and its users look for in ``torch.cuda``."""
     module: Any = ModuleType("torch.worker", __doc__)
@@ -218,7 +225,7 @@ def _module() -> ModuleType:
         return place.master.request(place, "memory")  # type: ignore[no-any-return]
 
     def get_amp_supported_dtype() -> list[torch.dtype]:
-        raise UsageError("torch.autocast does not reach workers: convert the module, for example module.bfloat16()")
+        return _NoAutocast()
 
     for each in (
         synchronize, manual_seed, manual_seed_all, get_rng_state, set_rng_state, set_device, device, memory_stats,
@@ -233,6 +240,7 @@ def _module() -> ModuleType:
     module.memory_allocated = lambda device=None: memory_stats(device)["allocated"]
     module._is_in_bad_fork = lambda: os.getpid() != master
     module._lazy_init = lambda: None
+    module._initialized = True  # else checkpointing does not restore the workers' random state
     return module  # type: ignore[no-any-return]
 
 

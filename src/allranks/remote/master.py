@@ -87,6 +87,7 @@ class Master:
         self._told: set[tuple[int, int]] = set()  # the faults that have been raised
         self._groups: dict[str, ProcessGroup] = {}
         self.recorder: Any = None
+        self.default_dtype = torch.float32  # the workers', which follows the master's
         self.closed = False
         self.lost: dict[int, str] = {}
         self.places: dict[tuple[int, ...], Place] = {}
@@ -106,7 +107,20 @@ class Master:
             self.outbox.replace(self._indices[line.rank], line.socket.fileno())
         else:
             self._indices[line.rank] = self.outbox.add(line.socket.fileno())
-        self.place([line.rank], line.rank)
+        place = self.place([line.rank], line.rank)
+        if self.default_dtype is not torch.float32:
+            self.order(place, "default_dtype", dtype=str(self.default_dtype).removeprefix("torch."))
+
+    def follow_default_dtype(self) -> None:
+        """Tells workers what `torch.set_default_dtype` was given, and forgets all calls: of some it is the result's."""
+        self.default_dtype = torch.get_default_dtype()
+        for place in handles._places:
+            if place is not None and place.master is self and not isinstance(place.calls, Gone):
+                place.calls.clear()
+                if place.index == place.ranks[0]:
+                    self.order(place, "default_dtype", dtype=str(self.default_dtype).removeprefix("torch."))
+        self._known.clear()
+        self._trusted.clear()
 
     def place(self, ranks: Sequence[int], index: int) -> Place:
         """Makes a place: some workers, and the index of their device."""

@@ -135,6 +135,10 @@ def alias(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) ->
     worker.slots[outputs[0]] = held.detach() if isinstance(held, torch.Tensor) else held
 
 
+def default_dtype(worker: Interpreter, data: memoryview, dtype: str) -> None:
+    torch.set_default_dtype(wire.dtype_of(dtype))
+
+
 def kind(worker: Interpreter, data: memoryview) -> str:
     """The kind of device on which tensors live here."""
     return worker.device.type
@@ -316,6 +320,7 @@ ORDERS: dict[str, Callable[..., Any]] = {
         memory,
         alias,
         kind,
+        default_dtype,
         function,
         start,
         result,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Call", "Place", "RemoteTensor", "dispatch", "form", "make", "operands", "place_of", "run"]
 
 _make = torch.Tensor._make_wrapper_subclass
+_get_default_dtype = torch.get_default_dtype
 _TRUE, _FALSE, _FLOAT, _INT, _DEVICE = object(), object(), object(), object(), object()
 _LOOKS = (torch.Tensor, torch.dtype)
 aten = torch.ops.aten
@@ -169,11 +170,21 @@ class RemoteTensor(torch.Tensor):
             "Use Tensor.cpu() to copy the tensor to host memory first."
         )
 
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
+
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy()
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         raise BufferError(f"the data is on {self._place}: use Tensor.cpu() first")
+
+    def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is None:
+            return super().type().replace("lazy", "worker")
+        return super().type(dtype, non_blocking, **kwargs)
 
     def data_ptr(self) -> int:
         raise RuntimeError(f"the data is on {self._place}: there is no pointer to it here")
@@ -219,6 +230,12 @@ class RemoteTensor(torch.Tensor):
         plain = self.detach().cpu()
         rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
         return (rebuild, (plain, self.dtype, str(self.device), self.requires_grad))
+
+    def __copy__(self) -> Any:
+        made: Any = make(self._place, self._sig, self._ref, self._off)  # the same memory
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(made, self.requires_grad)
+        return made.requires_grad_(self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -332,6 +349,8 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Fact
         return run(op, *_lift(op, args, kwargs or {}))
     if place is None:
         raise NotImplementedError(f"{known.name} without an operand on a worker")
+    if _get_default_dtype() is not place.master.default_dtype:
+        place.master.follow_default_dtype()
     call = place.calls.get(tuple(key))
     if call is None:
         prepared = place.master.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)

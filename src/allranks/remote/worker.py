@@ -27,7 +27,7 @@ from allranks.remote.wire import Answer, Ask, Define, Fault, Form, Hold, Meta, O
 if TYPE_CHECKING:
     from allranks.remote.meet import Post
 
-__all__ = ["Interpreter", "describe", "serve"]
+__all__ = ["Interpreter", "describe", "serve", "written_by"]
 
 _NUMBERS = {"f": "d", "i": "q"}
 _CHUNK = 1 << 18
@@ -260,7 +260,7 @@ class Interpreter:
                 counts = [len(each) if isinstance(each, list | tuple) else -1 for each in values]
                 results = flatten(result) if returns else []
                 metas = [describe(each) if isinstance(each, torch.Tensor) else each for each in results]
-                said = [metas, {each: describe(inputs[each]) for each in _changes(op, ask.args, ask.kwargs)}, counts]
+                said = [metas, {each: describe(inputs[each]) for each in written_by(op, ask.args, ask.kwargs)}, counts]
                 self._asked = results
             except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
                 self.answer(ask.number, "now", self.fault(ask.op, error)) if ask.first == self.rank else None
@@ -340,7 +340,7 @@ class Interpreter:
             exec(f"def run(S, B, at):\n  {taken}\n  {body}", within)
             return within["run"]  # type: ignore[no-any-return]
 
-        changes = tuple(_changes(op, define.args, define.kwargs))
+        changes = tuple(written_by(op, define.args, define.kwargs))
         code = Code(text(define.checked), layout, space)
         made = Template(define.op, inputs, len(outputs), layout.size, changes, function(True), code)
         if define.checked or not outputs:
@@ -395,7 +395,7 @@ class _Watched:
             return self._run(*args, **kwargs)
 
 
-def _changes(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int]:
+def written_by(op: Any, args: Sequence[Form], kwargs: dict[str, Form]) -> list[int]:
     """Which of the tensors that a template takes the operator writes to."""
     if isinstance(op, functools.partial):
         return list(range(_count(args[0]))) if OPERATIONS[op.func.__name__][1] else []

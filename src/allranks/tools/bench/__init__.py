@@ -9,7 +9,10 @@
 ``measure``      how: blocks in turn, medians
 ``overlap``      what asynchronous calls hide behind computation
 ``python``       Python's share of a call
-``report``       what was found: data, JSON
+``master``       the goals of master-worker mode
+``rpc``          torch's RPC, beside it
+``goals``        what of them was found: data, JSON and text
+``report``       what of the others was found: data, JSON
 ``text``         and text
 ``plot``         and a picture
 ===============  ==============================================================
@@ -33,6 +36,10 @@ def main(argv: Sequence[str]) -> int:
     from allranks.tools.bench.options import parse
 
     options = parse(argv)
+    if options.verb == "master":
+        from allranks.tools.bench import master
+
+        return master.main(options)
     if "RANK" in os.environ and "mpi" not in options.against:
         from allranks.tools.bench import rank
 

@@ -11,7 +11,8 @@ from allranks.tools.bench.verbs import VERBS
 
 __all__ = ["parse"]
 
-_STUDIES = ("overlap", "python")
+_STUDIES = ("overlap", "python", "master")
+_MOST_WORKERS = 126
 _PEERS = ("gloo", "mpi")
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
@@ -33,9 +34,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         choices=("all", *VERBS, *_STUDIES),
         metavar="VERB",
         help=f"all, or one of {', '.join(VERBS)}; or overlap (what async calls hide behind computation), "
-        "or python (Python's share of a call)",
+        "or python (Python's share of a call), or master (the goals of master-worker mode, beside torch's RPC)",
     )
-    parser.add_argument("-n", "--nproc", type=int, help="ranks on this host (default 2; of python 1)")
+    parser.add_argument(
+        "-n",
+        "--nproc",
+        type=int,
+        help="ranks on this host (default 2; of python 1); of master the workers that one command goes to (default 64)",
+    )
     parser.add_argument(
         "-H", "--hosts", metavar="HOST:N,...", help="with mpi: where mpirun starts how many of the ranks"
     )
@@ -47,7 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         type=_sizes,
         metavar="LIST",
         help="bytes; A..B stands for the sizes from A to B, each 4 times the last "
-        "(default 4,64,1K..64M; of overlap 16M)",
+        "(default 4,64,1K..64M; of overlap 16M; of master's copies 16M,64M)",
     )
     parser.add_argument("--budget", type=float, default=1.0, metavar="S", help="seconds for each cell (default 1)")
     parser.add_argument("--dtype", default="float32", choices=_DTYPES, metavar="T", help="default float32")
@@ -60,9 +66,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     study = options.verb in _STUDIES
     options.verbs = [] if study else list(VERBS) if options.verb == "all" else [options.verb]
     if options.nproc is None:
-        options.nproc = 1 if options.verb == "python" else 2
+        options.nproc = {"python": 1, "master": 64}.get(options.verb, 2)
     if options.sizes is None:
-        options.sizes = _sizes("16M" if options.verb == "overlap" else "4,64,1K..64M")
+        options.sizes = _sizes({"overlap": "16M", "master": "16M,64M"}.get(options.verb, "4,64,1K..64M"))
     if options.hosts and "mpi" not in options.against:
         parser.error("-H takes --against mpi; without, start it on each host with RANK, WORLD_SIZE and MASTER_ADDR set")
     if options.nproc < 1:
@@ -71,8 +77,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"{options.verb} takes two ranks: -n 2")
     if options.verb == "python" and (options.against or options.plot):
         parser.error("python measures this library alone, and draws nothing")
+    if options.verb == "master" and (options.against or options.hosts or options.plot):
+        parser.error("master measures on this host, beside torch's RPC, and draws nothing")
     if options.verb == "overlap" and options.plot:
         parser.error("overlap draws nothing: leave out --plot")
+    if options.verb == "master" and options.nproc > _MOST_WORKERS:
+        parser.error(f"-n must be at most {_MOST_WORKERS}: torch has no more devices for them and their group")
+    if options.verb == "master" and min(options.sizes) < 4:
+        parser.error("master copies float32, 4 bytes at least: --sizes")
     if options.budget <= 0:
         parser.error("--budget must be positive")
     if options.op == "AVG" and "float" not in options.dtype:

@@ -8,7 +8,6 @@ import platform
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -21,7 +20,7 @@ from allranks.tools.bench.options import parse
 from allranks.tools.bench.overlap import STARTS, measure_overlap
 from allranks.tools.bench.plot import plot
 from allranks.tools.bench.python import measure_python
-from allranks.tools.bench.report import Report, Table, write
+from allranks.tools.bench.report import Report, Table, processor, write
 from allranks.tools.bench.verbs import VERBS
 
 __all__ = ["main"]
@@ -60,7 +59,7 @@ def _run(engines: list[Engine], plan: Plan, options: argparse.Namespace) -> Repo
         ranks=plan.ranks,
         cpus=usable_cpus(),
         host=socket.gethostname(),
-        processor=_processor(),
+        processor=processor(),
         dtype=options.dtype,
         apart=plan.apart,
         budget_s=plan.budget_s,
@@ -110,13 +109,6 @@ def _overlaps(engines: list[Engine], plan: Plan, sizes: list[int], report: Repor
             found = measure_overlap(engines, call, nbytes, plan)
             report.overlaps += found
             say("\n".join(map(text.overlap_line, found)))
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

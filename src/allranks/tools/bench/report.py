@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-__all__ = ["Overlap", "Report", "Row", "Share", "Summary", "Table", "Timing", "summaries", "write"]
+__all__ = ["Overlap", "Report", "Row", "Share", "Summary", "Table", "Timing", "processor", "summaries", "write"]
 
 
 @dataclass
@@ -117,6 +118,14 @@ def summaries(report: Report) -> list[Summary]:
             fastest = statistics.median(row.fastest_ratios[peer] for row in table.rows)
             found.append(Summary(table.verb, peer, *min(ratios), middle, *max(ratios), fastest))
     return found
+
+
+def processor() -> str:
+    """The CPUs' name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def write(report: Report, file: Path) -> None:

@@ -1,0 +1,555 @@
+"""A whole step as one command: recorded, verified, then replayed by the workers without the master's Python.
+
+The first calls of a captured function run as ever, and what they queue is written down. When two calls in a row have
+queued the same (the first may differ: optimisers make their state in it), each worker is told its part of it, as a
+`Program`, and from then on a call is one small frame for each set of workers that do the same.
+
+A recording knows tensors by numbers of its own: those that the function is given, those that were there before
+(``fixed``: parameters, states), and those that the step makes. Of these some are returned, and get new ids at each
+call; some outlive the step (``kept``: gradients that are not set to None), and keep their ids; the others are freed on
+the worker right behind their last use.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from allranks._errors import UsageError
+from allranks.remote import tensor as handles
+from allranks.remote import wire
+from allranks.remote.lines import here, line_of
+from allranks.remote.orders import OPERATIONS
+from allranks.remote.signature import Signature
+from allranks.remote.tensor import Place, RemoteTensor, make
+from allranks.remote.worker import written_by
+
+if TYPE_CHECKING:
+    from allranks.remote.master import Master
+
+__all__ = ["Captured", "capture"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ATTEMPTS = 4  # calls that may differ before the step is said not to repeat
+_ID = struct.Struct("<I")
+
+
+class _Entry(NamedTuple):
+    """A call, its tensors by the recording's numbers."""
+
+    target: int
+    template: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    values: bytes | None
+
+
+class _Returned(NamedTuple):
+    """A tensor that the step returns: which number, and how it looks."""
+
+    number: int
+    place: Place
+    looks: Signature
+    offset: int
+
+
+@dataclass
+class _Recording:
+    """What one call has queued."""
+
+    entries: list[_Entry] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    fixed: dict[int, Any] = field(default_factory=dict)  # Refs, by number
+    made: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
+    kept: dict[int, Any] = field(default_factory=dict)  # Refs, by number
+    inputs: int = 0
+    returned: list[_Returned | None] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)  # what is returned beside tensors
+    spec: Any = None
+    unsettled: str = ""  # why this call cannot be replayed, though the next may
+
+    def same(self, other: _Recording) -> bool:
+        """Whether another call has queued the same."""
+        return (
+            self.entries == other.entries
+            and self.fixed.keys() == other.fixed.keys()
+            and all(other.fixed[number] is ref for number, ref in self.fixed.items())
+            and self.kept.keys() == other.kept.keys()
+            and [each and each[:3] for each in self.returned] == [each and each[:3] for each in other.returned]
+            and self.spec == other.spec
+        )
+
+
+class _Recorder:
+    """Stands in the place of the outbox's call while a step runs."""
+
+    def __init__(self, master: Master, name: str, inputs: Sequence[RemoteTensor]) -> None:
+        self.recording = _Recording(inputs=len(inputs))
+        self._master = master
+        self._name = name
+        self._thread = threading.get_ident()
+        self._numbers = {each._ref.whole.id: number for number, each in enumerate(inputs)}
+        self._next = len(inputs)
+
+    def __enter__(self) -> _Recorder:
+        self._master.recorder = self
+        self._point(self.call)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._master.recorder = None
+        self._point(self._master.outbox.call)
+
+    def _point(self, call: Callable[..., Any]) -> None:
+        for place in handles._places:
+            if place is not None and place.master is self._master:
+                place.call = call
+
+    def refuse(self, why: str, always: bool) -> None:
+        """Hears of what a captured step cannot do.
+
+        Raises:
+            UsageError: it can never.
+        """
+        if threading.get_ident() != self._thread:
+            return
+        if always:
+            raise UsageError(f"capture: {self._name}, at {line_of(here(2))}: {why}. Do it outside of the captured step")
+        self.recording.unsettled = why
+
+    def call(
+        self, target: int, line: int, template: int, refs: Sequence[Any], outputs: int, values: bytes | None = None
+    ) -> Any:
+        made = self._master.outbox.call(target, line, template, refs, outputs, values)
+        if threading.get_ident() == self._thread:
+            inputs = tuple([self._number(each) for each in refs])
+            found: Any = [] if not outputs else [made] if outputs == 1 else made
+            self.recording.entries.append(_Entry(target, template, inputs, tuple(map(self._make, found)), values))
+            self.recording.lines.append(line)
+        return made
+
+    def number_of(self, x: RemoteTensor) -> int:
+        return self._number(x._ref)
+
+    def _number(self, ref: Any) -> int:
+        whole = ref.whole
+        number = self._numbers.get(whole.id)
+        if number is None:  # it was there before
+            number = self._numbers[whole.id] = self._next
+            self.recording.fixed[number] = whole
+            self._next += 1
+        return number
+
+    def _make(self, ref: Any) -> int:
+        number = self._numbers[ref.id] = self._next
+        self.recording.made[number] = weakref.ref(ref)
+        self._next += 1
+        return number
+
+
+class _Part(NamedTuple):
+    """What some workers do of a step, all the same."""
+
+    target: int
+    program: int
+    inputs: list[int]
+    outputs: list[int]
+
+
+class _Replay:
+    """A recording that the workers know."""
+
+    def __init__(self, master: Master, recording: _Recording) -> None:
+        self.stale = False
+        self._parts: list[_Part] = []
+        self._master = master
+        self._recording = recording
+        self._watches = [weakref.ref(each, self._left) for each in recording.fixed.values()]
+        self._places = list({id(each.place): each.place for each in recording.returned if each is not None}.values())
+        self._written, self._changed = self._find_written()
+        self._parts = self._divide()
+        self._part: _Part | None = self._parts[0] if len(self._parts) == 1 else None
+        only = self._part is not None and all(
+            each is not None and each.number in self._part.outputs and each.place.target == self._part.target
+            for each in recording.returned
+        )
+        self._simple = only and self._part is not None and self._part.inputs == list(range(recording.inputs))
+        self._ranks = {rank for part in self._parts for rank in self._ranks_of[part.target]}
+        self._known = [(place, place.calls) for rank in self._ranks for place in (master.places[(rank,)],)]
+
+    def _left(self, watch: Any) -> None:
+        self.stale = True
+
+    def close(self) -> None:
+        """Gives the numbers of its programs back. Idempotent."""
+        self._master.programs.extend(part.program for part in self._parts)
+        self._parts = []
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __call__(self, tensors: Sequence[RemoteTensor]) -> Any:
+        """Has the workers run the step."""
+        recording, master = self._recording, self._master
+        for place, calls in self._known:
+            if place.calls is not calls:
+                master.check(place)
+        line = here(2)
+        if self._simple:
+            assert self._part is not None
+            target, program, _, outputs = self._part
+            refs = [each._ref if each._ref.target == target else self._view(each._ref, target) for each in tensors]
+            made: Any = master.outbox.call(target, line, program, refs, len(outputs))
+            found = dict(zip(outputs, [made] if len(outputs) == 1 else made or [], strict=True))
+        else:
+            found = self._call_parts(tensors, line)
+        torch.autograd.graph.increment_version([*self._written, *(tensors[each] for each in self._changed)])
+        leaves = [
+            other if each is None else make(each.place, each.looks, self._ref(each, found, tensors), each.offset)
+            for each, other in zip(recording.returned, recording.leaves, strict=True)
+        ]
+        return leaves[0] if recording.spec is None else tree_unflatten(leaves, recording.spec)
+
+    def _ref(self, each: _Returned, found: dict[int, Any], tensors: Sequence[RemoteTensor]) -> Any:
+        number = each.number
+        if number in found:
+            return found[number]
+        ref = tensors[number]._ref if number < self._recording.inputs else self._existing(number)
+        return ref if ref.target == each.place.target else self._view(ref, each.place.target)
+
+    def _existing(self, number: int) -> Any:
+        fixed = self._recording.fixed
+        return fixed[number] if number in fixed else self._recording.kept[number]
+
+    def _view(self, ref: Any, target: int) -> Any:
+        return self._master.outbox.view(ref.whole, target)
+
+    def _call_parts(self, tensors: Sequence[RemoteTensor], line: int) -> dict[int, Any]:
+        outbox = self._master.outbox
+        found = {}
+        for each in self._recording.returned:
+            if each is not None and each.number in self._recording.made and each.number not in self._recording.kept:
+                owner = self._owners[each.number]
+                found[each.number] = outbox.reserve(owner, 1)[0]
+        for target, program, inputs, outputs in self._parts:
+            given = [tensors[each]._ref for each in inputs] + [found[each] for each in outputs]
+            refs = [each if each.target == target else self._view(each, target) for each in given]
+            outbox.call(target, line, program, refs, 0)
+        return {
+            each.number: (
+                found[each.number]
+                if found[each.number].target == each.place.target
+                else self._view(found[each.number], each.place.target)
+            )
+            for each in self._recording.returned
+            if each is not None and each.number in found
+        }
+
+    def _divide(self) -> list[_Part]:
+        """Tells each worker its part; those with the same part together."""
+        master, recording = self._master, self._recording
+        ranks_of: dict[int, tuple[int, ...]] = {}
+        for place in master.places.values():
+            ranks_of[place.target] = place.ranks
+        self._ranks_of = ranks_of
+        self._owners = {number: entry.target for entry in recording.entries for number in entry.outputs}
+        mine: dict[int, list[int]] = {}
+        for index, entry in enumerate(recording.entries):
+            for rank in ranks_of[entry.target]:
+                mine.setdefault(rank, []).append(index)
+        together: dict[tuple[int, ...], list[int]] = {}
+        for rank, indices in mine.items():
+            together.setdefault(tuple(indices), []).append(rank)
+        returned = {each.number for each in recording.returned if each is not None}
+        parts = []
+        for own, ranks in together.items():
+            if not master.programs:
+                raise UsageError("capture: there are 4,096 captured steps; drop one by its reset()")
+            target, number = master.target(ranks), master.programs.pop()
+            ranks_of[target] = tuple(ranks)
+            entries = [recording.entries[each] for each in own]
+            used = {each for entry in entries for each in entry.inputs}
+            made = [each for entry in entries for each in entry.outputs]
+            # More than one part: the ids of all results are given, as those of a group's may be made in several.
+            outputs = [each for each in made if each in returned and each not in recording.kept]
+            inputs = [each for each in range(recording.inputs) if each in used or len(together) == 1]
+            program = wire.Program(
+                number=number,
+                frames=self._frames(own, returned),
+                inputs=inputs,
+                outputs=outputs,
+                fixed={each: ref.id for each, ref in recording.fixed.items() if each in used},
+                kept={each: recording.kept[each].id for each in made if each in recording.kept},
+            )
+            master.outbox.put(target, wire.pack(program))
+            parts.append(_Part(target, number, inputs, outputs))
+        return parts
+
+    def _frames(self, indices: Sequence[int], returned: set[int]) -> bytes:
+        """The frames of some of the recording's calls, with a FREE behind each last use."""
+        recording = self._recording
+        last: dict[int, int] = {}
+        for index in indices:
+            entry = recording.entries[index]
+            last.update(dict.fromkeys((*entry.inputs, *entry.outputs), index))
+        frames = bytearray()
+        line = 0
+        for index in indices:
+            _, template, inputs, outputs, values = recording.entries[index]
+            if recording.lines[index] != line:
+                line = recording.lines[index]
+                frames += wire.HEAD.pack(wire.LINE) + _ID.pack(line)
+            frames += wire.HEAD.pack(template) + struct.pack(f"<{len(inputs) + len(outputs)}I", *inputs, *outputs)
+            frames += values or b""
+            freed = [
+                each
+                for each in dict.fromkeys((*inputs, *outputs))
+                if last[each] == index
+                and each in recording.made
+                and each not in returned
+                and each not in recording.kept
+            ]
+            if freed:
+                frames += struct.pack(f"<HH{len(freed)}I", wire.FREE, len(freed), *freed)
+        return bytes(frames)
+
+    def _find_written(self) -> tuple[list[RemoteTensor], list[int]]:
+        """The handles whose data a replay changes, and which of the step's arguments are among them.
+
+        Their versions must go up, or a graph that was made before would run backward on data that have changed.
+        """
+        written: set[int] = set()
+        for entry in self._recording.entries:
+            op, args, kwargs, _ = self._master.templates[entry.template]
+            if not isinstance(op, str):
+                written.update(entry.inputs[each] for each in written_by(op, args, kwargs))
+            elif OPERATIONS[op.partition("::")[2]][1]:
+                written.update(entry.inputs)
+        ids = {ref.id for number, ref in self._recording.fixed.items() if number in written}
+        found = [
+            each
+            for each in gc.get_objects()
+            if type(each) is RemoteTensor and each._place.master is self._master and each._ref.whole.id in ids
+        ]
+        return found, sorted(each for each in written if each < self._recording.inputs)
+
+
+class Captured(Generic[P, R]):
+    """A function whose calls become one command each; see `capture`.
+
+    Attributes:
+        recordings: for how many kinds of arguments it is recorded.
+    """
+
+    def __init__(self, function: Callable[P, R], max_recordings: int) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._name = getattr(function, "__qualname__", type(function).__name__)
+        self._most = max_recordings
+        self._replays: dict[Any, _Replay] = {}
+        self._last: dict[Any, tuple[_Recording, int]] = {}
+
+    @property
+    def recordings(self) -> int:
+        return len(self._replays)
+
+    def reset(self) -> None:
+        """Forgets what is recorded: the next calls are recorded anew."""
+        for each in self._replays.values():
+            each.close()
+        self._replays.clear()
+        self._last.clear()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        key: Any = None
+        tensors: Sequence[Any] = args
+        if not kwargs:
+            key = _key_of(args)
+        if key is None:
+            key, tensors = self._key(args, kwargs)
+        replay = self._replays.get(key)
+        if replay is not None:
+            if replay._master.recorder is not None:
+                replay._master.recorder.refuse(f"{self._name}, which is captured itself, is called", True)
+            if not replay.stale:
+                return replay(tensors)  # type: ignore[no-any-return]
+            replay.close()
+            del self._replays[key]
+        return self._record(key, tensors, args, kwargs)
+
+    def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[RemoteTensor]]:
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, RemoteTensor)]
+        parts: list[Any] = [spec]
+        first: dict[int, int] = {}
+        for each in leaves:
+            if isinstance(each, RemoteTensor):
+                number = first.setdefault(each._ref.whole.id, len(first))
+                parts.append((each._sig, each._place, each.requires_grad, number))
+            elif isinstance(each, torch.Tensor):
+                raise UsageError(
+                    f"capture: {self._name} is given a tensor of the master's; send it first, with .to() or scatter()"
+                )
+            else:
+                parts.append((type(each), each))
+        try:
+            hash(key := tuple(parts))
+        except TypeError as error:
+            raise UsageError(
+                f"capture: {self._name} is given what cannot be compared from call to call: {error}"
+            ) from None
+        return key, tensors
+
+    def _record(self, key: Any, tensors: Sequence[RemoteTensor], args: Any, kwargs: Any) -> R:
+        from allranks.remote.start import master_of_this_process
+
+        master = tensors[0]._place.master if tensors else master_of_this_process()
+        if master.recorder is not None:
+            master.recorder.refuse(f"{self._name}, which is captured itself, is called", True)
+        if key not in self._last and len(self._replays) + len(self._last) >= self._most:
+            raise UsageError(
+                f"capture: {self._name} is called with more than {self._most} kinds of arguments (shapes, dtypes,"
+                " workers, other values). Pad them to a few shapes, or raise max_recordings="
+            )
+        with _Recorder(master, self._name, tensors) as recorder:
+            result = self._function(*args, **kwargs)
+            recording = recorder.recording
+            self._take_result(recorder, result)
+        gc.collect()  # handles that only a cycle holds do not outlive the step
+        returned = {each.number for each in recording.returned if each is not None}
+        for number, made in recording.made.items():
+            if (ref := made()) is not None and number not in returned:
+                recording.kept[number] = ref
+        before, calls = self._last.get(key, (None, 0))
+        if before is not None and not before.unsettled and not recording.unsettled and before.same(recording):
+            self._last.pop(key, None)
+            self._replays[key] = _Replay(master, recording)
+        elif calls + 1 >= _ATTEMPTS:
+            self._last.pop(key, None)
+            assert before is not None
+            raise UsageError(f"capture: {self._name} does not repeat itself: {_difference(master, before, recording)}")
+        else:
+            self._last[key] = (recording, calls + 1)
+        return result
+
+    def _take_result(self, recorder: _Recorder, result: Any) -> None:
+        recording = recorder.recording
+        leaves, recording.spec = ([result], None) if isinstance(result, RemoteTensor) else tree_flatten(result)
+        for each in leaves:
+            if isinstance(each, RemoteTensor):
+                if each.requires_grad:
+                    raise UsageError(
+                        f"capture: {self._name} returns a tensor that autograd goes on from, which a replay cannot"
+                        " give: return it with .detach()"
+                    )
+                recording.returned.append(_Returned(recorder.number_of(each), each._place, each._sig, each._off))
+                recording.leaves.append(None)
+            elif isinstance(each, torch.Tensor):
+                raise UsageError(f"capture: {self._name} returns a tensor of the master's, which a replay cannot give")
+            else:
+                recording.returned.append(None)
+                recording.leaves.append(each)
+
+
+def _key_of(args: Sequence[Any]) -> Any:
+    """The key of arguments that are different tensors on workers; None for others."""
+    key: list[Any] = []
+    ids = set()
+    for each in args:
+        if type(each) is not RemoteTensor or each.requires_grad:
+            return None
+        key.append(each._sig)
+        key.append(each._place)
+        ids.add(each._ref.whole.id)
+    return tuple(key) if len(ids) == len(args) else None
+
+
+def _difference(master: Master, before: _Recording, after: _Recording) -> str:
+    """The first difference between two calls, in words."""
+    if after.unsettled or before.unsettled:
+        return f"{after.unsettled or before.unsettled}, at each call"
+
+    def name(recording: _Recording, at: int) -> str:
+        op = master.templates[recording.entries[at].template][0]
+        line = line_of(recording.lines[at])
+        return f"{op if isinstance(op, str) else op.name()}{f' at {line}' if line else ''}"
+
+    for at, (old, new) in enumerate(zip(before.entries, after.entries, strict=False)):
+        if old == new:
+            continue
+        if old.template == new.template and old.inputs == new.inputs and old.values != new.values:
+            numbers = [_numbers(master, each) for each in (old, new)]
+            return (
+                f"a number that the master computes is {numbers[0]} and then {numbers[1]} in {name(after, at)}.\n"
+                "  It may be a counter in Python: torch.optim's Adam and others keep it on the worker with fused=True,"
+                " or capturable=True. Or pass it as a tensor"
+            )
+        if old.template == new.template:
+            return (
+                f"{name(after, at)} has other operands than the time before: tensors are made anew outside of the step"
+            )
+        return (
+            f"operation {at} was {name(before, at)} and is then {name(after, at)}"
+            f"{' of other shapes or constants' if name(before, at) == name(after, at) else ''}"
+        )
+    if len(before.entries) != len(after.entries):
+        return f"it had {len(before.entries)} operations and then {len(after.entries)}"
+    return "what it works on, leaves behind or returns is another tensor, or of another kind, each time"
+
+
+def _numbers(master: Master, entry: _Entry) -> str:
+    pack = master.templates[entry.template][3].pack
+    codes = pack.__self__.format  # type: ignore[attr-defined]
+    return ", ".join(f"{each:.6g}" for each in struct.unpack(codes, entry.values or b""))
+
+
+def capture(function: Callable[P, R] | None = None, *, max_recordings: int = 8) -> Any:
+    """Makes each call of a training step one small command for the workers (master-worker mode).
+
+    The step's first calls run as they are; as soon as two in a row have queued the same, all further ones are replays:
+    the workers repeat what was recorded, on the tensors that are given, and none of the function's Python runs. What it
+    changes outside of tensors stays as it was: counters, floats such as a learning rate (make it a tensor on the
+    worker), prints, learning-rate schedulers.
+
+    Args:
+        function: takes and returns tensors on workers, in any nesting; other arguments are part of what is recorded.
+        max_recordings: for so many kinds of arguments (shapes, dtypes, places, other values) it is recorded.
+
+    Returns:
+        The function, captured, with ``recordings`` and ``reset()``; or, with ``function`` left out, a decorator.
+
+    Raises:
+        UsageError: when it is called: the step fetches a value, sends tensors of the master's, depends on data for a
+            shape, returns what requires grad, or does not repeat itself; says what, and at which line.
+
+    Cost:
+        on the master some 10 us a call, and 2 bytes and 4 for each tensor given or returned, for each set of workers
+        that do the same.
+
+    Example:
+        @allranks.capture
+        def step(x, y):
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+    """
+    if function is None:
+        return functools.partial(capture, max_recordings=max_recordings)
+    if not callable(function):
+        raise UsageError(f"capture: expected a function, not {type(function).__name__}")
+    if not max_recordings >= 1:
+        raise UsageError(f"capture: max_recordings={max_recordings!r}: expected 1 or more")
+    return Captured(function, max_recordings)

@@ -1,0 +1,379 @@
+"""Captured steps; the oracle is the same step, eagerly, on the local CPU, with as many threads."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import allranks
+from allranks import RemoteError, UsageError
+from allranks.remote.master import Master
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizer] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, fused=True, amsgrad=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def batch(number: int, size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(size, 8, generator=generator), torch.randint(4, (size,), generator=generator)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4))
+
+
+def train(device: str, make: Optimizer, captured: bool, calls: int = 12) -> tuple[list[torch.Tensor], Any]:
+    net = network().to(device)
+    optimizer = make(net.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    called: Any = allranks.capture(step) if captured else step
+    torch.manual_seed(1)
+    losses = [called(*(each.to(device) for each in batch(number))) for number in range(calls)]
+    return [each.detach().cpu() for each in (*losses, *net.state_dict().values())], called
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_captured_step_is_the_step(mw: Master, optimizer: str) -> None:
+    local, _ = train("cpu", OPTIMIZERS[optimizer], captured=False)
+    remote, step = train("worker:1", OPTIMIZERS[optimizer], captured=True)
+    assert step.recordings == 1
+    for ours, theirs in zip(remote, local, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_replay_is_one_small_frame(mw: Master) -> None:
+    weight = torch.ones(4, device="worker:1")
+
+    @allranks.capture
+    def step(x: torch.Tensor) -> torch.Tensor:
+        weight.mul_(x.sum()).add_(1).clamp_(max=2)
+        return weight * x
+
+    x = torch.ones(4, device="worker:1")
+    for _ in range(3):
+        step(x)
+    mw.synchronize()
+    sent, calls = mw.outbox.sent(0), mw.outbox.calls
+    held = [step(x) for _ in range(10)]
+    mw.outbox.flush()
+    assert mw.outbox.calls == calls + 10
+    assert mw.outbox.sent(0) - sent <= 10 * (2 + 4 * 2) + 12  # and the line, once
+    assert len({each._ref.id for each in held}) == 10  # type: ignore[attr-defined]
+    assert held[0].cpu().tolist() == [2.0] * 4
+
+
+def test_gradients_that_stay(mw: Master) -> None:
+    """Accumulated over two micro-batches; zero_grad at the start leaves gradients behind the step."""
+
+    def run(device: str, captured: bool) -> list[torch.Tensor]:
+        net = network().to(device)
+        net.eval()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+                loss = F.cross_entropy(net(part), target)
+                loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        called: Any = allranks.capture(step) if captured else step
+        found = []
+        for number in range(8):
+            found.append(called(*(each.to(device) for each in batch(number))))
+            found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        return [each.detach().cpu() for each in (*found, *net.parameters())]
+
+    for ours, theirs in zip(run("worker:1", True), run("cpu", False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_groups_and_collectives(mw: Master) -> None:
+    group = mw.group([1, 2])
+    with group:
+        net = nn.Linear(8, 4)
+    group.broadcast_(net.parameters(), src=1)
+    local = nn.Linear(8, 4)
+    local.load_state_dict({name: each.shard(1).cpu() for name, each in net.state_dict().items()})
+    ours, theirs = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(local.parameters(), lr=0.1)
+
+    @allranks.capture
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        allranks.all_reduce_([p.grad for p in net.parameters()], op="avg")
+        ours.step()
+        ours.zero_grad()
+        return loss.detach()
+
+    for number in range(8):
+        x, y = batch(number)
+        loss = step(group.scatter(x), group.scatter(y))
+        halves = [F.cross_entropy(local(a), b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+        ((halves[0] + halves[1]) / 2).backward()
+        theirs.step()
+        theirs.zero_grad()
+        assert group.gather(loss).tolist() == pytest.approx([each.item() for each in halves], rel=1e-4)
+    assert step.recordings == 1
+    torch.testing.assert_close(net.weight.shard(2).detach().cpu(), local.weight.detach(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(net.weight.shard(1).detach().cpu(), net.weight.shard(2).detach().cpu())
+
+
+def test_a_pipeline_over_two_workers(mw: Master) -> None:
+    def run(first: str, second: str, captured: bool) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        a, b = nn.Linear(8, 8).to(first), nn.Linear(8, 4).to(second)
+        optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = a(x).relu()
+            loss = F.cross_entropy(b(hidden.to(second)), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach(), hidden.detach()
+
+        called: Any = allranks.capture(step) if captured else step
+        found: list[torch.Tensor] = []
+        for number in range(8):
+            x, y = batch(number)
+            found += called(x.to(first), y.to(second))
+        return [each.detach().cpu() for each in (*found, *a.parameters(), *b.parameters())]
+
+    for ours, theirs in zip(run("worker:1", "worker:2", True), run("cpu", "cpu", False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_other_shapes_are_recorded_anew(mw: Master) -> None:
+    @allranks.capture(max_recordings=2)
+    def double(x: torch.Tensor, by: float = 2.0) -> torch.Tensor:
+        return x * by
+
+    for _ in range(4):
+        for size in (2, 3):
+            x = torch.arange(float(size))
+            assert torch.equal(double(x.to("worker:1")).cpu(), x * 2)
+    assert double.recordings == 2
+    with pytest.raises(UsageError, match="more than 2 kinds of arguments"):
+        double(torch.zeros(4, device="worker:1"))
+    double.reset()
+    for by in (3.0, 4.0, 3.0, 4.0, 3.0, 4.0):
+        assert double(torch.ones(1, device="worker:1"), by=by).item() == by
+
+
+def test_arguments_in_any_nesting(mw: Master) -> None:
+    @allranks.capture
+    def step(batch: dict[str, list[torch.Tensor]], *, scale: int) -> dict[str, Any]:
+        a, b = batch["ab"]
+        a.add_(1)
+        return {"sum": [a + b * scale], "same": b, "n": scale, "none": None}
+
+    for number in range(6):
+        a, b = torch.full((2,), float(number), device="worker:1"), torch.ones(2, device="worker:1")
+        version = a._version
+        found = step({"ab": [a, b]}, scale=3)
+        assert found["sum"][0].cpu().tolist() == [number + 4.0] * 2
+        assert a.cpu().tolist() == [number + 1.0] * 2
+        assert a._version > version
+        assert (found["same"].cpu().tolist(), found["n"], found["none"]) == ([1.0, 1.0], 3, None)
+    x = torch.ones(2, device="worker:1")
+    assert step({"ab": [x, x]}, scale=3)["sum"][0].cpu().tolist() == [8.0, 8.0]  # one tensor twice: recorded anew
+
+
+def test_what_cannot_be_captured_is_refused_at_its_line(mw: Master) -> None:
+    weight = torch.ones(3, device="worker:1", requires_grad=True)
+    x = torch.ones(3, device="worker:1")
+    nested = allranks.capture(lambda x: x + 1)
+    outside = allranks.capture(lambda x: x.clone())
+    for step, said in (
+        (lambda x: x * x.sum().item(), "a value is fetched"),
+        (lambda x: x + 1 if x.sum() > 0 else x, "a value is fetched"),
+        (lambda x: x[x > 0], "depends on the data"),
+        (lambda x: x + torch.ones(3).to("worker:1"), "a tensor of the master's is sent"),
+        (lambda x: x.cpu(), "a tensor is fetched"),
+        (lambda x: (x * weight).sum(), r"with \.detach\(\)"),
+        (lambda x: nested(x), "captured itself"),
+        (lambda x: mw.remote(len)([1]), "a function runs on a worker"),
+        (lambda x: mw.synchronize(), "the workers are waited for"),
+        (lambda x: torch.zeros(2), "a tensor of the master's"),
+    ):
+        with pytest.raises(UsageError, match=f"capture: .*{said}"):
+            allranks.capture(step)(x)
+        assert outside(x).cpu().tolist() == [1.0] * 3  # nothing is left of it
+    with pytest.raises(UsageError, match=r"test_capture\.py:\d+: a value is fetched"):
+        allranks.capture(lambda x: x.sum().item())(x)
+    with pytest.raises(UsageError, match="tensor of the master's"):
+        outside(torch.ones(3))
+    with pytest.raises(UsageError, match="cannot be compared"):
+        allranks.capture(lambda x, y: x)(x, {1, 2})
+    with pytest.raises(UsageError, match="expected a function"):
+        allranks.capture(3)  # type: ignore[arg-type]
+
+
+def call_often(step: Any, x: torch.Tensor) -> None:
+    for _ in range(8):
+        step(x)
+
+
+def test_what_does_not_repeat_is_named(mw: Master) -> None:
+    counter = iter(range(100))
+    x = torch.ones(3, device="worker:1")
+
+    def counts(x: torch.Tensor) -> torch.Tensor:
+        return x * (0.5 + next(counter))
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() if next(counter) % 2 else x.cos()
+
+    def grows(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.zeros(next(counter) + 1, 3, device="worker:1").sum(0)
+
+    for step, said in (
+        (counts, r"a number that the master computes is \S+ and then \S+ in aten::mul.*test_capture\.py:\d+"),
+        (branches, r"was aten::(sin|cos) at .*test_capture\.py:\d+ and is then aten::(sin|cos)"),
+        (grows, "of other shapes or constants"),
+    ):
+        captured = allranks.capture(step)
+        with pytest.raises(UsageError, match=f"does not repeat itself: (.|\n)*{said}"):
+            call_often(captured, x)
+    with pytest.raises(UsageError, match=r"a number that the master computes (.|\n)*fused=True"):
+        train("worker:1", lambda p: torch.optim.Adam(p), captured=True)
+
+
+def test_an_exception_leaves_nothing(mw: Master) -> None:
+    fail = [True]
+
+    @allranks.capture
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        if fail[0]:
+            raise KeyError("mine")
+        return y
+
+    x = torch.zeros(2, device="worker:1")
+    with pytest.raises(KeyError, match="mine"):
+        step(x)
+    fail[0] = False
+    for _ in range(4):
+        assert step(x).cpu().tolist() == [1.0, 1.0]
+    assert step.recordings == 1
+
+
+def test_a_failing_operation_in_a_replay(mw: Master) -> None:
+    table = torch.arange(3.0, device="worker:1")
+    state = torch.zeros(1, device="worker:1")
+
+    @allranks.capture
+    def step(index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        state.add_(1)
+        found = table.index_select(0, index)
+        return (found * 2).sum(), state + 10
+
+    index = torch.tensor([1], device="worker:1")
+    for _ in range(4):
+        assert step(index)[0].item() == 2.0
+    wrong, right = step(torch.tensor([7], device="worker:1"))
+    assert right.item() == 15.0
+    with pytest.raises(RemoteError, match=r"index_select failed on worker 1 \(queued at .*test_capture.py:\d+\)"):
+        wrong.item()
+    assert step(index)[0].item() == 2.0
+    assert state.item() == 6.0
+    mw.synchronize()
+
+
+def test_versions_go_up_and_stale_graphs_raise(mw: Master) -> None:
+    weight = torch.ones(3, device="worker:1", requires_grad=True)
+
+    @allranks.capture
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight.add_(x)
+        return x + 1
+
+    x = torch.ones(3, device="worker:1")
+    for _ in range(3):
+        step(x)
+    graph = (weight * weight).sum()
+    step(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        graph.backward()
+
+
+def test_a_tensor_that_is_put_in_a_parameters_place_is_noticed(mw: Master) -> None:
+    weight = nn.Parameter(torch.ones(2, device="worker:1"))
+
+    @allranks.capture
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x * weight).detach()
+
+    x = torch.ones(2, device="worker:1")
+    for _ in range(3):
+        step(x)
+    weight.data = torch.full((2,), 5.0, device="worker:1")
+    for _ in range(4):
+        assert step(x).cpu().tolist() == [5.0, 5.0]
+
+
+def test_memory_is_that_of_the_eager_step(mw: Master) -> None:
+    def tensors() -> int:
+        gc.collect()
+        return int(torch.worker.memory_stats("worker:1")["tensors"])  # type: ignore[attr-defined]
+
+    before = tensors()
+    _, step = train("worker:1", OPTIMIZERS["adamw"], captured=True)
+    step.reset()
+    del step
+    assert tensors() == before
+    numbers = len(mw.programs)
+    for _ in range(3):
+        captured = allranks.capture(lambda x: x + 1)
+        x = torch.ones(1, device="worker:1")
+        for _ in range(3):
+            captured(x)
+        del captured, x
+    assert tensors() == before
+    assert len(mw.programs) == numbers
+
+
+def test_a_lost_worker_ends_its_replays(mw: Master) -> None:
+    @allranks.capture
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    x = torch.ones(2, device="worker:2")
+    for _ in range(3):
+        step(x)
+    mw.respawn(2)
+    with pytest.raises(allranks.WorkerLost):
+        step(x)
+    x = torch.ones(2, device="worker:2")
+    for _ in range(4):
+        assert step(x).cpu().tolist() == [2.0, 2.0]
