@@ -557,7 +557,9 @@ def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         plain = op(x, **{**kwargs, "device": torch.device("cpu")})
         return place.master.upload(place, plain)
     master = x._place.master
-    if device is None or (device.type in ("worker", "lazy") and place_of(device).index == x._place.index):
+    if device in (None, x._place.lazy) or (
+        device.type in ("worker", "lazy") and place_of(device).index == x._place.index
+    ):
         return run(op, args, kwargs)
     rest = {name: each for name, each in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
     if device.type in ("worker", "lazy"):
