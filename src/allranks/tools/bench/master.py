@@ -16,7 +16,7 @@ one command                  ``synchronize()``: sent, executed behind all that i
                              an operation of a group before it
 copies                       ``x.to("worker:2")`` of several tensors that are kept (``stream``), and of one
                              (``single``), until ``synchronize()`` returns; beside ``send`` and ``recv`` of a process
-                             group of the same two workers
+                             group of the same two workers, into memory that is there
 torch RPC                    ``rpc.remote`` of an addition of what the last one returned; ``to_here`` of one number
 ===========================  ==========================================================================================
 """
@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,11 +82,12 @@ def main(options: argparse.Namespace) -> int:
         if peer.missing:
             report.left_out.append(f"torch RPC: {peer.missing}")
             print(f"# left out: {report.left_out[-1]}", flush=True)
-        for found in (
-            _alone(peer, options.sizes, options.budget),
-            _shares(min(_PARALLEL, options.nproc), options.budget),
-            _command(options.nproc, options.budget),
+        for measure in (
+            partial(_alone, peer, options.sizes),
+            partial(_shares, min(_PARALLEL, options.nproc)),
+            partial(_command, options.nproc),
         ):
+            found = measure(options.budget)
             report.goals += found
             print(goals.lines(found), flush=True)
     finally:
