@@ -377,3 +377,47 @@ def test_a_lost_worker_ends_its_replays(mw: Master) -> None:
     x = torch.ones(2, device="worker:2")
     for _ in range(4):
         assert step(x).cpu().tolist() == [2.0, 2.0]
+
+
+def test_where_an_argument_is_in_its_storage(mw: Master) -> None:
+    """`as_strided` counts from the storage's beginning, and so do views that are returned."""
+    data = torch.arange(12.0, device="worker:1")
+
+    @allranks.capture
+    def first(x: torch.Tensor) -> torch.Tensor:
+        return torch.as_strided(x, (2,), (1,)) * 1
+
+    @allranks.capture
+    def rest(x: torch.Tensor) -> torch.Tensor:
+        return x[1:]
+
+    for start in (0, 0, 0, 4, 4, 4, 8, 0):
+        part = data[start : start + 4]
+        assert first(part).cpu().tolist() == [start, start + 1.0]
+        view = rest(part)
+        assert view.storage_offset() == start + 1
+        assert torch.as_strided(view, (1,), (1,)).item() == start + 1
+
+
+def test_gradients_that_are_dropped_outside(mw: Master) -> None:
+    net = nn.Linear(8, 4, device="worker:1")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    @allranks.capture
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        return loss.detach()
+
+    def train(calls: int) -> None:
+        for number in range(calls):
+            x, y = batch(number)
+            step(x.to("worker:1"), y.to("worker:1"))
+            assert net.weight.grad is not None
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(
+        UsageError, match=r"leaves a tensor behind that is dropped .* test_capture|made at(.|\n)*optimizer"
+    ):
+        train(12)

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import adam
 
+import allranks
+
 pytestmark = pytest.mark.usefixtures("mw")
 
 STEPS = 5
@@ -441,6 +443,30 @@ def test_optimisers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_: [*known, "cpu"])
     right = train(local, OPTIMISERS[name](local.parameters()), case, "cpu")
     same(train(moved, OPTIMISERS[name](moved.parameters()), case, "worker:1"), right)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gpt", "vae", "cnn"])
+def test_captured_steps_train_alike(name: str) -> None:
+    case = CASES[name]
+
+    def run(model: nn.Module, device: str, wrap: Callable[[Any], Any]) -> Any:
+        optimiser = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+
+        def step(x: Tensor) -> Tensor:
+            loss = case.loss(model, x)
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad()
+            return loss.detach()
+
+        fed, taken = [each.to(device) for each in batches(case)], wrap(step)
+        torch.manual_seed(1)
+        return here([[taken(x) for x in fed], dict(model.state_dict())])
+
+    torch.manual_seed(0)
+    local = case.make()
+    moved = copy.deepcopy(local).to("worker:1")
+    same(run(moved, "worker:1", allranks.capture), run(local, "cpu", lambda step: step))
 
 
 def test_gan_with_two_optimisers() -> None:

@@ -1004,7 +1004,7 @@ def complex_numbers(d: str) -> Any:
     r = torch.view_as_real(x)
     r[0, 0] = 9
     return [
-        x, y * 2, y.resolve_conj(), x.real, x.imag, x.abs(), x.angle(),
+        x, y * 2, y.resolve_conj(), x.real, x.imag, x.abs(), x.angle(), y.is_conj(), y.imag.is_neg(), y.imag + 1,
         torch.view_as_complex(torch.ones(2, 2, device=d)), (x @ y), x.item() if x.numel() == 1 else x[0].item(),
         y.cpu(), y.tolist(), torch.polar(torch.ones(2, device=d), torch.ones(2, device=d)),
         x.mH if x.dim() == 2 else None,

@@ -42,6 +42,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ATTEMPTS = 4  # calls that may differ before the step is said not to repeat
+_FORGIVEN = 1  # times that tensors which outlive the step may be dropped
 _ID = struct.Struct("<I")
 
 
@@ -72,7 +73,7 @@ class _Recording:
     lines: list[int] = field(default_factory=list)
     fixed: dict[int, Any] = field(default_factory=dict)  # Refs, by number
     made: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
-    kept: dict[int, Any] = field(default_factory=dict)  # Refs, by number
+    kept: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
     inputs: int = 0
     returned: list[_Returned | None] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)  # what is returned beside tensors
@@ -89,6 +90,11 @@ class _Recording:
             and [each and each[:3] for each in self.returned] == [each and each[:3] for each in other.returned]
             and self.spec == other.spec
         )
+
+    def is_placed(self, master: Master) -> bool:
+        """Whether it tells where in a storage tensors are: the arguments must then be there at each call."""
+        strided = {str(master.templates[each.template][0]).partition("as_strided")[1] for each in self.entries}
+        return "as_strided" in strided or any(each is not None and each.offset for each in self.returned)
 
 
 class _Recorder:
@@ -191,6 +197,14 @@ class _Replay:
     def _left(self, watch: Any) -> None:
         self.stale = True
 
+    def dropped(self) -> int | None:
+        """The line that made a tensor that was to outlive the step and has not; None where all have."""
+        for number, ref in self._recording.kept.items():
+            if ref() is None:
+                makers = zip(self._recording.entries, self._recording.lines, strict=True)
+                return next(line for entry, line in makers if number in entry.outputs)
+        return None
+
     def close(self) -> None:
         """Gives the numbers of its programs back. Idempotent."""
         self._master.programs.extend(part.program for part in self._parts)
@@ -225,12 +239,8 @@ class _Replay:
         number = each.number
         if number in found:
             return found[number]
-        ref = tensors[number]._ref if number < self._recording.inputs else self._existing(number)
+        ref = tensors[number]._ref if number < self._recording.inputs else self._recording.fixed[number]
         return ref if ref.target == each.place.target else self._view(ref, each.place.target)
-
-    def _existing(self, number: int) -> Any:
-        fixed = self._recording.fixed
-        return fixed[number] if number in fixed else self._recording.kept[number]
 
     def _view(self, ref: Any, target: int) -> Any:
         return self._master.outbox.view(ref.whole, target)
@@ -290,7 +300,7 @@ class _Replay:
                 inputs=inputs,
                 outputs=outputs,
                 fixed={each: ref.id for each, ref in recording.fixed.items() if each in used},
-                kept={each: recording.kept[each].id for each in made if each in recording.kept},
+                kept={each: recording.kept[each]().id for each in made if each in recording.kept},
             )
             master.outbox.put(target, wire.pack(program))
             parts.append(_Part(target, number, inputs, outputs))
@@ -359,6 +369,8 @@ class Captured(Generic[P, R]):
         self._most = max_recordings
         self._replays: dict[Any, _Replay] = {}
         self._last: dict[Any, tuple[_Recording, int]] = {}
+        self._placed: set[Any] = set()  # keys of arguments whose place in their storage matters, too
+        self._dropped = 0
 
     @property
     def recordings(self) -> int:
@@ -378,15 +390,26 @@ class Captured(Generic[P, R]):
             key = _key_of(args)
         if key is None:
             key, tensors = self._key(args, kwargs)
+        if placed := key in self._placed:
+            key = (key, tuple([each._off for each in tensors]))
         replay = self._replays.get(key)
         if replay is not None:
             if replay._master.recorder is not None:
                 replay._master.recorder.refuse(f"{self._name}, which is captured itself, is called", True)
-            if not replay.stale:
+            dropped = replay.dropped()
+            if dropped is None and not replay.stale:
                 return replay(tensors)  # type: ignore[no-any-return]
             replay.close()
             del self._replays[key]
-        return self._record(key, tensors, args, kwargs)
+            if dropped is not None:
+                self._dropped += 1
+                if self._dropped > _FORGIVEN:
+                    raise UsageError(
+                        f"capture: {self._name} leaves a tensor behind that is dropped before the next call, made at"
+                        f" {line_of(dropped)}: a gradient, by zero_grad() outside of the step? A replay does not make"
+                        " Python's objects anew. Do within the step all that uses what it leaves: optimizer.step(), too"
+                    )
+        return self._record(key, placed, tensors, args, kwargs)
 
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[RemoteTensor]]:
         leaves, spec = tree_flatten((args, kwargs))
@@ -411,7 +434,7 @@ class Captured(Generic[P, R]):
             ) from None
         return key, tensors
 
-    def _record(self, key: Any, tensors: Sequence[RemoteTensor], args: Any, kwargs: Any) -> R:
+    def _record(self, key: Any, placed: bool, tensors: Sequence[RemoteTensor], args: Any, kwargs: Any) -> R:
         from allranks.remote.start import master_of_this_process
 
         master = tensors[0]._place.master if tensors else master_of_this_process()
@@ -429,8 +452,11 @@ class Captured(Generic[P, R]):
         gc.collect()  # handles that only a cycle holds do not outlive the step
         returned = {each.number for each in recording.returned if each is not None}
         for number, made in recording.made.items():
-            if (ref := made()) is not None and number not in returned:
-                recording.kept[number] = ref
+            if made() is not None and number not in returned:
+                recording.kept[number] = made
+        if not placed and recording.is_placed(master):
+            self._placed.add(key)
+            key = (key, tuple([each._off for each in tensors]))
         before, calls = self._last.get(key, (None, 0))
         if before is not None and not before.unsettled and not recording.unsettled and before.same(recording):
             self._last.pop(key, None)

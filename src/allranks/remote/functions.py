@@ -74,7 +74,7 @@ class Future:
             return
         sigs = [signature(wire.dtype_of(dtype), shape, strides, bits) for dtype, shape, strides, _, bits in metas]
         refs = master.outbox.reserve(place.target, len(sigs))
-        master.order(place, "keep", ids=[each.id for each in refs])
+        master.order(place, "keep", of=self._number, ids=[each.id for each in refs])
         tensors = [make(place, sig, ref, meta[3]) for sig, ref, meta in zip(sigs, refs, metas, strict=True)]
         said = cloudpickle.loads(pickled)
         self._result = tree_map(lambda each: tensors[each.number] if isinstance(each, Given) else each, said)

@@ -7,6 +7,7 @@ is waited for only where a value, or a shape that depends on one, is needed here
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import struct
 import threading
@@ -19,7 +20,7 @@ import msgspec
 import torch
 
 from allranks import _core
-from allranks._errors import TimeoutError, UsageError, WorkerLost
+from allranks._errors import PeerLostError, TimeoutError, UsageError, WorkerLost
 from allranks.remote import tensor as handles
 from allranks.remote import wire
 from allranks.remote.faults import error_of
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "Master"]
 
 _PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
-_UNNOTICED = ("keep", "drop", "group")  # orders that a captured step can do without
+_UNNOTICED = ("keep", "drop", "group", "kind")  # orders that a captured step can do without
 _LAST_INDEX = 127  # torch keeps a device's index in a signed byte
 _LOOK_S = 0.5
 _answers = msgspec.msgpack.Decoder(Answer).decode
@@ -75,7 +76,7 @@ class Master:
         self._heard: dict[int, bytearray] = {}
         self._lock = threading.RLock()
         self._losing = threading.RLock()
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._templates = wire.CALL
         self.programs = list(_PROGRAMS)  # numbers that no captured step has
         self.templates: dict[int, tuple[Any, Any, Any, Call]] = {}  # operator, forms and call, by number
@@ -167,14 +168,15 @@ class Master:
         resized: Any,
         checked: Any,
     ) -> Call:
-        if self._templates == _PROGRAMS.start:
-            self.refuse_recording("all numbers of templates are given anew", always=False)
-            for each in handles._places:
-                if each is not None:
-                    each.calls.clear()
-            self._known.clear()
-            self._templates = wire.CALL
-        number, self._templates = self._templates, self._templates + 1
+        with self._lock:
+            if self._templates == _PROGRAMS.start:
+                self.refuse_recording("all numbers of templates are given anew", always=False)
+                for each in handles._places:
+                    if each is not None:
+                        each.calls.clear()
+                self._known.clear()
+                self._templates = wire.CALL
+            number, self._templates = self._templates, self._templates + 1
         metas: list[Meta | None] = []
 
         def add(result: Any) -> None:
@@ -294,7 +296,7 @@ class Master:
         plain = [each for each in metas if not isinstance(each, tuple)]
         ids_of = iter(made)
         kept = [next(ids_of).id if each is not None and each[0] == "new" else None for each in _entries(results)]
-        self.order(place, "keep", ids=kept)
+        self.order(place, "keep", of=number, ids=kept)
         if plain and all(each is not None for each in plain):
             return (metas[0] if len(metas) == 1 else tuple(metas)), None
         call = Call(0, about, values, results, len(made), resize)
@@ -305,12 +307,12 @@ class Master:
 
     def next(self) -> int:
         """A new number, for an answer."""
-        self._number += 1
-        return self._number
+        return next(self._numbers)
 
     def request(self, place: Place, name: str, /, **said: Any) -> Any:
         """Gives an order and waits for the answer of the place's first worker."""
-        self.refuse_recording(f"an answer of a worker's is waited for, {name!r}")
+        if name not in _UNNOTICED:
+            self.refuse_recording(f"an answer of a worker's is waited for, {name!r}")
         self.check(place)
         number = self.next()
         self.put(self.places[(place.ranks[0],)], Order(name, number, said))
@@ -447,8 +449,32 @@ class Master:
         return make(place, sig, ref)
 
     def hold(self, place: Place, ref: Any, sig: Signature, dense: torch.Tensor) -> None:
-        """Sends a tensor's data."""
+        """Sends a tensor's data: what is large by the native channel, which waits until the worker comes to it."""
+        if dense.nbytes > wire.LARGE and len(place.ranks) == 1:
+            (rank,) = place.ranks
+            link = self.link(0, rank)
+            self.order(place, "receive", outputs=[ref.id], meta=sig.meta, link=link)
+            self.outbox.flush()
+            self._exchange(link, rank, lambda group: group.send(flat(dense), 1))
+            return
         self.put(place, Hold(ref.id, sig.meta), flat(dense).numpy().data if dense.numel() else None)
+
+    def _exchange(self, link: str, rank: int, move: Callable[[ProcessGroup], Any]) -> None:
+        """Sends or receives on a link with a worker.
+
+        Raises:
+            WorkerLost: it is gone.
+        """
+        try:
+            move(self._groups[link])
+        except BaseException as error:  # also Ctrl-C: the two ends do not stand at the same place any more
+            self._links.pop((0, rank), None)
+            self._groups.pop(link).abandon()
+            if isinstance(error, PeerLostError):
+                self.lose(rank)
+                raise WorkerLost(self.lost[rank], rank) from None
+            self.order(self.places[(rank,)], "ungroup", name=link)
+            raise
 
     def item(self, x: RemoteTensor) -> Any:
         self.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
@@ -469,7 +495,7 @@ class Master:
         link = self.link(0, rank)
         self.request(place, "fetch", id=dense._ref.id, link=link)
         made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
-        self._groups[link].recv(flat(made), 1)
+        self._exchange(link, rank, lambda group: group.recv(flat(made), 1))
         return made
 
     def dense(self, x: RemoteTensor) -> RemoteTensor:

@@ -54,6 +54,14 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
+def receive(worker: Interpreter, data: memoryview, outputs: list[int], meta: wire.Meta, link: str) -> None:
+    """A large tensor of the master's."""
+    dtype, shape, strides = meta[:3]
+    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+    worker.shop.groups[link].recv(_flat(made), 0)
+    worker.slots[outputs[0]] = made.to(worker.device)
+
+
 def spread(
     worker: Interpreter,
     data: memoryview,
@@ -309,6 +317,7 @@ ORDERS: dict[str, Callable[..., Any]] = {
     for each in (
         item,
         fetch,
+        receive,
         spread,
         seed,
         state,

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 __all__ = [
-    "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LINE", "MESSAGE", "NEG", "SMALL",
+    "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LARGE", "LINE", "MESSAGE", "NEG", "SMALL",
     "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
     "bits_of", "decode", "dtype_of", "encode", "frame", "pack", "pack_fault", "unpack", "unpack_fault",
 ]  # fmt: skip
@@ -29,6 +29,9 @@ ECHOED = struct.Struct("<II")
 
 SMALL = 1 << 16
 """Up to so many bytes a tensor comes back on the line between master and worker, beyond that on the native channel."""
+
+LARGE = 8 << 20
+"""From so many bytes on a tensor goes to a worker on the native channel, too."""
 
 Form = list[Any]
 """An argument in a template, by its first element: ``t`` a tensor, ``f`` a float and ``i`` an integer that come with

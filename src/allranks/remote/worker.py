@@ -76,7 +76,8 @@ class Interpreter:
         self._say = say
         self.line = 0
         self._faults = 0
-        self._asked: list[Any] = []
+        self._asked: dict[int, list[Any]] = {}
+        self._answering = 0
         self._table: dict[int, Template] = {}
 
     def execute(self, buffer: bytearray | bytes, start: int, end: int, slots: Slots) -> int:
@@ -151,8 +152,8 @@ class Interpreter:
         return held
 
     def keep(self, results: list[Any]) -> None:
-        """Holds results until the master says under which ids."""
-        self._asked = results
+        """Holds results, of what is being answered, until the master says under which ids."""
+        self._asked[self._answering] = results
 
     describe = staticmethod(describe)
 
@@ -215,10 +216,10 @@ class Interpreter:
         line, self.line = self.line, said.pop("line", 0)
         try:
             if name == "keep":
-                kept = zip(said["ids"], self._asked, strict=True)
+                kept = zip(said["ids"], self._asked.pop(said["of"]), strict=True)
                 self.slots.update((id, each) for id, each in kept if id is not None)
-                self._asked = []
                 return
+            self._answering = number
             result = ORDERS[name](self, data, **said)
         except Spoilt as spoilt:
             if number:
@@ -261,7 +262,7 @@ class Interpreter:
                 results = flatten(result) if returns else []
                 metas = [describe(each) if isinstance(each, torch.Tensor) else each for each in results]
                 said = [metas, {each: describe(inputs[each]) for each in written_by(op, ask.args, ask.kwargs)}, counts]
-                self._asked = results
+                self._asked[ask.number] = results
             except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
                 self.answer(ask.number, "now", self.fault(ask.op, error)) if ask.first == self.rank else None
                 return
