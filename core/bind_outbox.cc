@@ -27,6 +27,30 @@ using namespace allranks;  // NOLINT: this file is the seam
 
 namespace {
 
+// What Python does while a caller waits for room: it hears the workers' answers, or both would wait for ever.
+PyObject* while_waiting = nullptr;
+
+class WaitingCaller final : public GilCaller {
+ public:
+  bool interrupted() override {
+    if (GilCaller::interrupted()) return true;
+    if (while_waiting == nullptr) return false;
+    acquire();
+    waited_++;
+    try {
+      nb::borrow(while_waiting)(0.1 * waited_);
+    } catch (nb::python_error& error) {
+      error.restore();  // as the exception of a signal handler: it is raised where the call ends
+      return true;
+    }
+    release();
+    return false;
+  }
+
+ private:
+  int waited_ = 0;
+};
+
 struct Ref {
   PyObject ob_base;
   PyObject* weak;
@@ -159,7 +183,7 @@ nb::object call(nb::handle self, int target, uint32_t line, uint16_t code, nb::h
   const Ids out(outputs);
   const nb::object blanks = outputs == 0 ? nb::none() : outputs == 1 ? blank_ref() : blank_list(outputs);
   {
-    GilCaller caller;
+    WaitingCaller caller;
     outbox.call(target, line, code, in.all(), out.all(), values ? view(*values) : std::span<const std::byte>(), caller);
   }
   if (outputs > 1) return filled_list(self, outbox, target, out.all(), nb::borrow<nb::list>(blanks));
@@ -176,7 +200,7 @@ nb::object reserve(nb::handle self, int target, size_t count) {
 }
 
 void put(Outbox& outbox, int target, nb::bytes head, nb::object payload) {
-  GilCaller caller;
+  WaitingCaller caller;
   if (payload.is_none()) return outbox.put(target, view(head), {}, caller);
   if (PyBytes_Check(payload.ptr())) return outbox.put(target, view(head), view(payload), caller);
   // The stable interface knows buffers from 3.11 on; nanobind reads them, and arrays of all kinds, in 3.10 too.
@@ -200,6 +224,14 @@ nb::object view_as(nb::handle ref, int target) {
 }  // namespace
 
 void allranks::bind_outbox(nb::module_& m) {
+  m.def(
+      "while_waiting",
+      [](nb::object function) {
+        PyObject* before = std::exchange(while_waiting, function.is_none() ? nullptr : function.release().ptr());
+        Py_XDECREF(before);
+      },
+      nb::arg("function").none(),
+      "Called with the seconds, ten times in each, while an outbox's caller waits for room; what it raises, that raises.");
   m.def(
       "receive",
       [](int fd, nb::bytearray buffer, size_t at, bool echoes) {

@@ -143,8 +143,8 @@ def test_groups_and_collectives(mw: Master) -> None:
         theirs.zero_grad()
         assert group.gather(loss).tolist() == pytest.approx([each.item() for each in halves], rel=1e-4)
     assert step.recordings == 1
-    torch.testing.assert_close(net.weight.shard(2).detach().cpu(), local.weight.detach(), rtol=1e-4, atol=1e-5)
-    assert torch.equal(net.weight.shard(1).detach().cpu(), net.weight.shard(2).detach().cpu())
+    torch.testing.assert_close(net.weight.detach().shard(2).cpu(), local.weight.detach(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(net.weight.detach().shard(1).cpu(), net.weight.detach().shard(2).cpu())
 
 
 def test_a_pipeline_over_two_workers(mw: Master) -> None:

@@ -131,10 +131,10 @@ def test_broadcast_all_gather_reduce_scatter(mw: Master) -> None:
         net = torch.nn.Linear(3, 2)
         assert net.weight.device == group.device
         made = torch.zeros(2)
-    net.weight.shard(2).detach().zero_()
+    net.weight.detach().shard(2).zero_()
     group.broadcast_(net.parameters(), src=1)
-    assert torch.equal(net.weight.shard(1).detach().cpu(), net.weight.shard(2).detach().cpu())
-    assert net.weight.shard(2).detach().abs().sum().item() > 0
+    assert torch.equal(net.weight.detach().shard(1).cpu(), net.weight.detach().shard(2).cpu())
+    assert net.weight.detach().shard(2).abs().sum().item() > 0
     group.all_reduce_(made)
     whole = torch.arange(8.0).reshape(4, 2)
     parts = group.scatter(whole)

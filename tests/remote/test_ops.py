@@ -56,7 +56,7 @@ def _badness(kind: str) -> int:
     return _FROM_GOOD_TO_BAD.index(kind) if kind in _FROM_GOOD_TO_BAD else len(_FROM_GOOD_TO_BAD)
 
 
-@pytest.mark.timeout(0 if _ASKED else 600)
+@pytest.mark.timeout(0 if _ASKED else 600)  # 45 s of one core, of which there may be a fifth
 @pytest.mark.parametrize("dtype", _TRIED if _ASKED else [torch.float32], ids=str)
 def test_operators(mw: Master, as_many_threads: None, capsys: pytest.CaptureFixture[str], dtype: torch.dtype) -> None:
     counts: Counter[str] = Counter()

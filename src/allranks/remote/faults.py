@@ -11,7 +11,7 @@ import torch
 from allranks._errors import RemoteError
 from allranks.remote.wire import Fault
 
-__all__ = ["Given", "Poison", "Spoilt", "error_of"]
+__all__ = ["GIVEN", "Given", "Poison", "Spoilt", "error_of", "given"]
 
 
 class Poison(NamedTuple):
@@ -27,9 +27,21 @@ class Spoilt(Exception):
         self.fault = fault
 
 
+GIVEN: list[torch.Tensor] = []
+"""On a worker, the tensors of the arguments that are being unpickled."""
+
+
+def given(number: int, parameter: bool, requires_grad: bool) -> torch.Tensor:
+    """A tensor among the arguments of a function, where they are unpickled."""
+    tensor = GIVEN[number]
+    if parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor
+
+
 @dataclass(frozen=True)
 class Given:
-    """Stands for a tensor among the pickled arguments of a function."""
+    """Stands for a tensor in the pickled result of a function."""
 
     number: int
 

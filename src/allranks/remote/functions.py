@@ -6,16 +6,18 @@ and those that it returns stay there.
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-from torch.utils._pytree import tree_flatten, tree_map
+import torch
+from torch.utils._pytree import tree_map
 
 from allranks._errors import UsageError
 from allranks.remote import wire
-from allranks.remote.faults import Given
+from allranks.remote.faults import Given, given
 from allranks.remote.lines import here
 from allranks.remote.signature import signature
 from allranks.remote.tensor import Place, RemoteTensor, make, place_of
@@ -85,6 +87,27 @@ class Future:
             self._place.master.order(self._place, "drop", call=self._call)
 
 
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves tensors on workers where they are: also those within objects, as a module's parameters."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[RemoteTensor] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, RemoteTensor):
+            return super().reducer_override(obj)
+        self.tensors.append(obj)
+        return given, (len(self.tensors) - 1, isinstance(obj, torch.nn.Parameter), obj.requires_grad)
+
+
+def _pickle(value: Any) -> tuple[bytes, list[RemoteTensor]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return file.getvalue(), pickler.tensors
+
+
 class RemoteFunction:
     """A function that runs on workers: ``mw.remote(fn)(args)`` queues a call and returns a `Future`.
 
@@ -99,22 +122,23 @@ class RemoteFunction:
         self._pickled = cloudpickle.dumps(function)
         self._on = on
         self._number = master.next()
-        self._known: set[int] = set()
+        self._known: dict[int, Place] = {}
         self.__name__ = getattr(function, "__name__", type(function).__name__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, _ = tree_flatten((args, kwargs))
-        tensors = [each for each in leaves if isinstance(each, RemoteTensor)]
+        pickled, tensors = _pickle((args, kwargs))
         place = self._where(tensors)
         for each in tensors:
             if not set(place.ranks) <= set(each._place.ranks):
                 raise RuntimeError(f"remote: {self.__name__} runs on {place}, an argument is on {each._place}")
-        numbers = iter(range(len(tensors)))
-        given = tree_map(lambda each: Given(next(numbers)) if isinstance(each, RemoteTensor) else each, (args, kwargs))
-        pickled = cloudpickle.dumps(given)
         self._master.refuse_recording("a function runs on a worker")
         futures = [self._start(self._master.places[(rank,)], tensors, pickled) for rank in place.ranks]
         return futures[0] if len(futures) == 1 else Futures(futures)
+
+    def __del__(self) -> None:
+        for place in getattr(self, "_known", {}).values():
+            if not self._master.closed:
+                self._master.order(place, "forget", function=self._number)
 
     def _where(self, tensors: list[RemoteTensor]) -> Place:
         if self._on is not None:
@@ -126,7 +150,7 @@ class RemoteFunction:
         master.check(place)
         if place.target not in self._known:
             master.outbox.put(place.target, wire.pack(Order("function", 0, {"name": self._number})), self._pickled)
-            self._known.add(place.target)
+            self._known[place.target] = place
         call = master.next()
         said = {"call": call, "function": self._number, "tensors": [each._ref.id for each in tensors], "line": here(1)}
         master.outbox.put(place.target, wire.pack(Order("start", 0, said)), pickled)

@@ -59,6 +59,7 @@ class Group:
         Shape:
             ``[n, ...]`` here, ``[n / len(group), ...]`` on each.
         """
+        _without_graph("scatter", tensor)
         place, count = self._place, len(self.ranks)
         if tensor.dim() == 0 or tensor.shape[dim] % count:
             raise UsageError(
@@ -87,12 +88,15 @@ class Group:
             raise UsageError(f"join: expected {len(self.ranks)} tensors, one for each worker, not {len(tensors)}")
         handles: list[RemoteTensor] = []
         for tensor, rank in zip(tensors, self.ranks, strict=True):
+            _without_graph("join", tensor)
             if not isinstance(tensor, RemoteTensor) or tensor._place.ranks != (rank,):
                 where = tensor._place if isinstance(tensor, RemoteTensor) else tensor.device
                 raise UsageError(f"join: expected a tensor on worker:{rank}, not on {where}")
             handles.append(tensor)
-        if len({each._sig for each in handles}) > 1:
-            looks = sorted({f"{each.dtype} {tuple(each.shape)} of strides {each.stride()}" for each in handles})
+        if len({(each._sig, each._off) for each in handles}) > 1:
+            looks = sorted(
+                {f"{x.dtype} {tuple(x.shape)} of strides {x.stride()} from {x.storage_offset()} on" for x in handles}
+            )
             raise UsageError(f"join: the tensors differ: {'; '.join(looks)}")
         master = place.master
         master.refuse_recording("tensors are joined")
@@ -103,6 +107,7 @@ class Group:
 
     def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The workers' tensors, one behind the other along a dimension, on the master. Waits for them."""
+        _without_graph("gather", tensor)
         handle = self._mine(tensor)
         parts = [handle._place.master.shard(handle, rank).cpu() for rank in self.ranks]
         return torch.cat(parts, dim) if handle.dim() else torch.stack(parts)
@@ -121,6 +126,7 @@ class Group:
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> RemoteTensor:
         """All workers' tensors, one behind the other along a dimension, on each of them."""
+        _without_graph("all_gather", tensor)
         handle = self._mine(tensor)
         shape = list(handle.shape)
         shape[dim] *= len(self.ranks)
@@ -128,6 +134,7 @@ class Group:
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", dim: int = 0) -> RemoteTensor:
         """Each worker's part, along a dimension, of the reduced tensor."""
+        _without_graph("reduce_scatter", tensor)
         handle = self._mine(tensor)
         shape = list(handle.shape)
         if shape[dim] % len(self.ranks):
@@ -158,6 +165,15 @@ class Group:
             where = tensor._place if isinstance(tensor, RemoteTensor) else tensor.device
             raise UsageError(f"expected a tensor on {self._place}, not on {where}")
         return tensor
+
+
+def _without_graph(name: str, tensor: torch.Tensor) -> None:
+    """
+    Raises:
+        UsageError: autograd would have to go through it.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise UsageError(f"{name}: autograd does not go through it; give it tensor.detach(), or call it in no_grad()")
 
 
 def _group_of(tensors: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Group, list[torch.Tensor]]:

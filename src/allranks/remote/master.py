@@ -7,20 +7,21 @@ is waited for only where a value, or a shape that depends on one, is needed here
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import torch
 
 from allranks import _core
-from allranks._errors import PeerLostError, TimeoutError, UsageError, WorkerLost
+from allranks._errors import AllranksError, PeerLostError, RemoteError, TimeoutError, UsageError, WorkerLost
 from allranks.remote import tensor as handles
 from allranks.remote import wire
 from allranks.remote.faults import error_of
@@ -48,9 +49,24 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "Master"]
 
 _PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
-_UNNOTICED = ("keep", "drop", "group", "kind")  # orders that a captured step can do without
+_UNNOTICED = ("keep", "drop", "forget", "group", "ungroup", "kind")  # orders that a captured step can do without
 _LAST_INDEX = 127  # torch keeps a device's index in a signed byte
 _LOOK_S = 0.5
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _alone(method: Callable[Concatenate[Master, P], R]) -> Callable[Concatenate[Master, P], R]:
+    """One thread at a time: for what takes several commands, or a command and its answer."""
+
+    @functools.wraps(method)
+    def called(self: Master, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
 _answers = msgspec.msgpack.Decoder(Answer).decode
 
 
@@ -85,6 +101,7 @@ class Master:
         self._links: dict[tuple[int, ...], str] = {}
         self._made = 0
         self._all: Place | None = None
+        self._broken: list[tuple[tuple[int, ...], str]] = []  # links that a lost worker has ended
         self._told: set[tuple[int, int]] = set()  # the faults that have been raised
         self._groups: dict[str, ProcessGroup] = {}
         self.recorder: Any = None
@@ -95,6 +112,7 @@ class Master:
         for line in workers.lines:
             self.admit(line)
         workers.on_lost = self.lose
+        _core.while_waiting(self._wait_for_room)
 
     def admit(self, line: Line) -> None:
         """Takes up a worker."""
@@ -147,6 +165,7 @@ class Master:
             self.refuse_recording(f"workers are given the order {name!r}")
         self.put(place, Order(name, 0, said))
 
+    @_alone
     def define(
         self, place: Place, key: Any, op: Any, args: list[wire.Form], kwargs: dict[str, wire.Form], values: list[Any],
         results: list[Any], resized: list[tuple[int, Signature]], checked: bool,
@@ -196,6 +215,7 @@ class Master:
         self.templates[number] = (op, args, kwargs, called)
         return called
 
+    @_alone
     def prepare(
         self,
         op: Any,
@@ -274,11 +294,12 @@ class Master:
         for ref in refs:
             if ref.target != place.target:
                 raise handles._apart(about.name, args, kwargs)
-        first = place.ranks[0]
+        if about.writes and about.resizes:
+            refs = handles.unshare(operands(args, kwargs), refs)
         number = self.next()
         ids = [each.id for each in refs]
-        self.put(place, Ask(number, about.name, forms, named, ids, packed, first))
-        said, changed, counts = self.wait(number, first, about.name)
+        self.put(place, Ask(number, about.name, forms, named, ids, packed))
+        said, changed, counts = self._answered(number, place, about.name)
         metas = [
             (wire.dtype_of(each[0]), torch.Size(each[1]), tuple(each[2]), *each[3:]) if isinstance(each, list) else each
             for each in said
@@ -302,6 +323,29 @@ class Master:
         call = Call(0, about, values, results, len(made), resize)
         call.only = None
         return call.build(place, made[0] if len(made) == 1 else made, args, kwargs), (results, resize)
+
+    def _answered(self, number: int, place: Place, what: str) -> Any:
+        """What all workers of a place answer.
+
+        Raises:
+            UsageError: not all the same: no handle could stand for all of it.
+        """
+        found: list[tuple[int, Any]] = []
+        errors: list[Exception] = []
+        for rank in place.ranks:
+            try:
+                found.append((rank, self.wait(number, rank, what)))
+            except Exception as error:  # noqa: BLE001 - the first is raised when all have answered
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        for rank, said in found:
+            if said != found[0][1]:
+                raise UsageError(
+                    f"{what}: the workers of {place} differ: worker {found[0][0]} has {found[0][1][0]}, worker {rank}"
+                    f" {said[0]}. What a shape, or a value here, depends on must be asked of each: x.shard({rank})"
+                )
+        return found[0][1]
 
     # What is waited for.
 
@@ -377,6 +421,23 @@ class Master:
             self._answers[rank, answer.number] = answer
             del heard[: 4 + (length or 4)]
 
+    def _wait_for_room(self, seconds: float) -> None:
+        """While a worker's queue is full: hears what workers answer, as one may wait for that.
+
+        Raises:
+            TimeoutError: it takes too long.
+        """
+        full = [rank for rank, index in self._indices.items() if self.outbox.pending(index) and rank not in self.lost]
+        for rank in full:
+            with contextlib.suppress(BlockingIOError, OSError):
+                while part := self.lines[rank].socket.recv(1 << 18, socket.MSG_DONTWAIT):
+                    self._heard[rank] += part
+        if seconds > self.timeout_s:
+            stuck = ", ".join(f"worker {rank} ({self.lines[rank].host}, pid {self.lines[rank].pid})" for rank in full)
+            raise TimeoutError(
+                f"{stuck} has not taken what is queued for {seconds:.0f} s.\n  Longer: init_master_worker(timeout=...)"
+            )
+
     def lose(self, rank: int, how: str | None = None) -> None:
         """A worker is gone: its handles raise `WorkerLost` from now on, and its groups'. Called by any thread."""
         line = self.lines[rank]
@@ -395,13 +456,12 @@ class Master:
                 place.calls = Gone(self.lost[rank], rank)
                 if place.index != rank:
                     handles._places[index] = None
-        for ranks in [each for each in self._links if rank in each]:
+        # This may be another thread than the master's: the orders are left to that one.
+        for ranks in [each for each in list(self._links) if rank in each]:
             name = self._links.pop(ranks)
             if (group := self._groups.pop(name, None)) is not None:
                 group.abandon()
-            for other in ranks:
-                if other and other not in self.lost:
-                    self.order(self.places[(other,)], "ungroup", name=name)
+            self._broken.append((ranks, name))
 
     def check(self, place: Place) -> None:
         """
@@ -435,6 +495,7 @@ class Master:
 
     # Tensors that come and go.
 
+    @_alone
     def upload(self, place: Place, plain: torch.Tensor) -> RemoteTensor:
         """Sends a tensor of the master's to a place."""
         self.refuse_recording("a tensor of the master's is sent to a worker")
@@ -448,6 +509,7 @@ class Master:
         self.hold(place, ref, sig, dense)
         return make(place, sig, ref)
 
+    @_alone
     def hold(self, place: Place, ref: Any, sig: Signature, dense: torch.Tensor) -> None:
         """Sends a tensor's data: what is large by the native channel, which waits until the worker comes to it."""
         if dense.nbytes > wire.LARGE and len(place.ranks) == 1:
@@ -468,19 +530,30 @@ class Master:
         try:
             move(self._groups[link])
         except BaseException as error:  # also Ctrl-C: the two ends do not stand at the same place any more
-            self._links.pop((0, rank), None)
-            self._groups.pop(link).abandon()
+            self._unlink((0, rank))
             if isinstance(error, PeerLostError):
                 self.lose(rank)
                 raise WorkerLost(self.lost[rank], rank) from None
-            self.order(self.places[(rank,)], "ungroup", name=link)
             raise
 
+    def _unlink(self, ranks: tuple[int, ...]) -> None:
+        """Drops a link on whose ends something else may be under way; the next use makes another."""
+        name = self._links.pop(ranks, None)
+        if name is None:
+            return
+        if (group := self._groups.pop(name, None)) is not None:
+            group.abandon()
+        for rank in ranks:
+            if rank and rank not in self.lost:
+                self.order(self.places[(rank,)], "ungroup", name=name)
+
+    @_alone
     def item(self, x: RemoteTensor) -> Any:
         self.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
         value = self.request(_single(x), "item", id=x._ref.id)
         return complex(*value) if isinstance(value, list) else value
 
+    @_alone
     def fetch(self, x: RemoteTensor) -> torch.Tensor:
         """A tensor's data, here."""
         self.refuse_recording("a tensor is fetched")
@@ -493,7 +566,15 @@ class Master:
             return _tensor(sig, data)
         (rank,) = place.ranks
         link = self.link(0, rank)
-        self.request(place, "fetch", id=dense._ref.id, link=link)
+        try:
+            self.request(place, "fetch", id=dense._ref.id, link=link)
+        except AllranksError as error:
+            if not isinstance(error, RemoteError):  # in that case nothing is sent
+                self._unlink((0, rank))
+            raise
+        except BaseException:  # Ctrl-C: the worker will send all the same
+            self._unlink((0, rank))
+            raise
         made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
         self._exchange(link, rank, lambda group: group.recv(flat(made), 1))
         return made
@@ -506,6 +587,7 @@ class Master:
             else handles.run(torch.ops.aten.clone.default, (x,), None)
         )
 
+    @_alone
     def link(self, *ranks: int) -> str:
         """The name of a native group of these ranks, where there is none yet a new one."""
         if (name := self._links.get(ranks)) is not None:
@@ -514,15 +596,25 @@ class Master:
             if rank:
                 self.check(self.places[(rank,)])
         self.refuse_recording("workers meet for the first time", always=False)
+        self._mend()
         self._made += 1
         name = self._links[ranks] = f"{'-'.join(map(str, ranks[:4]))}#{self._made}"
-        for rank in ranks:
-            if rank:
-                self.order(self.places[(rank,)], "group", name=name, ranks=list(ranks), timeout_s=self.timeout_s)
-        if 0 in ranks:
-            self.outbox.flush()
-            self._groups[name] = self.workers.make_group(name, ranks, self.timeout_s)
+        with self._both(ranks):
+            for rank in ranks:
+                if rank:
+                    self.order(self.places[(rank,)], "group", name=name, ranks=list(ranks), timeout_s=self.timeout_s)
+            if 0 in ranks:
+                self.outbox.flush()
+                self._groups[name] = self.workers.make_group(name, ranks, self.timeout_s)
         return name
+
+    def _mend(self) -> None:
+        """Has the others forget the links that lost workers have ended."""
+        while self._broken:
+            ranks, name = self._broken.pop()
+            for rank in ranks:
+                if rank and rank not in self.lost:
+                    self.order(self.places[(rank,)], "ungroup", name=name)
 
     def shard(self, x: RemoteTensor, rank: int) -> RemoteTensor:
         if rank not in x._place.ranks:
@@ -548,6 +640,7 @@ class Master:
         """Copies a tensor to another worker, or to all of a group, directly."""
         return self.copies([x], place)[0]
 
+    @_alone
     def copies(self, tensors: Sequence[RemoteTensor], place: Place) -> list[RemoteTensor]:
         """Copies tensors of one worker, as one command for each of the two."""
         source = _single(tensors[0])
@@ -560,9 +653,20 @@ class Master:
         link = self.link(*sorted((sender, receiver)))
         sigs = [each._sig for each in tensors]
         metas = tuple((sig.meta[0], tuple(sig.shape), sig.strides) for sig in sigs)
-        self.invoke(source, "send", tensors, [link, int(receiver > sender)])
-        return self.invoke(place, "recv", [], [link, int(sender > receiver), metas], sigs)
+        with self._both(sorted((sender, receiver))):
+            self.invoke(source, "send", tensors, [link, int(receiver > sender)])
+            return self.invoke(place, "recv", [], [link, int(sender > receiver), metas], sigs)
 
+    @contextlib.contextmanager
+    def _both(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Around what is told to several workers: all of it, or they do not meet on that link again."""
+        try:
+            yield
+        except BaseException:
+            self._unlink(tuple(ranks))
+            raise
+
+    @_alone
     def invoke(
         self,
         place: Place,
@@ -583,6 +687,7 @@ class Master:
         made = [made] if len(results) == 1 else made or []
         return [make(place, sig, ref) for sig, ref in zip(results, made, strict=True)]
 
+    @_alone
     def _spread(self, x: RemoteTensor, place: Place) -> RemoteTensor:
         self.refuse_recording("a tensor is copied to a group")
         (sender,) = x._place.ranks
@@ -590,11 +695,13 @@ class Master:
         ranks = place.ranks if sender in place.ranks else (sender, *place.ranks)
         link = self.link(*ranks) if len(ranks) > 1 else ""
         said = {"link": link, "root": ranks.index(sender), "id": x._ref.id, "meta": x._sig.meta, "line": here(1)}
-        for rank in ranks:
-            outputs = [ref.id] if rank in place.ranks else []
-            self.order(self.places[(rank,)], "spread", outputs=outputs, sends=rank == sender, **said)
+        with self._both(ranks):
+            for rank in ranks:
+                outputs = [ref.id] if rank in place.ranks else []
+                self.order(self.places[(rank,)], "spread", outputs=outputs, sends=rank == sender, **said)
         return make(place, x._sig, ref)
 
+    @_alone
     def synchronize(self, place: Place | None = None) -> None:
         """Waits until everything that is queued is done.
 
@@ -727,6 +834,7 @@ class Master:
         if self.closed:
             return
         self.closed = True
+        _core.while_waiting(None)
         self.outbox.close()
         for group in self._groups.values():
             group.close()
@@ -772,7 +880,7 @@ def _kind(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ..
 
     def look(value: Any) -> Any:
         if isinstance(value, RemoteTensor):
-            return value.dtype, value.dim()
+            return value._sig.kind
         if isinstance(value, list | tuple | float) or (sized and type(value) is int):
             return type(value)
         return type(value), value

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from allranks._types import ReduceOp
 from allranks.remote import wire
-from allranks.remote.faults import Given, Poison, Spoilt
+from allranks.remote.faults import GIVEN, Given, Poison, Spoilt
 
 if TYPE_CHECKING:
     from allranks._group import ProcessGroup
@@ -160,9 +160,9 @@ def function(worker: Interpreter, data: memoryview, name: int) -> None:
 def start(worker: Interpreter, data: memoryview, call: int, function: int, tensors: list[int]) -> None:
     """Runs one. Its result, or what it raised, is kept for `result`."""
     try:
+        GIVEN[:] = [worker.take(each) for each in tensors]
         args, kwargs = cloudpickle.loads(data)
-        given = [worker.take(each) for each in tensors]
-        args, kwargs = tree_map(lambda each: given[each.number] if type(each) is Given else each, (args, kwargs))
+        GIVEN.clear()
         made = worker.shop.functions[function]
         if isinstance(made, wire.Fault):
             raise Spoilt(made)
@@ -195,9 +195,16 @@ def result(worker: Interpreter, data: memoryview, call: int) -> Any:
     return [[worker.describe(each) for each in tensors], pickled]
 
 
+def forget(worker: Interpreter, data: memoryview, function: int) -> None:
+    """The master has no way left to call the function."""
+    worker.shop.functions.pop(function, None)
+
+
 def drop(worker: Interpreter, data: memoryview, call: int) -> None:
-    """Nobody wants the result any more."""
-    worker.shop.outcomes.pop(call, None)
+    """Nobody wants the result any more; if it is a fault, somebody should."""
+    outcome = worker.shop.outcomes.pop(call, None)
+    if isinstance(outcome, wire.Fault):
+        worker.unheard.append(outcome)
 
 
 # Operations between workers. Whoever is to take part in one and has only poison says so first: the others would wait.
@@ -334,5 +341,6 @@ ORDERS: dict[str, Callable[..., Any]] = {
         start,
         result,
         drop,
+        forget,
     )
 }

@@ -27,7 +27,7 @@ __all__ = [
 class Signature:
     """A dtype, a shape, strides and `bits_of`. There is one object for each, so they compare by identity."""
 
-    __slots__ = ("bits", "dtype", "meta", "odd", "shape", "strides")
+    __slots__ = ("bits", "dtype", "kind", "meta", "odd", "shape", "strides")
 
     def __init__(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], bits: int) -> None:
         self.dtype = dtype
@@ -36,6 +36,8 @@ class Signature:
         self.bits = bits
         # Of dimensions without a second element the stride is arbitrary, and meta kernels choose another than others.
         self.odd = 0 in shape or (1 in shape and strides != torch.empty(shape, device="meta").stride())
+        # What a meta kernel may be right or wrong for: strides decide on those of its result.
+        self.kind = (dtype, len(shape), tuple(sorted(range(len(shape)), key=lambda each: -strides[each])), 0 in strides)
         self.meta = (str(dtype).removeprefix("torch."), list(shape), list(strides), 0, bits)
 
     @property
@@ -78,6 +80,7 @@ class Facts:
         returns: for each value that is returned ``new``, ``view`` (of the first tensor), or the name of the argument
             that is written to and returned; with a ``*`` before it where it is a list.
         writes: it changes an argument.
+        resizes: by name, that argument may have another shape afterwards.
         dynamic: what it returns depends on the data.
         random: it draws random numbers.
         composite: it is made of others, which are queued.
@@ -91,6 +94,7 @@ class Facts:
     floats_matter: bool
     returns: tuple[str, ...]
     writes: bool
+    resizes: bool
     dynamic: bool
     random: bool
     positions: dict[str, int]
@@ -100,7 +104,7 @@ class Facts:
     python: Any = None
 
 
-OURS = Facts("", frozenset(), False, (), False, False, False, {})
+OURS = Facts("", frozenset(), False, (), False, False, False, False, {})
 """Of operations that are not torch's."""
 
 _facts: dict[Any, Facts] = {}
@@ -119,6 +123,7 @@ _DISBELIEVED = {
 """Operators whose meta kernels, in torch 2.13, are right for some operands and not for others (found by comparing them
 with the CPU's for all samples of torch's operator database)."""
 
+_RESIZING = {"resize_", "resize_as_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "set_"}
 _INDEX = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_", "_unsafe_index_put"}
 
 
@@ -137,7 +142,7 @@ def _read(op: Any) -> Facts:
     for position, argument in enumerate(schema.arguments):
         kind = str(argument.type)
         tensors |= "Tensor" in kind
-        if "number" in kind and base not in _SIZED_BY_NUMBERS:
+        if ("number" in kind or kind == "Tensor") and base not in _SIZED_BY_NUMBERS:
             numbers.add(argument.name if argument.kwarg_only else position)
     returns = []
     for returned in schema.returns:
@@ -157,6 +162,7 @@ def _read(op: Any) -> Facts:
         floats_matter=base in _SIZED_BY_NUMBERS or (not tensors and base not in ("full", "scalar_tensor")),
         returns=tuple(returns),
         writes=any(a.alias_info and a.alias_info.is_write for a in schema.arguments),
+        resizes=base in _RESIZING or any(a.is_out for a in schema.arguments),
         dynamic=dynamic and base not in _INDEX,
         random=torch.Tag.nondeterministic_seeded in op.tags,
         positions={a.name: i for i, a in enumerate(schema.arguments) if not a.kwarg_only},

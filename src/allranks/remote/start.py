@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -73,8 +74,16 @@ def init_master_worker(
         raise
     global _master
     _master = made
-    atexit.register(made.close)
+    atexit.register(_end, made)
     return made
+
+
+def _end(made: Master) -> None:
+    """At the end of the program: what is queued is done, unless an exception has ended it."""
+    if getattr(sys, "last_value", None) is None:
+        made.shutdown()
+    else:
+        made.close()
 
 
 def master_of_this_process() -> Master:

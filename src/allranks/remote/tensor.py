@@ -31,6 +31,7 @@ _make = torch.Tensor._make_wrapper_subclass
 _get_default_dtype = torch.get_default_dtype
 _TRUE, _FALSE, _FLOAT, _INT, _DEVICE = object(), object(), object(), object(), object()
 _LOOKS = (torch.Tensor, torch.dtype)
+_BEYOND = 1 << 63  # a number of a call has 64 bits; others are part of its template
 aten = torch.ops.aten
 
 
@@ -201,8 +202,11 @@ class RemoteTensor(torch.Tensor):
 
     @data.setter
     def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, RemoteTensor):
+            raise TypeError(
+                f"data on {other.device} cannot take the place of data on {self._place}: send it first, with .to()"
+            )
         torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        assert isinstance(other, RemoteTensor)
         self._leave()
         self._ref, self._sig, self._place, self._off = other._ref, other._sig, other._place, other._off
 
@@ -381,7 +385,7 @@ def _scan(
         refs.append(value._ref)
         return place or value._place
     if kind is int:
-        if number:
+        if number and -_BEYOND <= value < _BEYOND:
             key.append(_INT)
             values.append(value)
         else:
@@ -424,7 +428,7 @@ def form(value: Any, number: bool, floats_matter: bool) -> wire.Form:
     """An argument as a template has it; `_scan` takes the same values in the same order."""
     if isinstance(value, RemoteTensor):
         return ["t"]
-    if number and type(value) is int:
+    if number and type(value) is int and -_BEYOND <= value < _BEYOND:
         return ["i"]
     if type(value) is float and not floats_matter:
         return ["f"]
@@ -505,11 +509,20 @@ def _argument(which: str, known: Facts, args: Any, kwargs: Any) -> Any:
 
 def _unshare(call: Call, args: Any, kwargs: Any, refs: list[Any]) -> None:
     """Gives operands that the call reshapes ids of their own: detached handles share one."""
+    found = operands(args, kwargs)
     for index, _ in call.resized:
-        operand = operands(args, kwargs)[index]
+        (refs[index],) = unshare([found[index]], [refs[index]])
+
+
+def unshare(given: Sequence[RemoteTensor], refs: Sequence[Any]) -> list[Any]:
+    """Gives handles ids of their own, of the same memory; their Refs then."""
+    made = []
+    for operand, _ in zip(given, refs, strict=True):
         own = run(aten.alias.default, (operand,), None)._ref
         operand._leave()
-        operand._ref = refs[index] = own
+        operand._ref = own
+        made.append(own)
+    return made
 
 
 def operands(args: Any, kwargs: Any) -> list[RemoteTensor]:

@@ -71,7 +71,6 @@ class Ask(msgspec.Struct, tag="ask", array_like=True):
     kwargs: dict[str, Form]
     inputs: list[int]
     values: bytes
-    first: int  # the rank that answers
 
 
 class Hold(msgspec.Struct, tag="hold", array_like=True):

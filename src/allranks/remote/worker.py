@@ -8,6 +8,7 @@ whatever uses a poisoned tensor is poisoned by the same fault. The worker goes o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allranks import _core
+from allranks._errors import PeerLostError
 from allranks.remote import wire
 from allranks.remote.faults import Poison, Spoilt
 from allranks.remote.orders import OPERATIONS, ORDERS, Shop
@@ -76,6 +78,8 @@ class Interpreter:
         self._say = say
         self.line = 0
         self._faults = 0
+        self._last_ask = 0
+        self._mended = 0
         self._asked: dict[int, list[Any]] = {}
         self._answering = 0
         self._table: dict[int, Template] = {}
@@ -239,12 +243,15 @@ class Interpreter:
                 self.answer(number, result)
             if (afterwards := self.shop.afterwards) is not None:
                 self.shop.afterwards = None
-                afterwards()
+                with contextlib.suppress(PeerLostError):  # the master has given up, and dropped the link
+                    afterwards()
         finally:
             self.line = line
 
     def _ask(self, ask: Ask) -> None:
         """Runs an operator whose results only the data can tell."""
+        self._asked.pop(self._last_ask, None)  # the master has raised what another worker answered
+        self._last_ask = ask.number
         inputs: list[Any] = [self.slots.get(each) for each in ask.inputs]
         poison = next((each for each in inputs if type(each) is Poison), None)
         said: Any = None
@@ -264,10 +271,9 @@ class Interpreter:
                 said = [metas, {each: describe(inputs[each]) for each in written_by(op, ask.args, ask.kwargs)}, counts]
                 self._asked[ask.number] = results
             except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
-                self.answer(ask.number, "now", self.fault(ask.op, error)) if ask.first == self.rank else None
+                self.answer(ask.number, "now", self.fault(ask.op, error))
                 return
-        if ask.first == self.rank:
-            self.answer(ask.number, said, poison.fault if poison else None)
+        self.answer(ask.number, said, poison.fault if poison else None)
 
     def _resolve(self, name: str) -> Any:
         space, _, rest = name.partition("::")
@@ -275,6 +281,8 @@ class Interpreter:
             return functools.partial(OPERATIONS[rest][0], self)
         base, _, overload = rest.partition(".")
         op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+        if not isinstance(op, torch._ops.OpOverload):
+            raise TypeError(f"{name} is no operator")
         return _Watched(op) if base in _WATCHED else op
 
     def _value(self, form: Form, tensors: Any, numbers: Any) -> Any:
@@ -289,6 +297,8 @@ class Interpreter:
     def _compile(self, define: Define) -> Template:
         """A function for a template, of slots, a buffer and where in it the ids begin."""
         op = self._resolve(define.op)
+        if not all(each.isidentifier() for each in define.kwargs):
+            raise ValueError(f"{define.op}: {list(define.kwargs)} are no names")
         own = f"_{define.number}"
         space: dict[str, Any] = {f"op{own}": getattr(op, "_op", op), "settle": self._settle, "flatten": flatten}
         space[f"R{own}"] = define.results
@@ -349,8 +359,10 @@ class Interpreter:
         plain = made._replace(run=function(False))
 
         def first(slots: Slots, buffer: Any, at: int) -> None:
+            mended = self._mended
             made.run(slots, buffer, at)
-            if self._table.get(define.number) is wrapped:
+            # What had to be brought into the strides that the master believes in has to be each time.
+            if self._mended == mended and self._table.get(define.number) is wrapped:
                 self._table[define.number] = plain
 
         wrapped = made._replace(run=first)
@@ -381,6 +393,7 @@ class Interpreter:
                 f"result {which} is {describe(result)}, where the master expects {metas[which]}: "
                 "please report this operator"
             )
+        self._mended += 1
         return result.new_empty_strided(shape, strides).copy_(result)
 
 

@@ -14,8 +14,9 @@ share of a step of 5 ms      CPU time of all threads of the master, divided by t
                              that has a CPU: what would be left if all workers had one
 one command                  ``synchronize()``: sent, executed behind all that is queued, and acknowledged by all; with
                              an operation of a group before it
-copies                       ``x.to("worker:2")`` of several tensors that are kept (``stream``), and of one (``single``), until
-                             ``synchronize()`` returns; beside ``send`` and ``recv`` of a process group of the same two workers
+copies                       ``x.to("worker:2")`` of several tensors that are kept (``stream``), and of one
+                             (``single``), until ``synchronize()`` returns; beside ``send`` and ``recv`` of a process
+                             group of the same two workers
 torch RPC                    ``rpc.remote`` of an addition of what the last one returned; ``to_here`` of one number
 ===========================  ==========================================================================================
 """
