@@ -1,4 +1,4 @@
-"""Writes the figures of the README, docs/rendezvous.md and docs/master_worker.md from what the benchmarks wrote.
+"""Writes the figures of README.md, docs/rendezvous.md and docs/master_worker.md from what the benchmarks wrote.
 
 python benchmarks/figures.py            # what `make bench` runs last
 python benchmarks/figures.py --check    # says whether they hold what the files say

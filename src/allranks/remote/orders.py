@@ -27,11 +27,22 @@ class Shop:
 
     def __init__(self, post: Post | None) -> None:
         self.post = post
-        self.groups: dict[str, ProcessGroup] = {}
+        self.groups: dict[str, ProcessGroup | wire.Fault] = {}
         self.functions: dict[int, Any] = {}
         self.outcomes: dict[int, Any] = {}
         self.afterwards: Callable[[], Any] | None = None  # what an order does when it has been answered
         self.marks: dict[int, float] = {}
+
+    def link(self, name: str) -> ProcessGroup:
+        """A group by its name.
+
+        Raises:
+            Spoilt: it could not be made.
+        """
+        found = self.groups[name]
+        if isinstance(found, wire.Fault):
+            raise Spoilt(found)
+        return found
 
 
 def item(worker: Interpreter, data: memoryview, id: int) -> Any:
@@ -44,7 +55,7 @@ def fetch(worker: Interpreter, data: memoryview, id: int, link: str) -> bytes | 
     plain = _flat(worker.take(id))
     if not link:
         return plain.numpy().tobytes()
-    worker.shop.afterwards = lambda: worker.shop.groups[link].send(plain, 0)
+    worker.shop.afterwards = lambda: worker.shop.link(link).send(plain, 0)
     return None
 
 
@@ -58,7 +69,7 @@ def receive(worker: Interpreter, data: memoryview, outputs: list[int], meta: wir
     """A large tensor of the master's."""
     dtype, shape, strides = meta[:3]
     made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
-    worker.shop.groups[link].recv(_flat(made), 0)
+    worker.shop.link(link).recv(_flat(made), 0)
     worker.slots[outputs[0]] = made.to(worker.device)
 
 
@@ -79,7 +90,7 @@ def spread(
     if isinstance(held, torch.Tensor):
         made = held.clone()
     if link:
-        group = worker.shop.groups[link]
+        group = worker.shop.link(link)
         _agree(group, held)
         group.broadcast(_flat(made), root)
     elif type(held) is Poison:
@@ -107,11 +118,15 @@ def set_state(worker: Interpreter, data: memoryview, state: bytes) -> None:
 def group(worker: Interpreter, data: memoryview, name: str, ranks: Sequence[int], timeout_s: float) -> None:
     """Makes a native group, with which this worker meets others."""
     assert worker.shop.post is not None
-    worker.shop.groups[name] = worker.shop.post.make_group(name, ranks, timeout_s)
+    try:
+        worker.shop.groups[name] = worker.shop.post.make_group(name, ranks, timeout_s)
+    except Exception as error:  # noqa: BLE001 - whatever uses the link raises it; the master may have given it up
+        worker.shop.groups[name] = worker.fault("a link between workers", error)
 
 
 def ungroup(worker: Interpreter, data: memoryview, name: str) -> None:
-    if (made := worker.shop.groups.pop(name, None)) is not None:
+    made = worker.shop.groups.pop(name, None)
+    if made is not None and not isinstance(made, wire.Fault):
         made.close()
 
 
@@ -212,7 +227,7 @@ def drop(worker: Interpreter, data: memoryview, call: int) -> None:
 
 def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> None:
     """Sends tensors without gaps to a link's other end."""
-    group = worker.shop.groups[link]
+    group = worker.shop.link(link)
     poison = next((each for each in tensors if type(each) is Poison), None)
     trouble = wire.pack_fault(poison.fault) if poison else b""
     group.send(torch.tensor([len(trouble)]), peer)
@@ -226,7 +241,7 @@ def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> N
 
 def recv(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int, metas: Sequence[Any]) -> Any:
     """Receives them: one, or a list."""
-    group = worker.shop.groups[link]
+    group = worker.shop.link(link)
     trouble = torch.empty(1, dtype=torch.int64)
     group.recv(trouble, peer)
     if trouble:
@@ -279,20 +294,20 @@ def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], An
 
 
 def all_reduce(worker: Interpreter, tensors: Sequence[Any], link: str, op: str) -> None:
-    group = worker.shop.groups[link]
+    group = worker.shop.link(link)
     _agree(group, *tensors)
     _together(tensors, lambda tensor: group.all_reduce(tensor, getattr(ReduceOp, op)))
 
 
 def broadcast(worker: Interpreter, tensors: Sequence[Any], link: str, root: int) -> None:
-    group = worker.shop.groups[link]
+    group = worker.shop.link(link)
     _agree(group, *tensors)
     _together(tensors, lambda tensor: group.broadcast(tensor, root))
 
 
 def all_gather(worker: Interpreter, tensors: Sequence[Any], link: str, dim: int) -> torch.Tensor:
     """The members' tensors, one behind the other along a dimension."""
-    group, (tensor,) = worker.shop.groups[link], tensors
+    group, (tensor,) = worker.shop.link(link), tensors
     _agree(group, tensor)
     parts = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size())]
     group.all_gather(parts, tensor.contiguous())
@@ -301,7 +316,7 @@ def all_gather(worker: Interpreter, tensors: Sequence[Any], link: str, dim: int)
 
 def reduce_scatter(worker: Interpreter, tensors: Sequence[Any], link: str, op: str, dim: int) -> torch.Tensor:
     """Each member's part, along a dimension, of the sum."""
-    group, (tensor,) = worker.shop.groups[link], tensors
+    group, (tensor,) = worker.shop.link(link), tensors
     _agree(group, tensor)
     parts = [each.contiguous() for each in tensor.chunk(group.size(), dim)]
     made = torch.empty_like(parts[0])

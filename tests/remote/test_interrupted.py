@@ -1,0 +1,197 @@
+"""What goes wrong halfway: Ctrl-C, timeouts, threads, results that nobody takes. Nothing may be mixed up afterwards."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import allranks
+from allranks import RemoteError, UsageError
+from allranks.remote.master import Master
+
+
+@contextmanager
+def ctrl_c_after(seconds: float) -> Iterator[None]:
+    def raise_it(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_ctrl_c_in_a_large_fetch(mw: Master) -> None:
+    """The data that the worker sends all the same are not those of the next tensor."""
+    a, b = (torch.full((40000,), value, device="worker:1") for value in (1.0, 2.0))
+    mw.remote(time.sleep, on=1)(0.6)
+    with ctrl_c_after(0.2):
+        a.cpu()
+    for _ in range(2):
+        assert b.cpu().eq(2).all()
+        assert a.cpu().eq(1).all()
+
+
+def test_futures_whose_time_was_up(mw: Master) -> None:
+    first = mw.remote(lambda: (time.sleep(0.4), torch.ones(2))[1], on=1)()
+    second = mw.remote(lambda: torch.zeros(2), on=1)()
+    for each in (first, second):
+        with pytest.raises(allranks.TimeoutError):
+            each.result(timeout=0.02)
+    assert first.result().cpu().tolist() == [1.0, 1.0]
+    assert second.result().cpu().tolist() == [0.0, 0.0]
+
+
+def test_an_answer_that_nobody_has_read(mw: Master) -> None:
+    """A worker that cannot get rid of its answer takes no commands: the master hears it while it waits for room."""
+    large = mw.remote(lambda: b"x" * (30 << 20), on=1)()
+    with pytest.raises(allranks.TimeoutError):
+        large.result(timeout=0.1)
+    kept = [torch.ones(1 << 20).to("worker:1") for _ in range(6)]
+    assert all(each.sum().item() == 1 << 20 for each in kept)
+    assert len(large.result()) == 30 << 20
+
+
+def test_threads(mw: Master) -> None:
+    wrong: list[Any] = []
+
+    def work(value: int) -> None:
+        x = torch.full((100,), float(value), device="worker:1")
+        for round in range(30):
+            if x.to("worker:2").sum().item() != 100 * value:
+                wrong.append((value, round))
+            if (x > 0).nonzero().shape != (100, 1):
+                wrong.append((value, "nonzero"))
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in (1, 2, 3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert wrong == []
+
+
+def test_strides_that_a_meta_kernel_gets_wrong(mw: Master) -> None:
+    turned = torch.arange(24.0).reshape(2, 3, 4).transpose(0, 2).contiguous().transpose(0, 2)
+    for operator in (torch.copysign, torch.floor_divide, torch.fmod, torch.atan2):
+        for local in (torch.arange(1.0, 25.0).reshape(2, 3, 4), turned + 1, turned + 1):
+            other = torch.tensor([2.0, -3.0, 0.5, 7.0])
+            expected = operator(local, other)
+            found = operator(local.to("worker:1"), other.to("worker:1"))
+            assert torch.equal(found.cpu(), expected)
+            assert torch.equal(torch.as_strided(found.contiguous(), (24,), (1,)).cpu(), expected.flatten())
+
+
+def test_resize_leaves_others_alone(mw: Master) -> None:
+    for _ in range(2):
+        x = torch.arange(6.0, device="worker:1")
+        y = x.detach()
+        x.resize_(3)
+        assert (x.shape, y.shape) == ((3,), (6,))
+        assert y.sum().item() == 15
+        z = torch.ones(2, 3, device="worker:1")
+        w = z.detach()
+        z.t_()
+        assert (z.cpu().shape, w.cpu().shape) == ((3, 2), (2, 3))
+
+
+def test_groups_whose_workers_differ(mw: Master) -> None:
+    group = mw.group([1, 2])
+    x = group.scatter(torch.tensor([1.0, 2.0, 3.0, -1.0, -2.0, 4.0]))
+    with pytest.raises(UsageError, match=r"workers of group \[1, 2\] differ"):
+        x[x > 0]
+    with pytest.raises(UsageError, match="differ"):
+        torch.equal(x, x.abs())
+    assert torch.equal(x, x + 0)
+    index = group.scatter(torch.tensor([0, 9]))
+    for _ in range(2):  # one of them fails, when it is asked
+        with pytest.raises(IndexError):
+            torch.take(x, index)
+    mw.synchronize()
+    one = torch.take(x, index * 0)
+    assert group.gather(one).tolist() == [1.0, -1.0]
+
+
+def test_autograd_does_not_go_through_groups(mw: Master) -> None:
+    group = mw.group([1, 2])
+    with group:
+        w = torch.ones(2, requires_grad=True)
+    for wrong in (
+        lambda: group.gather(w * 2), lambda: group.all_gather(w * 2), lambda: group.reduce_scatter(w * 2),
+        lambda: group.scatter(torch.ones(2, requires_grad=True)),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match="autograd does not go through it"):
+            wrong()
+    with torch.no_grad():
+        assert group.gather(w).tolist() == [1.0] * 4
+
+
+def test_a_function_that_nobody_asks_about(mw: Master) -> None:
+    def fails() -> None:
+        raise KeyError("mine")
+
+    mw.remote(fails, on=2)()
+    gc.collect()
+    with pytest.raises(RemoteError, match="KeyError: 'mine'"):
+        mw.synchronize()
+
+
+def test_a_module_as_a_functions_argument(mw: Master) -> None:
+    net = nn.Linear(3, 2, device="worker:2")
+    x = torch.ones(1, 3, device="worker:2")
+    kept: Any = {"nets": [net]}
+    found, same = mw.remote(lambda kept, x: (kept["nets"][0](x), isinstance(kept["nets"][0].weight, nn.Parameter)))(
+        kept, x
+    ).result()
+    assert same is True
+    assert torch.equal(found.cpu(), net(x).detach().cpu())
+
+
+def test_functions_are_forgotten(mw: Master) -> None:
+    def resident() -> int:
+        return int(torch.worker.memory_stats("worker:1")["resident"])  # type: ignore[attr-defined]
+
+    before = resident()
+    for number in range(15):
+        held = bytes([number]) * (8 << 20)
+        assert mw.remote(lambda held=held: len(held), on=1)().result() == 8 << 20
+    gc.collect()
+    assert resident() - before < 80 << 20
+
+
+def test_numbers_beside_tensors_make_no_templates(mw: Master) -> None:
+    x = torch.arange(4, device="worker:1")
+    for _ in range(2):
+        (x + 1, x * 2)
+    before = mw._templates
+    for number in range(50):
+        assert (x + number).cpu().tolist() == [each + number for each in range(4)]
+        x * number
+    assert mw._templates == before
+    for value in (1, True, 1.0, -0.0, float("nan"), 1 << 40):
+        local = torch.arange(4) * value
+        found = (torch.arange(4, device="worker:1") * value).cpu()
+        assert found.dtype == local.dtype
+        assert torch.equal(found.nan_to_num(7), local.nan_to_num(7))
+    big = torch.full((2,), (1 << 64) - 1, dtype=torch.uint64)
+    assert torch.equal(torch.full((2,), (1 << 64) - 1, dtype=torch.uint64, device="worker:1").cpu(), big)
+
+
+def test_data_of_the_master_in_a_parameters_place(mw: Master) -> None:
+    p = nn.Parameter(torch.ones(2, device="worker:1"))
+    with pytest.raises(TypeError, match="data on cpu cannot take the place of data on worker:1"):
+        p.data = torch.zeros(2)
+    assert p.cpu().tolist() == [1.0, 1.0]
