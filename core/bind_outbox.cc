@@ -231,7 +231,7 @@ void allranks::bind_outbox(nb::module_& m) {
         Py_XDECREF(before);
       },
       nb::arg("function").none(),
-      "Called with the seconds, ten times in each, while an outbox's caller waits for room; what it raises, that raises.");
+      "Called with the seconds, ten times in each, while a caller waits for room; what it raises is raised.");
   m.def(
       "receive",
       [](int fd, nb::bytearray buffer, size_t at, bool echoes) {

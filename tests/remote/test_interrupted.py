@@ -57,7 +57,7 @@ def test_futures_whose_time_was_up(mw: Master) -> None:
 
 def test_an_answer_that_nobody_has_read(mw: Master) -> None:
     """A worker that cannot get rid of its answer takes no commands: the master hears it while it waits for room."""
-    large = mw.remote(lambda: b"x" * (30 << 20), on=1)()
+    large = mw.remote(lambda: (time.sleep(0.4), b"x" * (30 << 20))[1], on=1)()
     with pytest.raises(allranks.TimeoutError):
         large.result(timeout=0.1)
     kept = [torch.ones(1 << 20).to("worker:1") for _ in range(6)]
