@@ -130,7 +130,10 @@ class RemoteTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return dispatch(func, args, kwargs)
+        known = _known.get(id(func))
+        if known is None or known[0] is not None:
+            return dispatch(func, args, kwargs)
+        return run(func, args, kwargs, known[1])
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -370,9 +373,15 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Fact
             raise
         raise _apart(known.name, args, kwargs or {}) from None
     only = call.only
-    if only is not None:
-        return make(place, only, made, args[0]._off + call.shift if call.view else call.shift)
-    return call.build(place, made, args, kwargs)
+    if only is None or only.bits:
+        return call.build(place, made, args, kwargs)
+    offset = args[0]._off + call.shift if call.view else call.shift
+    handle: Any = _make(RemoteTensor, only.shape, only.strides, offset, dtype=only.dtype, device=place.lazy)
+    handle._ref = made  # as in `make`: a call less, here where each operation comes by
+    handle._sig = only
+    handle._place = place
+    handle._off = offset
+    return handle
 
 
 def _scan(
