@@ -102,6 +102,7 @@ class Master:
         self._made = 0
         self._all: Place | None = None
         self._broken: list[tuple[tuple[int, ...], str]] = []  # links that a lost worker has ended
+        self._spoilt: wire.Fault | None = None  # what the last answer with a fault tells of an operand
         self._told: set[tuple[int, int]] = set()  # the faults that have been raised
         self._groups: dict[str, ProcessGroup] = {}
         self.recorder: Any = None
@@ -251,7 +252,14 @@ class Master:
         if trust:
             assert foreseen is not None
             return self.define(place, key, op, forms, named, values, *foreseen, False)
-        result, seen = self._ask(op, about, args, kwargs, forms, named, place, refs, values)
+        try:
+            result, seen = self._ask(op, about, args, kwargs, forms, named, place, refs, values)
+        except RemoteError:
+            if self._spoilt is None or foreseen is None:
+                raise
+            # An operand is spoilt: so is the result, of which nobody need hear before it is looked at.
+            self._told.discard((self._spoilt.rank, self._spoilt.serial))
+            return self._tell(place, key, op, forms, named, values, *foreseen, True)
         if foreseen is None:
             self._trusted.setdefault(kind, False)
         else:
@@ -379,6 +387,7 @@ class Master:
                 self._hear(rank, deadline, timeout_s, what)
             answer = self._answers.pop((rank, number))
         if answer.fault is not None:
+            self._spoilt = None if answer.said == "now" else answer.fault
             self._told.add((answer.fault.rank, answer.fault.serial))
             raise error_of(answer.fault, line_of(answer.fault.line), answer.said == "now")
         return answer.said
