@@ -1,7 +1,19 @@
-"""Master-worker mode: one process drives all others, as one drives a GPU.
+"""Master-worker mode: one process drives all others, as one drives a GPU. docs/master_worker.md is for users.
 
-- start: a program becomes a master.  meet, board, crew: how the processes come together, and how they end.
-- device, tensor: what torch sees.  signature: shapes that are known before an operation has run.  lines: whose it is.
-- master: queues and asks.  wire: in which words.  worker, orders: runs and answers.  faults: what went wrong.
+How the processes come together, and how they end:
+
+- start: a program becomes a master.  meet: master and workers find each other.  crew: those that the master starts.
+- board: native groups among any of them.  serve: a worker's main.
+
+What torch sees, on the master:
+
+- device: the name ``worker``, and ``torch.worker``.  tensor: handles, and how operations on them are queued.
+- signature: shapes that are known before an operation has run.  lines: the program's line that an operation is from.
+- composites, modules, saving: where torch's own code would treat a handle otherwise than a tensor of a CPU.
 - groups: one handle, many workers.  functions: any Python there.  capture: a whole step as one command.
+
+Between them:
+
+- master: queues and asks.  wire: in which words.  worker: runs and answers.  orders: what it does beside operators.
+- program: a captured step on a worker.  faults: what stands for a tensor that could not be made.
 """
