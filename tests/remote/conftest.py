@@ -1,4 +1,4 @@
-"""Two workers for the tests of this folder."""
+"""Two workers for the tests of each file here: none are left when another folder's tests come, some of which count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from allranks.remote.master import Master
 from allranks.remote.start import init_master_worker
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def mw() -> Iterator[Master]:
     with init_master_worker(workers=2, timeout=60) as made:
         yield made

@@ -172,7 +172,7 @@ def test_a_fault_travels_with_the_tensor(mw: Master) -> None:
     table, wrong = torch.zeros(3, device="worker:1"), torch.tensor([5], device="worker:1")
     torch.gather(table, 0, torch.tensor([1], device="worker:1"))
     poisoned = torch.gather(table, 0, wrong)
-    with pytest.raises(allranks.RemoteError, match=r"aten::gather.*worker 1 .*test_groups\.py:\d+.*index 5"):
+    with pytest.raises(allranks.RemoteError, match=r"aten::gather.*worker 1 .*test_worker_groups\.py:\d+.*index 5"):
         poisoned.to("worker:2").cpu()
     healthy = torch.zeros(1, device="worker:2")
     both = group.join([poisoned, healthy])
