@@ -98,6 +98,26 @@ def test_out_of_memory(mw: Master) -> None:
     assert torch.ones(2, device="worker:1").sum().item() == 2
 
 
+def test_no_memory_for_what_is_sent(mw: Master) -> None:
+    """The worker's allocation is made to fail: to fill a machine's memory would end others."""
+
+    def fail_once() -> None:
+        real = torch.empty_strided
+
+        def fails(*args: object, **kwargs: object) -> torch.Tensor:
+            torch.empty_strided = real
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        torch.empty_strided = fails  # type: ignore[assignment]
+
+    mw.remote(fail_once, on=1)().result()
+    lost = torch.ones(3).to("worker:1")
+    with pytest.raises(RemoteError, match=r"a tensor of the master's failed on worker 1.*allocate memory"):
+        lost.cpu()
+    assert torch.ones(3).to("worker:1").sum().item() == 3
+    mw.synchronize()
+
+
 def test_a_worker_that_is_killed_amid_queued_work(healed: Master) -> None:
     mw = healed
     group = mw.group([1, 2])

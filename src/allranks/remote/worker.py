@@ -205,16 +205,24 @@ class Interpreter:
                     self._table[message.number] = self._refuse(message, error)
             case Ask():
                 self._ask(message)
-            case Hold(id, (dtype, shape, strides, _, _)):
-                tensor = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
-                if len(data):
-                    flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-                    flat.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
-                self.slots[id] = tensor.to(self.device)
+            case Hold(id, meta):
+                try:
+                    self.slots[id] = self._unpack(meta, data)
+                except Exception as error:  # noqa: BLE001 - out of memory, most likely: it goes to whoever uses it
+                    self.slots[id] = Poison(self.fault("a tensor of the master's", error))
+                    self.unheard.append(self.slots[id].fault)
             case Program():
                 self._table[message.number] = compile_program(self, message, self._table)
             case Order(name, number, said):
                 self._obey(name, number, said, data)
+
+    def _unpack(self, meta: Meta, data: memoryview) -> torch.Tensor:
+        dtype, shape, strides = meta[:3]
+        tensor = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+        if len(data):
+            flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
+            flat.view(torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
+        return tensor.to(self.device)
 
     def _obey(self, name: str, number: int, said: dict[str, Any], data: memoryview) -> None:
         line, self.line = self.line, said.pop("line", 0)
