@@ -8,6 +8,8 @@ is given handles that are on the CPU to torch's C++, so that it goes apart as it
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +17,9 @@ import torch
 from torch.autograd import forward_ad
 
 from allranks.remote.signature import WHOLE, flatten
-from allranks.remote.tensor import Place, RemoteTensor, make, run, special
+from allranks.remote.tensor import Place, RemoteTensor, make, place_of, run, special
 
-__all__ = ["COMPOSITES"]
+__all__ = ["COMPOSITES", "choose_by_kind"]
 
 aten = torch.ops.aten
 
@@ -48,6 +50,24 @@ def _nearer(far: Place) -> _Near | None:
             return None
         found = _near[far.index] = _Near(far)
     return found
+
+
+def choose_by_kind() -> None:
+    """Has torch's chunked `linear_cross_entropy`, which adds up as precisely as the device's name says, see the kind of
+    device that workers compute on instead of their name."""
+    name = "torch.nn.modules.linear_cross_entropy_options"
+    if importlib.util.find_spec(name) is None:  # of torch 2.13
+        return
+    options: Any = importlib.import_module(name).LinearCrossEntropyOptions
+    adjust = options._adjust
+
+    @functools.wraps(adjust)
+    def adjusted(self: Any, *args: Any, device: torch.device | None = None, **kwargs: Any) -> Any:
+        if device is not None and device.type == "worker":
+            device = torch.device("cpu" if _nearer(place_of(device)) is not None else "cuda")
+        return adjust(self, *args, device=device, **kwargs)
+
+    options._adjust = adjusted
 
 
 def _at(place: Place, x: Any) -> Any:

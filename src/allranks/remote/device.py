@@ -20,7 +20,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from allranks._errors import AllranksError, ConfigError, UsageError
 from allranks.remote import saving
 from allranks.remote import tensor as handles
-from allranks.remote.composites import COMPOSITES
+from allranks.remote.composites import COMPOSITES, choose_by_kind
 from allranks.remote.modules import apply
 from allranks.remote.tensor import RemoteTensor, dispatch, place_of
 
@@ -63,6 +63,7 @@ def register() -> None:
         explicit.impl(op, partial(_fallback, op), "Lazy")  # type: ignore[no-untyped-call]
     if not torch.cuda.is_available():
         explicit.impl("_pin_memory", _pin, "CPU")  # type: ignore[no-untyped-call]
+    choose_by_kind()
     saving.register()
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
     _registered.append(explicit)
