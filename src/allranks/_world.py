@@ -283,7 +283,9 @@ def _make_current(device_id: torch.device | int, engine_name: str) -> None:
         if device.type == "cpu":
             return
         moved = _engines.moves(engine_name, device.type)
-        if moved:
+        if moved and device.type == "worker":  # torch's own guard of a device in Python takes any index
+            torch.get_device_module(device).set_device(device)
+        elif moved:
             torch.accelerator.set_device_index(device)
     except (RuntimeError, ValueError, TypeError) as error:
         raise UsageError(f"device_id {device_id!r}: {error}") from error

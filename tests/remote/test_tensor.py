@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
+import allranks as dist
 from allranks import RemoteError, UsageError
 
 pytestmark = [
@@ -1416,6 +1417,21 @@ def test_the_current_worker() -> None:
         assert str(torch.ones(2, device=W).to("worker").device) == "worker:2"
     assert torch.worker.current_device() == 1
     assert str(torch.ones(2).to("worker").device) == W
+
+
+def test_a_process_group_beside_the_workers() -> None:
+    for wrong in (99, "worker:99"):
+        with pytest.raises(UsageError, match="there is no worker:99; there are worker:1 to worker:2"):
+            dist.init_process_group(device_id=wrong)
+    dist.init_process_group(device_id=torch.device("worker:2"))
+    try:
+        x = torch.arange(3.0, device="worker")
+        assert str(x.device) == "worker:2"
+        dist.all_reduce(x)  # by way of the master, which is the rank
+        assert x.cpu().tolist() == [0.0, 1.0, 2.0]
+    finally:
+        dist.destroy_process_group()
+        torch.worker.set_device(1)
 
 
 def test_moving_between_workers() -> None:
