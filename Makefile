@@ -78,7 +78,7 @@ $(BENCH)/installed $(MPICH)/installed: constraints.txt | $(VENV)/installed
 core-tests: $(SANITIZERS:%=build/core-%/passed)
 
 build/core-%/passed: $(CORE) $(CORE_TESTS) | $(VENV)/installed
-	$(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	$(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release \
 	  -DALLRANKS_PYTHON=OFF -DALLRANKS_TESTS=ON -DALLRANKS_SANITIZE=$(filter-out plain,$*) --log-level=WARNING
 	$(BIN)/cmake --build $(@D)
 	$(if $(filter plain,$*),ALLRANKS_PULSE_SEEDS=5000) setarch -R $(@D)/core_tests
