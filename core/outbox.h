@@ -10,9 +10,13 @@
 //
 // Frames, in little-endian order and unaligned:
 //
-//   call     u16 template (>= 16), u32 id of each input, u32 id of each output, values (their lengths are the
-//   template's) FREE     u16 0, u16 count, u32 id of each MESSAGE  u16 1, u32 length, payload LINE     u16 2, u32 line
-//   of the program that the calls behind it come from ECHO     u16 3, u32 number: see inbox.h
+// clang-format off
+//   call     u16 template (>= 16), u32 id of each input, u32 id of each output, values of the template's lengths
+//   FREE     u16 0, u16 count, u32 id of each
+//   MESSAGE  u16 1, u32 length, payload
+//   LINE     u16 2, u32 line of the program that the calls behind it come from
+//   ECHO     u16 3, u32 number: see inbox.h
+// clang-format on
 //
 // What the frames mean is left to others.
 #pragma once

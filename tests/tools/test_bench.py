@@ -190,7 +190,7 @@ def test_the_goals_of_master_worker_mode(tmp_path: Path) -> None:
         "queued add", "queued add_", "queued mm", "done add", "queued training, SGD", "queued training, AdamW",
         "bytes per operation, add", "bytes per operation, SGD", "bytes per operation, AdamW", "item(), p50",
         "item(), p99", "replayed step, call", "replayed step, bytes", *copies, "upload 64 KB", "download 64 KB",
-        "share of a step of 5 ms, 2 workers, eager", "share of a step of 5 ms, 2 workers, captured",
+        "share of a 5 ms step x 2, eager, a wait each 10", "share of a 5 ms step x 2, captured, a wait each 50",
         "one command to 2 workers, p50", "an operation of 2 workers and it, p50",
     }  # fmt: skip
     for name, goal in goals.items():

@@ -107,7 +107,7 @@ def head(report: MasterReport) -> str:
     return (
         f"# master-worker mode on {report.cpus} CPUs ({report.processor}); {versions}\n"
         "# medians of blocks, or of calls, that alternate; ratio: how many times as good as the peer\n"
-        f"{'':<44} {'goal':>12} {'measured':>12} {'':<5} {'lowest':>10} {'highest':>10} {'n':>5}  peer, ratio"
+        f"{'':<54} {'goal':>12} {'measured':>12} {'':<5} {'lowest':>10} {'highest':>10} {'n':>5}  peer, ratio"
     )
 
 
@@ -128,7 +128,7 @@ def _line(goal: Goal) -> str:
     if goal.peer_value is not None and goal.ratio is not None:
         beside = f"  {goal.peer} {_number(goal.peer_value, goal.unit)}, {goal.ratio:.2f}x"
     return (
-        f"{f'{goal.name}, {goal.unit}':<44} {wanted:>12} {_number(goal.value, goal.unit):>12} {_WORDS[goal.met]:<5} "
+        f"{f'{goal.name}, {goal.unit}':<54} {wanted:>12} {_number(goal.value, goal.unit):>12} {_WORDS[goal.met]:<5} "
         f"{_number(goal.lowest, goal.unit):>10} {_number(goal.highest, goal.unit):>10} {goal.samples:5d}{beside}"
     ).rstrip()
 
