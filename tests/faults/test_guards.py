@@ -101,9 +101,9 @@ def test_empty_shared_without_descriptors_or_bytes_on_one_rank() -> None:
             dist.empty_shared(0 if rank == 0 else 5)
         dist.all_reduce(dist.empty_shared(100).fill_(1))  # and the group goes on
 
-    # What cannot be reached is waited for no longer than the group's timeout.
+    # What cannot be reached is waited for no longer than half of the group's timeout.
     def with_timeout() -> None:
-        dist.init_process_group(timeout=4.0)
+        dist.init_process_group(timeout=10.0)
         body()
 
     run_ranks(2, with_timeout, init=False)

@@ -107,6 +107,7 @@ class MpiEngine(FlatEngine):
         if len(set(ranks)) < len(ranks) or len({row[1] for row in rows}) > 1:
             raise ConfigError(f"group '{group_name}' on mpi: its ranks are not of one MPI job (there they are {ranks})")
         secret: bytes = rows[0][3]
+        self._presence = Presence(rank, members, secret)  # before they meet: then all hear of who leaves at once
         self._threads = self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
         # It waits for the others, whose other threads may wait for ours: not with the lock, if MPI does without.
         with nullcontext() if self._threads else lock:
@@ -121,7 +122,6 @@ class MpiEngine(FlatEngine):
         cpus = [row[2] for row, member in zip(rows, members, strict=True) if member.machine == members[rank].machine]
         # Enough for all ranks of this host, or mpirun has given each of them its own.
         self.spins = usable_cpus() >= len(cpus) or len(set(cpus)) == len(cpus)
-        self._presence = Presence(rank, members, secret)
         if not self._debug:
             self.now = self._now
 

@@ -45,7 +45,7 @@ _SPIN_US = 1.0
 _MANY_PENDING = 64
 
 _VOTE = struct.Struct("!?Q")  # of empty_shared: whether this rank has what it takes, and the bytes
-_MEETING_S = 20.0  # for ranks that are all there
+_MEETING_S = 20.0  # for ranks that are all there; those that give up earlier wait for the others in the next vote
 
 # The pipes for send and recv, one to each other rank, share this much of a rank's segment.
 _PIPES_BYTES = 2 << 20
@@ -266,7 +266,7 @@ class NativeEngine(Engine):
         block = None
         try:
             with door:
-                parts, sockets = door.meet(self._rank, records, min(self._timeout_s, _MEETING_S))
+                parts, sockets = door.meet(self._rank, records, min(self._timeout_s / 2, _MEETING_S))
             for socket in sockets:
                 if socket >= 0:
                     os.close(socket)

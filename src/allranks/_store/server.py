@@ -265,8 +265,7 @@ class StoreServer:
                 while self._stop_at is None:
                     self._turn()
                 # Also wakes whoever shares this socket after a fork, and frees the port although they hold it.
-                if self._full_until is None:
-                    self._listen_to_strangers(False)
+                self._listen_to_strangers(False)
                 self._selector.unregister(self._wake)
                 self._stop_listening()
                 while time.monotonic() < self._stop_at and any(peer.stage for peer in self._peers):
@@ -278,10 +277,11 @@ class StoreServer:
                     listener.close()
 
     def _listen_to_strangers(self, listens: bool) -> None:
+        listened = self._selector.get_map()
         for listener in self._listeners:
-            if listens:
+            if listens and listener not in listened:
                 self._selector.register(listener, selectors.EVENT_READ, listener)
-            else:
+            elif not listens and listener in listened:
                 self._selector.unregister(listener)
 
     def _take_more(self) -> None:
@@ -367,8 +367,7 @@ class StoreServer:
         if peer in self._strangers:
             until = peer.since + peer.patience_s
             if time.monotonic() < until:
-                if self._full_until is None:
-                    self._listen_to_strangers(False)
+                self._listen_to_strangers(False)
                 self._full_until = until
                 return False
             self._drop(peer, "had to make room")
