@@ -21,7 +21,7 @@ train: $(VENV)/installed
 
 # Two at a time, as many tests mostly wait. A file's tests stay together, which share what is dear to set up.
 test: $(VENV)/installed core-tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What a reader can be told by tools: format, lint, types, and who may import whom.
 check: $(VENV)/checkers

@@ -103,7 +103,7 @@ def test_empty_shared_without_descriptors_or_bytes_on_one_rank() -> None:
 
     # What cannot be reached is waited for no longer than half of the group's timeout.
     def with_timeout() -> None:
-        dist.init_process_group(timeout=10.0)
+        dist.init_process_group(timeout=6.0)
         body()
 
     run_ranks(2, with_timeout, init=False)
