@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from allranks._errors import ConfigError
 from allranks._places import CHOICES, Place, detect
 
-__all__ = ["VARIABLES", "JobEnv", "Variable", "read_env", "read_int", "split_host_port"]
+__all__ = ["VARIABLES", "JobEnv", "Variable", "is_master", "read_env", "read_int", "split_host_port"]
 
 
 _log = logging.getLogger("allranks")
@@ -67,6 +67,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCH_DISTRIBUTED_DEBUG", "by hand", "Debug level, by torch's name: OFF, INFO, DETAIL."),
 )
 
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _EXPECTED = {
     "RANK": ("the number of this process", "RANK=0"),
     "WORLD_SIZE": ("the number of processes", "WORLD_SIZE=4"),
@@ -150,6 +151,18 @@ def read_env(
         node_rank=read_int(env, "NODE_RANK", 0) if node_rank is None else node_rank,
         agent=_read_agent(env) if master else "",
     )
+
+
+def is_master(address: str, environ: Mapping[str, str]) -> bool:
+    """Whether ``host:port`` is what MASTER_ADDR and MASTER_PORT name; what cannot be read names nothing."""
+    try:
+        host, port = split_host_port(address, "the address")
+        master, inner = split_host_port(environ.get("MASTER_ADDR", ""), "MASTER_ADDR")
+        outer = read_int(environ, "MASTER_PORT", 1, 65535)
+    except ConfigError:
+        return False
+    same = host == master or (host in _LOOPBACK and master in _LOOPBACK)
+    return same and port is not None and {inner, outer} - {None} == {port}
 
 
 def read_int(environ: Mapping[str, str], name: str, low: int, high: int | None = None) -> int | None:
