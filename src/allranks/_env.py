@@ -19,10 +19,14 @@ from dataclasses import dataclass, replace
 from allranks._errors import ConfigError
 from allranks._places import CHOICES, Place, detect
 
-__all__ = ["VARIABLES", "JobEnv", "Variable", "is_master", "read_env", "read_int", "split_host_port"]
+__all__ = ["BACKENDS", "VARIABLES", "JobEnv", "Variable", "is_master", "read_env", "read_int", "split_host_port"]
 
 
 _log = logging.getLogger("allranks")
+
+
+BACKENDS = ("native", "tcp", "gloo", "mpi", "nccl")
+"""The engines' names, for those who cannot ask ``_engines``, which imports torch."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_ERROR_FILE", "who starts a launcher", "Where it writes why the job failed, as JSON."),
     Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR."),
     Variable("ALLRANKS_ENV", "by hand", f"What started this process: {', '.join(CHOICES)}."),
+    Variable("ALLRANKS_BACKEND", "allranks run --backend", "What init_process_group() without backend takes."),
     Variable("ALLRANKS_MASTER", "init_master_worker", "Where the master is, for the workers that it starts."),
     Variable("ALLRANKS_SECRET", "allranks run, or by hand", "Secret of the job, at least 16 characters."),
     Variable("ALLRANKS_SECRET_FILE", "by hand", "File that holds the secret (mode 0600)."),

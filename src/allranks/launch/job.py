@@ -20,7 +20,6 @@ from allranks._places import PORTS_TRIED, Place, detect, job_ports, job_secret, 
 from allranks._store import load_secret
 from allranks.launch.arguments.layout import describe_plan, share_out
 from allranks.launch.arguments.options import Options
-from allranks.launch.hosts.ways import given
 from allranks.launch.local import run_here
 from allranks.launch.output.screen import ensure_standard_streams
 from allranks.launch.ranks.placement import describe, seats, visible_gpus
@@ -34,7 +33,8 @@ _LAUNCHED = ("allranks", "torchrun")  # a rank of ours may start jobs of its own
 _PORT = 29500
 # What is the same, or can be had, where the program runs in place of this process.
 _IN_PLACE = (
-    *("target", "env", "start", "exports", "threads", "instead_of_gloo", "folder", "iface", "dry_run", "quiet"),
+    *("target", "env", "start", "exports", "threads", "instead_of_gloo", "folder", "iface", "dry_run", "voice"),
+    "backend",
     "display",  # part by part
 )
 _SPELLINGS = {
@@ -209,9 +209,7 @@ def _environ_in_place(options: Options, kind: str) -> dict[str, str]:
                     f"{option} is for ranks that allranks run starts, and this one was started by {kind}, which would"
                     " have to do it; leave it out"
                 )
-    environ = given(options.exports)
+    environ = options.environ
     if options.threads is not None:
         environ["OMP_NUM_THREADS"] = str(options.threads)
-    if options.instead_of_gloo:
-        environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"
     return environ

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TextIO
 
 import msgspec
@@ -142,7 +142,7 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
         OSError: no port is free.
     """
     door = _open_door(addresses_of(name), ports, secret)
-    job = Job(options, *nodes, Fleet(door), name if options.leader is not None and is_here(name) else "", key=secret)
+    job = Job(options, *nodes, door, name if options.leader is not None and is_here(name) else "", key=secret)
     try:
         with job.told():
             job.open_to_callers()
@@ -170,8 +170,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
     hint = "\n  That is this host itself; if host 0 is another, name it: --master-addr" if alone else ""
 
     def tell(last: str) -> None:
-        if not options.quiet:
-            _say(f"waiting for host 0 at {where} (last: {last}){hint}")
+        options.voice.remark(f"waiting for host 0 at {where} (last: {last}){hint}")
 
     try:
         sock = dial(targets, secret, time.monotonic() + options.join_timeout_s, tell)
@@ -193,7 +192,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
         )
 
     try:
-        last = Station(to_launcher(descriptor, descriptor), secret, own, show).run(
+        last = Station(to_launcher(descriptor, descriptor), secret, own, show, options.voice).run(
             hello(node, _own_slots(options), options.run, options.role)
         )
     except LinkLost:
@@ -224,7 +223,8 @@ class Job:
     options: Options
     least: int
     most: int
-    fleet: Fleet = field(default_factory=Fleet)
+    door: InitVar[Door | None] = None  # where other hosts come in by themselves
+    fleet: Fleet = field(init=False)
     master: str = ""  # what the user calls host 0
     key: bytes = field(default_factory=lambda: secrets.token_hex(32).encode())  # proved by agents that dial
     salt: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -237,7 +237,8 @@ class Job:
     world_size: int = 0
     supervisor: Supervisor | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, door: Door | None) -> None:
+        self.fleet = Fleet(self.options.voice, door)
         self.run_id = self.options.run or secrets.token_hex(8)
 
     @contextlib.contextmanager
@@ -246,10 +247,10 @@ class Job:
         try:
             yield
         except ConfigError as error:
-            self.fleet.end(2, f"allranks run: error: {error}".encode())
+            self.fleet.end(2, self.options.voice.line(f"error: {error}").encode())
             raise
         except KeyboardInterrupt:
-            self.fleet.end(128 + signal.SIGINT, b"allranks run: stopped by SIGINT")
+            self.fleet.end(128 + signal.SIGINT, self.options.voice.line("stopped by SIGINT").encode())
             raise
 
     @property
@@ -278,7 +279,7 @@ class Job:
                 self.key = load_secret()
             door = _open_door(["0.0.0.0"], [0], self.key)
             self.fleet.close()
-            self.fleet = Fleet(door)
+            self.fleet = Fleet(options.voice, door)
             names = [host.name for host in hosts]
             self.fleet.expect(names, way)
             dialled = f"{','.join(published_addresses())}:{door.port}"
@@ -304,7 +305,7 @@ class Job:
     def _drop(self, host: Host) -> None:
         """Goes on without a host that is gone, as long as there are enough."""
         if len(self.fleet.hosts) > self.least:
-            _say(f"{host.why}; going on without it")
+            self.options.voice.say(f"{host.why}; going on without it")
             self.fleet.drop(host, try_again=True)
 
     def open_to_callers(self) -> None:
@@ -326,9 +327,9 @@ class Job:
             now = time.monotonic()
             if len(fleet.hosts) >= self.least:
                 last_call = min(last_call, now + options.last_call_s)
-            if missing and now >= tell_at and not options.quiet:
+            if missing and now >= tell_at:
                 tell_at = math.inf
-                _say(f"waiting for {self._missing()}")
+                options.voice.remark(f"waiting for {self._missing()}")
             return fleet.greeted() and (not missing or now >= last_call)
 
         fleet.gather(until, enough, lambda: f"no answer from {self._missing()} in time (longer: --join-timeout)")
@@ -401,12 +402,12 @@ class Job:
                 again, budget = True, budget - 1
             if not again or not self._enough_hosts():
                 fleet.end(code, supervisor.last_words)
-                write_error_file(supervisor.cause, os.environ)
+                write_error_file(supervisor.cause, os.environ, options.voice)
                 return code
             self.restart += 1
             names = ", ".join(host.name for host in fleet)
             left = f" ({budget} of {options.restarts} restarts left)" if options.restarts else ""
-            _say(f"starting again on {names}{left}")
+            options.voice.say(f"starting again on {names}{left}")
 
     def _enough_hosts(self) -> bool:
         """Takes who has come back; waits for some to do so where too few are left."""
@@ -416,7 +417,7 @@ class Job:
             return bool(fleet.hosts)
         if not fleet.may_grow:
             return False
-        _say(f"{len(fleet.hosts)} of at least {self.least} hosts are left; waiting for others")
+        self.options.voice.say(f"{len(fleet.hosts)} of at least {self.least} hosts are left; waiting for others")
 
         def enough() -> bool:
             fleet.try_again()
@@ -426,7 +427,7 @@ class Job:
         try:
             fleet.gather(time.monotonic() + self.options.join_timeout_s, enough)
         except ConfigError as error:
-            _say(str(error))
+            self.options.voice.say(str(error))
             return False
         return True
 
@@ -441,7 +442,7 @@ class Job:
                 if not self.elastic or not (unable or lost) or len(fleet.hosts) - len(unable) - len(lost) < self.least:
                     raise
                 for host, why in unable.items():  # it would be so the next time, too
-                    _say(f"{host.name}: {why}; going on without it")
+                    self.options.voice.say(f"{host.name}: {why}; going on without it")
                     fleet.turn_away(host, why)
                 for host in lost:
                     self._drop(host)
@@ -508,7 +509,7 @@ class Job:
             fleet,
             screen,
             options.grace_s,
-            options.quiet,
+            options.voice,
             names,
             idle_s=options.idle_s,
             signals=options.signals,
@@ -549,15 +550,12 @@ class Job:
 
 
 def _prepare_of(options: Options, nproc: int, master: str) -> Prepare:
-    environ = carried(os.environ, options.exports)
-    if options.instead_of_gloo:
-        environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"
     return Prepare(
         target=options.target,
         nproc=nproc,
         start=options.start,
         folder=os.getcwd(),
-        environ=environ,
+        environ=carried(os.environ, options.exports) | options.environ,
         threads=options.threads,
         secret=b"",
         salt="",
@@ -592,7 +590,3 @@ def _open_door(addresses: Sequence[str], ports: Sequence[int], secret: bytes) ->
             trouble = error
     assert trouble is not None
     raise trouble
-
-
-def _say(text: str) -> None:
-    print(f"allranks run: {text}", file=sys.stderr, flush=True)

@@ -168,7 +168,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = 
     grace = asked.shutdown_timeout
     words += ["--grace", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S) if grace is None else str(grace)]
     told = [f"{_spelling(asked)}=${{local_rank}}"] if for_launch and not asked.use_env else []
-    options = parse([*words, *_target(asked, told, environ)])
+    options = parse([*words, *_target(asked, told, environ)], "allranks launch" if for_launch else "allranks torchrun")
     target = replace(options.target, macros=True)
     return replace(options, target=target, virtual_local_rank=asked.virtual_local_rank)
 

@@ -47,6 +47,7 @@ from allranks.launch.messages import (
     Start,
     Unable,
 )
+from allranks.launch.voice import Voice
 
 __all__ = ["Crowd", "Fleet", "Host", "wrong_version"]
 
@@ -118,6 +119,7 @@ class Fleet:
     """The agents of a job.
 
     Args:
+        voice: tells callers what becomes of them.
         door: where agents dial in; None if none do. The fleet closes it.
 
     Attributes:
@@ -125,7 +127,8 @@ class Fleet:
         wake: a byte written to this descriptor makes ``poll`` return.
     """
 
-    def __init__(self, door: Door | None = None) -> None:
+    def __init__(self, voice: Voice, door: Door | None = None) -> None:
+        self._voice = voice
         self.hosts: list[Host] = []
         self._crowds: list[Crowd] = []
         self._door = door
@@ -219,7 +222,7 @@ class Fleet:
 
     def turn_away(self, host: Host, why: str) -> None:
         """Sends a caller home."""
-        self._say(host, End(2, f"allranks run: error: host 0 does not take this host: {why}".encode()))
+        self._say(host, End(2, self._voice.line(f"error: host 0 does not take this host: {why}").encode()))
         self.forget(host)
 
     def forget(self, host: Host) -> None:

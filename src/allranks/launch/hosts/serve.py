@@ -61,6 +61,7 @@ from allranks.launch.ranks.rank import Rank
 from allranks.launch.ranks.target import check
 from allranks.launch.ranks.wires import reserve_descriptors
 from allranks.launch.signals import FORWARDED, handled
+from allranks.launch.voice import Voice
 
 __all__ = ["Station", "hello", "main"]
 
@@ -87,6 +88,7 @@ class Station:
         key: the secret that was proved where the agent has dialled; empty elsewhere.
         own: what this host's own command line says, which counts here more than the launcher's; None if it has none.
         show: makes the screen that shows this host's ranks; None to send what they write to the launcher.
+        voice: says what is wrong with that screen.
     """
 
     def __init__(
@@ -95,11 +97,13 @@ class Station:
         key: bytes = b"",
         own: Prepare | None = None,
         show: Callable[[Start], Screen] | None = None,
+        voice: Voice | None = None,
     ) -> None:
         self._link = link
         self._key = key
         self._own = own
         self._show = show
+        self._voice = voice or Voice()
         self._screen: Screen | None = None
         self._prepared: Prepare | None = None
         self._guard: Guard | None = None
@@ -312,7 +316,7 @@ class Station:
                 agent.signal(number, agent.running, alone=True)
         if screen is not None:
             for name, error in screen.flush():
-                screen.note(f"allranks run: cannot write to {name}: {error.strerror}".encode())
+                self._voice.through(screen.note).say(f"cannot write to {name}: {error.strerror}")
 
     def _obey(self, agent: Agent) -> None:
         self._link.flush()
@@ -439,7 +443,7 @@ def main(argv: Sequence[str]) -> int | Rank:
             ear = mouth = sock.detach()
         last = Station(to_launcher(ear, mouth), key).run(hello())
     except ConfigError as error:
-        print(f"allranks run: {socket.gethostname()}: {error}", file=sys.stderr)
+        print(f"{socket.gethostname()}: {error}", file=sys.stderr)  # for whoever started it
         return 2
     except LinkLost:
         return 1
