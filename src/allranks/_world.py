@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from allranks import _engines, _rendezvous
-from allranks._errors import MismatchError, NotInitializedError, UsageError, rank_list
+from allranks._errors import ConfigError, MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._group import ProcessGroup
 from allranks._work import end_futures, seconds_of
 
@@ -162,7 +162,7 @@ def init_process_group(
             raise UsageError(f"{argument} must be a whole number, not {number!r}")
     if not isinstance(timeout, timedelta | Real | None):
         raise UsageError(f"timeout must be a timedelta, a number of seconds or None, not {timeout!r}")
-    engine_name = _engines.check_backend(backend or os.environ.get("ALLRANKS_BACKEND"))
+    engine_name = _check_backend(backend)
     if pg_options is not None:
         raise UsageError(f"pg_options {pg_options!r} is not known to the {engine_name} engine")
     if device_id is not None:
@@ -274,6 +274,14 @@ def stats(group: ProcessGroup | None = None) -> Stats:
         NotInitializedError: there is no such group.
     """
     return resolve_group(group).stats()
+
+
+def _check_backend(backend: str | None) -> str:
+    told = None if backend else os.environ.get("ALLRANKS_BACKEND")
+    try:
+        return _engines.check_backend(told or backend)
+    except ConfigError as error:
+        raise (ConfigError(f"ALLRANKS_BACKEND: {error}") if told else error) from None
 
 
 def _make_current(device_id: torch.device | int, engine_name: str) -> None:

@@ -13,23 +13,26 @@ from pathlib import Path
 import pytest
 from launcher_process import Launcher
 
+from allranks._engines import ENGINES
+from allranks._env import BACKENDS
 from allranks._hostlist import Slots
 from allranks.launch.arguments.options import Options, parse
 from allranks.launch.ranks import environ
 from allranks.launch.ranks.target import Target
+from allranks.launch.voice import Voice
 
 
 def test_defaults() -> None:
     options = parse(["train.py"])
     assert options.target == Target("script", "train.py")
     assert (options.nproc, options.start, options.display.show, options.display.logs) == (None, "fork", "all", None)
-    assert (options.grace_s, options.threads, options.quiet) == (10, None, False)
+    assert (options.grace_s, options.threads, options.voice, options.backend) == (10, None, Voice("allranks run"), "")
 
 
 def test_what_follows_the_script_is_its_own() -> None:
     options = parse(["-n", "2", "train.py", "-n", "3", "--", "-q", "--start=x"])
     assert options.target == Target("script", "train.py", ("-n", "3", "--", "-q", "--start=x"))
-    assert (options.nproc, options.quiet) == (2, False)
+    assert (options.nproc, options.voice.quiet) == (2, False)
 
 
 def test_module_and_command() -> None:
@@ -86,6 +89,16 @@ def test_threads_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pyte
     assert environ.threads_per_rank(16, None, {"OMP_NUM_THREADS": ""}) == "1"
     assert environ.threads_per_rank(3, None, {"OMP_NUM_THREADS": "5"}) == "5"
     assert environ.threads_per_rank(3, 7, {"OMP_NUM_THREADS": "5"}) == "7"
+
+
+def test_backend_and_voice() -> None:
+    assert set(BACKENDS) == set(ENGINES)
+    assert parse(["--backend", "cpu:gloo,cuda:nccl", "x.py"]).environ == {"ALLRANKS_BACKEND": "cpu:gloo,cuda:nccl"}
+    assert parse(["-x", "A=b", "-x", "C", "--instead-of-gloo", "x.py"]).environ.keys() == {
+        "A",
+        "ALLRANKS_INSTEAD_OF_GLOO",
+    }
+    assert [parse([word, "x.py"]).voice for word in ("-q", "-v")] == [Voice(quiet=True), Voice(verbose=True)]
 
 
 def test_times() -> None:
@@ -196,6 +209,8 @@ BAD = {
     "signals of the job": (["--signals", "sigterm", "plain.py"], "SIGTERM has a meaning for the job itself"),
     "bind": (["--bind", "socket", "plain.py"], "invalid choice: 'socket'"),
     "cores": (["-n", "100000", "--bind", "core", "plain.py"], "100000 ranks cannot have a core each"),
+    "backend": (["--backend", "cpu:pigeon", "plain.py"], "'pigeon' is none of native, tcp, gloo, mpi, nccl; expected"),
+    "loud and quiet": (["-q", "-v", "plain.py"], "-v/--verbose: not allowed with argument -q/--quiet"),
     "threads": (["--threads", "0", "plain.py"], "'0' is not a number of threads"),
     "logs": (["--logs", "plain.py", "plain.py"], "cannot write to 'plain.py' for --logs"),
 }

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO, TypeVar, get_args
 
 from allranks._errors import ConfigError, RankError, TimeoutError, UsageError, rank_list
-from allranks._host import count_gpus
+from allranks._host import visible_gpus
 from allranks._hostlist import Slots, parse_hosts
 from allranks._places import detect, read_hosts
 from allranks.launch.arguments.layout import share_out
@@ -114,7 +114,7 @@ def run(
     options = Options(
         target=Target("function", name_of(fn), payload=pack(fn, args, kwargs or {})),
         nproc=n,
-        per_host=("gpu" if count_gpus() else "auto") if n is None and way == "here" else None,
+        per_host=("gpu" if len(visible_gpus(os.environ)) else "auto") if n is None and way == "here" else None,
         hosts=used,
         display=Display(show=show),
         threads=threads,

@@ -11,6 +11,7 @@ import gc
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Set
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,7 @@ from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.agent import Agent, Plan
 from allranks.launch.ranks.environ import Share, common_environ, free_port
 from allranks.launch.ranks.guard import Guard
-from allranks.launch.ranks.placement import seats
+from allranks.launch.ranks.placement import describe, seats
 from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.ranks.target import check_size
@@ -102,8 +103,13 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
     environ = common_environ(os.environ, share, options.threads, server.address, master, places)
     start = options.start
     target = options.target
-    if start == "fork" and target.is_python and not preload(target, environ["OMP_NUM_THREADS"]):
-        start = "spawn"
+    for line in describe(places):
+        options.voice.tell(line)
+    options.voice.tell(f"the store is at {server.address}, OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}")
+    if start == "fork" and target.is_python:
+        start = "fork" if preload(target, environ["OMP_NUM_THREADS"]) else "spawn"
+        forked = "with torch imported" if "torch" in sys.modules else "without torch, which the script does not import"
+        options.voice.tell(f"ranks are forked {forked}" if start == "fork" else "torch cannot be imported: no forking")
     agent = Agent(
         Plan(nproc, options.target, start, environ, screen.stdio(), seats=places, virtual=options.virtual_local_rank),
         guard,

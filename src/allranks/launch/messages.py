@@ -174,7 +174,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         node: its number, where whoever started it said so.
         nproc: ranks that are wanted there, where whoever started it said so.
         cpus: how many it may use.
-        gpus: how many it has.
+        gpus: how many it has; None where nobody asked.
         now: its clock.
         run: name of the job that it wants to take part in, where whoever started it said so; else "".
         role: name of what its ranks do, likewise.
@@ -186,7 +186,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     node: int | None
     nproc: int | None
     cpus: int
-    gpus: int
+    gpus: int | None
     now: float
     run: str = ""
     role: str = ""

@@ -13,6 +13,7 @@ import math
 import os
 import pwd
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -24,8 +25,8 @@ from typing import TextIO
 
 import msgspec
 
-from allranks._errors import ConfigError
-from allranks._host import count_gpus, usable_cpus
+from allranks._errors import ConfigError, rank_list
+from allranks._host import usable_cpus, visible_gpus
 from allranks._hostlist import Slots
 from allranks._network import published_addresses
 from allranks._store import load_secret
@@ -193,7 +194,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
 
     try:
         last = Station(to_launcher(descriptor, descriptor), secret, own, show, options.voice).run(
-            hello(node, _own_slots(options), options.run, options.role)
+            hello(node, _own_slots(options), options.run, options.role, count_gpus=options.per_host == "gpu")
         )
     except LinkLost:
         raise ConfigError(f"host 0 ({where}) is gone; the ranks on this host were stopped") from None
@@ -236,6 +237,7 @@ class Job:
     until: float | None = None
     world_size: int = 0
     supervisor: Supervisor | None = None
+    _told: set[Host] = field(default_factory=set, init=False)
 
     def __post_init__(self, door: Door | None) -> None:
         self.fleet = Fleet(self.options.voice, door)
@@ -261,17 +263,20 @@ class Job:
         """Starts agents on these hosts."""
         options = self.options
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        count_gpus = options.per_host == "gpu"
         until = time.monotonic() + options.join_timeout_s
         environ = dict(os.environ)
         python = sys.executable
         if way in LIKE_SSH:
-            agent = agent_words(python, flags)
+            agent = agent_words(python, flags, count_gpus=count_gpus)
             needed = {name: environ[name] for name in ("PYTHONPATH",) if name in environ}
             for host in hosts:
                 if is_here(host.name):
+                    options.voice.tell(f"{host.name} is this host")
                     self.fleet.start_host(host.name, "agent", agent, python, environ)
                 else:
                     words = like_ssh(way, host.name, agent, needed, options.ssh)
+                    options.voice.tell(f"starting {shlex.join(words)}")
                     self.fleet.start_host(host.name, way, words, python, environ)
         else:
             # Variables do not get through pbsdsh: there the secret is the one of this user.
@@ -283,19 +288,22 @@ class Job:
             names = [host.name for host in hosts]
             self.fleet.expect(names, way)
             dialled = f"{','.join(published_addresses())}:{door.port}"
-            agent = agent_words(python, flags, dialled)
+            agent = agent_words(python, flags, dialled, count_gpus)
             environ["ALLRANKS_SECRET"] = self.key.decode()
             if way == "pbsdsh":
                 lines = itertools.accumulate((host.count or 1 for host in hosts), initial=0)
                 for line, _ in zip(lines, hosts, strict=False):
+                    options.voice.tell(f"starting {shlex.join(pbsdsh_words(line, agent))}")
                     self.fleet.start_crowd(way, pbsdsh_words(line, agent), environ)
             else:
                 words = srun_words(names, agent) if way == "srun" else flux_words(names, agent)
+                options.voice.tell(f"starting {shlex.join(words)}")
                 self.fleet.start_crowd(way, words, srun_environ(environ) if way == "srun" else environ)
         for place, (there, slots) in enumerate(zip(self.fleet, hosts, strict=True)):
             there.place, there.slots = place, slots.count
 
         def enough() -> bool:
+            self._tell_who_has_come()
             for host in [host for host in self.fleet if host.why] if self.elastic else []:
                 self._drop(host)
             return self.fleet.greeted()
@@ -312,7 +320,8 @@ class Job:
         """Starts an agent here, and waits for those of the other hosts."""
         options, fleet = self.options, self.fleet
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        own = fleet.start_host("this host", "agent", agent_words(sys.executable, flags), sys.executable, os.environ)
+        agent = agent_words(sys.executable, flags, count_gpus=options.per_host == "gpu")
+        own = fleet.start_host("this host", "agent", agent, sys.executable, os.environ)
         own.slots = _own_slots(options)
         until = time.monotonic() + options.join_timeout_s
         tell_at = time.monotonic() + _TELL_S
@@ -321,6 +330,7 @@ class Job:
         def enough() -> bool:
             nonlocal tell_at, last_call
             self.admit_callers()
+            self._tell_who_has_come()
             if own.hello is not None:
                 own.name = own.hello.host
             missing = self.most - len(fleet.hosts)
@@ -335,6 +345,13 @@ class Job:
         fleet.gather(until, enough, lambda: f"no answer from {self._missing()} in time (longer: --join-timeout)")
         if not self.elastic:
             self.port = fleet.shut_door()  # so that a program that uses torch.distributed finds it free
+
+    def _tell_who_has_come(self) -> None:
+        for host in self.fleet:
+            if (hello := host.hello) is not None and host not in self._told:
+                self._told.add(host)
+                gpus = "" if hello.gpus is None else f", {hello.gpus} GPUs"
+                self.options.voice.tell(f"{host.name} is there: python {hello.python}, {hello.cpus} CPUs{gpus}")
 
     def _missing(self) -> str:
         """Which hosts have not come, where they are awaited, and what to do there."""
@@ -518,6 +535,9 @@ class Job:
             master=-1 if self.first else 0 if options.target.mode == "master" else None,
         )
         self.supervisor = supervisor
+        options.voice.tell(f"the store is at {', '.join(ready[0].stores) or 'a unix socket there'}")
+        for host, first, count in zip(fleet, firsts, counts, strict=True):
+            options.voice.tell(f"{host.name} starts {rank_list(range(first, first + count))}")
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
         fleet.hear_callers(self._vet if self.elastic and len(fleet.hosts) < self.most else None)
@@ -535,7 +555,7 @@ class Job:
         slots = [Slots(host.name, host.slots) for host in fleet]
         if fleet.by_callers and options.nproc is None:  # each host's own command line says
             return [1 if slot.count is None else slot.count for slot in slots]
-        has = [(host.hello.cpus, host.hello.gpus) for host in fleet if host.hello is not None]
+        has = [(host.hello.cpus, host.hello.gpus or 0) for host in fleet if host.hello is not None]
         counts = share_out(slots, options.nproc, options.per_host, has, strict=bool(options.hosts))
         if not all(counts):  # of hosts that were asked for one by one
             raise ConfigError(
@@ -577,7 +597,7 @@ def _other_job(ours: str, theirs: str) -> str:
 
 def _own_slots(options: Options) -> int | None:
     if isinstance(options.per_host, str):
-        return usable_cpus() if options.per_host == "auto" else count_gpus()
+        return usable_cpus() if options.per_host == "auto" else len(visible_gpus(os.environ))
     return options.per_host
 
 

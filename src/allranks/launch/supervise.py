@@ -173,6 +173,7 @@ class Supervisor:
         with handled((*FORWARDED, *self._signals, signal.SIGWINCH), self._receive, self._agent.wake, mask):
             if self._screen.logs.temporary is not None:
                 self._voice.remark(f"log files are in {self._screen.logs.temporary}")
+            self._voice.tell(f"{rank_list(self._agent.running)} started")
             self._stay_awake()
             while (self._agent.running or (self._master == -1 and self._kill_at is None)) and not self._is_over():
                 self._round(self._agent.poll(self._timeout_s()))
@@ -304,6 +305,7 @@ class Supervisor:
                 self._agent.again(event)
         elif isinstance(event, Begun):
             self.ended.pop(event.rank, None)
+            self._voice.tell(f"rank {event.rank} started again")
             self.begun[event.rank] = self.begun.get(event.rank, 0) + 1
         elif isinstance(event, Asked):
             self._received.append(event.signal)
@@ -329,13 +331,14 @@ class Supervisor:
         self._screen.end(event.rank)
         self.ended[event.rank] = event.status
         self._tails[event.rank] = event.tail
+        failure = self._placed(Failure(event.rank, event.pid, event.status, time.monotonic()))
+        self._voice.tell(str(failure))
         if self._dump is not None:
             self._dump.awaited.discard(event.rank)
         if self._kill_at is not None:
             if self._signalled is not None and event.status in (-self._signalled, -signal.SIGKILL):
                 self._unasked.append(event.rank)
             return
-        failure = self._placed(Failure(event.rank, event.pid, event.status, time.monotonic()))
         if self._may_die(event.rank):
             if event.status:
                 self._voice.remark(f"{failure}; the others go on")
@@ -364,6 +367,7 @@ class Supervisor:
             self._kill("")
             return
         if number in self._signals:
+            self._voice.tell(f"{signal.Signals(number).name} is passed on to {rank_list(self._agent.running)}")
             self._agent.signal(number, self._agent.running, alone=True)
             return
         self._asked = True
@@ -407,6 +411,8 @@ class Supervisor:
         self._dump = None
         self._stopped_at = time.monotonic()
         self._kill_at = self._stopped_at + self._grace_s
+        if ranks:
+            self._voice.tell(f"{signal.Signals(number).name} to {rank_list(ranks)}")
         self._agent.signal(number, ranks)
         self._agent.signal(signal.SIGCONT, ranks)  # a stopped process would not see the signal
 

@@ -7,6 +7,7 @@ is left out with ``-q``; with ``-v`` the launcher tells what it does as it does 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -26,12 +27,14 @@ class Voice:
         quiet: leave out what need not be said.
         verbose: tell everything.
         put: takes the lines.
+        began: when the command began (``time.monotonic``).
     """
 
     name: str = "allranks run"
     quiet: bool = False
     verbose: bool = False
     put: Callable[[bytes], object] = field(default=_to_stderr, repr=False, compare=False)
+    began: float = field(default_factory=time.monotonic, repr=False, compare=False)
 
     def through(self, put: Callable[[bytes], object]) -> Voice:
         """The same voice, where something else takes the lines: while ranks write, their screen does."""
@@ -51,6 +54,6 @@ class Voice:
             self.say(text)
 
     def tell(self, text: str) -> None:
-        """Says what the launcher does."""
+        """Says what the launcher does, and how many seconds after the command began."""
         if self.verbose:
-            self.say(text)
+            self.say(f"{time.monotonic() - self.began:.2f} s: {text}")

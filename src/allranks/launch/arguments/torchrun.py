@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from allranks._errors import ConfigError
-from allranks._host import count_gpus
+from allranks._host import visible_gpus
 from allranks.launch.arguments.meeting import C10D_PORT
 from allranks.launch.arguments.options import Options, Parser, parse
 from allranks.launch.cli import run
@@ -226,7 +226,7 @@ def _ranks(asked: argparse.Namespace) -> list[str]:
     if count == "xpu":
         raise ConfigError("--nproc-per-node xpu: such devices cannot be counted here; expected their number")
     if count == "auto":
-        count = "gpu" if count_gpus() else "cpu"
+        count = "gpu" if len(visible_gpus(os.environ)) else "cpu"
     words = ["--nproc-per-node", count, "--max-restarts", str(asked.max_restarts), "--role", asked.role]
     if asked.numa_binding is not None:
         words += ["--bind", _BINDINGS[asked.numa_binding]]

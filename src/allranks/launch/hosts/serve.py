@@ -26,7 +26,7 @@ import msgspec
 from allranks import __version__
 from allranks._env import split_host_port
 from allranks._errors import ConfigError, JoinError
-from allranks._host import count_gpus, usable_cpus
+from allranks._host import usable_cpus, visible_gpus
 from allranks._network import interface_of, nearest_first
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
 from allranks.launch.hosts.door import dial, store_secret
@@ -73,11 +73,14 @@ _DIAL_S = 10.0  # the launcher listened before it had this process started
 _REACH_S = 3.0
 
 
-def hello(node: int | None = None, nproc: int | None = None, run: str = "", role: str = "") -> Hello:
-    """What this process says first."""
+def hello(
+    node: int | None = None, nproc: int | None = None, run: str = "", role: str = "", *, count_gpus: bool = False
+) -> Hello:
+    """What this process says first. GPUs are counted where that is wanted: NVIDIA's tool may take a second."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     python = ".".join(map(str, sys.version_info[:3]))
-    return Hello(name, __version__, python, node, nproc, usable_cpus(), count_gpus(), time.monotonic(), run, role)
+    gpus = len(visible_gpus(os.environ)) if count_gpus else None
+    return Hello(name, __version__, python, node, nproc, usable_cpus(), gpus, time.monotonic(), run, role)
 
 
 class Station:
@@ -426,6 +429,7 @@ def main(argv: Sequence[str]) -> int | Rank:
     """Serves a launcher on stdin and stdout, or where ``--dial`` says."""
     parser = argparse.ArgumentParser(prog="allranks agent", allow_abbrev=False)
     parser.add_argument("--dial", metavar="HOST,...:PORT")
+    parser.add_argument("--count-gpus", action="store_true")
     args = parser.parse_args(argv)
     try:
         key = b""
@@ -441,7 +445,7 @@ def main(argv: Sequence[str]) -> int | Rank:
             key = load_secret()
             sock = dial(targets, key, time.monotonic() + _DIAL_S)
             ear = mouth = sock.detach()
-        last = Station(to_launcher(ear, mouth), key).run(hello())
+        last = Station(to_launcher(ear, mouth), key).run(hello(count_gpus=args.count_gpus))
     except ConfigError as error:
         print(f"{socket.gethostname()}: {error}", file=sys.stderr)  # for whoever started it
         return 2
