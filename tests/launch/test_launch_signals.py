@@ -8,7 +8,8 @@ import subprocess
 import time
 
 import pytest
-from launcher_process import Launcher, wait_for
+from launcher_process import Launcher
+from marked import wait_for
 
 WAITING = """
 import os, signal, sys, time
