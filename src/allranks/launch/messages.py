@@ -23,6 +23,7 @@ __all__ = [
     "Command",
     "Dump",
     "End",
+    "Ended",
     "Event",
     "Exited",
     "Failed",
@@ -137,6 +138,25 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
     """A rank has been started again. All that was told of its last process came before."""
 
     rank: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """How a worker has ended, for the master, whose host gets this: it lies in the job's store from then on.
+
+    Attributes:
+        rank: the worker.
+        pid: its process; 0 where its whole host was lost.
+        status: as in ``Exited``, or why the host was lost.
+    """
+
+    rank: int
+    pid: int
+    status: int | str
+
+    @staticmethod
+    def key(rank: int) -> str:
+        """Where it lies."""
+        return f"ended/{rank}"
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
@@ -338,5 +358,5 @@ class End(msgspec.Struct, frozen=True, tag=True):
     text: bytes = b""
 
 
-Command = Prepare | Start | Signal | Again | Dump | Listen | Resize | Finish | End
+Command = Prepare | Start | Signal | Again | Ended | Dump | Listen | Resize | Finish | End
 """What a launcher says to an agent."""

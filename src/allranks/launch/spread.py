@@ -240,8 +240,11 @@ class Job:
     _told: set[Host] = field(default_factory=set, init=False)
 
     def __post_init__(self, door: Door | None) -> None:
-        self.fleet = Fleet(self.options.voice, door)
+        self.fleet = self._new_fleet(door)
         self.run_id = self.options.run or secrets.token_hex(8)
+
+    def _new_fleet(self, door: Door | None) -> Fleet:
+        return Fleet(self.options.voice, door, has_master=self.options.target.mode == "master")
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -284,7 +287,7 @@ class Job:
                 self.key = load_secret()
             door = _open_door(["0.0.0.0"], [0], self.key)
             self.fleet.close()
-            self.fleet = Fleet(options.voice, door)
+            self.fleet = self._new_fleet(door)
             names = [host.name for host in hosts]
             self.fleet.expect(names, way)
             dialled = f"{','.join(published_addresses())}:{door.port}"

@@ -25,7 +25,7 @@ import msgspec
 
 from allranks import __version__
 from allranks._env import split_host_port
-from allranks._errors import ConfigError, JoinError
+from allranks._errors import ConfigError, JoinError, TimeoutError
 from allranks._host import usable_cpus, visible_gpus
 from allranks._network import interface_of, nearest_first
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
@@ -37,6 +37,7 @@ from allranks.launch.messages import (
     Command,
     Dump,
     End,
+    Ended,
     Event,
     Exited,
     Finish,
@@ -111,6 +112,7 @@ class Station:
         self._prepared: Prepare | None = None
         self._guard: Guard | None = None
         self._server: StoreServer | None = None
+        self._store: StoreClient | None = None  # the server's, once something is to be put there
         self._agent: Agent | None = None
         self._seats: tuple[Seat, ...] = ()
         self._commands: deque[Command] = deque()
@@ -330,6 +332,8 @@ class Station:
                     agent.signal(number, ranks, alone)
                 case Again() as again:
                     agent.again(again)
+                case Ended() as ended:
+                    self._keep(ended)
                 case Dump(ranks):
                     agent.dump(ranks)
                 case Listen(on):
@@ -343,6 +347,17 @@ class Station:
         agent.heed(blocked | ({self._link.mouth} if self._link.backlog else set()))
         agent.listen(self._listening and max(backlog, self._link.backlog) < _BACKLOG)
 
+    def _keep(self, ended: Ended) -> None:
+        """Puts it where the master, a rank of this host, finds it."""
+        assert self._server is not None
+        assert self._prepared is not None
+        try:
+            if self._store is None:
+                self._store = StoreClient.connect(self._server.here, self._prepared.secret, _REACH_S)
+            self._store.set(Ended.key(ended.rank), msgspec.json.encode(ended))
+        except (JoinError, StoreLostError, TimeoutError) as error:
+            print(f"the master is not told how rank {ended.rank} ended: {error}", file=sys.stderr, flush=True)
+
     def _finish(self, agent: Agent) -> None:
         until = time.monotonic() + _STRAGGLERS_S
         agent.listen(True)
@@ -354,8 +369,10 @@ class Station:
 
     def _clear(self) -> None:
         """Gives back what a round had."""
-        agent, guard, server, screen = self._agent, self._guard, self._server, self._screen
-        self._agent = self._guard = self._server = self._screen = None
+        agent, guard, server, screen, store = self._agent, self._guard, self._server, self._screen, self._store
+        self._agent = self._guard = self._server = self._screen = self._store = None
+        if store is not None:
+            store.close()
         if agent is not None:
             agent.close()
         if guard is not None:

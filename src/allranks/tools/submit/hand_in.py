@@ -1,7 +1,7 @@
 """Hands a job file in: by stdin, so that there need be no file.
 
-The job's id alone goes to stdout, for ``id=$(allranks submit --now ...)``; to stderr goes what people want to know: what
-was submitted, and what to type next. gh does so, too.
+The job's id alone goes to stdout, for ``id=$(allranks submit --now ...)``; to stderr goes what people want to know:
+what was submitted, and what to type next. gh does so, too.
 """
 
 from __future__ import annotations
