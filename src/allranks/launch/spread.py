@@ -333,9 +333,9 @@ class Job:
         def enough() -> bool:
             nonlocal tell_at, last_call
             self.admit_callers()
-            self._tell_who_has_come()
             if own.hello is not None:
                 own.name = own.hello.host
+            self._tell_who_has_come()
             missing = self.most - len(fleet.hosts)
             now = time.monotonic()
             if len(fleet.hosts) >= self.least:
