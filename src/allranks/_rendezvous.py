@@ -71,6 +71,7 @@ from allranks._store import (
     load_secret,
     reason,
 )
+from allranks._threads import Daemon
 
 __all__ = ["Meeting", "Member", "join", "this_member"]
 
@@ -324,7 +325,7 @@ class _Attempt:
         if self.server is not None:
             spot = _Spot(self.server.address, token, self.me.host, self.me.machine)
             self._write_file(path, spot)
-            self._porter = threading.Thread(target=self._await_other_hosts, args=(path, spot), daemon=True)
+            self._porter = Daemon(target=self._await_other_hosts, args=(path, spot))
             self._porter.start()
 
     def _await_other_hosts(self, path: Path, spot: _Spot) -> None:

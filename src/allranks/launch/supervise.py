@@ -336,7 +336,9 @@ class Supervisor:
         if self._dump is not None:
             self._dump.awaited.discard(event.rank)
         if self._kill_at is not None:
-            if self._signalled is not None and event.status in (-self._signalled, -signal.SIGKILL):
+            told = self._blame.failures.get(event.rank)
+            silent = told is None or told.report is None or not told.report.where
+            if self._signalled is not None and silent and event.status in (-self._signalled, -signal.SIGKILL):
                 self._unasked.append(event.rank)
             return
         if self._may_die(event.rank):

@@ -36,6 +36,7 @@ from allranks._hostlist import Slots, parse_hosts
 from allranks._network import machine, nearest_first, published_addresses
 from allranks._rendezvous import Member, this_member
 from allranks._store import Store, StoreClient, StoreServer, load_secret
+from allranks._threads import Daemon
 from allranks.launch.hosts.door import Door, dial, store_secret
 from allranks.launch.messages import Again, Ended
 from allranks.launch.ranks.rank import this_rank
@@ -147,7 +148,7 @@ class Post:
         self.device = device
         self._serve = serve
         self._board = board
-        threading.Thread(target=_end_with, args=(sock,), name="allranks-line", daemon=True).start()
+        Daemon(target=_end_with, args=(sock,), name="allranks-line").start()
         self.leave = board.close
         atexit.register(self.leave)
         os.register_at_fork(after_in_child=sock.close)  # or the master would not see this process' end
@@ -196,7 +197,7 @@ class Workers:
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._changed = threading.Condition()
-        self._watcher = threading.Thread(target=self._watch, name="allranks-lines", daemon=True)
+        self._watcher = Daemon(target=self._watch, name="allranks-lines")
         self._watcher.start()
         atexit.register(self.close)
 
