@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import resource
@@ -194,7 +195,10 @@ BAD = {
     "x ranks": (["-n", "x", "plain.py"], "'x' is not a number of ranks"),
     "no number": (["-n"], "argument -n/--nproc: expected one argument"),
     "unknown option": (["--bogus", "plain.py"], "unrecognized arguments: --bogus"),
-    "abbreviation": (["--npro", "2", "plain.py"], "unrecognized arguments: --npro"),
+    "abbreviation": (
+        ["--npro=2", "plain.py"],
+        "unrecognized arguments: --npro=2 (did you mean --nproc? see allranks run --help)",
+    ),
     "start": (["--start", "thread", "plain.py"], "invalid choice: 'thread'"),
     "show": (["--show", "7", "plain.py"], "invalid choice: '7'"),
     "grace": (["--grace", "nan", "plain.py"], "'nan' is not a time (30 or 30s, 5m, 2h)"),
@@ -267,20 +271,59 @@ def test_one_rank_on_each_host_of_a_launcher_that_does_not_say_where_host_0_is(l
     assert "mpich says that this is host 1 of 2, and not which is host 0: name it (--master-addr)" in done.err
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_wrong_arguments_cost_one_line_and_no_time(launcher: Launcher, case: str) -> None:
+ONE_BY_ONE = """
+import contextlib, io, json, os, sys
+from allranks.launch.cli import main
+
+os.environ["PYTHONPATH"] = ""
+said = {}
+for case, words in json.load(sys.stdin).items():
+    before = dict(os.environ)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(words)
+    said[case] = code, out.getvalue(), err.getvalue()
+    os.environ.clear()
+    os.environ.update(before)
+assert "torch" not in sys.modules
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said_of_bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each, of one process: none of them may start anything."""
+    launcher = Launcher(tmp_path_factory.mktemp("bad"))
     (launcher.folder / "folder").mkdir()
     launcher.write("raise SystemExit('must not run')", "plain.py")
     launcher.write("exit 3", "tool.sh")
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_BY_ONE],
+        cwd=launcher.folder,
+        env=launcher.environ(),
+        input=json.dumps({case: words for case, (words, _) in BAD.items()}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_arguments_cost_one_line(case: str, said_of_bad: dict[str, tuple[int, str, str]]) -> None:
+    code, out, err = said_of_bad[case]
+    assert (code, out) == (2, "")
+    assert BAD[case][1] in err
+    assert err.startswith("allranks run: error: ")
+    assert all(line.startswith("  ") for line in err.splitlines()[1:])
+    assert "Traceback" not in err
+
+
+def test_wrong_arguments_cost_no_time(launcher: Launcher) -> None:
     launcher.write("raise SystemExit('torch must not be imported')", "fake/torch.py")
-    words, message = BAD[case]
-    done = launcher.run(*words)
-    assert done.code == 2
-    assert done.out == ""
-    assert message in done.err
-    assert done.err.startswith("allranks run: error: ")
-    assert all(line.startswith("  ") for line in done.err.splitlines()[1:])
-    assert "Traceback" not in done.err
+    done = launcher.run("nowhere.py")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"allranks run: error: there is no script 'nowhere.py' in {launcher.folder}\n"
 
 
 def test_so_many_ranks_that_files_run_out(launcher: Launcher) -> None:

@@ -7,6 +7,7 @@ spellings are accepted where they mean the same; all of them are ``torchrun``'s 
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -191,7 +192,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized"):
-            message += f" (see {self.prog} --help)"
+            wrong = message.partition(": ")[2].split()[0].partition("=")[0]
+            near = difflib.get_close_matches(wrong, self._option_string_actions, 1)
+            message += f" ({f'did you mean {near[0]}? ' if near else ''}see {self.prog} --help)"
         raise ConfigError(message)
 
 

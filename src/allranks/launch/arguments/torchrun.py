@@ -135,7 +135,7 @@ def _parser(environ: Mapping[str, str], for_launch: bool) -> argparse.ArgumentPa
         parser.add_argument(
             *("--use-env", "--use_env"), action="store_true", help="do not pass --local-rank=I; LOCAL_RANK says it"
         )
-    parser.add_argument("training_script", help=argparse.SUPPRESS)
+    parser.add_argument("training_script", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -152,7 +152,11 @@ def parse_torchruns(argv: Sequence[str], environ: Mapping[str, str], *, for_laun
         ConfigError: they are wrong.
         SystemExit: help was asked for, and given.
     """
-    return _parser(environ, for_launch).parse_args(argv)
+    parser = _parser(environ, for_launch)
+    asked = parser.parse_args(argv)
+    if asked.training_script is None:
+        raise ConfigError(f"nothing to run: expected a script (see {parser.prog} --help)")
+    return asked
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = False) -> Options:
