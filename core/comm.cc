@@ -165,6 +165,7 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t 
 }
 
 void Comm::progress() {
+  sys::leave_signals();
   Caller nobody;
   std::unique_lock lock(queue_lock_);
   for (;;) {

@@ -208,6 +208,7 @@ void Mail::rouse() {
 }
 
 void Mail::run() {
+  sys::leave_signals();
   Caller nobody;
   for (;;) {
     {

@@ -493,6 +493,7 @@ void Outbox::close() noexcept {
 }
 
 void Outbox::run() {
+  sys::leave_signals();
   std::unique_lock lock(lock_);
   std::vector<pollfd> polled;
   std::vector<size_t> full;

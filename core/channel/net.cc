@@ -493,6 +493,7 @@ void Net::abandon() {
 // --- signs of life: the thread ---
 
 void Net::run() {
+  sys::leave_signals();
   while (!closing_.load(std::memory_order_acquire)) turn();
 }
 

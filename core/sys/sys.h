@@ -23,6 +23,10 @@ inline void pause() {
 
 inline void yield() { sched_yield(); }
 
+// Called by a thread of the core's: signals are left to threads that are not. The kernel gives one to whichever thread
+// looks first, and python's main thread, which alone acts on it, sleeps on if that is another.
+void leave_signals() noexcept;
+
 // Sleeps while `word` holds `expected`, for at most `timeout_ns`. False: the time was up.
 bool futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t timeout_ns);
 void futex_wake_all(std::atomic<uint32_t>& word);

@@ -19,19 +19,31 @@ from dataclasses import dataclass, replace
 from allranks._errors import ConfigError
 from allranks._places import CHOICES, Place, detect
 
-__all__ = ["VARIABLES", "JobEnv", "Variable", "read_env", "read_int", "split_host_port"]
+__all__ = ["BACKENDS", "VARIABLES", "JobEnv", "Variable", "is_master", "read_env", "read_int", "split_host_port"]
 
 
 _log = logging.getLogger("allranks")
 
 
+BACKENDS = ("native", "tcp", "gloo", "mpi", "nccl")
+"""The engines' names, for those who cannot ask ``_engines``, which imports torch."""
+
+
 @dataclass(frozen=True)
 class Variable:
-    """One row of the table of environment variables."""
+    """One row of the table of environment variables.
+
+    Attributes:
+        name: its name.
+        set_by: who sets it.
+        meaning: a sentence.
+        default: what is so where it is not set, in words; "" where nothing is; None for what is allranks' own affair.
+    """
 
     name: str
     set_by: str
     meaning: str
+    default: str | None = ""
 
 
 _LAUNCHERS = "allranks run, torchrun, or by hand"
@@ -48,25 +60,48 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("TORCHELASTIC_RUN_ID", "torchrun", "Name of the job on the agent's store."),
     Variable("TORCHELASTIC_RESTART_COUNT", "torchrun", "How often the agent has started the ranks again."),
     Variable("TORCHELASTIC_ERROR_FILE", "who starts a launcher", "Where it writes why the job failed, as JSON."),
-    Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR."),
-    Variable("ALLRANKS_ENV", "by hand", f"What started this process: {', '.join(CHOICES)}."),
-    Variable("ALLRANKS_MASTER", "init_master_worker", "Where the master is, for the workers that it starts."),
-    Variable("ALLRANKS_SECRET", "allranks run, or by hand", "Secret of the job, at least 16 characters."),
-    Variable("ALLRANKS_SECRET_FILE", "by hand", "File that holds the secret (mode 0600)."),
-    Variable("ALLRANKS_INSECURE", "by hand", "1: no secret. Whoever reaches the ports of the job can join it."),
-    Variable("ALLRANKS_TLS_CERT", "by hand", "TLS for TCP stores: this host's certificate (PEM file)."),
-    Variable("ALLRANKS_TLS_KEY", "by hand", "The certificate's key (PEM file, mode 0600, without a password)."),
-    Variable("ALLRANKS_TLS_CA", "by hand", "The authority that signs all hosts' certificates (PEM file)."),
+    Variable("ALLRANKS_ENV", "by hand", f"What started this process: {', '.join(CHOICES)}.", "auto"),
     Variable(
-        "ALLRANKS_IFACE", "by hand", "Interfaces (eth0) or networks (10.0.0.0/16) that other hosts use; else all."
+        "ALLRANKS_BACKEND",
+        "by hand, --backend",
+        "What init_process_group() without backend takes.",
+        "cpu:native,cuda:nccl",
     ),
-    Variable("ALLRANKS_CPUS", "allranks run --bind", "CPUs that the ranks of this host have together."),
-    Variable("ALLRANKS_PICKLE", "by hand", "0: object collectives carry plain values and tensors only, no pickle."),
-    Variable("ALLRANKS_DEBUG", "by hand", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Wins over torch's."),
-    Variable("ALLRANKS_INSTEAD_OF_GLOO", "by hand", "1: torch.distributed's groups on gloo are ours."),
+    Variable(
+        "ALLRANKS_INSTEAD_OF_GLOO", "by hand, --instead-of-gloo", "1: torch.distributed's groups on gloo are ours.", "0"
+    ),
+    Variable(
+        "ALLRANKS_IFACE",
+        "by hand, --iface",
+        "Interfaces (eth0) or networks (10.0.0.0/16) that hosts use among each other.",
+        "all but those of containers",
+    ),
+    Variable(
+        "ALLRANKS_SECRET",
+        "by hand",
+        "Secret of the job, at least 16 characters.",
+        "this user's own, ~/.config/allranks/secret",
+    ),
+    Variable("ALLRANKS_SECRET_FILE", "by hand", "File that holds the secret (mode 0600).", "none"),
+    Variable("ALLRANKS_INSECURE", "by hand", "1: no secret. Whoever reaches the ports of the job can join it.", "0"),
+    Variable("ALLRANKS_TLS_CERT", "by hand", "TLS for TCP stores: this host's certificate (PEM file).", "no TLS"),
+    Variable(
+        "ALLRANKS_TLS_KEY", "by hand", "The certificate's key (PEM file, mode 0600, without a password).", "no TLS"
+    ),
+    Variable("ALLRANKS_TLS_CA", "by hand", "The authority that signs all hosts' certificates (PEM file).", "no TLS"),
+    Variable(
+        "ALLRANKS_PICKLE", "by hand", "0: object collectives carry plain values and tensors only, no pickle.", "1"
+    ),
+    Variable("ALLRANKS_DEBUG", "by hand", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Wins over torch's.", "OFF"),
+    Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR.", None),
+    Variable("ALLRANKS_CPUS", "allranks run --bind", "CPUs that the ranks of this host have together.", None),
+    Variable("ALLRANKS_MASTER", "init_master_worker", "Where the master is, for the workers that it starts.", None),
+    Variable("ALLRANKS_BENCH_CPUS", "allranks bench", "CPUs for the ranks that mpirun starts.", None),
+    Variable("ALLRANKS_BENCH_MPIRUN", "allranks bench", "How it has called mpirun.", None),
     Variable("TORCH_DISTRIBUTED_DEBUG", "by hand", "Debug level, by torch's name: OFF, INFO, DETAIL."),
 )
 
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _EXPECTED = {
     "RANK": ("the number of this process", "RANK=0"),
     "WORLD_SIZE": ("the number of processes", "WORLD_SIZE=4"),
@@ -150,6 +185,18 @@ def read_env(
         node_rank=read_int(env, "NODE_RANK", 0) if node_rank is None else node_rank,
         agent=_read_agent(env) if master else "",
     )
+
+
+def is_master(address: str, environ: Mapping[str, str]) -> bool:
+    """Whether ``host:port`` is what MASTER_ADDR and MASTER_PORT name; what cannot be read names nothing."""
+    try:
+        host, port = split_host_port(address, "the address")
+        master, inner = split_host_port(environ.get("MASTER_ADDR", ""), "MASTER_ADDR")
+        outer = read_int(environ, "MASTER_PORT", 1, 65535)
+    except ConfigError:
+        return False
+    same = host == master or (host in _LOOPBACK and master in _LOOPBACK)
+    return same and port is not None and {inner, outer} - {None} == {port}
 
 
 def read_int(environ: Mapping[str, str], name: str, low: int, high: int | None = None) -> int | None:

@@ -1,16 +1,35 @@
-"""What this host gives to this process: CPUs.
+"""What this host gives to this process: CPUs and GPUs.
 
 Everything that starts threads, ranks or a busy wait asks here, so that all agree. A quota counts for its whole
-CPUs only: one thread more than those is stopped in the middle of a step, and all ranks wait for it.
+CPUs only: one thread more than those is stopped in the middle of a step, and all ranks wait for it. GPUs are asked
+for without CUDA, which would keep forked children from using it: the driver and NVIDIA's tool say what there is.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["count_gpus", "usable_cpus"]
+__all__ = ["Gpu", "read_numbers", "usable_cpus", "visible_gpus"]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or a part of one.
+
+    Attributes:
+        name: what CUDA_VISIBLE_DEVICES calls it: a number, or the UUID of a GPU or of a part (MIG).
+        node: the NUMA node next to it; None if nobody knows.
+    """
+
+    name: str
+    node: int | None = None
 
 
 def usable_cpus() -> int:
@@ -24,13 +43,38 @@ def usable_cpus() -> int:
     return max(1, math.floor(min(len(os.sched_getaffinity(0)), quota)))
 
 
-def count_gpus() -> int:
-    """The GPUs that this process may use: those of CUDA_VISIBLE_DEVICES where it is set, else NVIDIA's of this host."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() and name.strip() != "-1"])
-    folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Gpu, ...]:
+    """The GPUs that a CUDA program started here would see, asked without CUDA.
+
+    Args:
+        environ: with CUDA_VISIBLE_DEVICES, which schedulers set, too.
+        root: where /sys and /proc are.
+    """
+    nodes = _read_drivers(root)
+    installed = _ask_nvidia_smi() or {uuid: (str(n), ()) for n, uuid in enumerate(nodes)}
+    parts = {part: gpu for gpu, (_, mig) in installed.items() for part in mig}
+    numbered = {number: uuid for uuid, (number, _) in installed.items()}
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        names = [name for uuid, (number, mig) in installed.items() for name in (mig or (number,))]
+    else:
+        names = []
+        for word in wanted.split(","):
+            word = word.strip()
+            if not re.fullmatch(r"\d+|(GPU|MIG)-\S+", word) or (word.isdigit() and installed and word not in numbered):
+                break  # CUDA sees nothing of what stands behind a wrong word
+            names.append(word)
+    return tuple(Gpu(name, nodes.get(parts.get(name) or numbered.get(name, name))) for name in names)
+
+
+def read_numbers(path: Path) -> list[int]:
+    """The numbers of a kernel's list, ``0-3,8``; none where there is no such file."""
+    try:
+        words = path.read_text().strip().split(",")
+    except OSError:
+        return []
+    bounds = [word.partition("-")[::2] for word in words if re.fullmatch(r"\d+(-\d+)?", word)]  # -1: nobody knows
+    return [number for low, high in bounds for number in range(int(low), int(high or low) + 1)]
 
 
 def _cgroup_quota(root: Path, membership: Path) -> float:
@@ -51,3 +95,46 @@ def _cgroup_quota(root: Path, membership: Path) -> float:
             if granted != "max":
                 quota = min(quota, int(granted) / int(period))
     return quota
+
+
+_LISTED = re.compile(r"(?:GPU (?P<number>\d+):|  MIG .*Device +\d+:).*\(UUID: (?P<uuid>[^)]+)\)")
+
+
+@functools.cache  # it takes its time
+def _ask_nvidia_smi() -> dict[str, tuple[str, tuple[str, ...]]]:
+    """UUID -> number and UUIDs of parts; empty without the tool."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    return _parse_list(done.stdout)
+
+
+def _parse_list(text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+    found: dict[str, tuple[str, tuple[str, ...]]] = {}
+    last = ""
+    for line in text.splitlines():
+        match = _LISTED.fullmatch(line)
+        if match is None:
+            continue
+        if match["number"] is not None:
+            last = match["uuid"]
+            found[last] = (match["number"], ())
+        elif last:
+            number, parts = found[last]
+            found[last] = (number, (*parts, match["uuid"]))
+    return found
+
+
+def _read_drivers(root: Path) -> dict[str, int | None]:
+    """UUID -> NUMA node of the GPUs that the driver knows, in the order of their numbers."""
+    found: dict[str, int | None] = {}
+    for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
+        try:
+            match = re.search(r"GPU UUID:\s*(\S+)", (folder / "information").read_text())
+        except OSError:
+            continue
+        if match is not None:
+            node = read_numbers(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node")
+            found[match[1]] = node[0] if node else None
+    return found

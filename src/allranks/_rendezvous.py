@@ -37,7 +37,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import msgspec
 
-from allranks._env import read_env, read_int, split_host_port
+from allranks._env import is_master, read_env, read_int, split_host_port
 from allranks._errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError
 from allranks._hostlist import Slots
 from allranks._joining import (
@@ -71,6 +71,7 @@ from allranks._store import (
     load_secret,
     reason,
 )
+from allranks._threads import Daemon
 
 __all__ = ["Meeting", "Member", "join", "this_member"]
 
@@ -202,7 +203,10 @@ def join(
     query = {name: values[-1] for name, values in parse_qs(url.query).items()}
     rank = _given(rank, query, "rank", 0)
     world_size = _given(world_size, query, "world_size", 1)
-    env = read_env(rank, world_size, environ, by_env=store is None and url.scheme == "env")
+    # tcp://$MASTER_ADDR:$MASTER_PORT says no more than the environment does, which knows of a launcher's store, too:
+    # torchrun's agent holds that port itself.
+    by_env = url.scheme == "env" or (url.scheme == "tcp" and is_master(url.netloc, environ))
+    env = read_env(rank, world_size, environ, by_env=by_env and store is None)
     me = this_member(env.rank, env.world_size)
     if env.world_size == 1:
         return Meeting(0, 1, HashStore(), me, timeout_s, (0, 1))
@@ -321,7 +325,7 @@ class _Attempt:
         if self.server is not None:
             spot = _Spot(self.server.address, token, self.me.host, self.me.machine)
             self._write_file(path, spot)
-            self._porter = threading.Thread(target=self._await_other_hosts, args=(path, spot), daemon=True)
+            self._porter = Daemon(target=self._await_other_hosts, args=(path, spot))
             self._porter.start()
 
     def _await_other_hosts(self, path: Path, spot: _Spot) -> None:

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from allranks import _engines, _rendezvous
-from allranks._errors import MismatchError, NotInitializedError, UsageError, rank_list
+from allranks._errors import ConfigError, MismatchError, NotInitializedError, UsageError, rank_list
 from allranks._group import ProcessGroup
 from allranks._work import end_futures, seconds_of
 
@@ -116,7 +116,8 @@ def init_process_group(
             hosts, where tensors of GPUs are copied to and from the host; ``"tcp"``, the same without shared memory;
             ``"gloo"`` and ``"nccl"``, those inside torch; ``"mpi"``, MPI by mpi4py, in a job that mpirun has started;
             or one by type of device, as in ``"cpu:gloo,cuda:nccl"``. None means ``"cpu:native,cuda:nccl"``. Of several,
-            those whose device or library is not here are left out. docs/engines.md says what each can do.
+            those whose device or library is not here are left out. docs/engines.md says what each can do. Where none is
+            named, ALLRANKS_BACKEND (``allranks run --backend``) is taken if it is set.
         init_method: how the ranks find each other (with mpi by MPI itself, whatever this says):
 
             - ``env://`` (the default): the launcher's store, or the variables RANK, WORLD_SIZE,
@@ -161,7 +162,7 @@ def init_process_group(
             raise UsageError(f"{argument} must be a whole number, not {number!r}")
     if not isinstance(timeout, timedelta | Real | None):
         raise UsageError(f"timeout must be a timedelta, a number of seconds or None, not {timeout!r}")
-    engine_name = _engines.check_backend(backend)
+    engine_name = _check_backend(backend)
     if pg_options is not None:
         raise UsageError(f"pg_options {pg_options!r} is not known to the {engine_name} engine")
     if device_id is not None:
@@ -273,6 +274,14 @@ def stats(group: ProcessGroup | None = None) -> Stats:
         NotInitializedError: there is no such group.
     """
     return resolve_group(group).stats()
+
+
+def _check_backend(backend: str | None) -> str:
+    told = None if backend else os.environ.get("ALLRANKS_BACKEND")
+    try:
+        return _engines.check_backend(told or backend)
+    except ConfigError as error:
+        raise (ConfigError(f"ALLRANKS_BACKEND: {error}") if told else error) from None
 
 
 def _make_current(device_id: torch.device | int, engine_name: str) -> None:

@@ -37,7 +37,7 @@ def test_one_process_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
 
 
-def test_before_and_after() -> None:
+def test_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (
         dist.barrier,
         dist.get_rank,
@@ -49,6 +49,12 @@ def test_before_and_after() -> None:
     ):
         with pytest.raises(dist.NotInitializedError, match="init_process_group"):
             call()
+    monkeypatch.setenv("ALLRANKS_BACKEND", "pigeon")
+    with pytest.raises(dist.ConfigError, match="ALLRANKS_BACKEND: unknown backend 'pigeon'"):
+        dist.init_process_group()
+    dist.init_process_group("tcp")
+    dist.destroy_process_group()
+    monkeypatch.setenv("ALLRANKS_BACKEND", "allranks")
     dist.init_process_group()
     world = dist.group.WORLD
     assert repr(world) == "<ProcessGroup 'world': rank 0 of 1, native>"

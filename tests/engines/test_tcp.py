@@ -33,8 +33,21 @@ def _tcp_sockets() -> tuple[list[tuple[str, int]], list[str]]:
     return listening, peers
 
 
+def _takers() -> set[str]:
+    """The threads of this process that a signal may go to, and then python's main thread sleeps on."""
+    found = set()
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/status") as file:
+            blocked = next(line.split()[1] for line in file if line.startswith("SigBlk"))
+        if not int(blocked, 16) >> (signal.SIGINT - 1) & 1:
+            found.add(task)
+    return found
+
+
 def test_its_ranks_listen_on_loopback_on_one_port_and_only_while_there_is_a_group() -> None:
     def body() -> None:
+        torch.set_num_threads(1)
+        assert _takers() == {str(os.getpid())}
         dist.init_process_group("tcp")
         assert dist.get_backend() == "tcp"
         groups = [dist.new_group() for _ in range(3)]
@@ -42,6 +55,9 @@ def test_its_ranks_listen_on_loopback_on_one_port_and_only_while_there_is_a_grou
             tensor = torch.ones(100_000)
             dist.all_reduce(tensor, group=group)
             assert (tensor == 3).all()
+        dist.all_reduce(torch.ones(1), async_op=True).wait()
+        assert len(os.listdir("/proc/self/task")) > 2
+        assert _takers() == {str(os.getpid())}
         listening, peers = _tcp_sockets()
         assert [address for address, _ in listening] == ["127.0.0.1"]
         assert set(peers) == {"127.0.0.1"}

@@ -17,7 +17,7 @@ PATHS = {"PYTHONPATH": f"{SOURCE}:{REMOTE}"}
 STAY = {"STAY_S": "1000"}
 
 MASTER = """
-    import os, sys, time
+    import os, signal, sys, time
     import torch
     from allranks.remote.meet import gather_workers
 
@@ -36,7 +36,10 @@ MASTER = """
     assert group("uploads", 0, 3) == ["[3.0, 3.0]"]
     assert group("copies", 1, 3) == ["[4.0, 4.0]"] * 2
     assert group("all", 0, 1, 2, 3) == ["[6.0, 6.0]"] * 3
-    workers.respawn(3)
+    for how in ("SIGKILL", "SIGTERM"):  # on another host, of which the launcher knows
+        os.kill(lines[2].pid, getattr(signal, how))
+        assert how in workers.how_ended(3), workers.how_ended(3)
+        workers.respawn(3)
     assert group("new", 0, 2, 3) == ["[5.0, 5.0]"] * 2
     lines[1].socket.sendall(b"sleep")
     print("here", flush=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+from marked import Marked
 
 SOURCE = Path(__file__).parents[2] / "src"
 _JOB_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "ALLRANKS_STORE", "NO_COLOR")
@@ -31,13 +30,10 @@ class Done:
 
 
 @dataclass
-class Launcher:
+class Launcher(Marked):
     """Starts ``allranks run`` in a folder of its own, and finds all that it left behind."""
 
-    folder: Path
     program: tuple[str, ...] = ("allranks", "run")
-    token: str = field(default_factory=lambda: secrets.token_hex(16))
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def write(self, script: str, name: str = "script.py") -> Path:
         """Puts a script into the folder."""
@@ -65,16 +61,7 @@ class Launcher:
         self, *words: str, real_torch: bool = False, environ: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """Starts the command with the given words."""
-        process = subprocess.Popen(
-            self.command(*words),
-            cwd=self.folder,
-            env=self.environ(real_torch) | (environ or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        self.started.append(process)
-        return process
+        return self.open(self.command(*words), self.environ(real_torch) | (environ or {}))
 
     def run(self, *words: str, real_torch: bool = False, environ: dict[str, str] | None = None) -> Done:
         """Runs the command to its end."""
@@ -92,31 +79,3 @@ class Launcher:
     ) -> Done:
         """Runs a script's text."""
         return self.run(*options, str(self.write(script)), *args, real_torch=real_torch, environ=environ)
-
-    def alive(self) -> list[int]:
-        """All processes that carry the token."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                    if state != "Z" and self.token.encode() in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-                except OSError:  # it ended while we looked
-                    continue
-        return found
-
-    def wait_gone(self, timeout_s: float = 5) -> list[int]:
-        """Waits until no process carries the token; returns those that still do."""
-        wait_for(lambda: not self.alive(), timeout_s, fail=False)
-        return self.alive()
-
-
-def wait_for(what: Callable[[], object], timeout_s: float = 20, fail: bool = True) -> None:
-    """Waits until something is true."""
-    until = time.monotonic() + timeout_s
-    while not what():
-        if time.monotonic() > until:
-            assert not fail, "did not happen in time"
-            return
-        time.sleep(0.01)

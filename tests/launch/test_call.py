@@ -88,7 +88,7 @@ def test_other_streams(light: Launcher) -> None:
     with contextlib.redirect_stdout(Full()), contextlib.redirect_stderr(notes):
         with pytest.raises(OSError, match="what the ranks of print print could not be written"):
             allranks.run(print, ("line",), n=1)
-    assert notes.getvalue() == "allranks run: cannot write to stdout: No space left on device\n"
+    assert notes.getvalue() == "allranks.run: cannot write to stdout: No space left on device\n"
 
 
 def test_a_rank_for_each_cpu(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from allranks._errors import PeerLostError
 from allranks.launch.blame import SETTLE_S, Blame, Failure, describe_failure, describe_interrupt
 from allranks.launch.messages import Report
 from allranks.launch.ranks.rank import is_echo
+from allranks.launch.voice import Voice
 
 
 def raised(rank: int, at: float, echo: bool = False, title: str = "ValueError: x") -> Failure:
@@ -73,38 +74,38 @@ def test_a_failure_in_words(status: int, words: str, code: int) -> None:
 
 def test_the_last_words_name_others_that_failed_by_themselves() -> None:
     failures = [raised(n, n) for n in range(3)] + [raised(3, 3.0, title="KeyError: 1"), raised(4, 4.0, echo=True)]
-    assert describe_failure(failures[0], failures, [], quiet=False).decode().splitlines() == [
+    assert describe_failure(failures[0], failures, [], Voice()).decode().splitlines() == [
         "allranks run: rank 0 (pid 100) exited with code 1",
         "Traceback",
         "ValueError: x",
         "allranks run: also failed: ranks 1-2: ValueError: x",
         "allranks run: also failed: rank 3: KeyError: 1",
     ]
-    assert b"also" not in describe_failure(failures[0], failures, [], quiet=True)
+    assert b"also" not in describe_failure(failures[0], failures, [], Voice(quiet=True))
 
 
 def test_the_last_words_show_output_that_was_hidden() -> None:
     failure = Failure(0, 1, 3, 0.0)
-    assert describe_failure(failure, [failure], [b"\xff"], quiet=False).endswith(b"code 3\n\xff")
+    assert describe_failure(failure, [failure], [b"\xff"], Voice()).endswith(b"code 3\n\xff")
 
 
 def test_the_last_words_explain_a_kill_that_nobody_sent() -> None:
     failure = Failure(0, 1, -signal.SIGKILL, 0.0)
     said = b"allranks run: rank 0 (pid 1) was killed by SIGKILL (often the kernel, out of memory)"
-    assert describe_failure(failure, [failure], [], quiet=False) == said
-    assert b"memory" not in describe_failure(Failure(0, 1, -signal.SIGTERM, 0.0), [], [], quiet=False)
+    assert describe_failure(failure, [failure], [], Voice()) == said
+    assert b"memory" not in describe_failure(Failure(0, 1, -signal.SIGTERM, 0.0), [], [], Voice())
 
 
 def test_the_last_words_name_who_left_before_an_echo() -> None:
     said = b"allranks run: ranks 1-2 had already exited with code 0"
-    assert describe_failure(raised(0, 1.0, echo=True), [], [], quiet=True, left=[1, 2]).splitlines()[-1] == said
-    assert said not in describe_failure(raised(0, 1.0), [], [], quiet=False, left=[1, 2])
+    assert describe_failure(raised(0, 1.0, echo=True), [], [], Voice(quiet=True), left=[1, 2]).splitlines()[-1] == said
+    assert said not in describe_failure(raised(0, 1.0), [], [], Voice(), left=[1, 2])
 
 
 def test_an_interrupt_says_where_each_rank_was() -> None:
     reports = [Report(130, where="train.py:7 in step", interrupted=True)] * 2 + [Report(1, text="Traceback\nOops\n")]
     failures = [Failure(rank, rank, report.code, 0.0, report) for rank, report in enumerate(reports)]
-    assert describe_interrupt("SIGINT", failures, quiet=False).decode().splitlines() == [
+    assert describe_interrupt("SIGINT", failures, Voice()).decode().splitlines() == [
         "allranks run: stopped by SIGINT",
         "allranks run: rank 2 (pid 2) exited with code 1",
         "Traceback",

@@ -213,10 +213,21 @@ def test_frames_of_the_package_are_shown_if_the_error_is_not_its_own(launcher: L
 
 
 def test_who_left_early_is_told_while_the_others_go_on(launcher: Launcher) -> None:
-    path = launcher.write(PROLOGUE + "if rank == 0: time.sleep(1.5)")
+    backend = "if 'ALLRANKS_BACKEND' in os.environ: print(os.environ['ALLRANKS_BACKEND'], flush=True)\n"
+    path = launcher.write(PROLOGUE + backend + "if rank == 0: time.sleep(1.5)")
     for options, said in (
-        ((), "allranks run: rank 1 exited with code 0 before the others; rank 0 is still running\n"),
+        ((), r"allranks run: rank 1 exited with code 0 before the others; rank 0 is still running\n"),
         (("-q",), ""),
+        (
+            ("-v", "--backend", "gloo"),
+            r"""allranks run: \d+\.\d\d s: found no scheduler and no other launcher
+allranks run: \S+ s: the store is at unix:@\S+, OMP_NUM_THREADS=\d+
+allranks run: \S+ s: ranks 0-1 started
+allranks run: \S+ s: rank 1 \(pid \d+\) exited with code 0
+allranks run: rank 1 exited with code 0 before the others; rank 0 is still running
+allranks run: \S+ s: rank 0 \(pid \d+\) exited with code 0
+""",
+        ),
     ):
         words = ["-n", "2", "--start", "spawn", *options, str(path)]
         code = "import sys; from allranks.launch import cli, supervise; supervise._LINGER_S = 0.3; "
@@ -229,7 +240,9 @@ def test_who_left_early_is_told_while_the_others_go_on(launcher: Launcher) -> No
             text=True,
             check=False,
         )
-        assert (done.returncode, done.stderr) == (0, said)
+        assert done.returncode == 0
+        assert re.fullmatch(said, done.stderr), done.stderr
+        assert sorted(done.stdout.splitlines()) == (["[0] gloo", "[1] gloo"] if "gloo" in options else [])
 
 
 @pytest.mark.parametrize("both", [False, True])

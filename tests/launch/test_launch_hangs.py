@@ -6,7 +6,8 @@ import signal
 import subprocess
 
 import pytest
-from launcher_process import Launcher, wait_for
+from launcher_process import Launcher
+from marked import wait_for
 
 from allranks.launch.stacks import main_place, parse, render
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import resource
@@ -13,23 +14,26 @@ from pathlib import Path
 import pytest
 from launcher_process import Launcher
 
+from allranks._engines import ENGINES
+from allranks._env import BACKENDS
 from allranks._hostlist import Slots
 from allranks.launch.arguments.options import Options, parse
 from allranks.launch.ranks import environ
 from allranks.launch.ranks.target import Target
+from allranks.launch.voice import Voice
 
 
 def test_defaults() -> None:
     options = parse(["train.py"])
     assert options.target == Target("script", "train.py")
     assert (options.nproc, options.start, options.display.show, options.display.logs) == (None, "fork", "all", None)
-    assert (options.grace_s, options.threads, options.quiet) == (10, None, False)
+    assert (options.grace_s, options.threads, options.voice, options.backend) == (10, None, Voice("allranks run"), "")
 
 
 def test_what_follows_the_script_is_its_own() -> None:
     options = parse(["-n", "2", "train.py", "-n", "3", "--", "-q", "--start=x"])
     assert options.target == Target("script", "train.py", ("-n", "3", "--", "-q", "--start=x"))
-    assert (options.nproc, options.quiet) == (2, False)
+    assert (options.nproc, options.voice.quiet) == (2, False)
 
 
 def test_module_and_command() -> None:
@@ -86,6 +90,16 @@ def test_threads_are_shared_out_unless_the_user_says_otherwise(monkeypatch: pyte
     assert environ.threads_per_rank(16, None, {"OMP_NUM_THREADS": ""}) == "1"
     assert environ.threads_per_rank(3, None, {"OMP_NUM_THREADS": "5"}) == "5"
     assert environ.threads_per_rank(3, 7, {"OMP_NUM_THREADS": "5"}) == "7"
+
+
+def test_backend_and_voice() -> None:
+    assert set(BACKENDS) == set(ENGINES)
+    assert parse(["--backend", "cpu:gloo,cuda:nccl", "x.py"]).environ == {"ALLRANKS_BACKEND": "cpu:gloo,cuda:nccl"}
+    assert parse(["-x", "A=b", "-x", "C", "--instead-of-gloo", "x.py"]).environ.keys() == {
+        "A",
+        "ALLRANKS_INSTEAD_OF_GLOO",
+    }
+    assert [parse([word, "x.py"]).voice for word in ("-q", "-v")] == [Voice(quiet=True), Voice(verbose=True)]
 
 
 def test_times() -> None:
@@ -181,7 +195,7 @@ BAD = {
     "x ranks": (["-n", "x", "plain.py"], "'x' is not a number of ranks"),
     "no number": (["-n"], "argument -n/--nproc: expected one argument"),
     "unknown option": (["--bogus", "plain.py"], "unrecognized arguments: --bogus"),
-    "abbreviation": (["--npro", "2", "plain.py"], "unrecognized arguments: --npro"),
+    "abbreviation": (["--npro=2", "plain.py"], "unrecognized arguments: --npro=2 (did you mean --nproc? see"),
     "start": (["--start", "thread", "plain.py"], "invalid choice: 'thread'"),
     "show": (["--show", "7", "plain.py"], "invalid choice: '7'"),
     "grace": (["--grace", "nan", "plain.py"], "'nan' is not a time (30 or 30s, 5m, 2h)"),
@@ -196,6 +210,8 @@ BAD = {
     "signals of the job": (["--signals", "sigterm", "plain.py"], "SIGTERM has a meaning for the job itself"),
     "bind": (["--bind", "socket", "plain.py"], "invalid choice: 'socket'"),
     "cores": (["-n", "100000", "--bind", "core", "plain.py"], "100000 ranks cannot have a core each"),
+    "backend": (["--backend", "cpu:pigeon", "plain.py"], "'pigeon' is none of native, tcp, gloo, mpi, nccl; expected"),
+    "loud and quiet": (["-q", "-v", "plain.py"], "-v/--verbose: not allowed with argument -q/--quiet"),
     "threads": (["--threads", "0", "plain.py"], "'0' is not a number of threads"),
     "logs": (["--logs", "plain.py", "plain.py"], "cannot write to 'plain.py' for --logs"),
 }
@@ -252,20 +268,58 @@ def test_one_rank_on_each_host_of_a_launcher_that_does_not_say_where_host_0_is(l
     assert "mpich says that this is host 1 of 2, and not which is host 0: name it (--master-addr)" in done.err
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_wrong_arguments_cost_one_line_and_no_time(launcher: Launcher, case: str) -> None:
+ONE_BY_ONE = """
+import contextlib, io, json, os, sys
+from allranks.launch.cli import main
+
+said = {}
+for case, words in json.load(sys.stdin).items():
+    before = dict(os.environ)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(words)
+    said[case] = code, out.getvalue(), err.getvalue()
+    os.environ.clear()
+    os.environ.update(before)
+assert "torch" not in sys.modules
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def said_of_bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """Exit code, stdout and stderr of each, of one process: none of them may start anything."""
+    launcher = Launcher(tmp_path_factory.mktemp("bad"))
     (launcher.folder / "folder").mkdir()
     launcher.write("raise SystemExit('must not run')", "plain.py")
     launcher.write("exit 3", "tool.sh")
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_BY_ONE],
+        cwd=launcher.folder,
+        env=launcher.environ(),
+        input=json.dumps({case: words for case, (words, _) in BAD.items()}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_wrong_arguments_cost_one_line(case: str, said_of_bad: dict[str, tuple[int, str, str]]) -> None:
+    code, out, err = said_of_bad[case]
+    assert (code, out) == (2, "")
+    assert BAD[case][1] in err
+    assert err.startswith("allranks run: error: ")
+    assert all(line.startswith("  ") for line in err.splitlines()[1:])
+    assert "Traceback" not in err
+
+
+def test_wrong_arguments_cost_no_time(launcher: Launcher) -> None:
     launcher.write("raise SystemExit('torch must not be imported')", "fake/torch.py")
-    words, message = BAD[case]
-    done = launcher.run(*words)
-    assert done.code == 2
-    assert done.out == ""
-    assert message in done.err
-    assert done.err.startswith("allranks run: error: ")
-    assert all(line.startswith("  ") for line in done.err.splitlines()[1:])
-    assert "Traceback" not in done.err
+    done = launcher.run("nowhere.py")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"allranks run: error: there is no script 'nowhere.py' in {launcher.folder}\n"
 
 
 def test_so_many_ranks_that_files_run_out(launcher: Launcher) -> None:

@@ -8,7 +8,8 @@ import subprocess
 import time
 
 import pytest
-from launcher_process import Launcher, wait_for
+from launcher_process import Launcher
+from marked import wait_for
 
 WAITING = """
 import os, signal, sys, time
@@ -54,11 +55,13 @@ time.sleep(60)
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])
 def test_ctrl_c_says_where_the_ranks_were(launcher: Launcher, how: str) -> None:
-    process = start(launcher, "def step():\n    ready()\n    time.sleep(60)\nstep()", "--start", how)
+    """Each once, also where they have time to say so both themselves and when asked."""
+    late = "import atexit\natexit.register(time.sleep, 0.5)\n" if how == "fork" else "\n\n"
+    process = start(launcher, f"{late}def step():\n    ready()\n    time.sleep(60)\nstep()", "--start", how)
     process.send_signal(signal.SIGINT)
     code, _, err = end(process)
     assert code == 130
-    assert err == ["allranks run: stopped by SIGINT", "allranks run: ranks 0-1: at script.py:7 in step"]
+    assert err == ["allranks run: stopped by SIGINT", "allranks run: ranks 0-1: at script.py:9 in step"]
 
 
 def test_program_has_time_to_end(launcher: Launcher) -> None:

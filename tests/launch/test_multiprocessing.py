@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launcher_process import wait_for
+from marked import wait_for
 from torch.multiprocessing.spawn import ProcessContext, ProcessRaisedException
 
 import allranks.multiprocessing as mp

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+# The second time by a URL that names the port which is kept free for programs that use torch.distributed.
 SCRIPT = """
 import os, re
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 import allranks as dist
 
 dist.init_process_group()
+dist.destroy_process_group()
+dist.init_process_group(init_method="tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ))
 dist.all_reduce(torch.ones(1))
 dist.barrier()
 listening = set()

@@ -181,7 +181,7 @@ def test_scripts_are_told_their_local_rank_as_they_want_it(
 
 BAD: dict[str, tuple[str, dict[str, str], str]] = {
     "etcd": ("--rdzv-backend etcd x.py", {}, "hosts meet at one of themselves"),
-    "nothing": ("--nnodes 1", {}, "the following arguments are required: training_script"),
+    "nothing": ("--nnodes 1", {}, "nothing to run: expected a script (see allranks torchrun --help)"),
     "xpu": ("--nproc-per-node xpu x.py", {}, "expected their number"),
     "ranks": ("--nproc-per-node 0 x.py", {}, "'0' is not a number of ranks"),
     "hosts": ("--nnodes 1:2:3 x.py", {}, "is not a number of hosts"),

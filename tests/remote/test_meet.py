@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from marked import Marked, wait_for
 
 from allranks import ConfigError, UsageError
 from allranks.remote.meet import gather_workers
@@ -52,70 +51,28 @@ def begin(count: int, serve: str = "serve") -> str:
     return PRELUDE + f'workers = meet.gather_workers(workers={count}, serve="stand_in:{serve}", timeout_s=60)\n'
 
 
-class Program:
+class Program(Marked):
     """Runs scripts, and finds all processes that they leave behind."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.token = secrets.token_hex(16)
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, script: str) -> subprocess.Popen[str]:
+    def start(self, script: str) -> subprocess.Popen[bytes]:
         path = self.folder / "script.py"
         path.write_text(script)
-        environ = os.environ | {"TOKEN": self.token, "PYTHONPATH": str(Path(__file__).parent)}
-        process = subprocess.Popen(
-            [sys.executable, str(path)],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.started.append(process)
-        return process
+        environ = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+        return self.open([sys.executable, str(path)], environ, new_session=True)
 
-    def run(self, script: str) -> str:
-        """What it prints; it must end well."""
+    def run(self, script: str) -> list[list[str]]:
+        """The lines that it writes on stdout and stderr; it must end well."""
         process = self.start(script)
         out, err = process.communicate(timeout=90)
         assert process.returncode == 0, err
-        return out
-
-    def alive(self) -> list[int]:
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                    if state != "Z" and self.token.encode() in (entry / "environ").read_bytes():
-                        found.append(int(entry.name))
-                except OSError:  # it ended while we looked
-                    continue
-        return found
-
-
-def wait_for(what: Callable[[], object], timeout_s: float = 20.0) -> bool:
-    until = time.monotonic() + timeout_s
-    while not what():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
+        return [out.decode().splitlines(), err.decode().splitlines()]
 
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Program]:
     made = Program(tmp_path)
     yield made
-    for process in made.started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-    gone = wait_for(lambda: not made.alive())
-    for pid in made.alive():
-        os.kill(pid, signal.SIGKILL)
-    assert gone
+    made.end(20)
 
 
 def test_groups_are_independent(program: Program) -> None:
@@ -187,7 +144,7 @@ def test_groups_are_independent(program: Program) -> None:
         workers.close()
         print("ended")
     """)
-    assert program.run(script).splitlines()[-1] == "ended"
+    assert program.run(script)[0][-1] == "ended"
 
 
 @pytest.mark.parametrize("end", ["kill", "raise"])
@@ -211,13 +168,12 @@ def test_all_end_with_the_master(program: Program, end: str) -> None:
     """)
     process = program.start(script)
     assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline() == "up\n"
+    assert process.stdout.readline() == b"up\n"
     os.killpg(process.pid, signal.SIGINT)
     child = int(process.stdout.readline())
-    assert wait_for(lambda: process.poll() is not None)
+    wait_for(lambda: process.poll() is not None)
     assert process.returncode == {"kill": -signal.SIGKILL, "raise": 1}[end]
-    assert wait_for(lambda: program.alive() == [child])
+    wait_for(lambda: program.alive() == [child])
     os.kill(child, signal.SIGKILL)
 
 
@@ -273,8 +229,6 @@ def test_what_cannot_be_had(program: Program) -> None:
         for line in workers.lines:
             assert line.socket.recv(1) == b"!"
     """)
-    process = program.start(script)
-    out, err = process.communicate(timeout=90)
-    assert process.returncode == 0, err
-    assert sorted(out.splitlines()) == ["[1] out 1", "[2] out 2"]
-    assert sorted(err.splitlines()) == ["[1] err 1", "[2] err 2"]
+    out, err = program.run(script)
+    assert sorted(out) == ["[1] out 1", "[2] out 2"]
+    assert sorted(err) == ["[1] err 1", "[2] err 2"]

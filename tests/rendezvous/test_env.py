@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from allranks import _env
-from allranks._env import JobEnv, read_env, split_host_port
+from allranks._env import JobEnv, is_master, read_env, split_host_port
 from allranks._errors import ConfigError
 
 FULL = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -48,6 +48,18 @@ def test_torchruns_agent() -> None:
     assert read_env(environ=FULL | agent | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).agent == ""
     assert read_env(environ=FULL | agent | {"ALLRANKS_STORE": "unix:@x"}).agent == ""
     assert read_env(environ=FULL | agent, by_env=False).agent == ""
+
+
+def test_an_address_is_the_masters() -> None:
+    for address in ("node0:29500", "[node0]:29500"):
+        assert is_master(address, FULL)
+        assert is_master(address, {"MASTER_ADDR": "node0:29500"})
+    assert is_master("127.0.0.1:29500", FULL | {"MASTER_ADDR": "localhost"})
+    assert is_master(":29500", without("MASTER_ADDR"))
+    for address in ("node0", "node0:29501", "node1:29500", "127.0.0.1:29500", "node0:x", ""):
+        assert not is_master(address, FULL), address
+    for other in ({}, without("MASTER_PORT"), FULL | {"MASTER_PORT": "x"}, FULL | {"MASTER_ADDR": "node0:1"}):
+        assert not is_master("node0:29500", other), other
 
 
 @pytest.mark.parametrize(

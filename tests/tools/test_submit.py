@@ -23,6 +23,13 @@ SHIMS = {
     "bsub": ("lsf", "Job <4713> is submitted to default queue <normal>.", "4713"),
     "kubectl": ("k8s", "secret/show created\nservice/show created\njob.batch/show created", "job.batch/show"),
 }
+NAMES = {"slurm": "SLURM", "pbs": "PBS", "lsf": "LSF", "k8s": "Kubernetes"}
+NEXT = {
+    "slurm": ("state: squeue --jobs", "output: tail -F", "stop: scancel 4711"),
+    "pbs": ("state: qstat 4712.head", "output: cat show.o4712", "stop: qdel 4712.head"),
+    "lsf": ("state: bjobs 4713", "output: bpeek -f", "stop: bkill 4713"),
+    "k8s": ("state: kubectl get", "output: kubectl logs", "stop: kubectl delete"),
+}
 SHOW = """import os, sys
 print([os.environ.get("RANK"), os.getcwd(), sys.prefix, os.environ.get("VIRTUAL_ENV")] + sys.argv[1:])
 """
@@ -211,9 +218,16 @@ def test_now(command: str, folder: Path, tmp_path: Path) -> None:
     )
     shim.chmod(0o755)
     image = ("--image", "a") if system == "k8s" else ()
-    done = submit(folder, "--to", system, *image, "--now", "--file", "job", "show.py", path=shim.parent)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{expected}\n", "")
+    done = submit(folder, "--to", system, *image, "--now", "--file", "job", "-n", "2", "show.py", path=shim.parent)
+    assert (done.returncode, done.stdout) == (0, f"{expected}\n")
     assert (tmp_path / "input").read_text() == (folder / "job").read_text()
+    head, *after = done.stderr.splitlines()
+    assert head == f"allranks submit: submitted to {NAMES[system]}: show.py, 2 ranks on 1 host"
+    assert [line.split()[: len(words.split())] for line, words in zip(after, NEXT[system], strict=True)] == [
+        words.split() for words in NEXT[system]
+    ]
+    again = submit(folder, "--to", system, *image, "--now", "-q", "show.py", path=shim.parent)
+    assert (again.stdout, again.stderr) == (f"{expected}\n", "")
     arguments = {"slurm": "--parsable", "k8s": "apply -f -"}.get(system, "")
     assert (tmp_path / "arguments").read_text().strip() == arguments
 

@@ -32,6 +32,7 @@ from allranks._engines.native_connect import Exchange
 from allranks._engines.presence import Presence
 from allranks._errors import AllranksError, JoinError, PeerLostError, TimeoutError, UsageError
 from allranks._network import interface_of
+from allranks._threads import Daemon
 from allranks._types import ReduceOp
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ class _Message(_Handle):
     def _watched(self) -> threading.Event:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="allranks-message", daemon=True)
+                self._thread = Daemon(target=self._watch, name="allranks-message")
                 self._thread.start()
         return self._ended
 

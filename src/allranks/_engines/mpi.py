@@ -36,6 +36,7 @@ from allranks._engines.operands import Operands
 from allranks._engines.presence import Presence
 from allranks._errors import AllranksError, ConfigError, MismatchError, PeerLostError, TimeoutError, UsageError
 from allranks._host import usable_cpus
+from allranks._threads import Daemon
 from allranks._types import ReduceOp
 
 if TYPE_CHECKING:
@@ -550,7 +551,7 @@ class _Mover:
     def add(self, progress: _Requests) -> None:
         self._moving.add(progress)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="allranks-mpi", daemon=True)
+            self._thread = Daemon(target=self._run, name="allranks-mpi")
             self._thread.start()
         self._wake.set()
 

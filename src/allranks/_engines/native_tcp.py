@@ -40,6 +40,7 @@ from allranks._store.wire import (
     WireError,
     pack_frame,
 )
+from allranks._threads import Daemon
 
 if TYPE_CHECKING:
     from allranks import _core
@@ -345,7 +346,7 @@ class Reception:
         for listener in self._listeners:
             self._selector.register(listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._heard, selectors.EVENT_READ, self._take_orders)
-        self._thread = threading.Thread(target=self._run, name="allranks-reception", daemon=True)
+        self._thread = Daemon(target=self._run, name="allranks-reception")
         self._thread.start()
 
     def let_go(self) -> None:

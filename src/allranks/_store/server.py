@@ -44,6 +44,7 @@ from allranks._store.wire import (
     encode,
     pack_frame,
 )
+from allranks._threads import Daemon
 
 if TYPE_CHECKING:
     import ssl
@@ -215,7 +216,7 @@ class StoreServer:
 
     def start(self) -> StoreServer:
         """Starts the thread that serves."""
-        self._thread = threading.Thread(target=self._run, name="allranks-store", daemon=True)
+        self._thread = Daemon(target=self._run, name="allranks-store")
         self._thread.start()
         return self
 

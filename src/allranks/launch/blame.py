@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from allranks._errors import rank_list
 from allranks.launch.messages import Report
+from allranks.launch.voice import Voice
 
 __all__ = ["SETTLE_S", "Blame", "Failure", "describe_failure", "describe_interrupt"]
 
 SETTLE_S = 0.3
-_COMMAND = "allranks run"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Blame:
 
 
 def describe_failure(
-    cause: Failure, failures: Sequence[Failure], tail: Sequence[bytes], quiet: bool, left: Sequence[int] = ()
+    cause: Failure, failures: Sequence[Failure], tail: Sequence[bytes], voice: Voice, left: Sequence[int] = ()
 ) -> bytes:
     """The last words of a failed job.
 
@@ -103,48 +103,48 @@ def describe_failure(
         cause: the failure that is to blame.
         failures: all that failed before the job was stopped.
         tail: the cause's last lines of output, if they have not been on the screen.
-        quiet: only what must be said.
+        voice: says it.
         left: who had exited with code 0, which may be what an echo tells of.
     """
     # No signal of the launcher's own comes before the cause.
     hint = " (often the kernel, out of memory)" if cause.status == -signal.SIGKILL else ""
-    lines = [f"{_COMMAND}: {cause}{hint}".encode()]
+    lines = [voice.line(f"{cause}{hint}").encode()]
     if cause.report is not None and cause.report.text:
         lines.append(cause.report.text.rstrip("\n").encode())
     lines += tail
     if cause.echo and left:
-        lines.append(f"{_COMMAND}: {rank_list(left)} had already exited with code 0".encode())
+        lines.append(voice.line(f"{rank_list(left)} had already exited with code 0").encode())
     alike: dict[str, list[int]] = {}
     for failure in failures:
         if failure is not cause and not failure.echo:
             title = failure.report.title if failure.report is not None else ""
             alike.setdefault(title or str(failure).partition(") ")[2], []).append(failure.rank)
-    if not quiet:
+    if not voice.quiet:
         for title, ranks in alike.items():
-            lines.append(f"{_COMMAND}: also failed: {rank_list(ranks)}: {title}".encode())
+            lines.append(voice.line(f"also failed: {rank_list(ranks)}: {title}").encode())
     return b"\n".join(lines)
 
 
 def describe_interrupt(
-    name: str, failures: Sequence[Failure], quiet: bool, unasked: Mapping[str, Sequence[int]] | None = None
+    name: str, failures: Sequence[Failure], voice: Voice, unasked: Mapping[str, Sequence[int]] | None = None
 ) -> bytes:
     """The last words of a job that was stopped by a signal: where each rank was, which tells why it hung.
 
     Args:
         name: the signal's name.
         failures: what the ranks reported on their way out.
-        quiet: only what must be said.
+        voice: says it.
         unasked: place -> ranks that the signal ended before they could report anything.
     """
-    lines = [f"{_COMMAND}: stopped by {name}".encode()]
+    lines = [voice.line(f"stopped by {name}").encode()]
     places = {place: list(ranks) for place, ranks in (unasked or {}).items()}
     for failure in failures:
         report = failure.report
         if report is not None and report.interrupted and report.where:
             places.setdefault(report.where, []).append(failure.rank)
         elif report is not None and report.text and not report.interrupted and not report.echo:
-            lines.append(f"{_COMMAND}: {failure}".encode())
+            lines.append(voice.line(str(failure)).encode())
             lines.append(report.text.rstrip("\n").encode())
-    if not quiet:
-        lines += [f"{_COMMAND}: {rank_list(ranks)}: at {where}".encode() for where, ranks in places.items()]
+    if not voice.quiet:
+        lines += [voice.line(f"{rank_list(ranks)}: at {where}").encode() for where, ranks in places.items()]
     return b"\n".join(lines)

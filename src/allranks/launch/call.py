@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO, TypeVar, get_args
 
 from allranks._errors import ConfigError, RankError, TimeoutError, UsageError, rank_list
-from allranks._host import count_gpus
+from allranks._host import visible_gpus
 from allranks._hostlist import Slots, parse_hosts
 from allranks._places import detect, read_hosts
 from allranks.launch.arguments.layout import share_out
@@ -23,6 +23,7 @@ from allranks.launch.arguments.options import Bind, Display, Options, Show
 from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_result
 from allranks.launch.ranks.target import Target
 from allranks.launch.spread import Job
+from allranks.launch.voice import Voice
 
 __all__ = ["output_streams", "run"]
 
@@ -113,13 +114,13 @@ def run(
     options = Options(
         target=Target("function", name_of(fn), payload=pack(fn, args, kwargs or {})),
         nproc=n,
-        per_host=("gpu" if count_gpus() else "auto") if n is None and way == "here" else None,
+        per_host=("gpu" if len(visible_gpus(os.environ)) else "auto") if n is None and way == "here" else None,
         hosts=used,
         display=Display(show=show),
         threads=threads,
         exports=tuple(f"{name}={value}" for name, value in (env or {}).items()),
         join_timeout_s=_JOIN_S if timeout is None else min(timeout, _JOIN_S),
-        quiet=quiet,
+        voice=Voice("allranks.run", quiet),
         signals=(),  # others than those that stop the job are the caller's own
         bind=bind,
     )
@@ -154,7 +155,7 @@ def _outcome(job: Job, code: int, timeout: float | None) -> list[Any]:
         raise KeyboardInterrupt(f"{name} was stopped by {signal.Signals(supervisor.signalled).name}")
     if (cause := supervisor.cause) is not None:
         lines = supervisor.last_words.decode(errors="replace").split("\n")
-        told = RankError("\n".join(line.removeprefix("allranks run: ") for line in lines), cause.rank)
+        told = RankError("\n".join(line.removeprefix(job.options.voice.line("")) for line in lines), cause.rank)
         error = unpack_error(cause.report.error) if cause.report is not None else None
         if error is None:
             raise told

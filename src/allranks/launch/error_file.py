@@ -9,22 +9,23 @@ Source: torch.distributed.elastic.multiprocessing.errors for the name and the co
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from allranks.launch.blame import Failure
+from allranks.launch.voice import Voice
 
 __all__ = ["write_error_file"]
 
 
-def write_error_file(cause: Failure | None, environ: Mapping[str, str]) -> None:
+def write_error_file(cause: Failure | None, environ: Mapping[str, str], voice: Voice) -> None:
     """Writes the file, if one is wanted and a rank failed.
 
     Args:
         cause: the first failure; None if there is none.
         environ: the launcher's own.
+        voice: says why it cannot be written.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or cause is None:
@@ -36,5 +37,4 @@ def write_error_file(cause: Failure | None, environ: Mapping[str, str]) -> None:
     try:
         Path(path).write_text(json.dumps(error))
     except OSError as trouble:
-        said = f"allranks run: cannot write TORCHELASTIC_ERROR_FILE={path}: {trouble.strerror}"
-        print(said, file=sys.stderr, flush=True)
+        voice.say(f"cannot write TORCHELASTIC_ERROR_FILE={path}: {trouble.strerror}")

@@ -13,17 +13,16 @@ import sys
 from dataclasses import fields
 
 from allranks._errors import ConfigError
-from allranks._host import usable_cpus
+from allranks._host import usable_cpus, visible_gpus
 from allranks._hostlist import Slots, expand_hosts
 from allranks._network import published_addresses
 from allranks._places import PORTS_TRIED, Place, detect, job_ports, job_secret, read_hosts, with_domain
 from allranks._store import load_secret
 from allranks.launch.arguments.layout import describe_plan, share_out
 from allranks.launch.arguments.options import Options
-from allranks.launch.hosts.ways import given
 from allranks.launch.local import run_here
 from allranks.launch.output.screen import ensure_standard_streams
-from allranks.launch.ranks.placement import describe, seats, visible_gpus
+from allranks.launch.ranks.placement import describe, seats
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.ranks.target import check
 from allranks.launch.spread import is_here, join_leader, lead, run_there
@@ -34,7 +33,8 @@ _LAUNCHED = ("allranks", "torchrun")  # a rank of ours may start jobs of its own
 _PORT = 29500
 # What is the same, or can be had, where the program runs in place of this process.
 _IN_PLACE = (
-    *("target", "env", "start", "exports", "threads", "instead_of_gloo", "folder", "iface", "dry_run", "quiet"),
+    *("target", "env", "start", "exports", "threads", "instead_of_gloo", "folder", "iface", "dry_run", "voice"),
+    "backend",
     "display",  # part by part
 )
 _SPELLINGS = {
@@ -71,7 +71,10 @@ def launch(options: Options) -> int | Rank:
         if not options.hosts:  # other hosts have others
             published_addresses()
     try:
-        return _launch(options, detect(os.environ, options.env, launcher=True))
+        place = detect(os.environ, options.env, launcher=True)
+        because = ", ".join(f"{clue.name}={clue.value}" for clue in place.why)
+        options.voice.tell(f"found {place.kind}: {because}" if because else "found no scheduler and no other launcher")
+        return _launch(options, place)
     except KeyboardInterrupt:  # while nothing has been started
         return 128 + signal.SIGINT
 
@@ -89,6 +92,7 @@ def _launch(options: Options, place: Place) -> int | Rank:
         if options.hosts and way == "pbsdsh":
             way = "ssh"  # it knows hosts by their line in PBS_NODEFILE only
         hosts = options.hosts or read_hosts(place) or _ask_flux()
+        options.voice.tell(f"hosts: {', '.join(map(str, hosts))}, by {way}")
         if not (len(hosts) == 1 and is_here(hosts[0].name)):
             return run_there(options, hosts, way)
         return _run_here(options, hosts[0])
@@ -165,6 +169,7 @@ def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | 
         raise ConfigError(
             "hosts cannot meet on a port that is not known before (0); expected one that is free on host 0"
         )
+    options.voice.tell(f"hosts: {nodes[1]} that meet on {name or 'this host'}, port {', '.join(map(str, ports))}")
     sure = node == 0 or (node is None and options.leads is True)
     if sure or (node is None and options.leads is None and is_here(name)):
         try:
@@ -186,6 +191,7 @@ def _run_in_place(options: Options, place: Place) -> int:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         words = [sys.executable, *flags, *(["-m"] if target.kind == "module" else []), *words]
     if not options.dry_run:
+        options.voice.tell(f"runs {target.words()} in place, as rank {place.rank} of {place.size}")
         os.execvpe(words[0], words, {**os.environ, **environ})
     print(f"{target.words()}, in place of this process, which is rank {place.rank} of {place.size} of {place.kind}")
     return 0
@@ -209,9 +215,7 @@ def _environ_in_place(options: Options, kind: str) -> dict[str, str]:
                     f"{option} is for ranks that allranks run starts, and this one was started by {kind}, which would"
                     " have to do it; leave it out"
                 )
-    environ = given(options.exports)
+    environ = options.environ
     if options.threads is not None:
         environ["OMP_NUM_THREADS"] = str(options.threads)
-    if options.instead_of_gloo:
-        environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"
     return environ

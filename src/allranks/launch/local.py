@@ -19,12 +19,11 @@ from allranks._errors import ConfigError
 from allranks._store import StoreServer
 from allranks.launch.arguments.options import Options
 from allranks.launch.error_file import write_error_file
-from allranks.launch.hosts.ways import given
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.agent import Agent, Plan
 from allranks.launch.ranks.environ import Share, common_environ, free_port
 from allranks.launch.ranks.guard import Guard
-from allranks.launch.ranks.placement import seats
+from allranks.launch.ranks.placement import describe, seats
 from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.ranks.target import check_size
@@ -55,10 +54,10 @@ def run_here(options: Options, nproc: int) -> int | Rank:
             return round_
         code, supervisor = round_.run()
         if not supervisor.failed or restart == options.restarts:
-            write_error_file(supervisor.cause, os.environ)
+            write_error_file(supervisor.cause, os.environ, options.voice)
             return code
         restart += 1
-        print(f"allranks run: starting again ({restart} of {options.restarts})", file=sys.stderr, flush=True)
+        options.voice.say(f"starting again ({restart} of {options.restarts})")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class _Round:
             self.agent,
             self.screen,
             options.grace_s,
-            options.quiet,
+            options.voice,
             idle_s=options.idle_s,
             signals=options.signals,
             master=0 if options.target.mode == "master" else None,
@@ -99,15 +98,18 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
     guard = Guard()
     server = StoreServer.unix()
     screen = Screen(range(nproc), options.display, os.environ, run_id=share.run, attempt=share.restart)
-    os.environ.update(given(options.exports))  # some are read when torch is imported, here or in the ranks
-    if options.instead_of_gloo:
-        os.environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"
+    os.environ.update(options.environ)  # some are read when torch is imported, here or in the ranks
     master = ("127.0.0.1", (options.leader[1] if options.leader else None) or free_port())
     environ = common_environ(os.environ, share, options.threads, server.address, master, places)
     start = options.start
     target = options.target
-    if start == "fork" and target.is_python and not preload(target, environ["OMP_NUM_THREADS"]):
-        start = "spawn"
+    for line in describe(places):
+        options.voice.tell(line)
+    options.voice.tell(f"the store is at {server.address}, OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}")
+    if start == "fork" and target.is_python:
+        start = "fork" if preload(target, environ["OMP_NUM_THREADS"]) else "spawn"
+        forked = "with torch imported" if "torch" in sys.modules else "without torch, which the script does not import"
+        options.voice.tell(f"ranks are forked {forked}" if start == "fork" else "torch cannot be imported: no forking")
     agent = Agent(
         Plan(nproc, options.target, start, environ, screen.stdio(), seats=places, virtual=options.virtual_local_rank),
         guard,

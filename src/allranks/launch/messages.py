@@ -23,6 +23,7 @@ __all__ = [
     "Command",
     "Dump",
     "End",
+    "Ended",
     "Event",
     "Exited",
     "Failed",
@@ -139,6 +140,25 @@ class Begun(msgspec.Struct, frozen=True, tag=True):
     rank: int
 
 
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """How a worker has ended, for the master, whose host gets this: it lies in the job's store from then on.
+
+    Attributes:
+        rank: the worker.
+        pid: its process; 0 where its whole host was lost.
+        status: as in ``Exited``, or why the host was lost.
+    """
+
+    rank: int
+    pid: int
+    status: int | str
+
+    @staticmethod
+    def key(rank: int) -> str:
+        """Where it lies."""
+        return f"ended/{rank}"
+
+
 class Lost(msgspec.Struct, frozen=True, tag=True):
     """A host is gone, with all its ranks: its agent ended, or the connection to it."""
 
@@ -174,7 +194,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         node: its number, where whoever started it said so.
         nproc: ranks that are wanted there, where whoever started it said so.
         cpus: how many it may use.
-        gpus: how many it has.
+        gpus: how many it has; None where nobody asked.
         now: its clock.
         run: name of the job that it wants to take part in, where whoever started it said so; else "".
         role: name of what its ranks do, likewise.
@@ -186,7 +206,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     node: int | None
     nproc: int | None
     cpus: int
-    gpus: int
+    gpus: int | None
     now: float
     run: str = ""
     role: str = ""
@@ -338,5 +358,5 @@ class End(msgspec.Struct, frozen=True, tag=True):
     text: bytes = b""
 
 
-Command = Prepare | Start | Signal | Again | Dump | Listen | Resize | Finish | End
+Command = Prepare | Start | Signal | Again | Ended | Dump | Listen | Resize | Finish | End
 """What a launcher says to an agent."""

@@ -13,19 +13,20 @@ import math
 import os
 import pwd
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TextIO
 
 import msgspec
 
-from allranks._errors import ConfigError
-from allranks._host import count_gpus, usable_cpus
+from allranks._errors import ConfigError, rank_list
+from allranks._host import usable_cpus, visible_gpus
 from allranks._hostlist import Slots
 from allranks._network import published_addresses
 from allranks._store import load_secret
@@ -142,7 +143,7 @@ def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[in
         OSError: no port is free.
     """
     door = _open_door(addresses_of(name), ports, secret)
-    job = Job(options, *nodes, Fleet(door), name if options.leader is not None and is_here(name) else "", key=secret)
+    job = Job(options, *nodes, door, name if options.leader is not None and is_here(name) else "", key=secret)
     try:
         with job.told():
             job.open_to_callers()
@@ -170,8 +171,7 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
     hint = "\n  That is this host itself; if host 0 is another, name it: --master-addr" if alone else ""
 
     def tell(last: str) -> None:
-        if not options.quiet:
-            _say(f"waiting for host 0 at {where} (last: {last}){hint}")
+        options.voice.remark(f"waiting for host 0 at {where} (last: {last}){hint}")
 
     try:
         sock = dial(targets, secret, time.monotonic() + options.join_timeout_s, tell)
@@ -193,8 +193,8 @@ def join_leader(options: Options, node: int | None, targets: Sequence[tuple[str,
         )
 
     try:
-        last = Station(to_launcher(descriptor, descriptor), secret, own, show).run(
-            hello(node, _own_slots(options), options.run, options.role)
+        last = Station(to_launcher(descriptor, descriptor), secret, own, show, options.voice).run(
+            hello(node, _own_slots(options), options.run, options.role, count_gpus=options.per_host == "gpu")
         )
     except LinkLost:
         raise ConfigError(f"host 0 ({where}) is gone; the ranks on this host were stopped") from None
@@ -224,7 +224,8 @@ class Job:
     options: Options
     least: int
     most: int
-    fleet: Fleet = field(default_factory=Fleet)
+    door: InitVar[Door | None] = None  # where other hosts come in by themselves
+    fleet: Fleet = field(init=False)
     master: str = ""  # what the user calls host 0
     key: bytes = field(default_factory=lambda: secrets.token_hex(32).encode())  # proved by agents that dial
     salt: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -236,9 +237,14 @@ class Job:
     until: float | None = None
     world_size: int = 0
     supervisor: Supervisor | None = None
+    _told: set[Host] = field(default_factory=set, init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, door: Door | None) -> None:
+        self.fleet = self._new_fleet(door)
         self.run_id = self.options.run or secrets.token_hex(8)
+
+    def _new_fleet(self, door: Door | None) -> Fleet:
+        return Fleet(self.options.voice, door, has_master=self.options.target.mode == "master")
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -246,10 +252,10 @@ class Job:
         try:
             yield
         except ConfigError as error:
-            self.fleet.end(2, f"allranks run: error: {error}".encode())
+            self.fleet.end(2, self.options.voice.line(f"error: {error}").encode())
             raise
         except KeyboardInterrupt:
-            self.fleet.end(128 + signal.SIGINT, b"allranks run: stopped by SIGINT")
+            self.fleet.end(128 + signal.SIGINT, self.options.voice.line("stopped by SIGINT").encode())
             raise
 
     @property
@@ -260,17 +266,20 @@ class Job:
         """Starts agents on these hosts."""
         options = self.options
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        count_gpus = options.per_host == "gpu"
         until = time.monotonic() + options.join_timeout_s
         environ = dict(os.environ)
         python = sys.executable
         if way in LIKE_SSH:
-            agent = agent_words(python, flags)
+            agent = agent_words(python, flags, count_gpus=count_gpus)
             needed = {name: environ[name] for name in ("PYTHONPATH",) if name in environ}
             for host in hosts:
                 if is_here(host.name):
+                    options.voice.tell(f"{host.name} is this host")
                     self.fleet.start_host(host.name, "agent", agent, python, environ)
                 else:
                     words = like_ssh(way, host.name, agent, needed, options.ssh)
+                    options.voice.tell(f"starting {shlex.join(words)}")
                     self.fleet.start_host(host.name, way, words, python, environ)
         else:
             # Variables do not get through pbsdsh: there the secret is the one of this user.
@@ -278,23 +287,26 @@ class Job:
                 self.key = load_secret()
             door = _open_door(["0.0.0.0"], [0], self.key)
             self.fleet.close()
-            self.fleet = Fleet(door)
+            self.fleet = self._new_fleet(door)
             names = [host.name for host in hosts]
             self.fleet.expect(names, way)
             dialled = f"{','.join(published_addresses())}:{door.port}"
-            agent = agent_words(python, flags, dialled)
+            agent = agent_words(python, flags, dialled, count_gpus)
             environ["ALLRANKS_SECRET"] = self.key.decode()
             if way == "pbsdsh":
                 lines = itertools.accumulate((host.count or 1 for host in hosts), initial=0)
                 for line, _ in zip(lines, hosts, strict=False):
+                    options.voice.tell(f"starting {shlex.join(pbsdsh_words(line, agent))}")
                     self.fleet.start_crowd(way, pbsdsh_words(line, agent), environ)
             else:
                 words = srun_words(names, agent) if way == "srun" else flux_words(names, agent)
+                options.voice.tell(f"starting {shlex.join(words)}")
                 self.fleet.start_crowd(way, words, srun_environ(environ) if way == "srun" else environ)
         for place, (there, slots) in enumerate(zip(self.fleet, hosts, strict=True)):
             there.place, there.slots = place, slots.count
 
         def enough() -> bool:
+            self._tell_who_has_come()
             for host in [host for host in self.fleet if host.why] if self.elastic else []:
                 self._drop(host)
             return self.fleet.greeted()
@@ -304,14 +316,15 @@ class Job:
     def _drop(self, host: Host) -> None:
         """Goes on without a host that is gone, as long as there are enough."""
         if len(self.fleet.hosts) > self.least:
-            _say(f"{host.why}; going on without it")
+            self.options.voice.say(f"{host.why}; going on without it")
             self.fleet.drop(host, try_again=True)
 
     def open_to_callers(self) -> None:
         """Starts an agent here, and waits for those of the other hosts."""
         options, fleet = self.options, self.fleet
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        own = fleet.start_host("this host", "agent", agent_words(sys.executable, flags), sys.executable, os.environ)
+        agent = agent_words(sys.executable, flags, count_gpus=options.per_host == "gpu")
+        own = fleet.start_host("this host", "agent", agent, sys.executable, os.environ)
         own.slots = _own_slots(options)
         until = time.monotonic() + options.join_timeout_s
         tell_at = time.monotonic() + _TELL_S
@@ -322,18 +335,26 @@ class Job:
             self.admit_callers()
             if own.hello is not None:
                 own.name = own.hello.host
+            self._tell_who_has_come()
             missing = self.most - len(fleet.hosts)
             now = time.monotonic()
             if len(fleet.hosts) >= self.least:
                 last_call = min(last_call, now + options.last_call_s)
-            if missing and now >= tell_at and not options.quiet:
+            if missing and now >= tell_at:
                 tell_at = math.inf
-                _say(f"waiting for {self._missing()}")
+                options.voice.remark(f"waiting for {self._missing()}")
             return fleet.greeted() and (not missing or now >= last_call)
 
         fleet.gather(until, enough, lambda: f"no answer from {self._missing()} in time (longer: --join-timeout)")
         if not self.elastic:
             self.port = fleet.shut_door()  # so that a program that uses torch.distributed finds it free
+
+    def _tell_who_has_come(self) -> None:
+        for host in self.fleet:
+            if (hello := host.hello) is not None and host not in self._told:
+                self._told.add(host)
+                gpus = "" if hello.gpus is None else f", {hello.gpus} GPUs"
+                self.options.voice.tell(f"{host.name} is there: python {hello.python}, {hello.cpus} CPUs{gpus}")
 
     def _missing(self) -> str:
         """Which hosts have not come, where they are awaited, and what to do there."""
@@ -401,12 +422,12 @@ class Job:
                 again, budget = True, budget - 1
             if not again or not self._enough_hosts():
                 fleet.end(code, supervisor.last_words)
-                write_error_file(supervisor.cause, os.environ)
+                write_error_file(supervisor.cause, os.environ, options.voice)
                 return code
             self.restart += 1
             names = ", ".join(host.name for host in fleet)
             left = f" ({budget} of {options.restarts} restarts left)" if options.restarts else ""
-            _say(f"starting again on {names}{left}")
+            options.voice.say(f"starting again on {names}{left}")
 
     def _enough_hosts(self) -> bool:
         """Takes who has come back; waits for some to do so where too few are left."""
@@ -416,7 +437,7 @@ class Job:
             return bool(fleet.hosts)
         if not fleet.may_grow:
             return False
-        _say(f"{len(fleet.hosts)} of at least {self.least} hosts are left; waiting for others")
+        self.options.voice.say(f"{len(fleet.hosts)} of at least {self.least} hosts are left; waiting for others")
 
         def enough() -> bool:
             fleet.try_again()
@@ -426,7 +447,7 @@ class Job:
         try:
             fleet.gather(time.monotonic() + self.options.join_timeout_s, enough)
         except ConfigError as error:
-            _say(str(error))
+            self.options.voice.say(str(error))
             return False
         return True
 
@@ -441,7 +462,7 @@ class Job:
                 if not self.elastic or not (unable or lost) or len(fleet.hosts) - len(unable) - len(lost) < self.least:
                     raise
                 for host, why in unable.items():  # it would be so the next time, too
-                    _say(f"{host.name}: {why}; going on without it")
+                    self.options.voice.say(f"{host.name}: {why}; going on without it")
                     fleet.turn_away(host, why)
                 for host in lost:
                     self._drop(host)
@@ -508,7 +529,7 @@ class Job:
             fleet,
             screen,
             options.grace_s,
-            options.quiet,
+            options.voice,
             names,
             idle_s=options.idle_s,
             signals=options.signals,
@@ -517,6 +538,9 @@ class Job:
             master=-1 if self.first else 0 if options.target.mode == "master" else None,
         )
         self.supervisor = supervisor
+        options.voice.tell(f"the store is at {', '.join(ready[0].stores) or 'a unix socket there'}")
+        for host, first, count in zip(fleet, firsts, counts, strict=True):
+            options.voice.tell(f"{host.name} starts {rank_list(range(first, first + count))}")
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
         fleet.hear_callers(self._vet if self.elastic and len(fleet.hosts) < self.most else None)
@@ -534,7 +558,7 @@ class Job:
         slots = [Slots(host.name, host.slots) for host in fleet]
         if fleet.by_callers and options.nproc is None:  # each host's own command line says
             return [1 if slot.count is None else slot.count for slot in slots]
-        has = [(host.hello.cpus, host.hello.gpus) for host in fleet if host.hello is not None]
+        has = [(host.hello.cpus, host.hello.gpus or 0) for host in fleet if host.hello is not None]
         counts = share_out(slots, options.nproc, options.per_host, has, strict=bool(options.hosts))
         if not all(counts):  # of hosts that were asked for one by one
             raise ConfigError(
@@ -549,15 +573,12 @@ class Job:
 
 
 def _prepare_of(options: Options, nproc: int, master: str) -> Prepare:
-    environ = carried(os.environ, options.exports)
-    if options.instead_of_gloo:
-        environ["ALLRANKS_INSTEAD_OF_GLOO"] = "1"
     return Prepare(
         target=options.target,
         nproc=nproc,
         start=options.start,
         folder=os.getcwd(),
-        environ=environ,
+        environ=carried(os.environ, options.exports) | options.environ,
         threads=options.threads,
         secret=b"",
         salt="",
@@ -579,7 +600,7 @@ def _other_job(ours: str, theirs: str) -> str:
 
 def _own_slots(options: Options) -> int | None:
     if isinstance(options.per_host, str):
-        return usable_cpus() if options.per_host == "auto" else count_gpus()
+        return usable_cpus() if options.per_host == "auto" else len(visible_gpus(os.environ))
     return options.per_host
 
 
@@ -592,7 +613,3 @@ def _open_door(addresses: Sequence[str], ports: Sequence[int], secret: bytes) ->
             trouble = error
     assert trouble is not None
     raise trouble
-
-
-def _say(text: str) -> None:
-    print(f"allranks run: {text}", file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from allranks.launch.messages import Again, Asked, Begun, Came, Event, Exited, F
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.agent import Agent
 from allranks.launch.signals import FORWARDED, handled
+from allranks.launch.voice import Voice
 
 __all__ = ["FORWARDED", "Supervisor"]
 
@@ -83,7 +84,7 @@ class Supervisor:
         agent: its ranks, started.
         screen: where their output goes.
         grace_s: time between the signal that asks ranks to end and the one that makes them.
-        quiet: leave out what need not be said.
+        voice: says what becomes of the job.
         hosts: the host of each rank, where there are several.
         idle_s: how long ranks may write nothing before the job is stopped; None for ever.
         signals: those that are passed on and stop nothing.
@@ -108,7 +109,7 @@ class Supervisor:
         agent: Agent | Fleet,
         screen: Screen,
         grace_s: float,
-        quiet: bool,
+        voice: Voice,
         hosts: Sequence[str] = (),
         *,
         idle_s: float | None = None,
@@ -133,7 +134,7 @@ class Supervisor:
         self._agent = agent
         self._screen = screen
         self._grace_s = grace_s
-        self._quiet = quiet
+        self._voice = voice.through(screen.note)
         self._blame = Blame()
         self._cause: Failure | None = None
         self._signalled: int | None = None
@@ -170,8 +171,9 @@ class Supervisor:
             The exit code of the command.
         """
         with handled((*FORWARDED, *self._signals, signal.SIGWINCH), self._receive, self._agent.wake, mask):
-            if self._screen.logs.temporary is not None and not self._quiet:
-                self._screen.note(f"allranks run: log files are in {self._screen.logs.temporary}".encode())
+            if self._screen.logs.temporary is not None:
+                self._voice.remark(f"log files are in {self._screen.logs.temporary}")
+            self._voice.tell(f"{rank_list(self._agent.running)} started")
             self._stay_awake()
             while (self._agent.running or (self._master == -1 and self._kill_at is None)) and not self._is_over():
                 self._round(self._agent.poll(self._timeout_s()))
@@ -258,8 +260,9 @@ class Supervisor:
                 self._stop(signal.SIGTERM, self._agent.running)
         if self._hint_at is not None and now >= self._hint_at:
             self._hint_at = None
-            if (running := self._agent.running) and self._killed_at is None and not self._quiet:
-                self._say(f"waiting up to {self._grace_s:g} s for {rank_list(running)} (--grace); Ctrl-C again kills")
+            if (running := self._agent.running) and self._killed_at is None:
+                who = rank_list(running)
+                self._voice.remark(f"waiting up to {self._grace_s:g} s for {who} (--grace); Ctrl-C again kills")
         if self._kill_at is not None and now >= self._kill_at and self._killed_at is None and self._agent.running:
             self._kill(f"did not end within {self._grace_s:g} s")
         self._write()
@@ -289,12 +292,12 @@ class Supervisor:
                 self._dump.awaited.difference_update(event.ranks)
             self.ended |= dict.fromkeys(event.ranks, event.why)
             if all(map(self._may_die, event.ranks)):
-                self._say(event.why)
+                self._voice.say(event.why)
             elif self._kill_at is None:
                 lost = Failure(event.ranks[0], 0, _LOST_CODE, time.monotonic(), host=event.host, lost=event.why)
                 self._blame.add(lost)
             elif self._killed_at is not None:
-                self._say(event.why)
+                self._voice.say(event.why)
         elif isinstance(event, Noted):
             self._screen.note(event.host.encode() + b": " + event.text)
         elif isinstance(event, Again):
@@ -302,6 +305,7 @@ class Supervisor:
                 self._agent.again(event)
         elif isinstance(event, Begun):
             self.ended.pop(event.rank, None)
+            self._voice.tell(f"rank {event.rank} started again")
             self.begun[event.rank] = self.begun.get(event.rank, 0) + 1
         elif isinstance(event, Asked):
             self._received.append(event.signal)
@@ -316,7 +320,7 @@ class Supervisor:
     def _take_came(self, event: Came) -> None:
         if self._kill_at is None:
             self.joined = True
-            self._screen.note(f"allranks run: {event.host} has come; the ranks start again".encode())
+            self._voice.say(f"{event.host} has come; the ranks start again")
             self._stop(signal.SIGTERM, self._agent.running)
 
     def _may_die(self, rank: int) -> bool:
@@ -327,16 +331,19 @@ class Supervisor:
         self._screen.end(event.rank)
         self.ended[event.rank] = event.status
         self._tails[event.rank] = event.tail
+        failure = self._placed(Failure(event.rank, event.pid, event.status, time.monotonic()))
+        self._voice.tell(str(failure))
         if self._dump is not None:
             self._dump.awaited.discard(event.rank)
         if self._kill_at is not None:
-            if self._signalled is not None and event.status in (-self._signalled, -signal.SIGKILL):
+            told = self._blame.failures.get(event.rank)
+            silent = told is None or told.report is None or not told.report.where
+            if self._signalled is not None and silent and event.status in (-self._signalled, -signal.SIGKILL):
                 self._unasked.append(event.rank)
             return
-        failure = self._placed(Failure(event.rank, event.pid, event.status, time.monotonic()))
         if self._may_die(event.rank):
-            if event.status and not self._quiet:
-                self._say(f"{failure}; the others go on")
+            if event.status:
+                self._voice.remark(f"{failure}; the others go on")
             return
         if event.status != 0:
             self._blame.add(failure)
@@ -347,10 +354,10 @@ class Supervisor:
 
     def _say_who_lingers(self) -> None:
         """A rank that never joins leaves the others waiting for it; nobody else would say so for long."""
-        if (running := self._agent.running) and not self._quiet:
+        if running := self._agent.running:
             verb = "is" if len(running) == 1 else "are"
             left = f"{rank_list(sorted(self._left))} exited with code 0 before the others"
-            self._screen.note(f"allranks run: {left}; {rank_list(running)} {verb} still running".encode())
+            self._voice.remark(f"{left}; {rank_list(running)} {verb} still running")
 
     def _take_signal(self, number: int) -> None:
         if number == signal.SIGWINCH:
@@ -362,6 +369,7 @@ class Supervisor:
             self._kill("")
             return
         if number in self._signals:
+            self._voice.tell(f"{signal.Signals(number).name} is passed on to {rank_list(self._agent.running)}")
             self._agent.signal(number, self._agent.running, alone=True)
             return
         self._asked = True
@@ -392,21 +400,21 @@ class Supervisor:
         assert self._dumped is not None
         dump = self._dumped
         self._idled = True
-        self._say(f"no rank has written anything for {self._idle_s:g} s (--idle-timeout); this is where they are:")
+        idle = f"no rank has written anything for {self._idle_s:g} s"
+        self._voice.say(f"{idle} (--idle-timeout); this is where they are:")
         for ranks, lines in stacks.render({r: text.decode(errors="replace") for r, text in dump.texts.items()}):
             self._screen.say(ranks, [line.encode() for line in lines])
         silent = dict.fromkeys(sorted(dump.awaited), "did not say where it is (blocked signals, or the kernel)")
         for rank, why in (dump.whys | silent).items():
-            self._say(f"{rank_list([rank])} {why}")
+            self._voice.say(f"{rank_list([rank])} {why}")
         self._stop(signal.SIGTERM, self._agent.running)
-
-    def _say(self, text: str) -> None:
-        self._screen.note(f"allranks run: {text}".encode())
 
     def _stop(self, number: int, ranks: list[int]) -> None:
         self._dump = None
         self._stopped_at = time.monotonic()
         self._kill_at = self._stopped_at + self._grace_s
+        if ranks:
+            self._voice.tell(f"{signal.Signals(number).name} to {rank_list(ranks)}")
         self._agent.signal(number, ranks)
         self._agent.signal(signal.SIGCONT, ranks)  # a stopped process would not see the signal
 
@@ -415,9 +423,9 @@ class Supervisor:
         if self._killed_at is None:
             self._killed_at = time.monotonic()
         running = self._agent.running
-        if running and why and not self._quiet:
+        if running and why:
             verb = "was" if len(running) == 1 else "were"
-            self._screen.note(f"allranks run: {rank_list(running)} {why} and {verb} killed".encode())
+            self._voice.remark(f"{rank_list(running)} {why} and {verb} killed")
         self._agent.signal(signal.SIGKILL, running)
 
     def _write(self) -> None:
@@ -426,7 +434,7 @@ class Supervisor:
                 gone = isinstance(error, BrokenPipeError)  # what SIGPIPE would tell, which python ignores
                 if not gone:
                     self._output_lost = True
-                    self._screen.note(f"allranks run: cannot write to {name}: {error.strerror}".encode())
+                    self._voice.say(f"cannot write to {name}: {error.strerror}")
                 if self._kill_at is None:
                     self._signalled = signal.SIGPIPE if gone else None
                     self._stop(signal.SIGTERM, self._agent.running)
@@ -456,7 +464,7 @@ class Supervisor:
             if self._signalled != signal.SIGPIPE and self._tells:
                 name = signal.Signals(self._signalled).name
                 places = self._dumped.places(self._unasked) if self._dumped is not None else {}
-                self._screen.note(describe_interrupt(name, failures, self._quiet, places))
+                self._screen.note(describe_interrupt(name, failures, self._voice, places))
             return self._own_code()
         if self.joined:  # what ranks said when they were asked to end
             return 0
@@ -470,7 +478,7 @@ class Supervisor:
         before = [failure for failure in failures if failure.at < self._stopped_at]
         tail = self._screen.tail(self._cause.rank) or self._tails.get(self._cause.rank, ())
         self.failed = True
-        self.last_words = describe_failure(self._cause, before, tail, self._quiet, sorted(self._left))
+        self.last_words = describe_failure(self._cause, before, tail, self._voice, sorted(self._left))
         if self._tells:
             self._screen.note(self.last_words)
         return self._cause.exit_code
@@ -479,9 +487,9 @@ class Supervisor:
         """After all that ranks said when they were stopped, once more and in short."""
         assert self._dumped is not None
         self.failed = True
-        lines = [f"allranks run: stopped, as no rank had written anything for {self._idle_s:g} s"]
+        lines = [self._voice.line(f"stopped, as no rank had written anything for {self._idle_s:g} s")]
         for place, ranks in self._dumped.places(sorted(self._dumped.texts)).items():
-            lines.append(f"allranks run: {rank_list(ranks)}: at {place}")
+            lines.append(self._voice.line(f"{rank_list(ranks)}: at {place}"))
         self.last_words = "\n".join(lines).encode()
         self._screen.note(self.last_words)
         return _IDLE_CODE

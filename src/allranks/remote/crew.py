@@ -20,6 +20,7 @@ from allranks.launch.call import output_streams
 from allranks.launch.messages import Again
 from allranks.launch.ranks.target import SERVE, Target
 from allranks.launch.spread import Job
+from allranks.launch.voice import Voice
 
 __all__ = ["Crew", "describe_end", "read_status"]
 
@@ -53,7 +54,7 @@ class Crew:
             threads=threads,
             exports=tuple(f"{name}={value}" for name, value in environ.items()),
             join_timeout_s=timeout_s,
-            quiet=True,
+            voice=Voice("init_master_worker", quiet=True),
             signals=(),
         )
         self._job = Job(options, len(hosts), len(hosts), streams=output_streams(), first=1)

@@ -36,8 +36,9 @@ from allranks._hostlist import Slots, parse_hosts
 from allranks._network import machine, nearest_first, published_addresses
 from allranks._rendezvous import Member, this_member
 from allranks._store import Store, StoreClient, StoreServer, load_secret
+from allranks._threads import Daemon
 from allranks.launch.hosts.door import Door, dial, store_secret
-from allranks.launch.messages import Again
+from allranks.launch.messages import Again, Ended
 from allranks.launch.ranks.rank import this_rank
 from allranks.launch.ranks.target import MASTER
 from allranks.launch.spread import is_here
@@ -147,7 +148,7 @@ class Post:
         self.device = device
         self._serve = serve
         self._board = board
-        threading.Thread(target=_end_with, args=(sock,), name="allranks-line", daemon=True).start()
+        Daemon(target=_end_with, args=(sock,), name="allranks-line").start()
         self.leave = board.close
         atexit.register(self.leave)
         os.register_at_fork(after_in_child=sock.close)  # or the master would not see this process' end
@@ -176,19 +177,27 @@ class Workers:
         on_lost: called with a worker's rank, in another thread, when it is gone.
     """
 
-    def __init__(self, house: _House, lines: list[Line], crew: Crew | None, welcome: _Welcome) -> None:
+    def __init__(
+        self,
+        house: _House,
+        lines: list[Line],
+        crew: Crew | None,
+        welcome: _Welcome,
+        told: StoreClient | None = None,
+    ) -> None:
         self.lines = lines
         self._welcome = welcome
         self._new: deque[Line] = deque()  # to be watched
         self.on_lost: Callable[[int], None] | None = None
         self._house = house
         self._crew = crew
+        self._told = told  # the launcher's store, where it says how workers of any host have ended
         self._pid = os.getpid()
         self._lost: set[int] = set()
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
         self._changed = threading.Condition()
-        self._watcher = threading.Thread(target=self._watch, name="allranks-lines", daemon=True)
+        self._watcher = Daemon(target=self._watch, name="allranks-lines")
         self._watcher.start()
         atexit.register(self.close)
 
@@ -199,7 +208,7 @@ class Workers:
     def how_ended(self, rank: int) -> str:
         """How a worker's process ended, as ``killed by signal 9 (SIGKILL)`` or ``exit code 3``; "" if not known."""
         line = self.lines[rank - 1]
-        if self._crew is None and line.socket.family != socket.AF_UNIX:
+        if self._crew is None and self._told is None and line.socket.family != socket.AF_UNIX:
             return ""
         until = time.monotonic() + _KNOWN_S
         while (status := self._status(line)) is None and time.monotonic() < until:
@@ -207,7 +216,14 @@ class Workers:
         return "" if status is None else describe_end(status)
 
     def _status(self, line: Line) -> int | str | None:
-        return read_status(line.pid) if self._crew is None else self._crew.ended.get(line.rank)
+        if self._crew is not None:
+            return self._crew.ended.get(line.rank)
+        if self._told is None:
+            return read_status(line.pid)
+        told = self._told.peek([Ended.key(line.rank)])[0]
+        ended = msgspec.json.decode(told, type=Ended) if told is not None else None
+        # Of the rank's last process, it may be.
+        return ended.status if ended is not None and ended.pid in (0, line.pid) else None
 
     def respawn(self, rank: int, timeout_s: float = _RESPAWN_S) -> Line:
         """Starts a new worker in the place of one, which is killed if it still lives.
@@ -276,6 +292,8 @@ class Workers:
             _hang_up(line.socket)
         if self._crew is not None:
             self._crew.close()
+        if self._told is not None:
+            self._told.close()
         self._house.close()
 
     def abandon(self) -> None:
@@ -412,13 +430,21 @@ def _gather_ranks(init_method: str | None, timeout_s: float, device: str, serve:
                 meeting.store.set("master", msgspec.json.encode(house.spot))
                 welcome = _Welcome(device, serve)
                 lines = house.gather(range(1, meeting.world_size), time.monotonic() + timeout_s, welcome)
-                return Workers(house, lines, None, welcome)
+                return Workers(house, lines, None, welcome, _launchers_store() if far else None)
             except BaseException:
                 house.close()
                 raise
     finally:
         meeting.close()
     return post.serve()
+
+
+def _launchers_store() -> StoreClient | None:
+    """That of ``allranks run --mode master``; None where something else has started this process."""
+    launched = this_rank()
+    if launched is None or launched.target.mode != "master":
+        return None
+    return StoreClient.connect(os.environ["ALLRANKS_STORE"], load_secret(), _TIMEOUT_S)
 
 
 def _gather_crew(hosts: Sequence[Slots], timeout_s: float, device: str, threads: int | None, serve: str) -> Workers:

@@ -7,7 +7,6 @@ env``). It works where torch does not. What is found is ``_places``' business, t
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from allranks._env import VARIABLES
 from allranks._errors import ConfigError
 from allranks._places import CHOICES, Clue, Place, detect
+from allranks.launch.arguments.options import Parser
 
 __all__ = ["Report", "collect", "main", "render"]
 
@@ -92,12 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 2 where the environment is wrong.
     """
-    parser = argparse.ArgumentParser(
-        prog="allranks env", description="Say what started this process, from which variables, and why."
-    )
+    parser = Parser(prog="allranks env", description="Say what started this process, from which variables, and why.")
     parser.add_argument("--env", choices=CHOICES, default="auto", help="look for this only (as ALLRANKS_ENV)")
     parser.add_argument("--json", action="store_true", help="for programs")
-    options = parser.parse_args(argv)
+    try:
+        options = parser.parse_args(argv)
+    except ConfigError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
     report = collect(os.environ, options.env)
     # In one piece, as other ranks write there, too.
     sys.stdout.write((json.dumps(dataclasses.asdict(report), indent=2) if options.json else render(report)) + "\n")

@@ -7,18 +7,22 @@ spellings are accepted where they mean the same; all of them are ``torchrun``'s 
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
+from allranks._env import BACKENDS
 from allranks._errors import ConfigError
 from allranks._hostlist import Slots, parse_hostfile, parse_hosts
 from allranks._places import CHOICES
 from allranks.launch.arguments.meeting import Meeting, add_meeting, read_meeting
+from allranks.launch.hosts.ways import given
 from allranks.launch.ranks.target import Mode, Target, read_target
+from allranks.launch.voice import Voice
 
 __all__ = ["Bind", "Display", "Options", "Parser", "Show", "Streams", "parse"]
 
@@ -108,7 +112,8 @@ class Options:
         ssh: what to call in place of ssh, with options.
         iface: which networks hosts use among each other.
         dry_run: say what would be started, and where.
-        quiet: leave out what need not be said.
+        voice: how the launcher speaks.
+        backend: what the program's ``init_process_group()`` without backend takes; "" for the default.
         idle_s: stop the job when no rank has written anything for so long; None: never.
         signals: those that are passed on to the ranks and stop nothing.
         bind: which CPUs a rank may use.
@@ -140,12 +145,19 @@ class Options:
     ssh: str = ""
     iface: str = ""
     dry_run: bool = False
-    quiet: bool = False
+    voice: Voice = field(default_factory=Voice)
+    backend: str = ""
     idle_s: float | None = None
     signals: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
     bind: Bind = "none"
     one_gpu_per_rank: bool = False
     virtual_local_rank: bool = False
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variables that they ask for, which ranks get wherever they run."""
+        asked = {"ALLRANKS_INSTEAD_OF_GLOO": "1"} if self.instead_of_gloo else {}
+        return given(self.exports) | asked | ({"ALLRANKS_BACKEND": self.backend} if self.backend else {})
 
 
 # torchrun's options that are not here; the value that asks for what is so anyway, or None where the option has none.
@@ -180,19 +192,25 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized"):
-            message += f" (see {self.prog} --help)"
+            wrong = message.partition(": ")[2].split()[0].partition("=")[0]
+            near = difflib.get_close_matches(wrong, self._option_string_actions, 1)
+            message += f" ({f'did you mean {near[0]}? ' if near else ''}see {self.prog} --help)"
         raise ConfigError(message)
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
     """Reads the arguments.
+
+    Args:
+        argv: the arguments.
+        program: whose they are.
 
     Raises:
         ConfigError: they are wrong.
         SystemExit: help was asked for, and given.
     """
     args = _parser().parse_args(argv)
-    target = read_target(args.target, args.module, "allranks run", args.mode)
+    target = read_target(args.target, args.module, program, args.mode)
     meeting = read_meeting(args)
     hosts = _hosts(args.hosts, args.hostfile)
     _refuse_contradictions(args, meeting, bool(hosts))
@@ -230,7 +248,8 @@ def parse(argv: Sequence[str]) -> Options:
         ssh=args.ssh,
         iface=args.iface or meeting.own,
         dry_run=args.dry_run,
-        quiet=args.quiet,
+        voice=Voice(program, args.quiet, args.verbose),
+        backend=args.backend or "",
         idle_s=args.idle_timeout,
         signals=args.signals,
         bind=args.bind,
@@ -322,7 +341,17 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="give a program that asks torch.distributed for gloo groups on our channel; it need not be changed",
     )
-    add("-q", "--quiet", action="store_true", help="of the launcher's own lines, print only the cause of a failure")
+    add(
+        "--backend",
+        type=_backend,
+        metavar="NAME",
+        help="what init_process_group() takes where the program names none, as native, gloo or cpu:gloo,cuda:nccl",
+    )
+    aloud = parser.add_mutually_exclusive_group()
+    aloud.add_argument(
+        "-q", "--quiet", action="store_true", help="of the launcher's own lines, print only the cause of a failure"
+    )
+    aloud.add_argument("-v", "--verbose", action="store_true", help="tell what is found, started and stopped, and when")
     _add_display(parser)
     _add_placement(parser)
     _add_watch(parser)
@@ -370,6 +399,14 @@ def _hosts(text: str | None, file: Path | None) -> tuple[Slots, ...]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"cannot read the hostfile {str(file)!r}: {why}") from None
+
+
+def _backend(text: str) -> str:
+    for part in text.lower().split(","):
+        if (name := part.rpartition(":")[2].strip()) not in (*BACKENDS, "allranks"):
+            known = ", ".join(BACKENDS)
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {known}; expected NAME, or cpu:NAME,cuda:NAME")
+    return text
 
 
 def _threads(text: str) -> int | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from allranks._errors import ConfigError
-from allranks._host import count_gpus
+from allranks._host import visible_gpus
 from allranks.launch.arguments.meeting import C10D_PORT
 from allranks.launch.arguments.options import Options, Parser, parse
 from allranks.launch.cli import run
@@ -135,7 +135,7 @@ def _parser(environ: Mapping[str, str], for_launch: bool) -> argparse.ArgumentPa
         parser.add_argument(
             *("--use-env", "--use_env"), action="store_true", help="do not pass --local-rank=I; LOCAL_RANK says it"
         )
-    parser.add_argument("training_script", help=argparse.SUPPRESS)
+    parser.add_argument("training_script", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
@@ -152,7 +152,11 @@ def parse_torchruns(argv: Sequence[str], environ: Mapping[str, str], *, for_laun
         ConfigError: they are wrong.
         SystemExit: help was asked for, and given.
     """
-    return _parser(environ, for_launch).parse_args(argv)
+    parser = _parser(environ, for_launch)
+    asked = parser.parse_args(argv)
+    if asked.training_script is None:
+        raise ConfigError(f"nothing to run: expected a script (see {parser.prog} --help)")
+    return asked
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = False) -> Options:
@@ -168,7 +172,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = 
     grace = asked.shutdown_timeout
     words += ["--grace", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S) if grace is None else str(grace)]
     told = [f"{_spelling(asked)}=${{local_rank}}"] if for_launch and not asked.use_env else []
-    options = parse([*words, *_target(asked, told, environ)])
+    options = parse([*words, *_target(asked, told, environ)], "allranks launch" if for_launch else "allranks torchrun")
     target = replace(options.target, macros=True)
     return replace(options, target=target, virtual_local_rank=asked.virtual_local_rank)
 
@@ -226,7 +230,7 @@ def _ranks(asked: argparse.Namespace) -> list[str]:
     if count == "xpu":
         raise ConfigError("--nproc-per-node xpu: such devices cannot be counted here; expected their number")
     if count == "auto":
-        count = "gpu" if count_gpus() else "cpu"
+        count = "gpu" if len(visible_gpus(os.environ)) else "cpu"
     words = ["--nproc-per-node", count, "--max-restarts", str(asked.max_restarts), "--role", asked.role]
     if asked.numa_binding is not None:
         words += ["--bind", _BINDINGS[asked.numa_binding]]

@@ -34,6 +34,7 @@ from allranks._store.wire import (
     answer_greeting,
     pack_frame,
 )
+from allranks._threads import Daemon
 
 __all__ = ["Door", "dial", "store_secret"]
 
@@ -77,7 +78,7 @@ class Door:
         self._strangers: dict[socket.socket, None] = {}
         self._closing = threading.Lock()
         self._closed = False
-        self._threads = [threading.Thread(target=self._accept, args=(sock,), daemon=True) for sock in self._listeners]
+        self._threads = [Daemon(target=self._accept, args=(sock,)) for sock in self._listeners]
         for thread in self._threads:
             thread.start()
 

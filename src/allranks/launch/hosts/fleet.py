@@ -30,6 +30,7 @@ from allranks.launch.messages import (
     Command,
     Dump,
     End,
+    Ended,
     Event,
     Exited,
     Failed,
@@ -47,6 +48,7 @@ from allranks.launch.messages import (
     Start,
     Unable,
 )
+from allranks.launch.voice import Voice
 
 __all__ = ["Crowd", "Fleet", "Host", "wrong_version"]
 
@@ -118,15 +120,19 @@ class Fleet:
     """The agents of a job.
 
     Args:
+        voice: tells callers what becomes of them.
         door: where agents dial in; None if none do. The fleet closes it.
+        has_master: rank 0's host is told how other ranks have ended.
 
     Attributes:
         hosts: those that the job counts on; in the order of their ranks, once it is known.
         wake: a byte written to this descriptor makes ``poll`` return.
     """
 
-    def __init__(self, door: Door | None = None) -> None:
+    def __init__(self, voice: Voice, door: Door | None = None, *, has_master: bool = False) -> None:
+        self._voice = voice
         self.hosts: list[Host] = []
+        self._has_master = has_master
         self._crowds: list[Crowd] = []
         self._door = door
         self._callers: list[Host] = []  # who has dialled in, or is tried again, and is not one of the hosts yet
@@ -219,7 +225,7 @@ class Fleet:
 
     def turn_away(self, host: Host, why: str) -> None:
         """Sends a caller home."""
-        self._say(host, End(2, f"allranks run: error: host 0 does not take this host: {why}".encode()))
+        self._say(host, End(2, self._voice.line(f"error: host 0 does not take this host: {why}").encode()))
         self.forget(host)
 
     def forget(self, host: Host) -> None:
@@ -580,14 +586,21 @@ class Fleet:
                 at = report.at + host.offset if report.at else time.monotonic()
                 report = msgspec.structs.replace(report, at=min(at, time.monotonic()))
                 self._events.append(Failed(rank, pid, report))
-            case Exited():
-                host.running.discard(message.rank)
+            case Exited(rank, pid, status):
+                host.running.discard(rank)
                 self._events.append(message)
+                self._tell_master(Ended(rank, pid, status))
             case Begun():
                 host.running.add(message.rank)
                 self._events.append(message)
             case _:
                 self._events.append(message)
+
+    def _tell_master(self, ended: Ended) -> None:
+        if self._has_master:
+            for host in self.hosts:
+                if 0 in host.ranks:
+                    self._say(host, ended)
 
     def _recognise(self, caller: Host) -> None:
         """Gives an expected host the link of whoever has dialled in under its name."""
@@ -640,6 +653,8 @@ class Fleet:
         host.answer = None
         if host.running:
             self._events.append(Lost(host.name, tuple(sorted(host.running)), why))
+            for rank in host.running:
+                self._tell_master(Ended(rank, 0, why))
             host.running.clear()
 
     def _settle(self, gone: list[Host]) -> None:

@@ -25,8 +25,8 @@ import msgspec
 
 from allranks import __version__
 from allranks._env import split_host_port
-from allranks._errors import ConfigError, JoinError
-from allranks._host import count_gpus, usable_cpus
+from allranks._errors import ConfigError, JoinError, TimeoutError
+from allranks._host import usable_cpus, visible_gpus
 from allranks._network import interface_of, nearest_first
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
 from allranks.launch.hosts.door import dial, store_secret
@@ -37,6 +37,7 @@ from allranks.launch.messages import (
     Command,
     Dump,
     End,
+    Ended,
     Event,
     Exited,
     Finish,
@@ -61,6 +62,7 @@ from allranks.launch.ranks.rank import Rank
 from allranks.launch.ranks.target import check
 from allranks.launch.ranks.wires import reserve_descriptors
 from allranks.launch.signals import FORWARDED, handled
+from allranks.launch.voice import Voice
 
 __all__ = ["Station", "hello", "main"]
 
@@ -72,11 +74,14 @@ _DIAL_S = 10.0  # the launcher listened before it had this process started
 _REACH_S = 3.0
 
 
-def hello(node: int | None = None, nproc: int | None = None, run: str = "", role: str = "") -> Hello:
-    """What this process says first."""
+def hello(
+    node: int | None = None, nproc: int | None = None, run: str = "", role: str = "", *, count_gpus: bool = False
+) -> Hello:
+    """What this process says first. GPUs are counted where that is wanted: NVIDIA's tool may take a second."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     python = ".".join(map(str, sys.version_info[:3]))
-    return Hello(name, __version__, python, node, nproc, usable_cpus(), count_gpus(), time.monotonic(), run, role)
+    gpus = len(visible_gpus(os.environ)) if count_gpus else None
+    return Hello(name, __version__, python, node, nproc, usable_cpus(), gpus, time.monotonic(), run, role)
 
 
 class Station:
@@ -87,6 +92,7 @@ class Station:
         key: the secret that was proved where the agent has dialled; empty elsewhere.
         own: what this host's own command line says, which counts here more than the launcher's; None if it has none.
         show: makes the screen that shows this host's ranks; None to send what they write to the launcher.
+        voice: says what is wrong with that screen.
     """
 
     def __init__(
@@ -95,15 +101,18 @@ class Station:
         key: bytes = b"",
         own: Prepare | None = None,
         show: Callable[[Start], Screen] | None = None,
+        voice: Voice | None = None,
     ) -> None:
         self._link = link
         self._key = key
         self._own = own
         self._show = show
+        self._voice = voice or Voice()
         self._screen: Screen | None = None
         self._prepared: Prepare | None = None
         self._guard: Guard | None = None
         self._server: StoreServer | None = None
+        self._store: StoreClient | None = None  # the server's, once something is to be put there
         self._agent: Agent | None = None
         self._seats: tuple[Seat, ...] = ()
         self._commands: deque[Command] = deque()
@@ -312,7 +321,7 @@ class Station:
                 agent.signal(number, agent.running, alone=True)
         if screen is not None:
             for name, error in screen.flush():
-                screen.note(f"allranks run: cannot write to {name}: {error.strerror}".encode())
+                self._voice.through(screen.note).say(f"cannot write to {name}: {error.strerror}")
 
     def _obey(self, agent: Agent) -> None:
         self._link.flush()
@@ -323,6 +332,8 @@ class Station:
                     agent.signal(number, ranks, alone)
                 case Again() as again:
                     agent.again(again)
+                case Ended() as ended:
+                    self._keep(ended)
                 case Dump(ranks):
                     agent.dump(ranks)
                 case Listen(on):
@@ -336,6 +347,17 @@ class Station:
         agent.heed(blocked | ({self._link.mouth} if self._link.backlog else set()))
         agent.listen(self._listening and max(backlog, self._link.backlog) < _BACKLOG)
 
+    def _keep(self, ended: Ended) -> None:
+        """Puts it where the master, a rank of this host, finds it."""
+        assert self._server is not None
+        assert self._prepared is not None
+        try:
+            if self._store is None:
+                self._store = StoreClient.connect(self._server.here, self._prepared.secret, _REACH_S)
+            self._store.set(Ended.key(ended.rank), msgspec.json.encode(ended))
+        except (JoinError, StoreLostError, TimeoutError) as error:
+            print(f"the master is not told how rank {ended.rank} ended: {error}", file=sys.stderr, flush=True)
+
     def _finish(self, agent: Agent) -> None:
         until = time.monotonic() + _STRAGGLERS_S
         agent.listen(True)
@@ -347,8 +369,10 @@ class Station:
 
     def _clear(self) -> None:
         """Gives back what a round had."""
-        agent, guard, server, screen = self._agent, self._guard, self._server, self._screen
-        self._agent = self._guard = self._server = self._screen = None
+        agent, guard, server, screen, store = self._agent, self._guard, self._server, self._screen, self._store
+        self._agent = self._guard = self._server = self._screen = self._store = None
+        if store is not None:
+            store.close()
         if agent is not None:
             agent.close()
         if guard is not None:
@@ -422,6 +446,7 @@ def main(argv: Sequence[str]) -> int | Rank:
     """Serves a launcher on stdin and stdout, or where ``--dial`` says."""
     parser = argparse.ArgumentParser(prog="allranks agent", allow_abbrev=False)
     parser.add_argument("--dial", metavar="HOST,...:PORT")
+    parser.add_argument("--count-gpus", action="store_true")
     args = parser.parse_args(argv)
     try:
         key = b""
@@ -437,9 +462,9 @@ def main(argv: Sequence[str]) -> int | Rank:
             key = load_secret()
             sock = dial(targets, key, time.monotonic() + _DIAL_S)
             ear = mouth = sock.detach()
-        last = Station(to_launcher(ear, mouth), key).run(hello())
+        last = Station(to_launcher(ear, mouth), key).run(hello(count_gpus=args.count_gpus))
     except ConfigError as error:
-        print(f"allranks run: {socket.gethostname()}: {error}", file=sys.stderr)
+        print(f"{socket.gethostname()}: {error}", file=sys.stderr)  # for whoever started it
         return 2
     except LinkLost:
         return 1

@@ -49,15 +49,17 @@ _NOT_CARRIED = ("ALLRANKS_SECRET", "ALLRANKS_STORE", "PYTHONHOME")
 _PER_TASK = ("SLURM_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 
 
-def agent_words(python: str, flags: Sequence[str] = (), dial: str = "") -> list[str]:
+def agent_words(python: str, flags: Sequence[str] = (), dial: str = "", count_gpus: bool = False) -> list[str]:
     """The command that becomes an agent.
 
     Args:
         python: the interpreter, by the path that it has on all hosts.
         flags: its options.
         dial: where the launcher listens, ``host,host:port``; "" for an agent that speaks on stdin and stdout.
+        count_gpus: it says how many GPUs there are.
     """
-    return [python, *flags, "-m", "allranks.launch.hosts.serve", *(["--dial", dial] if dial else [])]
+    words = [*(["--dial", dial] if dial else []), *(["--count-gpus"] if count_gpus else [])]
+    return [python, *flags, "-m", "allranks.launch.hosts.serve", *words]
 
 
 def like_ssh(way: str, host: str, agent: Sequence[str], environ: Mapping[str, str], ssh: str = "") -> list[str]:

@@ -4,25 +4,21 @@ A rank that wanders between NUMA nodes loses half of its memory's bandwidth, and
 core share that core. So with ``--bind core`` each rank has whole cores of its own, with ``--bind numa`` the cores of
 one NUMA node, which it may share; next to its GPU, where it has one and the machine says where that is.
 
-The first half is pure: a machine comes in as data. What a machine is, its kernel and NVIDIA's tools say; the second
-half asks them, without torch.
+The first half is pure: a machine comes in as data. The second half asks the kernel what it is; GPUs are ``_host``'s.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from allranks._errors import ConfigError, spans
-from allranks._host import usable_cpus
+from allranks._host import Gpu, read_numbers, usable_cpus, visible_gpus
 from allranks.launch.arguments.options import Bind
 
-__all__ = ["Core", "Gpu", "Machine", "Seat", "describe", "place", "read_machine", "seats", "visible_gpus"]
+__all__ = ["Core", "Machine", "Seat", "describe", "place", "read_machine", "seats"]
 
 
 @dataclass(frozen=True)
@@ -31,19 +27,6 @@ class Core:
 
     cpus: tuple[int, ...]
     node: int = 0
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU, or a part of one.
-
-    Attributes:
-        name: what CUDA_VISIBLE_DEVICES calls it: a number, or the UUID of a GPU or of a part (MIG).
-        node: the NUMA node next to it; None if nobody knows.
-    """
-
-    name: str
-    node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -190,88 +173,11 @@ def read_machine(environ: Mapping[str, str], with_gpus: bool, root: Path = Path(
 def _read_cores(system: Path, cpus: set[int]) -> tuple[Core, ...]:
     nodes: dict[int, int] = {}
     for folder in system.glob("node/node[0-9]*"):
-        for cpu in _numbers(folder / "cpulist"):
+        for cpu in read_numbers(folder / "cpulist"):
             nodes[cpu] = int(folder.name.removeprefix("node"))
     cores: dict[tuple[int, tuple[int, ...]], Core] = {}
     for cpu in sorted(cpus):
-        siblings = _numbers(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") or [cpu]
+        siblings = read_numbers(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") or [cpu]
         node = nodes.get(cpu, 0)
         cores[node, tuple(siblings)] = Core(tuple(sorted(cpus.intersection(siblings))), node)
     return tuple(sorted(cores.values(), key=lambda core: (core.node, core.cpus)))
-
-
-def _numbers(path: Path) -> list[int]:
-    """The numbers of a kernel's list, ``0-3,8``; none where there is no such file."""
-    try:
-        words = path.read_text().strip().split(",")
-    except OSError:
-        return []
-    bounds = [word.partition("-")[::2] for word in words if re.fullmatch(r"\d+(-\d+)?", word)]  # -1: nobody knows
-    return [number for low, high in bounds for number in range(int(low), int(high or low) + 1)]
-
-
-def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Gpu, ...]:
-    """The GPUs that a CUDA program started here would see, asked without CUDA.
-
-    Args:
-        environ: with CUDA_VISIBLE_DEVICES, which schedulers set, too.
-        root: where /sys and /proc are.
-    """
-    nodes = _read_drivers(root)
-    installed = _ask_nvidia_smi() or {uuid: (str(n), ()) for n, uuid in enumerate(nodes)}
-    parts = {part: gpu for gpu, (_, mig) in installed.items() for part in mig}
-    numbered = {number: uuid for uuid, (number, _) in installed.items()}
-    wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        names = [name for uuid, (number, mig) in installed.items() for name in (mig or (number,))]
-    else:
-        names = []
-        for word in wanted.split(","):
-            word = word.strip()
-            if not re.fullmatch(r"\d+|(GPU|MIG)-\S+", word) or (word.isdigit() and installed and word not in numbered):
-                break  # CUDA sees nothing of what stands behind a wrong word
-            names.append(word)
-    return tuple(Gpu(name, nodes.get(parts.get(name) or numbered.get(name, name))) for name in names)
-
-
-_LISTED = re.compile(r"(?:GPU (?P<number>\d+):|  MIG .*Device +\d+:).*\(UUID: (?P<uuid>[^)]+)\)")
-
-
-@functools.cache  # it takes its time
-def _ask_nvidia_smi() -> dict[str, tuple[str, tuple[str, ...]]]:
-    """UUID -> number and UUIDs of parts; empty without the tool."""
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    return _parse_list(done.stdout)
-
-
-def _parse_list(text: str) -> dict[str, tuple[str, tuple[str, ...]]]:
-    found: dict[str, tuple[str, tuple[str, ...]]] = {}
-    last = ""
-    for line in text.splitlines():
-        match = _LISTED.fullmatch(line)
-        if match is None:
-            continue
-        if match["number"] is not None:
-            last = match["uuid"]
-            found[last] = (match["number"], ())
-        elif last:
-            number, parts = found[last]
-            found[last] = (number, (*parts, match["uuid"]))
-    return found
-
-
-def _read_drivers(root: Path) -> dict[str, int | None]:
-    """UUID -> NUMA node of the GPUs that the driver knows, in the order of their numbers."""
-    found: dict[str, int | None] = {}
-    for folder in sorted((root / "proc/driver/nvidia/gpus").glob("*")):
-        try:
-            match = re.search(r"GPU UUID:\s*(\S+)", (folder / "information").read_text())
-        except OSError:
-            continue
-        if match is not None:
-            node = _numbers(root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node")
-            found[match[1]] = node[0] if node else None
-    return found

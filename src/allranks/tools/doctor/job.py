@@ -17,7 +17,7 @@ from allranks.tools.doctor.check import Finding, fail, ok, warn
 __all__ = ["CHECKS", "job_here", "judge_variables", "orphans", "unused_files"]
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE")
-_INTERNAL = ("ALLRANKS_BENCH_", "ALLRANKS_TEST_", "ALLRANKS_PULSE_")
+_OF_TESTS = ("ALLRANKS_TEST_", "ALLRANKS_PULSE_")
 # Of torch's DataLoader and multiprocessing, Open MPI, MPICH, NCCL.
 _SHARED = ("torch_*", "psm_*", "sem.mp-*", "sm_segment.*", "vader_segment.*", "mpich_shm_*", "nccl-*")
 _SETTLED_S = 60.0
@@ -51,7 +51,7 @@ def judge_variables(environ: Mapping[str, str]) -> Finding:
             f"Left over from another job? unset {' '.join(there)}",
         )
     known = [variable.name for variable in VARIABLES]
-    unknown = [n for n in environ if n.startswith("ALLRANKS_") and n not in known and not n.startswith(_INTERNAL)]
+    unknown = [n for n in environ if n.startswith("ALLRANKS_") and n not in known and not n.startswith(_OF_TESTS)]
     if unknown:
         close = {name: difflib.get_close_matches(name, known, 1) for name in unknown}
         meant = ", ".join(f"{name} (did you mean {near[0]}?)" if near else name for name, near in close.items())

@@ -4,7 +4,7 @@
 ``options``  the command line -> ``Job``
 ``job``      what is asked for, in no system's words
 ``files``    ``Job`` -> the file of SLURM, PBS, LSF or Kubernetes (pure)
-``hand_in``  the file -> the job's id
+``hand_in``  the file -> the job's id, and what to type next
 ===========  ============================================================
 
 The file is one that its user can read, change and keep. In it stands ``allranks run``, which starts the ranks on all
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
             if wanted.file is None:
                 sys.stdout.write(text)
             return 0
-        return hand_in.hand_in(wanted.to, text)
+        return hand_in.hand_in(wanted.to, text, wanted.job, wanted.quiet)
     except ConfigError as error:
         print(f"allranks submit: error: {error}", file=sys.stderr)
         return 2

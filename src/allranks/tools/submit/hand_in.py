@@ -1,15 +1,21 @@
-"""Hands a job file in: by stdin, so that there need be no file."""
+"""Hands a job file in: by stdin, so that there need be no file.
+
+The job's id alone goes to stdout, for ``id=$(allranks submit --now ...)``; to stderr goes what people want to know:
+what was submitted, and what to type next. gh does so, too.
+"""
 
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 
 from allranks._errors import ConfigError
+from allranks.tools.submit.job import Job
 
-__all__ = ["COMMANDS", "hand_in", "id_in"]
+__all__ = ["COMMANDS", "describe", "hand_in", "id_in"]
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "slurm": ("sbatch", "--parsable"),
@@ -23,10 +29,28 @@ _IDS = {
     "lsf": r"^Job <(\d+)>",
     "k8s": r"^(job\.batch/\S+)",
 }
+_SYSTEMS = {"slurm": "SLURM", "pbs": "PBS", "lsf": "LSF", "k8s": "Kubernetes"}
+# How to see where it is, what it writes, and how to end it.
+_NEXT = {
+    "slurm": ("squeue --jobs {id}", "tail -F {name}-{id}.out", "scancel {id}"),
+    "pbs": ("qstat {id}", "cat {name}.o{number}  (there when it has ended)", "qdel {id}"),
+    "lsf": ("bjobs {id}", "bpeek -f {id}  (then {id}.out)", "bkill {id}"),
+    "k8s": (
+        "kubectl get{space} pods --selector job-name={name}",
+        "kubectl logs{space} --follow --prefix --max-log-requests {nodes} --selector job-name={name}",
+        "kubectl delete{space} job,service,secret {name}",
+    ),
+}
 
 
-def hand_in(to: str, text: str) -> int:
-    """Gives the file to the system's command, and prints the job's id.
+def hand_in(to: str, text: str, job: Job, quiet: bool = False) -> int:
+    """Gives the file to the system's command, and says what has become of it.
+
+    Args:
+        to: the system.
+        text: the file.
+        job: what is in it.
+        quiet: say the job's id only.
 
     Returns:
         The exit code: the command's.
@@ -45,8 +69,28 @@ def hand_in(to: str, text: str) -> int:
         sys.stdout.write(done.stdout)
         print(f"allranks submit: error: {command[0]} refused it (exit code {done.returncode})", file=sys.stderr)
         return done.returncode
-    print(id_in(to, done.stdout))
+    print(name := id_in(to, done.stdout), flush=True)
+    if not quiet:
+        print(describe(to, name, job), file=sys.stderr)
     return 0
+
+
+def describe(to: str, name: str, job: Job) -> str:
+    """What was submitted, and what to type next.
+
+    Args:
+        to: the system.
+        name: the job's id there.
+        job: the job.
+    """
+    size = job.nodes * job.nproc
+    ranks, hosts = f"{size} rank{'s' * (size > 1)}", f"{job.nodes} host{'s' * (job.nodes > 1)}"
+    space = f" --namespace {job.namespace}" if job.namespace else ""
+    number = name.partition(".")[0]
+    said = [text.format(id=name, name=job.name, number=number, nodes=job.nodes, space=space) for text in _NEXT[to]]
+    lines = [f"submitted to {_SYSTEMS[to]}: {shlex.join(job.words)}, {ranks} on {hosts}"]
+    lines += [f"  {what:8}{words}" for what, words in zip(("state:", "output:", "stop:"), said, strict=True)]
+    return "allranks submit: " + "\n".join(lines)
 
 
 def id_in(to: str, said: str) -> str:

@@ -38,12 +38,14 @@ class Options:
         job: the job.
         file: where the file is written; None for stdout.
         now: hand it in.
+        quiet: say nothing but the job's id then.
     """
 
     to: str
     job: Job
     file: str | None
     now: bool
+    quiet: bool
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -83,7 +85,7 @@ def parse(argv: Sequence[str]) -> Options:
         namespace=given.namespace,
         secret=secrets.token_hex(32) if k8s else "",
     )
-    return Options(given.to, job, given.file, given.now)
+    return Options(given.to, job, given.file, given.now, given.quiet)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -91,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="allranks submit",
         usage=_USAGE,
         description="Writes the job file of a batch system or of Kubernetes, in which allranks run starts the ranks.",
-        epilog="The file goes to stdout, or to --file; --now submits it and prints the job's id.",
+        epilog="The file goes to stdout, or to --file; --now submits it: the job's id is on stdout then.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -110,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--namespace", type=_plain, default="", help="k8s: where it runs")
     add("--file", metavar="PATH", help="write the file there")
     add("--now", action="store_true", help="submit it: sbatch, qsub, bsub, kubectl apply")
+    add("-q", "--quiet", action="store_true", help="with --now: say the job's id only")
     add("-m", "--module", action="store_true", help="run a python module, as python -m does")
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
