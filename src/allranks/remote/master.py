@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "Master"]
 
 _PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
-_UNNOTICED = ("keep", "drop", "forget", "group", "ungroup", "kind")  # orders that a captured step can do without
+_UNNOTICED = ("keep", "drop", "forget", "copied", "group", "ungroup", "kind")  # orders that no step needs
 _LAST_INDEX = 127  # torch keeps a device's index in a signed byte
 _LOOK_S = 0.5
 P = ParamSpec("P")
@@ -559,14 +559,14 @@ class Master:
     @_alone
     def item(self, x: RemoteTensor) -> Any:
         self.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
-        value = self.request(_single(x), "item", id=x._ref.id)
+        value = self.request(self.single(x), "item", id=x._ref.id)
         return complex(*value) if isinstance(value, list) else value
 
     @_alone
     def fetch(self, x: RemoteTensor) -> torch.Tensor:
         """A tensor's data, here."""
         self.refuse_recording("a tensor is fetched")
-        place = _single(x)
+        place = self.single(x)
         dense = self.dense(x)
         sig = dense._sig
         nbytes = sig.shape.numel() * sig.dtype.itemsize
@@ -587,6 +587,16 @@ class Master:
         made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
         self._exchange(link, rank, lambda group: group.recv(flat(made), 1))
         return made
+
+    def single(self, x: RemoteTensor) -> Place:
+        """Where it is.
+
+        Raises:
+            UsageError: on the workers of a group.
+        """
+        if len(x._place.ranks) > 1:
+            raise UsageError(f"the tensor is on {x._place}: say whose data is meant, x.shard({x._place.ranks[0]})")
+        return x._place
 
     def dense(self, x: RemoteTensor) -> RemoteTensor:
         """The tensor, or a copy of it without gaps in its memory."""
@@ -652,7 +662,7 @@ class Master:
     @_alone
     def copies(self, tensors: Sequence[RemoteTensor], place: Place) -> list[RemoteTensor]:
         """Copies tensors of one worker, as one command for each of the two."""
-        source = _single(tensors[0])
+        source = self.single(tensors[0])
         self.check(source)
         self.check(place)
         tensors = [self.dense(each) for each in tensors]
@@ -895,12 +905,6 @@ def _kind(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ..
         return type(value), value
 
     return (op, *map(look, args), *((name, look(value)) for name, value in kwargs.items()))
-
-
-def _single(x: RemoteTensor) -> Place:
-    if len(x._place.ranks) > 1:
-        raise UsageError(f"the tensor is on {x._place}: say whose data is meant, x.shard({x._place.ranks[0]})")
-    return x._place
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -23,7 +23,7 @@ __all__ = ["OPERATIONS", "ORDERS", "Shop"]
 
 
 class Shop:
-    """What orders work with: the groups of this worker, its clocks."""
+    """What orders work with: the groups of this worker, its clocks, what it copies."""
 
     def __init__(self, post: Post | None) -> None:
         self.post = post
@@ -32,6 +32,7 @@ class Shop:
         self.outcomes: dict[int, Any] = {}
         self.afterwards: Callable[[], Any] | None = None  # what an order does when it has been answered
         self.marks: dict[int, float] = {}
+        self.copies: dict[int, dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]] = {}
 
     def link(self, name: str) -> ProcessGroup:
         """A group by its name.
@@ -151,6 +152,32 @@ def memory(worker: Interpreter, data: memoryview) -> dict[str, int]:
     with open("/proc/self/statm") as pages:
         resident = int(pages.read().split()[1])
     return {"tensors": len(worker.slots), "allocated": sum(storages.values()), "resident": resident * 4096}
+
+
+def storage(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) -> list[int]:
+    """All of a tensor's memory as bytes: a name for it, which is no other's while a tensor is there, and how many."""
+    held = worker.take(id)
+    memory = held.untyped_storage()
+    worker.slots[outputs[0]] = torch.empty(0, dtype=torch.uint8, device=held.device).set_(memory)
+    return [memory._cdata, memory.nbytes()]
+
+
+def twin(worker: Interpreter, data: memoryview, copying: int, id: int, outputs: list[int]) -> None:
+    """A copy of a tensor, in a copy of its memory that is one for all that are copied together."""
+    held = worker.take(id)
+    memory = held.untyped_storage()
+    copies = worker.shop.copies.setdefault(copying, {})
+    if memory._cdata not in copies:
+        own = memory.clone()  # type: ignore[no-untyped-call]
+        copies[memory._cdata] = own, memory  # which is held, so that no other gets its name
+    into, _ = copies[memory._cdata]
+    made = torch.empty(0, dtype=held.dtype, device=held.device)
+    worker.slots[outputs[0]] = made.set_(into, held.storage_offset(), held.shape, held.stride())
+
+
+def copied(worker: Interpreter, data: memoryview, copying: int) -> None:
+    """All that was to be copied together is."""
+    worker.shop.copies.pop(copying, None)
 
 
 def alias(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) -> None:
@@ -349,6 +376,9 @@ ORDERS: dict[str, Callable[..., Any]] = {
         mark,
         marked,
         memory,
+        storage,
+        twin,
+        copied,
         alias,
         kind,
         default_dtype,

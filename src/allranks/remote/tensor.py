@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import struct
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +45,7 @@ class Place:
         call: queues one: the outbox's, or while a step is captured the recorder's.
     """
 
-    __slots__ = ("call", "calls", "device", "index", "lazy", "master", "ranks", "target")
+    __slots__ = ("__weakref__", "call", "calls", "device", "index", "lazy", "master", "ranks", "target")
 
     def __init__(self, master: Master, index: int, ranks: tuple[int, ...], target: int) -> None:
         self.master = master
@@ -231,12 +230,9 @@ class RemoteTensor(torch.Tensor):
         return self._place.master.show(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if isinstance(self, torch.nn.Parameter):
-            return (torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict()))
-        # As torch saves tensors of devices that have no storage here.
-        plain = self.detach().cpu()
-        rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
-        return (rebuild, (plain, self.dtype, str(self.device), self.requires_grad))
+        from allranks.remote.saving import reduce
+
+        return reduce(self)
 
     def __copy__(self) -> Any:
         made: Any = make(self._place, self._sig, self._ref, self._off)  # the same memory
@@ -252,14 +248,14 @@ class RemoteTensor(torch.Tensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
                 " at the moment."
             )
-        with torch.no_grad():
-            made: Any = self.detach().clone()
-            if getattr(self, "_is_param", False):
-                made = torch.nn.Parameter(made, self.requires_grad)
-            else:
-                made.requires_grad_(self.requires_grad)
-            if self.grad is not None:
-                made.grad = copy.deepcopy(self.grad, memo)
+        from allranks.remote.saving import twin
+
+        made: Any
+        if isinstance(self, torch.nn.Parameter):  # to torch it is all of its memory, and its gradient is not copied
+            made = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        else:
+            made = twin(self, memo).requires_grad_(self.requires_grad)
+            made.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = made
         return made
 
