@@ -71,6 +71,7 @@ class _Recording:
 
     entries: list[_Entry] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
+    places: dict[int, Place] = field(default_factory=dict)  # by target: they must not end before this does
     fixed: dict[int, Any] = field(default_factory=dict)  # Refs, by number
     made: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
     kept: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
@@ -105,6 +106,7 @@ class _Recorder:
         self._master = master
         self._name = name
         self._thread = threading.get_ident()
+        self._places = {place.target: place for place in handles.places() if place.master is master}
         self._numbers = {each._ref.whole.id: number for number, each in enumerate(inputs)}
         self._next = len(inputs)
 
@@ -118,9 +120,8 @@ class _Recorder:
         self._point(self._master.outbox.call)
 
     def _point(self, call: Callable[..., Any]) -> None:
-        for place in handles._places:
-            if place is not None and place.master is self._master:
-                place.call = call
+        for place in self._places.values():
+            place.call = call
 
     def refuse(self, why: str, always: bool) -> None:
         """Hears of what a captured step cannot do.
@@ -143,6 +144,7 @@ class _Recorder:
             found: Any = [] if not outputs else [made] if outputs == 1 else made
             self.recording.entries.append(_Entry(target, template, inputs, tuple(map(self._make, found)), values))
             self.recording.lines.append(line)
+            self.recording.places[target] = self._places[target]
         return made
 
     def number_of(self, x: RemoteTensor) -> int:
@@ -269,9 +271,7 @@ class _Replay:
     def _divide(self) -> list[_Part]:
         """Tells each worker its part; those with the same part together."""
         master, recording = self._master, self._recording
-        ranks_of: dict[int, tuple[int, ...]] = {}
-        for place in master.places.values():
-            ranks_of[place.target] = place.ranks
+        ranks_of = {target: place.ranks for target, place in recording.places.items()}
         self._ranks_of = ranks_of
         self._owners = {number: entry.target for entry in recording.entries for number in entry.outputs}
         mine: dict[int, list[int]] = {}

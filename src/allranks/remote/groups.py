@@ -146,7 +146,7 @@ class Group:
         master = self._place.master
         looks = torch.empty(shape, device="meta")
         sig = signature(handle.dtype, looks.shape, looks.stride())
-        (made,) = master.invoke(self._place, name, [handle], [self._link(), *said], [sig])
+        (made,) = master.invoke(self._place, name, self._link(), [handle], said, [sig])
         return made
 
     def _together(self, name: str, tensors: torch.Tensor | Iterable[torch.Tensor], said: Any) -> None:
@@ -154,11 +154,11 @@ class Group:
         handles = [self._mine(each) for each in listed]
         if not handles or len(self.ranks) == 1:
             return
-        self._place.master.invoke(self._place, name, handles, [self._link(), said])
+        self._place.master.invoke(self._place, name, self._link(), handles, [said])
         torch.autograd.graph.increment_version(handles)
 
-    def _link(self) -> str:
-        return self._place.master.link(*self.ranks)
+    def _link(self) -> int:
+        return self._place.master.link(self._place, *self.ranks)
 
     def _mine(self, tensor: torch.Tensor) -> RemoteTensor:
         if not isinstance(tensor, RemoteTensor) or tensor._place is not self._place:

@@ -43,9 +43,10 @@ class Place:
         target: how the outbox calls it.
         calls: the calls that these workers know, by key.
         call: queues one: the outbox's, or while a step is captured the recorder's.
+        links: native groups that were made for it, by their ranks; they end with it.
     """
 
-    __slots__ = ("__weakref__", "call", "calls", "device", "index", "lazy", "master", "ranks", "target")
+    __slots__ = ("__weakref__", "call", "calls", "device", "index", "lazy", "links", "master", "ranks", "target")
 
     def __init__(self, master: Master, index: int, ranks: tuple[int, ...], target: int) -> None:
         self.master = master
@@ -55,6 +56,7 @@ class Place:
         self.lazy = torch.device("lazy", index)
         self.device = torch.device("worker", index)
         self.calls: dict[Any, Call] = {}
+        self.links: dict[tuple[int, ...], int] = {}
         self.call = master.outbox.call
 
     def __str__(self) -> str:
@@ -272,8 +274,17 @@ def make(place: Place, sig: Signature, ref: Any, offset: int = 0) -> RemoteTenso
     return made  # type: ignore[no-any-return]
 
 
-_places: list[Place | None] = [None] * 128
-"""By index of device."""
+def nowhere() -> None:
+    """A reference to no place."""
+
+
+_places: list[Callable[[], Place | None]] = [nowhere] * 128
+"""By index of device: weak references, as a group ends when nothing uses it any more."""
+
+
+def places() -> list[Place]:
+    """Those that devices mean."""
+    return [found for each in list(_places) if (found := each()) is not None]
 
 
 def place_of(device: torch.device | None) -> Place:
@@ -286,12 +297,13 @@ def place_of(device: torch.device | None) -> Place:
     index = (device.index if device is not None else None) or _current[0]
     if index < 0:  # torch keeps it in eight bits
         index += 256
-    place = _places[index] if index < len(_places) else None
+    place = _places[index]() if index < len(_places) else None
     if place is None:
-        there = [each.index for each in _places if each is not None and each.index == each.ranks[0]]
+        there = [each.index for each in places() if each.index == each.ranks[0]]
         if not there:
             raise UsageError(f"worker:{index}: there are no workers. Call allranks.init_master_worker() first")
-        raise UsageError(f"there is no worker:{index}; there are worker:{min(there)} to worker:{max(there)}")
+        ended = "; a group's device ends with it: hold what group() returned" if index > max(there) + 1 else ""
+        raise UsageError(f"there is no worker:{index}; there are worker:{min(there)} to worker:{max(there)}{ended}")
     return place
 
 
