@@ -2,22 +2,29 @@
 
 What the workers do alone is told to a group as to one worker. What they do together, and how tensors come to them in
 parts and go back, is here.
+
+To autograd a group's tensor is one tensor of which each worker has a row: its gradient is each worker's own, and a
+backward that begins with a group's tensor is that of the sum over its workers. What goes between workers is a linear
+map, whose backward is its transpose: that of a part is zeros elsewhere, that of a copy to all is the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from allranks._errors import UsageError
+from allranks.remote.lines import here
 from allranks.remote.signature import signature
-from allranks.remote.tensor import Place, RemoteTensor, make
+from allranks.remote.tensor import Place, RemoteTensor, as_view, make
 
-__all__ = ["Group", "all_reduce_", "broadcast_"]
+__all__ = ["Group", "all_reduce_", "broadcast_", "shard"]
 
 _OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "product": "PRODUCT", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
+_LINEAR = ("sum", "avg", "mean")
 
 
 class Group:
@@ -59,36 +66,30 @@ class Group:
         Shape:
             ``[n, ...]`` here, ``[n / len(group), ...]`` on each.
         """
-        _without_graph("scatter", tensor)
-        place, count = self._place, len(self.ranks)
-        if tensor.dim() == 0 or tensor.shape[dim] % count:
-            raise UsageError(
-                f"scatter: dimension {dim} of {tuple(tensor.shape)} cannot be cut into {count} equal parts, "
-                "one for each worker of the group"
-            )
-        parts = [part.contiguous() for part in tensor.detach().chunk(count, dim)]
-        if isinstance(tensor, RemoteTensor):
-            return self.join([part.to(f"worker:{rank}") for part, rank in zip(parts, self.ranks, strict=True)])
-        master = place.master
-        master.refuse_recording("a tensor of the master's is sent to workers")
-        master.check(place)
-        sig = signature(tensor.dtype, parts[0].shape, parts[0].stride())
-        (ref,) = master.outbox.reserve(place.target, 1)
-        for part, rank in zip(parts, self.ranks, strict=True):
-            master.hold(master.places[(rank,)], ref, sig, part)
-        return make(place, sig, ref)
+        self._part_of("scatter", tensor.shape, dim)
+        if not isinstance(tensor, RemoteTensor):
+            made: RemoteTensor = _through(partial(self._deal, dim), partial(self._collect, dim), tensor)
+            return made
+        parts = zip(tensor.chunk(len(self.ranks), dim), self.ranks, strict=True)
+        source = tensor._place.ranks
+        return self.join(
+            [
+                part.clone(memory_format=torch.contiguous_format)
+                if (rank,) == source
+                else part.contiguous().to(f"worker:{rank}")
+                for part, rank in parts
+            ]
+        )
 
     def join(self, tensors: Sequence[torch.Tensor]) -> RemoteTensor:
         """Makes one handle of tensors of the same shape, one on each worker, in the order of the ranks.
 
         The memory stays shared with them.
         """
-        place = self._place
         if len(tensors) != len(self.ranks):
             raise UsageError(f"join: expected {len(self.ranks)} tensors, one for each worker, not {len(tensors)}")
         handles: list[RemoteTensor] = []
         for tensor, rank in zip(tensors, self.ranks, strict=True):
-            _without_graph("join", tensor)
             if not isinstance(tensor, RemoteTensor) or tensor._place.ranks != (rank,):
                 where = tensor._place if isinstance(tensor, RemoteTensor) else tensor.device
                 raise UsageError(f"join: expected a tensor on worker:{rank}, not on {where}")
@@ -98,67 +99,171 @@ class Group:
                 {f"{x.dtype} {tuple(x.shape)} of strides {x.stride()} from {x.storage_offset()} on" for x in handles}
             )
             raise UsageError(f"join: the tensors differ: {'; '.join(looks)}")
-        master = place.master
-        master.refuse_recording("tensors are joined")
-        (ref,) = master.outbox.reserve(place.target, 1)
-        for handle in handles:
-            master.order(handle._place, "alias", id=handle._ref.id, outputs=[ref.id])
-        return make(place, handles[0]._sig, ref, handles[0]._off)
+        made: RemoteTensor = _through(self._join, self._split, *handles)
+        return made
 
     def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """The workers' tensors, one behind the other along a dimension, on the master. Waits for them."""
-        _without_graph("gather", tensor)
-        handle = self._mine(tensor)
-        parts = [handle._place.master.shard(handle, rank).cpu() for rank in self.ranks]
-        return torch.cat(parts, dim) if handle.dim() else torch.stack(parts)
+        made: torch.Tensor = _through(
+            partial(self._collect, dim), partial(self._deal, dim), _as_row(self._mine(tensor))
+        )
+        return made
 
     def all_reduce_(self, tensors: torch.Tensor | Iterable[torch.Tensor], op: str = "sum") -> None:
         """Reduces tensors over the workers, in place: ``sum``, ``avg``, ``product``, ``min`` or ``max``."""
-        if op not in _OPS:
-            raise UsageError(f"all_reduce_: op={op!r}: expected one of {', '.join(_OPS)}")
-        self._together("all_reduce", tensors, _OPS[op])
+        said = _op("all_reduce_", op)
+
+        def reduce(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._copied("all_reduce", said, given)
+
+        self._together("all_reduce", said, tensors, reduce, reduce if op in _LINEAR else None)
 
     def broadcast_(self, tensors: torch.Tensor | Iterable[torch.Tensor], src: int) -> None:
         """Makes all workers' tensors, or parameters, those of worker `src`, in place."""
         if src not in self.ranks:
             raise UsageError(f"broadcast_: src={src} is not in the group, which has {list(self.ranks)}")
-        self._together("broadcast", tensors, self.ranks.index(src))
+        root = self.ranks.index(src)
+
+        def spread(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._copied("broadcast", root, given)
+
+        def add(*grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            totals = self._copied("all_reduce", "SUM", grads)
+            return tuple(_widen(self._place, src, _part(each, src)) for each in totals)
+
+        self._together("broadcast", root, tensors, spread, add)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> RemoteTensor:
         """All workers' tensors, one behind the other along a dimension, on each of them."""
-        _without_graph("all_gather", tensor)
+        row = _as_row(self._mine(tensor))
+        made: RemoteTensor = _through(partial(self._all_gather, dim), partial(self._reduce_scatter, "SUM", dim), row)
+        return made
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", dim: int = 0) -> RemoteTensor:
+        """Each worker's part, along a dimension, of the reduced tensor."""
+        said = _op("reduce_scatter", op)
         handle = self._mine(tensor)
+        self._part_of("reduce_scatter", handle.shape, dim)
+        if op not in _LINEAR and torch.is_grad_enabled() and handle.requires_grad:
+            raise _no_graph("reduce_scatter", op)
+        share = len(self.ranks) if said == "AVG" else 1
+        made: RemoteTensor = _through(
+            partial(self._reduce_scatter, said, dim), lambda grad: self._all_gather(dim, grad) / share, handle
+        )
+        return made
+
+    def total(self, tensor: RemoteTensor) -> RemoteTensor:
+        """The sum of the workers' tensors, which become it, on the first."""
+        self._invoke("all_reduce", "SUM", [tensor])
+        return _part(tensor, self.ranks[0])
+
+    # What autograd does not look into.
+
+    def _deal(self, dim: int, tensor: torch.Tensor) -> RemoteTensor:
+        """Sends each worker its part."""
+        place, master = self._place, self._place.master
+        master.refuse_recording("a tensor of the master's is sent to workers")
+        master.check(place)
+        parts = [part.contiguous() for part in tensor.detach().chunk(len(self.ranks), dim)]
+        sig = signature(tensor.dtype, parts[0].shape, parts[0].stride())
+        (ref,) = master.outbox.reserve(place.target, 1)
+        for part, rank in zip(parts, self.ranks, strict=True):
+            master.hold(master.places[(rank,)], ref, sig, part)
+        return make(place, sig, ref)
+
+    def _collect(self, dim: int, handle: RemoteTensor) -> torch.Tensor:
+        """Fetches the parts."""
+        return torch.cat([_part(handle, rank).cpu() for rank in self.ranks], dim)
+
+    def _join(self, *handles: RemoteTensor) -> RemoteTensor:
+        place, master, first = self._place, self._place.master, handles[0]
+        (ref,) = master.outbox.reserve(place.target, 1)
+        key = ("join", first._sig)
+        for handle in handles:
+            own = handle._place
+            call = own.calls.get(key)
+            if call is None:
+                new = ("new", first._sig, 0, True, 0)
+                call = master.define(own, key, torch.ops.aten.alias.default, [["t"]], {}, [], [new], [], False)
+            # The id of its result is given, as that is the same for all.
+            own.call(own.target, here(1), call.number, (handle._ref, master.outbox.view(ref, own.target)), 0)
+        return as_view(first, make(place, first._sig, ref, first._off))
+
+    def _split(self, handle: RemoteTensor) -> tuple[RemoteTensor, ...]:
+        return tuple(_part(handle, rank) for rank in self.ranks)
+
+    def _all_gather(self, dim: int, handle: RemoteTensor) -> RemoteTensor:
         shape = list(handle.shape)
         shape[dim] *= len(self.ranks)
         return self._new("all_gather", handle, shape, [dim])
 
-    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", dim: int = 0) -> RemoteTensor:
-        """Each worker's part, along a dimension, of the reduced tensor."""
-        _without_graph("reduce_scatter", tensor)
-        handle = self._mine(tensor)
+    def _reduce_scatter(self, op: str, dim: int, handle: RemoteTensor) -> RemoteTensor:
         shape = list(handle.shape)
-        if shape[dim] % len(self.ranks):
-            raise UsageError(f"reduce_scatter: {tuple(shape)} cannot be cut into {len(self.ranks)} equal parts")
-        shape[dim] //= len(self.ranks)
-        return self._new("reduce_scatter", handle, shape, [_OPS[op], dim])
+        shape[dim] = self._part_of("reduce_scatter", handle.shape, dim)
+        return self._new("reduce_scatter", handle, shape, [op, dim])
 
     def _new(self, name: str, handle: RemoteTensor, shape: list[int], said: list[Any]) -> RemoteTensor:
-        master = self._place.master
         looks = torch.empty(shape, device="meta")
         sig = signature(handle.dtype, looks.shape, looks.stride())
-        (made,) = master.invoke(self._place, name, self._link(), [handle], said, [sig])
+        (made,) = self._place.master.invoke(self._place, name, self._link(), [handle], said, [sig])
         return made
 
-    def _together(self, name: str, tensors: torch.Tensor | Iterable[torch.Tensor], said: Any) -> None:
+    def _together(
+        self,
+        name: str,
+        said: Any,
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        there: Callable[..., Any],
+        back: Callable[..., Any] | None,
+    ) -> None:
+        """Changes tensors in place. Autograd sees it where they are results, and not where they are parameters.
+
+        Args:
+            name: of the operation.
+            said: to it.
+            tensors: all of this group.
+            there: does the same to copies.
+            back: its transpose; None where it has none.
+        """
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         handles = [self._mine(each) for each in listed]
-        if not handles or len(self.ranks) == 1:
+        if len(self.ranks) == 1:
             return
+        seen = [each for each in handles if torch.is_grad_enabled() and each.grad_fn is not None]
+        if seen:
+            if back is None:
+                raise _no_graph(f"{name}_", said.lower())
+            for handle, made in zip(seen, _through(there, back, *seen), strict=True):
+                handle.copy_(made)
+        rest = [each for each in handles if not any(each is one for one in seen)]
+        if rest:
+            self._invoke(name, said, rest)
+            torch.autograd.graph.increment_version(rest)
+
+    def _copied(self, name: str, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        copies: list[Any] = [each.clone() for each in tensors]
+        self._invoke(name, said, copies)
+        return tuple(copies)
+
+    def _invoke(self, name: str, said: Any, handles: Sequence[RemoteTensor]) -> None:
         self._place.master.invoke(self._place, name, self._link(), handles, [said])
-        torch.autograd.graph.increment_version(handles)
 
     def _link(self) -> int:
         return self._place.master.link(self._place, *self.ranks)
+
+    def _part_of(self, name: str, shape: torch.Size, dim: int) -> int:
+        """How long a worker's part is.
+
+        Raises:
+            UsageError: parts would not be equal.
+        """
+        count = len(self.ranks)
+        if not -len(shape) <= dim < len(shape) or shape[dim] % count:
+            raise UsageError(
+                f"{name}: dimension {dim} of {tuple(shape)} cannot be cut into {count} equal parts, "
+                "one for each worker of the group"
+            )
+        return shape[dim] // count
 
     def _mine(self, tensor: torch.Tensor) -> RemoteTensor:
         if not isinstance(tensor, RemoteTensor) or tensor._place is not self._place:
@@ -167,13 +272,74 @@ class Group:
         return tensor
 
 
-def _without_graph(name: str, tensor: torch.Tensor) -> None:
+class _Linear(torch.autograd.Function):
+    """A linear map. Backward is its transpose, which is one as well, so that derivatives have derivatives."""
+
+    @staticmethod
+    def forward(there: Callable[..., Any], back: Callable[..., Any], *tensors: Any) -> Any:
+        return there(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.there, ctx.back, *_ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        made = _through(ctx.back, ctx.there, *grads)
+        return None, None, *(made if isinstance(made, tuple) else (made,))
+
+
+def _through(there: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    return _Linear.apply(there, back, *tensors)  # type: ignore[no-untyped-call]
+
+
+def shard(x: RemoteTensor, rank: int) -> RemoteTensor:
+    """One worker's tensor of a group's; backward, the others' gradients are zeros.
+
+    Raises:
+        UsageError: the worker is not in the group.
+    """
+    if rank not in x._place.ranks:
+        raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
+    made: RemoteTensor = _through(lambda whole: as_view(whole, _part(whole, rank)), partial(_widen, x._place, rank), x)
+    return made
+
+
+def _part(x: Any, rank: int) -> RemoteTensor:
+    """One worker's tensor of a group's, unseen by autograd."""
+    place, master = x._place, x._place.master
+    master.check(place)
+    own = master.places[(rank,)]
+    return make(own, x._sig, master.outbox.view(x._ref, own.target), x._off)
+
+
+def _widen(place: Place, rank: int, x: RemoteTensor) -> RemoteTensor:
+    """A tensor of one worker's on all of a group: zeros on the others."""
+    place.master.check(place)
+    made: Any = torch.zeros(x.shape, dtype=x.dtype, device=place.device)
+    _part(made, rank).copy_(x)
+    return made  # type: ignore[no-any-return]
+
+
+def _as_row(x: RemoteTensor) -> torch.Tensor:
+    return x if x.dim() else x.reshape(1)
+
+
+def _op(name: str, op: str) -> str:
     """
     Raises:
-        UsageError: autograd would have to go through it.
+        UsageError: there is none of this name.
     """
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise UsageError(f"{name}: autograd does not go through it; give it tensor.detach(), or call it in no_grad()")
+    if op not in _OPS:
+        raise UsageError(f"{name}: op={op!r}: expected one of {', '.join(_OPS)}")
+    return _OPS[op]
+
+
+def _no_graph(name: str, op: str) -> UsageError:
+    return UsageError(
+        f"{name}: autograd does not go through op={op!r}, only through sums and averages. all_gather() the tensors and"
+        " reduce those, or call it in no_grad()"
+    )
 
 
 def _group_of(tensors: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Group, list[torch.Tensor]]:

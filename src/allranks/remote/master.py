@@ -29,7 +29,7 @@ from allranks.remote import tensor as handles
 from allranks.remote import wire
 from allranks.remote.faults import error_of
 from allranks.remote.functions import RemoteFunction
-from allranks.remote.groups import Group
+from allranks.remote.groups import Group, shard
 from allranks.remote.lines import here, line_of
 from allranks.remote.signature import (
     OURS,
@@ -661,11 +661,10 @@ class Master:
                     self.order(self._own[rank], "ungroup", number=number)
 
     def shard(self, x: RemoteTensor, rank: int) -> RemoteTensor:
-        if rank not in x._place.ranks:
-            raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
-        place = self._own[rank]
-        self.check(x._place)
-        return make(place, x._sig, self.outbox.view(x._ref, place.target), x._off)
+        return shard(x, rank)
+
+    def total(self, x: RemoteTensor) -> RemoteTensor:
+        return Group(x._place).total(x)
 
     def show(self, x: RemoteTensor) -> str:
         """How a handle is printed."""

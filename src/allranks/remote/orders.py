@@ -182,11 +182,6 @@ def copied(worker: Interpreter, data: memoryview, copying: int) -> None:
     worker.shop.copies.pop(copying, None)
 
 
-def alias(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) -> None:
-    held = worker.slots[id]
-    worker.slots[outputs[0]] = held.detach() if isinstance(held, torch.Tensor) else held
-
-
 def default_dtype(worker: Interpreter, data: memoryview, dtype: str) -> None:
     torch.set_default_dtype(wire.dtype_of(dtype))
 
@@ -381,7 +376,6 @@ ORDERS: dict[str, Callable[..., Any]] = {
         storage,
         twin,
         copied,
-        alias,
         kind,
         default_dtype,
         function,

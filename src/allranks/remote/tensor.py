@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from allranks.remote.signature import Facts, Signature, facts, flatten, indexes,
 if TYPE_CHECKING:
     from allranks.remote.master import Master
 
-__all__ = ["Call", "Place", "RemoteTensor", "dispatch", "form", "make", "operands", "place_of", "run"]
+__all__ = ["Call", "Place", "RemoteTensor", "as_view", "dispatch", "form", "make", "operands", "place_of", "run"]
 
 _make = torch.Tensor._make_wrapper_subclass
 _get_default_dtype = torch.get_default_dtype
@@ -155,6 +156,8 @@ class RemoteTensor(torch.Tensor):
             and memory_format in (None, torch.preserve_format)
         ):
             return self
+        if device not in (None, self._place.device):
+            self._place.master.single(self)
         return aten._to_copy.default(  # type: ignore[no-any-return]
             self, dtype=dtype, device=device or self._place.device, non_blocking=non_blocking,
             memory_format=memory_format,
@@ -302,7 +305,8 @@ def place_of(device: torch.device | None) -> Place:
         there = [each.index for each in places() if each.index == each.ranks[0]]
         if not there:
             raise UsageError(f"worker:{index}: there are no workers. Call allranks.init_master_worker() first")
-        ended = "; a group's device ends with it: hold what group() returned" if index > max(there) + 1 else ""
+        was = index < len(_places) and _places[index] is not nowhere
+        ended = "; a group's device ends with it: hold what group() returned" if was else ""
         raise UsageError(f"there is no worker:{index}; there are worker:{min(there)} to worker:{max(there)}{ended}")
     return place
 
@@ -592,6 +596,10 @@ def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ):
         return run(op, args, kwargs)
     rest = {name: each for name, each in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
+    if len(x._place.ranks) > 1 and torch._C._current_graph_task_id() >= 0:
+        # Backward brings a gradient to where a tensor is of which all workers had copies.
+        x = master.total(run(op, args, {**rest, "device": x._place.lazy}))
+        return x if device == x._place.lazy else x.to(device)
     if device.type in ("worker", "lazy"):
         if any(each is not None for name, each in rest.items() if name != "memory_format"):
             x = run(op, args, {**rest, "device": x._place.lazy})
@@ -618,6 +626,27 @@ def _copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 @special(aten._copy_from.default, aten._copy_from_and_resize.default)
 def _copy_from(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _copy(aten.copy_.default, (args[1], args[0]), {})
+
+
+def as_view(base: RemoteTensor, view: RemoteTensor) -> RemoteTensor:
+    """Has torch take a handle for a view of another: one that it has not made, as where the two are on other workers.
+
+    Autograd then sees where a change of one changes the other, and refuses it where it would have to know how.
+    """
+    _awaited.view = view
+    try:
+        return aten.alias.default(base)  # type: ignore[no-any-return]
+    finally:
+        _awaited.view = None
+
+
+_awaited = threading.local()
+
+
+@special(aten.alias.default)
+def _alias(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    view = getattr(_awaited, "view", None)
+    return run(op, args, kwargs) if view is None else view
 
 
 @special(aten._efficientzerotensor.default)
