@@ -21,7 +21,7 @@ from allranks.remote.lines import here
 from allranks.remote.signature import signature
 from allranks.remote.tensor import Place, RemoteTensor, as_view, make
 
-__all__ = ["Group", "all_reduce_", "broadcast_", "shard"]
+__all__ = ["Group", "all_reduce_", "broadcast_", "shard", "total"]
 
 _OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "product": "PRODUCT", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
 _LINEAR = ("sum", "avg", "mean")
@@ -151,11 +151,6 @@ class Group:
             partial(self._reduce_scatter, said, dim), lambda grad: self._all_gather(dim, grad) / share, handle
         )
         return made
-
-    def total(self, tensor: RemoteTensor) -> RemoteTensor:
-        """The sum of the workers' tensors, which become it, on the first."""
-        self._invoke("all_reduce", "SUM", [tensor])
-        return _part(tensor, self.ranks[0])
 
     # What autograd does not look into.
 
@@ -303,6 +298,12 @@ def shard(x: RemoteTensor, rank: int) -> RemoteTensor:
         raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
     made: RemoteTensor = _through(lambda whole: as_view(whole, _part(whole, rank)), partial(_widen, x._place, rank), x)
     return made
+
+
+def total(x: RemoteTensor) -> RemoteTensor:
+    """The sum of the workers' tensors, which become it, on the first; unseen by autograd."""
+    Group(x._place)._invoke("all_reduce", "SUM", [x])
+    return _part(x, x._place.ranks[0])
 
 
 def _part(x: Any, rank: int) -> RemoteTensor:

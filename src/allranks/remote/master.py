@@ -29,7 +29,7 @@ from allranks.remote import tensor as handles
 from allranks.remote import wire
 from allranks.remote.faults import error_of
 from allranks.remote.functions import RemoteFunction
-from allranks.remote.groups import Group, shard
+from allranks.remote.groups import Group, shard, total
 from allranks.remote.lines import here, line_of
 from allranks.remote.signature import (
     OURS,
@@ -664,7 +664,7 @@ class Master:
         return shard(x, rank)
 
     def total(self, x: RemoteTensor) -> RemoteTensor:
-        return Group(x._place).total(x)
+        return total(x)
 
     def show(self, x: RemoteTensor) -> str:
         """How a handle is printed."""
@@ -789,6 +789,7 @@ class Master:
 
     # What users call.
 
+    @_alone
     def group(self, ranks: Sequence[int]) -> Group:
         """One handle for several workers.
 
