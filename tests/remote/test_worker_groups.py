@@ -161,6 +161,9 @@ def test_broadcast_all_gather_reduce_scatter(mw: Master) -> None:
     close_to_local(group.all_gather(parts).shard(2), whole)
     close_to_local(group.all_gather(parts, dim=1).shard(1), torch.cat([whole[:2], whole[2:]], 1))
     close_to_local(group.reduce_scatter(parts).shard(2), (whole[:2] + whole[2:])[1:])
+    turns = torch.tensor([1 + 2j, 3 - 1j, 2j, 1j]).conj()  # marked, not computed
+    close_to_local(group.all_gather(group.scatter(turns)).shard(1), turns.resolve_conj())
+    close_to_local(group.all_gather(group.scatter(turns.conj()).conj()).shard(2), turns.resolve_conj())
     close_to_local(group.all_gather(parts.sum()).shard(1), torch.stack([whole[:2].sum(), whole[2:].sum()]))
 
 
@@ -365,6 +368,12 @@ def test_what_autograd_cannot_follow_is_refused(mw: Master) -> None:
     parts.detach().shard(2).zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squares.sum().backward()
+    for number in (0, 1):
+        pieces = [torch.ones(2, device=f"worker:{rank}", requires_grad=True) * 2 for rank in (1, 2)]
+        joined = group.join(pieces).sum()
+        pieces[number].add_(1)
+        with pytest.raises(RuntimeError, match="join: one of the tensors"):
+            joined.backward()
     with torch.no_grad():
         group.all_reduce_(parts, op="max")
     close_to_local(parts.detach().shard(2), torch.ones(2))

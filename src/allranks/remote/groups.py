@@ -66,7 +66,7 @@ class Group:
         Shape:
             ``[n, ...]`` here, ``[n / len(group), ...]`` on each.
         """
-        self._part_of("scatter", tensor.shape, dim)
+        self._share("scatter", tensor.shape, dim)
         if not isinstance(tensor, RemoteTensor):
             made: RemoteTensor = _through(partial(self._deal, dim), partial(self._collect, dim), tensor)
             return made
@@ -84,7 +84,7 @@ class Group:
     def join(self, tensors: Sequence[torch.Tensor]) -> RemoteTensor:
         """Makes one handle of tensors of the same shape, one on each worker, in the order of the ranks.
 
-        The memory stays shared with them.
+        The memory stays shared with them. What autograd has to follow cannot be changed in place until backward.
         """
         if len(tensors) != len(self.ranks):
             raise UsageError(f"join: expected {len(self.ranks)} tensors, one for each worker, not {len(tensors)}")
@@ -100,10 +100,15 @@ class Group:
             )
             raise UsageError(f"join: the tensors differ: {'; '.join(looks)}")
         made: RemoteTensor = _through(self._join, self._split, *handles)
+        if made.grad_fn is not None:
+            made.grad_fn.register_prehook(partial(_see_unchanged, handles, [each._version for each in handles]))
         return made
 
     def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The workers' tensors, one behind the other along a dimension, on the master. Waits for them."""
+        """The workers' tensors, one behind the other along a dimension, on the master. Waits for them.
+
+        Those without dimensions make a vector, here and in `all_gather`.
+        """
         made: torch.Tensor = _through(
             partial(self._collect, dim), partial(self._deal, dim), _as_row(self._mine(tensor))
         )
@@ -143,7 +148,7 @@ class Group:
         """Each worker's part, along a dimension, of the reduced tensor."""
         said = _op("reduce_scatter", op)
         handle = self._mine(tensor)
-        self._part_of("reduce_scatter", handle.shape, dim)
+        self._share("reduce_scatter", handle.shape, dim)
         if op not in _LINEAR and torch.is_grad_enabled() and handle.requires_grad:
             raise _no_graph("reduce_scatter", op)
         share = len(self.ranks) if said == "AVG" else 1
@@ -159,7 +164,8 @@ class Group:
         place, master = self._place, self._place.master
         master.refuse_recording("a tensor of the master's is sent to workers")
         master.check(place)
-        parts = [part.contiguous() for part in tensor.detach().chunk(len(self.ranks), dim)]
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        parts = [part.contiguous() for part in plain.chunk(len(self.ranks), dim)]
         sig = signature(tensor.dtype, parts[0].shape, parts[0].stride())
         (ref,) = master.outbox.reserve(place.target, 1)
         for part, rank in zip(parts, self.ranks, strict=True):
@@ -189,18 +195,19 @@ class Group:
 
     def _all_gather(self, dim: int, handle: RemoteTensor) -> RemoteTensor:
         shape = list(handle.shape)
-        shape[dim] *= len(self.ranks)
+        shape[dim] = handle.size(dim) * len(self.ranks)
         return self._new("all_gather", handle, shape, [dim])
 
     def _reduce_scatter(self, op: str, dim: int, handle: RemoteTensor) -> RemoteTensor:
         shape = list(handle.shape)
-        shape[dim] = self._part_of("reduce_scatter", handle.shape, dim)
+        shape[dim] = self._share("reduce_scatter", handle.shape, dim)
         return self._new("reduce_scatter", handle, shape, [op, dim])
 
     def _new(self, name: str, handle: RemoteTensor, shape: list[int], said: list[Any]) -> RemoteTensor:
         looks = torch.empty(shape, device="meta")
         sig = signature(handle.dtype, looks.shape, looks.stride())
-        (made,) = self._place.master.invoke(self._place, name, self._link(), [handle], said, [sig])
+        plain: Any = handle.resolve_conj().resolve_neg()
+        (made,) = self._place.master.invoke(self._place, name, self._link(), [plain], said, [sig])
         return made
 
     def _together(
@@ -246,7 +253,7 @@ class Group:
     def _link(self) -> int:
         return self._place.master.link(self._place, *self.ranks)
 
-    def _part_of(self, name: str, shape: torch.Size, dim: int) -> int:
+    def _share(self, name: str, shape: torch.Size, dim: int) -> int:
         """How long a worker's part is.
 
         Raises:
@@ -267,7 +274,7 @@ class Group:
         return tensor
 
 
-class _Linear(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """A linear map. Backward is its transpose, which is one as well, so that derivatives have derivatives."""
 
     @staticmethod
@@ -285,7 +292,19 @@ class _Linear(torch.autograd.Function):
 
 
 def _through(there: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    return _Linear.apply(there, back, *tensors)  # type: ignore[no-untyped-call]
+    return Exchange.apply(there, back, *tensors)  # type: ignore[no-untyped-call]
+
+
+def _see_unchanged(joined: list[RemoteTensor], versions: list[int], grads: Any) -> None:
+    """
+    Raises:
+        RuntimeError: the memory of a joined tensor is not what it was.
+    """
+    if [each._version for each in joined] != versions:
+        raise RuntimeError(
+            "join: one of the tensors, whose memory the joined one shares, has been modified by an inplace operation."
+            " Join clones of them"
+        )
 
 
 def shard(x: RemoteTensor, rank: int) -> RemoteTensor:

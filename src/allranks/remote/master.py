@@ -576,7 +576,7 @@ class Master:
         if (group := self._groups.pop(number, None)) is not None:
             group.abandon()
         self._ended.append((ranks, number))
-        self._part()
+        self._leave_links()
 
     @_alone
     def item(self, x: RemoteTensor) -> Any:
@@ -637,7 +637,7 @@ class Master:
             if rank:
                 self.check(self._own[rank])
         self.refuse_recording("workers meet for the first time", always=False)
-        self._part()
+        self._leave_links()
         self._made += 1
         number = place.links[ranks] = self._made
         name = f"{'-'.join(map(str, ranks[:4]))}#{number}"
@@ -652,7 +652,7 @@ class Master:
         return number
 
     @_alone
-    def _part(self) -> None:
+    def _leave_links(self) -> None:
         """Has workers leave the links that have ended: with a place that nothing uses, or with a lost worker."""
         while self._ended:
             ranks, number = self._ended.pop()
@@ -759,7 +759,7 @@ class Master:
         if place is None:
             place = self._everyone()
         self.check(place)
-        self._part()
+        self._leave_links()
         number = self.next()
         self.outbox.echo(place.target, number)
         plain = wire.ECHOED.pack(0, number)
@@ -808,7 +808,7 @@ class Master:
         if place is None or len(wanted) == 1 or isinstance(place.calls, Gone):
             place = self.place(wanted, self._spare_index()) if len(wanted) > 1 else self.places[wanted]
         self.check(place)
-        self._part()
+        self._leave_links()
         if len(wanted) > 1:
             self._latest.append(place)
         return Group(place)
