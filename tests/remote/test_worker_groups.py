@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import allranks
 from allranks.remote.groups import Group
@@ -285,7 +286,7 @@ def through_copies_to_all(g: Any, x: Any) -> Any:
 
 def through_changes_in_place(g: Any, x: Any) -> Any:
     parts, given = g.scatter(x), g.scatter(torch.ones(4, 4))
-    made = [parts * 3, (parts * 2)[..., 1:], given]
+    made = [parts + parts, (parts + parts)[..., 1:], given]
     g.all_reduce_(made)
     averaged, spread = made[0].sin(), made[1].sin()
     g.all_reduce_([averaged], op="avg")
@@ -300,6 +301,7 @@ def through_changes_in_place(g: Any, x: Any) -> Any:
         through_shards_and_join, through_copies_to_all, through_changes_in_place,
     ],
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch itself does, for derivatives forward
 def test_autograd_goes_through(mw: Master, as_many_threads: None, program: Callable[[Any, Any], Any]) -> None:
     found = []
     for group in (Workers(mw.group([1, 2])._place), Rows()):
@@ -308,7 +310,9 @@ def test_autograd_goes_through(mw: Master, as_many_threads: None, program: Calla
         y = program(group, x)
         (first,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.pow(2).sum(), x)
-        found.append((y, first, second))
+        with forward_ad.dual_level():
+            moved = program(group, forward_ad.make_dual(x.detach(), x.detach().cos()))
+            found.append((y, first, second, forward_ad.unpack_dual(moved).tangent))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs)
         assert ours.abs().sum() > 0

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from allranks._errors import UsageError
 from allranks.remote.lines import here
@@ -149,7 +150,7 @@ class Group:
         said = _op("reduce_scatter", op)
         handle = self._mine(tensor)
         self._share("reduce_scatter", handle.shape, dim)
-        if op not in _LINEAR and torch.is_grad_enabled() and handle.requires_grad:
+        if op not in _LINEAR and ((torch.is_grad_enabled() and handle.requires_grad) or _has_tangent(handle)):
             raise _no_graph("reduce_scatter", op)
         share = len(self.ranks) if said == "AVG" else 1
         made: RemoteTensor = _through(
@@ -231,7 +232,7 @@ class Group:
         handles = [self._mine(each) for each in listed]
         if len(self.ranks) == 1:
             return
-        seen = [each for each in handles if torch.is_grad_enabled() and each.grad_fn is not None]
+        seen = [x for x in handles if (torch.is_grad_enabled() and x.grad_fn is not None) or _has_tangent(x)]
         if seen:
             if back is None:
                 raise _no_graph(f"{name}_", said.lower())
@@ -278,12 +279,13 @@ class Exchange(torch.autograd.Function):
     """A linear map. Backward is its transpose, which is one as well, so that derivatives have derivatives."""
 
     @staticmethod
-    def forward(there: Callable[..., Any], back: Callable[..., Any], *tensors: Any) -> Any:
+    def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *tensors: Any) -> Any:
+        ctx.there, ctx.back = there, back
         return there(*tensors)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.there, ctx.back, *_ = inputs
+    def jvp(ctx: Any, there: None, back: None, *tangents: Any) -> Any:
+        return _through(ctx.there, ctx.back, *tangents)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -292,7 +294,15 @@ class Exchange(torch.autograd.Function):
 
 
 def _through(there: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    return Exchange.apply(there, back, *tensors)  # type: ignore[no-untyped-call]
+    looked_at = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    if looked_at or forward_ad._current_level >= 0:
+        return Exchange.apply(there, back, *tensors)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        return there(*tensors)
+
+
+def _has_tangent(x: RemoteTensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def _see_unchanged(joined: list[RemoteTensor], versions: list[int], grads: Any) -> None:
