@@ -31,11 +31,12 @@ _LINEAR = ("sum", "avg", "mean")
 class Group:
     """Some workers, driven as one: ``mw.group([1, 2, 3, 4])``.
 
-    Within ``with group:`` factories make tensors on all of them.
+    Within ``with group:`` factories make tensors on all of them. It ends when nothing holds it, or a tensor on it, any more
+    (`Master.group` holds the last few).
 
     Attributes:
         ranks: the workers.
-        device: for ``device=`` and ``.to()``; its index is a number of this process only.
+        device: for ``device=`` and ``.to()``; its index is a number of this process only, and does not hold the group.
     """
 
     def __init__(self, place: Place) -> None:
