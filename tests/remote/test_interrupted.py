@@ -125,20 +125,6 @@ def test_groups_whose_workers_differ(mw: Master) -> None:
     assert group.gather(one).tolist() == [1.0, -1.0]
 
 
-def test_autograd_does_not_go_through_groups(mw: Master) -> None:
-    group = mw.group([1, 2])
-    with group:
-        w = torch.ones(2, requires_grad=True)
-    for wrong in (
-        lambda: group.gather(w * 2), lambda: group.all_gather(w * 2), lambda: group.reduce_scatter(w * 2),
-        lambda: group.scatter(torch.ones(2, requires_grad=True)),
-    ):  # fmt: skip
-        with pytest.raises(UsageError, match="autograd does not go through it"):
-            wrong()
-    with torch.no_grad():
-        assert group.gather(w).tolist() == [1.0] * 4
-
-
 def test_a_function_that_nobody_asks_about(mw: Master) -> None:
     def fails() -> None:
         raise KeyError("mine")

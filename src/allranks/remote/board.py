@@ -80,7 +80,7 @@ class Board:
             TimeoutError: a member did not come in time.
 
         Cost:
-            a few milliseconds among two processes of a host; some 200 bytes per member stay on the board.
+            a few milliseconds among two processes of a host.
         """
         ranks = list(ranks)
         if self._me.rank not in ranks or len(set(ranks)) < len(ranks):
@@ -122,6 +122,9 @@ class Board:
             ) from None
         if verdict.lost >= 0:
             raise PeerLostError(f"group '{name}': {verdict.why}", ranks.index(verdict.lost))
+        if store.add(f"{place}/read", 1) == len(ranks):
+            for key in (*records, f"{place}/came", f"{place}/verdict", f"{place}/read"):
+                store.delete_key(key)
         return verdict.records
 
     def _settle(self, key: str, verdict: _Verdict) -> None:

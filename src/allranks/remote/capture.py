@@ -71,8 +71,10 @@ class _Recording:
 
     entries: list[_Entry] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
+    places: dict[int, Place] = field(default_factory=dict)  # by target: they must not end before this does
     fixed: dict[int, Any] = field(default_factory=dict)  # Refs, by number
     made: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
+    owners: dict[int, int] = field(default_factory=dict)  # the targets of these
     kept: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
     inputs: int = 0
     returned: list[_Returned | None] = field(default_factory=list)
@@ -105,6 +107,7 @@ class _Recorder:
         self._master = master
         self._name = name
         self._thread = threading.get_ident()
+        self._places = {place.target: place for place in handles.places() if place.master is master}
         self._numbers = {each._ref.whole.id: number for number, each in enumerate(inputs)}
         self._next = len(inputs)
 
@@ -118,9 +121,8 @@ class _Recorder:
         self._point(self._master.outbox.call)
 
     def _point(self, call: Callable[..., Any]) -> None:
-        for place in handles._places:
-            if place is not None and place.master is self._master:
-                place.call = call
+        for place in self._places.values():
+            place.call = call
 
     def refuse(self, why: str, always: bool) -> None:
         """Hears of what a captured step cannot do.
@@ -139,10 +141,13 @@ class _Recorder:
     ) -> Any:
         made = self._master.outbox.call(target, line, template, refs, outputs, values)
         if threading.get_ident() == self._thread:
-            inputs = tuple([self._number(each) for each in refs])
             found: Any = [] if not outputs else [made] if outputs == 1 else made
+            if given := self._master.templates[template][3].outputs - outputs:  # results that have an id
+                refs, found = refs[:-given], refs[-given:]
+            inputs = tuple([self._number(each) for each in refs])
             self.recording.entries.append(_Entry(target, template, inputs, tuple(map(self._make, found)), values))
             self.recording.lines.append(line)
+            self.recording.places[target] = self._places[target]
         return made
 
     def number_of(self, x: RemoteTensor) -> int:
@@ -158,8 +163,13 @@ class _Recorder:
         return number
 
     def _make(self, ref: Any) -> int:
+        whole = ref.whole
+        known = self._numbers.get(ref.id)
+        if known in self.recording.made and self.recording.made[known]() is whole:  # by another worker
+            return known
         number = self._numbers[ref.id] = self._next
-        self.recording.made[number] = weakref.ref(ref)
+        self.recording.made[number] = weakref.ref(whole)
+        self.recording.owners[number] = whole.target
         self._next += 1
         return number
 
@@ -237,9 +247,9 @@ class _Replay:
 
     def _ref(self, each: _Returned, found: dict[int, Any], tensors: Sequence[RemoteTensor]) -> Any:
         number = each.number
-        if number in found:
-            return found[number]
-        ref = tensors[number]._ref if number < self._recording.inputs else self._recording.fixed[number]
+        ref = found.get(number)
+        if ref is None:
+            ref = tensors[number]._ref if number < self._recording.inputs else self._recording.fixed[number]
         return ref if ref.target == each.place.target else self._view(ref, each.place.target)
 
     def _view(self, ref: Any, target: int) -> Any:
@@ -249,31 +259,24 @@ class _Replay:
         outbox = self._master.outbox
         found = {}
         for each in self._recording.returned:
-            if each is not None and each.number in self._recording.made and each.number not in self._recording.kept:
-                owner = self._owners[each.number]
-                found[each.number] = outbox.reserve(owner, 1)[0]
+            if (
+                each is not None
+                and each.number in self._recording.made
+                and each.number not in self._recording.kept
+                and each.number not in found
+            ):
+                found[each.number] = outbox.reserve(self._recording.owners[each.number], 1)[0]
         for target, program, inputs, outputs in self._parts:
             given = [tensors[each]._ref for each in inputs] + [found[each] for each in outputs]
             refs = [each if each.target == target else self._view(each, target) for each in given]
             outbox.call(target, line, program, refs, 0)
-        return {
-            each.number: (
-                found[each.number]
-                if found[each.number].target == each.place.target
-                else self._view(found[each.number], each.place.target)
-            )
-            for each in self._recording.returned
-            if each is not None and each.number in found
-        }
+        return found
 
     def _divide(self) -> list[_Part]:
         """Tells each worker its part; those with the same part together."""
         master, recording = self._master, self._recording
-        ranks_of: dict[int, tuple[int, ...]] = {}
-        for place in master.places.values():
-            ranks_of[place.target] = place.ranks
+        ranks_of = {target: place.ranks for target, place in recording.places.items()}
         self._ranks_of = ranks_of
-        self._owners = {number: entry.target for entry in recording.entries for number in entry.outputs}
         mine: dict[int, list[int]] = {}
         for index, entry in enumerate(recording.entries):
             for rank in ranks_of[entry.target]:

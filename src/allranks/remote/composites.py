@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,18 +39,16 @@ class _Near(Place):
     call = property(lambda self: self.far.call)
 
 
-_near: dict[int, _Near] = {}
-"""By index of device."""
+_kinds: weakref.WeakKeyDictionary[Place, str] = weakref.WeakKeyDictionary()
+"""Of device that workers compute on."""
 
 
 def _nearer(far: Place) -> _Near | None:
     """The same place on the CPU; None where the workers compute elsewhere."""
-    found = _near.get(far.index)
-    if found is None or found.far is not far:
-        if far.master.request(far, "kind") != "cpu":
-            return None
-        found = _near[far.index] = _Near(far)
-    return found
+    kind = _kinds.get(far)
+    if kind is None:
+        kind = _kinds[far] = far.master.request(far, "kind")
+    return _Near(far) if kind == "cpu" else None
 
 
 def choose_by_kind() -> None:

@@ -119,11 +119,11 @@ def prove(place: handles.Place) -> None:
 
 
 def _masters() -> list[Master]:
-    return list({id(each.master): each.master for each in handles._places if each is not None}.values())
+    return list({id(each.master): each.master for each in handles.places()}.values())
 
 
 def _count() -> int:
-    return sum(each is not None and len(each.ranks) == 1 and each.ranks[0] == each.index for each in handles._places)
+    return sum(len(each.ranks) == 1 and each.ranks[0] == each.index for each in handles.places())
 
 
 class Event:
@@ -193,8 +193,8 @@ def _module() -> ModuleType:
             place.master.synchronize(place)
 
     def manual_seed_all(seed: int) -> None:
-        for place in handles._places:
-            if place is not None and len(place.ranks) == 1:
+        for place in handles.places():
+            if len(place.ranks) == 1:
                 place.master.order(place, "seed", seed=int(seed) & ((1 << 63) - 1))
 
     def manual_seed(seed: int) -> None:

@@ -2,32 +2,41 @@
 
 What the workers do alone is told to a group as to one worker. What they do together, and how tensors come to them in
 parts and go back, is here.
+
+To autograd a group's tensor is one tensor of which each worker has a row: its gradient is each worker's own, and a
+backward that begins with a group's tensor is that of the sum over its workers. What goes between workers is a linear
+map, whose backward is its transpose: that of a part is zeros elsewhere, that of a copy to all is the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from allranks._errors import UsageError
+from allranks.remote.lines import here
 from allranks.remote.signature import signature
-from allranks.remote.tensor import Place, RemoteTensor, make
+from allranks.remote.tensor import Place, RemoteTensor, as_view, make
 
-__all__ = ["Group", "all_reduce_", "broadcast_"]
+__all__ = ["Group", "all_reduce_", "broadcast_", "shard", "total"]
 
 _OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "product": "PRODUCT", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
+_LINEAR = ("sum", "avg", "mean")
 
 
 class Group:
     """Some workers, driven as one: ``mw.group([1, 2, 3, 4])``.
 
-    Within ``with group:`` factories make tensors on all of them.
+    Within ``with group:`` factories make tensors on all of them. It ends when nothing holds it, or a tensor on it, any more
+    (`Master.group` holds the last few).
 
     Attributes:
         ranks: the workers.
-        device: for ``device=`` and ``.to()``; its index is a number of this process only.
+        device: for ``device=`` and ``.to()``; its index is a number of this process only, and does not hold the group.
     """
 
     def __init__(self, place: Place) -> None:
@@ -59,36 +68,30 @@ class Group:
         Shape:
             ``[n, ...]`` here, ``[n / len(group), ...]`` on each.
         """
-        _without_graph("scatter", tensor)
-        place, count = self._place, len(self.ranks)
-        if tensor.dim() == 0 or tensor.shape[dim] % count:
-            raise UsageError(
-                f"scatter: dimension {dim} of {tuple(tensor.shape)} cannot be cut into {count} equal parts, "
-                "one for each worker of the group"
-            )
-        parts = [part.contiguous() for part in tensor.detach().chunk(count, dim)]
-        if isinstance(tensor, RemoteTensor):
-            return self.join([part.to(f"worker:{rank}") for part, rank in zip(parts, self.ranks, strict=True)])
-        master = place.master
-        master.refuse_recording("a tensor of the master's is sent to workers")
-        master.check(place)
-        sig = signature(tensor.dtype, parts[0].shape, parts[0].stride())
-        (ref,) = master.outbox.reserve(place.target, 1)
-        for part, rank in zip(parts, self.ranks, strict=True):
-            master.hold(master.places[(rank,)], ref, sig, part)
-        return make(place, sig, ref)
+        self._share("scatter", tensor.shape, dim)
+        if not isinstance(tensor, RemoteTensor):
+            made: RemoteTensor = _through(partial(self._deal, dim), partial(self._collect, dim), tensor)
+            return made
+        parts = zip(tensor.chunk(len(self.ranks), dim), self.ranks, strict=True)
+        source = tensor._place.ranks
+        return self.join(
+            [
+                part.clone(memory_format=torch.contiguous_format)
+                if (rank,) == source
+                else part.contiguous().to(f"worker:{rank}")
+                for part, rank in parts
+            ]
+        )
 
     def join(self, tensors: Sequence[torch.Tensor]) -> RemoteTensor:
         """Makes one handle of tensors of the same shape, one on each worker, in the order of the ranks.
 
-        The memory stays shared with them.
+        The memory stays shared with them. What autograd has to follow cannot be changed in place until backward.
         """
-        place = self._place
         if len(tensors) != len(self.ranks):
             raise UsageError(f"join: expected {len(self.ranks)} tensors, one for each worker, not {len(tensors)}")
         handles: list[RemoteTensor] = []
         for tensor, rank in zip(tensors, self.ranks, strict=True):
-            _without_graph("join", tensor)
             if not isinstance(tensor, RemoteTensor) or tensor._place.ranks != (rank,):
                 where = tensor._place if isinstance(tensor, RemoteTensor) else tensor.device
                 raise UsageError(f"join: expected a tensor on worker:{rank}, not on {where}")
@@ -98,67 +101,173 @@ class Group:
                 {f"{x.dtype} {tuple(x.shape)} of strides {x.stride()} from {x.storage_offset()} on" for x in handles}
             )
             raise UsageError(f"join: the tensors differ: {'; '.join(looks)}")
-        master = place.master
-        master.refuse_recording("tensors are joined")
-        (ref,) = master.outbox.reserve(place.target, 1)
-        for handle in handles:
-            master.order(handle._place, "alias", id=handle._ref.id, outputs=[ref.id])
-        return make(place, handles[0]._sig, ref, handles[0]._off)
+        made: RemoteTensor = _through(self._join, self._split, *handles)
+        if made.grad_fn is not None:
+            made.grad_fn.register_prehook(partial(_see_unchanged, handles, [each._version for each in handles]))
+        return made
 
     def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """The workers' tensors, one behind the other along a dimension, on the master. Waits for them."""
-        _without_graph("gather", tensor)
-        handle = self._mine(tensor)
-        parts = [handle._place.master.shard(handle, rank).cpu() for rank in self.ranks]
-        return torch.cat(parts, dim) if handle.dim() else torch.stack(parts)
+        """The workers' tensors, one behind the other along a dimension, on the master. Waits for them.
+
+        Those without dimensions make a vector, here and in `all_gather`.
+        """
+        made: torch.Tensor = _through(
+            partial(self._collect, dim), partial(self._deal, dim), _as_row(self._mine(tensor))
+        )
+        return made
 
     def all_reduce_(self, tensors: torch.Tensor | Iterable[torch.Tensor], op: str = "sum") -> None:
         """Reduces tensors over the workers, in place: ``sum``, ``avg``, ``product``, ``min`` or ``max``."""
-        if op not in _OPS:
-            raise UsageError(f"all_reduce_: op={op!r}: expected one of {', '.join(_OPS)}")
-        self._together("all_reduce", tensors, _OPS[op])
+        said = _op("all_reduce_", op)
+
+        def reduce(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._copied("all_reduce", said, given)
+
+        self._together("all_reduce", said, tensors, reduce, reduce if op in _LINEAR else None)
 
     def broadcast_(self, tensors: torch.Tensor | Iterable[torch.Tensor], src: int) -> None:
         """Makes all workers' tensors, or parameters, those of worker `src`, in place."""
         if src not in self.ranks:
             raise UsageError(f"broadcast_: src={src} is not in the group, which has {list(self.ranks)}")
-        self._together("broadcast", tensors, self.ranks.index(src))
+        root = self.ranks.index(src)
+
+        def spread(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._copied("broadcast", root, given)
+
+        def add(*grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            totals = self._copied("all_reduce", "SUM", grads)
+            return tuple(_widen(self._place, src, _part(each, src)) for each in totals)
+
+        self._together("broadcast", root, tensors, spread, add)
 
     def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> RemoteTensor:
         """All workers' tensors, one behind the other along a dimension, on each of them."""
-        _without_graph("all_gather", tensor)
-        handle = self._mine(tensor)
-        shape = list(handle.shape)
-        shape[dim] *= len(self.ranks)
-        return self._new("all_gather", handle, shape, [dim])
+        row = _as_row(self._mine(tensor))
+        made: RemoteTensor = _through(partial(self._all_gather, dim), partial(self._reduce_scatter, "SUM", dim), row)
+        return made
 
     def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", dim: int = 0) -> RemoteTensor:
         """Each worker's part, along a dimension, of the reduced tensor."""
-        _without_graph("reduce_scatter", tensor)
+        said = _op("reduce_scatter", op)
         handle = self._mine(tensor)
-        shape = list(handle.shape)
-        if shape[dim] % len(self.ranks):
-            raise UsageError(f"reduce_scatter: {tuple(shape)} cannot be cut into {len(self.ranks)} equal parts")
-        shape[dim] //= len(self.ranks)
-        return self._new("reduce_scatter", handle, shape, [_OPS[op], dim])
-
-    def _new(self, name: str, handle: RemoteTensor, shape: list[int], said: list[Any]) -> RemoteTensor:
-        master = self._place.master
-        looks = torch.empty(shape, device="meta")
-        sig = signature(handle.dtype, looks.shape, looks.stride())
-        (made,) = master.invoke(self._place, name, [handle], [self._link(), *said], [sig])
+        self._share("reduce_scatter", handle.shape, dim)
+        if op not in _LINEAR and ((torch.is_grad_enabled() and handle.requires_grad) or _has_tangent(handle)):
+            raise _no_graph("reduce_scatter", op)
+        share = len(self.ranks) if said == "AVG" else 1
+        made: RemoteTensor = _through(
+            partial(self._reduce_scatter, said, dim), lambda grad: self._all_gather(dim, grad) / share, handle
+        )
         return made
 
-    def _together(self, name: str, tensors: torch.Tensor | Iterable[torch.Tensor], said: Any) -> None:
+    # What autograd does not look into.
+
+    def _deal(self, dim: int, tensor: torch.Tensor) -> RemoteTensor:
+        """Sends each worker its part."""
+        place, master = self._place, self._place.master
+        master.refuse_recording("a tensor of the master's is sent to workers")
+        master.check(place)
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        parts = [part.contiguous() for part in plain.chunk(len(self.ranks), dim)]
+        sig = signature(tensor.dtype, parts[0].shape, parts[0].stride())
+        (ref,) = master.outbox.reserve(place.target, 1)
+        for part, rank in zip(parts, self.ranks, strict=True):
+            master.hold(master.places[(rank,)], ref, sig, part)
+        return make(place, sig, ref)
+
+    def _collect(self, dim: int, handle: RemoteTensor) -> torch.Tensor:
+        """Fetches the parts."""
+        return torch.cat([_part(handle, rank).cpu() for rank in self.ranks], dim)
+
+    def _join(self, *handles: RemoteTensor) -> RemoteTensor:
+        place, master, first = self._place, self._place.master, handles[0]
+        (ref,) = master.outbox.reserve(place.target, 1)
+        key = ("join", first._sig)
+        for handle in handles:
+            own = handle._place
+            call = own.calls.get(key)
+            if call is None:
+                new = ("new", first._sig, 0, True, 0)
+                call = master.define(own, key, torch.ops.aten.alias.default, [["t"]], {}, [], [new], [], False)
+            # The id of its result is given, as that is the same for all.
+            own.call(own.target, here(1), call.number, (handle._ref, master.outbox.view(ref, own.target)), 0)
+        return as_view(first, make(place, first._sig, ref, first._off))
+
+    def _split(self, handle: RemoteTensor) -> tuple[RemoteTensor, ...]:
+        return tuple(_part(handle, rank) for rank in self.ranks)
+
+    def _all_gather(self, dim: int, handle: RemoteTensor) -> RemoteTensor:
+        shape = list(handle.shape)
+        shape[dim] = handle.size(dim) * len(self.ranks)
+        return self._new("all_gather", handle, shape, [dim])
+
+    def _reduce_scatter(self, op: str, dim: int, handle: RemoteTensor) -> RemoteTensor:
+        shape = list(handle.shape)
+        shape[dim] = self._share("reduce_scatter", handle.shape, dim)
+        return self._new("reduce_scatter", handle, shape, [op, dim])
+
+    def _new(self, name: str, handle: RemoteTensor, shape: list[int], said: list[Any]) -> RemoteTensor:
+        looks = torch.empty(shape, device="meta")
+        sig = signature(handle.dtype, looks.shape, looks.stride())
+        plain: Any = handle.resolve_conj().resolve_neg()
+        (made,) = self._place.master.invoke(self._place, name, self._link(), [plain], said, [sig])
+        return made
+
+    def _together(
+        self,
+        name: str,
+        said: Any,
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        there: Callable[..., Any],
+        back: Callable[..., Any] | None,
+    ) -> None:
+        """Changes tensors in place. Autograd sees it where they are results, and not where they are parameters.
+
+        Args:
+            name: of the operation.
+            said: to it.
+            tensors: all of this group.
+            there: does the same to copies.
+            back: its transpose; None where it has none.
+        """
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         handles = [self._mine(each) for each in listed]
-        if not handles or len(self.ranks) == 1:
+        if len(self.ranks) == 1:
             return
-        self._place.master.invoke(self._place, name, handles, [self._link(), said])
-        torch.autograd.graph.increment_version(handles)
+        seen = [x for x in handles if (torch.is_grad_enabled() and x.grad_fn is not None) or _has_tangent(x)]
+        if seen:
+            if back is None:
+                raise _no_graph(f"{name}_", said.lower())
+            for handle, made in zip(seen, _through(there, back, *seen), strict=True):
+                handle.copy_(made)
+        rest = [each for each in handles if not any(each is one for one in seen)]
+        if rest:
+            self._invoke(name, said, rest)
+            torch.autograd.graph.increment_version(rest)
 
-    def _link(self) -> str:
-        return self._place.master.link(*self.ranks)
+    def _copied(self, name: str, said: Any, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        copies: list[Any] = [each.clone() for each in tensors]
+        self._invoke(name, said, copies)
+        return tuple(copies)
+
+    def _invoke(self, name: str, said: Any, handles: Sequence[RemoteTensor]) -> None:
+        self._place.master.invoke(self._place, name, self._link(), handles, [said])
+
+    def _link(self) -> int:
+        return self._place.master.link(self._place, *self.ranks)
+
+    def _share(self, name: str, shape: torch.Size, dim: int) -> int:
+        """How long a worker's part is.
+
+        Raises:
+            UsageError: parts would not be equal.
+        """
+        count = len(self.ranks)
+        if not -len(shape) <= dim < len(shape) or shape[dim] % count:
+            raise UsageError(
+                f"{name}: dimension {dim} of {tuple(shape)} cannot be cut into {count} equal parts, "
+                "one for each worker of the group"
+            )
+        return shape[dim] // count
 
     def _mine(self, tensor: torch.Tensor) -> RemoteTensor:
         if not isinstance(tensor, RemoteTensor) or tensor._place is not self._place:
@@ -167,13 +276,101 @@ class Group:
         return tensor
 
 
-def _without_graph(name: str, tensor: torch.Tensor) -> None:
+class Exchange(torch.autograd.Function):
+    """A linear map. Backward is its transpose, which is one as well, so that derivatives have derivatives."""
+
+    @staticmethod
+    def forward(ctx: Any, there: Callable[..., Any], back: Callable[..., Any], *tensors: Any) -> Any:
+        ctx.there, ctx.back = there, back
+        return there(*tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, there: None, back: None, *tangents: Any) -> Any:
+        return _through(ctx.there, ctx.back, *tangents)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        made = _through(ctx.back, ctx.there, *grads)
+        return None, None, *(made if isinstance(made, tuple) else (made,))
+
+
+def _through(there: Callable[..., Any], back: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    looked_at = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    if looked_at or forward_ad._current_level >= 0:
+        return Exchange.apply(there, back, *tensors)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        return there(*tensors)
+
+
+def _has_tangent(x: RemoteTensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+
+
+def _see_unchanged(joined: list[RemoteTensor], versions: list[int], grads: Any) -> None:
     """
     Raises:
-        UsageError: autograd would have to go through it.
+        RuntimeError: the memory of a joined tensor is not what it was.
     """
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise UsageError(f"{name}: autograd does not go through it; give it tensor.detach(), or call it in no_grad()")
+    if [each._version for each in joined] != versions:
+        raise RuntimeError(
+            "join: one of the tensors, whose memory the joined one shares, has been modified by an inplace operation."
+            " Join clones of them"
+        )
+
+
+def shard(x: RemoteTensor, rank: int) -> RemoteTensor:
+    """One worker's tensor of a group's; backward, the others' gradients are zeros.
+
+    Raises:
+        UsageError: the worker is not in the group.
+    """
+    if rank not in x._place.ranks:
+        raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
+    made: RemoteTensor = _through(lambda whole: as_view(whole, _part(whole, rank)), partial(_widen, x._place, rank), x)
+    return made
+
+
+def total(x: RemoteTensor) -> RemoteTensor:
+    """The sum of the workers' tensors, which become it, on the first; unseen by autograd."""
+    Group(x._place)._invoke("all_reduce", "SUM", [x])
+    return _part(x, x._place.ranks[0])
+
+
+def _part(x: Any, rank: int) -> RemoteTensor:
+    """One worker's tensor of a group's, unseen by autograd."""
+    place, master = x._place, x._place.master
+    master.check(place)
+    own = master.places[(rank,)]
+    return make(own, x._sig, master.outbox.view(x._ref, own.target), x._off)
+
+
+def _widen(place: Place, rank: int, x: RemoteTensor) -> RemoteTensor:
+    """A tensor of one worker's on all of a group: zeros on the others."""
+    place.master.check(place)
+    made: Any = torch.zeros(x.shape, dtype=x.dtype, device=place.device)
+    _part(made, rank).copy_(x)
+    return made  # type: ignore[no-any-return]
+
+
+def _as_row(x: RemoteTensor) -> torch.Tensor:
+    return x if x.dim() else x.reshape(1)
+
+
+def _op(name: str, op: str) -> str:
+    """
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if op not in _OPS:
+        raise UsageError(f"{name}: op={op!r}: expected one of {', '.join(_OPS)}")
+    return _OPS[op]
+
+
+def _no_graph(name: str, op: str) -> UsageError:
+    return UsageError(
+        f"{name}: autograd does not go through op={op!r}, only through sums and averages. all_gather() the tensors and"
+        " reduce those, or call it in no_grad()"
+    )
 
 
 def _group_of(tensors: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Group, list[torch.Tensor]]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import socket
 import struct
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -26,7 +29,7 @@ from allranks.remote import tensor as handles
 from allranks.remote import wire
 from allranks.remote.faults import error_of
 from allranks.remote.functions import RemoteFunction
-from allranks.remote.groups import Group
+from allranks.remote.groups import Group, shard, total
 from allranks.remote.lines import here, line_of
 from allranks.remote.signature import (
     OURS,
@@ -40,7 +43,7 @@ from allranks.remote.signature import (
     signature,
 )
 from allranks.remote.tensor import Call, Place, RemoteTensor, form, make, operands
-from allranks.remote.wire import Answer, Ask, Define, Hold, Meta, Order
+from allranks.remote.wire import Answer, Ask, Define, Hold, Order
 
 if TYPE_CHECKING:
     from allranks._group import ProcessGroup
@@ -49,8 +52,9 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "Master"]
 
 _PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
-_UNNOTICED = ("keep", "drop", "forget", "group", "ungroup", "kind")  # orders that a captured step can do without
+_UNNOTICED = ("keep", "drop", "forget", "copied", "group", "ungroup", "kind")  # orders that no step needs
 _LAST_INDEX = 127  # torch keeps a device's index in a signed byte
+_LATEST = 4  # groups that do not end
 _LOOK_S = 0.5
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,18 +102,23 @@ class Master:
         self.templates: dict[int, tuple[Any, Any, Any, Call]] = {}  # operator, forms and call, by number
         self._trusted: dict[Any, bool] = {}
         self._known: dict[Any, tuple[Any, ...]] = {}
-        self._links: dict[tuple[int, ...], str] = {}
+        self._shared: dict[Any, tuple[Call, set[int]]] = {}  # calls that some workers know, and which
         self._made = 0
         self._all: Place | None = None
-        self._broken: list[tuple[tuple[int, ...], str]] = []  # links that a lost worker has ended
+        self._ended: list[tuple[tuple[int, ...], int]] = []  # links that not all of their workers know to have ended
         self._spoilt: wire.Fault | None = None  # what the last answer with a fault tells of an operand
         self._told: set[tuple[int, int]] = set()  # the faults that have been raised
-        self._groups: dict[str, ProcessGroup] = {}
+        self._groups: dict[int, ProcessGroup] = {}
         self.recorder: Any = None
         self.default_dtype = torch.float32  # the workers', which follows the master's
         self.closed = False
         self.lost: dict[int, str] = {}
-        self.places: dict[tuple[int, ...], Place] = {}
+        self.places: weakref.WeakValueDictionary[tuple[int, ...], Place] = weakref.WeakValueDictionary()
+        self._own: dict[int, Place] = {}  # the workers', which last
+        self._targets: dict[tuple[int, ...], int] = {}
+        # A device's name does not hold its group, and a loop may make the same one again.
+        self._latest: deque[Place] = deque(maxlen=_LATEST)
+        self._index = _LAST_INDEX + 1  # of the last group
         for line in workers.lines:
             self.admit(line)
         workers.on_lost = self.lose
@@ -127,28 +136,34 @@ class Master:
             self.outbox.replace(self._indices[line.rank], line.socket.fileno())
         else:
             self._indices[line.rank] = self.outbox.add(line.socket.fileno())
-        place = self.place([line.rank], line.rank)
+        # It knows nothing, and is to be told nothing of the tensors of the one before it.
+        self._targets = {ranks: target for ranks, target in self._targets.items() if line.rank not in ranks}
+        for _, told in self._shared.values():
+            told.discard(line.rank)
+        place = self._own[line.rank] = self.place([line.rank], line.rank)
         if self.default_dtype is not torch.float32:
             self.order(place, "default_dtype", dtype=str(self.default_dtype).removeprefix("torch."))
 
     def follow_default_dtype(self) -> None:
         """Tells workers what `torch.set_default_dtype` was given, and forgets all calls: of some it is the result's."""
         self.default_dtype = torch.get_default_dtype()
-        for place in handles._places:
-            if place is not None and place.master is self and not isinstance(place.calls, Gone):
+        for place in handles.places():
+            if place.master is self and not isinstance(place.calls, Gone):
                 place.calls.clear()
                 if place.index == place.ranks[0]:
                     self.order(place, "default_dtype", dtype=str(self.default_dtype).removeprefix("torch."))
         self._known.clear()
+        self._shared.clear()
         self._trusted.clear()
 
     def place(self, ranks: Sequence[int], index: int) -> Place:
         """Makes a place: some workers, and the index of their device."""
         self.refuse_recording("a group is made")
-        target = self.outbox.target([self._indices[each] for each in ranks])
-        made = Place(self, index, tuple(ranks), target)
-        handles._places[index] = made
+        made = Place(self, index, tuple(ranks), self._target(tuple(ranks)))
+        handles._places[index] = weakref.ref(made)
         self.places[made.ranks] = made
+        # Whatever thread it dies in: the orders are left to the one that gives them.
+        weakref.finalize(made, _end, made.links, self._ended).atexit = False
         return made
 
     def index_of(self, device: torch.device) -> int:
@@ -187,34 +202,38 @@ class Master:
         results: Any,
         resized: Any,
         checked: Any,
+        guessed: bool = False,
     ) -> Call:
+        """Makes a call known to a place's workers; those that have heard of it for another place know its number."""
         with self._lock:
-            if self._templates == _PROGRAMS.start:
-                self.refuse_recording("all numbers of templates are given anew", always=False)
-                for each in handles._places:
-                    if each is not None:
-                        each.calls.clear()
-                self._known.clear()
-                self._templates = wire.CALL
-            number, self._templates = self._templates, self._templates + 1
-        metas: list[Meta | None] = []
-
-        def add(result: Any) -> None:
-            if type(result) is list:
-                for each in result:
-                    add(each)
-            else:
-                metas.append(result[1].meta if result is not None and result[0] == "new" else None)
-
-        for each in results:
-            add(each)
-        name = op if isinstance(op, str) else facts(op).name
-        self.put(place, Define(number, name, args, kwargs, metas, checked))
-        outputs = sum(each is not None for each in metas)
-        called = Call(number, OURS if isinstance(op, str) else facts(op), values, results, outputs, resized)
+            if (key, guessed) not in self._shared:
+                about = OURS if isinstance(op, str) else facts(op)
+                outputs = sum(each is not None and each[0] == "new" for each in _entries(results))
+                called = Call(self._number(), about, values, results, outputs, resized)
+                self.templates[called.number] = (op, args, kwargs, called)
+                self._shared[key, guessed] = called, set()
+            called, told = self._shared[key, guessed]
+            if untold := [rank for rank in place.ranks if rank not in told]:
+                metas = [each[1].meta if each is not None and each[0] == "new" else None for each in _entries(results)]
+                name = op if isinstance(op, str) else facts(op).name
+                everyone = len(untold) == len(place.ranks)
+                for each in [place] if everyone else [self._own[rank] for rank in untold]:
+                    self.put(each, Define(called.number, name, args, kwargs, metas, checked))
+                told.update(untold)
         place.calls[key] = called
-        self.templates[number] = (op, args, kwargs, called)
         return called
+
+    def _number(self) -> int:
+        """A number for a template."""
+        if self._templates == _PROGRAMS.start:
+            self.refuse_recording("all numbers of templates are given anew", always=False)
+            for each in handles.places():
+                each.calls.clear()
+            self._known.clear()
+            self._shared.clear()
+            self._templates = wire.CALL
+        self._templates += 1
+        return self._templates - 1
 
     @_alone
     def prepare(
@@ -259,7 +278,7 @@ class Master:
                 raise
             # An operand is spoilt: so is the result, of which nobody need hear before it is looked at.
             self._told.discard((self._spoilt.rank, self._spoilt.serial))
-            return self._tell(place, key, op, forms, named, values, *foreseen, True)
+            return self._tell(place, key, op, forms, named, values, *foreseen, True, guessed=True)
         if foreseen is None:
             self._trusted.setdefault(kind, False)
         else:
@@ -460,17 +479,17 @@ class Master:
         rank = line.rank
         self.lost[rank] = f"worker {rank} ({line.host}, pid {line.pid}) is gone{': ' + how if how else ''}"
         self.outbox.lose(self._indices[rank])
-        for index, place in enumerate(handles._places):
-            if place is not None and place.master is self and rank in place.ranks:
+        for place in [each for each in handles.places() if each.master is self]:
+            if rank in place.ranks:
                 place.calls = Gone(self.lost[rank], rank)
                 if place.index != rank:
-                    handles._places[index] = None
-        # This may be another thread than the master's: the orders are left to that one.
-        for ranks in [each for each in list(self._links) if rank in each]:
-            name = self._links.pop(ranks)
-            if (group := self._groups.pop(name, None)) is not None:
-                group.abandon()
-            self._broken.append((ranks, name))
+                    handles._places[place.index] = handles.nowhere
+            # This may be another thread than the master's: the orders are left to that one.
+            for ranks in [each for each in list(place.links) if rank in each]:
+                number = place.links.pop(ranks)
+                if (group := self._groups.pop(number, None)) is not None:
+                    group.abandon()
+                self._ended.append((ranks, number))
 
     def check(self, place: Place) -> None:
         """
@@ -497,10 +516,13 @@ class Master:
 
     def target(self, ranks: Sequence[int]) -> int:
         """How the outbox calls some workers."""
-        for place in self.places.values():
-            if set(place.ranks) == set(ranks):
-                return place.target
-        return self.outbox.target([self._indices[each] for each in ranks])
+        found = [each.target for each in self.places.values() if set(each.ranks) == set(ranks)]
+        return found[0] if found else self._target(tuple(ranks))
+
+    def _target(self, ranks: tuple[int, ...]) -> int:
+        if ranks not in self._targets:
+            self._targets[ranks] = self.outbox.target([self._indices[each] for each in ranks])
+        return self._targets[ranks]
 
     # Tensors that come and go.
 
@@ -523,70 +545,80 @@ class Master:
         """Sends a tensor's data: what is large by the native channel, which waits until the worker comes to it."""
         if dense.nbytes > wire.LARGE and len(place.ranks) == 1:
             (rank,) = place.ranks
-            link = self.link(0, rank)
+            link = self.link(place, 0, rank)
             self.order(place, "receive", outputs=[ref.id], meta=sig.meta, link=link)
             self.outbox.flush()
-            self._exchange(link, rank, lambda group: group.send(flat(dense), 1))
+            self._exchange(place, link, lambda group: group.send(flat(dense), 1))
             return
         self.put(place, Hold(ref.id, sig.meta), flat(dense).numpy().data if dense.numel() else None)
 
-    def _exchange(self, link: str, rank: int, move: Callable[[ProcessGroup], Any]) -> None:
+    def _exchange(self, place: Place, link: int, move: Callable[[ProcessGroup], Any]) -> None:
         """Sends or receives on a link with a worker.
 
         Raises:
             WorkerLost: it is gone.
         """
+        (rank,) = place.ranks
         try:
             move(self._groups[link])
         except BaseException as error:  # also Ctrl-C: the two ends do not stand at the same place any more
-            self._unlink((0, rank))
+            self._unlink(place, (0, rank))
             if isinstance(error, PeerLostError):
                 self.lose(rank)
                 raise WorkerLost(self.lost[rank], rank) from None
             raise
 
-    def _unlink(self, ranks: tuple[int, ...]) -> None:
+    def _unlink(self, place: Place, ranks: tuple[int, ...]) -> None:
         """Drops a link on whose ends something else may be under way; the next use makes another."""
-        name = self._links.pop(ranks, None)
-        if name is None:
+        number = place.links.pop(ranks, None)
+        if number is None:
             return
-        if (group := self._groups.pop(name, None)) is not None:
+        if (group := self._groups.pop(number, None)) is not None:
             group.abandon()
-        for rank in ranks:
-            if rank and rank not in self.lost:
-                self.order(self.places[(rank,)], "ungroup", name=name)
+        self._ended.append((ranks, number))
+        self._leave_links()
 
     @_alone
     def item(self, x: RemoteTensor) -> Any:
         self.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
-        value = self.request(_single(x), "item", id=x._ref.id)
+        value = self.request(self.single(x), "item", id=x._ref.id)
         return complex(*value) if isinstance(value, list) else value
 
     @_alone
     def fetch(self, x: RemoteTensor) -> torch.Tensor:
         """A tensor's data, here."""
         self.refuse_recording("a tensor is fetched")
-        place = _single(x)
+        place = self.single(x)
         dense = self.dense(x)
         sig = dense._sig
         nbytes = sig.shape.numel() * sig.dtype.itemsize
         if nbytes <= wire.SMALL:
-            data = self.request(place, "fetch", id=dense._ref.id, link="")
+            data = self.request(place, "fetch", id=dense._ref.id, link=0)
             return _tensor(sig, data)
         (rank,) = place.ranks
-        link = self.link(0, rank)
+        link = self.link(place, 0, rank)
         try:
             self.request(place, "fetch", id=dense._ref.id, link=link)
         except AllranksError as error:
             if not isinstance(error, RemoteError):  # in that case nothing is sent
-                self._unlink((0, rank))
+                self._unlink(place, (0, rank))
             raise
         except BaseException:  # Ctrl-C: the worker will send all the same
-            self._unlink((0, rank))
+            self._unlink(place, (0, rank))
             raise
         made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
-        self._exchange(link, rank, lambda group: group.recv(flat(made), 1))
+        self._exchange(place, link, lambda group: group.recv(flat(made), 1))
         return made
+
+    def single(self, x: RemoteTensor) -> Place:
+        """Where it is.
+
+        Raises:
+            UsageError: on the workers of a group.
+        """
+        if len(x._place.ranks) > 1:
+            raise UsageError(f"the tensor is on {x._place}: say whose data is meant, x.shard({x._place.ranks[0]})")
+        return x._place
 
     def dense(self, x: RemoteTensor) -> RemoteTensor:
         """The tensor, or a copy of it without gaps in its memory."""
@@ -597,40 +629,42 @@ class Master:
         )
 
     @_alone
-    def link(self, *ranks: int) -> str:
-        """The name of a native group of these ranks, where there is none yet a new one."""
-        if (name := self._links.get(ranks)) is not None:
-            return name
+    def link(self, place: Place, *ranks: int) -> int:
+        """The number of a place's native group of these ranks, where there is none yet a new one."""
+        if (number := place.links.get(ranks)) is not None:
+            return number
         for rank in ranks:
             if rank:
-                self.check(self.places[(rank,)])
+                self.check(self._own[rank])
         self.refuse_recording("workers meet for the first time", always=False)
-        self._mend()
+        self._leave_links()
         self._made += 1
-        name = self._links[ranks] = f"{'-'.join(map(str, ranks[:4]))}#{self._made}"
-        with self._both(ranks):
+        number = place.links[ranks] = self._made
+        name = f"{'-'.join(map(str, ranks[:4]))}#{number}"
+        said = {"number": number, "name": name, "ranks": list(ranks), "timeout_s": self.timeout_s}
+        with self._both(place, ranks):
             for rank in ranks:
                 if rank:
-                    self.order(self.places[(rank,)], "group", name=name, ranks=list(ranks), timeout_s=self.timeout_s)
+                    self.put(self._own[rank], Order("group", 0, said))
             if 0 in ranks:
                 self.outbox.flush()
-                self._groups[name] = self.workers.make_group(name, ranks, self.timeout_s)
-        return name
+                self._groups[number] = self.workers.make_group(name, ranks, self.timeout_s)
+        return number
 
-    def _mend(self) -> None:
-        """Has the others forget the links that lost workers have ended."""
-        while self._broken:
-            ranks, name = self._broken.pop()
+    @_alone
+    def _leave_links(self) -> None:
+        """Has workers leave the links that have ended: with a place that nothing uses, or with a lost worker."""
+        while self._ended:
+            ranks, number = self._ended.pop()
             for rank in ranks:
                 if rank and rank not in self.lost:
-                    self.order(self.places[(rank,)], "ungroup", name=name)
+                    self.order(self._own[rank], "ungroup", number=number)
 
     def shard(self, x: RemoteTensor, rank: int) -> RemoteTensor:
-        if rank not in x._place.ranks:
-            raise UsageError(f"the tensor is on {x._place}, not on worker:{rank}")
-        place = self.places[(rank,)]
-        self.check(x._place)
-        return make(place, x._sig, self.outbox.view(x._ref, place.target), x._off)
+        return shard(x, rank)
+
+    def total(self, x: RemoteTensor) -> RemoteTensor:
+        return total(x)
 
     def show(self, x: RemoteTensor) -> str:
         """How a handle is printed."""
@@ -652,27 +686,29 @@ class Master:
     @_alone
     def copies(self, tensors: Sequence[RemoteTensor], place: Place) -> list[RemoteTensor]:
         """Copies tensors of one worker, as one command for each of the two."""
-        source = _single(tensors[0])
+        source = self.single(tensors[0])
         self.check(source)
         self.check(place)
         tensors = [self.dense(each) for each in tensors]
         (sender,) = source.ranks
         if place.ranks != (receiver := place.ranks[0],) or sender == receiver:  # a group, maybe of one
             return [self._spread(each, place) for each in tensors]
-        link = self.link(*sorted((sender, receiver)))
+        pair = (min(sender, receiver), max(sender, receiver))
+        meeting = self._own[pair[0]]
+        link = self.link(meeting, *pair)
         sigs = [each._sig for each in tensors]
         metas = tuple((sig.meta[0], tuple(sig.shape), sig.strides) for sig in sigs)
-        with self._both(sorted((sender, receiver))):
-            self.invoke(source, "send", tensors, [link, int(receiver > sender)])
-            return self.invoke(place, "recv", [], [link, int(sender > receiver), metas], sigs)
+        with self._both(meeting, pair):
+            self.invoke(source, "send", link, tensors, [int(receiver > sender)])
+            return self.invoke(place, "recv", link, [], [int(sender > receiver), metas], sigs)
 
     @contextlib.contextmanager
-    def _both(self, ranks: Sequence[int]) -> Iterator[None]:
+    def _both(self, place: Place, ranks: tuple[int, ...]) -> Iterator[None]:
         """Around what is told to several workers: all of it, or they do not meet on that link again."""
         try:
             yield
         except BaseException:
-            self._unlink(tuple(ranks))
+            self._unlink(place, ranks)
             raise
 
     @_alone
@@ -680,19 +716,20 @@ class Master:
         self,
         place: Place,
         name: str,
+        link: int,
         tensors: Sequence[RemoteTensor],
         said: Sequence[Any],
         results: Sequence[Signature] = (),
     ) -> list[RemoteTensor]:
         """Queues an operation of ours, one of ``orders.OPERATIONS``."""
-        key = (name, *said[:3], len(tensors), *(each._sig for each in tensors), *results)
+        key = (name, *said, len(tensors), *(each._sig for each in tensors), *results)
         call = place.calls.get(key)
         if call is None:
-            forms = [["l", *(["t"] for _ in tensors)], *(["c", each] for each in said)]
+            forms: list[wire.Form] = [["l", *(["t"] for _ in tensors)], ["i"], *(["c", each] for each in said)]
             new = [("new", sig, which, False, 0) for which, sig in enumerate(results)]
-            call = self.define(place, key, f"allranks::{name}", forms, {}, [], new, [], False)
+            call = self.define(place, key, f"allranks::{name}", forms, {}, [link], new, [], False)
         refs = [each._ref for each in tensors]
-        made: Any = place.call(place.target, here(1), call.number, refs, call.outputs, None)
+        made: Any = place.call(place.target, here(1), call.number, refs, call.outputs, call.pack(link))
         made = [made] if len(results) == 1 else made or []
         return [make(place, sig, ref) for sig, ref in zip(results, made, strict=True)]
 
@@ -702,12 +739,12 @@ class Master:
         (sender,) = x._place.ranks
         (ref,) = self.outbox.reserve(place.target, 1)
         ranks = place.ranks if sender in place.ranks else (sender, *place.ranks)
-        link = self.link(*ranks) if len(ranks) > 1 else ""
+        link = self.link(place, *ranks) if len(ranks) > 1 else 0
         said = {"link": link, "root": ranks.index(sender), "id": x._ref.id, "meta": x._sig.meta, "line": here(1)}
-        with self._both(ranks):
+        with self._both(place, ranks):
             for rank in ranks:
                 outputs = [ref.id] if rank in place.ranks else []
-                self.order(self.places[(rank,)], "spread", outputs=outputs, sends=rank == sender, **said)
+                self.order(self._own[rank], "spread", outputs=outputs, sends=rank == sender, **said)
         return make(place, x._sig, ref)
 
     @_alone
@@ -722,6 +759,7 @@ class Master:
         if place is None:
             place = self._everyone()
         self.check(place)
+        self._leave_links()
         number = self.next()
         self.outbox.echo(place.target, number)
         plain = wire.ECHOED.pack(0, number)
@@ -751,6 +789,7 @@ class Master:
 
     # What users call.
 
+    @_alone
     def group(self, ranks: Sequence[int]) -> Group:
         """One handle for several workers.
 
@@ -767,14 +806,32 @@ class Master:
             raise UsageError(f"group: expected ranks of workers, 1 to {max(self.lines)}, each once, not {list(ranks)}")
         place = self.places.get(wanted)
         if place is None or len(wanted) == 1 or isinstance(place.calls, Gone):
-            free = [each for each in range(_LAST_INDEX, max(self.lines), -1) if handles._places[each] is None]
-            if not free:
-                raise UsageError(
-                    f"group: there are {_LAST_INDEX - max(self.lines)} groups, and torch knows no more devices"
-                )
-            place = self.place(wanted, free[0]) if len(wanted) > 1 else self.places[wanted]
+            place = self.place(wanted, self._spare_index()) if len(wanted) > 1 else self.places[wanted]
         self.check(place)
+        self._leave_links()
+        if len(wanted) > 1:
+            self._latest.append(place)
         return Group(place)
+
+    def _spare_index(self) -> int:
+        """An index for a group: the one that has been free for longest, as programs may still name the others.
+
+        Raises:
+            UsageError: there is none.
+        """
+        indices = range(_LAST_INDEX, max(self.lines), -1)
+        free = [each for each in indices if handles._places[each]() is None]
+        if not free:
+            self._latest.clear()
+            gc.collect()  # handles that only a cycle holds
+            free = [each for each in indices if handles._places[each]() is None]
+        if not free:
+            raise UsageError(
+                f"group: {len(indices)} groups are in use, and torch knows no more devices. A group ends when neither"
+                " it nor a tensor on it is held any more"
+            )
+        self._index = next((each for each in free if each < self._index), free[0])
+        return self._index
 
     def remote(self, function: Callable[..., Any], on: Any = None) -> RemoteFunction:
         """Makes a function run on workers, see `RemoteFunction`.
@@ -848,11 +905,12 @@ class Master:
         for group in self._groups.values():
             group.close()
         self._groups.clear()
+        self._latest.clear()
         self.workers.close()
-        for index, place in enumerate(handles._places):
-            if place is not None and place.master is self:
+        for place in handles.places():
+            if place.master is self:
                 place.calls = Gone("the workers have been shut down", 0)
-                handles._places[index] = None
+                handles._places[place.index] = handles.nowhere
 
 
 class Gone(dict[Any, Any]):
@@ -864,6 +922,11 @@ class Gone(dict[Any, Any]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         raise WorkerLost(self.why, self.rank)
+
+
+def _end(links: dict[tuple[int, ...], int], ended: list[tuple[tuple[int, ...], int]]) -> None:
+    """The links of a place that nothing uses have ended."""
+    ended += links.items()
 
 
 def _look(line: Line, seconds: float) -> None:
@@ -895,12 +958,6 @@ def _kind(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ..
         return type(value), value
 
     return (op, *map(look, args), *((name, look(value)) for name, value in kwargs.items()))
-
-
-def _single(x: RemoteTensor) -> Place:
-    if len(x._place.ranks) > 1:
-        raise UsageError(f"the tensor is on {x._place}: say whose data is meant, x.shard({x._place.ranks[0]})")
-    return x._place
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:

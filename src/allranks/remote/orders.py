@@ -23,23 +23,24 @@ __all__ = ["OPERATIONS", "ORDERS", "Shop"]
 
 
 class Shop:
-    """What orders work with: the groups of this worker, its clocks."""
+    """What orders work with: the groups of this worker, its clocks, what it copies."""
 
     def __init__(self, post: Post | None) -> None:
         self.post = post
-        self.groups: dict[str, ProcessGroup | wire.Fault] = {}
+        self.groups: dict[int, ProcessGroup | wire.Fault] = {}
         self.functions: dict[int, Any] = {}
         self.outcomes: dict[int, Any] = {}
         self.afterwards: Callable[[], Any] | None = None  # what an order does when it has been answered
         self.marks: dict[int, float] = {}
+        self.copies: dict[int, dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]] = {}
 
-    def link(self, name: str) -> ProcessGroup:
-        """A group by its name.
+    def link(self, number: int) -> ProcessGroup:
+        """A group by its number.
 
         Raises:
             Spoilt: it could not be made.
         """
-        found = self.groups[name]
+        found = self.groups[number]
         if isinstance(found, wire.Fault):
             raise Spoilt(found)
         return found
@@ -50,8 +51,8 @@ def item(worker: Interpreter, data: memoryview, id: int) -> Any:
     return [value.real, value.imag] if isinstance(value, complex) else value
 
 
-def fetch(worker: Interpreter, data: memoryview, id: int, link: str) -> bytes | None:
-    """A tensor's bytes; over a link, where one is named, after this answer."""
+def fetch(worker: Interpreter, data: memoryview, id: int, link: int) -> bytes | None:
+    """A tensor's bytes; over a link, where there is one, after this answer."""
     plain = _flat(worker.take(id))
     if not link:
         return plain.numpy().tobytes()
@@ -65,7 +66,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-def receive(worker: Interpreter, data: memoryview, outputs: list[int], meta: wire.Meta, link: str) -> None:
+def receive(worker: Interpreter, data: memoryview, outputs: list[int], meta: wire.Meta, link: int) -> None:
     """A large tensor of the master's."""
     dtype, shape, strides = meta[:3]
     made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
@@ -76,7 +77,7 @@ def receive(worker: Interpreter, data: memoryview, outputs: list[int], meta: wir
 def spread(
     worker: Interpreter,
     data: memoryview,
-    link: str,
+    link: int,
     root: int,
     id: int,
     meta: wire.Meta,
@@ -115,17 +116,19 @@ def set_state(worker: Interpreter, data: memoryview, state: bytes) -> None:
     torch.random.set_rng_state(given) if worker.device.type == "cpu" else torch.cuda.set_rng_state(given, worker.device)
 
 
-def group(worker: Interpreter, data: memoryview, name: str, ranks: Sequence[int], timeout_s: float) -> None:
+def group(
+    worker: Interpreter, data: memoryview, number: int, name: str, ranks: Sequence[int], timeout_s: float
+) -> None:
     """Makes a native group, with which this worker meets others."""
     assert worker.shop.post is not None
     try:
-        worker.shop.groups[name] = worker.shop.post.make_group(name, ranks, timeout_s)
+        worker.shop.groups[number] = worker.shop.post.make_group(name, ranks, timeout_s)
     except Exception as error:  # noqa: BLE001 - whatever uses the link raises it; the master may have given it up
-        worker.shop.groups[name] = worker.fault("a link between workers", error)
+        worker.shop.groups[number] = worker.fault("a link between workers", error)
 
 
-def ungroup(worker: Interpreter, data: memoryview, name: str) -> None:
-    made = worker.shop.groups.pop(name, None)
+def ungroup(worker: Interpreter, data: memoryview, number: int) -> None:
+    made = worker.shop.groups.pop(number, None)
     if made is not None and not isinstance(made, wire.Fault):
         made.close()
 
@@ -153,9 +156,30 @@ def memory(worker: Interpreter, data: memoryview) -> dict[str, int]:
     return {"tensors": len(worker.slots), "allocated": sum(storages.values()), "resident": resident * 4096}
 
 
-def alias(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) -> None:
-    held = worker.slots[id]
-    worker.slots[outputs[0]] = held.detach() if isinstance(held, torch.Tensor) else held
+def storage(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) -> list[int]:
+    """All of a tensor's memory as bytes: a name for it, which is no other's while a tensor is there, and how many."""
+    held = worker.take(id)
+    memory = held.untyped_storage()
+    worker.slots[outputs[0]] = torch.empty(0, dtype=torch.uint8, device=held.device).set_(memory)
+    return [memory._cdata, memory.nbytes()]
+
+
+def twin(worker: Interpreter, data: memoryview, copying: int, id: int, outputs: list[int]) -> None:
+    """A copy of a tensor, in a copy of its memory that is one for all that are copied together."""
+    held = worker.take(id)
+    memory = held.untyped_storage()
+    copies = worker.shop.copies.setdefault(copying, {})
+    if memory._cdata not in copies:
+        own = memory.clone()  # type: ignore[no-untyped-call]
+        copies[memory._cdata] = own, memory  # which is held, so that no other gets its name
+    into, _ = copies[memory._cdata]
+    made = torch.empty(0, dtype=held.dtype, device=held.device)
+    worker.slots[outputs[0]] = made.set_(into, held.storage_offset(), held.shape, held.stride())
+
+
+def copied(worker: Interpreter, data: memoryview, copying: int) -> None:
+    """All that was to be copied together is."""
+    worker.shop.copies.pop(copying, None)
 
 
 def default_dtype(worker: Interpreter, data: memoryview, dtype: str) -> None:
@@ -225,7 +249,7 @@ def drop(worker: Interpreter, data: memoryview, call: int) -> None:
 # Operations between workers. Whoever is to take part in one and has only poison says so first: the others would wait.
 
 
-def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> None:
+def send(worker: Interpreter, tensors: Sequence[Any], link: int, peer: int) -> None:
     """Sends tensors without gaps to a link's other end."""
     group = worker.shop.link(link)
     poison = next((each for each in tensors if type(each) is Poison), None)
@@ -239,7 +263,7 @@ def send(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int) -> N
             group.send(_flat(tensor), peer)
 
 
-def recv(worker: Interpreter, tensors: Sequence[Any], link: str, peer: int, metas: Sequence[Any]) -> Any:
+def recv(worker: Interpreter, tensors: Sequence[Any], link: int, peer: int, metas: Sequence[Any]) -> Any:
     """Receives them: one, or a list."""
     group = worker.shop.link(link)
     trouble = torch.empty(1, dtype=torch.int64)
@@ -293,19 +317,19 @@ def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], An
             each.copy_(part.view(each.shape))
 
 
-def all_reduce(worker: Interpreter, tensors: Sequence[Any], link: str, op: str) -> None:
+def all_reduce(worker: Interpreter, tensors: Sequence[Any], link: int, op: str) -> None:
     group = worker.shop.link(link)
     _agree(group, *tensors)
     _together(tensors, lambda tensor: group.all_reduce(tensor, getattr(ReduceOp, op)))
 
 
-def broadcast(worker: Interpreter, tensors: Sequence[Any], link: str, root: int) -> None:
+def broadcast(worker: Interpreter, tensors: Sequence[Any], link: int, root: int) -> None:
     group = worker.shop.link(link)
     _agree(group, *tensors)
     _together(tensors, lambda tensor: group.broadcast(tensor, root))
 
 
-def all_gather(worker: Interpreter, tensors: Sequence[Any], link: str, dim: int) -> torch.Tensor:
+def all_gather(worker: Interpreter, tensors: Sequence[Any], link: int, dim: int) -> torch.Tensor:
     """The members' tensors, one behind the other along a dimension."""
     group, (tensor,) = worker.shop.link(link), tensors
     _agree(group, tensor)
@@ -314,7 +338,7 @@ def all_gather(worker: Interpreter, tensors: Sequence[Any], link: str, dim: int)
     return torch.cat(parts, dim)
 
 
-def reduce_scatter(worker: Interpreter, tensors: Sequence[Any], link: str, op: str, dim: int) -> torch.Tensor:
+def reduce_scatter(worker: Interpreter, tensors: Sequence[Any], link: int, op: str, dim: int) -> torch.Tensor:
     """Each member's part, along a dimension, of the sum."""
     group, (tensor,) = worker.shop.link(link), tensors
     _agree(group, tensor)
@@ -349,7 +373,9 @@ ORDERS: dict[str, Callable[..., Any]] = {
         mark,
         marked,
         memory,
-        alias,
+        storage,
+        twin,
+        copied,
         kind,
         default_dtype,
         function,

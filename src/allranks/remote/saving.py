@@ -1,19 +1,117 @@
-"""What `torch.load` and its ``map_location`` need to bring tensors to workers.
+"""Tensors that share memory on a worker share it when they are saved, loaded and deep-copied, as those of a CPU do.
 
-torch reads the data of a tensor into a storage, asks for a storage on the wished device instead, and makes a tensor of
-it. Handles have no storage: `Cargo` is one of the master's that says that it is the worker's, until a tensor is made.
+torch saves a tensor as a view of its storage, which is written once; it reads the data into a storage, asks for one on
+the wished device instead, and makes the views. Handles have no storage. `Memory` stands for the one on the worker, and
+is fetched when it is written; `Cargo` is one of the master's that says that it is the worker's, until a tensor is made.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from allranks.remote.tensor import RemoteTensor, place_of, special
+from allranks.remote.lines import here
+from allranks.remote.signature import signature
+from allranks.remote.tensor import Place, RemoteTensor, make, place_of, special
 
-__all__ = ["register"]
+__all__ = ["reduce", "register", "twin"]
+
+
+class Memory(torch.UntypedStorage):
+    """The memory of tensors on a worker."""
+
+    whole: RemoteTensor  # its bytes
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.whole.device
+
+    def nbytes(self) -> int:
+        return self.whole.numel()
+
+    def data_ptr(self) -> int:
+        return int(self._cdata)  # torch tells by it which storages are one, to refuse views of different dtypes
+
+    def cpu(self) -> torch.UntypedStorage:
+        return self.whole.cpu().untyped_storage()
+
+    def _write_file(self, *args: Any, **kwargs: Any) -> None:
+        self.cpu()._write_file(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+_memories: weakref.WeakValueDictionary[tuple[Place, int], Memory] = weakref.WeakValueDictionary()
+"""By what the worker calls it. One that is here has a tensor there, so that no other memory gets its name."""
+
+
+def _memory(x: RemoteTensor) -> Memory:
+    place = x._place
+    (ref,) = place.master.outbox.reserve(place.target, 1)
+    name, nbytes = place.master.request(place, "storage", id=x._ref.id, outputs=[ref.id])
+    found = _memories.get((place, name))
+    if found is None:
+        found = _memories[place, name] = Memory(0)  # type: ignore[no-untyped-call]
+        found.whole = make(place, signature(torch.uint8, [nbytes], [1]), ref)
+    return found
+
+
+def reduce(x: RemoteTensor) -> tuple[Any, ...]:
+    """How a handle is pickled: as torch pickles tensors that have a storage.
+
+    Raises:
+        UsageError: it is a group's.
+        RemoteError: it is what a failed operation left.
+    """
+    if isinstance(x, torch.nn.Parameter):
+        return torch._utils._rebuild_parameter, (x.detach(), x.requires_grad, OrderedDict())
+    x._place.master.single(x)
+    plain: Any = x.detach().resolve_conj().resolve_neg()
+    view = (plain._off, tuple(plain.shape), plain.stride())
+    memory = _memory(plain)
+    new = x.dtype in torch.storage._new_dtypes()  # those that no class of storages is for
+    typed = torch.storage.TypedStorage(wrap_storage=memory, dtype=torch.uint8 if new else x.dtype, _internal=True)  # type: ignore[no-untyped-call]
+    if new:
+        return torch._utils._rebuild_tensor_v3, (typed, *view, x.requires_grad, OrderedDict(), x.dtype)
+    return torch._utils._rebuild_tensor_v2, (typed, *view, x.requires_grad, OrderedDict())
+
+
+class _Copying:
+    """A call of `copy.deepcopy`: its memo holds it, and workers what they have copied, until it returns."""
+
+    def __init__(self) -> None:
+        self.number = next(_copyings)
+        self.places: set[Place] = set()
+
+    def __del__(self) -> None:
+        for place in self.places:
+            if not place.master.closed:
+                place.master.order(place, "copied", copying=self.number)
+
+
+_copyings = itertools.count(1)
+
+
+def twin(x: RemoteTensor, memo: dict[Any, Any]) -> RemoteTensor:
+    """A deep copy of a tensor and all its memory.
+
+    Args:
+        x: the tensor.
+        memo: of `copy.deepcopy`: tensors that share memory get copies that do.
+    """
+    place, master = x._place, x._place.master
+    if x._sig.bits:
+        return x.detach().clone()  # type: ignore[return-value]
+    master.refuse_recording("a tensor is deep-copied")
+    master.check(place)
+    copying = memo.setdefault("allranks", _Copying())
+    copying.places.add(place)
+    (ref,) = master.outbox.reserve(place.target, 1)
+    master.order(place, "twin", copying=copying.number, id=x._ref.id, outputs=[ref.id], line=here(1))
+    return make(place, x._sig, ref, x._off)
 
 
 class Cargo(torch.UntypedStorage):
@@ -25,6 +123,19 @@ class Cargo(torch.UntypedStorage):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.target
+
+    def bytes(self) -> torch.Tensor:
+        data = torch.UntypedStorage(self.nbytes())  # type: ignore[no-untyped-call]
+        return torch.empty(0, dtype=torch.uint8).set_(data.copy_(self))
+
+    def _set_from_file(self, *args: Any, **kwargs: Any) -> None:
+        super()._set_from_file(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.there is not None:  # torch's old format has the data behind the tensors
+            self.there.copy_(self.bytes())
+
+
+def _locate(storage: Any) -> str | None:
+    return str(storage.device) if isinstance(storage, Memory) else None
 
 
 def _deserialize(storage: Any, location: str) -> Any:
@@ -44,14 +155,12 @@ def _set(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise RuntimeError("set_: a tensor on a worker has no storage here; use set_ with a tensor, or copy_")
     if cargo.there is None:
         place = place_of(cargo.target)
-        data = torch.UntypedStorage(cargo.nbytes())  # type: ignore[no-untyped-call]
-        plain = torch.empty(0, dtype=torch.uint8).set_(data.copy_(cargo))
-        cargo.there = place.master.upload(place, plain)
+        cargo.there = place.master.upload(place, cargo.bytes())
     typed = cargo.there if x.dtype is torch.uint8 else cargo.there.view(x.dtype)
     x.data = typed.as_strided(size, strides, offset)
     return x
 
 
 def register() -> None:
-    """Makes ``map_location="worker:1"`` known to `torch.load`."""
-    torch.serialization.register_package(9, lambda storage: None, _deserialize)
+    """Makes the memory of workers known to `torch.save`, and ``map_location="worker:1"`` to `torch.load`."""
+    torch.serialization.register_package(9, _locate, _deserialize)

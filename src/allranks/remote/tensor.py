@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import struct
+import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from allranks.remote.signature import Facts, Signature, facts, flatten, indexes,
 if TYPE_CHECKING:
     from allranks.remote.master import Master
 
-__all__ = ["Call", "Place", "RemoteTensor", "dispatch", "form", "make", "operands", "place_of", "run"]
+__all__ = ["Call", "Place", "RemoteTensor", "as_view", "dispatch", "form", "make", "operands", "place_of", "run"]
 
 _make = torch.Tensor._make_wrapper_subclass
 _get_default_dtype = torch.get_default_dtype
@@ -44,9 +44,10 @@ class Place:
         target: how the outbox calls it.
         calls: the calls that these workers know, by key.
         call: queues one: the outbox's, or while a step is captured the recorder's.
+        links: native groups that were made for it, by their ranks; they end with it.
     """
 
-    __slots__ = ("call", "calls", "device", "index", "lazy", "master", "ranks", "target")
+    __slots__ = ("__weakref__", "call", "calls", "device", "index", "lazy", "links", "master", "ranks", "target")
 
     def __init__(self, master: Master, index: int, ranks: tuple[int, ...], target: int) -> None:
         self.master = master
@@ -56,6 +57,7 @@ class Place:
         self.lazy = torch.device("lazy", index)
         self.device = torch.device("worker", index)
         self.calls: dict[Any, Call] = {}
+        self.links: dict[tuple[int, ...], int] = {}
         self.call = master.outbox.call
 
     def __str__(self) -> str:
@@ -154,6 +156,8 @@ class RemoteTensor(torch.Tensor):
             and memory_format in (None, torch.preserve_format)
         ):
             return self
+        if device not in (None, self._place.device):
+            self._place.master.single(self)
         return aten._to_copy.default(  # type: ignore[no-any-return]
             self, dtype=dtype, device=device or self._place.device, non_blocking=non_blocking,
             memory_format=memory_format,
@@ -231,12 +235,9 @@ class RemoteTensor(torch.Tensor):
         return self._place.master.show(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if isinstance(self, torch.nn.Parameter):
-            return (torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict()))
-        # As torch saves tensors of devices that have no storage here.
-        plain = self.detach().cpu()
-        rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
-        return (rebuild, (plain, self.dtype, str(self.device), self.requires_grad))
+        from allranks.remote.saving import reduce
+
+        return reduce(self)
 
     def __copy__(self) -> Any:
         made: Any = make(self._place, self._sig, self._ref, self._off)  # the same memory
@@ -252,14 +253,14 @@ class RemoteTensor(torch.Tensor):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
                 " at the moment."
             )
-        with torch.no_grad():
-            made: Any = self.detach().clone()
-            if getattr(self, "_is_param", False):
-                made = torch.nn.Parameter(made, self.requires_grad)
-            else:
-                made.requires_grad_(self.requires_grad)
-            if self.grad is not None:
-                made.grad = copy.deepcopy(self.grad, memo)
+        from allranks.remote.saving import twin
+
+        made: Any
+        if isinstance(self, torch.nn.Parameter):  # to torch it is all of its memory, and its gradient is not copied
+            made = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+        else:
+            made = twin(self, memo).requires_grad_(self.requires_grad)
+            made.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = made
         return made
 
@@ -276,8 +277,17 @@ def make(place: Place, sig: Signature, ref: Any, offset: int = 0) -> RemoteTenso
     return made  # type: ignore[no-any-return]
 
 
-_places: list[Place | None] = [None] * 128
-"""By index of device."""
+def nowhere() -> None:
+    """A reference to no place."""
+
+
+_places: list[Callable[[], Place | None]] = [nowhere] * 128
+"""By index of device: weak references, as a group ends when nothing uses it any more."""
+
+
+def places() -> list[Place]:
+    """Those that devices mean."""
+    return [found for each in list(_places) if (found := each()) is not None]
 
 
 def place_of(device: torch.device | None) -> Place:
@@ -290,12 +300,14 @@ def place_of(device: torch.device | None) -> Place:
     index = (device.index if device is not None else None) or _current[0]
     if index < 0:  # torch keeps it in eight bits
         index += 256
-    place = _places[index] if index < len(_places) else None
+    place = _places[index]() if index < len(_places) else None
     if place is None:
-        there = [each.index for each in _places if each is not None and each.index == each.ranks[0]]
+        there = [each.index for each in places() if each.index == each.ranks[0]]
         if not there:
             raise UsageError(f"worker:{index}: there are no workers. Call allranks.init_master_worker() first")
-        raise UsageError(f"there is no worker:{index}; there are worker:{min(there)} to worker:{max(there)}")
+        was = index < len(_places) and _places[index] is not nowhere
+        ended = "; a group's device ends with it: hold what group() returned" if was else ""
+        raise UsageError(f"there is no worker:{index}; there are worker:{min(there)} to worker:{max(there)}{ended}")
     return place
 
 
@@ -584,6 +596,10 @@ def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     ):
         return run(op, args, kwargs)
     rest = {name: each for name, each in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
+    if len(x._place.ranks) > 1 and torch._C._current_graph_task_id() >= 0:
+        # Backward brings a gradient to where a tensor is of which all workers had copies.
+        x = master.total(run(op, args, {**rest, "device": x._place.lazy}))
+        return x if device == x._place.lazy else x.to(device)
     if device.type in ("worker", "lazy"):
         if any(each is not None for name, each in rest.items() if name != "memory_format"):
             x = run(op, args, {**rest, "device": x._place.lazy})
@@ -610,6 +626,27 @@ def _copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 @special(aten._copy_from.default, aten._copy_from_and_resize.default)
 def _copy_from(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return _copy(aten.copy_.default, (args[1], args[0]), {})
+
+
+def as_view(base: RemoteTensor, view: RemoteTensor) -> RemoteTensor:
+    """Has torch take a handle for a view of another: one that it has not made, as where the two are on other workers.
+
+    Autograd then sees where a change of one changes the other, and refuses it where it would have to know how.
+    """
+    _awaited.view = view
+    try:
+        return aten.alias.default(base)  # type: ignore[no-any-return]
+    finally:
+        _awaited.view = None
+
+
+_awaited = threading.local()
+
+
+@special(aten.alias.default)
+def _alias(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    view = getattr(_awaited, "view", None)
+    return run(op, args, kwargs) if view is None else view
 
 
 @special(aten._efficientzerotensor.default)
