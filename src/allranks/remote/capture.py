@@ -414,7 +414,7 @@ class Captured(Generic[P, R]):
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[RemoteTensor]]:
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, RemoteTensor)]
-        parts: list[Any] = [spec]
+        parts: list[Any] = [spec, _autocast()]
         first: dict[int, int] = {}
         for each in leaves:
             if isinstance(each, RemoteTensor):
@@ -490,7 +490,7 @@ class Captured(Generic[P, R]):
 
 def _key_of(args: Sequence[Any]) -> Any:
     """The key of arguments that are different tensors on workers; None for others."""
-    key: list[Any] = []
+    key: list[Any] = [_autocast()]
     ids = set()
     for each in args:
         if type(each) is not RemoteTensor or each.requires_grad:
@@ -499,6 +499,11 @@ def _key_of(args: Sequence[Any]) -> Any:
         key.append(each._place)
         ids.add(each._ref.whole.id)
     return tuple(key) if len(ids) == len(args) else None
+
+
+def _autocast() -> torch.dtype | None:
+    """What `torch.autocast` casts to now."""
+    return torch.get_autocast_dtype("worker") if torch.is_autocast_enabled("worker") else None
 
 
 def _difference(master: Master, before: _Recording, after: _Recording) -> str:

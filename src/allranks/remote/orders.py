@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from allranks._types import ReduceOp
 from allranks.remote import wire
+from allranks.remote.flags import apply
 from allranks.remote.faults import GIVEN, Given, Poison, Spoilt
 
 if TYPE_CHECKING:
@@ -32,6 +33,16 @@ class Shop:
         self.outcomes: dict[int, Any] = {}
         self.afterwards: Callable[[], Any] | None = None  # what an order does when it has been answered
         self.marks: dict[int, float] = {}
+        self.generators: dict[int, torch.Generator] = {}
+
+    def generator(self, number: int, device: torch.device) -> torch.Generator:
+        """A generator by its number; 0 is that of all operations that are given none."""
+        if number:
+            return self.generators[number]
+        if device.type == "cpu":
+            return torch.default_generator
+        torch.cuda.init()
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
     def link(self, name: str) -> ProcessGroup:
         """A group by its name.
@@ -65,12 +76,18 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-def receive(worker: Interpreter, data: memoryview, outputs: list[int], meta: wire.Meta, link: str) -> None:
-    """A large tensor of the master's."""
+def upload(worker: Interpreter, data: memoryview, outputs: list[int], meta: wire.Meta, link: str) -> None:
+    """Makes room for a large tensor of the master's, and takes it when that is answered: it is sent only then."""
     dtype, shape, strides = meta[:3]
     made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
-    worker.shop.link(link).recv(_flat(made), 0)
-    worker.slots[outputs[0]] = made.to(worker.device)
+    there = made if worker.device.type == "cpu" else torch.empty_like(made, device=worker.device)
+
+    def take() -> None:
+        worker.shop.link(link).recv(_flat(made), 0)
+        worker.slots[outputs[0]] = there if there is made else there.copy_(made)
+
+    worker.shop.link(link)  # which may not have come about
+    worker.shop.afterwards = take
 
 
 def spread(
@@ -99,20 +116,34 @@ def spread(
         worker.slots[each] = made.to(worker.device)
 
 
-def seed(worker: Interpreter, data: memoryview, seed: int) -> None:
-    torch.manual_seed(seed)
+def generator(worker: Interpreter, data: memoryview, name: int) -> None:
+    """Makes a generator."""
+    worker.shop.generators[name] = torch.Generator(worker.device)
 
 
-def state(worker: Interpreter, data: memoryview) -> bytes:
-    """The random generator's state."""
-    return torch.random.get_rng_state().numpy().tobytes() if worker.device.type == "cpu" else (
-        torch.cuda.get_rng_state(worker.device).numpy().tobytes()
-    )  # fmt: skip
+def forget_generator(worker: Interpreter, data: memoryview, name: int) -> None:
+    worker.shop.generators.pop(name, None)
 
 
-def set_state(worker: Interpreter, data: memoryview, state: bytes) -> None:
+def seed(worker: Interpreter, data: memoryview, seed: int, generator: int = 0) -> None:
+    if generator:
+        worker.shop.generators[generator].manual_seed(seed)
+    else:
+        torch.manual_seed(seed)  # also what is not of the worker's device, for functions of the user's
+
+
+def initial_seed(worker: Interpreter, data: memoryview, generator: int) -> int:
+    return worker.shop.generator(generator, worker.device).initial_seed()
+
+
+def state(worker: Interpreter, data: memoryview, generator: int = 0) -> bytes:
+    """A random generator's state."""
+    return worker.shop.generator(generator, worker.device).get_state().numpy().tobytes()
+
+
+def set_state(worker: Interpreter, data: memoryview, state: bytes, generator: int = 0) -> None:
     given = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    torch.random.set_rng_state(given) if worker.device.type == "cpu" else torch.cuda.set_rng_state(given, worker.device)
+    worker.shop.generator(generator, worker.device).set_state(given)
 
 
 def group(worker: Interpreter, data: memoryview, name: str, ranks: Sequence[int], timeout_s: float) -> None:
@@ -156,10 +187,6 @@ def memory(worker: Interpreter, data: memoryview) -> dict[str, int]:
 def alias(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) -> None:
     held = worker.slots[id]
     worker.slots[outputs[0]] = held.detach() if isinstance(held, torch.Tensor) else held
-
-
-def default_dtype(worker: Interpreter, data: memoryview, dtype: str) -> None:
-    torch.set_default_dtype(wire.dtype_of(dtype))
 
 
 def kind(worker: Interpreter, data: memoryview) -> str:
@@ -324,7 +351,12 @@ def reduce_scatter(worker: Interpreter, tensors: Sequence[Any], link: str, op: s
     return made
 
 
+def flags(worker: Interpreter, tensors: Sequence[Any], changed: Sequence[Any]) -> None:
+    apply(changed)
+
+
 OPERATIONS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "flags": (flags, False),
     "send": (send, False),
     "recv": (recv, False),
     "all_reduce": (all_reduce, True),
@@ -339,9 +371,12 @@ ORDERS: dict[str, Callable[..., Any]] = {
     for each in (
         item,
         fetch,
-        receive,
+        upload,
         spread,
+        generator,
+        forget_generator,
         seed,
+        initial_seed,
         state,
         set_state,
         group,
@@ -351,7 +386,6 @@ ORDERS: dict[str, Callable[..., Any]] = {
         memory,
         alias,
         kind,
-        default_dtype,
         function,
         start,
         result,

@@ -25,11 +25,18 @@ from allranks.remote.signature import Facts, Signature, facts, flatten, indexes,
 if TYPE_CHECKING:
     from allranks.remote.master import Master
 
-__all__ = ["Call", "Place", "RemoteTensor", "dispatch", "form", "make", "operands", "place_of", "run"]
+__all__ = [
+    "GENERATORS", "Call", "Place", "RemoteTensor", "dispatch", "form", "make", "operands", "place_of", "run",
+]  # fmt: skip
 
 _make = torch.Tensor._make_wrapper_subclass
-_get_default_dtype = torch.get_default_dtype
-_TRUE, _FALSE, _FLOAT, _INT, _DEVICE = object(), object(), object(), object(), object()
+_strided = torch.strided
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # torch gives ``lazy`` none for autocast
+
+GENERATORS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Those of workers, by the address of what is a generator to torch's C++: Python's object is not the one given."""
+
+_TRUE, _FALSE, _FLOAT, _INT, _DEVICE, _GENERATOR = object(), object(), object(), object(), object(), object()
 _LOOKS = (torch.Tensor, torch.dtype)
 _BEYOND = 1 << 63  # a number of a call has 64 bits; others are part of its template
 aten = torch.ops.aten
@@ -43,10 +50,11 @@ class Place:
         ranks: its workers.
         target: how the outbox calls it.
         calls: the calls that these workers know, by key.
+        learnt: these, by the state of torch's flags in which they were learnt.
         call: queues one: the outbox's, or while a step is captured the recorder's.
     """
 
-    __slots__ = ("call", "calls", "device", "index", "lazy", "master", "ranks", "target")
+    __slots__ = ("_kind", "call", "calls", "device", "index", "lazy", "learnt", "master", "ranks", "target")
 
     def __init__(self, master: Master, index: int, ranks: tuple[int, ...], target: int) -> None:
         self.master = master
@@ -55,8 +63,17 @@ class Place:
         self.target = target
         self.lazy = torch.device("lazy", index)
         self.device = torch.device("worker", index)
-        self.calls: dict[Any, Call] = {}
+        self.learnt: dict[Any, dict[Any, Call]] = {}
+        self.calls: dict[Any, Call] = self.learnt.setdefault(master.flags, {})
         self.call = master.outbox.call
+        self._kind = ""
+
+    @property
+    def kind(self) -> str:
+        """Of the device that its workers compute on: "cpu" or "cuda"."""
+        if not self._kind:
+            self._kind = self.master.request(self, "kind")
+        return self._kind
 
     def __str__(self) -> str:
         return str(self.device) if self.index == self.ranks[0] else f"group {list(self.ranks)}"
@@ -266,7 +283,10 @@ class RemoteTensor(torch.Tensor):
 
 def make(place: Place, sig: Signature, ref: Any, offset: int = 0) -> RemoteTensor:
     """A handle."""
-    made: Any = _make(RemoteTensor, sig.shape, sig.strides, offset, dtype=sig.dtype, device=place.lazy)
+    made: Any = _make(
+        RemoteTensor, sig.shape, sig.strides, offset, None, sig.dtype, _strided, place.lazy,
+        False, False, None, False, False, _KEYS,
+    )  # fmt: skip
     if sig.bits:
         marked(made, sig.bits)
     made._ref = ref
@@ -356,8 +376,6 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Fact
         return run(op, *_lift(op, args, kwargs or {}))
     if place is None:
         raise NotImplementedError(f"{known.name} without an operand on a worker")
-    if _get_default_dtype() is not place.master.default_dtype:
-        place.master.follow_default_dtype()
     call = place.calls.get(tuple(key))
     if call is None:
         prepared = place.master.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)
@@ -376,7 +394,11 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Fact
     if only is None or only.bits:
         return call.build(place, made, args, kwargs)
     offset = args[0]._off + call.shift if call.view else call.shift
-    handle: Any = _make(RemoteTensor, only.shape, only.strides, offset, dtype=only.dtype, device=place.lazy)
+    # By position, as torch looks up names more slowly than it reads all of these.
+    handle: Any = _make(
+        RemoteTensor, only.shape, only.strides, offset, None, only.dtype, _strided, place.lazy,
+        False, False, None, False, False, _KEYS,
+    )  # fmt: skip
     handle._ref = made  # as in `make`: a call less, here where each operation comes by
     handle._sig = only
     handle._place = place
@@ -419,6 +441,8 @@ def _scan(
         if value.type in ("worker", "lazy"):
             there = place_of(value)
             if place is not None and there.index != place.index:
+                if _GENERATOR in key:
+                    raise UsageError(f"expected a generator of {there}, not of {place}: torch.Generator(device='{there}')")
                 raise _Elsewhere
         elif place is None or value != place.lazy:
             raise _Elsewhere
@@ -427,7 +451,16 @@ def _scan(
     elif kind is complex:
         key.append((complex, repr(value)))
     elif kind is torch.Generator:
-        raise UsageError("a torch.Generator is of the master's CPU: use torch.manual_seed(), which reaches all workers")
+        generator = GENERATORS.get(value._cdata)
+        if generator is None or (place is not None and generator._place.index != place.index):
+            of = generator.device if generator is not None else value.device
+            device = place.device if place is not None else "worker:1"
+            raise UsageError(f"expected a generator of {device}, not of {of}: torch.Generator(device='{device}')")
+        if place is not generator._place:
+            generator._place.master.check(generator._place)  # one of that index may have been lost
+        key.append(_GENERATOR)
+        values.append(generator._number)
+        return place or generator._place
     else:
         key.append(value)
     return place
@@ -441,6 +474,8 @@ def form(value: Any, number: bool, floats_matter: bool) -> wire.Form:
         return ["i"]
     if type(value) is float and not floats_matter:
         return ["f"]
+    if type(value) is torch.Generator:
+        return ["g"]
     if isinstance(value, list | tuple):
         return ["l", *(form(each, number, floats_matter) for each in value)]
     return wire.encode(value)

@@ -35,7 +35,7 @@ LARGE = 8 << 20
 
 Form = list[Any]
 """An argument in a template, by its first element: ``t`` a tensor, ``f`` a float and ``i`` an integer that come with
-each call, ``l`` a list of forms, ``c`` a constant, ``d`` a dtype, ``m`` a memory format, ``y`` a layout, ``w`` the
+each call, ``g`` a generator, by its number, which does, too, ``l`` a list of forms, ``c`` a constant, ``d`` a dtype, ``m`` a memory format, ``y`` a layout, ``w`` the
 worker's device, ``z`` a complex number."""
 
 Meta = tuple[str, list[int], list[int], int, int]
