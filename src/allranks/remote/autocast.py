@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from allranks.remote.composites import COMPOSITES, KEPT, each_handle, operator, take_apart
-from allranks.remote.tensor import RemoteTensor
+from allranks.remote.tensor import AUTOCAST, RemoteTensor
 
 __all__ = ["POLICIES", "register"]
 
@@ -28,6 +28,9 @@ _PRODUCTS = {
 }  # fmt: skip
 
 
+_RECURRENT = {name for name in COMPOSITES if name.partition(".")[0] in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+
+
 class _Policy(NamedTuple):
     """For one kind of device. Operators of torch's that are in none of the sets compute in float32.
 
@@ -36,12 +39,14 @@ class _Policy(NamedTuple):
         lower: those that compute in the lower precision.
         promoted: those whose operands are brought to the most precise dtype among them.
         refused: those that overflow in the lower precision.
+        apart: those that are else queued whole, and whose parts are cast.
     """
 
     key: str
     lower: set[str]
     promoted: set[str]
     refused: set[str]
+    apart: set[str]
 
 
 POLICIES = {
@@ -53,6 +58,7 @@ POLICIES = {
         },
         {"cat", "index_copy", "stack"},
         set(),
+        _RECURRENT | {"_transformer_encoder_layer_fwd"},
     ),
     "cuda": _Policy(
         "AutocastCUDA",
@@ -66,19 +72,13 @@ POLICIES = {
             "tensordot", "vdot",
         },
         {"binary_cross_entropy"},
+        _RECURRENT,
     ),
 }  # fmt: skip
 """By kind of device."""
 
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-_APART = {"_transformer_encoder_layer_fwd"} | {
-    name for name in COMPOSITES if name.partition(".")[0] in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-}
-"""Operators that are else queued whole, and whose parts are cast."""
-
 _casts: dict[int, tuple[Any, Any]] = {}
 """By id of a parameter, it, and what it was cast to within the outermost `autocast`, as torch keeps such casts."""
-
 
 _registered: dict[str, torch.library.Library] = {}
 """By kind of device, that of the present workers."""
@@ -109,7 +109,7 @@ def _kernel(name: str, policy: _Policy) -> Callable[..., Any] | None:
     has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, f"aten::{name}")
     if has(policy.key):
         return _casting(name, policy)
-    if name in _APART:
+    if name in policy.apart:
         return functools.partial(_take_apart, operator(name))
     # Also in inference mode, where without autograd they would go apart below the level of autocast.
     if has("CompositeImplicitAutograd") and not has("CPU") and name not in COMPOSITES:
@@ -147,7 +147,7 @@ def _casting(name: str, policy: _Policy) -> Callable[..., Any]:
         return refuse
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
             lower = torch.get_autocast_dtype("worker")
             to = lower if name in policy.lower else torch.float32
             if name in policy.promoted:

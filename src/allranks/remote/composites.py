@@ -43,8 +43,8 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 KEPT: dict[int, tuple[Any, Any]] = {}
-"""Within the outermost `torch.autocast`, by id of a parameter, it and what stands for it on the CPU: the same each time,
-as what is cast is kept, see `autocast`."""
+"""Within the outermost `torch.autocast`, by id of a parameter, it and what stands for it on the CPU: each time the
+same, so that what it is cast to can be kept, see `autocast`."""
 
 _near: dict[int, _Near] = {}
 """By index of device."""

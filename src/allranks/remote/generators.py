@@ -42,7 +42,7 @@ class Generator(torch.Generator):
         self._place = place_of(torch.device(device))
         self._number = self._place.master.next()
         self._place.master.order(self._place, "generator", name=self._number)
-        GENERATORS[self._cdata] = self
+        GENERATORS[self._cdata] = self  # type: ignore[attr-defined]
 
     def __del__(self) -> None:
         place = getattr(self, "_place", None)
@@ -69,7 +69,7 @@ class Generator(torch.Generator):
         said = self._place.master.request(self._place, "state", generator=self._number)
         return torch.frombuffer(bytearray(said), dtype=torch.uint8)
 
-    def set_state(self, new_state: torch.Tensor) -> Generator:  # type: ignore[override]
+    def set_state(self, new_state: torch.Tensor) -> Generator:
         state = new_state.numpy().tobytes()
         self._place.master.order(self._place, "set_state", state=state, generator=self._number)
         return self

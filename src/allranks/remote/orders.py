@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 
 from allranks._types import ReduceOp
 from allranks.remote import wire
-from allranks.remote.flags import apply
 from allranks.remote.faults import GIVEN, Given, Poison, Spoilt
+from allranks.remote.flags import apply
 
 if TYPE_CHECKING:
     from allranks._group import ProcessGroup
@@ -41,7 +41,7 @@ class Shop:
             return self.generators[number]
         if device.type == "cpu":
             return torch.default_generator
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
     def link(self, name: str) -> ProcessGroup:

@@ -26,12 +26,16 @@ if TYPE_CHECKING:
     from allranks.remote.master import Master
 
 __all__ = [
-    "GENERATORS", "Call", "Place", "RemoteTensor", "dispatch", "form", "make", "operands", "place_of", "run",
+    "AUTOCAST", "GENERATORS",
+    "Call", "Place", "RemoteTensor", "dispatch", "form", "make", "operands", "place_of", "run",
 ]  # fmt: skip
 
 _make = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # torch gives ``lazy`` none for autocast
+_is_inference_mode_enabled = torch.is_inference_mode_enabled
+
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+"""Handles have this key, as torch gives ``lazy`` none by which to know where `autocast` is to cast."""
 
 GENERATORS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Those of workers, by the address of what is a generator to torch's C++: Python's object is not the one given."""
@@ -128,8 +132,8 @@ class Call:
             return [self._built(each, place, made, args, kwargs) for each in result]
         if result[0] == "same":
             return _argument(result[1], self.known, args, kwargs)
-        _, sig, which, view, shift = result
-        return make(place, sig, made[which], args[0]._off + shift if view else shift)
+        _, sig, which, shares, shift = result
+        return view(args[0], sig, made[which], args[0]._off + shift) if shares else make(place, sig, made[which], shift)
 
 
 class RemoteTensor(torch.Tensor):
@@ -281,11 +285,19 @@ class RemoteTensor(torch.Tensor):
         return made
 
 
+def view(base: RemoteTensor, sig: Signature, ref: Any, offset: int) -> RemoteTensor:
+    """A handle of a tensor that shares the base's memory, and is as the base no tensor of inference mode, or one."""
+    if _is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(False):
+            return make(base._place, sig, ref, offset)
+    return make(base._place, sig, ref, offset)
+
+
 def make(place: Place, sig: Signature, ref: Any, offset: int = 0) -> RemoteTensor:
     """A handle."""
     made: Any = _make(
         RemoteTensor, sig.shape, sig.strides, offset, None, sig.dtype, _strided, place.lazy,
-        False, False, None, False, False, _KEYS,
+        False, False, None, False, False, AUTOCAST,
     )  # fmt: skip
     if sig.bits:
         marked(made, sig.bits)
@@ -393,16 +405,17 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Fact
     only = call.only
     if only is None or only.bits:
         return call.build(place, made, args, kwargs)
-    offset = args[0]._off + call.shift if call.view else call.shift
+    if call.view:
+        return view(args[0], only, made, args[0]._off + call.shift)
     # By position, as torch looks up names more slowly than it reads all of these.
     handle: Any = _make(
-        RemoteTensor, only.shape, only.strides, offset, None, only.dtype, _strided, place.lazy,
-        False, False, None, False, False, _KEYS,
+        RemoteTensor, only.shape, only.strides, call.shift, None, only.dtype, _strided, place.lazy,
+        False, False, None, False, False, AUTOCAST,
     )  # fmt: skip
     handle._ref = made  # as in `make`: a call less, here where each operation comes by
     handle._sig = only
     handle._place = place
-    handle._off = offset
+    handle._off = call.shift
     return handle
 
 
@@ -442,7 +455,9 @@ def _scan(
             there = place_of(value)
             if place is not None and there.index != place.index:
                 if _GENERATOR in key:
-                    raise UsageError(f"expected a generator of {there}, not of {place}: torch.Generator(device='{there}')")
+                    raise UsageError(
+                        f"expected a generator of {there}, not of {place}: torch.Generator(device='{there}')"
+                    )
                 raise _Elsewhere
         elif place is None or value != place.lazy:
             raise _Elsewhere
@@ -597,7 +612,7 @@ def special(*ops: Any) -> Callable[[Special], Special]:
 @special(aten.detach.default, aten.lift_fresh.default, aten.lift.default)
 def _detach(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    return make(x._place, x._sig, x._ref, x._off) if isinstance(x, RemoteTensor) else x
+    return view(x, x._sig, x._ref, x._off) if isinstance(x, RemoteTensor) else x
 
 
 @special(aten._local_scalar_dense.default)
@@ -678,7 +693,7 @@ def _select(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             place, (op, sig, dim), op, forms, {}, [index], [("new", looks, 0, True, 0)], [], False
         )
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(index))
-    return make(place, _only(call), made, x._off + index * sig.strides[dim])
+    return view(x, _only(call), made, x._off + index * sig.strides[dim])
 
 
 @special(aten.slice.Tensor)
@@ -701,7 +716,7 @@ def _slice(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         forms = [["t"], ["c", dim], ["i"], ["i"], ["c", step]]
         call = place.master.define(place, key, op, forms, {}, [start, end], [("new", looks, 0, True, 0)], [], False)
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(start, end))
-    return make(place, _only(call), made, x._off + start * sig.strides[dim])
+    return view(x, _only(call), made, x._off + start * sig.strides[dim])
 
 
 @special(aten.as_strided.default)
@@ -716,7 +731,7 @@ def _as_strided(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         forms = [["t"], wire.encode(size), wire.encode(strides), ["i"]]
         call = place.master.define(place, key, op, forms, {}, [offset], [("new", looks, 0, False, 0)], [], False)
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(offset))
-    return make(place, _only(call), made, offset)
+    return view(x, _only(call), made, offset)
 
 
 @special(aten.set_.source_Tensor)
