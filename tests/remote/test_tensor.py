@@ -1401,9 +1401,9 @@ def flags(d: str) -> Any:
     for on in (True, False):
         torch.use_deterministic_algorithms(on)
         torch.set_flush_denormal(on)
-        torch.backends.mkldnn.enabled = not on
         torch.set_float32_matmul_precision("medium" if on else "highest")
-        found.append([torch.full((3,), 1.0, device=d).new_empty(3) if on else None, tiny * 1, net(x), q @ q.mT])
+        with torch.backends.mkldnn.flags(enabled=not on):
+            found.append([torch.empty(3, device=d) if on else None, tiny * 1, net(x), q @ q.mT])
         for kind in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
             with torch.no_grad(), sdpa_kernel(kind):
                 y = F.scaled_dot_product_attention(q, q, q)
@@ -1570,6 +1570,13 @@ def test_generators_go_when_nobody_holds_them(mw: Master) -> None:
     assert mw.remote(count, on=1)().result() == before + 20
     del several
     assert mw.remote(count, on=1)().result() == before
+
+
+def test_a_generator_of_a_group(mw: Master) -> None:
+    group = mw.group([1, 2])
+    drawn = torch.randn(3, device=group.device, generator=torch.Generator(device=group.device).manual_seed(1))
+    right = torch.randn(3, generator=torch.Generator().manual_seed(1))
+    assert all(torch.equal(drawn.shard(rank).cpu(), right) for rank in (1, 2))
 
 
 def test_autocast_of_other_devices() -> None:

@@ -7,6 +7,7 @@ it does, and an operation costs nothing. All flags together are read then, as se
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -84,10 +85,8 @@ _FLAGS: dict[str, _Flag] = {
     *(_precision(on, part) for on in ("cuda", "mkldnn") for part in ("all", "matmul", "conv", "rnn")),
 ])  # fmt: skip
 
-_SETTERS = [
-    *(each for each in dir(_C) if each.removeprefix("_set_") in _FLAGS or each.startswith("_set_sdp_")),
-    "_set_default_dtype", "_set_default_tensor_type", "_set_deterministic_algorithms", "_set_fp32_precision_setter",
-]  # fmt: skip
+_SETTERS = {each for each in dir(_C) if each.removeprefix("_set_") in _FLAGS or each.startswith("_set_sdp_")}
+_SETTERS |= {"_set_default_tensor_type", "_set_fp32_precision_setter"}
 
 
 def read() -> Flags:
@@ -116,13 +115,15 @@ def apply(wanted: Sequence[Any]) -> None:
 
 
 def watch(changed: Callable[[], None]) -> None:
-    """Has something called whenever a flag may have been set in this process."""
+    """Has something called whenever a flag may have been set in this process, not in one that it forks."""
+    process = os.getpid()
 
     def told(setter: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(setter)
         def set(*args: Any, **kwargs: Any) -> Any:
             result = setter(*args, **kwargs)
-            changed()
+            if os.getpid() == process:
+                changed()
             return result
 
         return set
