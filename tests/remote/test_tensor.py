@@ -1402,8 +1402,9 @@ def flags(d: str) -> Any:
         torch.use_deterministic_algorithms(on)
         torch.set_flush_denormal(on)
         torch.set_float32_matmul_precision("medium" if on else "highest")
-        with torch.backends.mkldnn.flags(enabled=not on):
-            found.append([torch.empty(3, device=d) if on else None, tiny * 1, net(x), q @ q.mT])
+        with torch.backends.__allow_nonbracketed_mutation():  # importing torch's own tests has forbidden it
+            torch.backends.mkldnn.enabled = not on
+        found.append([torch.empty(3, device=d) if on else None, tiny * 1, net(x), q @ q.mT])
         for kind in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
             with torch.no_grad(), sdpa_kernel(kind):
                 y = F.scaled_dot_product_attention(q, q, q)
