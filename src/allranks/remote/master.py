@@ -111,6 +111,8 @@ class Master:
         self._groups: dict[str, ProcessGroup] = {}
         self.recorder: Any = None
         self.flags = flags.read()  # the workers', which follow the master's
+        self._states = {self.flags: 0}
+        self.state = 0  # the number of these flags
         self.seed = torch.initial_seed()  # of workers to come
         self.closed = False
         self.lost: dict[int, str] = {}
@@ -143,10 +145,10 @@ class Master:
         changed = tuple([each for each in now if each not in before])
         if not changed:
             return
-        self.flags = now
+        self.flags, self.state = now, self._states.setdefault(now, len(self._states))
         for place in handles._places:
             if place is not None and place.master is self and not isinstance(place.calls, Gone):
-                place.calls = place.learnt.setdefault(now, {})
+                place.calls = place.learnt.setdefault(self.state, {})
         for rank in self.ranks:
             self.invoke(self.places[(rank,)], "flags", [], [changed])
 
@@ -181,7 +183,7 @@ class Master:
     ) -> Call:  # fmt: skip
         """Tells a place's workers a template."""
         known = (op, args, kwargs, values, results, resized, checked)
-        self._known[self.flags, key] = known
+        self._known[self.state, key] = known
         return self._tell(place, key, *known)
 
     def _tell(
@@ -238,7 +240,7 @@ class Master:
     ) -> Call | Asked:
         """A call that has not been made before on this place, or the result where it cannot be foreseen."""
         self.check(place)
-        if (known := self._known.get((self.flags, key))) is not None:
+        if (known := self._known.get((self.state, key))) is not None:
             return self._tell(place, key, *known)
         about = facts(op)
         if about.composite:
@@ -247,7 +249,7 @@ class Master:
         named = {name: form(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
         if about.python is not None:
             return Asked(about.python(*args, **kwargs))
-        kind = (self.flags, _kind(op, args, kwargs))
+        kind = (self.state, _kind(op, args, kwargs))
         trust = self._trusted.get(kind) if believable(about, args, kwargs) else False
         if about.dynamic or indexes_by_mask(op, args):
             self.refuse_recording(f"the shape, or value, of what {about.name} returns depends on the data")
@@ -274,7 +276,7 @@ class Master:
         else:
             self._trusted[kind] = foreseen == seen
         if seen is not None:
-            self._known[self.flags, key] = (op, forms, named, values, *seen, not self._trusted.get(kind, False))
+            self._known[self.state, key] = (op, forms, named, values, *seen, not self._trusted.get(kind, False))
         return Asked(result)
 
     def _foresee(self, op: Any, about: Facts, args: Any, kwargs: Any) -> tuple[list[Any], list[tuple[int, Signature]]]:

@@ -54,7 +54,7 @@ class Place:
         ranks: its workers.
         target: how the outbox calls it.
         calls: the calls that these workers know, by key.
-        learnt: these, by the state of torch's flags in which they were learnt.
+        learnt: these, by the number of the state of torch's flags in which they were learnt.
         call: queues one: the outbox's, or while a step is captured the recorder's.
     """
 
@@ -67,8 +67,8 @@ class Place:
         self.target = target
         self.lazy = torch.device("lazy", index)
         self.device = torch.device("worker", index)
-        self.learnt: dict[Any, dict[Any, Call]] = {}
-        self.calls: dict[Any, Call] = self.learnt.setdefault(master.flags, {})
+        self.learnt: dict[int, dict[Any, Call]] = {}
+        self.calls: dict[Any, Call] = self.learnt.setdefault(master.state, {})
         self.call = master.outbox.call
         self._kind = ""
 
