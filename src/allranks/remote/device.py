@@ -230,7 +230,8 @@ def _module() -> ModuleType:
 
     def get_amp_supported_dtype() -> list[torch.dtype]:  # which torch.autocast asks first
         for master in _masters():
-            autocast.register(master.places[(master.ranks[0],)].kind)
+            for rank in master.ranks[:1]:
+                autocast.register(master.places[(rank,)].kind)
         return [torch.bfloat16, torch.float16]
 
     for each in (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +29,11 @@ class _Flag(NamedTuple):
     set: Callable[[Any], Any]
 
 
-def _plain(name: str, getter: str, setter: str) -> tuple[str, _Flag]:
-    return name, _Flag(getattr(_C, getter), getattr(_C, setter))
+def _plain(getter: str, setter: str, *names: str) -> Iterator[tuple[str, _Flag]]:
+    """Flags of a value; not those that this version of torch has not yet."""
+    for name in names:
+        if hasattr(_C, getter.format(name)) and hasattr(_C, setter.format(name)):
+            yield name, _Flag(getattr(_C, getter.format(name)), getattr(_C, setter.format(name)))
 
 
 def _kind(name: str, of: type) -> tuple[str, _Flag]:
@@ -40,9 +43,9 @@ def _kind(name: str, of: type) -> tuple[str, _Flag]:
 
 
 def _many(name: str) -> tuple[str, _Flag]:
-    """A flag of several values."""
+    """A flag of several values, of one in older versions of torch."""
     getter, setter = getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")
-    return name, _Flag(lambda: tuple(getter()), lambda value: setter(*value))
+    return name, _Flag(getter, lambda value: setter(*value) if isinstance(value, tuple) else setter(value))
 
 
 def _precision(backend: str, part: str) -> tuple[str, _Flag]:
@@ -69,15 +72,14 @@ _FLAGS: dict[str, _Flag] = {
     "flush_denormal": _Flag(lambda: _TINY * 1.0 == 0.0, _C.set_flush_denormal),  # torch tells nobody
     "sdp_priority_order": _priority,
 } | dict([
-    *(_plain(name, f"_get_{name}", f"_set_{name}") for name in (
+    *_plain(
+        "_get_{}", "_set_{}",
         "deterministic_fill_uninitialized_memory", "mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled",
         "qengine", "cpu_allow_fp16_reduced_precision_reduction", "math_sdp_allow_fp16_bf16_reduction",
         "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "cublas_allow_fp16_accumulation",
         "cudnn_allow_tf32", "cublas_allow_tf32", "float32_matmul_precision",  # before what is more precise than they
-    )),
-    *(_plain(name, f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in (
-        "flash", "mem_efficient", "math", "cudnn", "overrideable",
-    )),
+    ),
+    *_plain("_get_{}_sdp_enabled", "_set_sdp_use_{}", "flash", "mem_efficient", "math", "cudnn", "overrideable"),
     *map(_many, ("cublas_allow_fp16_reduced_precision_reduction", "cublas_allow_bf16_reduced_precision_reduction")),
     _kind("linalg_preferred_backend", _C._LinalgBackend),
     _kind("blas_preferred_backend", _C._BlasBackend),
