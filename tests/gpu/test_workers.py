@@ -45,6 +45,13 @@ with allranks.init_master_worker(workers=2, worker_device="cuda") as mw:
     torch.manual_seed(5)
     assert torch.equal(torch.randn(3, device="cuda").cpu(), drawn)
 
+    made = [torch.Generator(on).manual_seed(1) for on in ("worker:1", "cuda")]
+    given = [torch.rand(3, device=each.device, generator=each).cpu() for each in made]
+    assert torch.equal(*given)
+    with torch.autocast("worker"), torch.autocast("cuda"):
+        for remote, local in zip(train("worker:1"), train("cuda"), strict=True):
+            assert torch.equal(remote, local)
+
     start, end = torch.worker.Event(), torch.worker.Event()
     start.record()
     torch.randn(512, 512, device="worker:1") @ torch.randn(512, 512, device="worker:1")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import allranks
 from allranks import RemoteError, UsageError
@@ -66,6 +67,45 @@ def test_a_captured_step_is_the_step(mw: Master, optimizer: str) -> None:
     assert step.recordings == 1
     for ours, theirs in zip(remote, local, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_autocast_generators_and_flags_in_a_step(mw: Master) -> None:
+    def run(device: str, captured: bool) -> list[torch.Tensor]:
+        kind = torch.device(device).type
+        torch.manual_seed(0)
+        net = nn.Linear(8, 4).to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        generator = torch.Generator(device=device).manual_seed(2)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel(SDPBackend.MATH), torch.autocast(kind, dtype=torch.bfloat16):
+                q = net(x + torch.randn(x.shape, device=device, generator=generator)).view(1, 1, -1, 4)
+                loss = F.scaled_dot_product_attention(q, q, q).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        called: Any = allranks.capture(step) if captured else step
+        losses = [called(batch(number)[0].to(device)) for number in range(5)]
+        assert not captured or called.recordings == 1
+        return [each.detach().cpu() for each in (*losses, *net.parameters())]
+
+    for ours, theirs in zip(run("worker:1", True), run("cpu", False), strict=True):
+        assert torch.equal(ours, theirs)
+    assert mw.remote(torch.backends.cuda.flash_sdp_enabled, on=1)().result()
+
+    product: Any = allranks.capture(lambda x: x @ x.mT)
+    x = torch.ones(2, 2, device="worker:1")
+    for _ in range(3):
+        assert product(x).dtype is torch.float32
+    for _ in range(3):
+        with torch.autocast("worker", dtype=torch.bfloat16):
+            assert product(x).dtype is torch.bfloat16
+    with sdpa_kernel(SDPBackend.MATH):  # what calls return may depend on flags
+        for _ in range(3):
+            assert product(x).dtype is torch.float32
+    assert product.recordings == 3
 
 
 def test_a_replay_is_one_small_frame(mw: Master) -> None:

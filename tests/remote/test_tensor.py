@@ -9,11 +9,13 @@ import io
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import allranks as dist
 from allranks import RemoteError, UsageError
+from allranks.remote.autocast import POLICIES
+from allranks.remote.master import Master
 
 pytestmark = [
     pytest.mark.usefixtures("mw"),
@@ -1299,6 +1304,147 @@ def scaled_gradients(d: str) -> Any:
     return scales, list(net.parameters())
 
 
+def automatically(d: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> torch.autocast:
+    return torch.autocast(torch.device(d).type, dtype=dtype, **options)
+
+
+@program
+def autocast(d: str) -> Any:
+    found: list[Any] = []
+    for dtype, cached in ((torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9, 8), nn.LayerNorm(8),
+            nn.Dropout(0.2), nn.GELU(), nn.Linear(8, 4),
+        ).to(d)  # fmt: skip
+        optimiser = torch.optim.AdamW(net.parameters(), 1e-2)
+        x, y = torch.randn(5, 3, 5, 5).to(d), torch.randint(4, (5,)).to(d)
+        torch.manual_seed(1)
+        for _ in range(2):
+            with automatically(d, dtype, cache_enabled=cached):
+                one, two = net(x), net(x * 2)  # of weights that are cast once, or twice
+                with automatically(d, enabled=False):
+                    exact = net[4].weight @ net[4].weight.t()
+                most = torch.cat([one, two.float()]), torch.stack([one, one]), one.double() @ one.double().t()
+                loss = F.cross_entropy(one, y) + F.mse_loss(two, torch.zeros_like(two)) + exact.mean()
+            loss.backward()
+            optimiser.step()
+        found.append([one, two, exact, most, loss, [(p, p.grad) for p in net.parameters()]])
+    return found
+
+
+@program
+def autocast_of_what_goes_apart(d: str) -> Any:
+    found: list[Any] = []
+    for make in (nn.LSTM, nn.GRU, nn.RNN):
+        torch.manual_seed(0)
+        net, x = make(4, 6, 2, batch_first=True).to(d), torch.randn(3, 5, 4).to(d)
+        with automatically(d):
+            y, again = net(x)[0], net(x * 2)[0]
+            inside = (y.sum() * 2).float()
+            inside.backward(retain_graph=True)  # within, as one should not
+        again.float().sum().backward()
+        with automatically(d), torch.inference_mode():
+            found.append([net(x)[0], y, [p.grad for p in net.parameters()]])
+    torch.manual_seed(0)
+    net = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).to(d)
+    x, hidden = torch.randn(2, 6, 16).to(d), torch.tensor([[False] * 6, [False] * 4 + [True] * 2]).to(d)
+    torch.manual_seed(1)
+    with automatically(d):
+        y = net(x, src_key_padding_mask=hidden)
+        found += [y, torch.einsum("bij,bkj->bik", x, x), torch.tensordot(x, x, dims=[[1], [1]])]
+    y.float().square().sum().backward()
+    net.eval()
+    with automatically(d), torch.no_grad():
+        found += [net(x), net(x, src_key_padding_mask=hidden), [p.grad for p in net.parameters()]]
+    with automatically(d), torch.inference_mode():
+        return found, torch.einsum("bij,bkj->bik", x, x), torch.tensordot(x, x, dims=[[1], [1]]), F.softmax(net(x), 1)
+
+
+@program
+def autocast_in_parts_of_programs(d: str) -> Any:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type=torch.device(d).type, cast_inputs=torch.float32)
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x @ x
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type=torch.device(d).type)
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad @ ctx.saved_tensors[0].t()
+
+    torch.manual_seed(0)
+    net = nn.Linear(3, 3).to(d)
+    optimiser = torch.optim.SGD(net.parameters(), 0.1)
+    scaler = torch.amp.GradScaler(torch.device(d).type, init_scale=64.0)
+    for _ in range(2):
+        with automatically(d, torch.float16):
+            y = Scale.apply(checkpoint(net, torch.randn(3, 3).to(d), use_reentrant=False))
+            loss = vmap(net)(y).float().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        optimiser.zero_grad()
+    return y, loss, list(net.parameters()), automatically(d)(net.forward)(y)
+
+
+@program
+def generators(d: str) -> Any:
+    made, g = torch.Generator(device=d), torch.Generator(d).manual_seed(3)
+    found = [
+        torch.randn(3, device=d, generator=made), torch.rand(2, 2, device=d, generator=g),
+        torch.randperm(5, device=d, generator=g), torch.randint(9, (3,), device=d, generator=g),
+        torch.normal(0.0, 1.0, (3,), device=d, generator=g), torch.normal(torch.zeros(2, device=d), 2.0, generator=g),
+        torch.bernoulli(torch.full((4,), 0.5, device=d), generator=g),
+        torch.multinomial(torch.ones(5, device=d), 3, generator=g),
+        nn.init.xavier_uniform_(torch.empty(3, 2, device=d), generator=g),
+        nn.init.trunc_normal_(torch.empty(3, 2, device=d), generator=g),
+        torch.randperm(5, generator=g, out=torch.empty(5, dtype=torch.long, device=d)),
+        *(getattr(torch.empty(3, device=d), name)(generator=g) for name in ("normal_", "uniform_", "exponential_")),
+    ]  # fmt: skip
+    state = g.get_state()
+    twins = [g.clone_state(), copy.deepcopy(g), pickle.loads(pickle.dumps(g)), torch.Generator(d).set_state(state), g]
+    found += [torch.rand(2, device=d, generator=each) for each in twins]
+    assert isinstance(g, torch.Generator)
+    assert torch.device(d) == g.device
+    assert torch.Generator(d).seed() != torch.Generator(d).seed()
+    return found, state, made.initial_seed(), [each.initial_seed() for each in twins], torch.rand(2, device=d)
+
+
+@program
+def flags(d: str) -> Any:
+    tiny, found = torch.tensor([1e-310], dtype=torch.float64).to(d), []
+    torch.manual_seed(0)
+    q, net, x = torch.randn(1, 2, 4, 8).to(d), nn.Conv2d(2, 3, 2).to(d), torch.randn(1, 2, 4, 8).to(d)
+    for on in (True, False):
+        torch.use_deterministic_algorithms(on)
+        torch.set_flush_denormal(on)
+        torch.set_float32_matmul_precision("medium" if on else "highest")
+        with torch.backends.__allow_nonbracketed_mutation():  # importing torch's own tests has forbidden it
+            torch.backends.mkldnn.enabled = not on
+        found.append([torch.empty(3, device=d) if on else None, tiny * 1, net(x), q @ q.mT])
+        for kind in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+            with torch.no_grad(), sdpa_kernel(kind):
+                y = F.scaled_dot_product_attention(q, q, q)
+                found += [y, y.transpose(1, 2).flatten(2)]
+    return found
+
+
+@program
+def views_in_inference_mode(d: str) -> Any:
+    x = torch.arange(12.0, device=d).view(3, 4)
+    with torch.inference_mode():
+        views = [
+            x.t(), x[0], x[1:], x.view(2, 6), x.unbind(0)[1], x.detach(), x.split(1)[0], x.as_strided((2,), (1,)),
+            x.expand(2, 3, 4), x.to(d), x + 1, (x + 1)[0], (x + 1).t().detach(),
+        ]  # fmt: skip
+        views[0].add_(1)
+    views[1].mul_(2)
+    return views, [each.is_inference() for each in views], x._version
+
+
 def flat(found: Any) -> list[Any]:
     return [one for each in found for one in flat(each)] if isinstance(found, list | tuple) else [found]
 
@@ -1353,10 +1499,6 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
     def assigned(into: Tensor, value: Any) -> None:
         into[at] = value
 
-    def amp() -> Tensor:
-        with torch.autocast("worker", dtype=torch.bfloat16):
-            return x @ x.T
-
     return {
         "another worker": (RuntimeError, f"{apart}, worker:1 and worker:2", lambda: x + other),
         "the CPU": (RuntimeError, f"{apart}, worker:1 and cpu", lambda: x + plain),
@@ -1395,13 +1537,15 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
         "a pointer": (RuntimeError, "worker:1", lambda: x.data_ptr()),
         "shared memory": (RuntimeError, "worker:1", lambda: x.share_memory_()),
         "pinned memory": (RuntimeError, "worker:1", lambda: x.pin_memory()),
-        "a generator there": (NotImplementedError, "getNewGenerator", lambda: torch.Generator(device=W)),
-        "a generator": (
-            UsageError, "use torch.manual_seed",
-            lambda: torch.randn(2, device=W, generator=torch.Generator()),
+        "a generator of no worker": (UsageError, "no worker:9;", lambda: torch.Generator(device="worker:9")),
+        "a generator of the CPU": (
+            UsageError, r"expected a generator of worker:1, not of cpu: torch.Generator\(device='worker:1'\)",
+            lambda: x.normal_(generator=torch.Generator()),
         ),
-        "a generator in place": (UsageError, "use torch.manual_seed", lambda: x.normal_(generator=torch.Generator())),
-        "autocast": (UsageError, r"module.bfloat16\(\)", amp),
+        "a generator of another worker": (
+            UsageError, "expected a generator of worker:1, not of worker:2",
+            lambda: torch.randn(2, device=W, generator=torch.Generator(device="worker:2")),
+        ),
         "sparse": (TypeError, "only strided", lambda: x.to_sparse()),
         "sparse from here": (TypeError, "only strided", lambda: torch.eye(2).to_sparse().to(W)),
     }  # fmt: skip
@@ -1421,9 +1565,48 @@ def test_refusals_change_nothing() -> None:
     assert torch.ones(2, device=W).sum().item() == 2
 
 
-def test_autocast_that_is_off_is_no_error() -> None:
-    with torch.autocast("worker", enabled=False):
-        assert torch.ones(2, device=W).dtype == torch.float32
+def test_what_autocast_does_is_what_torch_says() -> None:
+    """For GPUs torch's header lists it; for CPUs, where it does not, programs above and torch's operators do."""
+    header = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
+
+    def listed(macro: str) -> set[str]:
+        lines = header.partition(f"#define {macro}(_)")[2].split("\n\n")[0]
+        return {name.replace(", ", ".") for name in re.findall(r"_\((\w+(?:, \w+)?)\)", lines)}
+
+    cuda = POLICIES["cuda"]
+    assert cuda.lower - {"cudnn_convolution", "cudnn_convolution_transpose"} == listed("AT_FORALL_LOWER_PRECISION_FP")
+    assert cuda.promoted == listed("AT_FORALL_PROMOTE")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for policy in POLICIES.values():
+        for name in policy.lower | policy.promoted | policy.refused:
+            assert has(f"aten::{name}", policy.key), name
+
+
+def test_generators_go_when_nobody_holds_them(mw: Master) -> None:
+    def count() -> int:
+        return len(next(each.generators for each in gc.get_objects() if type(each).__name__ == "Shop"))
+
+    before = mw.remote(count, on=1)().result()
+    several = [torch.Generator(device=W) for _ in range(20)]
+    assert mw.remote(count, on=1)().result() == before + 20
+    del several
+    assert mw.remote(count, on=1)().result() == before
+
+
+def test_a_generator_of_a_group(mw: Master) -> None:
+    group = mw.group([1, 2])
+    drawn = torch.randn(3, device=group.device, generator=torch.Generator(device=group.device).manual_seed(1))
+    right = torch.randn(3, generator=torch.Generator().manual_seed(1))
+    assert all(torch.equal(drawn.shard(rank).cpu(), right) for rank in (1, 2))
+
+
+def test_autocast_of_other_devices() -> None:
+    net, x, plain = nn.LSTM(2, 2).to(W), torch.ones(2, 1, 2, device=W), torch.ones(2, 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert net(x)[0].dtype is (x @ x.mT).dtype is torch.float32
+    with torch.autocast("worker"):
+        assert (plain @ plain).dtype is torch.float32
+        assert (x @ x.mT).dtype is torch.float16  # as on GPUs
 
 
 def test_the_current_worker() -> None:
@@ -1491,6 +1674,11 @@ def test_autograd_across_workers() -> None:
 
 
 def test_seeds_reach_every_worker() -> None:
+    for seed in (-1, 2**64 - 1):
+        torch.manual_seed(seed)
+        right = torch.randn(4)
+        torch.manual_seed(seed)
+        assert torch.equal(torch.randn(4, device=W).cpu(), right)
     torch.manual_seed(3)
     right = torch.randn(4)
     torch.manual_seed(3)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import allranks
 from allranks import RemoteError, WorkerLost
+from allranks.remote.flags import read
 from allranks.remote.master import Master
 
 
@@ -99,7 +102,7 @@ def test_out_of_memory(mw: Master) -> None:
 
 
 def test_no_memory_for_what_is_sent(mw: Master) -> None:
-    """The worker's allocation is made to fail: to fill a machine's memory would end others."""
+    """Where little is sent the worker's allocation is made to fail: to fill a machine's memory would end others."""
 
     def fail_once() -> None:
         real = torch.empty_strided
@@ -117,15 +120,34 @@ def test_no_memory_for_what_is_sent(mw: Master) -> None:
     assert torch.ones(3).to("worker:1").sum().item() == 3
     mw.synchronize()
 
+    def limit(spare: int) -> None:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        most = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (used + spare if spare else most, most))
+
+    large = torch.empty(4 << 30, dtype=torch.uint8)  # of which nothing is ever sent
+    mw.remote(limit, on=1)(64 << 20).result()
+    here = inspect.currentframe().f_lineno + 2  # type: ignore[union-attr]
+    with pytest.raises(RemoteError, match=r"upload failed on worker 1.*allocate memory") as caught:
+        mw.group([1]).scatter(large)
+    mw.remote(limit, on=1)(0).result()
+    assert caught.value.line == f"{__file__}:{here}"
+    much = torch.arange(3 << 20)
+    assert torch.equal(much.to("worker:1").cpu(), much)
+    mw.synchronize()
+
 
 def test_a_worker_that_is_killed_amid_queued_work(healed: Master) -> None:
     mw = healed
     group = mw.group([1, 2])
     kept, lost = torch.ones(3, device="worker:1"), torch.ones(300, 300, device="worker:2")
-    both = group.scatter(torch.zeros(4))
+    both, generator = group.scatter(torch.zeros(4)), torch.Generator(device="worker:2")
     pid = mw.lines[2].pid
     for _ in range(300):
         lost = lost @ lost.t() / 300
+    torch.manual_seed(6)
+    torch.rand(1, device="worker:2")
+    torch.use_deterministic_algorithms(True)
     kill(mw, 2)
     with pytest.raises(WorkerLost, match=rf"worker 2 \(.*pid {pid}\) is gone: killed by signal 9"):
         lost.sum().item()
@@ -133,6 +155,7 @@ def test_a_worker_that_is_killed_amid_queued_work(healed: Master) -> None:
         lambda: lost + 1, lambda: torch.zeros(2, device="worker:2"), lambda: kept.to("worker:2"), lambda: both + 1,
         lambda: group.all_reduce_(both), lambda: mw.group([1, 2]), lambda: both.shard(2), lambda: lost.cpu(),
         lambda: mw.remote(os.getpid, on=2)(), lambda: torch.zeros(2).to("worker:2"), lambda: lost.to("worker:1"),
+        lambda: torch.randn(2, device="worker:2", generator=generator),
     ):  # fmt: skip
         with pytest.raises(WorkerLost, match="worker 2"):
             fails()
@@ -141,6 +164,10 @@ def test_a_worker_that_is_killed_amid_queued_work(healed: Master) -> None:
     assert mw.ranks == [1]
     mw.respawn(2)
     assert mw.lines[2].pid != pid
+    assert torch.equal(torch.rand(3, device="worker:2").cpu(), torch.rand(3))  # from the seed on
+    assert mw.remote(torch.are_deterministic_algorithms_enabled, on=2)().result()
+    torch.use_deterministic_algorithms(False)
+    assert mw.remote(read, on=2)().result() == read()
     assert torch.equal(kept.to("worker:2").cpu(), torch.ones(3))
     again = mw.group([1, 2])
     ones = torch.ones(2, device=again.device)

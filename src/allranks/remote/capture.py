@@ -417,7 +417,7 @@ class Captured(Generic[P, R]):
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[RemoteTensor]]:
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, RemoteTensor)]
-        parts: list[Any] = [spec]
+        parts: list[Any] = [spec, *_state(tensors)]
         first: dict[int, int] = {}
         for each in leaves:
             if isinstance(each, RemoteTensor):
@@ -438,9 +438,7 @@ class Captured(Generic[P, R]):
         return key, tensors
 
     def _record(self, key: Any, placed: bool, tensors: Sequence[RemoteTensor], args: Any, kwargs: Any) -> R:
-        from allranks.remote.start import master_of_this_process
-
-        master = tensors[0]._place.master if tensors else master_of_this_process()
+        master = _master_of(tensors)
         if master.recorder is not None:
             master.recorder.refuse(f"{self._name}, which is captured itself, is called", True)
         if key not in self._last and len(self._replays) + len(self._last) >= self._most:
@@ -493,15 +491,31 @@ class Captured(Generic[P, R]):
 
 def _key_of(args: Sequence[Any]) -> Any:
     """The key of arguments that are different tensors on workers; None for others."""
-    key: list[Any] = []
+    if not all(type(each) is RemoteTensor for each in args):
+        return None
+    key: list[Any] = _state(args)
     ids = set()
     for each in args:
-        if type(each) is not RemoteTensor or each.requires_grad:
+        if each.requires_grad:
             return None
         key.append(each._sig)
         key.append(each._place)
         ids.add(each._ref.whole.id)
     return tuple(key) if len(ids) == len(args) else None
+
+
+def _master_of(tensors: Sequence[RemoteTensor]) -> Master:
+    if tensors:
+        return tensors[0]._place.master
+    from allranks.remote.start import master_of_this_process
+
+    return master_of_this_process()
+
+
+def _state(tensors: Sequence[RemoteTensor]) -> list[Any]:
+    """What of torch's state a recording depends on: its flags, and what `torch.autocast` casts to."""
+    dtype = torch.get_autocast_dtype("worker") if torch.is_autocast_enabled("worker") else None
+    return [_master_of(tensors).state, dtype]
 
 
 def _difference(master: Master, before: _Recording, after: _Recording) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.autograd import forward_ad
 from allranks.remote.signature import WHOLE, flatten
 from allranks.remote.tensor import Place, RemoteTensor, make, place_of, run, special
 
-__all__ = ["COMPOSITES", "choose_by_kind"]
+__all__ = ["COMPOSITES", "KEPT", "choose_by_kind", "each_handle", "operator", "take_apart"]
 
 aten = torch.ops.aten
 
@@ -35,20 +34,22 @@ class _Near(Place):
         self.master, self.index, self.ranks, self.target = far.master, far.index, far.ranks, far.target
         self.device, self.lazy = far.device, torch.device("cpu")
 
+    kind = property(lambda self: self.far.kind)
     calls = property(lambda self: self.far.calls)
     call = property(lambda self: self.far.call)
 
 
-_kinds: weakref.WeakKeyDictionary[Place, str] = weakref.WeakKeyDictionary()
-"""Of device that workers compute on."""
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+KEPT: dict[int, tuple[Any, Any]] = {}
+"""Within the outermost `torch.autocast`, by id of a parameter, it and what stands for it on the CPU: each time the
+same, so that what it is cast to can be kept, see `autocast`."""
 
 
 def _nearer(far: Place) -> _Near | None:
     """The same place on the CPU; None where the workers compute elsewhere."""
-    kind = _kinds.get(far)
-    if kind is None:
-        kind = _kinds[far] = far.master.request(far, "kind")
-    return _Near(far) if kind == "cpu" else None
+    return _Near(far) if far.kind == "cpu" else None
 
 
 def choose_by_kind() -> None:
@@ -105,11 +106,14 @@ class _Depart(torch.autograd.Function):
         return _Approach.apply(grad, ctx.near), None  # type: ignore[no-untyped-call]
 
 
-def _each(value: Any, change: Callable[[RemoteTensor], Any]) -> Any:
+def each_handle(value: Any, change: Callable[[RemoteTensor], Any]) -> Any:
+    """A value in which each handle, in any nesting, is changed."""
     if isinstance(value, RemoteTensor):
         return change(value)
     if isinstance(value, list | tuple):
-        return type(value)(_each(one, change) for one in value)
+        return type(value)(each_handle(one, change) for one in value)
+    if isinstance(value, dict):
+        return {name: each_handle(one, change) for name, one in value.items()}
     return value
 
 
@@ -124,18 +128,33 @@ def _as_there(op: Any) -> Callable[..., Any]:
         plain = not all(isinstance(each, RemoteTensor) for each in tensors)
         if not looked_at and not plain and forward_ad._current_level < 0:
             return run(op, args, kwargs)
-        handle: Any = next(each for each in tensors if isinstance(each, RemoteTensor))
-        near = _nearer(handle._place)
-        if near is None:
-            return op.decompose(*args, **kwargs)
-
-        def there(x: Any) -> Any:
-            return _Approach.apply(x, near)  # type: ignore[no-untyped-call]
-
-        result = op(*_each(args, there), **{name: _each(each, there) for name, each in kwargs.items()})
-        return _each(result, lambda x: _Depart.apply(x, near))  # type: ignore[no-untyped-call]
+        return take_apart(op, args, kwargs)
 
     return kernel
+
+
+def take_apart(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Runs an operator's parts, of which it chooses those that it would choose on the worker."""
+    handle: Any = next(each for each in flatten([*args, *kwargs.values()]) if isinstance(each, RemoteTensor))
+    near = _nearer(handle._place)
+    if near is None:
+        return op.decompose(*args, **kwargs)
+
+    cast = torch.is_autocast_enabled("worker") and torch.is_autocast_cache_enabled()
+
+    def there(x: Any) -> Any:
+        if not (cast and x.requires_grad and x.is_leaf):
+            return _Approach.apply(x, near)  # type: ignore[no-untyped-call]
+        if id(x) not in KEPT:
+            KEPT[id(x)] = (x, _Approach.apply(x, near))  # type: ignore[no-untyped-call]
+            KEPT[id(x)][1].is_parameter = True
+        return KEPT[id(x)][1]
+
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):  # torch.autocast("cpu") is not for these
+        # Not by decompose(), which prefers a decomposition in Python where there is one, of other operators.
+        key = _COMPOSITE if op.has_kernel_for_dispatch_key(_COMPOSITE) else torch._C.DispatchKey.CPU
+        result = op._op_dk(key, *each_handle(args, there), **each_handle(kwargs, there))
+    return each_handle(result, lambda x: _Depart.apply(x, near))  # type: ignore[no-untyped-call]
 
 
 def _dropout(x: Any, p: float, train: bool) -> Any:
@@ -160,13 +179,14 @@ def _tensor_split(x: Any, places: torch.Tensor, dim: int = 0) -> Any:
     return x.tensor_split(places.tolist(), dim)
 
 
-def _operator(name: str) -> Any:
+def operator(name: str) -> Any:
+    """Of torch's own, by its name without ``aten::``."""
     base, _, overload = name.partition(".")
     return getattr(getattr(aten, base), overload or "default")
 
 
 COMPOSITES: dict[str, Callable[..., Any]] = {
-    name: _as_there(_operator(name)) for name in (*WHOLE, "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data")
+    name: _as_there(operator(name)) for name in (*WHOLE, "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data")
 } | {"dropout": _dropout, "ctc_loss.Tensor": _ctc_loss, "tensor_split.tensor_indices_or_sections": _tensor_split}
 """By name, without ``aten::``."""
 

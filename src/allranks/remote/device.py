@@ -18,7 +18,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from allranks._errors import AllranksError, ConfigError, UsageError
-from allranks.remote import saving
+from allranks.remote import autocast, flags, generators, saving
 from allranks.remote import tensor as handles
 from allranks.remote.composites import COMPOSITES, choose_by_kind
 from allranks.remote.modules import apply
@@ -53,6 +53,7 @@ def register() -> None:
     for key in ("PrivateUse1", "Lazy"):
         library.fallback(_fallback, key)  # type: ignore[no-untyped-call]
     _registered.append(library)
+    library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     explicit = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for key in ("PrivateUse1", "Lazy"):
         explicit.impl("_copy_from", _copy_from, key)  # type: ignore[no-untyped-call]
@@ -65,6 +66,8 @@ def register() -> None:
         explicit.impl("_pin_memory", _pin, "CPU")  # type: ignore[no-untyped-call]
     choose_by_kind()
     saving.register()
+    generators.register()
+    flags.watch(_follow_flags)
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
     _registered.append(explicit)
 
@@ -122,6 +125,11 @@ def _masters() -> list[Master]:
     return list({id(each.master): each.master for each in handles.places()}.values())
 
 
+def _follow_flags() -> None:
+    for master in _masters():
+        master.follow_flags()
+
+
 def _count() -> int:
     return sum(len(each.ranks) == 1 and each.ranks[0] == each.index for each in handles.places())
 
@@ -172,13 +180,6 @@ class Event:
         return float(self._place.master.request(self._place, "marked", event=self._number))
 
 
-class _NoAutocast(list[torch.dtype]):
-    """The dtypes of `torch.autocast`, which asks for them always, and looks into them where it is to be switched on."""
-
-    def __contains__(self, dtype: object) -> bool:
-        raise UsageError("torch.autocast does not reach workers: convert the module, for example module.bfloat16()")
-
-
 def _module() -> ModuleType:
     """``torch.worker``, with the names that torch and its users look for in ``torch.cuda``."""
     module: Any = ModuleType("torch.worker", __doc__)
@@ -193,9 +194,11 @@ def _module() -> ModuleType:
             place.master.synchronize(place)
 
     def manual_seed_all(seed: int) -> None:
+        for master in _masters():
+            master.seed = int(seed)
         for place in handles.places():
             if len(place.ranks) == 1:
-                place.master.order(place, "seed", seed=int(seed) & ((1 << 63) - 1))
+                place.master.order(place, "seed", seed=int(seed))
 
     def manual_seed(seed: int) -> None:
         place = place_of(None)
@@ -225,8 +228,11 @@ def _module() -> ModuleType:
         place = place_of(_device(device))
         return place.master.request(place, "memory")  # type: ignore[no-any-return]
 
-    def get_amp_supported_dtype() -> list[torch.dtype]:
-        return _NoAutocast()
+    def get_amp_supported_dtype() -> list[torch.dtype]:  # which torch.autocast asks first
+        for master in _masters():
+            for rank in master.ranks[:1]:
+                autocast.register(master.places[(rank,)].kind)
+        return [torch.bfloat16, torch.float16]
 
     for each in (
         synchronize, manual_seed, manual_seed_all, get_rng_state, set_rng_state, set_device, device, memory_stats,
@@ -234,6 +240,7 @@ def _module() -> ModuleType:
     ):  # fmt: skip
         setattr(module, each.__name__, each)
     module.Event = Event
+    module.Generator = generators.Generator
     module.device_count = _count
     module.is_available = lambda: _count() > 0
     module.is_initialized = lambda: _count() > 0

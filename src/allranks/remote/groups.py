@@ -31,8 +31,8 @@ _LINEAR = ("sum", "avg", "mean")
 class Group:
     """Some workers, driven as one: ``mw.group([1, 2, 3, 4])``.
 
-    Within ``with group:`` factories make tensors on all of them. It ends when nothing holds it, or a tensor on it, any more
-    (`Master.group` holds the last few).
+    Within ``with group:`` factories make tensors on all of them. It ends when nothing holds it, or a tensor on it, any
+    more (`Master.group` holds the last few).
 
     Attributes:
         ranks: the workers.

@@ -25,8 +25,8 @@ import torch
 
 from allranks import _core
 from allranks._errors import AllranksError, PeerLostError, RemoteError, TimeoutError, UsageError, WorkerLost
+from allranks.remote import flags, wire
 from allranks.remote import tensor as handles
-from allranks.remote import wire
 from allranks.remote.faults import error_of
 from allranks.remote.functions import RemoteFunction
 from allranks.remote.groups import Group, shard, total
@@ -52,7 +52,11 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "Master"]
 
 _PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
-_UNNOTICED = ("keep", "drop", "forget", "copied", "group", "ungroup", "kind")  # orders that no step needs
+_UNNOTICED = (
+    "keep", "drop", "forget", "forget_generator", "copied", "group", "ungroup", "kind",
+)  # fmt: skip
+"""Orders that a captured step can do without."""
+
 _LAST_INDEX = 127  # torch keeps a device's index in a signed byte
 _LATEST = 4  # groups that do not end
 _LOOK_S = 0.5
@@ -110,7 +114,10 @@ class Master:
         self._told: set[tuple[int, int]] = set()  # the faults that have been raised
         self._groups: dict[int, ProcessGroup] = {}
         self.recorder: Any = None
-        self.default_dtype = torch.float32  # the workers', which follows the master's
+        self.flags = flags.read()  # the workers', which follow the master's
+        self._states = {self.flags: 0}
+        self.state = 0  # the number of these flags
+        self.seed = torch.initial_seed()  # of workers to come
         self.closed = False
         self.lost: dict[int, str] = {}
         self.places: weakref.WeakValueDictionary[tuple[int, ...], Place] = weakref.WeakValueDictionary()
@@ -141,20 +148,22 @@ class Master:
         for _, told in self._shared.values():
             told.discard(line.rank)
         place = self._own[line.rank] = self.place([line.rank], line.rank)
-        if self.default_dtype is not torch.float32:
-            self.order(place, "default_dtype", dtype=str(self.default_dtype).removeprefix("torch."))
+        self.invoke(place, "flags", 0, [], [self.flags])
+        self.order(place, "seed", seed=self.seed)
 
-    def follow_default_dtype(self) -> None:
-        """Tells workers what `torch.set_default_dtype` was given, and forgets all calls: of some it is the result's."""
-        self.default_dtype = torch.get_default_dtype()
+    @_alone
+    def follow_flags(self) -> None:
+        """Tells workers what has been set here. Calls are learnt anew: flags may decide what a result looks like."""
+        now, before = flags.read(), set(self.flags)
+        changed = tuple([each for each in now if each not in before])
+        if not changed:
+            return
+        self.flags, self.state = now, self._states.setdefault(now, len(self._states))
         for place in handles.places():
             if place.master is self and not isinstance(place.calls, Gone):
-                place.calls.clear()
-                if place.index == place.ranks[0]:
-                    self.order(place, "default_dtype", dtype=str(self.default_dtype).removeprefix("torch."))
-        self._known.clear()
-        self._shared.clear()
-        self._trusted.clear()
+                place.calls = place.learnt.setdefault(self.state, {})
+        for rank in self.ranks:
+            self.invoke(self._own[rank], "flags", 0, [], [changed])
 
     def place(self, ranks: Sequence[int], index: int) -> Place:
         """Makes a place: some workers, and the index of their device."""
@@ -188,7 +197,7 @@ class Master:
     ) -> Call:  # fmt: skip
         """Tells a place's workers a template."""
         known = (op, args, kwargs, values, results, resized, checked)
-        self._known[key] = known
+        self._known[self.state, key] = known
         return self._tell(place, key, *known)
 
     def _tell(
@@ -206,13 +215,13 @@ class Master:
     ) -> Call:
         """Makes a call known to a place's workers; those that have heard of it for another place know its number."""
         with self._lock:
-            if (key, guessed) not in self._shared:
+            if (self.state, key, guessed) not in self._shared:
                 about = OURS if isinstance(op, str) else facts(op)
                 outputs = sum(each is not None and each[0] == "new" for each in _entries(results))
                 called = Call(self._number(), about, values, results, outputs, resized)
                 self.templates[called.number] = (op, args, kwargs, called)
-                self._shared[key, guessed] = called, set()
-            called, told = self._shared[key, guessed]
+                self._shared[self.state, key, guessed] = called, set()
+            called, told = self._shared[self.state, key, guessed]
             if untold := [rank for rank in place.ranks if rank not in told]:
                 metas = [each[1].meta if each is not None and each[0] == "new" else None for each in _entries(results)]
                 name = op if isinstance(op, str) else facts(op).name
@@ -228,7 +237,8 @@ class Master:
         if self._templates == _PROGRAMS.start:
             self.refuse_recording("all numbers of templates are given anew", always=False)
             for each in handles.places():
-                each.calls.clear()
+                for calls in (each.calls, *each.learnt.values()):
+                    calls.clear()
             self._known.clear()
             self._shared.clear()
             self._templates = wire.CALL
@@ -248,7 +258,7 @@ class Master:
     ) -> Call | Asked:
         """A call that has not been made before on this place, or the result where it cannot be foreseen."""
         self.check(place)
-        if (known := self._known.get(key)) is not None:
+        if (known := self._known.get((self.state, key))) is not None:
             return self._tell(place, key, *known)
         about = facts(op)
         if about.composite:
@@ -257,7 +267,7 @@ class Master:
         named = {name: form(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
         if about.python is not None:
             return Asked(about.python(*args, **kwargs))
-        kind = _kind(op, args, kwargs)
+        kind = (self.state, _kind(op, args, kwargs))
         trust = self._trusted.get(kind) if believable(about, args, kwargs) else False
         if about.dynamic or indexes_by_mask(op, args):
             self.refuse_recording(f"the shape, or value, of what {about.name} returns depends on the data")
@@ -284,7 +294,7 @@ class Master:
         else:
             self._trusted[kind] = foreseen == seen
         if seen is not None:
-            self._known[key] = (op, forms, named, values, *seen, not self._trusted.get(kind, False))
+            self._known[self.state, key] = (op, forms, named, values, *seen, not self._trusted.get(kind, False))
         return Asked(result)
 
     def _foresee(self, op: Any, about: Facts, args: Any, kwargs: Any) -> tuple[list[Any], list[tuple[int, Signature]]]:
@@ -546,11 +556,27 @@ class Master:
         if dense.nbytes > wire.LARGE and len(place.ranks) == 1:
             (rank,) = place.ranks
             link = self.link(place, 0, rank)
-            self.order(place, "receive", outputs=[ref.id], meta=sig.meta, link=link)
-            self.outbox.flush()
+            self._start(place, link, "upload", outputs=[ref.id], meta=sig.meta, line=here(1))
             self._exchange(place, link, lambda group: group.send(flat(dense), 1))
             return
         self.put(place, Hold(ref.id, sig.meta), flat(dense).numpy().data if dense.numel() else None)
+
+    def _start(self, place: Place, link: int, name: str, **said: Any) -> None:
+        """Has a worker begin to send or receive on a link as soon as it has answered.
+
+        Raises:
+            RemoteError: it cannot, and will not.
+        """
+        (rank,) = place.ranks
+        try:
+            self.request(place, name, link=link, **said)
+        except AllranksError as error:
+            if not isinstance(error, RemoteError):
+                self._unlink(place, (0, rank))
+            raise
+        except BaseException:  # Ctrl-C: the worker will begin all the same
+            self._unlink(place, (0, rank))
+            raise
 
     def _exchange(self, place: Place, link: int, move: Callable[[ProcessGroup], Any]) -> None:
         """Sends or receives on a link with a worker.
@@ -597,16 +623,8 @@ class Master:
             return _tensor(sig, data)
         (rank,) = place.ranks
         link = self.link(place, 0, rank)
-        try:
-            self.request(place, "fetch", id=dense._ref.id, link=link)
-        except AllranksError as error:
-            if not isinstance(error, RemoteError):  # in that case nothing is sent
-                self._unlink(place, (0, rank))
-            raise
-        except BaseException:  # Ctrl-C: the worker will send all the same
-            self._unlink(place, (0, rank))
-            raise
         made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
+        self._start(place, link, "fetch", id=dense._ref.id)
         self._exchange(place, link, lambda group: group.recv(flat(made), 1))
         return made
 
@@ -721,7 +739,7 @@ class Master:
         said: Sequence[Any],
         results: Sequence[Signature] = (),
     ) -> list[RemoteTensor]:
-        """Queues an operation of ours, one of ``orders.OPERATIONS``."""
+        """Queues an operation of ours, one of ``orders.OPERATIONS``; of one that needs no link that is 0."""
         key = (name, *said, len(tensors), *(each._sig for each in tensors), *results)
         call = place.calls.get(key)
         if call is None:
@@ -953,7 +971,7 @@ def _kind(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ..
     def look(value: Any) -> Any:
         if isinstance(value, RemoteTensor):
             return value._sig.kind
-        if isinstance(value, list | tuple | float) or (sized and type(value) is int):
+        if isinstance(value, list | tuple | float | torch.Generator) or (sized and type(value) is int):
             return type(value)
         return type(value), value
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from allranks._types import ReduceOp
 from allranks.remote import wire
 from allranks.remote.faults import GIVEN, Given, Poison, Spoilt
+from allranks.remote.flags import apply
 
 if TYPE_CHECKING:
     from allranks._group import ProcessGroup
@@ -33,6 +34,16 @@ class Shop:
         self.afterwards: Callable[[], Any] | None = None  # what an order does when it has been answered
         self.marks: dict[int, float] = {}
         self.copies: dict[int, dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]] = {}
+        self.generators: dict[int, torch.Generator] = {}
+
+    def generator(self, number: int, device: torch.device) -> torch.Generator:
+        """A generator by its number; 0 is that of all operations that are given none."""
+        if number:
+            return self.generators[number]
+        if device.type == "cpu":
+            return torch.default_generator
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
     def link(self, number: int) -> ProcessGroup:
         """A group by its number.
@@ -66,12 +77,18 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-def receive(worker: Interpreter, data: memoryview, outputs: list[int], meta: wire.Meta, link: int) -> None:
-    """A large tensor of the master's."""
+def upload(worker: Interpreter, data: memoryview, outputs: list[int], meta: wire.Meta, link: int) -> None:
+    """Makes room for a large tensor of the master's, and takes it when that is answered: it is sent only then."""
     dtype, shape, strides = meta[:3]
     made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
-    worker.shop.link(link).recv(_flat(made), 0)
-    worker.slots[outputs[0]] = made.to(worker.device)
+    there = made if worker.device.type == "cpu" else torch.empty_like(made, device=worker.device)
+
+    def take() -> None:
+        worker.shop.link(link).recv(_flat(made), 0)
+        worker.slots[outputs[0]] = there if there is made else there.copy_(made)
+
+    worker.shop.link(link)  # which may not have come about
+    worker.shop.afterwards = take
 
 
 def spread(
@@ -100,20 +117,34 @@ def spread(
         worker.slots[each] = made.to(worker.device)
 
 
-def seed(worker: Interpreter, data: memoryview, seed: int) -> None:
-    torch.manual_seed(seed)
+def generator(worker: Interpreter, data: memoryview, name: int) -> None:
+    """Makes a generator."""
+    worker.shop.generators[name] = torch.Generator(worker.device)
 
 
-def state(worker: Interpreter, data: memoryview) -> bytes:
-    """The random generator's state."""
-    return torch.random.get_rng_state().numpy().tobytes() if worker.device.type == "cpu" else (
-        torch.cuda.get_rng_state(worker.device).numpy().tobytes()
-    )  # fmt: skip
+def forget_generator(worker: Interpreter, data: memoryview, name: int) -> None:
+    worker.shop.generators.pop(name, None)
 
 
-def set_state(worker: Interpreter, data: memoryview, state: bytes) -> None:
+def seed(worker: Interpreter, data: memoryview, seed: int, generator: int = 0) -> None:
+    if generator:
+        worker.shop.generators[generator].manual_seed(seed)
+    else:
+        torch.manual_seed(seed)  # also what is not of the worker's device, for functions of the user's
+
+
+def initial_seed(worker: Interpreter, data: memoryview, generator: int) -> int:
+    return worker.shop.generator(generator, worker.device).initial_seed()
+
+
+def state(worker: Interpreter, data: memoryview, generator: int = 0) -> bytes:
+    """A random generator's state."""
+    return worker.shop.generator(generator, worker.device).get_state().numpy().tobytes()
+
+
+def set_state(worker: Interpreter, data: memoryview, state: bytes, generator: int = 0) -> None:
     given = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    torch.random.set_rng_state(given) if worker.device.type == "cpu" else torch.cuda.set_rng_state(given, worker.device)
+    worker.shop.generator(generator, worker.device).set_state(given)
 
 
 def group(
@@ -180,10 +211,6 @@ def twin(worker: Interpreter, data: memoryview, copying: int, id: int, outputs: 
 def copied(worker: Interpreter, data: memoryview, copying: int) -> None:
     """All that was to be copied together is."""
     worker.shop.copies.pop(copying, None)
-
-
-def default_dtype(worker: Interpreter, data: memoryview, dtype: str) -> None:
-    torch.set_default_dtype(wire.dtype_of(dtype))
 
 
 def kind(worker: Interpreter, data: memoryview) -> str:
@@ -348,7 +375,12 @@ def reduce_scatter(worker: Interpreter, tensors: Sequence[Any], link: int, op: s
     return made
 
 
+def flags(worker: Interpreter, tensors: Sequence[Any], link: int, changed: Sequence[Any]) -> None:
+    apply(changed)
+
+
 OPERATIONS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "flags": (flags, False),
     "send": (send, False),
     "recv": (recv, False),
     "all_reduce": (all_reduce, True),
@@ -363,9 +395,12 @@ ORDERS: dict[str, Callable[..., Any]] = {
     for each in (
         item,
         fetch,
-        receive,
+        upload,
         spread,
+        generator,
+        forget_generator,
         seed,
+        initial_seed,
         state,
         set_state,
         group,
@@ -377,7 +412,6 @@ ORDERS: dict[str, Callable[..., Any]] = {
         twin,
         copied,
         kind,
-        default_dtype,
         function,
         start,
         result,

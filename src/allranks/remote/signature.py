@@ -219,6 +219,8 @@ def _on_meta(value: Any, operands: list[torch.Tensor]) -> Any:
         return operands[-1]
     if isinstance(value, torch.device):
         return torch.device("meta")
+    if isinstance(value, torch.Generator):
+        return None
     if isinstance(value, list | tuple):
         return [_on_meta(each, operands) for each in value]
     return value

@@ -25,11 +25,22 @@ from allranks.remote.signature import Facts, Signature, facts, flatten, indexes,
 if TYPE_CHECKING:
     from allranks.remote.master import Master
 
-__all__ = ["Call", "Place", "RemoteTensor", "as_view", "dispatch", "form", "make", "operands", "place_of", "run"]
+__all__ = [
+    "AUTOCAST", "GENERATORS",
+    "Call", "Place", "RemoteTensor", "as_view", "dispatch", "form", "make", "operands", "place_of", "run",
+]  # fmt: skip
 
 _make = torch.Tensor._make_wrapper_subclass
-_get_default_dtype = torch.get_default_dtype
-_TRUE, _FALSE, _FLOAT, _INT, _DEVICE = object(), object(), object(), object(), object()
+_strided = torch.strided
+_is_inference_mode_enabled = torch.is_inference_mode_enabled
+
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+"""Handles have this key, as torch gives ``lazy`` none by which to know where `autocast` is to cast."""
+
+GENERATORS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Those of workers, by the address of what is a generator to torch's C++: Python's object is not the one given."""
+
+_TRUE, _FALSE, _FLOAT, _INT, _DEVICE, _GENERATOR = object(), object(), object(), object(), object(), object()
 _LOOKS = (torch.Tensor, torch.dtype)
 _BEYOND = 1 << 63  # a number of a call has 64 bits; others are part of its template
 aten = torch.ops.aten
@@ -43,11 +54,15 @@ class Place:
         ranks: its workers.
         target: how the outbox calls it.
         calls: the calls that these workers know, by key.
+        learnt: these, by the number of the state of torch's flags in which they were learnt.
         call: queues one: the outbox's, or while a step is captured the recorder's.
         links: native groups that were made for it, by their ranks; they end with it.
     """
 
-    __slots__ = ("__weakref__", "call", "calls", "device", "index", "lazy", "links", "master", "ranks", "target")
+    __slots__ = (
+        "__weakref__", "_kind",
+        "call", "calls", "device", "index", "lazy", "learnt", "links", "master", "ranks", "target",
+    )  # fmt: skip
 
     def __init__(self, master: Master, index: int, ranks: tuple[int, ...], target: int) -> None:
         self.master = master
@@ -56,9 +71,18 @@ class Place:
         self.target = target
         self.lazy = torch.device("lazy", index)
         self.device = torch.device("worker", index)
-        self.calls: dict[Any, Call] = {}
         self.links: dict[tuple[int, ...], int] = {}
+        self.learnt: dict[int, dict[Any, Call]] = {}
+        self.calls: dict[Any, Call] = self.learnt.setdefault(master.state, {})
         self.call = master.outbox.call
+        self._kind = ""
+
+    @property
+    def kind(self) -> str:
+        """Of the device that its workers compute on: "cpu" or "cuda"."""
+        if not self._kind:
+            self._kind = self.master.request(self, "kind")
+        return self._kind
 
     def __str__(self) -> str:
         return str(self.device) if self.index == self.ranks[0] else f"group {list(self.ranks)}"
@@ -113,8 +137,8 @@ class Call:
             return [self._built(each, place, made, args, kwargs) for each in result]
         if result[0] == "same":
             return _argument(result[1], self.known, args, kwargs)
-        _, sig, which, view, shift = result
-        return make(place, sig, made[which], args[0]._off + shift if view else shift)
+        _, sig, which, shares, shift = result
+        return view(args[0], sig, made[which], args[0]._off + shift) if shares else make(place, sig, made[which], shift)
 
 
 class RemoteTensor(torch.Tensor):
@@ -265,9 +289,20 @@ class RemoteTensor(torch.Tensor):
         return made
 
 
+def view(base: RemoteTensor, sig: Signature, ref: Any, offset: int) -> RemoteTensor:
+    """A handle of a tensor that shares the base's memory, and is as the base no tensor of inference mode, or one."""
+    if _is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(False):
+            return make(base._place, sig, ref, offset)
+    return make(base._place, sig, ref, offset)
+
+
 def make(place: Place, sig: Signature, ref: Any, offset: int = 0) -> RemoteTensor:
     """A handle."""
-    made: Any = _make(RemoteTensor, sig.shape, sig.strides, offset, dtype=sig.dtype, device=place.lazy)
+    made: Any = _make(
+        RemoteTensor, sig.shape, sig.strides, offset, None, sig.dtype, _strided, place.lazy,
+        False, False, None, False, False, AUTOCAST,
+    )  # fmt: skip
     if sig.bits:
         marked(made, sig.bits)
     made._ref = ref
@@ -368,8 +403,6 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Fact
         return run(op, *_lift(op, args, kwargs or {}))
     if place is None:
         raise NotImplementedError(f"{known.name} without an operand on a worker")
-    if _get_default_dtype() is not place.master.default_dtype:
-        place.master.follow_default_dtype()
     call = place.calls.get(tuple(key))
     if call is None:
         prepared = place.master.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)
@@ -387,12 +420,17 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Fact
     only = call.only
     if only is None or only.bits:
         return call.build(place, made, args, kwargs)
-    offset = args[0]._off + call.shift if call.view else call.shift
-    handle: Any = _make(RemoteTensor, only.shape, only.strides, offset, dtype=only.dtype, device=place.lazy)
+    if call.view:
+        return view(args[0], only, made, args[0]._off + call.shift)
+    # By position, as torch looks up names more slowly than it reads all of these.
+    handle: Any = _make(
+        RemoteTensor, only.shape, only.strides, call.shift, None, only.dtype, _strided, place.lazy,
+        False, False, None, False, False, AUTOCAST,
+    )  # fmt: skip
     handle._ref = made  # as in `make`: a call less, here where each operation comes by
     handle._sig = only
     handle._place = place
-    handle._off = offset
+    handle._off = call.shift
     return handle
 
 
@@ -431,6 +469,10 @@ def _scan(
         if value.type in ("worker", "lazy"):
             there = place_of(value)
             if place is not None and there.index != place.index:
+                if _GENERATOR in key:
+                    raise UsageError(
+                        f"expected a generator of {there}, not of {place}: torch.Generator(device='{there}')"
+                    )
                 raise _Elsewhere
         elif place is None or value != place.lazy:
             raise _Elsewhere
@@ -439,7 +481,16 @@ def _scan(
     elif kind is complex:
         key.append((complex, repr(value)))
     elif kind is torch.Generator:
-        raise UsageError("a torch.Generator is of the master's CPU: use torch.manual_seed(), which reaches all workers")
+        generator = GENERATORS.get(value._cdata)
+        if generator is None or (place is not None and generator._place.index != place.index):
+            of = generator.device if generator is not None else value.device
+            device = place.device if place is not None else "worker:1"
+            raise UsageError(f"expected a generator of {device}, not of {of}: torch.Generator(device='{device}')")
+        if place is not generator._place:
+            generator._place.master.check(generator._place)  # one of that index may have been lost
+        key.append(_GENERATOR)
+        values.append(generator._number)
+        return place or generator._place
     else:
         key.append(value)
     return place
@@ -453,6 +504,8 @@ def form(value: Any, number: bool, floats_matter: bool) -> wire.Form:
         return ["i"]
     if type(value) is float and not floats_matter:
         return ["f"]
+    if type(value) is torch.Generator:
+        return ["g"]
     if isinstance(value, list | tuple):
         return ["l", *(form(each, number, floats_matter) for each in value)]
     return wire.encode(value)
@@ -574,7 +627,7 @@ def special(*ops: Any) -> Callable[[Special], Special]:
 @special(aten.detach.default, aten.lift_fresh.default, aten.lift.default)
 def _detach(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x = args[0]
-    return make(x._place, x._sig, x._ref, x._off) if isinstance(x, RemoteTensor) else x
+    return view(x, x._sig, x._ref, x._off) if isinstance(x, RemoteTensor) else x
 
 
 @special(aten._local_scalar_dense.default)
@@ -680,7 +733,7 @@ def _select(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             place, (op, sig, dim), op, forms, {}, [index], [("new", looks, 0, True, 0)], [], False
         )
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(index))
-    return make(place, _only(call), made, x._off + index * sig.strides[dim])
+    return view(x, _only(call), made, x._off + index * sig.strides[dim])
 
 
 @special(aten.slice.Tensor)
@@ -703,7 +756,7 @@ def _slice(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         forms = [["t"], ["c", dim], ["i"], ["i"], ["c", step]]
         call = place.master.define(place, key, op, forms, {}, [start, end], [("new", looks, 0, True, 0)], [], False)
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(start, end))
-    return make(place, _only(call), made, x._off + start * sig.strides[dim])
+    return view(x, _only(call), made, x._off + start * sig.strides[dim])
 
 
 @special(aten.as_strided.default)
@@ -718,7 +771,7 @@ def _as_strided(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         forms = [["t"], wire.encode(size), wire.encode(strides), ["i"]]
         call = place.master.define(place, key, op, forms, {}, [offset], [("new", looks, 0, False, 0)], [], False)
     made = place.call(place.target, here(), call.number, (x._ref,), 1, call.pack(offset))
-    return make(place, _only(call), made, offset)
+    return view(x, _only(call), made, offset)
 
 
 @special(aten.set_.source_Tensor)

@@ -34,9 +34,9 @@ LARGE = 8 << 20
 """From so many bytes on a tensor goes to a worker on the native channel, too."""
 
 Form = list[Any]
-"""An argument in a template, by its first element: ``t`` a tensor, ``f`` a float and ``i`` an integer that come with
-each call, ``l`` a list of forms, ``c`` a constant, ``d`` a dtype, ``m`` a memory format, ``y`` a layout, ``w`` the
-worker's device, ``z`` a complex number."""
+"""An argument in a template, by its first element: ``t`` a tensor, ``f`` a float, ``i`` an integer and ``g`` a
+generator (its number) that come with each call, ``l`` a list of forms, ``c`` a constant, ``d`` a dtype, ``m`` a memory
+format, ``y`` a layout, ``w`` the worker's device, ``z`` a complex number."""
 
 Meta = tuple[str, list[int], list[int], int, int]
 """A tensor without its data: dtype, shape, strides, offset into its storage, and `CONJ` and `NEG` added up.

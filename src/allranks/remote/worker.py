@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Interpreter", "describe", "serve", "written_by"]
 
-_NUMBERS = {"f": "d", "i": "q"}
+_NUMBERS = {"f": "d", "i": "q", "g": "q"}
 _CHUNK = 1 << 18
 _WATCHED = {"mkldnn_rnn_layer"}
 
@@ -297,7 +297,8 @@ class Interpreter:
         if form[0] == "t":
             return next(tensors)
         if form[0] in _NUMBERS:
-            return next(numbers)
+            number = next(numbers)
+            return self.shop.generators[number] if form[0] == "g" else number
         if form[0] == "l":
             return [self._value(each, tensors, numbers) for each in form[1:]]
         return wire.decode(form, self.device)
@@ -309,7 +310,7 @@ class Interpreter:
             raise ValueError(f"{define.op}: {list(define.kwargs)} are no names")
         own = f"_{define.number}"
         space: dict[str, Any] = {f"op{own}": getattr(op, "_op", op), "settle": self._settle, "flatten": flatten}
-        space[f"R{own}"] = define.results
+        space |= {f"R{own}": define.results, "generators": self.shop.generators}
         inputs, codes = 0, ""
 
         def source(form: Form) -> str:
@@ -319,7 +320,8 @@ class Interpreter:
                 return f"{{i[{inputs - 1}]}}"
             if form[0] in _NUMBERS:
                 codes += _NUMBERS[form[0]]
-                return f"{{n[{len(codes) - 1}]}}"
+                number = f"{{n[{len(codes) - 1}]}}"
+                return f"generators[{number}]" if form[0] == "g" else number
             if form[0] == "l":
                 return f"[{', '.join(map(source, form[1:]))}]"
             name = f"c{len(space)}{own}"
