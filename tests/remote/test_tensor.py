@@ -1402,8 +1402,6 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
         ),
         "a generator in place": (UsageError, "use torch.manual_seed", lambda: x.normal_(generator=torch.Generator())),
         "autocast": (UsageError, r"module.bfloat16\(\)", amp),
-        "sparse": (TypeError, "only strided", lambda: x.to_sparse()),
-        "sparse from here": (TypeError, "only strided", lambda: torch.eye(2).to_sparse().to(W)),
     }  # fmt: skip
 
 
