@@ -22,7 +22,7 @@ __all__ = ["DTYPES", "Case", "Verdict", "cases", "judge", "judge_operator", "op_
 
 DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128,
-    torch.int64, torch.int32, torch.uint8, torch.bool,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
 
 PASS, ROUNDED, ERROR, WRONG, UNDEFINED = "pass", "rounded", "clear error", "WRONG", "undefined"
@@ -335,4 +335,7 @@ def _assert_close(there: torch.Tensor, here: torch.Tensor) -> None:
     rtol, atol = default_tolerances(here.dtype)
     if here.dtype.itemsize == 2 and here.is_floating_point():  # what is added up is rounded before
         atol = max(atol, rtol * float(here.nan_to_num().abs().max()))
+        # One formula overflows on its way to what is almost too large, another does not.
+        almost = (there.abs() > torch.finfo(here.dtype).max / 2) & (there.sign() == here.sign())
+        here = torch.where(here.isinf() & almost, there, here)
     torch.testing.assert_close(there, here, rtol=rtol, atol=atol, equal_nan=True)

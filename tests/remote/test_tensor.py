@@ -1546,8 +1546,6 @@ def refused() -> dict[str, tuple[type[Exception], str, Callable[[], Any]]]:
             UsageError, "expected a generator of worker:1, not of worker:2",
             lambda: torch.randn(2, device=W, generator=torch.Generator(device="worker:2")),
         ),
-        "sparse": (TypeError, "only strided", lambda: x.to_sparse()),
-        "sparse from here": (TypeError, "only strided", lambda: torch.eye(2).to_sparse().to(W)),
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ What torch sees, on the master:
 
 - device: the name ``worker``, and ``torch.worker``.  tensor: handles, and how operations on them are queued.
 - signature: shapes that are known before an operation has run.  lines: the program's line that an operation is from.
-- composites, modules, saving: where torch's own code would treat a handle otherwise than a tensor of a CPU.
+- composites, modules, saving, compilers: where torch's own code would treat a handle otherwise than a tensor of a CPU.
 - autocast, generators, flags: what torch keeps for a device, or for a process, and its kernels go by.
 - groups: one handle, many workers.  functions: any Python there.  capture: a whole step as one command.
 

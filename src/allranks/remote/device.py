@@ -18,7 +18,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from allranks._errors import AllranksError, ConfigError, UsageError
-from allranks.remote import autocast, flags, generators, saving
+from allranks.remote import autocast, compilers, flags, generators, saving, wire
 from allranks.remote import tensor as handles
 from allranks.remote.composites import COMPOSITES, choose_by_kind
 from allranks.remote.modules import apply
@@ -32,6 +32,7 @@ __all__ = ["Event", "prove", "register"]
 TESTED = "2.13"
 
 _registered: list[torch.library.Library] = []
+aten = torch.ops.aten
 
 
 def register() -> None:
@@ -52,6 +53,8 @@ def register() -> None:
     library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     for key in ("PrivateUse1", "Lazy"):
         library.fallback(_fallback, key)  # type: ignore[no-untyped-call]
+    for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1", "NestedTensorPrivateUse1"):
+        library.fallback(_refuse, key)  # type: ignore[no-untyped-call]
     _registered.append(library)
     library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     explicit = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -60,10 +63,15 @@ def register() -> None:
     for name, kernel in COMPOSITES.items():
         explicit.impl(name, kernel, "AutogradLazy")  # type: ignore[no-untyped-call]
     # torch.tensor([x.sum(), y.sum()]) asks for values where operations do not pass by `dispatch`.
-    for op in (*_both(), torch.ops.aten._local_scalar_dense.default):
+    for op in (*_both(), aten._local_scalar_dense.default):
         explicit.impl(op, partial(_fallback, op), "Lazy")  # type: ignore[no-untyped-call]
+    # There it makes memory, too; and within a TorchDispatchMode torch does not find the fallback.
+    for op in (aten.empty.memory_format, aten.empty_strided.default):
+        for key in ("PrivateUse1", "Lazy"):
+            explicit.impl(op, partial(_fallback, op), key)  # type: ignore[no-untyped-call]
     if not torch.cuda.is_available():
         explicit.impl("_pin_memory", _pin, "CPU")  # type: ignore[no-untyped-call]
+    compilers.register(_fallback, _copy_from, *COMPOSITES.values(), *vars(RemoteTensor).values())
     choose_by_kind()
     saving.register()
     generators.register()
@@ -76,8 +84,12 @@ def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
     return dispatch(op, args, kwargs)
 
 
+def _refuse(op: Any, *args: Any, **kwargs: Any) -> Any:
+    raise TypeError(f"{op._schema.name}: {wire.ONLY_STRIDED}")
+
+
 def _copy_from(*args: Any, **kwargs: Any) -> Any:
-    return dispatch(torch.ops.aten._copy_from.default, args, kwargs)
+    return dispatch(aten._copy_from.default, args, kwargs)
 
 
 def _pin(x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -92,7 +104,7 @@ def _both() -> list[Any]:
     for full in torch._C._dispatch_get_all_op_names():
         if full.startswith("aten::") and has(full, "CompositeImplicitAutograd") and has(full, "CPU"):
             name, _, overload = full.removeprefix("aten::").partition(".")
-            found.append(getattr(getattr(torch.ops.aten, name), overload or "default"))
+            found.append(getattr(getattr(aten, name), overload or "default"))
     return found
 
 

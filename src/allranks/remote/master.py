@@ -541,9 +541,8 @@ class Master:
         """Sends a tensor of the master's to a place."""
         self.refuse_recording("a tensor of the master's is sent to a worker")
         self.check(place)
+        wire.refuse_odd(plain, "the tensor")
         plain = plain.detach().resolve_conj().resolve_neg()
-        if plain.layout is not torch.strided:
-            raise UsageError(f"a {plain.layout} tensor cannot be sent to {place}: only strided ones")
         dense = plain if is_dense(plain.shape, plain.stride()) else plain.clone()
         sig = signature(dense.dtype, dense.shape, dense.stride())
         (ref,) = self.outbox.reserve(place.target, 1)

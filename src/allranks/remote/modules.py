@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from allranks.remote.tensor import RemoteTensor
 
 __all__ = ["apply"]
 
-_HANDLE = {"_ref", "_sig", "_place", "_off", "_is_param"}
 _torch_apply = torch.nn.Module._apply
 
 
@@ -23,9 +23,15 @@ def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = Tru
     """`torch.nn.Module._apply`, after which each parameter is the object that it was.
 
     Raises:
-        RuntimeError: a graph that is still to run backward holds a parameter.
+        RuntimeError: a graph that is still to run backward holds a parameter, or it is lazy and has no shapes yet.
     """
     before: dict[str, Any] = dict(module._parameters)
+    held: list[Any] = [*module._parameters.values(), *module._buffers.values()]
+    if any(map(is_lazy, held)) and isinstance(fn(torch.empty(0)), RemoteTensor):
+        raise RuntimeError(
+            f"{type(module).__name__} has no shapes yet, and cannot move to a worker: "
+            "call the module with an input of the master's before"
+        )
     _torch_apply(module, fn, recurse)  # type: ignore[no-untyped-call]
     for name, old in before.items():
         new: Any = module._parameters[name]
@@ -34,19 +40,23 @@ def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = Tru
             try:
                 _become(old, new)
             except RuntimeError as error:
+                why = (
+                    "TorchScript holds it. Move the module first, and script it then"
+                    if isinstance(module, torch.jit.ScriptModule)
+                    else "something else holds it, as a graph does until its backward has run, or a weak reference"
+                )
                 raise RuntimeError(
-                    f"{type(module).__name__}.{name} cannot move from {old.device} to {new.device}: something else "
-                    "holds it, as a graph does until its backward has run, or a weak reference"
+                    f"{type(module).__name__}.{name} cannot move from {old.device} to {new.device}: {why}"
                 ) from error
     return module
 
 
 def _become(old: Any, new: Any) -> None:
     """Makes one parameter the other, but for what its user has put on it."""
-    named = {name: each for name, each in old.__dict__.items() if name not in _HANDLE}
+    notes = RemoteTensor._notes(old)
     hooks, after = old._backward_hooks, old._post_accumulate_grad_hooks
     torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
-    old.__dict__.update(named)
+    old.__dict__.update(notes)
     if hooks:
         old._backward_hooks = hooks
     if after:

@@ -11,10 +11,12 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 
+from allranks._errors import UsageError
 from allranks.remote.lines import here
 from allranks.remote.signature import signature
 from allranks.remote.tensor import Place, RemoteTensor, make, place_of, special
@@ -67,7 +69,11 @@ def reduce(x: RemoteTensor) -> tuple[Any, ...]:
         RemoteError: it is what a failed operation left.
     """
     if isinstance(x, torch.nn.Parameter):
-        return torch._utils._rebuild_parameter, (x.detach(), x.requires_grad, OrderedDict())
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        parts = (x.detach(), x.requires_grad, hooks)
+        if notes := x._notes():
+            return torch._utils._rebuild_parameter_with_state, (*parts, notes)
+        return torch._utils._rebuild_parameter, parts
     x._place.master.single(x)
     plain: Any = x.detach().resolve_conj().resolve_neg()
     view = (plain._off, tuple(plain.shape), plain.stride())
@@ -148,11 +154,14 @@ def _deserialize(storage: Any, location: str) -> Any:
     return cargo
 
 
-@special(torch.ops.aten.set_.source_Storage_storage_offset)
+@special(torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.set_.source_Storage)
 def _set(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if len(args) == 2 or not isinstance(args[1], Cargo):
+        raise RuntimeError(
+            "a tensor on a worker has no storage here. "
+            "Use Tensor.cpu() to look into one; and set_ with a tensor, or copy_, to change a tensor's data"
+        )
     x, cargo, offset, size, strides = (*args, ())[:5]
-    if not isinstance(cargo, Cargo):
-        raise RuntimeError("set_: a tensor on a worker has no storage here; use set_ with a tensor, or copy_")
     if cargo.there is None:
         place = place_of(cargo.target)
         cargo.there = place.master.upload(place, cargo.bytes())
@@ -162,5 +171,28 @@ def _set(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def register() -> None:
-    """Makes the memory of workers known to `torch.save`, and ``map_location="worker:1"`` to `torch.load`."""
+    """Makes the memory of workers known to `torch.save`, and ``map_location="worker:1"`` to `torch.load`.
+
+    `torch.jit.load` and multiprocessing, which would make something else of it, refuse it.
+    """
     torch.serialization.register_package(9, _locate, _deserialize)
+    torch.jit._serialization.validate_map_location = _validated
+    ForkingPickler.register(RemoteTensor, _refuse_to_go)
+
+
+def _refuse_to_go(x: RemoteTensor) -> Any:
+    raise UsageError(f"a tensor on {x.device} cannot go to another process, which has no workers: send its .cpu()")
+
+
+_validate = torch.jit._serialization.validate_map_location
+
+
+def _validated(map_location: Any = None) -> Any:
+    """What TorchScript reads it puts in place without an operator: on a worker nothing would arrive."""
+    device = _validate(map_location)  # type: ignore[no-untyped-call]
+    if device is not None and device.type == "worker":
+        raise UsageError(
+            f"torch.jit.load cannot load to {device}: call it in a function that mw.remote() runs there, "
+            "or load the module's state with torch.load"
+        )
+    return device

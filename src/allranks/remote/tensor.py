@@ -41,6 +41,7 @@ GENERATORS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary(
 """Those of workers, by the address of what is a generator to torch's C++: Python's object is not the one given."""
 
 _TRUE, _FALSE, _FLOAT, _INT, _DEVICE, _GENERATOR = object(), object(), object(), object(), object(), object()
+_OURS = {"_ref", "_sig", "_place", "_off", "_is_param"}
 _LOOKS = (torch.Tensor, torch.dtype)
 _BEYOND = 1 << 63  # a number of a call has 64 bits; others are part of its template
 aten = torch.ops.aten
@@ -213,16 +214,23 @@ class RemoteTensor(torch.Tensor):
     def __dlpack__(self, **kwargs: Any) -> Any:
         raise BufferError(f"the data is on {self._place}: use Tensor.cpu() first")
 
+    __dlpack_device__ = __dlpack__
+
     def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
         if dtype is None:
             return super().type().replace("lazy", "worker")
         return super().type(dtype, non_blocking, **kwargs)
 
     def data_ptr(self) -> int:
-        raise RuntimeError(f"the data is on {self._place}: there is no pointer to it here")
+        raise RuntimeError(f"the data is on {self._place}: there is no pointer to it here. Use Tensor.cpu() first")
+
+    const_data_ptr = data_ptr
 
     def share_memory_(self) -> RemoteTensor:
-        raise RuntimeError(f"the data is on {self._place}: it cannot be in memory that processes of this host share")
+        raise RuntimeError(
+            f"the data is on {self._place}: it cannot be in memory that processes of this host share. "
+            "Use Tensor.cpu() first"
+        )
 
     def pin_memory(self, device: Any = None) -> torch.Tensor:
         raise RuntimeError(f"cannot pin a tensor on {self._place}: only dense CPU tensors can be pinned")
@@ -258,6 +266,10 @@ class RemoteTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return self._place.master.show(self)
 
+    def _notes(self) -> dict[str, Any]:
+        """What its user has put on it."""
+        return {name: each for name, each in self.__dict__.items() if name not in _OURS}
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         from allranks.remote.saving import reduce
 
@@ -266,8 +278,11 @@ class RemoteTensor(torch.Tensor):
     def __copy__(self) -> Any:
         made: Any = make(self._place, self._sig, self._ref, self._off)  # the same memory
         if isinstance(self, torch.nn.Parameter):
-            return torch.nn.Parameter(made, self.requires_grad)
-        return made.requires_grad_(self.requires_grad)
+            made = torch.nn.Parameter(made, self.requires_grad)
+        else:
+            made.requires_grad_(self.requires_grad)
+        made.__dict__.update(self._notes())
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) in memo:
@@ -285,6 +300,7 @@ class RemoteTensor(torch.Tensor):
         else:
             made = twin(self, memo).requires_grad_(self.requires_grad)
             made.grad = copy.deepcopy(self.grad, memo)
+            made.__dict__.update(copy.deepcopy(self._notes(), memo))  # which torch does not for parameters
         memo[id(self)] = made
         return made
 
@@ -368,6 +384,15 @@ class _Plain(Exception):
     """An operand is on no worker."""
 
 
+def _is_foreign(value: Any) -> bool:
+    """Whether it is a tensor of a class that has its own way with operators, as nested ones of layout jagged."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, RemoteTensor)
+        and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
+
+
 class _Elsewhere(Exception):
     """The result is wanted on another device than that of the operands."""
 
@@ -396,6 +421,8 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Fact
                 key.append(name)
                 place = _scan(value, type(value), key, refs, values, place, name in known.numbers, known.floats_matter)
     except (_Plain, _Elsewhere) as way:
+        if any(map(_is_foreign, flatten([*args, *(kwargs or {}).values()]))):
+            return NotImplemented
         if known.composite:
             return op.decompose(*args, **(kwargs or {}))
         if type(way) is _Elsewhere:
@@ -700,6 +727,11 @@ _awaited = threading.local()
 def _alias(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     view = getattr(_awaited, "view", None)
     return run(op, args, kwargs) if view is None else view
+
+
+@special(aten._sparse_compressed_tensor_unsafe.default)
+def _refuse(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    raise TypeError(f"the result is {kwargs['layout']}: {wire.ONLY_STRIDED}")  # torch would fail at its own assertion
 
 
 @special(aten._efficientzerotensor.default)

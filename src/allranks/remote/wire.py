@@ -14,9 +14,9 @@ import msgspec
 import torch
 
 __all__ = [
-    "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LARGE", "LINE", "MESSAGE", "NEG", "SMALL",
+    "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LARGE", "LINE", "MESSAGE", "NEG", "ONLY_STRIDED", "SMALL",
     "Answer", "Ask", "Define", "Fault", "Form", "Hold", "Meta", "Order", "Program",
-    "bits_of", "decode", "dtype_of", "encode", "frame", "pack", "pack_fault", "unpack", "unpack_fault",
+    "bits_of", "decode", "dtype_of", "encode", "frame", "pack", "pack_fault", "refuse_odd", "unpack", "unpack_fault",
 ]  # fmt: skip
 
 HEAD = struct.Struct("<H")
@@ -199,6 +199,22 @@ def decode(form: Form, device: torch.device) -> Any:
         return complex(*said)
     assert kind == "l"
     return [decode(each, device) for each in said]
+
+
+ONLY_STRIDED = (
+    "only strided tensors can live on a worker. "
+    "Have others on the master, or within a function that mw.remote() runs on the worker"
+)
+
+
+def refuse_odd(tensor: torch.Tensor, what: str) -> None:
+    """
+    Raises:
+        TypeError: a dtype, a shape and strides do not say how the tensor's memory is to be read.
+    """
+    kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+    if kind != "torch.strided":
+        raise TypeError(f"{what} is {kind}: {ONLY_STRIDED}")
 
 
 def bits_of(tensor: torch.Tensor) -> int:

@@ -38,10 +38,18 @@ _WATCHED = {"mkldnn_rnn_layer"}
 
 def describe(tensor: torch.Tensor) -> Meta:
     """A tensor without its data."""
+    wire.refuse_odd(tensor, "the result")
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"the result is {tensor.layout}: only strided tensors can live on a worker")
     return (dtype, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()), wire.bits_of(tensor))
+
+
+def _said(value: Any) -> Any:
+    """What the master is told of a value that an operator has returned."""
+    if isinstance(value, torch.Tensor):
+        return describe(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"the result is a {type(value).__name__}: workers can return tensors and numbers")
 
 
 def flatten(result: Any) -> list[Any]:
@@ -275,7 +283,7 @@ class Interpreter:
                 values = [] if returns == 0 else [result] if returns == 1 else result
                 counts = [len(each) if isinstance(each, list | tuple) else -1 for each in values]
                 results = flatten(result) if returns else []
-                metas = [describe(each) if isinstance(each, torch.Tensor) else each for each in results]
+                metas = [_said(each) for each in results]
                 said = [metas, {each: describe(inputs[each]) for each in written_by(op, ask.args, ask.kwargs)}, counts]
                 self._asked[ask.number] = results
             except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
@@ -288,7 +296,13 @@ class Interpreter:
         if space == "allranks":
             return functools.partial(OPERATIONS[rest][0], self)
         base, _, overload = rest.partition(".")
-        op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+        try:
+            op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
+        except AttributeError:
+            raise NotImplementedError(
+                f"worker {self.rank} has no operator {name}: run what defines it there, with mw.remote(), "
+                "or define it with torch.library.custom_op"
+            ) from None
         if not isinstance(op, torch._ops.OpOverload):
             raise TypeError(f"{name} is no operator")
         return _Watched(op) if base in _WATCHED else op
