@@ -27,7 +27,7 @@ __all__ = [
 class Signature:
     """A dtype, a shape, strides and `bits_of`. There is one object for each, so they compare by identity."""
 
-    __slots__ = ("bits", "dtype", "kind", "meta", "odd", "shape", "strides")
+    __slots__ = ("bits", "dtype", "kind", "looks", "meta", "odd", "shape", "strides")
 
     def __init__(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], bits: int) -> None:
         self.dtype = dtype
@@ -38,6 +38,7 @@ class Signature:
         self.odd = 0 in shape or (1 in shape and strides != torch.empty(shape, device="meta").stride())
         # What a meta kernel may be right or wrong for: strides decide on those of its result.
         self.kind = (dtype, len(shape), tuple(sorted(range(len(shape)), key=lambda each: -strides[each])), 0 in strides)
+        self.looks = (shape, strides, None, dtype, torch.strided)  # what `_core.make_handle` gives to torch
         self.meta = (str(dtype).removeprefix("torch."), list(shape), list(strides), 0, bits)
 
     @property
