@@ -73,8 +73,8 @@ class Call:
         results: what it returns otherwise: ("new", looks, which output, view, shift), ("same", argument), None, lists.
         resized: operands that look different afterwards.
         pack: what turns the call's numbers into bytes.
-        brief: for `_core.dispatch` the number, the outputs, what is returned (a tensor that looks so, the position of an
-            argument, None, or True: what `build` builds) and the shift; None where only `run` can do it.
+        brief: for `_core.dispatch` the number, the outputs, what is returned (a tensor that looks so, the position of
+            an argument, None, or True: what `build` builds) and the shift; None where only `run` can do it.
     """
 
     __slots__ = ("brief", "known", "number", "only", "outputs", "pack", "resized", "results", "shift", "view")
