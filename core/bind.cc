@@ -508,5 +508,6 @@ NB_MODULE(_core, m) {
       .def("__call__", &Now::operator(), nb::arg("verb"), nb::arg("tensor").none(),
            nb::arg("pieces").none() = nb::none(), nb::arg("op").none() = nb::none(), nb::arg("root").none() = -1);
 
+  bind_calls(m);
   bind_outbox(m);
 }

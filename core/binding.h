@@ -44,6 +44,7 @@ class GilCaller : public Caller {
   PyThreadState* saved_ = nullptr;
 };
 
+void bind_calls(nanobind::module_& m);   // bind_calls.cc
 void bind_outbox(nanobind::module_& m);  // bind_outbox.cc
 
 }  // namespace allranks

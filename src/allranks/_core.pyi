@@ -1,7 +1,7 @@
 """The C++ core (core/bind.cc). Addresses, counts and codes; see core/comm.h for what the calls mean."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias, overload
+from typing import Any, Literal, TypeAlias, overload
 
 from typing_extensions import Buffer
 
@@ -175,3 +175,17 @@ class Outbox:
     @property
     def calls(self) -> int: ...
     def close(self) -> None: ...
+
+def set_handles(
+    handle: type,
+    place: type,
+    make: Callable[..., Any],
+    here: Callable[[int], int],
+    dispatch: Callable[..., Any],
+    marks: tuple[object, object, object, object],
+    plain: list[type],
+) -> None: ...
+def know_operator(op: Any, facts: Any, numbers: frozenset[int | str], floats_matter: bool) -> None: ...
+def forget_operators() -> None: ...
+def dispatch(op: Any, types: Any, args: Any = ..., kwargs: Any = None) -> Any: ...
+def make_handle(place: Any, sig: Any, ref: Any, offset: int) -> Any: ...

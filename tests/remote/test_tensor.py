@@ -1620,6 +1620,34 @@ def test_the_current_worker() -> None:
     assert str(torch.ones(2).to("worker").device) == W
 
 
+def test_what_workers_know_is_queued_without_python_code() -> None:
+    x = torch.ones(4, device=W)
+    mine = os.path.dirname(dist.remote.tensor.__file__)
+
+    def functions_of(operation: Callable[[], Any]) -> set[str]:
+        found = set()
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            if event == "call" and frame.f_code.co_filename.startswith(mine):
+                found.add(frame.f_code.co_name)
+
+        for _ in range(3):  # asked for, foreseen, known
+            operation()
+        sys.setprofile(note)
+        try:
+            operation()
+        finally:
+            sys.setprofile(None)
+        return found
+
+    assert functions_of(lambda: x + 2.5) == {"here"}
+    assert functions_of(lambda: x.add_(x, alpha=2)) == {"here"}
+    assert functions_of(lambda: torch._foreach_mul_([x, x], 0.5)) == {"here"}
+    assert functions_of(lambda: torch.sum(x, dim=[0], keepdim=True, dtype=torch.float64)) == {"here"}
+    assert {"here", "build"} <= functions_of(lambda: x.view(2, 2))  # how views look depends on more
+    assert "run" in functions_of(lambda: x.to(torch.float64) * 1j)
+
+
 def test_a_process_group_beside_the_workers() -> None:
     for wrong in (99, "worker:99"):
         with pytest.raises(UsageError, match="there is no worker:99; there are worker:1 to worker:2"):

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from allranks.remote.composites import COMPOSITES, KEPT, each_handle, operator, take_apart
-from allranks.remote.tensor import AUTOCAST, RemoteTensor
+from allranks.remote.signature import AUTOCAST
+from allranks.remote.tensor import RemoteTensor
 
 __all__ = ["POLICIES", "register"]
 

@@ -19,15 +19,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 from allranks.remote import wire
 
 __all__ = [
-    "WHOLE", "Facts", "Signature",
+    "AUTOCAST", "WHOLE", "Facts", "Signature",
     "believable", "facts", "flatten", "indexes", "indexes_by_mask", "infer", "marked", "signature",
 ]  # fmt: skip
+
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+"""Handles have this key, as torch gives ``lazy`` none by which to know where `autocast` is to cast."""
 
 
 class Signature:
     """A dtype, a shape, strides and `bits_of`. There is one object for each, so they compare by identity."""
 
-    __slots__ = ("bits", "dtype", "kind", "meta", "odd", "shape", "strides")
+    __slots__ = ("bits", "dtype", "kind", "looks", "meta", "odd", "shape", "strides")
 
     def __init__(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], bits: int) -> None:
         self.dtype = dtype
@@ -38,6 +41,8 @@ class Signature:
         self.odd = 0 in shape or (1 in shape and strides != torch.empty(shape, device="meta").stride())
         # What a meta kernel may be right or wrong for: strides decide on those of its result.
         self.kind = (dtype, len(shape), tuple(sorted(range(len(shape)), key=lambda each: -strides[each])), 0 in strides)
+        # What `_core.make_handle` gives to torch.
+        self.looks = (shape, strides, None, dtype, torch.strided, False, False, None, False, False, AUTOCAST)
         self.meta = (str(dtype).removeprefix("torch."), list(shape), list(strides), 0, bits)
 
     @property

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from allranks import _core
 from allranks._errors import UsageError
 from allranks.remote import wire
 from allranks.remote.lines import here
@@ -26,16 +27,11 @@ if TYPE_CHECKING:
     from allranks.remote.master import Master
 
 __all__ = [
-    "AUTOCAST", "GENERATORS",
+    "GENERATORS",
     "Call", "Place", "RemoteTensor", "as_view", "dispatch", "form", "make", "operands", "place_of", "run",
 ]  # fmt: skip
 
-_make = torch.Tensor._make_wrapper_subclass
-_strided = torch.strided
 _is_inference_mode_enabled = torch.is_inference_mode_enabled
-
-AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
-"""Handles have this key, as torch gives ``lazy`` none by which to know where `autocast` is to cast."""
 
 GENERATORS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Those of workers, by the address of what is a generator to torch's C++: Python's object is not the one given."""
@@ -100,9 +96,11 @@ class Call:
         results: what it returns otherwise: ("new", looks, which output, view, shift), ("same", argument), None, lists.
         resized: operands that look different afterwards.
         pack: what turns the call's numbers into bytes.
+        brief: for `_core.dispatch` the number, the outputs, what is returned (a tensor that looks so, the position of
+            an argument, None, or True: what `build` builds) and the shift; None where only `run` can do it.
     """
 
-    __slots__ = ("known", "many", "number", "only", "outputs", "pack", "resized", "results", "shift", "view")
+    __slots__ = ("brief", "known", "number", "only", "outputs", "pack", "resized", "results", "shift", "view")
 
     def __init__(
         self, number: int, known: Facts, values: Sequence[Any], results: list[Any], outputs: int, resized: Any
@@ -117,6 +115,16 @@ class Call:
         if len(results) == 1 and type(results[0]) is tuple and results[0][0] == "new" and not resized:
             _, self.only, _, self.view, self.shift = results[0]
         self.pack = struct.Struct("<" + "".join("d" if type(each) is float else "q" for each in values)).pack
+        self.brief = None if resized else (number, outputs, self._returned(), self.shift)
+
+    def _returned(self) -> Signature | int | bool | None:
+        if self.only is not None and not self.only.bits and not self.view:
+            return self.only
+        if not self.results:
+            return None
+        if len(self.results) == 1 and type(self.results[0]) is tuple and self.results[0][0] == "same":
+            return self.known.positions.get(self.results[0][1], True)
+        return True
 
     def build(self, place: Place, made: Any, args: Any, kwargs: Any) -> Any:
         """The handles that the call returns."""
@@ -153,14 +161,8 @@ class RemoteTensor(torch.Tensor):
     _place: Place
     _off: int
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        known = _known.get(id(func))
-        if known is None or known[0] is not None:
-            return dispatch(func, args, kwargs)
-        return run(func, args, kwargs, known[1])
+    # It queues what is known, and leaves all else to `dispatch` below.
+    __torch_dispatch__ = staticmethod(_core.dispatch)  # type: ignore[assignment]
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -315,17 +317,10 @@ def view(base: RemoteTensor, sig: Signature, ref: Any, offset: int) -> RemoteTen
 
 def make(place: Place, sig: Signature, ref: Any, offset: int = 0) -> RemoteTensor:
     """A handle."""
-    made: Any = _make(
-        RemoteTensor, sig.shape, sig.strides, offset, None, sig.dtype, _strided, place.lazy,
-        False, False, None, False, False, AUTOCAST,
-    )  # fmt: skip
+    made: RemoteTensor = _core.make_handle(place, sig, ref, offset)
     if sig.bits:
         marked(made, sig.bits)
-    made._ref = ref
-    made._sig = sig
-    made._place = place
-    made._off = offset
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def nowhere() -> None:
@@ -371,6 +366,8 @@ def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any
     known = _known.get(id(op))
     if known is None:
         known = _known[id(op)] = (SPECIAL.get(op), facts(op), op)
+        if known[0] is None:
+            _core.know_operator(op, known[1], known[1].numbers, known[1].floats_matter)
     if known[0] is not None:
         return known[0](op, args, kwargs or {})
     return run(op, args, kwargs, known[1])
@@ -398,7 +395,7 @@ class _Elsewhere(Exception):
 
 
 def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Facts | None = None) -> Any:
-    """Queues an operation."""
+    """Queues an operation: as `_core.dispatch`, which does only what is known and ordinary."""
     known = known or facts(op)
     key: list[Any] = [known]
     refs: list[Any] = []
@@ -406,16 +403,7 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Fact
     place: Place | None = None
     try:
         for position, value in enumerate(args):
-            kind = type(value)
-            if kind is RemoteTensor:
-                key.append(value._sig)
-                refs.append(value._ref)
-                if place is None:
-                    place = value._place
-            elif value is None:
-                key.append(None)
-            else:
-                place = _scan(value, kind, key, refs, values, place, position in known.numbers, known.floats_matter)
+            place = _scan(value, type(value), key, refs, values, place, position in known.numbers, known.floats_matter)
         if kwargs:
             for name, value in kwargs.items():
                 key.append(name)
@@ -444,28 +432,17 @@ def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Fact
         if type(error) is not ValueError:
             raise
         raise _apart(known.name, args, kwargs or {}) from None
-    only = call.only
-    if only is None or only.bits:
-        return call.build(place, made, args, kwargs)
-    if call.view:
-        return view(args[0], only, made, args[0]._off + call.shift)
-    # By position, as torch looks up names more slowly than it reads all of these.
-    handle: Any = _make(
-        RemoteTensor, only.shape, only.strides, call.shift, None, only.dtype, _strided, place.lazy,
-        False, False, None, False, False, AUTOCAST,
-    )  # fmt: skip
-    handle._ref = made  # as in `make`: a call less, here where each operation comes by
-    handle._sig = only
-    handle._place = place
-    handle._off = call.shift
-    return handle
+    return call.build(place, made, args, kwargs)
 
 
 def _scan(
     value: Any, kind: type, key: list[Any], refs: list[Any], values: list[Any], place: Place | None,
     number: bool, floats_matter: bool,
 ) -> Place | None:  # fmt: skip
-    """Adds an argument to a call's key, operands and numbers. Returns where the first operand is."""
+    """Adds an argument to a call's key, operands and numbers. Returns where the first operand is.
+
+    `_core.dispatch` makes the same keys.
+    """
     if kind is RemoteTensor or isinstance(value, RemoteTensor):
         key.append(value._sig)
         refs.append(value._ref)
@@ -646,6 +623,7 @@ def special(*ops: Any) -> Callable[[Special], Special]:
     def add(function: Special) -> Special:
         SPECIAL.update(dict.fromkeys(ops, function))
         _known.clear()
+        _core.forget_operators()
         return function
 
     return add
@@ -811,3 +789,9 @@ def _set(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x, source = args
     x.data = source
     return x
+
+
+_core.set_handles(
+    RemoteTensor, Place, torch.Tensor._make_wrapper_subclass, here, dispatch, (_TRUE, _FALSE, _INT, _FLOAT),
+    [str, torch.dtype, torch.layout, torch.memory_format],
+)  # fmt: skip
