@@ -59,10 +59,15 @@ def job(ssh: Ssh, tmp_path: Path) -> Iterator[Jobs]:
 
 def test_ranks_know_their_place(job: Jobs) -> None:
     done = job.run(
-        *(2, "-n", "3", "-H", "node0:2,node1:2", "-x", "X_GIVEN=a b", job.write(SAY_WHERE), "it's", "two words"),
+        *(2, "-v", "-n", "3", "-H", "node0:2,node1:2", "-x", "X_GIVEN=a b", job.write(SAY_WHERE), "it's", "two words"),
     )
     assert done.code == 0, done.err
     said = {int(line["RANK"]): line for line in (json.loads(text.partition("] ")[2]) for text in done.lines)}
+    told = [line.partition(" s: ")[2] for line in done.err.splitlines()]
+    assert told[:2] == ["found no scheduler and no other launcher", "hosts: node0:2, node1:2, by ssh"]
+    for words in ("starting ssh ", "node1 is there: python ", "the store is at tcp:10.77.0.1:", "node1 starts rank 2"):
+        assert any(line.startswith(words) for line in told), done.err
+    assert sorted(line[:6] for line in told if line.endswith("exited with code 0")) == ["rank 0", "rank 1", "rank 2"]
     assert [said[rank]["host"] for rank in range(3)] == ["node0", "node0", "node1"]
     assert [said[rank]["LOCAL_RANK"] for rank in range(3)] == ["0", "1", "0"]
     assert [said[rank]["LOCAL_WORLD_SIZE"] for rank in range(3)] == ["2", "2", "1"]
