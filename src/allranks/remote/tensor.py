@@ -308,7 +308,7 @@ class RemoteTensor(torch.Tensor):
 
 
 def view(base: RemoteTensor, sig: Signature, ref: Any, offset: int) -> RemoteTensor:
-    """A handle of a tensor that shares the base's memory, and is as the base no tensor of inference mode, or one."""
+    """A handle of a tensor that shares the base's memory, and like it is of inference mode or not."""
     if _is_inference_mode_enabled() and not base.is_inference():
         with torch.inference_mode(False):
             return make(base._place, sig, ref, offset)
@@ -488,7 +488,7 @@ def _scan(
         generator = GENERATORS.get(value._cdata)
         if generator is None or (place is not None and generator._place.index != place.index):
             of = generator.device if generator is not None else value.device
-            device = place.device if place is not None else "worker:1"
+            device = place.device if place is not None else "worker:R"
             raise UsageError(f"expected a generator of {device}, not of {of}: torch.Generator(device='{device}')")
         if place is not generator._place:
             generator._place.master.check(generator._place)  # one of that index may have been lost
