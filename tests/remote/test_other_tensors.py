@@ -134,7 +134,8 @@ def traced(d: str) -> Any:
 @program
 def compiled(d: str) -> Any:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.3), nn.LSTM(3, 2)).to(d)
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.3), nn.LSTM(3, 2)).to(d)
+    optimiser = torch.optim.Adam(net.parameters())
     torch.manual_seed(1)
 
     @torch.compile(backend="eager")
@@ -144,8 +145,12 @@ def compiled(d: str) -> Any:
         out.sum().backward()
         return out, float(out.detach().sum()), (here * 3).sin()
 
-    found = [step(torch.ones(4, 3)) for _ in range(2)]
-    return found, [each.grad for each in net.parameters()]
+    found = []
+    for _ in range(2):
+        optimiser.zero_grad()
+        found.append(step(torch.ones(11, 3)))
+        optimiser.step()
+    return found, list(net.parameters()), [each.grad for each in net.parameters()]
 
 
 @program

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from types import FunctionType
+from collections.abc import Iterator
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -19,15 +20,17 @@ from allranks.remote.tensor import RemoteTensor
 
 __all__ = ["register"]
 
+_PACKAGE = "allranks.remote."
 
-def register(*entries: Any) -> None:
-    """Keeps `torch.compile` out of functions, methods and properties, and of what they call; and handles out of it."""
+
+def register() -> None:
+    """Keeps `torch.compile` out of this package, and of what it calls; and handles out of what is compiled."""
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    for each in entries:
-        for function in (each, *(getattr(each, name, None) for name in ("__func__", "fget", "fset"))):
-            if isinstance(function, FunctionType):
-                frames.set_code_exec_strategy(function.__code__, skip)
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_PACKAGE):
+            for code in _codes(vars(module)):
+                frames.set_code_exec_strategy(code, skip)
     # Others than these have, torch believes, tensors of their own within, whose operations it would see.
     proxy_tensor.HANDLED_TYPES = (*proxy_tensor.HANDLED_TYPES, RemoteTensor)  # type: ignore[assignment]
     if "torch._dynamo" in sys.modules:
@@ -41,6 +44,23 @@ def register(*entries: Any) -> None:
         return torch_compile(*args, **kwargs)
 
     torch.compile = compile
+
+
+def _codes(space: Any) -> Iterator[CodeType]:
+    """Of the functions of a module or class, and of those within them."""
+    for each in list(space.values()):
+        if isinstance(each, type) and each.__module__.startswith(_PACKAGE):
+            yield from _codes(vars(each))
+        for function in (each, *(getattr(each, name, None) for name in ("__func__", "fget", "fset"))):
+            if isinstance(function, FunctionType) and function.__module__.startswith(_PACKAGE):
+                yield from _within(function.__code__)
+
+
+def _within(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _within(each)
 
 
 @functools.cache

@@ -71,7 +71,7 @@ def register() -> None:
             explicit.impl(op, partial(_fallback, op), key)  # type: ignore[no-untyped-call]
     if not torch.cuda.is_available():
         explicit.impl("_pin_memory", _pin, "CPU")  # type: ignore[no-untyped-call]
-    compilers.register(_fallback, _copy_from, *COMPOSITES.values(), *vars(RemoteTensor).values())
+    compilers.register()
     choose_by_kind()
     saving.register()
     generators.register()
