@@ -276,7 +276,9 @@ void allranks::bind_calls(nb::module_& m) {
       [](nb::handle op, nb::handle facts, nb::handle numbers, bool floats_matter) {
         uint64_t positions = 0;
         for (const nb::handle each : nb::iter(numbers)) {
-          if (PyLong_Check(each.ptr())) positions |= uint64_t{1} << PyLong_AsLong(each.ptr());
+          const long at = PyLong_Check(each.ptr()) ? PyLong_AsLong(each.ptr()) : -1;
+          if (at >= 64) return;  // no operator of torch's has as many
+          if (at >= 0) positions |= uint64_t{1} << at;
         }
         (*operators)[op.ptr()] = {nb::borrow(op), nb::borrow(facts), nb::borrow(numbers), positions, floats_matter};
       },

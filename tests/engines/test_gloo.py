@@ -326,7 +326,7 @@ if {pending}:
 """
     script = tmp_path / "ends.py"
     script.write_text(program)
-    for _ in range(3):
+    for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-m", "allranks", "run", "-n", "2", str(script)],
             capture_output=True, text=True, timeout=60, check=False,

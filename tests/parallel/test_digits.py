@@ -95,15 +95,13 @@ def killed_and_started_again(folder, *args):
     return LAST_LINE.findall(out)[0][2]
 
 
-@pytest.mark.parametrize("sync", ["ddp", "manual"])
-def test_stopped_and_resumed_equals_straight_through(tmp_path, sync):
-    options = ("--sync", sync, "--save-every", 2)
+def test_stopped_and_resumed_equals_straight_through(tmp_path):
+    options = ("--save-every", 2)
     _, _, straight = train("--epochs", 8, "--out", tmp_path / "a", *options)
     train("--epochs", 4, "--out", tmp_path / "b", *options)
     _, _, resumed = train("--epochs", 8, "--out", tmp_path / "b", "--resume", *options)
     assert resumed == straight
-    if sync == "ddp":
-        assert killed_and_started_again(tmp_path / "c", "--epochs", 8, *options) == straight
+    assert killed_and_started_again(tmp_path / "c", "--epochs", 8, *options) == straight
     a, b = (checkpoint.load(tmp_path / name / "checkpoint.pt") for name in "ab")
     assert len(b["history"]) == 8
     assert a.pop("settings") == b.pop("settings")
