@@ -350,7 +350,8 @@ def test_again_and_again_leaves_nothing() -> None:
         after = held()
         return after[0] - before[0], after[1] - before[1]
 
-    assert run_ranks(2, body) == [(0, 0)] * 2
+    # Fewer where the first was just being closed when it was counted; each that is left would be there five times.
+    assert all(descriptors <= 0 and threads <= 0 for descriptors, threads in run_ranks(2, body))
 
 
 def test_no_port_is_opened() -> None:
