@@ -242,6 +242,12 @@ def indexing(d: str) -> Any:
 
 
 @mistake
+def result_that_is_an_operand(d: str) -> Any:
+    x = torch.zeros(0, device=d)
+    return torch.cat([x, torch.ones(4, 6, device=d)], out=x)
+
+
+@mistake
 def index_beyond(d: str) -> Any:
     return torch.ones(3, device=d)[3]
 

@@ -332,7 +332,7 @@ class Master:
             if ref.target != place.target:
                 raise handles._apart(about.name, args, kwargs)
         if about.writes and about.resizes:
-            refs = handles.unshare(operands(args, kwargs), refs)
+            refs = handles.unshare(operands(args, kwargs))
         number = self.next()
         ids = [each.id for each in refs]
         self.put(place, Ask(number, about.name, forms, named, ids, packed))

@@ -588,19 +588,23 @@ def _argument(which: str, known: Facts, args: Any, kwargs: Any) -> Any:
 def _unshare(call: Call, args: Any, kwargs: Any, refs: list[Any]) -> None:
     """Gives operands that the call reshapes ids of their own: detached handles share one."""
     found = operands(args, kwargs)
-    for index, _ in call.resized:
-        (refs[index],) = unshare([found[index]], [refs[index]])
+    resized = [found[index] for index, _ in call.resized]
+    own = dict(zip(map(id, resized), unshare(resized), strict=True))
+    refs[:] = [own.get(id(operand), ref) for operand, ref in zip(found, refs, strict=True)]
 
 
-def unshare(given: Sequence[RemoteTensor], refs: Sequence[Any]) -> list[Any]:
-    """Gives handles ids of their own, of the same memory; their Refs then."""
-    made = []
-    for operand, _ in zip(given, refs, strict=True):
-        own = run(aten.alias.default, (operand,), None)._ref
-        operand._leave()
-        operand._ref = own
-        made.append(own)
-    return made
+def unshare(given: Sequence[RemoteTensor]) -> list[Any]:
+    """Gives handles ids of their own, of the same memory; their Refs then.
+
+    A handle that is given twice, as an input and the result, has one: the worker refuses that as torch does here.
+    """
+    own: dict[int, Any] = {}
+    for operand in given:
+        if id(operand) not in own:
+            own[id(operand)] = run(aten.alias.default, (operand,), None)._ref
+            operand._leave()
+            operand._ref = own[id(operand)]
+    return [own[id(operand)] for operand in given]
 
 
 def operands(args: Any, kwargs: Any) -> list[RemoteTensor]:
