@@ -14,16 +14,20 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
 #include <optional>
 #include <tuple>
 
+#include "algorithms/moves.h"
 #include "binding.h"
 #include "comm.h"
 #include "reduce.h"
 #include "tensors.h"
+
+NB_MAKE_OPAQUE(allranks::Liveness)
 
 namespace nb = nanobind;
 using namespace allranks;  // NOLINT: this file is the seam
@@ -35,17 +39,40 @@ PyObject* where_function = nullptr;
 
 class PythonCaller final : public GilCaller {
  public:
+  ~PythonCaller() override {
+    if (!raised_) return;  // else the call has ended before the exception could be raised
+    acquire();
+    if (raised_->matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();
+    raised_->discard_as_unraisable("where a call stands");
+  }
+
   std::string where() override {
     acquire();
     std::string site;
     try {
       site = nb::cast<std::string>(nb::borrow(where_function)());
     } catch (nb::python_error& error) {
-      if (error.matches(PyExc_KeyboardInterrupt)) PyErr_SetInterrupt();  // again, where it can be raised
-      error.discard_as_unraisable("where a call stands");
+      raised_.emplace(error);  // by a signal handler: interrupted() raises it
     }
+    if (raised_ && forked()) restore();
+    check_process();
     return site;
   }
+
+  bool interrupted() override {
+    if (!raised_) return GilCaller::interrupted();
+    acquire();
+    restore();
+    return true;
+  }
+
+ private:
+  void restore() {
+    raised_->restore();
+    raised_.reset();
+  }
+
+  std::optional<nb::python_error> raised_;
 };
 
 constexpr std::array kVerbs = {"none",    "all_reduce",     "reduce",     "broadcast", "all_gather", "gather",
@@ -57,24 +84,42 @@ constexpr std::array kDTypeNames = {"uint8",      "int8",          "int16",     
 static_assert(kDTypeNames.size() == kDTypes);
 constexpr std::array kReduceOpNames = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
 static_assert(kReduceOpNames.size() == kReduceOps);
-constexpr std::array kKinds = {"",         "timeout", "died",   "left",       "interrupted",
-                               "mismatch", "closed",  "system", "unreachable"};
+constexpr std::array kKinds = {"",       "timeout", "died",        "left",   "interrupted", "mismatch",
+                               "closed", "system",  "unreachable", "memory", "forked"};
+
+const Error kForked(Failure{.kind = Kind::forked});
+
+constexpr std::array kPurposes = {"",
+                                  "new_group",
+                                  "split_group",
+                                  "all_gather_object",
+                                  "gather_object",
+                                  "broadcast_object_list",
+                                  "scatter_object_list",
+                                  "empty_shared"};
+
+thread_local Purpose purpose = Purpose::none;  // of the calls that this thread starts
 
 PyObject* failure_type = nullptr;  // allranks._core.Failure; lives as long as the module
 
 using Call = std::tuple<std::string, std::string, std::string, int, uint64_t>;
 
 Call describe(const Fingerprint& f) {
-  return {kVerbs.at(static_cast<size_t>(f.verb)), kDTypeNames.at(static_cast<size_t>(f.dtype)),
-          kReduceOpNames.at(static_cast<size_t>(f.op)), f.root, f.count};
+  const bool whole = f.purpose == Purpose::none;
+  return {whole ? kVerbs.at(static_cast<size_t>(f.verb)) : kPurposes.at(static_cast<size_t>(f.purpose)),
+          kDTypeNames.at(static_cast<size_t>(f.dtype)), kReduceOpNames.at(static_cast<size_t>(f.op)), f.root, f.count};
 }
 
 nb::tuple facts(const Error& error) {
   const Failure& f = error.failure;
   std::vector<Call> calls;
   for (const auto& fingerprint : error.calls) calls.push_back(describe(fingerprint));
+  std::vector<std::tuple<int, int, std::string, std::string>> waits;
+  for (const Wait& w : error.waits) waits.emplace_back(w.rank, w.peer, kVerbs.at(static_cast<size_t>(w.verb)), w.site);
+  std::vector<std::tuple<int, int, Call, size_t>> unasked;
+  for (const Unasked& u : error.unasked) unasked.emplace_back(u.from, u.tag, describe(u.first), u.count);
   return nb::make_tuple(kKinds.at(static_cast<size_t>(f.kind)), f.peer, f.reporter, f.call, describe(f.fingerprint),
-                        f.seconds, calls, error.waiting_for, error.sites, error.text);
+                        f.seconds, calls, error.waiting_for, error.sites, error.text, waits, unasked);
 }
 
 std::vector<sys::Fd> own(const std::vector<int>& fds) { return {fds.begin(), fds.end()}; }
@@ -111,6 +156,7 @@ Operation operation(Verb verb, Buffer buffer, Mark mark, int op = 0, int root = 
   return {.fingerprint = {.verb = verb,
                           .dtype = buffer.dtype,
                           .op = static_cast<ReduceOp>(op),
+                          .purpose = purpose,
                           .root = root,
                           .count = buffer.count,
                           .shape = static_cast<uint32_t>(mark),
@@ -192,6 +238,26 @@ MaybeRequest barrier(Comm& comm, Mark mark, const Started& started) {
 const Tensors* ordinary = nullptr;
 PyObject* reduce_op_class = nullptr;
 
+// Whether a tensor overlaps no piece of its size, or lies exactly where one does.
+bool beside(const Buffer& tensor, const std::vector<std::byte*>& pieces) {
+  const size_t n = tensor.nbytes();
+  return std::all_of(pieces.begin(), pieces.end(), [&](const std::byte* piece) {
+    return piece == tensor.data || !algorithms::intersect(piece, n, tensor.bytes(), n);
+  });
+}
+
+// Whether pieces of `n` bytes share no memory.
+bool apart(const std::vector<std::byte*>& pieces, size_t n) {
+  const auto in_order = [n](const auto& all) {
+    const auto close = [n](const std::byte* a, const std::byte* b) { return b < a + n; };
+    return std::adjacent_find(all.begin(), all.end(), close) == all.end();
+  };
+  if (in_order(pieces)) return true;
+  auto sorted = pieces;
+  std::sort(sorted.begin(), sorted.end());
+  return in_order(sorted);
+}
+
 // A blocking collective with arguments as the user gave them, and errors as the user is to see them:
 // what explain(failure, verb) returns. False: nothing was done, because something is out of the
 // ordinary, or wrong. `pieces`: None, one tensor of all pieces in turn, or a
@@ -231,6 +297,8 @@ bool try_now(Comm& comm, Verb verb, nb::handle tensor, nb::handle pieces, nb::ha
     if (!out || out->buffer.dtype != b.dtype || out->buffer.count != b.count) return false;
     if (mine->rows == 0 || mine->rows % comm.size() != 0 || out->rows == 0 || out->rows % comm.size() != 0)
       return false;
+    if (out->buffer.data != b.data && algorithms::intersect(out->buffer.bytes(), b.nbytes(), b.bytes(), b.nbytes()))
+      return false;
     const size_t each = b.nbytes() / ranks;
     for (size_t r = 0; r < ranks; r++) {
       op.ins.push_back(b.bytes() + r * each);
@@ -258,7 +326,10 @@ bool try_now(Comm& comm, Verb verb, nb::handle tensor, nb::handle pieces, nb::ha
       if (!whole || whole->buffer.dtype != b.dtype || whole->buffer.count != b.count * ranks) return false;
       for (size_t r = 0; r < ranks; r++) addresses.push_back(whole->buffer.bytes() + r * b.nbytes());
     }
-    (verb == Verb::all_gather || verb == Verb::gather ? op.outs : op.ins) = std::move(addresses);
+    const bool gathers = verb == Verb::all_gather || verb == Verb::gather;
+    // What overlaps otherwise is copied, or refused.
+    if (!beside(b, addresses) || (gathers && !apart(addresses, b.nbytes()))) return false;
+    (gathers ? op.outs : op.ins) = std::move(addresses);
   }
   PythonCaller caller;
   comm.run(op, caller);
@@ -286,14 +357,21 @@ class Now {
       return try_now(*comm_, static_cast<Verb>(code), tensor, pieces, op, root);
     } catch (const Error& error) {
       if (error.signalled) throw nb::python_error();
-      const nb::object failure = nb::borrow(failure_type)(*facts(error));
-      const nb::object explained = explain_(failure, verb);
-      PyErr_SetObject(explained.type().ptr(), explained.ptr());
-      throw nb::python_error();
+      raise(error, verb);
+    } catch (const sys::Forked& forked) {
+      if (forked.signalled) throw nb::python_error();
+      raise(kForked, verb);
     }
   }
 
  private:
+  [[noreturn]] void raise(const Error& error, nb::handle verb) const {
+    const nb::object failure = nb::borrow(failure_type)(*facts(error));
+    const nb::object explained = explain_(failure, verb);
+    PyErr_SetObject(explained.type().ptr(), explained.ptr());
+    throw nb::python_error();
+  }
+
   std::shared_ptr<Comm> comm_;
   nb::object explain_;
   std::vector<nb::object> verbs_;
@@ -330,6 +408,8 @@ NB_MODULE(_core, m) {
     } catch (const Error& error) {
       // When signalled KeyboardInterrupt, or what the signal's handler raised, is set.
       if (!error.signalled) PyErr_SetObject(failure_type, facts(error).ptr());
+    } catch (const sys::Forked& forked) {
+      if (!forked.signalled) PyErr_SetObject(failure_type, facts(kForked).ptr());
     }
   });
 
@@ -365,6 +445,29 @@ NB_MODULE(_core, m) {
       [](int dtype, int op) { return kernel_for(static_cast<DType>(dtype), static_cast<ReduceOp>(op)) != nullptr; },
       nb::arg("dtype"), nb::arg("op"), "Whether all_reduce has a kernel for this pair.");
 
+  m.def(
+      "part_of",
+      [](const std::string& name) {
+        const auto found = std::find(kPurposes.begin(), kPurposes.end(), name);
+        if (found == kPurposes.end()) throw nb::value_error("part_of: this call has no number in Purpose");
+        const char* before = kPurposes.at(static_cast<size_t>(purpose));
+        purpose = static_cast<Purpose>(found - kPurposes.begin());
+        return before;
+      },
+      nb::arg("name"), "The call of the program that this thread's collectives are parts of; returns the one before.");
+  nb::list purposes;
+  for (size_t i = 1; i < kPurposes.size(); i++) purposes.append(kPurposes[i]);
+  m.attr("PURPOSES") = nb::frozenset(purposes);
+
+  m.def(
+      "divide",
+      [](Address address, size_t count, int dtype, int parts) {
+        const void* sums[] = {bytes(address)};
+        kernel_for(static_cast<DType>(dtype), ReduceOp::avg)(bytes(address), sums, 1, count, parts);
+      },
+      nb::arg("address"), nb::arg("count"), nb::arg("dtype"), nb::arg("parts"),
+      nb::call_guard<nb::gil_scoped_release>(), "Makes sums the averages that all_reduce makes, in place.");
+
   nb::class_<Sizes>(m, "Sizes", "Bytes of the parts of a segment; all ranks must agree.")
       .def(nb::init<>())
       .def_rw("piece", &Sizes::piece)
@@ -393,15 +496,31 @@ NB_MODULE(_core, m) {
       "create_memory",
       [](size_t bytes) {
         const nb::gil_scoped_release release;
-        return sys::sealed_memory("allranks", bytes).release();
+        sys::Fd memory = sys::sealed_memory("allranks", bytes);
+        sys::allocate(memory, bytes);
+        return memory.release();
       },
       nb::arg("bytes"), "A file descriptor of new memory that other processes can map; the caller closes it.");
+
+  m.def(
+      "take_completions",
+      [](double timeout_s) {
+        const nb::gil_scoped_release release;
+        return completions().take(timeout_s < 0 ? -1 : static_cast<int64_t>(timeout_s * 1e9));
+      },
+      nb::arg("timeout_s"),
+      "Waits so long (< 0: without limit) for watched requests to end. Returns the tickets of those that have.");
+  m.def(
+      "add_completion", [](uint64_t ticket) { completions().add(ticket); }, nb::arg("ticket"),
+      "Lets take_completions return it.");
+  m.def("renew_completions", renew_completions, "In a forked child: forgets the parent's.");
 
   nb::class_<SharedBlock>(m, "SharedBlock", "One part of memory per rank, mapped by all of them.")
       .def_prop_ro("address", [](const SharedBlock& b) { return reinterpret_cast<Address>(b.mine()); });
 
   nb::class_<Request>(m, "Request")
       .def("done", [](const Request& r) { return r.done.load(std::memory_order_acquire); })
+      .def("watch", &Request::watch, nb::arg("ticket"), "take_completions() returns the ticket when it has ended.")
       .def(
           "source",
           [](const Request& r) {
@@ -410,47 +529,66 @@ NB_MODULE(_core, m) {
           },
           "The rank that sent, of a recv that is done.");
 
+  nb::class_<Liveness>(m, "Liveness", "Sockets that end with the processes of a host's ranks; groups share them.")
+      .def(nb::new_([](const std::vector<int>& fds) {
+             Liveness sockets;
+             for (sys::Fd& fd : own(fds)) sockets.push_back(std::make_shared<const sys::Fd>(std::move(fd)));
+             return sockets;
+           }),
+           nb::arg("fds"), "Takes over the descriptors, by rank; -1 for this rank.");
+
   nb::class_<Comm>(m, "Comm")
-      .def(
-          "__init__",
-          [](Comm* self, int rank, const Sizes& sizes, const std::vector<int>& segments,
-             const std::vector<int>& liveness, double timeout_s, double spin_us, double spin_progress_us) {
-            auto shm = std::make_unique<Shm>(rank, sizes, Shm::map(sizes, own(segments)), own(liveness));
-            new (self) Comm(std::move(shm), Settings{.timeout_s = timeout_s,
-                                                     .spin_ns = static_cast<int64_t>(spin_us * 1e3),
-                                                     .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3)});
-          },
-          nb::arg("rank"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"), nb::arg("timeout_s"),
-          nb::arg("spin_us"), nb::arg("spin_progress_us"), "Takes over the descriptors.")
+      .def(nb::new_([](int rank, const Sizes& sizes, const std::vector<int>& segments, const Liveness& liveness,
+                       double timeout_s, double spin_us, double spin_progress_us, size_t eager) {
+             auto shm = std::make_unique<Shm>(rank, sizes, Shm::map(sizes, own(segments)), liveness);
+             return sys::make_owned<Comm>(std::move(shm),
+                                          Settings{.timeout_s = timeout_s,
+                                                   .spin_ns = static_cast<int64_t>(spin_us * 1e3),
+                                                   .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3),
+                                                   .eager = eager});
+           }),
+           nb::arg("rank"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"), nb::arg("timeout_s"),
+           nb::arg("spin_us"), nb::arg("spin_progress_us"), nb::arg("eager"), "Takes over the descriptors.")
       .def_static(
           "across_hosts",
           [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
-             const std::vector<int>& liveness, const std::vector<int>& pulses, int asking_pipe, uint32_t number,
-             double timeout_s, double spin_us, double spin_progress_us) {
+             const Liveness& liveness, const std::vector<int>& pulses, int asking_pipe, uint32_t number,
+             double timeout_s, double spin_us, double spin_progress_us, size_t eager) {
+            // Owned before anything can fail.
+            auto memories = own(segments);
+            auto signs = own(pulses);
             const Hosts hosts(host_of);
-            auto shm = std::make_unique<Shm>(hosts.place(rank), sizes, Shm::map(sizes, own(segments)), own(liveness),
+            auto shm = std::make_unique<Shm>(hosts.place(rank), sizes, Shm::map(sizes, memories), liveness,
                                              hosts.on(hosts.of(rank)));
-            return std::make_shared<Comm>(std::move(shm), rank, hosts, own(pulses), asking(asking_pipe, number),
-                                          Settings{.timeout_s = timeout_s,
-                                                   .spin_ns = static_cast<int64_t>(spin_us * 1e3),
-                                                   .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3)});
+            return sys::make_owned<Comm>(std::move(shm), rank, hosts, std::move(signs), asking(asking_pipe, number),
+                                         Settings{.timeout_s = timeout_s,
+                                                  .spin_ns = static_cast<int64_t>(spin_us * 1e3),
+                                                  .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3),
+                                                  .eager = eager});
           },
           nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
           nb::arg("pulses"), nb::arg("asking_pipe"), nb::arg("number"), nb::arg("timeout_s"), nb::arg("spin_us"),
-          nb::arg("spin_progress_us"),
+          nb::arg("spin_progress_us"), nb::arg("eager"),
           "Takes over the descriptors: of this host's ranks, and, of a host's first rank, by rank of the group those "
           "of "
           "`neighbours` (else -1). For other connections it writes the number, the rank and the kind into the pipe.")
       .def(
           "adopt",
           [](Comm& c, int rank, int kind, int fd, const std::string& greeting) {
-            c.net()->adopt(rank, static_cast<Connection>(kind), sys::Fd(fd), greeting);
+            c.adopt(rank, static_cast<Connection>(kind), sys::Fd(fd), greeting);
           },
           nb::arg("rank"), nb::arg("kind"), nb::arg("fd"), nb::arg("greeting"),
           "Takes over a connection with a rank of another host, on which it first sends the greeting.")
       .def(
-          "give_up", [](Comm& c, int rank) { c.net()->give_up(rank); }, nb::arg("rank"),
-          "A rank of another host cannot be reached: the group has failed.")
+          "liveness",
+          [](Comm& c, const std::vector<int>& ranks) -> std::optional<Liveness> {
+            Liveness sockets = c.liveness(ranks);
+            return sockets.empty() ? std::nullopt : std::optional(std::move(sockets));
+          },
+          nb::arg("ranks"), nb::call_guard<nb::gil_scoped_release>(),
+          "The liveness sockets of these ranks. None where one is on another host, and where the group is closed.")
+      .def("give_up", &Comm::give_up, nb::arg("rank"),
+           "A rank of another host cannot be reached: the group has failed.")
       .def("all_reduce", all_reduce)
       .def("reduce", reduce)
       .def("broadcast", broadcast)
@@ -496,12 +634,10 @@ NB_MODULE(_core, m) {
              const Stats s = c.stats();
              return std::tuple(s.calls, s.bytes, s.seconds, s.shared);
            })
-      .def("close",
-           [](Comm& c) {
-             nb::gil_scoped_release release;
-             c.close();
-           })
-      .def("abandon", &Comm::abandon);
+      .def("close", [](Comm& c) {
+        nb::gil_scoped_release release;
+        c.close();
+      });
 
   nb::class_<Now>(m, "Now", "A blocking collective with arguments as the user gave them.")
       .def(nb::init<std::shared_ptr<Comm>, nb::object>(), nb::arg("comm"), nb::arg("explain"))
@@ -510,4 +646,5 @@ NB_MODULE(_core, m) {
 
   bind_calls(m);
   bind_outbox(m);
+  bind_watch(m);
 }

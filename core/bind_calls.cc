@@ -218,6 +218,18 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
   return built;
 }
 
+// An error of the program's own is shown with its lines alone.
+void leave_out_frames() {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (value != nullptr && PyObject_HasAttrString(value, "_without_frames") != 0) {
+    Py_CLEAR(trace);
+    PyException_SetTraceback(value, Py_None);
+  }
+  PyErr_Restore(type, value, trace);
+}
+
 // As `RemoteTensor.__torch_dispatch__`.
 nb::object dispatch(nb::handle op, nb::handle types, nb::handle args, nb::handle kwargs) {
   (void)types;
@@ -228,7 +240,10 @@ nb::object dispatch(nb::handle op, nb::handle types, nb::handle args, nb::handle
     if (done.is_valid()) return done;
   }
   PyObject* done = PyObject_CallFunctionObjArgs(python->dispatch, op.ptr(), args.ptr(), kwargs.ptr(), nullptr);
-  if (done == nullptr) throw nb::python_error();
+  if (done == nullptr) {
+    leave_out_frames();
+    throw nb::python_error();
+  }
   return nb::steal(done);
 }
 

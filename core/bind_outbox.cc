@@ -41,8 +41,10 @@ class WaitingCaller final : public GilCaller {
       nb::borrow(while_waiting)(0.1 * waited_);
     } catch (nb::python_error& error) {
       error.restore();  // as the exception of a signal handler: it is raised where the call ends
+      check_process();
       return true;
     }
+    check_process();
     release();
     return false;
   }
@@ -247,8 +249,7 @@ void allranks::bind_outbox(nb::module_& m) {
 
   nb::class_<Outbox>(m, "Outbox", "Frames for many workers, sent by a thread of its own: see core/outbox.h.")
       .def(nb::new_([](double delay_us, size_t chunk_bytes, size_t limit_bytes) {
-             return std::shared_ptr<Outbox>(new Outbox(static_cast<int64_t>(delay_us * 1e3), chunk_bytes, limit_bytes),
-                                            Outbox::Disposer());
+             return sys::make_owned<Outbox>(static_cast<int64_t>(delay_us * 1e3), chunk_bytes, limit_bytes);
            }),
            nb::arg("delay_us") = 100, nb::arg("chunk_bytes") = 16384, nb::arg("limit_bytes") = 8 << 20)
       .def("add", &Outbox::add, nb::arg("fd"), "The number of a new worker; the caller keeps the socket open.")

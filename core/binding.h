@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "sys/forks.h"
 #include "waiting.h"
 
 namespace allranks {
@@ -23,12 +24,19 @@ class GilCaller : public Caller {
   bool interrupted() override {
     acquire();
     // On true the exception of the signal handler is set, and the GIL stays with us to raise it.
-    if (PyErr_CheckSignals() != 0) return true;
+    const bool raised = PyErr_CheckSignals() != 0;
+    check_process();
+    if (raised) return true;
     release();
     return false;
   }
 
  protected:
+  // To be called with the GIL after Python code has run, which may have forked.
+  void check_process() const {
+    if (forked()) throw sys::Forked{PyErr_Occurred() != nullptr};
+  }
+  bool forked() const { return forks_ != sys::forks(); }
   // Before 3.14 a thread that comes back while Python ends is ended by pthread_exit, whose unwinding ends the
   // process at the first noexcept frame. It may as well stay here.
   void acquire() {
@@ -42,9 +50,11 @@ class GilCaller : public Caller {
 
  private:
   PyThreadState* saved_ = nullptr;
+  const uint32_t forks_ = sys::forks();
 };
 
 void bind_calls(nanobind::module_& m);   // bind_calls.cc
 void bind_outbox(nanobind::module_& m);  // bind_outbox.cc
+void bind_watch(nanobind::module_& m);   // bind_watch.cc
 
 }  // namespace allranks

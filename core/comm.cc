@@ -1,11 +1,10 @@
 #include "comm.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <bit>
 #include <chrono>
 #include <cstring>
+#include <new>
 
 #include "algorithms/algorithms.h"
 
@@ -13,8 +12,6 @@ namespace allranks {
 
 namespace {
 
-// From this size on a call takes long enough that other threads should run meanwhile.
-constexpr size_t kReleaseBytes = 32 << 10;
 constexpr auto kWaitSlice = std::chrono::milliseconds(50);
 
 }  // namespace
@@ -25,8 +22,7 @@ Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
       size_(team_.size()),
       settings_(settings),
       mail_(team_.shm(), nullptr, static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
-            settings.spin_progress_ns),
-      owner_pid_(getpid()) {}
+            settings.spin_progress_ns, settings.eager) {}
 
 Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> pulses, Net::Opener opener,
            Settings settings)
@@ -37,22 +33,14 @@ Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd>
       size_(net_->hosts().ranks()),
       settings_(settings),
       mail_(team_.shm(), net_.get(), static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
-            settings.spin_progress_ns),
-      owner_pid_(getpid()) {}
+            settings.spin_progress_ns, settings.eager) {}
 
-Comm::~Comm() {
-  if (getpid() == owner_pid_) {
-    close();
-    return;
-  }
-  if (net_) net_->abandon();
-  mail_.abandon();
-  if (progress_.joinable()) progress_.detach();  // it runs in the parent only
-  // A copy of the parent's: its destructor would wait for the parent's waiters, for ever.
-  new (&queue_changed_) std::condition_variable;
+void Comm::check_process() const {
+  if (forked()) throw Error(Failure{.kind = Kind::forked, .peer = rank(), .reporter = rank()});
 }
 
 void Comm::close() {
+  if (forked()) return;
   {
     std::lock_guard lock(queue_lock_);
     if (stopping_) return;
@@ -73,13 +61,32 @@ void Comm::close() {
   queue_.clear();
   lock.unlock();
   if (net_) net_->close();
-  team_.shm().drop_liveness();
+  team_.shm().gone();
   queue_changed_.notify_all();
 }
 
-void Comm::abandon() {
-  team_.shm().drop_liveness();
-  if (net_) net_->abandon();
+Liveness Comm::liveness(const std::vector<int>& ranks) {
+  check_process();
+  const std::lock_guard lock(queue_lock_);
+  if (stopping_) return {};
+  Liveness sockets;
+  for (const int r : ranks) {
+    if (r < 0 || r >= size()) throw Error("liveness: no rank " + std::to_string(r));
+    const int local = team_.shm().local(r);
+    if (local < 0) return {};
+    sockets.push_back(team_.shm().liveness(local));
+  }
+  return sockets;
+}
+
+void Comm::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting) {
+  check_process();
+  net_->adopt(rank, kind, std::move(fd), greeting);
+}
+
+void Comm::give_up(int rank) {
+  check_process();
+  net_->give_up(rank);
 }
 
 Stats Comm::stats() const {
@@ -96,6 +103,7 @@ void Comm::count(size_t nbytes, int64_t began_ns) {
 // --- order ---
 
 void Comm::run(const Operation& operation, Caller& caller) {
+  check_process();
   {
     auto lock = lock_politely(queue_lock_, caller);
     if (!running_ && queue_.empty() && !stopping_) {
@@ -104,6 +112,8 @@ void Comm::run(const Operation& operation, Caller& caller) {
       lock.unlock();
       try {
         execute(operation, caller, settings_.spin_ns);
+      } catch (const sys::Forked&) {
+        throw;
       } catch (...) {
         lock = lock_politely(queue_lock_, caller);
         finish();
@@ -126,6 +136,7 @@ void Comm::finish() {
 }
 
 std::shared_ptr<Request> Comm::start(Operation operation) {
+  check_process();
   auto request = std::make_shared<Queued>(std::move(operation));
   std::lock_guard lock(queue_lock_);
   if (stopping_) {
@@ -155,6 +166,8 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t 
       signal = error;
       error = std::make_exception_ptr(Error(e.failure));
     }
+  } catch (const sys::Forked&) {
+    throw;
   } catch (...) {
     error = std::current_exception();
   }
@@ -176,6 +189,7 @@ void Comm::progress() {
 }
 
 void Comm::wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns) {
+  check_process();
   if (const auto parcel = std::dynamic_pointer_cast<Parcel>(request)) {
     mail_.wait(parcel, caller, timeout_ns);
   } else {
@@ -239,10 +253,20 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) 
       .check_verdict();  // before a piece is written that a slow rank still reads, and before the operand is read
   const sys::DefaultFloatMode same_rounding_on_all_ranks;
   if (nbytes * pieces >= kReleaseBytes) caller.release();
-  if (wide_) {
-    wide_->run(call, operation);
-  } else {
-    run_here(call, operation);
+  try {
+    if (wide_) {
+      wide_->run(call, operation);
+    } else {
+      run_here(call, operation);
+    }
+  } catch (const std::bad_alloc&) {
+    // The others wait for what this rank will not do.
+    Failure failure = call.about;
+    failure.kind = Kind::memory;
+    failure.peer = rank();
+    team_.shm().condemn(failure);
+    team_.shm().check_verdict();
+    throw;
   }
   count(nbytes, began);
 }
@@ -285,6 +309,7 @@ void Comm::run_here(Team::Call& call, const Operation& operation) {
 }
 
 std::vector<std::pair<uint32_t, Fingerprint>> Comm::last_calls() {
+  if (forked()) return {};
   if (!net_) return team_.last_calls();
   std::vector<std::pair<uint32_t, Fingerprint>> calls;
   for (int r = 0; r < size(); r++) calls.push_back(net_->last_call(r));
@@ -294,18 +319,23 @@ std::vector<std::pair<uint32_t, Fingerprint>> Comm::last_calls() {
 // --- messages ---
 
 std::shared_ptr<Request> Comm::start_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
+  check_process();
+  reserve_pipe(to);
   auto parcel = mail_.post_send(buffer, to, tag, caller);
-  if (!parcel->done.load(std::memory_order_acquire)) mail_.in_background();
+  if (!parcel->done.load(std::memory_order_acquire)) mail_.in_background(caller);
   return parcel;
 }
 
 std::shared_ptr<Request> Comm::start_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
+  check_process();
   auto parcel = mail_.post_recv(buffer, from, tag, caller);
-  if (!parcel->done.load(std::memory_order_acquire)) mail_.in_background();
+  if (!parcel->done.load(std::memory_order_acquire)) mail_.in_background(caller);
   return parcel;
 }
 
 void Comm::send(Buffer buffer, int to, int32_t tag, Caller& caller) {
+  check_process();
+  reserve_pipe(to);
   const int64_t began = sys::now_ns();
   if (!mail_.send_at_once(buffer, to, tag)) {
     if (buffer.nbytes() >= kReleaseBytes) caller.release();
@@ -315,6 +345,7 @@ void Comm::send(Buffer buffer, int to, int32_t tag, Caller& caller) {
 }
 
 int Comm::recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
+  check_process();
   const int64_t began = sys::now_ns();
   if (from < 0 || !mail_.recv_at_once(buffer, from, tag)) {
     if (buffer.nbytes() >= kReleaseBytes) caller.release();

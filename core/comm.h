@@ -43,8 +43,10 @@ struct Settings {
   double timeout_s = 1800;
   int64_t spin_ns = 0;           // in the caller's thread
   int64_t spin_progress_ns = 0;  // in the progress thread, which competes with computation
+  size_t eager = 8 << 20;        // bytes of messages to one rank that may be under way without a recv (mail.h)
 };
 
+// Made by sys::make_owned. In a forked child every call throws Kind::forked, but for close, which does nothing.
 class Comm {
  public:
   // A group of ranks that share this host.
@@ -52,7 +54,7 @@ class Comm {
   // A group that spans hosts: `shm` is of the ranks of this one.
   Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> pulses, Net::Opener opener,
        Settings settings);
-  ~Comm();
+  ~Comm() { close(); }
   Comm(const Comm&) = delete;
 
   int rank() const { return rank_; }
@@ -76,22 +78,33 @@ class Comm {
 
   // This rank's part, and the others', of memory that calls may work in.
   std::unique_ptr<SharedBlock> share(uint64_t number, size_t bytes, const std::vector<sys::Fd>& parts) {
+    check_process();
     return team_.share(number, bytes, parts);
   }
 
+  // The sockets of these ranks, for a group made of them. Empty where one is on another host, and where this group is
+  // closed.
+  Liveness liveness(const std::vector<int>& ranks);
+
   // Leaves the group: the others' pending and later calls that need this rank fail. Returns always.
   void close();
-  // In a forked child, where the parent's group does not exist: lets go of its sockets.
-  void abandon();
 
-  Net* net() { return net_.get(); }  // nullptr: all ranks share this host
-  Team& team() { return team_; }     // the ranks of this host
+  // Where the group spans hosts. See Net.
+  void adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting = {});
+  void give_up(int rank);
+
+  Team& team() { return team_; }  // the ranks of this host
 
   Stats stats() const;
-  // The last collective that each rank has begun, as far as can be seen from here.
+  // The last collective that each rank has begun, as far as can be seen from here. Empty in a forked child.
   std::vector<std::pair<uint32_t, Fingerprint>> last_calls();
 
  private:
+  bool forked() const { return forks_ != sys::forks(); }
+  void check_process() const;
+  void reserve_pipe(int to) {
+    if (const int local = team_.shm().local(to); local >= 0) team_.shm().reserve_pipe(local);
+  }
   void wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns);
   void execute(const Operation& operation, Caller& caller, int64_t spin_ns);
   void finish();  // with queue_lock_ held
@@ -107,7 +120,7 @@ class Comm {
   int size_;
   Settings settings_;
   Mail mail_;
-  int owner_pid_;
+  const uint32_t forks_ = sys::forks();
 
   std::mutex queue_lock_;
   std::condition_variable queue_changed_;

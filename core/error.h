@@ -19,6 +19,8 @@ enum class Kind : uint32_t {
   closed,       // this rank closed the group
   system,       // the operating system refused: see `text`
   unreachable,  // the host of `peer` does not answer
+  memory,       // `peer` ran out of memory in the middle of a call
+  forked,       // this process was forked from the one whose group it is
 };
 
 constexpr int32_t kAnyPeer = -2;
@@ -31,6 +33,23 @@ struct Failure {
   uint32_t call = 0;        // the number of the collective in which it was noticed; 0: send or recv
   Fingerprint fingerprint;  // of that call, on the reporter
   double seconds = 0;       // how long the reporter had waited
+};
+
+// That `rank` waits for `peer` (< 0: any rank) in a message call.
+struct Wait {
+  int rank;
+  int peer;
+  Verb verb;
+  int32_t tag;
+  std::string site;  // where in its program
+};
+
+// Messages with one tag that no recv has asked for.
+struct Unasked {
+  int from;
+  int32_t tag;
+  Fingerprint first;
+  size_t count;
 };
 
 class Error : public std::exception {
@@ -46,6 +65,8 @@ class Error : public std::exception {
   bool signalled = false;          // interrupted, and by this caller's own signal
   std::vector<int> waiting_for;    // timeout: every rank that had not come
   std::vector<std::string> sites;  // mismatch of collectives: where each rank called; "" where it did not say
+  std::vector<Wait> waits;         // timeout of a message: who waits for whom, from this rank on
+  std::vector<Unasked> unasked;    // the same, of a recv: messages with other tags
   std::string text;
 };
 

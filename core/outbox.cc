@@ -1,7 +1,6 @@
 #include "outbox.h"
 
 #include <poll.h>
-#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
@@ -9,7 +8,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <bit>
 #include <cerrno>
 #include <chrono>
@@ -39,15 +37,6 @@ constexpr size_t kMostBytes = 1 << 20;  // about
 constexpr size_t kShort = 1 << 10;
 constexpr size_t kOwn = 1 << 14;
 constexpr auto kInterruptible = std::chrono::milliseconds(100);
-
-// How many forks lie between the first process that asked and this one. A child has none of its parent's threads, and
-// locks as they were; asking for the process id would be a system call for each frame.
-uint32_t forks() {
-  static std::atomic<uint32_t> count = 0;
-  static const int refused = pthread_atfork(nullptr, nullptr, [] { count.fetch_add(1, std::memory_order_relaxed); });
-  if (refused != 0) throw std::runtime_error(std::string("pthread_atfork: ") + std::strerror(refused));
-  return count.load(std::memory_order_relaxed);
-}
 
 template <class T>
 std::byte* write(std::byte* to, T value) {
@@ -81,6 +70,7 @@ class Outbox::Hold {
   ~Hold() { let_go(); }
 
   void let_go() {
+    if (!lock.owns_lock()) return;  // in a child that was forked while the caller waited for room
     const Sleep sleep = outbox_.sleep_;
     const bool ring = sleep != Sleep::none && (outbox_.urgent_ || (outbox_.queued_ && sleep == Sleep::idle));
     if (ring) outbox_.sleep_ = Sleep::none;
@@ -98,19 +88,15 @@ Outbox::Outbox(int64_t delay_ns, size_t chunk_bytes, size_t limit_bytes)
     : delay_ns_(delay_ns),
       chunk_bytes_(chunk_bytes),
       limit_bytes_(limit_bytes),
-      forks_(forks()),
       bell_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (delay_ns < 0) throw std::invalid_argument("the delay of an outbox cannot be negative");
   if (bell_.get() < 0) throw Error(std::string("eventfd: ") + std::strerror(errno));
   thread_ = std::thread([this] { run(); });
 }
 
-void Outbox::Disposer::operator()(Outbox* outbox) const noexcept {
-  if (outbox->forks_ == forks()) delete outbox;
-}
-
 void Outbox::check() const {
-  if (forks_ != forks()) throw std::runtime_error("the outbox belongs to the process that this one was forked from");
+  if (forks_ != sys::forks())
+    throw std::runtime_error("the workers belong to the process that this one was forked from");
 }
 
 Outbox::Worker& Outbox::worker(int number) {
@@ -208,7 +194,7 @@ void Outbox::reserve(int target, std::span<uint32_t> ids) {
 }
 
 void Outbox::free(int target, uint32_t id) noexcept {
-  if (forks_ != forks()) return;  // it is the parent's
+  if (forks_ != sys::forks()) return;  // it is the parent's
   // No Hold: it is no error when the outbox is closed.
   bool ring;
   {
@@ -479,7 +465,7 @@ uint64_t Outbox::calls() {
 }
 
 void Outbox::close() noexcept {
-  if (forks_ != forks()) return;
+  if (forks_ != sys::forks()) return;
   std::thread ended;
   {
     const std::lock_guard lock(lock_);

@@ -36,7 +36,8 @@
 
 namespace allranks {
 
-// Throws std::invalid_argument for what is not there, std::runtime_error when it is closed or in a forked child.
+// Made by sys::make_owned. Throws std::invalid_argument for what is not there, std::runtime_error when it is closed or
+// in a forked child.
 class Outbox {
  public:
   static constexpr uint16_t kFirstTemplate = 16;
@@ -45,11 +46,6 @@ class Outbox {
   Outbox(int64_t delay_ns, size_t chunk_bytes, size_t limit_bytes);
   ~Outbox() { close(); }
   Outbox(const Outbox&) = delete;
-
-  // Lets a forked child's copy be: the parent's thread may just have been changing what a destructor goes through.
-  struct Disposer {
-    void operator()(Outbox* outbox) const noexcept;
-  };
 
   // The sockets stay the caller's, who keeps them open until the worker is lost or replaced, or the outbox closed.
   int add(int fd);
@@ -133,7 +129,7 @@ class Outbox {
   const int64_t delay_ns_;
   const size_t chunk_bytes_;
   const size_t limit_bytes_;
-  const uint32_t forks_;  // before this process
+  const uint32_t forks_ = sys::forks();
 
   std::mutex lock_;
   std::condition_variable changed_;  // for waiters_: room, an end of sending, closed

@@ -164,6 +164,17 @@ struct Xor {
   }
 };
 
+// Of integers as nccl's: the sum, wrapped, divided towards zero. Up to 32 bits double is exact, and divides several at
+// once.
+template <class A>
+inline A divide(A sum, int parts) {
+  if constexpr (std::is_integral_v<A> && sizeof(A) < 8) {
+    return static_cast<A>(static_cast<double>(sum) / parts);
+  } else {
+    return sum / static_cast<A>(parts);
+  }
+}
+
 template <class T>
 void widen_tile(typename Acc<T>::type* acc, const T* src, size_t n) {
   for (size_t i = 0; i < n; i++) acc[i] = load(src[i]);
@@ -208,7 +219,7 @@ void reduce(void* dst_, const void* const* srcs, int nsrcs, size_t count, int pa
 #pragma GCC ivdep
       for (size_t i = 0; i < count; i++) {
         A x = Op::combine(a[i], b[i]);
-        if constexpr (kAverage) x = x / static_cast<A>(parts);
+        if constexpr (kAverage) x = divide(x, parts);
         dst[i] = x;
       }
       return;
@@ -229,7 +240,7 @@ void reduce(void* dst_, const void* const* srcs, int nsrcs, size_t count, int pa
       }
     }
     if constexpr (kAverage) {
-      for (size_t i = 0; i < n; i++) acc[i] = acc[i] / static_cast<A>(parts);
+      for (size_t i = 0; i < n; i++) acc[i] = divide(acc[i], parts);
     }
     narrow_tile<T>(dst + begin, acc.data(), n);
   }
@@ -250,12 +261,11 @@ void fill(KernelTable& table, DType dtype) {
   put(ReduceOp::prod, reduce<T, Prod, false>);
   put(ReduceOp::min, reduce<T, Min, false>);
   put(ReduceOp::max, reduce<T, Max, false>);
+  put(ReduceOp::avg, reduce<T, Sum, true>);
   if constexpr (std::is_integral_v<T>) {
     put(ReduceOp::band, reduce<T, And, false>);
     put(ReduceOp::bor, reduce<T, Or, false>);
     put(ReduceOp::bxor, reduce<T, Xor, false>);
-  } else {
-    put(ReduceOp::avg, reduce<T, Sum, true>);
   }
 }
 

@@ -42,6 +42,7 @@ class SharedBlock {
 
  private:
   std::shared_ptr<SharedBlocks> blocks_;
+  const uint32_t forks_ = sys::forks();
   uint64_t number_;
   int rank_;
   size_t bytes_;

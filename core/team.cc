@@ -88,6 +88,7 @@ Team::Pieces Team::take(size_t bytes, size_t pieces) {
   const size_t room = std::bit_ceil(std::max<size_t>(bytes, 64));
   const uint64_t begin = (ring_position_ + room - 1) / room * room;
   ring_position_ = begin + room * pieces;
+  shm_->reserve_ring(std::min<uint64_t>(ring_position_, shm_->sizes().ring));
   return {shm_.get(), begin, room};
 }
 
@@ -165,6 +166,7 @@ void Team::post_step(uint32_t done, bool wake_always) {
   if (wake_always || all_at_step(done)) Shm::ring(shm_->gate());
 }
 
+// A step is progress: the call's timeout begins anew, as where bytes move between hosts.
 void Team::wait_step_of_all(Call& call, uint32_t done) {
   int r = 0;
   shm_->wait(shm_->gate(), call.patience, call.about, [&] {
@@ -173,12 +175,14 @@ void Team::wait_step_of_all(Call& call, uint32_t done) {
     }
     return -1;
   });
+  call.patience.deadline_ns = 0;
 }
 
 void Team::wait_step_of(Call& call, int rank, uint32_t done) {
   shm_->wait(shm_->gate(), call.patience, call.about, [&] {
     return reached(shm_->step_line(rank).done.load(std::memory_order_seq_cst), done) ? -1 : shm_->number(rank);
   });
+  call.patience.deadline_ns = 0;
 }
 
 std::vector<std::pair<uint32_t, Fingerprint>> Team::last_calls() {

@@ -94,7 +94,7 @@ class Team {
   uint32_t calls_ = 0;
   uint64_t ring_position_ = 0;
   Swaps swaps_;
-  std::shared_ptr<SharedBlocks> blocks_ = std::make_shared<SharedBlocks>();  // outlived by blocks
+  std::shared_ptr<SharedBlocks> blocks_ = sys::make_owned<SharedBlocks>();  // outlived by blocks
   Copier copier_;
   std::atomic<uint64_t> count_shared_ = 0;
 };

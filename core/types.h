@@ -52,6 +52,18 @@ enum class Verb : uint8_t {
   recv,
 };
 
+// The call of the program that a collective is a part of, where it is not the collective itself.
+enum class Purpose : uint8_t {
+  none,
+  new_group,
+  split_group,
+  all_gather_object,
+  gather_object,
+  broadcast_object_list,
+  scatter_object_list,
+  empty_shared,
+};
+
 constexpr size_t size_of(DType dtype) {
   constexpr size_t sizes[kDTypes] = {1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 1, 4, 8, 16, 1, 1, 1, 1};
   return sizes[static_cast<int>(dtype)];
@@ -81,7 +93,7 @@ struct Fingerprint {
   Verb verb = Verb::none;
   DType dtype = DType::u8;
   ReduceOp op = ReduceOp::sum;
-  uint8_t unused = 0;
+  Purpose purpose = Purpose::none;
   int32_t root = -1;
   uint64_t count = 0;
   uint32_t shape = 0;  // a hash; 0: of one dimension
@@ -89,8 +101,8 @@ struct Fingerprint {
 
   // Whether two ranks call the same thing. Ranks may do so from different lines.
   bool agrees(const Fingerprint& other) const {
-    return verb == other.verb && dtype == other.dtype && op == other.op && root == other.root && count == other.count &&
-           shape == other.shape;
+    return verb == other.verb && dtype == other.dtype && op == other.op && purpose == other.purpose &&
+           root == other.root && count == other.count && shape == other.shape;
   }
 };
 static_assert(sizeof(Fingerprint) == 24);

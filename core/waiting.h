@@ -1,11 +1,15 @@
 // How a call waits: who is told, how long, and with how much spinning.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <string>
 
 namespace allranks {
+
+// From this size on a copy takes long enough that other threads should run meanwhile.
+constexpr size_t kReleaseBytes = 32 << 10;
 
 // The thread that makes a call, seen from the core. The binding gives one that knows the GIL and
 // Python's signals; the progress thread and the core's tests need neither.

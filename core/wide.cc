@@ -50,6 +50,8 @@ void Wide::run(Team::Call& call, const Operation& operation) {
     net_.clear();  // what is queued belongs to the caller
     if (error.failure.kind == Kind::timeout) error.waiting_for = net_.behind(call.about.call);
     throw;
+  } catch (const sys::Forked&) {
+    throw;
   } catch (...) {
     net_.clear();
     throw;

@@ -221,8 +221,11 @@ void Wide::all_gather(Team::Call& call, Buffer in, const Pieces& outs) {
     const bool direct = !outs.empty() && !spoilt && hosts_.count() == hosts_.ranks();
     const auto into = [&](int h) { return direct ? outs[static_cast<size_t>(hosts_.leader(h))] : nullptr; };
     const auto heard = meet(call, in.data, {.nbytes = [n](int) { return n; }, .into = into});
+    // Before anything else is written: `in` may be what is to come from another rank.
+    if (!outs.empty()) algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
     for (size_t r = 0; r < outs.size(); r++) {
       const int rank = static_cast<int>(r);
+      if (rank == me()) continue;
       const std::byte* from = heard[static_cast<size_t>(hosts_.of(rank))] + static_cast<size_t>(hosts_.place(rank)) * n;
       algorithms::move_bytes(outs[r], from, n);
     }

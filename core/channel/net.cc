@@ -474,12 +474,6 @@ void Net::close() {
   }
   if (thread_.joinable()) thread_.join();
   farewell();
-  abandon();
-}
-
-void Net::abandon() {
-  closing_.store(true, std::memory_order_relaxed);
-  closed_ = true;
   for (const int r : others_) {
     peer(r).lane.drop();
     peer(r).post.drop();
@@ -487,7 +481,6 @@ void Net::abandon() {
   for (auto& link : links_) {
     if (link) link->drop();
   }
-  if (thread_.joinable()) thread_.detach();  // it runs in the parent only
 }
 
 // --- signs of life: the thread ---
@@ -512,7 +505,7 @@ void Net::turn() {
       heard.push_back(host);
     }
     for (int mate = 0; mate < shm_.size(); mate++) {
-      if (mate != shm_.rank() && !mates_gone_[static_cast<size_t>(mate)]) watch(shm_.liveness(mate), POLLRDHUP);
+      if (mate != shm_.rank() && !mates_gone_[static_cast<size_t>(mate)]) watch(shm_.liveness(mate)->get(), POLLRDHUP);
     }
   }
   const size_t before_posts = polled.size();
@@ -553,7 +546,7 @@ void Net::listen_to(int host) {
 void Net::mind_mates() {
   for (int mate = 0; mate < shm_.size(); mate++) {
     const auto i = static_cast<size_t>(mate);
-    if (mate == shm_.rank() || mates_gone_[i] || !sys::hung_up(shm_.liveness(mate))) continue;
+    if (mate == shm_.rank() || mates_gone_[i] || !sys::hung_up(shm_.liveness(mate)->get())) continue;
     mates_gone_[i] = true;
     if (shm_.has_left(mate)) continue;
     const auto [call, fingerprint] = last_call(rank_);
@@ -566,7 +559,10 @@ std::vector<Pulse::Status> Net::statuses() const {
   std::vector<Pulse::Status> all;
   for (int mate = 0; mate < shm_.size(); mate++) {
     const auto [call, fingerprint] = shm_.step_line(mate).begun.load();
-    all.push_back({.call = call, .left = shm_.has_left(mate) ? 1U : 0U, .fingerprint = fingerprint});
+    all.push_back({.call = call,
+                   .left = shm_.has_left(mate) ? 1U : 0U,
+                   .fingerprint = fingerprint,
+                   .waits = shm_.waits(mate).load()});
   }
   return all;
 }
@@ -601,6 +597,7 @@ void Net::flush_pulses() {
 void Net::heard_status(int rank, const Pulse::Status& status) {
   Far& far = shm_.far(rank);
   far.begun.store(status.call, status.fingerprint);
+  if (far.waits.load() != status.waits) far.waits.store(status.waits);
   if (status.left != 0) far.presence.store(static_cast<uint32_t>(Presence::left), std::memory_order_release);
 }
 

@@ -105,8 +105,7 @@ class Net final : public Elsewhere, public Pulse::Listener {
   void announce() override { wake(); }
   int blame(int awaited, uint32_t call) override;
 
-  void close();    // tells the others, and waits a little until the kernel has sent what it holds
-  void abandon();  // in a forked child
+  void close();  // tells the others, and waits a little until the kernel has sent what it holds
 
  private:
   struct Out {

@@ -42,7 +42,7 @@ T read_at(const std::byte* bytes) {
 }
 
 bool same(const Pulse::Status& a, const Pulse::Status& b) {
-  return a.call == b.call && a.left == b.left && a.fingerprint.agrees(b.fingerprint);
+  return a.call == b.call && a.left == b.left && a.fingerprint.agrees(b.fingerprint) && a.waits == b.waits;
 }
 
 }  // namespace

@@ -4,7 +4,8 @@
 //
 // Each host has a station, which speaks for all its ranks and is connected with some others: up to 8 hosts with all,
 // beyond with those at a distance of 2^k either way. What a station hears for the first time it passes on. It says
-//   status   which call each of its ranks has begun last, and which have left. The last one of a host has `closed` set:
+//   status   which call each of its ranks has begun last, what message it waits for, and which have left. The last one
+//   of a host has `closed` set:
 //            its station goes, and the end of its connections is no death.
 //   notes    where its ranks' calls stand that do not match.
 //   verdict  that the group has failed, and why: once.
@@ -25,6 +26,7 @@
 
 #include "../error.h"
 #include "../hosts.h"
+#include "segment.h"
 
 namespace allranks {
 
@@ -35,6 +37,7 @@ class Pulse {
     uint32_t call = 0;  // the last collective it has begun
     uint32_t left = 0;
     Fingerprint fingerprint;
+    Waits waits;
   };
 
   // Is told what is heard of the ranks on other hosts.

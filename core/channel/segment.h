@@ -44,36 +44,67 @@ struct alignas(kLine) CallLine {
 };
 static_assert(sizeof(CallLine) == kLine);
 
-// The collective that a rank has begun last, where the group spans hosts: written by one thread, read by any.
-class Begun {
+// A value that one thread at a time writes and any reads.
+template <class T>
+class Told {
  public:
-  void store(uint32_t call, const Fingerprint& fingerprint) {
+  void store(const T& value) {
     // The version is odd while this writes: who reads a word of it then sees another version at the end.
     const uint32_t version = version_.load(std::memory_order_relaxed);
     version_.store(version + 1, std::memory_order_relaxed);
-    const auto words = std::bit_cast<Words>(fingerprint);
+    const auto words = std::bit_cast<Words>(value);
     for (size_t i = 0; i < words.size(); i++) words_[i].store(words[i], std::memory_order_release);
-    call_.store(call, std::memory_order_release);
     version_.store(version + 2, std::memory_order_release);
   }
-  uint32_t call() const { return call_.load(std::memory_order_acquire); }
-  std::pair<uint32_t, Fingerprint> load() const {
+  T load() const {
     Words words{};
-    uint32_t call = 0;
     for (int tries = 0; tries < 1000; tries++) {  // its writer may have been killed in between
       const uint32_t version = version_.load(std::memory_order_acquire);
       for (size_t i = 0; i < words.size(); i++) words[i] = words_[i].load(std::memory_order_acquire);
-      call = call_.load(std::memory_order_acquire);
       if (version % 2 == 0 && version_.load(std::memory_order_acquire) == version) break;
     }
-    return {call, std::bit_cast<Fingerprint>(words)};
+    return std::bit_cast<T>(words);
   }
 
  private:
-  using Words = std::array<uint64_t, sizeof(Fingerprint) / sizeof(uint64_t)>;
+  using Words = std::array<uint64_t, sizeof(T) / sizeof(uint64_t)>;
   std::atomic<uint32_t> version_;
-  std::atomic<uint32_t> call_;
-  std::array<std::atomic<uint64_t>, sizeof(Fingerprint) / sizeof(uint64_t)> words_;
+  std::array<std::atomic<uint64_t>, sizeof(T) / sizeof(uint64_t)> words_;
+};
+
+// The collective that a rank has begun last, where the group spans hosts.
+class Begun {
+ public:
+  void store(uint32_t call, const Fingerprint& fingerprint) { told_.store({call, 0, fingerprint}); }
+  uint32_t call() const { return told_.load().call; }
+  std::pair<uint32_t, Fingerprint> load() const {
+    const Call last = told_.load();
+    return {last.call, last.fingerprint};
+  }
+
+ private:
+  struct Call {
+    uint32_t call;
+    uint32_t unused;
+    Fingerprint fingerprint;
+  };
+  Told<Call> told_;
+};
+
+// What a rank has waited for in a send, a recv or a wait for one of these, for a while: for errors, which say who waits
+// for whom.
+struct Waits {
+  int32_t peer = -1;  // < 0: any rank
+  int32_t tag = 0;
+  Verb verb = Verb::none;  // none: for nothing
+  std::array<uint8_t, 7> unused{};
+  std::array<char, 112> site{};  // where in its program, or the end of that
+
+  bool operator==(const Waits&) const = default;
+};
+
+struct alignas(kLine) WaitLine {
+  Told<Waits> waits;
 };
 
 struct alignas(kLine) StepLine {
@@ -102,25 +133,46 @@ struct alignas(kLine) Far {
   std::atomic<uint32_t> presence;   // here, or what has become of it (shm.h)
   std::atomic<uint32_t> note_call;  // the group's number of the call that the note is about
   std::array<char, 2 * kLine - sizeof(uint32_t)> note;
+  Told<Waits> waits;
 };
 
 struct alignas(kLine) PipeControl {
   alignas(kLine) std::atomic<uint64_t> written;  // bytes, by the sender
   alignas(kLine) std::atomic<uint64_t> read;     // bytes, by the receiver
+  std::atomic<uint64_t> released;                // the same: of messages that have found their recv (Mail::cost)
 };
 
-// What stands in a pipe before each message.
+// What stands in a pipe before each message, and by itself (mail.h).
 struct Frame {
-  Fingerprint fingerprint;
+  enum class Kind : uint8_t {
+    message,  // its payload follows
+    offer,    // a message whose payload comes later; numbered from 0 by who sends
+    accept,   // of offer `number`: there is a recv
+    refuse,   // the same: its payload is not wanted
+    body,     // of offer `number`, which has been accepted: the payload follows
+    late,     // of offer `number`, for which there is credit now: the same
+    credit,   // `number` bytes of messages have found their recv (between hosts)
+    receipt,  // a lent payload has been read (between hosts)
+  };
+
+  uint64_t count = 0;   // message, offer, body, late: elements
+  uint64_t number = 0;  // accept, refuse, body, late, credit
   int32_t tag = 0;
-  uint32_t lent = 0;  // to be answered, when it has been read, with a frame whose verb is recv
+  DType dtype = DType::u8;
+  Kind kind = Kind::message;
+  uint8_t lent = 0;  // its payload is to be answered, when it has been read, with a receipt
+  uint8_t unused = 0;
 };
+static_assert(sizeof(Frame) == 24);
+
+// Between begun and gone a rank may still say its last words.
+enum class Leaving : uint32_t { no, begun, gone };
 
 struct alignas(kLine) Header {
   uint64_t magic;
   uint32_t rank;
   uint32_t size;
-  std::atomic<uint32_t> left;  // this rank has left the group: destroyed it, or exited
+  std::atomic<Leaving> left;  // this rank is destroying the group, or has done so
 };
 
 // Sizes, in bytes but for the last. They decide the layout, so all ranks must agree; tests shrink them so that small
@@ -146,10 +198,19 @@ class Layout {
   size_t verdict() const { return 4 * kLine; }
   size_t call(uint32_t number) const { return (5 + number % 2) * kLine; }
   size_t note() const { return 7 * kLine; }
-  size_t pipe_control(int to) const { return note() + sizeof(Note) + static_cast<size_t>(to) * sizeof(PipeControl); }
+  size_t wait() const { return note() + sizeof(Note); }
+  size_t pipe_control(int to) const {
+    return wait() + sizeof(WaitLine) + static_cast<size_t>(to) * sizeof(PipeControl);
+  }
   size_t ring() const { return page(pipe_control(ranks_)); }
   size_t pipe(int to) const { return ring() + page(sizes_.ring) + static_cast<size_t>(to) * page(sizes_.pipe); }
   size_t far(int number) const { return pipe(ranks_) + static_cast<size_t>(number) * sizeof(Far); }
+  // All but the rings and pipes, which are allocated when they are first written.
+  struct Part {
+    size_t begin;
+    size_t bytes;
+  };
+  std::array<Part, 2> control(int rank) const { return {{{0, ring()}, {pipe(ranks_), bytes(rank) - pipe(ranks_)}}}; }
   // Only the segment of rank 0 has a table of the ranks elsewhere.
   size_t bytes(int rank) const { return rank == 0 ? far(static_cast<int>(sizes_.ranks)) : pipe(ranks_); }
 

@@ -14,10 +14,21 @@ constexpr int64_t kSliceNs = 50'000'000;
 constexpr int64_t kAwakeNs = 100'000;  // about twice what a futex wake-up may cost
 constexpr int kDozeMs = 2;             // the other ranks of this host have to wait as long
 
+// Counted as one for whom the bell is rung; also where `ready` throws.
+class Sleeper {
+ public:
+  explicit Sleeper(Bell& bell) : bell_(bell) { bell_.sleepers.fetch_add(1, std::memory_order_seq_cst); }
+  Sleeper(const Sleeper&) = delete;
+  ~Sleeper() { bell_.sleepers.fetch_sub(1, std::memory_order_seq_cst); }
+
+ private:
+  Bell& bell_;
+};
+
 }  // namespace
 
 uint64_t Layout::magic() const {
-  constexpr uint64_t version = 2;
+  constexpr uint64_t version = 5;
   uint64_t h = 0x616c6c72616e6b73 ^ version;
   for (const uint64_t x : {static_cast<uint64_t>(ranks_), uint64_t{sizes_.piece}, uint64_t{sizes_.ring},
                            uint64_t{sizes_.pipe}, uint64_t{sizes_.ranks}}) {
@@ -30,6 +41,11 @@ sys::Fd Shm::create_segment(int rank, int ranks, Sizes sizes) {
   const Layout layout(ranks, sizes);
   sys::Fd fd = sys::sealed_memory("allranks", layout.bytes(rank));
   const sys::Mapping map(fd, layout.bytes(rank));
+  for (const auto& part : layout.control(rank)) {
+    if (part.bytes > 0 && !sys::allocate_mapped(map.data() + part.begin, part.bytes)) {
+      sys::allocate(fd, layout.bytes(rank));
+    }
+  }
   // The rest starts as the kernel gives it: zero is the initial state of every line.
   auto* header = new (map.data() + layout.header()) Header{};
   header->magic = layout.magic();
@@ -42,17 +58,23 @@ Shm::Maps Shm::map(Sizes sizes, const std::vector<sys::Fd>& segments) {
   Maps maps;
   const Layout layout(static_cast<int>(segments.size()), sizes);
   for (size_t r = 0; r < segments.size(); r++) {
-    maps.push_back(std::make_shared<sys::Mapping>(segments[r], layout.bytes(static_cast<int>(r))));
+    const int rank = static_cast<int>(r);
+    maps.push_back(std::make_shared<sys::Mapping>(segments[r], layout.bytes(rank)));
+    // Page faults inside the first collectives would cost more than they do.
+    for (const auto& part : layout.control(rank)) {
+      if (part.bytes > 0) sys::allocate_mapped(maps.back()->data() + part.begin, part.bytes);
+    }
   }
   return maps;
 }
 
-Shm::Shm(int rank, Sizes sizes, Maps maps, std::vector<sys::Fd> liveness, std::vector<int> numbers)
+Shm::Shm(int rank, Sizes sizes, Maps maps, Liveness liveness, std::vector<int> numbers)
     : rank_(rank),
       layout_(static_cast<int>(maps.size()), sizes),
       maps_(std::move(maps)),
       liveness_(std::move(liveness)),
-      numbers_(std::move(numbers)) {
+      numbers_(std::move(numbers)),
+      pipe_reserved_(maps_.size()) {
   if (numbers_.empty()) {
     numbers_.resize(maps_.size());
     std::iota(numbers_.begin(), numbers_.end(), 0);
@@ -129,14 +151,16 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
   if (ready(context) < 0) return;
   for (;;) {
     if (posts) elsewhere_->watch_posts();
-    bell.sleepers.fetch_add(1, std::memory_order_seq_cst);
-    const uint32_t seen = bell.word.load(std::memory_order_seq_cst);
     bool rung = true;
-    // A group that is condemned rings every bell after it has written its verdict: seen either here
-    // or by futex_wait, which then finds another word than `seen`.
-    const bool ended = condemned();
-    if (!ended && ready(context) >= 0) rung = sys::futex_wait(bell.word, seen, kSliceNs);
-    bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    bool ended = false;
+    {
+      const Sleeper asleep(bell);
+      const uint32_t seen = bell.word.load(std::memory_order_seq_cst);
+      // A group that is condemned rings every bell after it has written its verdict: seen either here
+      // or by futex_wait, which then finds another word than `seen`.
+      ended = condemned();
+      if (!ended && ready(context) >= 0) rung = sys::futex_wait(bell.word, seen, kSliceNs);
+    }
     if (ready(context) < 0) return;
     // Also where the bell rings all the time for others.
     if (const int64_t now = sys::now_ns(); !rung || ended || now - looked >= kSliceNs) {
@@ -200,8 +224,10 @@ void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, c
 Presence Shm::presence(int number) {
   const int r = local(number);
   if (r < 0) return elsewhere_->presence(number);
-  const int liveness = liveness_[static_cast<size_t>(r)].get();
-  if (liveness < 0 || !sys::hung_up(liveness)) return Presence::here;
+  // Other groups may keep the socket open.
+  if (leaving(r) == Leaving::gone) return Presence::left;
+  const auto socket = liveness(r);
+  if (!socket || !sys::hung_up(socket->get())) return Presence::here;
   return has_left(r) ? Presence::left : Presence::died;
 }
 
@@ -234,13 +260,28 @@ void Shm::check_verdict() {
   throw Error(failure);
 }
 
-void Shm::leave() {
-  closing_.store(true, std::memory_order_release);
-  at<Header>(rank_, layout_.header()).left.store(1, std::memory_order_release);
+void Shm::allocate_ring(uint64_t end) {
+  constexpr uint64_t kAtOnce = 64 << 10;
+  end = std::min<uint64_t>((end + kAtOnce - 1) / kAtOnce * kAtOnce, sizes().ring);
+  if (end <= ring_reserved_) return;
+  sys::allocate_mapped(ring_at(rank_, ring_reserved_), end - ring_reserved_);
+  ring_reserved_ = end;
 }
 
-void Shm::drop_liveness() {
-  for (auto& fd : liveness_) fd.reset();
+void Shm::allocate_pipe(int to) {
+  sys::allocate_mapped(pipe(rank_, to), sizes().pipe);
+  pipe_reserved_[static_cast<size_t>(to)].store(true, std::memory_order_relaxed);
+}
+
+void Shm::leave() {
+  closing_.store(true, std::memory_order_release);
+  at<Header>(rank_, layout_.header()).left.store(Leaving::begun, std::memory_order_release);
+}
+
+void Shm::gone() {
+  at<Header>(rank_, layout_.header()).left.store(Leaving::gone, std::memory_order_release);
+  const std::lock_guard lock(liveness_lock_);
+  for (auto& socket : liveness_) socket.reset();
 }
 
 }  // namespace allranks

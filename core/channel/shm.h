@@ -8,6 +8,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "../error.h"
@@ -41,6 +42,10 @@ class Elsewhere {
   virtual void watch_posts() = 0;
 };
 
+// Sockets that are connected with each other rank of the host, by rank there. Their end says that its process has died,
+// as nobody writes into them. Several groups may use the same.
+using Liveness = std::vector<std::shared_ptr<const sys::Fd>>;
+
 class Shm {
  public:
   // A new segment for `rank` of `ranks`, to be handed to the others.
@@ -50,10 +55,9 @@ class Shm {
   static Maps map(Sizes sizes, const std::vector<sys::Fd>& segments);
 
   // maps[r]: rank r's segment. (Ranks that are threads of one process share the mappings: the thread
-  // sanitizer tells memory by its address.) liveness[r]: a connected socket whose other end only
-  // rank r holds (liveness[rank] is unused). numbers: the ranks' numbers in the group, where it has ranks on
-  // other hosts too: these are what `ready` below and failures speak of.
-  Shm(int rank, Sizes sizes, Maps maps, std::vector<sys::Fd> liveness, std::vector<int> numbers = {});
+  // sanitizer tells memory by its address.) liveness[rank] is unused. numbers: the ranks' numbers in the group, where
+  // it has ranks on other hosts too: these are what `ready` below and failures speak of.
+  Shm(int rank, Sizes sizes, Maps maps, Liveness liveness, std::vector<int> numbers = {});
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(maps_.size()); }
@@ -64,14 +68,26 @@ class Shm {
   const Sizes& sizes() const { return layout_.sizes(); }
 
   CallLine& call_line(int rank, uint32_t call) { return at<CallLine>(rank, layout_.call(call)); }
+  Told<Waits>& waits(int rank) { return at<WaitLine>(rank, layout_.wait()).waits; }
   Note& note(int rank) { return at<Note>(rank, layout_.note()); }
   StepLine& step_line(int rank) { return at<StepLine>(rank, layout_.step()); }
   Far& far(int number) { return at<Far>(0, layout_.far(number)); }  // of a rank of the group, where it spans hosts
-  int liveness(int rank) const { return liveness_[static_cast<size_t>(rank)].get(); }
+  // nullptr when this rank is gone.
+  std::shared_ptr<const sys::Fd> liveness(int rank) const {
+    const std::lock_guard lock(liveness_lock_);
+    return liveness_[static_cast<size_t>(rank)];
+  }
   std::byte* ring_at(int rank, uint64_t position) {
     return maps_[static_cast<size_t>(rank)]->data() + layout_.ring() + position % sizes().ring;
   }
   PipeControl& pipe_control(int from, int to) { return at<PipeControl>(from, layout_.pipe_control(to)); }
+  // This rank's memory for what others read, which is allocated when it is first needed. Throw std::bad_alloc.
+  void reserve_ring(uint64_t end) {  // up to there
+    if (end > ring_reserved_) allocate_ring(end);
+  }
+  void reserve_pipe(int to) {
+    if (!pipe_reserved_[static_cast<size_t>(to)].load(std::memory_order_relaxed)) allocate_pipe(to);
+  }
   std::byte* pipe(int from, int to) { return maps_[static_cast<size_t>(from)]->data() + layout_.pipe(to); }
   Bell& gate() { return at<Bell>(0, layout_.gate()); }             // rung by collectives
   Bell& bell(int rank) { return at<Bell>(rank, layout_.bell()); }  // rung by sends to and recvs from `rank`
@@ -108,9 +124,9 @@ class Shm {
     look_around(patience, about, call, &ready, began_ns);
   }
 
-  bool has_left(int rank) { return at<Header>(rank, layout_.header()).left.load(std::memory_order_acquire) != 0; }
-  void leave();          // tell the others that this rank goes on purpose; ends this rank's blocked calls
-  void drop_liveness();  // in a forked child: the sockets are the parent's to keep
+  bool has_left(int rank) { return leaving(rank) != Leaving::no; }
+  void leave();  // tell the others that this rank goes on purpose; ends this rank's blocked calls
+  void gone();   // at the end, when nothing more comes from this rank
 
  private:
   using ReadyFn = int (*)(const void*);
@@ -122,16 +138,22 @@ class Shm {
   void wait_slowly(Bell& bell, Patience& patience, const Failure& about, ReadyFn ready, const void* context);
   void look_around(Patience& patience, const Failure& about, ReadyFn ready, const void* context, int64_t began_ns);
 
+  Leaving leaving(int rank) { return at<Header>(rank, layout_.header()).left.load(std::memory_order_acquire); }
   Presence presence(int number);
+  void allocate_ring(uint64_t end);
+  void allocate_pipe(int to);
 
   int rank_;
   Layout layout_;
   Maps maps_;
-  std::vector<sys::Fd> liveness_;
+  mutable std::mutex liveness_lock_;
+  Liveness liveness_;
   std::vector<int> numbers_;  // by rank on this host
   std::vector<int> locals_;   // by rank of the group
   Elsewhere* elsewhere_ = nullptr;
   std::atomic<bool> closing_ = false;
+  uint64_t ring_reserved_ = 0;
+  std::vector<std::atomic<bool>> pipe_reserved_;
 };
 
 }  // namespace allranks

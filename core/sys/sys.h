@@ -9,6 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "forks.h"
+
 namespace allranks::sys {
 
 int64_t now_ns();  // CLOCK_MONOTONIC
@@ -60,35 +62,43 @@ class DefaultFloatMode {
 #endif
 };
 
+// A descriptor of this process. In a forked child it has been closed, whatever get() says.
 class Fd {
  public:
   Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  explicit Fd(int fd);
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)), forks_(other.forks_) {}
   Fd& operator=(Fd&& other) noexcept;
   ~Fd() { reset(); }
 
   int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
+  int release();
   void reset();
 
  private:
   int fd_ = -1;
+  uint32_t forks_ = forks();
 };
 
 // True when the other end of a connected socket is closed: its process died or let go of it.
 bool hung_up(int socket);
 
-// `bytes` of anonymous memory that can be handed to other processes: allocated up front (a full
-// machine is an error here, not a SIGBUS later) and sealed against a change of size.
+// `bytes` of anonymous memory that can be handed to other processes, sealed against a change of size. Nothing is
+// allocated yet.
 Fd sealed_memory(const std::string& name, size_t bytes);
+
+// Allocates all of it (a full machine is an error here, not a SIGBUS later).
+void allocate(const Fd& memory, size_t bytes);
+// Allocates a part of mapped memory, so that writing there cannot fail. Throws std::bad_alloc. False: this kernel
+// cannot (before Linux 5.14); all of it must be allocated up front.
+bool allocate_mapped(std::byte* begin, size_t bytes);
 
 class Mapping {
  public:
   Mapping() = default;
-  Mapping(const Fd& fd, size_t bytes);
-  Mapping(Mapping&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+  // inherited: whether a forked child has it, too. populated: with no page fault later.
+  Mapping(const Fd& fd, size_t bytes, bool inherited = false, bool populated = false);
+  Mapping(Mapping&& other) noexcept : Mapping() { *this = std::move(other); }
   Mapping& operator=(Mapping&& other) noexcept;
   ~Mapping();
 
@@ -97,6 +107,8 @@ class Mapping {
  private:
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;
+  bool inherited_ = false;
+  uint32_t forks_ = forks();
 };
 
 }  // namespace allranks::sys

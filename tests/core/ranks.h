@@ -45,7 +45,8 @@ struct Ranks {
       : Ranks(std::vector<int>(static_cast<size_t>(n)), sizes, timeout_s, spin_ns) {}
 
   // host_of: which ranks are to share memory; those of different hosts have TCP connections.
-  explicit Ranks(const std::vector<int>& host_of, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0) {
+  explicit Ranks(const std::vector<int>& host_of, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0,
+                 size_t eager = Settings{}.eager) {
     const Hosts hosts(host_of);
     const size_t n = host_of.size();
     // near[a][b], lanes[a][b], ...: the socket that rank a holds towards rank b.
@@ -84,17 +85,19 @@ struct Ranks {
       for (int p = 0; p < here; p++) segments.push_back(Shm::create_segment(p, here, sizes));
       maps.push_back(Shm::map(sizes, segments));
     }
-    const Settings settings{.timeout_s = timeout_s, .spin_ns = spin_ns};
+    const Settings settings{.timeout_s = timeout_s, .spin_ns = spin_ns, .eager = eager};
     for (size_t i = 0; i < n; i++) {
       const int r = static_cast<int>(i);
       const auto& mates = hosts.on(hosts.of(r));
-      Row liveness;
-      for (const int mate : mates) liveness.push_back(std::move(near[i][static_cast<size_t>(mate)]));
+      Liveness liveness;
+      for (const int mate : mates) {
+        liveness.push_back(std::make_shared<const sys::Fd>(std::move(near[i][static_cast<size_t>(mate)])));
+      }
       auto shm = std::make_unique<Shm>(hosts.place(r), sizes, maps[static_cast<size_t>(hosts.of(r))],
                                        std::move(liveness), mates);
       comms.push_back(hosts.count() == 1
-                          ? std::make_unique<Comm>(std::move(shm), settings)
-                          : std::make_unique<Comm>(
+                          ? sys::make_owned<Comm>(std::move(shm), settings)
+                          : sys::make_owned<Comm>(
                                 std::move(shm), r, hosts, std::move(pulses[i]),
                                 [this, r](int peer, Connection kind) { open(r, peer, kind); }, settings));
     }
@@ -105,8 +108,8 @@ struct Ranks {
     const std::lock_guard lock(opening);
     if (!opened.insert({std::min(rank, peer), std::max(rank, peer), kind}).second) return;
     auto [one, other] = tcp_pair();
-    comms[static_cast<size_t>(rank)]->net()->adopt(peer, kind, std::move(one));
-    comms[static_cast<size_t>(peer)]->net()->adopt(rank, kind, std::move(other));
+    comms[static_cast<size_t>(rank)]->adopt(peer, kind, std::move(one));
+    comms[static_cast<size_t>(peer)]->adopt(rank, kind, std::move(other));
   }
 
   // Runs body(comm) on every rank; throws the first rank's failure.
@@ -130,7 +133,7 @@ struct Ranks {
 
   std::mutex opening;
   std::set<std::tuple<int, int, Connection>> opened;
-  std::vector<std::unique_ptr<Comm>> comms;
+  std::vector<std::shared_ptr<Comm>> comms;
 };
 
 // Which host each rank is on: alone, together, apart, even and uneven, and on so many that leaders pass on what they

@@ -1,6 +1,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <new>
+#include <set>
+#include <stdexcept>
 
 #include "ranks.h"
 
@@ -166,6 +169,29 @@ TEST_PLACED(asynchronous_calls_keep_their_order, 3) {
   });
 }
 
+TEST_PLACED(watched_requests_are_told_of_once, 2) {
+  constexpr int kCalls = 50;
+  std::atomic<uint64_t> tickets = 1;
+  std::multiset<uint64_t> told;
+  Ranks ranks(hosts, small_sizes());
+  ranks.each([&](Comm& comm) {
+    std::vector<std::vector<float>> operands(kCalls, operand(comm.rank(), 100));
+    std::vector<std::shared_ptr<Request>> requests;
+    for (auto& v : operands) {
+      requests.push_back(comm.start(all_reduce(v)));
+      if (requests.size() % 2 == 0) requests.back()->watch(tickets++);
+    }
+    Caller caller;
+    for (auto& request : requests) comm.wait(request, caller, -1);
+    for (size_t i = 0; i < requests.size(); i += 2) requests[i]->watch(tickets++);  // which have ended
+  });
+  while (told.size() < 2 * kCalls) {
+    for (const uint64_t ticket : completions().take(-1)) told.insert(ticket);
+  }
+  CHECK(completions().take(0).empty());
+  for (uint64_t ticket = 1; ticket < tickets; ticket++) CHECK(told.count(ticket) == 1);
+}
+
 TEST_PLACED(several_threads_may_wait, 2) {
   Ranks ranks(hosts, small_sizes());
   ranks.each([&](Comm& comm) {
@@ -249,6 +275,63 @@ TEST_PLACED(a_rank_that_never_comes_is_named, 3) {
       CHECK(error.waiting_for == std::vector<int>{2});
     }
   });
+}
+
+TEST(each_step_of_a_large_call_has_the_whole_timeout) {
+  constexpr int64_t kTimeoutNs = 800'000'000;
+  Ranks ranks(2);
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    const std::string site;
+    Team::Call call{
+        .number = 1, .patience = {.caller = caller, .timeout_ns = kTimeoutNs, .spin_ns = 0}, .about = {}, .site = site};
+    for (uint32_t step = 1; step <= 6; step++) {
+      if (comm.rank() == 1) {
+        std::this_thread::sleep_for(std::chrono::nanoseconds(kTimeoutNs / 4));
+        comm.team().post_step(step, true);
+      } else {
+        step % 2 == 0 ? comm.team().wait_step_of_all(call, 0) : comm.team().wait_step_of(call, 1, step);
+      }
+    }
+  });
+}
+
+TEST_PLACED(memory_that_runs_short_within_a_call_ends_the_group, 2) {
+  struct Poor : Caller {
+    void release() override { throw std::bad_alloc(); }
+  };
+  Ranks ranks(hosts);
+  ranks.each([&](Comm& comm) {
+    Caller rich;
+    Poor poor;
+    if (comm.rank() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    Caller& caller = comm.rank() == 0 ? rich : poor;
+    try {
+      comm.run(barrier(), caller);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.failure.kind == Kind::memory);
+      CHECK(error.failure.peer == 1);
+    }
+  });
+}
+
+TEST(a_sleeper_whose_condition_throws_is_not_counted_for_ever) {
+  Ranks ranks(1);
+  Shm& shm = ranks.comms[0]->team().shm();
+  Caller caller;
+  Patience patience{.caller = caller, .timeout_ns = 1'000'000'000, .spin_ns = 0};
+  bool thrown = false;
+  try {
+    shm.wait(shm.bell(0), patience, Failure{}, [&] {
+      if (shm.bell(0).sleepers.load() != 0) throw std::runtime_error("while asleep");
+      return 0;
+    });
+  } catch (const std::runtime_error&) {
+    thrown = true;
+  }
+  CHECK(thrown);
+  CHECK(shm.bell(0).sleepers.load() == 0);
 }
 
 TEST_PLACED(closing_ends_pending_calls, 2) {

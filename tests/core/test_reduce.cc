@@ -143,6 +143,28 @@ TEST(averages_divide_by_the_ranks_behind_the_operands) {
   }
 }
 
+TEST(averages_of_integers_round_towards_zero) {
+  const auto average = []<class T>(const KernelTable& table, DType dtype, std::vector<T> xs, int parts) {
+    std::vector<const void*> srcs;
+    for (const auto& x : xs) srcs.push_back(&x);
+    T out = 0;
+    table[static_cast<size_t>(dtype)][static_cast<size_t>(ReduceOp::avg)](&out, srcs.data(),
+                                                                          static_cast<int>(srcs.size()), 1, parts);
+    return out;
+  };
+  for (const auto& table : tables()) {
+    CHECK(average(table, DType::i8, std::vector<int8_t>{-3, -4}, 2) == -3);
+    CHECK(average(table, DType::i8, std::vector<int8_t>{127, 1}, 200) == 0);  // as many ranks as no int8 can count
+    CHECK(average(table, DType::i8, std::vector<int8_t>{127, 1}, 2) == -64);  // the sum wraps
+    CHECK(average(table, DType::u8, std::vector<uint8_t>{255}, 300) == 0);
+    CHECK(average(table, DType::u32, std::vector<uint32_t>{0xffffffff, 0, 0}, 3) == 0x55555555);
+    CHECK(average(table, DType::i32, std::vector<int32_t>{std::numeric_limits<int32_t>::min(), 1}, 1) == -2147483647);
+    CHECK(average(table, DType::u64, std::vector<uint64_t>{~0ULL, 0}, 5) == ~0ULL / 5);
+    CHECK(average(table, DType::i64, std::vector<int64_t>{std::numeric_limits<int64_t>::min() + 1, 0}, 2) ==
+          -(std::numeric_limits<int64_t>::max() / 2));
+  }
+}
+
 TEST(integers_wrap) {
   for (const auto& table : tables()) {
     const int64_t a = std::numeric_limits<int64_t>::max();
