@@ -16,6 +16,7 @@ meaning, over allranks' own channel. The map of the package:
     _debug         DebugLevel
     _types         ReduceOp, premul_sum, Stats
     _errors        every error, as a tree
+    _torch_world   torch.distributed's default group, around the world, when torch asks for it
     data           DistributedSampler
     logging        configure: a log for each rank
     parallel, nn   DistributedDataParallel, DataParallel, collectives that autograd goes through
@@ -27,7 +28,8 @@ meaning, over allranks' own channel. The map of the package:
     testing        run_ranks: real ranks for tests
     tools          bench, doctor, submit
 
-Names are loaded on first use, so that the launcher starts without importing torch.
+Names are loaded on first use, so that the launcher starts without importing torch. Some are torch's own, which work on
+this world: ``init_device_mesh``, ``fsdp``, ``tensor``, ... (docs/torch.md).
 """
 
 from __future__ import annotations
@@ -146,6 +148,7 @@ if TYPE_CHECKING:
         is_initialized,
         stats,
     )
+    from allranks.data import DistributedSampler
     from allranks.launch.call import run
     from allranks.parallel import DataParallel, DistributedDataParallel, GradBucket
     from allranks.remote.capture import capture
@@ -242,6 +245,7 @@ _HOME = {
         "is_initialized",
         "stats",
     ),
+    "data": ("DistributedSampler",),
     "_store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "launch.call": ("run",),
     "parallel": ("DataParallel", "DistributedDataParallel", "GradBucket"),
@@ -269,7 +273,6 @@ _ONLY_TORCHS = (
     "BarrierOptions",
     "BroadcastOptions",
     "BuiltinCommHookType",
-    "DeviceMesh",
     "GatherOptions",
     "GroupName",
     "Logger",
@@ -281,12 +284,23 @@ _ONLY_TORCHS = (
     "ScatterOptions",
     "breakpoint",
     "get_pg_count",
-    "init_device_mesh",
     "record_comm",
     "register_rendezvous_handler",
     "rendezvous",
     "shrink_group",
 )
+_TORCHS = {
+    "DeviceMesh": "torch.distributed.device_mesh",
+    "FSDPModule": "torch.distributed.fsdp",
+    "FullyShardedDataParallel": "torch.distributed.fsdp",
+    "fully_shard": "torch.distributed.fsdp",
+    "init_device_mesh": "torch.distributed.device_mesh",
+}
+_TORCHS_MODULES = ("device_mesh", "elastic", "fsdp", "optim", "pipelining", "rpc", "tensor")
+_OTHERWISE = {
+    "DDP": "DistributedDataParallel",
+    "FSDP": "FullyShardedDataParallel",
+}
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 
 __all__ = [
@@ -300,6 +314,7 @@ __all__ = [
     "DistNetworkError",
     "DistStoreError",
     "DistributedDataParallel",
+    "DistributedSampler",
     "FileStore",
     "GradBucket",
     "GroupMember",
@@ -415,19 +430,36 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+def _module(name: str) -> Any:
+    from allranks._forks import guard
+
+    with guard:  # Python's lock of a module would stay held in a child that is forked meanwhile
         return importlib.import_module(f"allranks.{name}")
+
+
+def _load(name: str) -> Any:
+    if name in _MODULES:
+        return _module(name)
     if name in _MODULE_OF:
-        value = getattr(importlib.import_module(f"allranks.{_MODULE_OF[name]}"), name)
+        value = getattr(_module(_MODULE_OF[name]), name)
         globals()[name] = value
         return value
+    if name in _TORCHS_MODULES:
+        return importlib.import_module(f"torch.distributed.{name}")
+    if name in _TORCHS:
+        return getattr(importlib.import_module(_TORCHS[name]), name)
+    if name in _OTHERWISE:
+        raise AttributeError(f"allranks.{name}: the name is allranks.{_OTHERWISE[name]}")
     if name in _ONLY_TORCHS:
         raise AttributeError(
             f"allranks.{name}: torch.distributed has it, this version of allranks does not; "
             "docs/differences.md says why"
         )
     raise AttributeError(f"module 'allranks' has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # a checker that saw it would take every name for one that is here
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

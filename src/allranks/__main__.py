@@ -11,6 +11,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from allranks._console import Program, put, run_command
+
 __all__ = ["main"]
 
 _COMMANDS = {
@@ -34,17 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
     name = words[0] if words else ""
+    return run_command(f"allranks {name}" if name in _COMMANDS else "allranks", lambda: _run(name, words))
+
+
+def _run(name: str, words: Sequence[str]) -> int | Program:
     if name in _COMMANDS:
-        code: int = importlib.import_module(_COMMANDS[name][0]).main(words[1:])
-        return code
-    if name == "--version":
+        ended: int | Program = importlib.import_module(_COMMANDS[name][0]).main(words[1:])
+        return ended
+    if name in ("-V", "--version"):
         from allranks import __version__
 
-        print(f"allranks {__version__}")
+        put(f"allranks {__version__}\n")
         return 0
     if name in ("-h", "--help"):
-        print(_help())
+        put(_help() + "\n")
         return 0
     known = ", ".join(_COMMANDS)
     wrong = f"there is no command {name!r}" if name else "a command is missing"
@@ -56,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _help() -> str:
-    lines = ["usage: allranks [--version] COMMAND ...", "", "commands:"]
+    lines = ["usage: allranks [-V] COMMAND ...", "", "commands:"]
     lines += [f"  {name:8} {summary}" for name, (_, summary) in _COMMANDS.items()]
-    return "\n".join([*lines, "", "allranks COMMAND --help says more."])
+    return "\n".join([*lines, "", "allranks help COMMAND, or allranks COMMAND --help, says more."])
 
 
 if __name__ == "__main__":

@@ -16,17 +16,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from torch import Tensor
 
+from allranks._engines.operands import check_apart
 from allranks._errors import UsageError
+from allranks._public import publish
 from allranks._types import ReduceOp
 from allranks._work import Together, Work
 from allranks._world import GroupMember, resolve_group
 
 if TYPE_CHECKING:
     from allranks._group import ProcessGroup
+    from allranks._types import PremulSum
+
+    Group: TypeAlias = ProcessGroup | None
+    Op: TypeAlias = ReduceOp | PremulSum
 
 __all__ = [
     "P2POp",
@@ -58,9 +64,15 @@ __all__ = [
 ]
 
 
+@overload
+def all_reduce(tensor: Tensor, op: Op = ..., group: Group = ..., async_op: Literal[False] = ...) -> None: ...
+@overload
+def all_reduce(tensor: Tensor, op: Op = ..., group: Group = ..., *, async_op: Literal[True]) -> Work: ...
+@overload
+def all_reduce(tensor: Tensor, op: Op = ..., group: Group = ..., async_op: bool = ...) -> Work | None: ...
 def all_reduce(
     tensor: Tensor,
-    op: ReduceOp = ReduceOp.SUM,
+    op: Op = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -107,10 +119,38 @@ def all_reduce(
     return resolve_group(group).all_reduce(tensor, op, async_op)
 
 
+@overload
+def reduce(
+    tensor: Tensor,
+    dst: int | None = ...,
+    op: Op = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    group_dst: int | None = ...,
+) -> None: ...
+@overload
+def reduce(
+    tensor: Tensor,
+    dst: int | None = ...,
+    op: Op = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    group_dst: int | None = ...,
+) -> Work: ...
+@overload
+def reduce(
+    tensor: Tensor,
+    dst: int | None = ...,
+    op: Op = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+    group_dst: int | None = ...,
+) -> Work | None: ...
 def reduce(
     tensor: Tensor,
     dst: int | None = None,
-    op: ReduceOp = ReduceOp.SUM,
+    op: Op = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
     group_dst: int | None = None,
@@ -140,6 +180,22 @@ def reduce(
     return resolved.reduce(tensor, root_of(resolved, dst, group_dst, "dst"), op, async_op)
 
 
+@overload
+def broadcast(
+    tensor: Tensor,
+    src: int | None = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    group_src: int | None = ...,
+) -> None: ...
+@overload
+def broadcast(
+    tensor: Tensor, src: int | None = ..., group: Group = ..., *, async_op: Literal[True], group_src: int | None = ...
+) -> Work: ...
+@overload
+def broadcast(
+    tensor: Tensor, src: int | None = ..., group: Group = ..., async_op: bool = ..., group_src: int | None = ...
+) -> Work | None: ...
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
@@ -177,6 +233,18 @@ def broadcast(
     return resolved.broadcast(tensor, root_of(resolved, src, group_src, "src"), async_op)
 
 
+@overload
+def all_gather(
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., async_op: Literal[False] = ...
+) -> None: ...
+@overload
+def all_gather(
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def all_gather(
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
@@ -205,6 +273,18 @@ def all_gather(
     return resolve_group(group).all_gather(_list(tensor_list, "tensor_list"), tensor, async_op)
 
 
+@overload
+def all_gather_single(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: Literal[False] = ...
+) -> None: ...
+@overload
+def all_gather_single(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def all_gather_single(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def all_gather_single(
     output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
@@ -230,6 +310,18 @@ def all_gather_single(
     return resolve_group(group).all_gather(_tensor(output_tensor, "output_tensor"), input_tensor, async_op)
 
 
+@overload
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: Literal[False] = ...
+) -> None: ...
+@overload
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def all_gather_into_tensor(
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
@@ -247,6 +339,34 @@ def all_gather_into_tensor(
     return all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
+@overload
+def gather(
+    tensor: Tensor,
+    gather_list: Sequence[Tensor] | None = ...,
+    dst: int | None = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    group_dst: int | None = ...,
+) -> None: ...
+@overload
+def gather(
+    tensor: Tensor,
+    gather_list: Sequence[Tensor] | None = ...,
+    dst: int | None = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    group_dst: int | None = ...,
+) -> Work: ...
+@overload
+def gather(
+    tensor: Tensor,
+    gather_list: Sequence[Tensor] | None = ...,
+    dst: int | None = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+    group_dst: int | None = ...,
+) -> Work | None: ...
 def gather(
     tensor: Tensor,
     gather_list: Sequence[Tensor] | None = None,
@@ -281,6 +401,34 @@ def gather(
     return resolved.gather(tensor, outputs, root_of(resolved, dst, group_dst, "dst", default=0), async_op)
 
 
+@overload
+def scatter(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = ...,
+    src: int | None = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    group_src: int | None = ...,
+) -> None: ...
+@overload
+def scatter(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = ...,
+    src: int | None = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    group_src: int | None = ...,
+) -> Work: ...
+@overload
+def scatter(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = ...,
+    src: int | None = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+    group_src: int | None = ...,
+) -> Work | None: ...
 def scatter(
     tensor: Tensor,
     scatter_list: Sequence[Tensor] | None = None,
@@ -315,10 +463,22 @@ def scatter(
     return resolved.scatter(tensor, inputs, root_of(resolved, src, group_src, "src", default=0), async_op)
 
 
+@overload
+def reduce_scatter(
+    output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> None: ...
+@overload
+def reduce_scatter(
+    output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def reduce_scatter(
+    output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
-    op: ReduceOp = ReduceOp.SUM,
+    op: Op = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -345,10 +505,22 @@ def reduce_scatter(
     return resolve_group(group).reduce_scatter(output, _list(input_list, "input_list"), op, async_op)
 
 
+@overload
+def reduce_scatter_single(
+    output: Tensor, input: Tensor, op: Op = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> None: ...
+@overload
+def reduce_scatter_single(
+    output: Tensor, input: Tensor, op: Op = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def reduce_scatter_single(
+    output: Tensor, input: Tensor, op: Op = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def reduce_scatter_single(
     output: Tensor,
     input: Tensor,
-    op: ReduceOp = ReduceOp.SUM,
+    op: Op = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -375,10 +547,22 @@ def reduce_scatter_single(
     return resolve_group(group).reduce_scatter(output, _tensor(input, "input"), op, async_op)
 
 
+@overload
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: Op = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> None: ...
+@overload
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: Op = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, op: Op = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
-    op: ReduceOp = ReduceOp.SUM,
+    op: Op = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -397,6 +581,25 @@ def reduce_scatter_tensor(
     return reduce_scatter_single(output, input, op, group, async_op)
 
 
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work: ...
+@overload
+def all_to_all(
+    output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def all_to_all(
     output_tensor_list: Sequence[Tensor],
     input_tensor_list: Sequence[Tensor],
@@ -427,6 +630,34 @@ def all_to_all(
     return resolve_group(group).all_to_all(outputs, inputs, async_op)
 
 
+@overload
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = ...,
+    input_split_sizes: Sequence[int] | None = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = ...,
+    input_split_sizes: Sequence[int] | None = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work: ...
+@overload
+def all_to_all_single(
+    output: Tensor,
+    input: Tensor,
+    output_split_sizes: Sequence[int] | None = ...,
+    input_split_sizes: Sequence[int] | None = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+) -> Work | None: ...
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -460,6 +691,25 @@ def all_to_all_single(
     return resolve_group(group).all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
 
 
+@overload
+def barrier(
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    device_ids: Sequence[int] | None = ...,
+    timeout: timedelta | None = ...,
+) -> None: ...
+@overload
+def barrier(
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+    device_ids: Sequence[int] | None = ...,
+    timeout: timedelta | None = ...,
+) -> Work: ...
+@overload
+def barrier(
+    group: Group = ..., async_op: bool = ..., device_ids: Sequence[int] | None = ..., timeout: timedelta | None = ...
+) -> Work | None: ...
 def barrier(
     group: ProcessGroup | None = None,
     async_op: bool = False,
@@ -578,7 +828,7 @@ def isend(
     group: ProcessGroup | None = None,
     tag: int = 0,
     group_dst: int | None = None,
-) -> Work | None:
+) -> Work:
     """``send`` that returns at once. The tensor must not be changed before the Work is complete.
 
     Args:
@@ -595,7 +845,7 @@ def isend(
         PeerLostError, UsageError: as ``all_reduce``.
     """
     if group is not None and outside(group, "isend"):
-        return None
+        return None  # type: ignore[return-value]  # to checkers each group is one that this rank is in
     resolved = resolve_group(group)
     return resolved.isend(tensor, root_of(resolved, dst, group_dst, "dst"), tag)
 
@@ -606,7 +856,7 @@ def irecv(
     group: ProcessGroup | None = None,
     tag: int = 0,
     group_src: int | None = None,
-) -> Work | None:
+) -> Work:
     """``recv`` that returns at once. The tensor must not be used before the Work is complete.
 
     Args:
@@ -623,7 +873,7 @@ def irecv(
         PeerLostError, UsageError: as ``all_reduce``.
     """
     if group is not None and outside(group, "irecv"):
-        return None
+        return None  # type: ignore[return-value]  # to checkers each group is one that this rank is in
     resolved = resolve_group(group)
     return resolved.irecv(tensor, source_of(resolved, src, group_src), tag)
 
@@ -687,8 +937,20 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     ]
 
 
+@overload
 def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    tensors: Sequence[Tensor], op: Op = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> None: ...
+@overload
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], op: Op = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], op: Op = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], op: Op = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """``all_reduce`` of several tensors, in place.
 
@@ -707,9 +969,32 @@ def all_reduce_coalesced(
     if group is not None and outside(group, "all_reduce_coalesced"):
         return None
     resolved = resolve_group(group)
-    return _together([resolved.all_reduce(t, op, True) for t in _list(tensors, "tensors")], async_op)
+    check_apart("all_reduce_coalesced", _list(tensors, "tensors"))
+    return _together([resolved.all_reduce(t, op, True) for t in tensors], async_op)
 
 
+@overload
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[Tensor]],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[Tensor]],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work: ...
+@overload
+def all_gather_coalesced(
+    output_tensor_lists: Sequence[Sequence[Tensor]],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = ...,
+    async_op: bool = ...,
+) -> Work | None: ...
 def all_gather_coalesced(
     output_tensor_lists: Sequence[Sequence[Tensor]],
     input_tensor_list: Sequence[Tensor],
@@ -739,6 +1024,7 @@ def all_gather_coalesced(
             raise UsageError(
                 f"all_gather_coalesced: expected {len(inputs)} tensors from rank {rank}, not {len(outputs)}"
             )
+    check_apart("all_gather_coalesced", [output for outputs in output_tensor_lists for output in outputs])
     works = [resolved.all_gather([row[i] for row in output_tensor_lists], t, True) for i, t in enumerate(inputs)]
     return _together(works, async_op)
 
@@ -799,3 +1085,6 @@ def _list(tensors: Sequence[Tensor], what: str) -> Sequence[Tensor]:
     if not isinstance(tensors, (list, tuple)):
         raise TypeError(f"{what}: expected a list of tensors, not {type(tensors).__name__}")
     return tensors
+
+
+publish(globals())

@@ -9,6 +9,7 @@ import enum
 import os
 
 from allranks._errors import ConfigError
+from allranks._public import publish
 
 __all__ = ["DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
 
@@ -69,3 +70,6 @@ def set_debug_level_from_env() -> None:
     if text.upper() not in levels:
         raise ConfigError(f"{variable}={text!r} is no debug level. Expected {', '.join(DebugLevel.__members__)}.")
     _level = levels[text.upper()]
+
+
+publish(globals())

@@ -67,6 +67,7 @@ VARIABLES: tuple[Variable, ...] = (
         "What init_process_group() without backend takes.",
         "cpu:native,cuda:nccl",
     ),
+    Variable("ALLRANKS_TORCH_WORLD", "by hand", "0: torch.distributed gets no default group around the world.", "1"),
     Variable(
         "ALLRANKS_INSTEAD_OF_GLOO", "by hand, --instead-of-gloo", "1: torch.distributed's groups on gloo are ours.", "0"
     ),
@@ -91,6 +92,12 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("ALLRANKS_TLS_CA", "by hand", "The authority that signs all hosts' certificates (PEM file).", "no TLS"),
     Variable(
         "ALLRANKS_PICKLE", "by hand", "0: object collectives carry plain values and tensors only, no pickle.", "1"
+    ),
+    Variable(
+        "ALLRANKS_MESSAGE_BUFFER",
+        "by hand",
+        "MiB of messages from each rank that a rank keeps until it receives them; beyond, a send waits for its recv.",
+        "8",
     ),
     Variable("ALLRANKS_DEBUG", "by hand", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Wins over torch's.", "OFF"),
     Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR.", None),
@@ -276,15 +283,19 @@ def _read_master(rank: int, world_size: int, env: Mapping[str, str]) -> tuple[st
     if rank and not host:
         missing = ["MASTER_ADDR"] if addr_port or env.get("MASTER_PORT") else ["MASTER_ADDR", "MASTER_PORT"]
         raise _missing(missing, where, world_size)
-    # As in THD, rank 0 would listen on MASTER_PORT and the others dial MASTER_ADDR's: they could never meet.
+    # THD's rule: rank 0 listens on MASTER_PORT, the others connect to MASTER_ADDR's port. torch sets one port only.
+    if rank and addr_port is not None:
+        return host, addr_port
     port = read_int(env, "MASTER_PORT", 1, 65535)
-    if None not in (port, addr_port) and port != addr_port:
-        raise ConfigError(
-            f"MASTER_ADDR={address!r} and MASTER_PORT={port} name two ports ({where}). Expected one and the same,"
-            f" for example MASTER_ADDR={f'[{host}]' if ':' in host else host or 'node0'} MASTER_PORT={port}.\n"
-            "  Where the others reach rank 0 through another port than it listens on: give rank 0 only MASTER_PORT,"
-            " and the others only MASTER_ADDR=host:port."
+    if port is not None and addr_port not in (None, port):
+        _log.warning(
+            "rank 0 listens on MASTER_PORT=%d; ranks that are given MASTER_ADDR=%s connect to its port %d. They meet"
+            " only if something forwards one port to the other.",
+            port,
+            address,
+            addr_port,
         )
+        return "", port
     port = addr_port if port is None else port
     if port is None:
         raise _missing(["MASTER_PORT"], where, world_size)

@@ -123,6 +123,9 @@ class RankError(_OfRankError):
 class RemoteError(_OfRankError):
     """An operation failed on a worker. What depends on it raises this; the worker goes on.
 
+    It is also of the type that was raised there, and has that as its cause: ``except torch.linalg.LinAlgError`` catches
+    it.
+
     Attributes:
         rank: the worker.
         operation: what failed, as ``aten::index_select``.
@@ -136,8 +139,11 @@ class RemoteError(_OfRankError):
         self.line = line
         self.traceback = traceback
 
+    def __str__(self) -> str:  # that of KeyError is another
+        return str(self.args[0])
+
     def __reduce__(self) -> tuple[type[RemoteError], tuple[str, int, str, str, str]]:  # type: ignore[override]
-        return type(self), (str(self), self.rank, self.operation, self.line, self.traceback)
+        return RemoteError, (str(self), self.rank, self.operation, self.line, self.traceback)
 
 
 class WorkerLost(_OfRankError):
@@ -153,6 +159,9 @@ DistError = AllranksError
 DistBackendError = PeerLostError
 DistNetworkError = StoreLostError
 DistStoreError = TimeoutError
+
+for _name in __all__:
+    globals()[_name].__module__ = "allranks"  # where users find it, and what tracebacks show
 
 
 def spans(numbers: Sequence[int], separator: str) -> str:

@@ -6,13 +6,15 @@ functions (`_collectives`) translate the world's.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from allranks._engines.base import never
+from allranks._engines.base import Parent, never
 from allranks._errors import NotInitializedError, TimeoutError, UsageError
+from allranks._forks import follow, forks, refusal
+from allranks._public import publish
 from allranks._types import PremulSum, ReduceOp, Stats, as_reduce_op
 from allranks._work import seconds_of
 
@@ -53,11 +55,18 @@ class ProcessGroup:
         self._engine: Engine | None = engine
         self._now = engine.now
         self.closing: Callable[[], None] | None = None
-        self._pid = os.getpid()
+        self._forks = forks()
+        follow(self)
 
     def __repr__(self) -> str:
         engine = self._engine.name if self._engine else "destroyed"
         return f"<ProcessGroup {self.name!r}: rank {self._rank} of {self._size}, {engine}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"process group '{self.name}' belongs to its process and cannot be pickled or copied: pass its ranks,"
+            f" {list(self.ranks)}, and call new_group there"
+        )
 
     def rank(self) -> int:
         """This process, 0 to size - 1."""
@@ -70,7 +79,7 @@ class ProcessGroup:
     @property
     def backend(self) -> str:
         """The name of the engine."""
-        return self._live().name
+        return self._existing().name
 
     @property
     def device(self) -> str:
@@ -91,7 +100,7 @@ class ProcessGroup:
         engine = self._live()
         op = op if type(op) is ReduceOp else as_reduce_op(op)
         try:
-            return engine.all_reduce(tensor, op, async_op)
+            return _showing(engine.all_reduce(tensor, op, async_op), (tensor,))
         except UsageError:
             if not tensor.is_sparse:
                 raise
@@ -105,33 +114,38 @@ class ProcessGroup:
         """See :func:`allranks.reduce`."""
         if not async_op and self._now("reduce", tensor, None, op, dst):
             return None
-        return self._live().reduce(tensor, self._member(dst, "dst"), as_reduce_op(op), async_op)
+        return _showing(self._live().reduce(tensor, self._member(dst, "dst"), as_reduce_op(op), async_op), (tensor,))
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.broadcast`."""
         if not async_op and self._now("broadcast", tensor, None, None, src):
             return None
-        return self._live().broadcast(tensor, self._member(src, "src"), async_op)
+        return _showing(self._live().broadcast(tensor, self._member(src, "src"), async_op), (tensor,))
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool = False) -> Work | None:
         """See :func:`allranks.all_gather` (a list) and :func:`allranks.all_gather_single` (one tensor)."""
         if not async_op and self._now("all_gather", tensor, outputs):
             return None
-        return self._live().all_gather(outputs, tensor, async_op)
+        work = self._live().all_gather(outputs, tensor, async_op)
+        if isinstance(outputs, (list, tuple)):
+            return _showing(work, outputs)
+        whole = cast("Tensor", outputs)
+        # As gloo, and as nccl.
+        return _showing(work, partial(whole.chunk, self._size)) if whole.is_cpu else _showing(work, (whole,))
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.gather`."""
         if not async_op and self._now("gather", tensor, outputs, None, dst):
             return None
         self._only_on(outputs, self._member(dst, "dst"), "gather_list", "dst")
-        return self._live().gather(tensor, outputs or None, dst, async_op)
+        return _showing(self._live().gather(tensor, outputs or None, dst, async_op), outputs or ())
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.scatter`."""
         if not async_op and self._now("scatter", tensor, inputs, None, src):
             return None
         self._only_on(inputs, self._member(src, "src"), "scatter_list", "src")
-        return self._live().scatter(tensor, inputs or None, src, async_op)
+        return _showing(self._live().scatter(tensor, inputs or None, src, async_op), (tensor,))
 
     def reduce_scatter(
         self,
@@ -143,14 +157,14 @@ class ProcessGroup:
         """See :func:`allranks.reduce_scatter` (a list) and :func:`allranks.reduce_scatter_single` (one tensor)."""
         if not async_op and self._now("reduce_scatter", tensor, inputs, op):
             return None
-        return self._live().reduce_scatter(tensor, inputs, as_reduce_op(op), async_op)
+        return _showing(self._live().reduce_scatter(tensor, inputs, as_reduce_op(op), async_op), (tensor,))
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool = False) -> Work | None:
         """See :func:`allranks.all_to_all`."""
         for what, tensors in (("output", outputs), ("input", inputs)):
             if len(tensors) != self._size:
                 raise UsageError(f"all_to_all: expected {self._size} {what} tensors, one per rank, not {len(tensors)}")
-        return self._live().all_to_all(outputs, inputs, async_op)
+        return _showing(self._live().all_to_all(outputs, inputs, async_op), outputs)
 
     def all_to_all_single(
         self,
@@ -166,7 +180,7 @@ class ProcessGroup:
             return None
         outputs = self._split(output, output_split_sizes, "output")
         inputs = self._split(input, input_split_sizes, "input")
-        return self._live().all_to_all(outputs, inputs, async_op)
+        return _showing(self._live().all_to_all(outputs, inputs, async_op), (output,))
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """See :func:`allranks.barrier`."""
@@ -226,7 +240,9 @@ class ProcessGroup:
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0) -> Work:
         """See :func:`allranks.irecv`."""
-        return self._live().irecv(tensor, self._source(src), _tag(tag))
+        work = self._live().irecv(tensor, self._source(src), _tag(tag))
+        work.shown = (tensor,)
+        return work
 
     def empty_shared(self, nbytes: int) -> Tensor:
         """See :func:`allranks.empty_shared`; as bytes."""
@@ -236,27 +252,37 @@ class ProcessGroup:
         """See :class:`allranks.Stats`."""
         return self._live().stats()
 
+    def parent_of(self, ranks: Sequence[int]) -> Parent:
+        """This group as that through which a group of these ranks of the world is made."""
+        return Parent(self._live(), [self.ranks.index(rank) for rank in ranks])
+
     def close(self) -> None:
         """Leaves the group; later calls raise. May be called twice."""
         if self._engine is not None:
-            self._engine.close()
+            if not self.inherited:
+                self._engine.close()
             self._engine, self._now = None, never
             if self.closing is not None:
                 self.closing()
 
+    @property
+    def inherited(self) -> bool:
+        """Whether it is the parent's, and this process a forked child."""
+        return self._forks != forks()
+
     def abandon(self) -> None:
-        """In a forked child: the group stays the parent's."""
+        """In a forked child, where only what the group knows of itself can be asked."""
+        self._now = never
         if self._engine is not None:
             self._engine.abandon()
-            self._engine, self._now = None, never
 
     def _live(self) -> Engine:
+        if self.inherited:
+            raise refusal(f"process group '{self.name}'")
+        return self._existing()
+
+    def _existing(self) -> Engine:
         if self._engine is None:
-            if os.getpid() != self._pid:
-                raise NotInitializedError(
-                    f"process group '{self.name}' belongs to the parent process (pid {self._pid}); "
-                    "a forked child must call init_process_group itself"
-                )
             raise NotInitializedError(f"process group '{self.name}' was destroyed by destroy_process_group")
         return self._engine
 
@@ -310,6 +336,13 @@ class ProcessGroup:
         return [tensor[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
+def _showing(work: Work | None, tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]]) -> Work | None:
+    """Lets a work, if there is one, have these as its result."""
+    if work is not None:
+        work.shown = tensors
+    return work
+
+
 def _only(listed: Any, verb: str) -> Any:
     """The tensor, or the list, that torch's methods take in a list of one."""
     if not isinstance(listed, (list, tuple)):
@@ -323,3 +356,6 @@ def _tag(tag: int) -> int:
     if not isinstance(tag, int) or not 0 <= tag < 1 << 31:
         raise UsageError(f"tag must be an integer from 0 to 2**31 - 1, not {tag!r}")
     return tag
+
+
+publish(globals())

@@ -15,14 +15,18 @@ from typing import Any
 import torch
 
 from allranks import _engines, _world
+from allranks._bytes import bytes_of
 from allranks._engines.native_connect import RECORD_BYTES
 from allranks._errors import ConfigError, MismatchError, UsageError, rank_list
 from allranks._group import ProcessGroup
 from allranks._places import detect
+from allranks._public import publish
+from allranks._purpose import part_of
 from allranks._work import seconds_of
 from allranks._world import GroupMember, resolve_group
 
 __all__ = [
+    "exchange_locally",
     "get_global_rank",
     "get_group_rank",
     "get_node_local_rank",
@@ -47,7 +51,7 @@ def new_group(
     group_desc: str | None = None,
     device_id: torch.device | None = None,
     sort_ranks: bool = True,
-) -> ProcessGroup | int:
+) -> ProcessGroup:
     """Makes a group of some ranks. Called by all ranks of the world, in the same order.
 
     Args:
@@ -78,10 +82,12 @@ def new_group(
     engine = _engines.check_backend(backend or world.backend)
     if pg_options is not None:
         raise UsageError(f"new_group: pg_options {pg_options!r} is not known to the {engine} engine")
+    outsider: ProcessGroup = GroupMember.NON_GROUP_MEMBER
     if use_local_synchronization and world.rank() not in members:
-        return GroupMember.NON_GROUP_MEMBER
-    made = _make(world, [members], timeout, engine, group_desc, use_local_synchronization)
-    return GroupMember.NON_GROUP_MEMBER if made is None else made
+        return outsider
+    with part_of("new_group"):
+        made = _make(world, [members], timeout, engine, group_desc, use_local_synchronization)
+    return outsider if made is None else made
 
 
 def split_group(
@@ -119,7 +125,9 @@ def split_group(
     if len(set(together)) < len(together):
         raise UsageError("split_group: a rank is in more than one part")
     world_parts = [[parent.ranks[rank] for rank in part] for part in parts]
-    return _make(parent, world_parts, timeout, _engines.check_backend(backend or parent.backend), group_desc, False)
+    engine = _engines.check_backend(backend or parent.backend)
+    with part_of("split_group"):
+        return _make(parent, world_parts, timeout, engine, group_desc, False)
 
 
 def new_subgroups(
@@ -129,7 +137,7 @@ def new_subgroups(
     backend: str | None = None,
     pg_options: Any = None,
     group_desc: str | None = None,
-) -> tuple[ProcessGroup | int | None, list[ProcessGroup | int]]:
+) -> tuple[ProcessGroup, list[ProcessGroup]]:
     """Cuts the world (or ``group``) into groups of neighbours, all of one size. Called by all its ranks.
 
     Args:
@@ -154,8 +162,9 @@ def new_subgroups(
         raise UsageError(f"new_subgroups: pg_options {pg_options!r} is not known")
     engine = _engines.check_backend(backend or cut.backend)
     parts = [list(cut.ranks[i : i + size]) for i in range(0, cut.size(), size)]
-    made = [_make(cut, [part], timeout, engine, group_desc, False) for part in parts]
-    mine = next((part for part in made if part is not None), None)
+    with part_of("new_group"):
+        made = [_make(cut, [part], timeout, engine, group_desc, False) for part in parts]
+    mine = next(part for part in made if part is not None)
     return mine, [GroupMember.NON_GROUP_MEMBER if part is None else part for part in made]
 
 
@@ -165,7 +174,7 @@ def new_subgroups_by_enumeration(
     backend: str | None = None,
     pg_options: Any = None,
     group_desc: str | None = None,
-) -> tuple[ProcessGroup | int | None, list[ProcessGroup | int]]:
+) -> tuple[ProcessGroup | None, list[ProcessGroup]]:
     """Makes disjoint groups, one after the other.
 
     Args:
@@ -285,7 +294,7 @@ def _make(
     mine = next((part for part in parts if me in part), None)
 
     def exchange(record: bytes) -> list[bytes]:
-        rows = _exchange_locally(parent, parts[0], record) if local else _gather_rows(parent, record + digest)
+        rows = exchange_locally(parent, parts[0], record) if local else _gather_rows(parent, record + digest)
         if not local:
             different = [rank for rank, row in enumerate(rows) if row[RECORD_BYTES:] != rows[0][RECORD_BYTES:]]
             if different:
@@ -304,7 +313,9 @@ def _make(
         return None
     members = [parent.members[parent.ranks.index(rank)] for rank in mine]
     name = description or f"group {_made}"
-    engine = _engines.make_engine(engine_name, mine.index(me), members, exchange, name, timeout_s)
+    engine = _engines.make_engine(
+        engine_name, mine.index(me), members, exchange, name, timeout_s, parent.parent_of(mine)
+    )
     made = ProcessGroup(engine, name, mine.index(me), members, timeout_s)
     _world.register(made)
     return made
@@ -314,11 +325,11 @@ def _gather_rows(parent: ProcessGroup, row: bytes) -> list[bytes]:
     mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(parent.device)
     rows = mine.new_empty(parent.size() * len(row))
     parent.all_gather(rows, mine)
-    data = rows.cpu().numpy().tobytes()
+    data = bytes_of(rows)
     return [data[i : i + len(row)] for i in range(0, len(data), len(row))]
 
 
-def _exchange_locally(world: ProcessGroup, members: list[int], record: bytes) -> list[bytes]:
+def exchange_locally(world: ProcessGroup, members: list[int], record: bytes) -> list[bytes]:
     """Among the members only: to the first of them, and back from it."""
     # One of the highest 65536 tags.
     tag = world.highest_tag - int.from_bytes(hashlib.sha256(repr(members).encode()).digest()[:2], "big")
@@ -334,4 +345,7 @@ def _exchange_locally(world: ProcessGroup, members: list[int], record: bytes) ->
     else:
         world.send(mine, first, tag)
         world.recv(rows, first, tag)
-    return [row.cpu().numpy().tobytes() for row in rows]
+    return [bytes_of(row) for row in rows]
+
+
+publish(globals())

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import math
 import os
+import platform
 import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Gpu", "read_numbers", "usable_cpus", "visible_gpus"]
+__all__ = ["Gpu", "processor", "read_numbers", "usable_cpus", "visible_gpus"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ def usable_cpus() -> int:
         return max(1, int(together))
     quota = _cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return max(1, math.floor(min(len(os.sched_getaffinity(0)), quota)))
+
+
+def processor() -> str:
+    """The CPUs' name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[Gpu, ...]:

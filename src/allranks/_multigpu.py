@@ -10,9 +10,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from allranks import _core
 from allranks._collectives import outside, root_of
 from allranks._errors import UsageError
-from allranks._types import PremulSum, ReduceOp, as_reduce_op, scaled
+from allranks._public import publish
+from allranks._types import PremulSum, ReduceOp, as_reduce_op, is_integer, scaled
 from allranks._work import Then, Work
 from allranks._world import resolve_group
 
@@ -62,6 +64,7 @@ def all_reduce_multigpu(
     work = resolve_group(group).all_reduce(_counted(combined, ours), between, True)
 
     def spread() -> None:
+        _share_out(between, combined, len(ours))
         for tensor in ours:
             tensor.copy_(combined)
 
@@ -101,6 +104,7 @@ def reduce_multigpu(
 
     def place() -> None:
         if resolved.rank() == root:
+            _share_out(between, combined, len(ours))
             ours[dst_tensor].copy_(combined)
 
     return _end(work, place, [ours[dst_tensor]] if resolved.rank() == root else [], async_op)
@@ -218,6 +222,7 @@ def reduce_scatter_multigpu(
     work = resolved.reduce_scatter(mine, combined, between, True)
 
     def place() -> None:
+        _share_out(between, mine, len(ours))
         for output, result in zip(ours, mine, strict=True):
             output.copy_(result.view(output.shape))
 
@@ -238,7 +243,10 @@ def _alike(tensors: Sequence[Tensor], verb: str, index: int = 0) -> list[Tensor]
 
 
 def _combined(tensors: Sequence[Tensor], op: ReduceOp | PremulSum, verb: str) -> tuple[ReduceOp, Tensor]:
-    """What to reduce with between the ranks, and this rank's operand: its own tensors, reduced. AVG's is their mean."""
+    """What to reduce with between the ranks, and this rank's operand: its own tensors, reduced.
+
+    AVG's is their mean; of integers their sum, for `_share_out`.
+    """
     import torch
 
     op, dtype = as_reduce_op(op), tensors[0].dtype
@@ -264,13 +272,20 @@ def _combined(tensors: Sequence[Tensor], op: ReduceOp | PremulSum, verb: str) ->
         combined = functools.reduce(combines[op], operands)
     except RuntimeError as error:
         raise UsageError(f"{verb} does not support {op.name} of {dtype} tensors") from error
-    if op is ReduceOp.AVG and not dtype.is_floating_point and not dtype.is_complex:
+    if op is ReduceOp.AVG and dtype is torch.bool:
         raise UsageError(f"{verb} does not support AVG of {dtype} tensors")
-    if op is ReduceOp.AVG:
+    if op is ReduceOp.AVG and not is_integer(dtype):
         combined = combined / len(operands)
     if combined is operands[0]:
         combined = combined.clone()
     return op, combined.to(dtype).contiguous()
+
+
+def _share_out(op: ReduceOp, averages: Tensor, tensors: int) -> None:
+    """Makes the ranks' averages of sums of so many integers those of the integers."""
+    if op is ReduceOp.AVG and is_integer(averages.dtype):
+        code = _core.DTYPES[str(averages.dtype).removeprefix("torch.")]
+        _core.divide(averages.data_ptr(), averages.numel(), code, tensors)
 
 
 def _counted(combined: Tensor, ours: Sequence[Tensor]) -> Tensor:
@@ -287,3 +302,6 @@ def _end(work: Work | None, then: Callable[[], None], written: list[Tensor], asy
         return ended
     ended.wait()
     return None
+
+
+publish(globals())

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from allranks._errors import ConfigError
+from allranks._forks import Socket
 
 __all__ = ["interface_of", "listen", "machine", "nearest_first", "published_addresses"]
 
@@ -111,7 +112,7 @@ def _bind(
 ) -> None:
     gone: OSError | None = None
     for address in addresses:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        listener = Socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
         listeners.append(listener)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if prepare is not None:

@@ -17,9 +17,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from allranks._bytes import bytes_of
 from allranks._collectives import outside, root_of, source_of
 from allranks._env import read_int
 from allranks._errors import MismatchError, UsageError
+from allranks._public import publish
+from allranks._purpose import part_of
 from allranks._world import resolve_group
 
 if TYPE_CHECKING:
@@ -54,10 +57,11 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     resolved = resolve_group(group)
     _check_length(object_list, resolved.size(), "object_list")
     mine = _pack(obj, resolved)
-    lengths = _all_lengths(resolved, mine)
-    # Padded to the longest: one collective, and the core needs one size.
-    rows = mine.new_empty(resolved.size(), max(lengths))
-    resolved.all_gather(rows, _padded(mine, max(lengths)))
+    with part_of("all_gather_object"):
+        lengths = _all_lengths(resolved, mine)
+        # Padded to the longest: one collective, and the core needs one size.
+        rows = mine.new_empty(resolved.size(), max(lengths))
+        resolved.all_gather(rows, _padded(mine, max(lengths)))
     object_list[:] = [_unpack(rows[r, : lengths[r]], resolved, r) for r in range(resolved.size())]
 
 
@@ -91,9 +95,10 @@ def gather_object(
     if here and object_gather_list is not None:
         _check_length(object_gather_list, resolved.size(), "object_gather_list")
     mine = _pack(obj, resolved)
-    lengths = _all_lengths(resolved, mine)
-    rows = [mine.new_empty(max(lengths)) for _ in lengths] if here else None
-    resolved.gather(_padded(mine, max(lengths)), rows, root)
+    with part_of("gather_object"):
+        lengths = _all_lengths(resolved, mine)
+        rows = [mine.new_empty(max(lengths)) for _ in lengths] if here else None
+        resolved.gather(_padded(mine, max(lengths)), rows, root)
     if rows is not None and object_gather_list is not None:
         object_gather_list[:] = [
             _unpack(row[:length], resolved, r) for r, (row, length) in enumerate(zip(rows, lengths, strict=True))
@@ -129,10 +134,11 @@ def broadcast_object_list(
     nothing = torch.empty(0, dtype=torch.uint8, device=resolved.device)
     packed = _pack(list(object_list), resolved) if here else nothing
     length = torch.tensor([packed.numel(), len(object_list)]).to(resolved.device)
-    resolved.broadcast(length, root)
-    if not here:
-        packed = packed.new_empty(int(length[0]))
-    resolved.broadcast(packed, root)
+    with part_of("broadcast_object_list"):
+        resolved.broadcast(length, root)
+        if not here:
+            packed = packed.new_empty(int(length[0]))
+        resolved.broadcast(packed, root)
     if not here:
         _fill(object_list, packed, int(length[1]), resolved, root)
 
@@ -169,10 +175,11 @@ def scatter_object_list(
         assert scatter_object_input_list is not None
         pieces = [_pack(obj, resolved) for obj in scatter_object_input_list]
         lengths = torch.tensor([piece.numel() for piece in pieces]).to(resolved.device)
-    resolved.broadcast(lengths, root)
-    longest = int(lengths.max())
-    mine = torch.empty(longest, dtype=torch.uint8, device=resolved.device)
-    resolved.scatter(mine, None if pieces is None else [_padded(piece, longest) for piece in pieces], root)
+    with part_of("scatter_object_list"):
+        resolved.broadcast(lengths, root)
+        longest = int(lengths.max())
+        mine = torch.empty(longest, dtype=torch.uint8, device=resolved.device)
+        resolved.scatter(mine, None if pieces is None else [_padded(piece, longest) for piece in pieces], root)
     scatter_object_output_list[0] = _unpack(mine[: int(lengths[resolved.rank()])], resolved, root)
 
 
@@ -255,7 +262,7 @@ def _pack(obj: Any, group: ProcessGroup) -> Tensor:
 
 
 def _unpack(data: Tensor, group: ProcessGroup, sender: int) -> Any:
-    packed = data.cpu().numpy().tobytes()
+    packed = bytes_of(data)
     if packed[:1] == _PLAIN:
         try:
             return _decode(packed[1:])
@@ -295,8 +302,7 @@ def _as_plain(obj: Any) -> Any:
         if kind is known:
             return msgspec.msgpack.Ext(code, _encode([_as_plain(item) for item in obj]))
     if kind is torch.Tensor and obj.layout == torch.strided and not obj.is_quantized:
-        data = obj.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        row = [str(obj.dtype), list(obj.shape), obj.requires_grad, data.view(torch.uint8).numpy().tobytes()]
+        row = [str(obj.dtype), list(obj.shape), obj.requires_grad, bytes_of(obj.resolve_conj().resolve_neg())]
         return msgspec.msgpack.Ext(_TENSOR, _encode(row))
     raise UsageError(
         f"ALLRANKS_PICKLE=0 is set, and msgpack cannot say {kind.__name__}. Expected None, bool, int, float, str,"
@@ -345,3 +351,6 @@ def _check_list(objects: Any, what: str) -> None:
 def _check_length(objects: Any, size: int, what: str) -> None:
     if not isinstance(objects, list) or len(objects) != size:
         raise UsageError(f"{what} must be a list of {size} objects, one per rank")
+
+
+publish(globals())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from allranks import _collectives, _engines, _world
 from allranks._errors import ConfigError, UsageError
+from allranks._public import publish
 from allranks._types import ReduceOp, as_reduce_op
 
 if TYPE_CHECKING:
@@ -206,3 +207,6 @@ def supports_complex(reduceOp: ReduceOp) -> bool:
         UsageError: not a reduce op.
     """
     return as_reduce_op(reduceOp) in (ReduceOp.SUM, ReduceOp.AVG)
+
+
+publish(globals())

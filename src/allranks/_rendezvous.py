@@ -30,7 +30,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import SplitResult, parse_qs, urlsplit
@@ -125,13 +124,15 @@ class Meeting:
     _client: Store | None = field(default=None, repr=False)
     _server: StoreServer | None = field(default=None, repr=False)
     _times: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    _members: tuple[Member, ...] = field(default=(), repr=False)
 
-    @cached_property
+    @property
     def members(self) -> tuple[Member, ...]:
         """All of them, by rank. Asks the store, once."""
-        if self.world_size == 1:
-            return (self._me,)
-        return unpack_members(self.store.get(TABLE, self._timeout_s))
+        if not self._members:  # not cached_property, which has one lock for all meetings, before Python 3.12
+            alone = self.world_size == 1
+            self._members = (self._me,) if alone else unpack_members(self.store.get(TABLE, self._timeout_s))
+        return self._members
 
     @property
     def local_rank(self) -> int:

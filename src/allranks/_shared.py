@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from allranks._errors import NotInitializedError, UsageError
+from allranks._public import publish
 from allranks._world import GroupMember, resolve_group
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def empty_shared(
     """
     import torch
 
-    if group == GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+    if group == GroupMember.NON_GROUP_MEMBER:
         raise NotInitializedError("empty_shared: this rank is not in the group")
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if not all(isinstance(size, int) and size >= 0 for size in sizes):
@@ -69,3 +70,6 @@ def empty_shared(
     strides = torch.empty(sizes, device="meta").stride()
     tensor.set_(memory.untyped_storage(), 0, sizes, strides)
     return tensor
+
+
+publish(globals())

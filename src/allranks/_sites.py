@@ -13,7 +13,7 @@ import sysconfig
 import zlib
 from types import FrameType
 
-__all__ = ["site", "stack_hash", "where"]
+__all__ = ["is_program", "site", "stack_hash", "where"]
 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 _DEEPEST = 32  # frames
@@ -40,6 +40,12 @@ def _look_up(filename: str) -> str:
     # Bytes of a name that are no UTF-8, Python has as surrogates; the core cannot take them.
     _names[filename] = "" if passed_over else filename.encode(errors="replace").decode()
     return _names[filename]
+
+
+def is_program(filename: str) -> bool:
+    """Whether code of a file is the program's, or of a package that it uses: not torch, not Python's, not this one."""
+    name = _names.get(filename)
+    return bool(_look_up(filename) if name is None else name)
 
 
 def _program(frame: FrameType | None) -> tuple[FrameType | None, str]:

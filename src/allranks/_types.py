@@ -6,18 +6,21 @@ import enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from allranks._errors import UsageError
+from allranks._public import publish
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["PremulSum", "ReduceOp", "Stats", "as_reduce_op", "premul_sum", "reduce_op", "scaled"]
+__all__ = ["PremulSum", "ReduceOp", "Stats", "as_reduce_op", "is_integer", "premul_sum", "reduce_op", "scaled"]
 
 
 class ReduceOp(enum.IntEnum):
     """How ``all_reduce`` combines the ranks' elements; torch's names.
 
     ``SUM, PRODUCT, MIN, MAX`` take integers, floating point and bool; ``AVG`` (the sum, divided by
-    the number of ranks) takes floating point; ``SUM`` and ``AVG`` take complex numbers too;
+    the number of ranks; of integers, rounded towards zero, as nccl's) takes integers and floating
+    point; ``SUM`` and ``AVG`` take complex numbers too;
     ``BAND, BOR, BXOR`` take integers and bool. On bool, SUM and MAX are "or", PRODUCT and MIN are
     "and". MIN and MAX propagate NaN, integers wrap; float16 and bfloat16 are accumulated in
     float32 and rounded once. Elements are combined in the order of the ranks, 0 to P - 1.
@@ -77,6 +80,13 @@ def scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
     return (tensor * factor).to(tensor.dtype)
 
 
+def is_integer(dtype: torch.dtype) -> bool:
+    """Whether it is one of numbers without fractions; bool is not."""
+    import torch  # late: the launcher does without
+
+    return not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
+
+
 reduce_op = ReduceOp  # the spelling of torch before 1.0
 
 
@@ -108,3 +118,6 @@ class Stats(NamedTuple):
     bytes: int
     seconds: float
     shared: int
+
+
+publish(globals())

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import abc
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from allranks._errors import UsageError
+from allranks._forks import forks, refusal
+from allranks._futures import End, future_of
+from allranks._public import publish
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Complete", "Then", "Together", "Work", "end_futures", "seconds_of"]
+__all__ = ["Complete", "Then", "Together", "Work", "seconds_of"]
 
-
-_completing: set[threading.Thread] = set()  # futures
-_LEAVING_S = 2.0
 
 _LONGEST_S = 1e8  # three years; clocks count in 64 bits of nanoseconds
 
@@ -29,18 +28,19 @@ def seconds_of(timeout: timedelta | float) -> float:
     return min(seconds, _LONGEST_S)
 
 
-def end_futures() -> None:
-    """Waits for the threads of futures, at exit: one that meets the end of the interpreter in torch aborts it."""
-    deadline = time.monotonic() + _LEAVING_S
-    for thread in tuple(_completing):
-        thread.join(max(0.0, deadline - time.monotonic()))
-
-
 class Work(abc.ABC):
     """What an asynchronous call (``async_op=True``, ``isend``, ``irecv``) returns.
 
     Until it is complete its tensors must neither be read nor written.
     """
+
+    shown: Sequence[torch.Tensor] | Callable[[], Sequence[torch.Tensor]] = ()
+    """What ``result`` returns; set by who has made the call."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a work belongs to its process and cannot be pickled or copied: wait for it, and pass its result"
+        )
 
     @abc.abstractmethod
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -72,12 +72,19 @@ class Work(abc.ABC):
     def _source_rank(self) -> int:
         return self.source_rank()  # torch's own name for it
 
-    @abc.abstractmethod
     def _results(self) -> list[torch.Tensor]:
-        """The tensors that the call writes."""
+        """The call's tensors; of what it writes, once it is complete."""
+        return list(self.shown() if callable(self.shown) else self.shown)
+
+    def end(self, ticket: int) -> End:
+        """How the end of the call is noticed; where the core tells of it, by this ticket."""
+        return End.PAST if self.is_completed() else End.ASKED
 
     def result(self) -> list[torch.Tensor]:
-        """Waits; returns the tensors that the call has written."""
+        """Waits; returns the call's tensors, those that it has written: as torch's gloo, for each verb.
+
+        On ranks that a call writes nothing to (``reduce``'s others) these are what they gave; of ``gather``'s, none.
+        """
         self.wait()
         return self._results()
 
@@ -90,29 +97,18 @@ class Work(abc.ABC):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of ``result()``.
+        """A future of ``result()``. Callbacks of a future run in the order in which they were added to it.
+
+        They run in a thread that completes one future after the other, in the order in which the calls have ended, or
+        in one that waits for the future. After 0.1 s a callback does not hold up the others: a further thread goes on.
 
         Cost:
-            a thread of its own, because a callback may wait for other work.
+            a few microseconds. Two threads, however many futures there are; one more for each callback that blocks.
         """
-        import torch
 
         # On whose streams who waits for the future comes after the call.
-        gpus: list[int | str | torch.device] = list({t.device for t in self._results() if t.is_cuda})
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=gpus)
-
-        def complete() -> None:
-            try:
-                tensors = self.result()
-            except Exception as error:  # noqa: BLE001 - it is the future's to raise
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's stub is wrong
-            else:
-                future.set_result(tensors)
-            _completing.discard(thread)
-
-        thread = threading.Thread(target=complete, name="allranks-future", daemon=True)
-        _completing.add(thread)
-        thread.start()
+        gpus = list({tensor.device for tensor in self._results() if tensor.is_cuda})
+        future: torch.futures.Future[list[torch.Tensor]] = future_of(self, gpus)
         return future
 
 
@@ -122,11 +118,16 @@ class Then(Work):
     def __init__(self, work: Work, then: Callable[[], None], results: list[torch.Tensor]) -> None:
         self._work = work
         self._then: Callable[[], None] | None = then
-        self._written = results  # by ``then``
+        self.shown = results  # written by ``then``
         self._lock = threading.Lock()
+        self._forks = forks()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         self._work.wait(timeout)
+        if self._then is None:
+            return True
+        if self._forks != forks():
+            raise refusal("a work of the parent's: it")
         with self._lock:
             if self._then is not None:
                 self._then()
@@ -146,8 +147,8 @@ class Then(Work):
     def source_rank(self) -> int:
         return self._work.source_rank()
 
-    def _results(self) -> list[torch.Tensor]:
-        return self._written
+    def end(self, ticket: int) -> End:
+        return self._work.end(ticket)
 
 
 class Together(Work):
@@ -171,12 +172,15 @@ class Together(Work):
     def _results(self) -> list[torch.Tensor]:
         return [tensor for work in self._works for tensor in work._results()]
 
+    def end(self, ticket: int) -> End:
+        return next((end for end in (work.end(ticket) for work in self._works) if end is not End.PAST), End.PAST)
+
 
 class Complete(Work):
     """A call that was complete when it returned."""
 
     def __init__(self, results: list[torch.Tensor]) -> None:
-        self._written = results
+        self.shown = results
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         return True
@@ -190,5 +194,5 @@ class Complete(Work):
     def source_rank(self) -> int:
         raise UsageError("source_rank: not a message")
 
-    def _results(self) -> list[torch.Tensor]:
-        return self._written
+
+publish(globals())

@@ -8,14 +8,20 @@ from datetime import timedelta
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
-from allranks import _engines, _rendezvous
+import allranks
+from allranks import _engines, _rendezvous, _torch_world
 from allranks._errors import ConfigError, MismatchError, NotInitializedError, UsageError, rank_list
+from allranks._futures import end_futures
 from allranks._group import ProcessGroup
-from allranks._work import end_futures, seconds_of
+from allranks._public import publish
+from allranks._work import seconds_of
+from allranks.launch.ranks.rank import this_rank
+from allranks.launch.ranks.target import SERVE, Target
 
 if TYPE_CHECKING:
     import torch
 
+    from allranks._engines.c10d_store import GroupStore
     from allranks._engines.mpi_job import MpiMeeting
     from allranks._types import Stats
 
@@ -34,12 +40,14 @@ __all__ = [
     "register",
     "resolve_group",
     "stats",
+    "torch_store",
 ]
 
 DEFAULT_TIMEOUT_S = 1800.0  # torch's
 
 _world: ProcessGroup | None = None
 _groups: list[ProcessGroup] = []  # made by new_group and its kin; they end with the world
+_store: GroupStore | None = None  # for torch's default group, should it be made around ours
 
 
 class _GroupNames(type):
@@ -55,10 +63,11 @@ class group(metaclass=_GroupNames):
 class GroupMember(metaclass=_GroupNames):
     """``GroupMember.WORLD``: torch's other name for ``group.WORLD``.
 
-    ``GroupMember.NON_GROUP_MEMBER`` is what ``new_group`` returns to a rank that is not in the group.
+    ``GroupMember.NON_GROUP_MEMBER`` is what ``new_group`` returns to a rank that is not in the group. To type checkers
+    it fits everywhere, so that what ``new_group`` returns can be used as a group.
     """
 
-    NON_GROUP_MEMBER = -100  # torch's
+    NON_GROUP_MEMBER: Any = -100  # torch's
 
 
 def resolve_group(given: ProcessGroup | int | None) -> ProcessGroup:
@@ -139,7 +148,8 @@ def init_process_group(
     Raises:
         ConfigError: a setting is missing or wrong; says which and gives an example.
         JoinError: ranks are missing, doubled or disagree, when the timeout ends; names them.
-        UsageError: the process group exists already.
+        UsageError: the process group exists already. (In a forked child it may still be the parent's: a new one then
+            takes its place.)
 
     Cost:
         a few milliseconds between ranks of one host, and a segment of about 1 MiB + 256 KiB per rank
@@ -152,7 +162,7 @@ def init_process_group(
         (0, 1)
         >>> dist.destroy_process_group()
     """
-    if _world is not None:
+    if _world is not None and not _world.inherited:
         raise UsageError("the default process group exists already: call destroy_process_group() first")
     for argument, given in (("backend", backend), ("init_method", init_method)):
         if not isinstance(given, str | None):
@@ -172,7 +182,12 @@ def init_process_group(
         raise UsageError(f"timeout must be positive, not {timeout!r}")
     if store is not None and init_method is not None:
         raise UsageError("give either store or init_method, not both")
+    if store is None and init_method in (None, "env://") and rank == world_size == -1:
+        _refuse_workers()
+    if _world is not None:
+        _close_all()  # the parent's: of it and torch's groups around it this process knew the names
     name = group_name or "world"
+    offers = _torch_world.is_wanted()
     meeting: _rendezvous.Meeting | MpiMeeting
     if "mpi" in _engines.engines_of(engine_name).values():
         from allranks._engines import mpi_job
@@ -182,17 +197,58 @@ def init_process_group(
         meeting = _rendezvous.join(
             init_method, rank=int(rank), world_size=int(world_size), timeout_s=timeout_s, store=store
         )
-    establish(engine_name, meeting, name, timeout_s)
+    establish(engine_name, meeting, name, timeout_s, torch_store=_torch_world.is_possible())
+    if offers:
+        _torch_world.offer(lambda: allranks.torch_group())
 
 
-def establish(engine_name: str, meeting: _rendezvous.Meeting | MpiMeeting, name: str, timeout_s: float) -> ProcessGroup:
-    """Connects the ranks that have met; they are the world from then on. Closes the meeting."""
-    global _world
+def _refuse_workers() -> None:
+    """Refuses a world of a master and its workers, who serve it and would not come."""
+    launched = this_rank()
+    if launched is not None and launched.target.mode == "master":
+        raise UsageError(
+            "init_process_group: this program was started by allranks run --mode master, which runs it on rank 0 alone:"
+            " the others are the workers of init_master_worker, and join no process group.\n  Leave out --mode master;"
+            " or call init_master_worker() in place of init_process_group()"
+        )
+    if launched is not None and launched.target == Target("module", SERVE):
+        raise UsageError(
+            "init_process_group: this process is a worker of a master, which is no member.\n  For a group of workers"
+            " say where they meet: init_process_group(init_method='file:///path', rank=..., world_size=...)"
+        )
+
+
+def establish(
+    engine_name: str,
+    meeting: _rendezvous.Meeting | MpiMeeting,
+    name: str,
+    timeout_s: float,
+    torch_store: bool = False,
+) -> ProcessGroup:
+    """Connects the ranks that have met; they are the world from then on. Closes the meeting.
+
+    Args:
+        engine_name: what moves tensors; compared between the ranks.
+        meeting: where they meet.
+        name: of the group.
+        timeout_s: of its calls.
+        torch_store: torch.distributed may be given a default group around it, which needs a store.
+    """
+    global _store, _world
+    store, address = None, b""
     try:
+        if torch_store:
+            from allranks._engines.c10d_store import GroupStore  # late: torch may be built without torch.distributed
+
+            store = GroupStore(meeting.rank, meeting.members, timeout_s)
+            address = store.record
 
         def exchange(record: bytes) -> list[bytes]:
-            rows = meeting.exchange(record + engine_name.encode(), timeout_s)
-            names = [row[len(record) :].decode() for row in rows]
+            rows = meeting.exchange(record + engine_name.encode() + b"\0" + address, timeout_s)
+            tails = [row[len(record) :].partition(b"\0") for row in rows]
+            names = [engine.decode() for engine, _, _ in tails]
+            if store is not None:
+                store.record = tails[0][2]
             if len(set(names)) > 1:
                 said = "; ".join(
                     f"{rank_list([r for r, n in enumerate(names) if n == name])} for '{name}'"
@@ -202,10 +258,19 @@ def establish(engine_name: str, meeting: _rendezvous.Meeting | MpiMeeting, name:
             return [row[: len(record)] for row in rows]
 
         engine = _engines.make_engine(engine_name, meeting.rank, meeting.members, exchange, name, timeout_s)
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
     finally:
         meeting.close()
-    _world = ProcessGroup(engine, name, meeting.rank, meeting.members, timeout_s)
+    _world, _store = ProcessGroup(engine, name, meeting.rank, meeting.members, timeout_s), store
     return _world
+
+
+def torch_store() -> GroupStore | None:
+    """The store of torch's default group around our world; None where the world is one that torch has begun."""
+    return _store
 
 
 def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
@@ -223,7 +288,6 @@ def destroy_process_group(group: ProcessGroup | int | None = None) -> None:
     leaving = resolve_group(group)
     if leaving is _world:
         _close_all()
-        _world = None
     else:
         leaving.close()
         if leaving in _groups:
@@ -303,26 +367,27 @@ def _make_current(device_id: torch.device | int, engine_name: str) -> None:
 
 
 def _close_all() -> None:
+    global _store, _world
+    _torch_world.withdraw()
     for made in (*_groups, _world):
         if made is not None:
             made.close()
     _groups.clear()
+    if _store is not None:
+        _store.close()
+    _world = _store = None
 
 
 def _at_exit() -> None:
-    _close_all()
+    if _world is None or not _world.inherited:
+        _close_all()
     end_futures()
-
-
-def _forget_in_child() -> None:
-    global _world
-    for made in (*_groups, _world):
-        if made is not None:
-            made.abandon()
-    _groups.clear()
-    _world = None
 
 
 # A process that just ends leaves on purpose: the others are told so, rather than that it died.
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_forget_in_child)
+# The world stays, so that a data loader's worker can ask for its parent's rank, as with torch.
+os.register_at_fork(after_in_child=_groups.clear)
+
+
+publish(globals())

@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler as _TorchDistributed
 
 from allranks import _world
 from allranks._errors import UsageError
+from allranks._public import publish
 
 __all__ = ["DistributedSampler"]
 
@@ -71,3 +72,6 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
         if not 0 <= rank < num_replicas:
             raise UsageError(f"DistributedSampler: rank {rank} is not in [0, {num_replicas}) (num_replicas)")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+
+
+publish(globals())

@@ -36,7 +36,7 @@ def defined(op: ReduceOp, dtype: torch.dtype) -> bool:
         return op in (ReduceOp.SUM, ReduceOp.AVG)
     if dtype.is_floating_point:
         return op not in BITWISE
-    return op != ReduceOp.AVG
+    return op != ReduceOp.AVG or dtype != torch.bool
 
 
 # Elements: none, one, inside a call line, a slot, and more than a slot for every dtype.
@@ -64,6 +64,7 @@ def expected(operands: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     if dtype in (torch.uint16, torch.uint32, torch.uint64):
         step = {
             ReduceOp.SUM: np.add,
+            ReduceOp.AVG: np.add,
             ReduceOp.PROD: np.multiply,
             ReduceOp.MIN: np.minimum,
             ReduceOp.MAX: np.maximum,
@@ -74,6 +75,8 @@ def expected(operands: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
         whole = operands[0].numpy()
         for each in operands[1:]:
             whole = step(whole, each.numpy())
+        if op == ReduceOp.AVG:
+            whole = whole // whole.dtype.type(len(operands))
         return torch.from_numpy(whole)
     # float16 and bfloat16 are summed in float32 and rounded once.
     wide = [t.float() if dtype in (torch.float16, torch.bfloat16) else t for t in operands]
@@ -90,6 +93,8 @@ def expected(operands: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
     result = wide[0]
     for other in wide[1:]:
         result = steps[op](result, other)
+    if op == ReduceOp.AVG and not (dtype.is_floating_point or dtype.is_complex):
+        return result.div(len(operands), rounding_mode="trunc")
     if op == ReduceOp.AVG:
         # Part by part: torch divides complex numbers by way of a reciprocal.
         parts = torch.view_as_real(result) if dtype.is_complex else result
@@ -238,8 +243,8 @@ def test_old_and_foreign_spellings() -> None:
 
 def test_what_cannot_be_reduced() -> None:
     def body() -> None:
-        with pytest.raises(dist.UsageError, match=r"AVG of torch\.int32"):
-            dist.all_reduce(torch.ones(2, dtype=torch.int32), dist.ReduceOp.AVG)
+        with pytest.raises(dist.UsageError, match=r"AVG of torch\.bool"):
+            dist.all_reduce(torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG)
         with pytest.raises(dist.UsageError, match=r"MAX of torch\.complex64"):
             dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX)
         with pytest.raises(dist.UsageError, match=r"BAND of torch\.float32"):

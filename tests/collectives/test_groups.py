@@ -1,6 +1,9 @@
 """Groups of some of the ranks."""
 
+import copy
 import os
+import pickle
+import resource
 import threading
 import time
 import warnings
@@ -251,3 +254,78 @@ def test_a_group_is_cut_by_its_members_alone() -> None:
         dist.barrier(alone)
 
     run_ranks(4, body)
+
+
+def test_groups_and_works_are_not_pickled_or_copied() -> None:
+    def body() -> None:
+        group = dist.new_group([0, 1])
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        for each in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(TypeError, match=r"pass its ranks, \[0, 1\], and call new_group there"):
+                each({"group": group}) if each is pickle.dumps else each(group)
+            with pytest.raises(TypeError, match="wait for it, and pass its result"):
+                each(work)
+        work.wait()
+
+    run_ranks(2, body)
+
+
+def mapped_kib(field: str = "Rss:") -> int:
+    """Of the groups' memory, by this process."""
+    ours, found = False, 0
+    with open("/proc/self/smaps") as file:
+        for line in file:
+            if line.startswith(field):
+                found += int(line.split()[1]) if ours else 0
+            elif "-" in line.split(maxsplit=1)[0]:
+                ours = "memfd:allranks" in line
+    return found
+
+
+def test_memory_is_taken_where_it_is_used() -> None:
+    def body() -> None:
+        groups = [dist.new_group() for _ in range(10)]
+        dist.barrier()
+        before = mapped_kib()
+        assert before < 1500  # of 85 MiB
+        for group in groups:
+            dist.all_reduce(torch.ones(4), group=group)
+        assert mapped_kib() == before
+        large = torch.ones(1 << 20)
+        dist.all_reduce(large, group=groups[0])
+        assert (large == 2).all()
+        peer = 1 - dist.get_rank()
+        for group in groups[1:3]:
+            sent = dist.isend(large, peer, group)
+            dist.recv(torch.empty_like(large), peer, group)
+            assert sent is not None
+            sent.wait()
+        dist.barrier()
+        assert before + 4000 < mapped_kib() < before + 20_000
+
+    run_ranks(2, body)
+
+
+def test_two_hundred_groups_of_sixteen_ranks() -> None:
+    def body() -> tuple[int, int]:
+        def held() -> list[int]:
+            return [int(fd) for fd in os.listdir("/proc/self/fd")]
+
+        before = held()
+        # Some for the meeting of each group, none for the group.
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(before) + 3 * dist.get_world_size(), limits[1]))
+        groups = [dist.new_group() for _ in range(200)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for group in groups[::20]:
+            total = torch.ones(4)
+            dist.all_reduce(total, group=group)
+            assert (total == 16).all()
+        dist.barrier()
+        found = len(held()) - len(before), mapped_kib("Pss:")
+        dist.barrier()
+        return found
+
+    found = run_ranks(16, body)
+    assert all(result is not None and result[0] == 0 for result in found)
+    assert sum(result[1] for result in found if result is not None) < 256 << 10

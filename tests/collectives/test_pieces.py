@@ -259,11 +259,23 @@ def test_multigpu_arithmetic_is_that_of_all_reduce() -> None:
             ours = [torch.ones(1, dtype=dtype) for _ in range(600)]
             dist.all_reduce_multigpu(ours)
             assert ours[0].item() == 1200
+        me = dist.get_rank()
+        for dtype in (torch.int64, torch.uint8):  # sums of 7, 513 (1 in a byte) and 9
+            mine = [torch.tensor([1, 128, 4], dtype=dtype), torch.tensor([3 - me, 129 - me, me], dtype=dtype)]
+            right = torch.tensor([1, 0 if dtype == torch.uint8 else 128, 2], dtype=dtype)
+            given = [tensor.clone() for tensor in mine]
+            dist.all_reduce_multigpu(given, dist.ReduceOp.AVG)
+            assert all(torch.equal(tensor, right) for tensor in given)
+            given = [tensor.clone() for tensor in mine]
+            dist.reduce_multigpu(given, 1, dist.ReduceOp.AVG)
+            assert torch.equal(given[0], right if me else mine[0])
+            outputs = [torch.zeros(3, dtype=dtype) for _ in mine]
+            dist.reduce_scatter_multigpu(outputs, [[tensor] * 4 for tensor in mine], dist.ReduceOp.AVG)
+            assert all(torch.equal(output, right) for output in outputs)
+        with pytest.raises(dist.UsageError, match=r"does not support AVG of torch\.bool"):
+            dist.all_reduce_multigpu([torch.ones(1, dtype=torch.bool)] * 2, dist.ReduceOp.AVG)
         whole = [torch.tensor([1, 3]), torch.tensor([1, 3])]
-        for op, words in (
-            (dist.ReduceOp.AVG, "does not support AVG of torch.int64"),
-            (dist.premul_sum(0.5), r"premul_sum: a factor of 0.5 on torch.int64 tensors"),
-        ):
+        for op, words in ((dist.premul_sum(0.5), r"premul_sum: a factor of 0.5 on torch.int64 tensors"),):
             for call in (dist.all_reduce_multigpu, lambda x, op: dist.reduce_multigpu(x, 0, op)):
                 with pytest.raises(dist.UsageError, match=words):
                     call(whole, op)

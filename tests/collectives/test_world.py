@@ -111,18 +111,19 @@ def test_more_ranks_than_cpus() -> None:
     assert run_ranks(8, body) == [8.0] * 8
 
 
-def test_a_forked_child_has_no_world() -> None:
+def test_a_forked_child_knows_its_parents_world_and_cannot_call_it() -> None:
     def body() -> str:
         world = dist.group.WORLD
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
-                answer = f"{dist.is_initialized()}"
-                try:
-                    world.barrier()
-                except dist.NotInitializedError as error:
-                    answer += f" {error}"
+                answer = f"{dist.is_initialized()} {dist.get_rank() == world.rank()} {dist.get_world_size()}"
+                for call in (world.barrier, dist.barrier):
+                    try:
+                        call()
+                    except dist.NotInitializedError as error:
+                        answer += f" {error}"
                 os.write(writer, answer.encode())
             finally:
                 os._exit(0)
@@ -131,4 +132,5 @@ def test_a_forked_child_has_no_world() -> None:
         return os.read(reader, 1000).decode()
 
     for answer in run_ranks(2, body):
-        assert answer.startswith("False process group 'world' belongs to the parent process")
+        assert answer.startswith("True True 2 process group 'world' belongs to the parent process")
+        assert answer.count("belongs to the parent process") == 2

@@ -4,6 +4,7 @@ Every rank makes the wrong call at the same time, under gloo and under allranks.
 Ours always raises; gloo does not always, and then what we raise is only that something is.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -189,19 +190,31 @@ DIFFERENT = {
 }
 
 
-def kinds(call: Callable[[Any], Any], dist: Any) -> set[str]:
-    """What the call raises: those of KINDS that it is, or else its name; nothing if it returns."""
+def raised(call: Callable[[Any], Any], dist: Any) -> Exception | None:
     try:
         call(dist)
     except Exception as error:  # noqa: BLE001 - which one is the question
-        return {k.__name__ for k in KINDS if isinstance(error, k)} or {type(error).__name__}
-    return set()
+        return error
+    return None
 
 
-def answer(groups: Any, name: str) -> tuple[set[str], set[str]]:
+def kinds(error: Exception | None) -> set[str]:
+    """Those of KINDS that an error is, or else its name; nothing for None."""
+    if error is None:
+        return set()
+    return {k.__name__ for k in KINDS if isinstance(error, k)} or {type(error).__name__}
+
+
+def answer(groups: Any, name: str) -> tuple[set[str], set[str], str]:
+    """What torch's library raises, what ours does, and what of that the launcher shows."""
     import torch.distributed as peer
 
-    return set() if name in UNFIT_FOR_GLOO else kinds(CALLS[name], peer), kinds(CALLS[name], allranks)
+    from allranks.launch.ranks.rank import _report
+
+    theirs = None if name in UNFIT_FOR_GLOO else raised(CALLS[name], peer)
+    ours = raised(CALLS[name], allranks)
+    shown = "" if ours is None else _report(ours, ours.__traceback__, with_text=True).text
+    return kinds(theirs), kinds(ours), shown
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +226,8 @@ def workers() -> Iterator[Workers]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_raises_what_torch_does(workers: Workers, name: str) -> None:
-    for theirs, ours in workers.ask(name):
+    for theirs, ours, shown in workers.ask(name):
+        assert f"{os.sep}src{os.sep}allranks{os.sep}" not in shown, "the user's line comes last"
         if name in DIFFERENT:
             assert not theirs <= ours, "it is as torch's now: take it from the table"
         else:
@@ -231,6 +245,6 @@ def test_the_table_names_calls() -> None:
 def test_before_init_process_group(name: str) -> None:
     import torch.distributed as peer
 
-    theirs, ours = kinds(CALLS[name], peer), kinds(CALLS[name], allranks)
+    theirs, ours = kinds(raised(CALLS[name], peer)), kinds(raised(CALLS[name], allranks))
     assert theirs <= ours
     assert ours

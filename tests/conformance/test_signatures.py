@@ -20,8 +20,6 @@ MISSING = {
     "GroupName": "a type alias of torch's",
     "rendezvous": "init_process_group meets by itself",
     "register_rendezvous_handler": "init_process_group knows env://, tcp:// and file://, and takes a store",
-    "DeviceMesh": "not here yet: groups are made with new_group, split_group and new_subgroups",
-    "init_device_mesh": "not here yet: groups are made with new_group, split_group and new_subgroups",
     "BuiltinCommHookType": "names hooks in torch's C++; allranks.algorithms.ddp_comm_hooks has them as functions",
     "Reducer": "the inside of torch's DistributedDataParallel",
     "Logger": "the inside of torch's DistributedDataParallel",

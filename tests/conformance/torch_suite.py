@@ -85,6 +85,7 @@ def suite(library: str, alias: str, world_size: int) -> type[unittest.TestCase]:
     tests.BACKEND = BackendName({"gloo": "gloo", "plugin": "allranks"}.get(library, "native"))
     tests.BACKEND.alias = alias
     if library == "allranks":
+        os.environ["ALLRANKS_TORCH_WORLD"] = "0"  # torch's names are ours here
         allranks = importlib.import_module("allranks")
         parallel = importlib.import_module("allranks.nn.parallel")
         tests.dist = common.c10d = allranks

@@ -23,8 +23,8 @@ from allranks.testing import run_ranks
         ("cpu:gloo,cuda:nccl", False, "gloo"),
         ("cuda:nccl, cpu:gloo", True, "cuda:nccl,cpu:gloo"),
         ("nccl", True, "nccl"),
-        ("nccl", False, "built without nccl"),
-        ("cuda:nccl", False, "neither the engine nor the device"),
+        ("nccl", False, r"built without nccl\.\n  Give backend='native', which moves tensors of CPUs and GPUs"),
+        ("cuda:nccl", False, r"neither the engine nor the device\.\n  Give backend='native'"),
         ("cuda:native", True, "native"),
         ("cpu:native,cuda:native", True, "native"),
         ("cpu:gloo,cuda:native", True, "cpu:gloo,cuda:native"),
@@ -50,6 +50,14 @@ def test_names(backend: str | None, cuda: bool, means: str, monkeypatch: pytest.
             _engines.check_backend(backend)
     else:
         assert _engines.check_backend(backend) == means
+
+
+def test_nccl_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a torch that is built for CUDA, on a host that has no GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    with pytest.raises(dist.ConfigError, match=r"'nccl': this process sees no cuda device\.\n  Give backend='native'"):
+        _engines.check_backend("nccl")
 
 
 def test_each_tensor_goes_to_the_engine_of_its_device() -> None:

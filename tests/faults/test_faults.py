@@ -1,6 +1,7 @@
 """Ranks that are killed, stopped, interrupted, or late: every survivor gets an error that names them."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -84,11 +85,13 @@ def test_a_rank_that_ends_is_named() -> None:
     assert "had not called any collective" in run_ranks(2, body)[0]
 
 
-def test_a_child_that_holds_the_sockets_does_not_hide_a_death() -> None:
+@pytest.mark.parametrize("made", [False, True], ids=["world", "group"])
+def test_a_child_that_holds_the_sockets_does_not_hide_a_death(made: bool) -> None:
     """A data loader's worker is forked from the rank and outlives it by a moment."""
 
     def body() -> float:
-        dist.barrier()
+        group = dist.new_group() if made else None
+        dist.barrier(group)
         if dist.get_rank() == 1:
             if os.fork() == 0:
                 time.sleep(8)
@@ -96,10 +99,86 @@ def test_a_child_that_holds_the_sockets_does_not_hide_a_death() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(dist.PeerLostError, match="rank 1"):
-            dist.barrier()
+            dist.barrier(group)
         return time.monotonic() - began
 
     assert run_ranks(2, body, may_die={1})[0] < 1
+
+
+def test_a_group_is_left_while_the_others_go_on() -> None:
+    def body() -> None:
+        left, unused, kept = dist.new_group(), dist.new_group(), dist.new_group()
+        dist.barrier(left)
+        if dist.get_rank() == 2:
+            time.sleep(0.3)  # the others are asleep
+            dist.destroy_process_group(left)
+            dist.destroy_process_group(unused)
+            dist.barrier(kept)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(dist.PeerLostError, match=r"rank 2 .* has left the group"):
+            dist.barrier(left)
+        dist.barrier(kept)
+        for group in (kept, None):
+            with pytest.raises(dist.PeerLostError, match=r"rank 2 .* died"):
+                dist.barrier(group)
+        with pytest.raises(dist.PeerLostError, match=r"rank 2 .* has left the group"):
+            dist.barrier(unused)
+
+    run_ranks(4, body, may_die={2})
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_death_is_noticed_after_the_group_s_parent_is_closed(asynchronous: bool) -> None:
+    def body() -> float:
+        def wait(work: dist.Work | None) -> None:
+            if work is not None:
+                work.wait()
+
+        parent = dist.new_group()
+        group = dist.split_group(parent, [[0, 2, 3]])
+        if group is None:
+            dist.destroy_process_group(parent)
+            return 0.0
+        if dist.get_rank() == 0:
+            dist.barrier(group)  # its peers have closed the parent, it has not
+            dist.destroy_process_group(parent)
+        else:
+            dist.destroy_process_group(parent)
+            dist.barrier(group)
+        for _ in range(3):
+            dist.barrier(group)
+        if dist.get_rank() == 2:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(dist.PeerLostError, match=r"rank 1 .* died"):  # its rank in the group
+            wait(dist.barrier(group, async_op=asynchronous))
+        return time.monotonic() - began
+
+    for waited in run_ranks(4, body, may_die={2}):
+        assert waited is None or waited < 1.3
+
+
+def test_a_rank_that_cannot_make_a_group_keeps_nobody_waiting() -> None:
+    def body() -> str:
+        dist.new_group()
+        if dist.get_rank() == 1:
+            with open("/proc/self/statm") as file:
+                mapped = int(file.read().split()[0]) * resource.getpagesize()
+            # Enough for one segment, but not for those of all ranks.
+            resource.setrlimit(resource.RLIMIT_AS, (mapped + (9 << 20), -1))
+        try:
+            with pytest.raises(dist.JoinError) as caught:
+                dist.new_group()
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+        dist.barrier()
+        return str(caught.value)
+
+    first, second, third, fourth = run_ranks(4, body)
+    assert "mmap" in second
+    for text in (first, third, fourth):
+        assert "another rank" in text
 
 
 def test_a_late_rank_is_named_when_the_timeout_ends() -> None:
@@ -217,9 +296,9 @@ def test_a_child_forked_after_an_asynchronous_call_ends() -> None:
             try:
                 import gc
 
-                work.wait() if work.is_completed() else None
-                with pytest.raises(dist.NotInitializedError, match="a forked child cannot wait"):
-                    receiving.wait()
+                for call in (work.is_completed, work.wait, receiving.is_completed, receiving.wait):
+                    with pytest.raises(dist.NotInitializedError, match="A forked child cannot"):
+                        call()
                 del work, receiving
                 gc.collect()
                 os._exit(0)

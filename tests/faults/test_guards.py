@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import allranks as dist
+from allranks import _core
 from allranks.testing import run_ranks
 
 COUNT = 70_000  # float32: more than a piece of the ring
@@ -107,6 +108,25 @@ def test_empty_shared_without_descriptors_or_bytes_on_one_rank() -> None:
         body()
 
     run_ranks(2, with_timeout, init=False)
+
+
+def test_what_cannot_be_mapped_leaves_no_descriptor() -> None:
+    def held() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = held()
+    sizes = _core.Sizes()
+    for _ in range(3):
+        short = [_core.create_memory(4096) for _ in range(2)]
+        sockets = [os.dup(2), os.dup(2)]
+        with pytest.raises(_core.Failure):
+            _core.Comm(0, sizes, short, _core.Liveness(sockets), 1.0, 0.0, 0.0, 0)
+        short, sockets = [_core.create_memory(4096)], [os.dup(2)]
+        with pytest.raises(_core.Failure):
+            _core.Comm.across_hosts(
+                0, [0, 1], sizes, short, _core.Liveness(sockets), [-1, os.dup(2)], -1, 0, 1.0, 0.0, 0.0, 0
+            )
+    assert held() == before
 
 
 def test_a_default_device_changes_nothing() -> None:

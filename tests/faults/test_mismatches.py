@@ -112,6 +112,49 @@ def test_a_group_that_not_all_call() -> None:
     assert "rank 0" in texts[1]
 
 
+PARTS: dict[str, Callable[[], object]] = {
+    "new_group": lambda: dist.new_group([0, 1]),
+    "split_group": lambda: dist.split_group(None, [[0, 1]]),
+    "all_gather_object": lambda: dist.all_gather_object([None, None], "x"),
+    "gather_object": lambda: dist.gather_object("x", [None, None]),
+    "broadcast_object_list": lambda: dist.broadcast_object_list(["x"]),
+    "scatter_object_list": lambda: dist.scatter_object_list([None], ["x", "y"]),
+    "empty_shared": lambda: dist.empty_shared(8),
+}
+
+
+def test_calls_that_are_made_of_others_are_named() -> None:
+    """Also where the collective behind one is what the other rank calls."""
+
+    def body() -> list[str]:
+        texts = []
+        for call in PARTS.values():
+            with pytest.raises(dist.MismatchError) as caught:
+                call() if dist.get_rank() == 0 else dist.all_gather_single(torch.empty(2).long(), torch.empty(1).long())
+            texts.append(str(caught.value))
+        return texts
+
+    for texts in run_ranks(2, body):
+        for name, text in zip(PARTS, texts, strict=True):
+            assert f"rank 0 called {name}, rank 1 called all_gather(1 x int64). No tensor was changed." in text
+            assert re.search(r"rank 0 at \S+:\d+\n", text)
+
+
+def test_a_call_that_is_made_of_others_waits_under_its_name() -> None:
+    def body() -> str:
+        dist.init_process_group(timeout=0.5)
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+            return ""
+        with pytest.raises(dist.TimeoutError) as caught:
+            dist.new_group([0, 1])
+        return str(caught.value)
+
+    assert run_ranks(2, body, init=False)[0].startswith(
+        "new_group #1 on group 'world' (rank 0 of 2): no data from rank 1"
+    )
+
+
 def test_a_rank_that_does_not_call() -> None:
     def body() -> str:
         dist.init_process_group(timeout=1.0)

@@ -31,15 +31,17 @@ def test_thd_form() -> None:
     assert read_env(environ=worker | {"RANK": "0"}).master == ("node0", 29500)
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_two_ports_are_one_too_many(rank: str) -> None:
-    """By THD's rules rank 0 would listen on one of them, and the others would dial the other one."""
-    with pytest.raises(ConfigError) as caught:
-        read_env(environ=FULL | {"RANK": rank, "MASTER_ADDR": "127.0.0.1:29591", "MASTER_PORT": "29592"})
-    assert str(caught.value).startswith(
-        f"MASTER_ADDR='127.0.0.1:29591' and MASTER_PORT=29592 name two ports (rank {rank} of 4). Expected one and"
-        " the same, for example MASTER_ADDR=127.0.0.1 MASTER_PORT=29592."
-    )
+def test_a_worker_ignores_master_port_and_the_master_master_addr(caplog: pytest.LogCaptureFixture) -> None:
+    """The THD document's rule. It allows one environment for all, and a port that is forwarded to another."""
+    both = FULL | {"MASTER_ADDR": "127.0.0.1:29591", "MASTER_PORT": "29592"}
+    assert read_env(environ=both).master == ("127.0.0.1", 29591)
+    assert read_env(environ=both | {"MASTER_PORT": "junk"}).master == ("127.0.0.1", 29591)
+    assert not caplog.records
+    assert read_env(environ=both | {"RANK": "0"}).master == ("", 29592)
+    (warning,) = caplog.messages
+    assert warning.startswith("rank 0 listens on MASTER_PORT=29592; ranks that are given MASTER_ADDR=127.0.0.1:29591")
+    assert read_env(environ=both | {"RANK": "0", "MASTER_PORT": "29591"}).master == ("127.0.0.1", 29591)
+    assert len(caplog.records) == 1
 
 
 def test_torchruns_agent() -> None:

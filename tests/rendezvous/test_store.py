@@ -640,7 +640,12 @@ def test_ipv6() -> None:
 
 def test_no_descriptor_is_inherited() -> None:
     with StoreServer.unix().start() as server, StoreClient.connect(server.address) as client:
-        fds = (server._listeners[0].fileno(), server._wake, client._idle[0].sock.fileno(), server._selector.fileno())
+        fds = (
+            server._listeners[0].fileno(),
+            server._wake.fileno(),
+            client._idle[0].sock.fileno(),
+            server._selector.fileno(),
+        )
         assert not any(os.get_inheritable(fd) for fd in fds)
         assert not any(os.get_inheritable(peer.sock.fileno()) for peer in server._peers)
 

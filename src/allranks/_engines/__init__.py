@@ -9,12 +9,13 @@ form, in which engines of devices that this process does not have are left out, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from allranks._errors import ConfigError
 
 if TYPE_CHECKING:
-    from allranks._engines.base import Engine
+    from allranks._engines.base import Engine, Parent
     from allranks._engines.native_connect import Exchange
     from allranks._rendezvous import Member
 
@@ -26,6 +27,10 @@ ENGINES: dict[str, str | None] = {"native": None, "tcp": None, "gloo": "cpu", "m
 DEFAULT = "cpu:native,cuda:nccl"
 _ALIASES = {"allranks": "native"}  # what torch.distributed calls it
 _MPI = "Install it with an MPI: pip install 'allranks[mpi]', or mpi4py beside the MPI that is here"
+_INSTEAD = (
+    ".\n  Give backend='native', which moves tensors of CPUs and GPUs in every build of torch; or none, which means"
+    f" {DEFAULT!r} with those of the two that are here. For nccl install torch with CUDA."
+)
 _OURS = ("native", "tcp")
 _PLANNED = ("ucc", "xccl")
 
@@ -55,7 +60,9 @@ def check_backend(backend: str | None) -> str:
         _check_engine(given, backend)
         if not available(given):
             why = f"needs mpi4py. {_MPI}" if given == "mpi" else f"is not in this torch: it was built without {given}"
-            raise ConfigError(f"backend {backend!r} {why}")
+            raise ConfigError(f"backend {backend!r} {why}{'' if given == 'mpi' else _INSTEAD}")
+        if not _has(ENGINES[given] or "cpu"):
+            raise ConfigError(f"backend {backend!r}: this process sees no {ENGINES[given]} device{_INSTEAD}")
         return given
     chosen: dict[str, str] = {}
     for part in given.split(","):
@@ -71,7 +78,7 @@ def check_backend(backend: str | None) -> str:
         chosen[device] = name
     here = {device: name for device, name in chosen.items() if available(name) and _has(device)}
     if not here:
-        raise ConfigError(f"backend {backend!r}: this process has neither the engine nor the device")
+        raise ConfigError(f"backend {backend!r}: this process has neither the engine nor the device{_INSTEAD}")
     one, *others = dict.fromkeys(here.values())
     if others and "cpu" not in here:
         raise ConfigError(f"backend {backend!r}: of several engines one must be for the CPU, as in cpu:native")
@@ -96,7 +103,13 @@ def meetings(backend: str, size: int) -> int:
 
 
 def make_engine(
-    backend: str, rank: int, members: Sequence[Member], exchange: Exchange, group_name: str, timeout_s: float
+    backend: str,
+    rank: int,
+    members: Sequence[Member],
+    exchange: Exchange,
+    group_name: str,
+    timeout_s: float,
+    parent: Parent | None = None,
 ) -> Engine:
     """Connects an engine with the other members of a group.
 
@@ -107,11 +120,12 @@ def make_engine(
         exchange: how they hear of each other.
         group_name: for errors.
         timeout_s: of the connecting and of every later call.
+        parent: the group that ``exchange`` goes through, on every rank, or None.
     """
     made: dict[str, Engine] = {}
     try:
         for device, name in engines_of(backend).items():
-            made[device] = _make_one(name)(rank, members, exchange, group_name, timeout_s)
+            made[device] = _make_one(name, parent)(rank, members, exchange, group_name, timeout_s)
     except BaseException:
         for engine in made.values():
             engine.close()
@@ -123,17 +137,15 @@ def make_engine(
     return ByDevice(backend, made, group_name)
 
 
-def _make_one(name: str) -> Callable[[int, Sequence[Member], Exchange, str, float], Engine]:
+def _make_one(name: str, parent: Parent | None) -> Callable[[int, Sequence[Member], Exchange, str, float], Engine]:
     if name in _OURS:
         from allranks._engines.native import NativeEngine, TcpEngine
 
-        return TcpEngine if name == "tcp" else NativeEngine
+        return partial(TcpEngine if name == "tcp" else NativeEngine, parent=parent)
     if name == "mpi":
         from allranks._engines.mpi import MpiEngine
 
         return MpiEngine
-    from functools import partial
-
     from allranks._engines.c10d import C10dEngine
 
     return partial(C10dEngine, name)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from allranks import _core
     from allranks._types import PremulSum, ReduceOp, Stats
     from allranks._work import Work
 
-__all__ = ["Engine", "Now", "never"]
+__all__ = ["Engine", "Now", "Parent", "never"]
 
 
 class Now(Protocol):
@@ -32,6 +33,18 @@ class Now(Protocol):
     def __call__(
         self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /
     ) -> bool: ...
+
+
+class Parent(NamedTuple):
+    """The group through which the members of a new one meet.
+
+    Attributes:
+        engine: its engine.
+        ranks: their ranks in it, by rank in the new group.
+    """
+
+    engine: Engine
+    ranks: Sequence[int]
 
 
 def never(verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /) -> bool:
@@ -101,6 +114,10 @@ class Engine(abc.ABC):
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
+        """Sockets that end with the processes of these ranks, which a group of them may share; None: there are none."""
+        return None
 
     @abc.abstractmethod
     def stats(self) -> Stats: ...

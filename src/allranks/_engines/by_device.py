@@ -12,6 +12,7 @@ from allranks._errors import UsageError
 from allranks._types import Stats
 
 if TYPE_CHECKING:
+    from allranks import _core
     from allranks._types import PremulSum, ReduceOp
     from allranks._work import Work
 
@@ -69,6 +70,9 @@ class ByDevice(Engine):
 
     def empty_shared(self, nbytes: int) -> Tensor:
         return self._cpu.empty_shared(nbytes)
+
+    def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
+        return self._cpu.liveness(ranks)
 
     def stats(self) -> Stats:
         """Of all engines together."""

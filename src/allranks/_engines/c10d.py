@@ -13,7 +13,6 @@ What gloo does by itself, found with torch 2.13, and what is done about it:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import threading
@@ -31,6 +30,7 @@ from allranks._engines.flat import ON_BITS, ON_BOOLS, ON_NUMBERS, FlatEngine, Pr
 from allranks._engines.native_connect import Exchange
 from allranks._engines.presence import Presence
 from allranks._errors import AllranksError, JoinError, PeerLostError, TimeoutError, UsageError
+from allranks._forks import leak
 from allranks._network import interface_of
 from allranks._threads import Daemon
 from allranks._types import ReduceOp
@@ -62,8 +62,9 @@ class C10dEngine(FlatEngine):
     ) -> None:
         super().__init__(name, rank, members, group_name, timeout_s)
         self.device = "cpu" if name == "gloo" else "cuda"
+        self.averages_integers = name == "nccl"
         self._backend: Any = None
-        self._store = GroupStore(rank, members, exchange, timeout_s)
+        self._store = GroupStore.among(rank, members, exchange, timeout_s)
         try:
             self._presence = Presence(rank, members, self._store.secret)
             make = _gloo if name == "gloo" else _nccl
@@ -147,7 +148,7 @@ class C10dEngine(FlatEngine):
 
     def abandon(self) -> None:
         if self._backend is not None:
-            _leak(self._backend)  # its destructor would wait for the parent's threads
+            leak(self._backend)  # its destructor would wait for the parent's threads
             self._backend = None
         self._store.close()
         if self._presence is not None:
@@ -196,7 +197,7 @@ class C10dEngine(FlatEngine):
                 while True:  # a message of that tag may have come
                     backend.recv(nothing, other, _HANG_UP_TAG).wait(timedelta(seconds=_SHORTEST_S))
         if not _within(_ENDING_S, lambda: all(work.done() for work in pending)):
-            _leak(backend)  # its destructor would wait for as long as they take
+            leak(backend)  # its destructor would wait for as long as they take
 
     def _end_nccl(self, backend: Any) -> None:
         if _cuda.is_initialized():  # else nothing was called, and an event would start CUDA
@@ -284,9 +285,9 @@ def reduces(engine: str, dtype: torch.dtype, op: ReduceOp) -> bool:
         return op in (ReduceOp.SUM, ReduceOp.AVG)
     if dtype is torch.bool:
         return op in ON_BOOLS and (engine == "gloo" or op not in ON_BITS)
-    if dtype in _FLOATS:
-        return op in ON_NUMBERS or op is ReduceOp.AVG
-    return op in ON_NUMBERS or (engine == "gloo" and op in ON_BITS)
+    if op is ReduceOp.AVG:
+        return True
+    return op in ON_NUMBERS or (dtype in _INTEGERS and engine == "gloo" and op in ON_BITS)
 
 
 def _gloo(store: GroupStore, rank: int, members: Sequence[Member], timeout: timedelta) -> Any:
@@ -325,7 +326,3 @@ def _within(seconds: float, done: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.001)
     return True
-
-
-def _leak(backend: Any) -> None:
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))

@@ -1,7 +1,8 @@
 """Our store for torch's backends: the addresses that they exchange travel over it, and no TCPStore is opened.
 
 Each group has a server of its own, which the group's rank 0 holds, so that no other store need outlive
-``init_process_group``: on a unix socket where all members share a host, otherwise on a TCP port with a secret.
+``init_process_group``: on a unix socket where all members share a host, otherwise on a TCP port with a secret. The
+world has one, too, for torch's default group: nobody serves it before rank 0 has one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -17,6 +19,7 @@ from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from allranks._engines.native_connect import RECORD_BYTES, Exchange
 from allranks._errors import JoinError
+from allranks._forks import follow, forks
 from allranks._network import nearest_first
 from allranks._store import StoreClient, StoreServer
 
@@ -34,36 +37,71 @@ _TRY_S = 5.0  # for one of several addresses
 
 
 class GroupStore(TorchStore):
-    """A group's store, with the methods that torch's C++ calls.
+    """A group's store, with the methods that torch's C++ calls. Connects when one of them is called first.
 
     Attributes:
-        secret: random bytes that the members of the group share.
+        record: what the members must have from rank 0; on it from the beginning, elsewhere to be set.
     """
 
-    def __init__(self, rank: int, members: Sequence[Member], exchange: Exchange, timeout_s: float) -> None:
+    def __init__(self, rank: int, members: Sequence[Member], timeout_s: float) -> None:
+        """On rank 0 it listens from now on."""
         super().__init__()
+        self._members = members
         self._timeout_s = timeout_s
         self._server: StoreServer | None = None
-        record = bytes(RECORD_BYTES)
+        self._connected: StoreClient | None = None
+        self._forks = forks()
+        self.abandon()
+        follow(self)
+        self.record = b""
         if rank == 0:
             if len({member.machine for member in members}) == 1:
                 self._server = StoreServer.unix()
-                record = _RECORD.pack(0, bytes.fromhex(self._server.address.removeprefix(_UNIX)))
+                self.record = _RECORD.pack(0, bytes.fromhex(self._server.address.removeprefix(_UNIX)))
             else:
                 secret = os.urandom(RECORD_BYTES - 2)
                 self._server = StoreServer.tcp("", 0, secret)
-                record = _RECORD.pack(self._server.port, secret)
-            self._server.start()
+                self.record = _RECORD.pack(self._server.port, secret)
+
+    def abandon(self) -> None:
+        """In a forked child, which connects anew."""
+        self._lock = threading.Lock()
+
+    @classmethod
+    def among(cls, rank: int, members: Sequence[Member], exchange: Exchange, timeout_s: float) -> GroupStore:
+        """One that is served, and to which this rank is connected. Called by all members."""
+        store = cls(rank, members, timeout_s)
         try:
-            port, self.secret = _RECORD.unpack(exchange(record)[0])
-            if port:
-                self._client = self._reach(members[0], port)
-            else:
-                self._client = StoreClient.connect(_UNIX + self.secret[:_NAME_BYTES].hex(), timeout_s=timeout_s)
+            store.record = exchange(store.record or bytes(RECORD_BYTES))[0]
+            store.serve()
+            _ = store._client
         except BaseException:
-            if self._server is not None:
-                self._server.close()
+            store.close()
             raise
+        return store
+
+    @property
+    def secret(self) -> bytes:
+        """Random bytes that the members of the group share."""
+        secret: bytes = _RECORD.unpack(self.record)[1]
+        return secret
+
+    def serve(self) -> None:
+        """Lets rank 0 begin to serve; a forked child of it does not."""
+        if self._server is not None and self._forks == forks():
+            self._server.start()
+
+    @property
+    def _client(self) -> StoreClient:
+        with self._lock:
+            if self._connected is None:
+                port, secret = _RECORD.unpack(self.record)
+                if port:
+                    self._connected = self._reach(self._members[0], port)
+                else:
+                    address = _UNIX + secret[:_NAME_BYTES].hex()
+                    self._connected = StoreClient.connect(address, timeout_s=self._timeout_s)
+            return self._connected
 
     def _reach(self, first: Member, port: int) -> StoreClient:
         if self._server is not None:
@@ -79,7 +117,8 @@ class GroupStore(TorchStore):
 
     def close(self) -> None:
         """Ends this rank's connections, and on rank 0 the server."""
-        self._client.close()
+        if self._connected is not None:
+            self._connected.close()
         if self._server is not None:
             self._server.close()
 

@@ -12,21 +12,23 @@ end the process on gloo, and write where they should not on MPI.
 from __future__ import annotations
 
 import abc
-import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from allranks import _core
 from allranks._debug import DebugLevel, get_debug_level
 from allranks._engines.base import Engine
-from allranks._engines.operands import Operands, OperandsWork, check_pieces
+from allranks._engines.operands import CODES, Operands, OperandsWork, check_apart, check_pieces
 from allranks._engines.presence import Presence
-from allranks._errors import AllranksError, MismatchError, NotInitializedError, TimeoutError, UsageError, rank_list
-from allranks._types import PremulSum, ReduceOp, Stats
+from allranks._errors import AllranksError, MismatchError, TimeoutError, UsageError, rank_list
+from allranks._forks import forks, refusal
+from allranks._types import PremulSum, ReduceOp, Stats, is_integer
 from allranks._work import Work, seconds_of
 
 if TYPE_CHECKING:
@@ -73,9 +75,11 @@ class FlatEngine(Engine):
 
     Attributes:
         on_host: it reaches only the host's memory; tensors of other devices are copied there and back.
+        averages_integers: it has AVG of integers itself; else their sums are divided here.
     """
 
     on_host = False
+    averages_integers = False
 
     def __init__(self, name: str, rank: int, members: Sequence[Member], group_name: str, timeout_s: float) -> None:
         self.name = name
@@ -88,7 +92,7 @@ class FlatEngine(Engine):
         self._pending: set[FlatWork] = set()
         self._presence: Presence | None = None
         self._stats = Stats(0, 0, 0.0, 0)
-        self._owner = os.getpid()
+        self._forks = forks()
         self._debug = get_debug_level() is DebugLevel.DETAIL
 
     # --- what an engine does with flat tensors: of bytes, or of numbers where it reduces ---
@@ -148,13 +152,14 @@ class FlatEngine(Engine):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         operands, op = self._reducing(tensor, op, "all_reduce")
-        flat, on = _numbers(operands.update(tensor)), _on_bytes(tensor, op)
+        flat = _numbers(operands.update(tensor))
+        on = self._op_on(operands, flat, tensor, op)
         return self._call(operands, tensor.nbytes, async_op, (tensor, op), self._begin_all_reduce, flat, on)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         operands, op = self._reducing(tensor, op, "reduce")
         flat = _numbers(operands.update(tensor) if root == self._rank else operands.read(tensor))
-        on = _on_bytes(tensor, op)
+        on = self._op_on(operands, flat if root == self._rank else None, tensor, op)
         return self._call(operands, tensor.nbytes, async_op, (tensor, op, root), self._begin_reduce, flat, root, on)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
@@ -166,8 +171,8 @@ class FlatEngine(Engine):
         if not isinstance(outputs, Tensor) and len({t.numel() for t in outputs if isinstance(t, Tensor)}) > 1:
             return self.all_to_all(outputs, [tensor] * len(self._members), async_op)  # pieces of uneven sizes
         operands = self._moving(tensor, "all_gather")
-        given = as_bytes(operands.read(tensor))
-        into = as_bytes(self._filled(operands, outputs, tensor))
+        results = self._filled(operands, outputs, tensor)
+        given, into = as_bytes(operands.read(tensor, (results,), self._rank)), as_bytes(results)
         return self._call(operands, tensor.nbytes, async_op, (tensor,), self._begin_all_gather, into, given)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
@@ -188,8 +193,10 @@ class FlatEngine(Engine):
         self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
     ) -> Work | None:
         operands, op = self._reducing(tensor, op, "reduce_scatter")
-        given = _numbers(self._joined(operands, inputs, tensor))
-        into, on = _numbers(operands.write(tensor)), _on_bytes(tensor, op)
+        result = operands.write(tensor)
+        given = _numbers(self._joined(operands, inputs, tensor, (result,)))
+        into = _numbers(result)
+        on = self._op_on(operands, into, tensor, op)
         return self._call(operands, given.nbytes, async_op, (tensor, op), self._begin_reduce_scatter, into, given, on)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
@@ -203,6 +210,7 @@ class FlatEngine(Engine):
                 f"what it gives has {inputs[self._rank].numel()}"
             )
         operands = self._moving(inputs[0], "all_to_all")
+        check_apart("all_to_all", outputs)
         given = torch.cat([as_bytes(operands.read(tensor)) for tensor in inputs])
         gets, gives = [tensor.nbytes for tensor in outputs], [tensor.nbytes for tensor in inputs]
         into = given.new_empty(sum(gets))
@@ -271,11 +279,24 @@ class FlatEngine(Engine):
             raise UsageError(f"{verb} on the {self.name} engine does not support {op.name} of {tensor.dtype} tensors")
         return Operands(verb, factor, self.on_host), op
 
-    def _joined(self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor) -> Tensor:
-        """One tensor with all pieces in turn, to be read."""
+    def _op_on(self, operands: Operands, into: Tensor | None, tensor: Tensor, op: ReduceOp) -> ReduceOp:
+        """The op on `_numbers` of a tensor, whose result comes to ``into``."""
+        if tensor.dtype is torch.bool:
+            return ON_BOOLS[op]
+        if op is not ReduceOp.AVG or not is_integer(tensor.dtype) or self.averages_integers:
+            return op
+        if into is not None:
+            about = into.data_ptr(), into.numel(), CODES[into.dtype], len(self._members)
+            operands.then = partial(_core.divide, *about)
+        return ReduceOp.SUM
+
+    def _joined(
+        self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor, results: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """One tensor with all pieces in turn, to be read while ``results`` are written."""
         check_pieces(operands.verb, pieces, like, len(self._members), self._check)
         if isinstance(pieces, Tensor):
-            return operands.read(pieces).detach()
+            return operands.read(pieces, results, self._rank).detach()
         joined = torch.cat([_flat(operands.read(piece)) for piece in pieces])
         operands.keep.append(joined)
         return joined
@@ -285,6 +306,7 @@ class FlatEngine(Engine):
         check_pieces(operands.verb, pieces, like, len(self._members), self._check)
         if isinstance(pieces, Tensor):
             return operands.write(pieces)
+        check_apart(operands.verb, pieces)
         whole = like.detach().new_empty(len(pieces), like.numel(), device="cpu" if self.on_host else None)
         for row, piece in zip(whole, pieces, strict=True):
             operands.fill(piece, row)
@@ -374,10 +396,8 @@ class FlatEngine(Engine):
 
     def check_process(self, verb: str) -> None:
         """Raises in a forked child, where nothing can be waited for."""
-        if os.getpid() != self._owner:
-            raise NotInitializedError(
-                f"{verb} on group '{self._group_name}' is the parent process's; a forked child cannot wait for it"
-            )
+        if self._forks != forks():
+            raise refusal(f"{verb} on group '{self._group_name}': the group")
 
     def here(self, verb: str) -> str:
         """How errors begin."""
@@ -400,6 +420,8 @@ class FlatWork(OperandsWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if self._error is not None:
             raise self._error
+        if self._finished:
+            return True
         verb = self._operands.verb
         self._engine.check_process(verb)
         limit_s = seconds_of(timeout) if timeout else None
@@ -446,10 +468,6 @@ def _numbers(tensor: Tensor) -> Tensor:
     if flat.is_complex():
         return torch.view_as_real(flat).view(-1)
     return flat.view(torch.uint8) if flat.dtype is torch.bool else flat
-
-
-def _on_bytes(tensor: Tensor, op: ReduceOp) -> ReduceOp:
-    return ON_BOOLS[op] if tensor.dtype is torch.bool else op
 
 
 def _flat(tensor: Tensor) -> Tensor:

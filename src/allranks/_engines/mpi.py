@@ -32,7 +32,7 @@ from allranks._engines import mpi_job
 from allranks._engines.flat import FlatEngine, FlatWork, Progress
 from allranks._engines.mpi_job import lock, poll
 from allranks._engines.native_connect import RECORD_BYTES, Exchange
-from allranks._engines.operands import Operands
+from allranks._engines.operands import CODES, Operands
 from allranks._engines.presence import Presence
 from allranks._errors import AllranksError, ConfigError, MismatchError, PeerLostError, TimeoutError, UsageError
 from allranks._host import usable_cpus
@@ -71,7 +71,6 @@ _WHOLE = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
-_CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
 
 _DESTROYED = "the group was destroyed while the call was pending"
 
@@ -81,7 +80,7 @@ _orphans: list[FlatWork] = []
 
 def reduces(dtype: torch.dtype, op: ReduceOp) -> bool:
     """Whether the engine has a reduce op for a dtype: what the native engine has."""
-    return dtype in _CODES and _core.reduces(_CODES[dtype], op)
+    return dtype in CODES and _core.reduces(CODES[dtype], op)
 
 
 class MpiEngine(FlatEngine):

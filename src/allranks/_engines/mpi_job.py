@@ -157,9 +157,10 @@ def join(rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str
 
 def not_launched(mpi: Any, processes: int) -> ConfigError:
     """The error of a process that is one of several, and that MPI takes for the only one."""
+    as_root = "--allow-run-as-root " if os.geteuid() == 0 and "Open MPI" in _library(mpi) else ""
     return ConfigError(
         f"backend 'mpi': this is one of {processes} processes, but MPI ({_library(mpi)}) sees this one only. Its ranks "
-        f"must be started by its own launcher: mpirun -n {processes} python train.py"
+        f"must be started by its own launcher: mpirun {as_root}-n {processes} python train.py"
     )
 
 

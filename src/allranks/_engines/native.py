@@ -19,13 +19,18 @@ import torch
 from torch import Tensor
 
 from allranks import _core
+from allranks._bytes import bytes_of
 from allranks._debug import DebugLevel, get_debug_level
-from allranks._engines.base import Engine, never
-from allranks._engines.native_connect import DOOR_BYTES, Door, Exchange, connect
+from allranks._engines.base import Engine, Parent, never
+from allranks._engines.native_connect import DOOR_BYTES, Door, Exchange, confirm, connect
 from allranks._engines.native_errors import explain
-from allranks._engines.operands import Operands, OperandsWork, check_pieces
-from allranks._errors import AllranksError, MismatchError, NotInitializedError, UsageError, rank_list
+from allranks._engines.operands import CODES, Operands, OperandsWork, check_pieces
+from allranks._env import read_int
+from allranks._errors import AllranksError, JoinError, MismatchError, UsageError, rank_list
+from allranks._forks import Socket, guard
+from allranks._futures import End
 from allranks._host import usable_cpus
+from allranks._purpose import part_of
 from allranks._sites import site, stack_hash, where
 from allranks._types import PremulSum, ReduceOp, Stats
 from allranks._work import Work, seconds_of
@@ -35,13 +40,12 @@ if TYPE_CHECKING:
 
 __all__ = ["NativeEngine", "TcpEngine"]
 
-_CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
-
 # How long a waiting rank spins before it yields its CPU, and then sleeps (core/channel/shm.cc). With more ranks
 # than CPUs it does not spin at all.
 _SPIN_US = 1.0
 
-# Finished works that nobody has waited for are looked for when so many are there.
+# Finished works that nobody has waited for are looked for when so many are there, and then when there are twice as many
+# as were left: a constant cost per call.
 _MANY_PENDING = 64
 
 _VOTE = struct.Struct("!?Q")  # of empty_shared: whether this rank has what it takes, and the bytes
@@ -50,6 +54,9 @@ _MEETING_S = 20.0  # for ranks that are all there; those that give up earlier wa
 # The pipes for send and recv, one to each other rank, share this much of a rank's segment.
 _PIPES_BYTES = 2 << 20
 _PIPE_BYTES = (16 << 10, 2 << 20)
+
+# What a rank keeps of each other's messages before they are asked for (core/mail.h), in MiB; and the most.
+_EAGER_MIB = (8, 1 << 20)
 
 _on_host = partial(Operands, on_host=True)
 
@@ -65,7 +72,13 @@ class NativeEngine(Engine):
     """Whether ranks of one host do."""
 
     def __init__(
-        self, rank: int, members: Sequence[Member], exchange: Exchange, group_name: str, timeout_s: float
+        self,
+        rank: int,
+        members: Sequence[Member],
+        exchange: Exchange,
+        group_name: str,
+        timeout_s: float,
+        parent: Parent | None = None,
     ) -> None:
         self._rank = rank
         self._members = members
@@ -73,7 +86,7 @@ class NativeEngine(Engine):
         # Works whose tensors the core may still use, although the caller may have dropped all of them. Entered
         # before the core hears of them, so that no exception in between can let a tensor go.
         self._pending: set[NativeWork] = set()
-        self._abandoned = False
+        self._many = _MANY_PENDING
         self._timeout_s = timeout_s
         self._debug = get_debug_level() is DebugLevel.DETAIL  # compare call sites
         hosts = [member.machine if self.shares_memory else str(r) for r, member in enumerate(members)]
@@ -85,24 +98,44 @@ class NativeEngine(Engine):
         place = host_of[:rank].count(host_of[rank])
         if self._spans_hosts:
             sizes.ranks = len(members)
+        shared = None
+        if parent is not None:  # and closed: the exchange says so
+            shared = parent.engine.liveness([parent.ranks[r] for r, host in enumerate(hosts) if host == hosts[rank]])
         made = connect(rank, members, host_of, exchange, lambda: _core.create_segment(place, size, sizes), timeout_s)
         self._circle = made.circle
         self._troubles = made.circle.troubles if made.circle is not None else {}
         spare = usable_cpus() - size
         spins = _SPIN_US if spare >= 0 else 0.0, _SPIN_US if spare >= size else 0.0
-        if made.circle is not None:
-            circle = made.circle
+        eager_mib = read_int(os.environ, "ALLRANKS_MESSAGE_BUFFER", 0, _EAGER_MIB[1])
+        eager = (_EAGER_MIB[0] if eager_mib is None else eager_mib) << 20
+        try:
+            with guard:
+                pulses = _numbers(made.pulses)
+                liveness = shared or _core.Liveness(_numbers(made.liveness))
+                if made.circle is None:
+                    self.comm = _core.Comm(rank, sizes, made.segments, liveness, timeout_s, *spins, eager)
+                else:
+                    self.comm = _core.Comm.across_hosts(
+                        rank, host_of, sizes, made.segments, liveness, pulses,
+                        made.circle.asking_pipe, made.circle.number, timeout_s, *spins, eager,
+                    )  # fmt: skip
+                    made.circle.comm = self.comm
+        except BaseException as error:
+            for socket in made.liveness:
+                if socket is not None:
+                    socket.close()  # else the others would wait for this rank
+            if made.circle is not None:
+                made.circle.close()
+            if isinstance(error, _core.Failure):
+                words = explain(error, "", group=group_name, rank=rank, members=members, last_calls=[], troubles={})
+                raise JoinError(f"group '{group_name}' (rank {rank}) could not be made: {words}") from None
+            raise
+        if shared is not None:
             try:
-                self.comm = _core.Comm.across_hosts(
-                    rank, host_of, sizes, made.segments, made.liveness, made.pulses,
-                    circle.asking_pipe, circle.number, timeout_s, *spins,
-                )  # fmt: skip
+                confirm(rank, made.liveness, timeout_s)
             except BaseException:
-                circle.close()
+                self.close()
                 raise
-            circle.comm = self.comm
-        else:
-            self.comm = _core.Comm(rank, sizes, made.segments, made.liveness, timeout_s, *spins)
 
         if get_debug_level() is not DebugLevel.DETAIL:
             comm = self.comm  # not self: a call outlives the engine when the group is destroyed meanwhile
@@ -151,22 +184,24 @@ class NativeEngine(Engine):
             return self._exchange("all_gather", outputs, [tensor] * len(self._members), async_op)  # uneven pieces
         self._check(tensor, "all_gather")
         operands = _on_host("all_gather")
-        work = operands.read(tensor)
-        outs = self._pieces(outputs, tensor, operands.write, "all_gather")
-        return self._call(operands, async_op, self.comm.all_gather, *self._about(work), outs)
+        results = self._pieces(outputs, tensor, operands.write_each, "all_gather")
+        work = operands.read(tensor, results)
+        return self._call(operands, async_op, self.comm.all_gather, *self._about(work), self._places(results, work))
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         self._check(tensor, "gather")
         operands = _on_host("gather")
         work = operands.read(tensor)
-        outs = [] if outputs is None else self._pieces(outputs, tensor, operands.write, "gather")
+        results = [] if outputs is None else self._pieces(outputs, tensor, operands.write_each, "gather")
+        outs = self._places(results, work)
         return self._call(operands, async_op, self.comm.gather, *self._about(work), outs, root)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         self._check(tensor, "scatter")
         operands = _on_host("scatter")
-        ins = [] if inputs is None else self._pieces(inputs, tensor, operands.read, "scatter")
+        given = [] if inputs is None else self._pieces(inputs, tensor, operands.read_each, "scatter")
         work = operands.write(tensor)
+        ins = self._places(given, work)
         return self._call(operands, async_op, self.comm.scatter, *self._about(work), ins, root)
 
     def reduce_scatter(
@@ -174,8 +209,9 @@ class NativeEngine(Engine):
     ) -> Work | None:
         _, op, factor = self._check_reduced(tensor, op, "reduce_scatter")
         operands = _on_host("reduce_scatter", factor)
-        ins = self._pieces(inputs, tensor, operands.read, "reduce_scatter")
         work = operands.write(tensor)
+        given = self._pieces(inputs, tensor, partial(operands.read_each, results=(work,)), "reduce_scatter")
+        ins = self._places(given, work)
         return self._call(operands, async_op, self.comm.reduce_scatter, *self._about(work), ins, op)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
@@ -187,10 +223,7 @@ class NativeEngine(Engine):
             if self._check(tensor, verb) != code:
                 raise UsageError(f"{verb}: tensors of {inputs[0].dtype} and {tensor.dtype} together")
         operands = _on_host(verb)
-        once = {id(tensor): tensor for tensor in inputs}  # all_gather gives every rank the same one
-        read = {key: operands.read(tensor) for key, tensor in once.items()}
-        ins = [read[id(tensor)] for tensor in inputs]
-        outs = [operands.write(tensor) for tensor in outputs]
+        ins, outs = operands.exchange(inputs, outputs, self._rank)
         return self._call(
             operands,
             async_op,
@@ -268,8 +301,8 @@ class NativeEngine(Engine):
             with door:
                 parts, sockets = door.meet(self._rank, records, min(self._timeout_s / 2, _MEETING_S))
             for socket in sockets:
-                if socket >= 0:
-                    os.close(socket)
+                if socket is not None:
+                    socket.close()
             # Rank 0's name is random, and the same for all who have met.
             block = self.comm.share(int.from_bytes(records[0][:8], "big") | 1, nbytes, parts)
         except (OSError, AllranksError, _core.Failure) as error:
@@ -284,8 +317,9 @@ class NativeEngine(Engine):
         """Everybody's records; an error on every rank if any rank has been refused or asks for another size."""
         mine = _VOTE.pack(not refused, nbytes) + record
         rows = torch.empty(len(self._members), len(mine), dtype=torch.uint8, device="cpu")
-        self.all_gather(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8), False)
-        votes = [row.numpy().tobytes() for row in rows]
+        with part_of("empty_shared"):
+            self.all_gather(rows, torch.frombuffer(bytearray(mine), dtype=torch.uint8), False)
+        votes = [bytes_of(row) for row in rows]
         well, asked = zip(*(_VOTE.unpack_from(vote) for vote in votes), strict=True)
         if len(set(asked)) > 1:
             sizes = ", ".join(f"rank {r}: {n}" for r, n in enumerate(asked))
@@ -300,6 +334,9 @@ class NativeEngine(Engine):
     def _in_words(self, error: Exception) -> str:
         return str(self.explain(error, "empty_shared") if isinstance(error, _core.Failure) else error)
 
+    def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
+        return self.comm.liveness(list(ranks))
+
     def stats(self) -> Stats:
         return Stats(*self.comm.stats())
 
@@ -312,9 +349,7 @@ class NativeEngine(Engine):
         self._pending.clear()
 
     def abandon(self) -> None:
-        self._abandoned = True
         self.now = never
-        self.comm.abandon()
 
     def explain(self, failure: _core.Failure, verb: str) -> AllranksError:
         """The error for people that the core's facts amount to."""
@@ -339,7 +374,7 @@ class NativeEngine(Engine):
                 f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on meta, and so has a shape "
                 "but no elements"
             )
-        code = _CODES.get(tensor.dtype)
+        code = CODES.get(tensor.dtype)
         if code is None or tensor.layout is not torch.strided:
             raise UsageError(f"{verb}: cannot take a tensor of {tensor.dtype}, {tensor.layout}")
         if type(tensor) is not Tensor and tensor.is_cpu and tensor.numel() and not tensor.data_ptr():
@@ -369,18 +404,29 @@ class NativeEngine(Engine):
         return shape | stack_hash() << 32 if self._debug else shape
 
     def _about(self, tensor: Tensor) -> tuple[int, int, int, int]:
-        return tensor.data_ptr(), tensor.numel(), _CODES[tensor.dtype], self._mark(tensor)
+        return tensor.data_ptr(), tensor.numel(), CODES[tensor.dtype], self._mark(tensor)
 
     def _pieces(
-        self, pieces: Sequence[Tensor] | Tensor, like: Tensor, use: Callable[[Tensor], Tensor], verb: str
-    ) -> list[int]:
-        """Addresses of one piece per rank, each like ``like``: of a list, or of one tensor that holds them in turn."""
-        size = len(self._members)
-        check_pieces(verb, pieces, like, size, self._check)
-        if isinstance(pieces, Tensor):
-            first = use(pieces).data_ptr()
-            return [first + i * like.nbytes for i in range(size)]
-        return [use(piece).data_ptr() for piece in pieces]
+        self,
+        pieces: Sequence[Tensor] | Tensor,
+        like: Tensor,
+        use: Callable[[Sequence[Tensor]], list[Tensor]],
+        verb: str,
+    ) -> list[Tensor]:
+        """What the core uses of one piece per rank, each like ``like``: a list, or one tensor that holds them in turn.
+
+        Returns:
+            So many tensors.
+        """
+        check_pieces(verb, pieces, like, len(self._members), self._check)
+        return use((pieces,) if isinstance(pieces, Tensor) else pieces)
+
+    def _places(self, used: Sequence[Tensor], like: Tensor) -> list[int]:
+        """The address of each rank's piece in these; none if there are none."""
+        if len(used) != 1:
+            return [piece.data_ptr() for piece in used]
+        first = used[0].data_ptr()
+        return [first + rank * like.nbytes for rank in range(len(self._members))]
 
     # --- calls ---
 
@@ -397,9 +443,10 @@ class NativeEngine(Engine):
         return None
 
     def _started(self, operands: Operands, method: Callable[..., _core.Request | None], *args: Any) -> NativeWork:
-        if len(self._pending) > _MANY_PENDING:
+        if len(self._pending) > self._many:
             for done in [work for work in tuple(self._pending) if work.done()]:
                 self._pending.discard(done)
+            self._many = max(_MANY_PENDING, 2 * len(self._pending))
         work = NativeWork(self, operands)
         self._pending.add(work)
         try:
@@ -411,10 +458,6 @@ class NativeEngine(Engine):
 
     def wait(self, work: NativeWork, timeout_s: float) -> None:
         """Blocks until the core no longer uses the work's tensors; raises its error."""
-        if self._abandoned:
-            raise NotInitializedError(
-                f"{work.verb} on group '{self._group_name}' is the parent process's; a forked child cannot wait for it"
-            )
         assert work.request is not None
         try:
             self.comm.wait(work.request, timeout_s)
@@ -423,6 +466,11 @@ class NativeEngine(Engine):
         finally:
             if work.done():
                 self._pending.discard(work)
+
+
+def _numbers(sockets: Sequence[Socket | None]) -> list[int]:
+    """Their descriptors, which the core takes over; -1 for None."""
+    return [-1 if each is None else each.detach() for each in sockets]
 
 
 class TcpEngine(NativeEngine):
@@ -443,6 +491,8 @@ class NativeWork(OperandsWork):
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if self._error is not None:
             raise self._error
+        if self._finished:
+            return True
         try:
             self._engine.wait(self, seconds_of(timeout) if timeout else -1.0)
         except AllranksError as error:
@@ -459,3 +509,9 @@ class NativeWork(OperandsWork):
     def done(self) -> bool:
         """Whether the core no longer uses the tensors."""
         return self.request is not None and self.request.done()
+
+    def end(self, ticket: int) -> End:
+        if self.request is None or self.done():
+            return End.PAST
+        self.request.watch(ticket)
+        return End.TOLD

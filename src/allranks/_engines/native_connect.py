@@ -1,10 +1,10 @@
 """Connects the native engine's ranks.
 
 Those of one host hand a piece of their memory to each other, over unix sockets in the abstract namespace, which leave
-no file behind. The sockets stay open as liveness sockets: the end of one says that its rank is gone. Those of
-different hosts connect over TCP when they need it (`native_tcp`); from the beginning only the first ranks of hosts
-do, for signs of life. How the ranks hear of each other's addresses is the caller's
-business (`Exchange`): a store for the world, the parent group for a group made later.
+no file behind. The sockets stay open as liveness sockets: the end of one says that its rank is gone. A group made from
+another uses that group's, and closes its own. Those of different hosts connect over TCP when they need it
+(`native_tcp`); from the beginning only the first ranks of hosts do, for signs of life. How the ranks hear of each
+other's addresses is the caller's business (`Exchange`): a store for the world, the parent group for a group made later.
 
 On one host are ranks that see one running kernel and one network namespace (`_network.machine`), and then the unix
 sockets must connect: no name and no number of local ranks is believed.
@@ -13,23 +13,27 @@ sockets must connect: no name and no number of local ranks is believed.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from allranks import _core
 from allranks._engines.native_tcp import Circle, Reception, Target
 from allranks._errors import JoinError, rank_list
+from allranks._forks import Socket
 from allranks._store import load_secret
+from allranks._store.client import credentials
 
 if TYPE_CHECKING:
     from allranks._rendezvous import Member
 
-__all__ = ["DOOR_BYTES", "RECORD_BYTES", "Connections", "Door", "Exchange", "connect"]
+__all__ = ["DOOR_BYTES", "RECORD_BYTES", "Connections", "Door", "Exchange", "confirm", "connect"]
 
 Exchange: TypeAlias = Callable[[bytes], list[bytes]]
 """Gives every rank of the group every rank's record, by rank."""
@@ -56,14 +60,14 @@ class Connections(NamedTuple):
 
     Attributes:
         segments: descriptors of the memories of this host's ranks, in order.
-        liveness: of the sockets to them that stay connected; -1 for this rank.
-        pulses: of the connections for signs of life, by rank; -1 for others. Empty where this rank has none.
+        liveness: the sockets to them that stay connected; None for this rank.
+        pulses: the connections for signs of life, by rank; None for others. Empty where this rank has none.
         circle: what makes the connections with other hosts that are needed later; None where all share this host.
     """
 
     segments: list[int]
-    liveness: list[int]
-    pulses: list[int]
+    liveness: list[Socket | None]
+    pulses: list[Socket | None]
     circle: Circle | None
 
 
@@ -91,7 +95,7 @@ def connect(
     """
     memory = create()
     if len(members) == 1:
-        return Connections([memory], [-1], [], None)
+        return Connections([memory], [None], [], None)
     deadline = time.monotonic() + timeout_s
     near = [r for r, host in enumerate(host_of) if host == host_of[rank]]
     local = len({member.machine for member in members}) == 1  # and so is the network
@@ -102,7 +106,7 @@ def connect(
         secret = load_secret()
         reception = Reception.of((_LOOPBACK,) if local else members[rank].addresses)
         circle = None
-        pulses: list[int] = []
+        pulses: list[Socket | None] = []
         try:
             records = exchange(door.record + _PORT.pack(reception.port))
             targets: list[Target | None] = [
@@ -118,11 +122,31 @@ def connect(
             segments, liveness = door.meet(near.index(rank), [records[r] for r in near], left_s, near)
         except BaseException:
             for pulse in pulses:
-                if pulse >= 0:
-                    os.close(pulse)
+                if pulse is not None:
+                    pulse.close()
             circle.close() if circle is not None else reception.let_go()
             raise
     return Connections(segments, liveness, pulses, circle)
+
+
+def confirm(rank: int, sockets: Sequence[Socket | None], timeout_s: float) -> None:
+    """Returns when every rank of this host has made its group, and closes the sockets.
+
+    Of a group that uses other liveness sockets: those do not end where a rank fails to make it, but these do.
+
+    Raises:
+        JoinError: a rank has failed, or did not come in time.
+    """
+    own = [connection for connection in sockets if connection is not None]
+    try:
+        _agree(rank, own, time.monotonic() + min(timeout_s, _THERE_S))
+    except JoinError:
+        raise
+    except OSError as error:
+        raise JoinError(f"rank {rank}: another rank did not make the group ({error})") from error
+    finally:
+        for connection in own:
+            connection.close()
 
 
 class Door:
@@ -141,7 +165,7 @@ class Door:
     def __init__(self, memory: int) -> None:
         self._memory = memory
         try:
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            self._listener = Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             name = secrets.token_bytes(_NAME_BYTES)
             self._listener.bind(_address(name))
             self._listener.listen(socket.SOMAXCONN)
@@ -160,7 +184,7 @@ class Door:
 
     def meet(
         self, rank: int, records: list[bytes], timeout_s: float, numbers: Sequence[int] | None = None
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[int], list[Socket | None]]:
         """Exchanges descriptors of memory with the other ranks of this host.
 
         Args:
@@ -170,7 +194,7 @@ class Door:
             numbers: how errors call them.
 
         Returns:
-            The memories' descriptors and those of the sockets that stay connected (-1 for this rank), by rank.
+            The memories' descriptors and the sockets that stay connected (None for this rank), by rank.
 
         Raises:
             JoinError: a rank could not be reached in time.
@@ -178,7 +202,7 @@ class Door:
         numbers = range(len(records)) if numbers is None else numbers
         segments = [-1] * len(records)
         segments[rank], self._memory = self._memory, -1
-        sockets: dict[int, socket.socket] = {}
+        sockets: dict[int, Socket] = {}
         try:
             _meet(rank, records, self._listener, sockets, segments, time.monotonic() + timeout_s, numbers)
         except BaseException:
@@ -188,7 +212,7 @@ class Door:
                 if segment >= 0:
                     os.close(segment)
             raise
-        return segments, [sockets[r].detach() if r in sockets else -1 for r in range(len(records))]
+        return segments, [sockets.get(r) for r in range(len(records))]
 
 
 def _address(name: bytes) -> str:
@@ -198,8 +222,8 @@ def _address(name: bytes) -> str:
 def _meet(
     rank: int,
     records: list[bytes],
-    listener: socket.socket,
-    sockets: dict[int, socket.socket],
+    listener: Socket,
+    sockets: dict[int, Socket],
     segments: list[int],
     deadline: float,
     numbers: Sequence[int],
@@ -212,24 +236,27 @@ def _meet(
 
     try:
         for peer in range(rank):
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            connection = Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             sockets[peer] = connection
             connection.settimeout(left())
             connection.connect(_address(records[peer][:_NAME_BYTES]))
+            _, uid, _ = credentials(connection)
+            if uid != os.geteuid():
+                raise JoinError(
+                    f"rank {numbers[rank]}: what answers at the address of rank {numbers[peer]} belongs to user {uid}, "
+                    f"this process to user {os.geteuid()}"
+                )
             socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
-        while len(sockets) < size - 1:
-            listener.settimeout(left())
-            connection = listener.accept()[0]
-            connection.settimeout(min(5.0, left()))
-            try:
-                peer, segment = _hear(connection, token)
-            except OSError:
-                peer = -1
-            if not rank < peer < size or peer in sockets:
-                connection.close()  # a stranger
-                continue
-            sockets[peer], segments[peer] = connection, segment
-            socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
+        with contextlib.closing(_callers(listener, token, deadline)) as callers:
+            while len(sockets) < size - 1:
+                connection, peer, segment = next(callers)
+                if not rank < peer < size or peer in sockets:
+                    connection.close()
+                    os.close(segment)
+                    continue
+                sockets[peer], segments[peer] = connection, segment
+                connection.settimeout(left())
+                socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
         for peer in range(rank):
             sockets[peer].settimeout(left())
             heard, segments[peer] = _hear(sockets[peer], token)
@@ -238,12 +265,9 @@ def _meet(
                     f"rank {numbers[rank]}: what answers at the address of rank {numbers[peer]} is not that rank"
                 )
         # Nobody goes on before everybody is connected: the way they heard of each other may then go away.
-        for connection in sockets.values():
-            connection.sendall(b"!")
-        for connection in sockets.values():
-            connection.settimeout(left())
-            if connection.recv(1) != b"!":
-                raise JoinError(f"rank {numbers[rank]}: another rank broke off while the ranks were connecting")
+        _agree(numbers[rank], sockets.values(), deadline)
+    except JoinError:  # an OSError, too
+        raise
     except OSError as error:
         missing = [r for r in range(size) if r != rank and segments[r] < 0]
         why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
@@ -253,12 +277,71 @@ def _meet(
         ) from error
 
 
+def _agree(number: int, sockets: Collection[Socket], deadline: float) -> None:
+    """Returns when every rank has come here."""
+    for connection in sockets:
+        connection.sendall(b"!")
+    for connection in sockets:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        if connection.recv(1) != b"!":
+            raise JoinError(f"rank {number}: another rank broke off while the ranks were connecting")
+
+
+def _callers(listener: Socket, token: bytes, deadline: float) -> Generator[tuple[Socket, int, int], None, None]:
+    """Who connects and knows the token: the connection, the rank and the segment.
+
+    Others are dropped: those of another user at once, those that are silent at the end. None holds up another.
+
+    Raises:
+        TimeoutError: at the deadline.
+    """
+    silent: set[Socket] = set()
+    listener.setblocking(False)
+    selector = selectors.PollSelector()  # no descriptor, which a forked child would have, too
+    selector.register(listener, selectors.EVENT_READ)
+    try:
+        while time.monotonic() < deadline:
+            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                connection = key.fileobj
+                assert isinstance(connection, Socket)
+                if connection is listener:
+                    if (caller := _accepted(listener)) is not None:
+                        silent.add(caller)
+                        selector.register(caller, selectors.EVENT_READ)
+                    continue
+                selector.unregister(connection)
+                silent.remove(connection)
+                peer, segment = _hear(connection, token)
+                if peer >= 0:
+                    yield connection, peer, segment
+                else:
+                    connection.close()
+        raise builtins.TimeoutError
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def _accepted(listener: Socket) -> Socket | None:
+    """The next connection, if it is of this user."""
+    try:
+        connection, _ = listener.accept()
+    except (BlockingIOError, ConnectionAbortedError):  # gone again
+        return None
+    if credentials(connection)[1] != os.geteuid():
+        connection.close()
+        return None
+    connection.setblocking(False)
+    return connection
+
+
 def _hear(connection: socket.socket, token: bytes) -> tuple[int, int]:
     """The rank and the segment of a peer that knows the token; (-1, -1) for anybody else."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
-    message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-    if uid == os.getuid() and len(message) == _HELLO.size and len(fds) == 1:
+    try:
+        message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+    except (BlockingIOError, ConnectionError):
+        return -1, -1
+    if len(message) == _HELLO.size and len(fds) == 1:
         said, rank = _HELLO.unpack(message)
         if secrets.compare_digest(said, token):
             return rank, fds[0]

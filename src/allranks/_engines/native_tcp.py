@@ -28,6 +28,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from allranks._errors import AllranksError, ConfigError, JoinError, SecretError, rank_list
+from allranks._forks import Descriptor, Socket, guard
 from allranks._network import listen, nearest_first
 from allranks._store import reason
 from allranks._store.wire import (
@@ -154,7 +155,7 @@ class Circle:
         self.key = circle_key(secret, token)
         self.name = circle_name(token)
         self.refusals: dict[str, str] = {}
-        self.pulses: dict[int, socket.socket] = {}
+        self.pulses: dict[int, Socket] = {}
         self.open: set[tuple[int, int]] = set()
         self.failed: AllranksError | None = None
         self.changed = threading.Condition()
@@ -165,11 +166,11 @@ class Circle:
         """Where the core writes which connections it needs."""
         return self._reception.asking_pipe
 
-    def connect_pulses(self, peers: Sequence[int], timeout_s: float) -> list[int]:
+    def connect_pulses(self, peers: Sequence[int], timeout_s: float) -> list[Socket | None]:
         """Connects with the leaders of other hosts.
 
         Returns:
-            The descriptors by rank, -1 of others; nothing where there are no peers.
+            The connections by rank, None of others; nothing where there are no peers.
 
         Raises:
             JoinError: one could not be reached in time.
@@ -189,7 +190,7 @@ class Circle:
                 raise self.failed
             if missing:
                 raise JoinError(self._who_is_missing(missing, timeout_s))
-            return [self.pulses.pop(r).detach() if r in peers else -1 for r in range(len(self._members))]
+            return [self.pulses.pop(r) if r in peers else None for r in range(len(self._members))]
 
     def _who_is_missing(self, missing: list[int], timeout_s: float) -> str:
         me = self._members[self.rank]
@@ -218,7 +219,7 @@ class Circle:
         """Whether such a connection can be used now."""
         return peer < len(self.targets) and self.targets[peer] is not None and (kind == PULSE or self.comm is not None)
 
-    def give(self, peer: int, kind: int, connection: socket.socket, greeting: bytes) -> None:
+    def give(self, peer: int, kind: int, connection: Socket, greeting: bytes) -> None:
         """Hands a connection over."""
         self.open.add((peer, kind))
         if kind == PULSE:
@@ -233,7 +234,8 @@ class Circle:
         if comm is None:  # closed meanwhile
             connection.close()
         else:
-            comm.adopt(peer, kind, connection.detach(), greeting.decode())
+            with guard:
+                comm.adopt(peer, kind, connection.detach(), greeting.decode())
 
     def give_up(self, peer: int, kind: int, error: AllranksError | None) -> None:
         """There will be no connection with a rank."""
@@ -248,7 +250,7 @@ class Circle:
             comm.give_up(peer)
 
     def close(self) -> None:
-        """The group has ended, or was never made. Idempotent."""
+        """The group has ended, or was never made. Idempotent. A forked child does not call it."""
         self._reception.leave(self)
         self.comm = None
         for connection in self.pulses.values():
@@ -266,7 +268,7 @@ class _Caller:
     hello: Hello
     expected: bytes
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
+    def __init__(self, connection: Socket, name: str) -> None:
         self.connection = connection
         self.name = name
         self.since = time.monotonic()
@@ -276,7 +278,7 @@ class _Caller:
 class _Dial:
     """A connection that is wanted, address after address until one leads to the rank."""
 
-    connection: socket.socket | None = None  # None: pausing
+    connection: Socket | None = None  # None: pausing
     nonce: bytes
     decoder: FrameDecoder
 
@@ -305,7 +307,6 @@ class Reception:
 
     Attributes:
         port: the same on all addresses.
-        asking_pipe: where a group's number, a rank and a kind are written to have them connected.
     """
 
     _all: ClassVar[dict[tuple[str, ...], Reception]] = {}
@@ -340,8 +341,7 @@ class Reception:
         self._stopping = False
         self._listeners = _listen(addresses)
         self.port: int = self._listeners[0].getsockname()[1]
-        self._heard, self.asking_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        # Not epoll: a forked child that closed a descriptor of it would change the parent's.
+        self._heard, self._asking = map(Descriptor, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
         self._selector = selectors.PollSelector()
         for listener in self._listeners:
             self._selector.register(listener, selectors.EVENT_READ, self._accept)
@@ -363,25 +363,20 @@ class Reception:
 
     @classmethod
     def forget_all(cls) -> None:
-        """In a forked child, where there is no thread: closes what is the parent's."""
+        """In a forked child, where there is no thread."""
         cls._guard = threading.RLock()
-        for reception in cls._all.values():
-            for circle in reception._circles.values():
-                for connection in circle.pulses.values():
-                    connection.close()
-            for dial in reception._dials:
-                if dial.connection is not None:
-                    dial.connection.close()
-            for caller in reception._callers:
-                caller.connection.close()
-            reception._close_descriptors()
         cls._all.clear()
+
+    @property
+    def asking_pipe(self) -> int:
+        """Where a group's number, a rank and a kind are written to have them connected."""
+        return self._asking.fileno()
 
     def _close_descriptors(self) -> None:
         for listener in self._listeners:
             listener.close()
-        os.close(self._heard)
-        os.close(self.asking_pipe)
+        self._heard.close()
+        self._asking.close()
 
     def enter(self, circle: Circle) -> int:
         """A group is to be known here from now on. Returns its number."""
@@ -425,7 +420,7 @@ class Reception:
             self._end(dial)
 
     def _take_orders(self, _: object) -> None:
-        data = os.read(self._heard, 512 * _ASK.size)
+        data = os.read(self._heard.fileno(), 512 * _ASK.size)
         for number, peer, kind in _ASK.iter_unpack(data):
             if kind == _CLOSE:
                 for dial in [d for d in self._dials if d.circle.number == number]:
@@ -442,7 +437,7 @@ class Reception:
 
     # Who connects to this process.
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: Socket) -> None:
         try:
             connection, where = listener.accept()
         except OSError as error:  # gone again; or no descriptor is free, and some may be soon
@@ -522,7 +517,7 @@ class Reception:
             return
         family = socket.AF_INET6 if ":" in dial.address else socket.AF_INET
         try:
-            dial.connection = socket.socket(family, socket.SOCK_STREAM)
+            dial.connection = Socket(family, socket.SOCK_STREAM)
             _do_without_pacing(dial.connection)
         except OSError as error:
             self._fail(dial, reason(error))
@@ -579,7 +574,7 @@ class Reception:
         except (OSError, WireError) as error:
             self._fail(dial, reason(error))
 
-    def _prove(self, dial: _Dial, connection: socket.socket, hello: Hello, frame: bytes) -> None:
+    def _prove(self, dial: _Dial, connection: Socket, hello: Hello, frame: bytes) -> None:
         if not frame.startswith(PROTOCOL[:-2]):
             raise WireError("what it says is not allranks")
         theirs, said = frame[len(PROTOCOL) : len(PROTOCOL) + NONCE], frame[len(PROTOCOL) + NONCE :]
@@ -591,7 +586,7 @@ class Reception:
             raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
         dial.proved = True
 
-    def _hear_verdict(self, dial: _Dial, connection: socket.socket, said: bytes) -> None:
+    def _hear_verdict(self, dial: _Dial, connection: Socket, said: bytes) -> None:
         if said == _TURNED_DOWN:  # the other side's own connection is there or on its way
             self._end(dial)
             return

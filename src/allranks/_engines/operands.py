@@ -4,6 +4,9 @@ call has ended.
 An engine that reaches only the host's memory gets copies there of tensors on a GPU or another device. Each of these
 copies has ended when it returns: what is copied from a device is what its current stream had computed, and what is
 copied back is there for whoever comes after `finish`, on whatever stream or thread.
+
+Engines write results while they still read operands. An operand that lies where a result does is therefore copied,
+unless the two are the same piece, as in calls in place. Results that share memory are refused.
 """
 
 from __future__ import annotations
@@ -11,16 +14,24 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from allranks import _core
 from allranks._errors import AllranksError, UsageError
+from allranks._forks import forks, refusal
+from allranks._futures import End
 from allranks._types import scaled
 from allranks._work import Work
 
-__all__ = ["Operands", "OperandsWork", "check_pieces"]
+__all__ = ["CODES", "Operands", "OperandsWork", "check_apart", "check_pieces"]
+
+CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
+"""The core's numbers of dtypes."""
 
 
 class Operands:
@@ -32,7 +43,7 @@ class Operands:
         on_host: whether all must be in the host's memory.
     """
 
-    __slots__ = ("_back", "_device", "_factor", "_on_host", "keep", "results", "verb")
+    __slots__ = ("_back", "_device", "_factor", "_on_host", "keep", "then", "verb")
 
     def __init__(self, verb: str, factor: float | Tensor | None = None, on_host: bool = False) -> None:
         self.verb = verb
@@ -41,18 +52,48 @@ class Operands:
         self._device: torch.device | None = None
         self._back: list[tuple[Tensor, Tensor]] = []
         self.keep: list[Tensor] = []
-        self.results: list[Tensor] = []
+        self.then: Callable[[], object] | None = None
+        """What is still to be done with what the engine has written."""
 
-    def read(self, tensor: Tensor) -> Tensor:
-        """What the engine reads in place of ``tensor``."""
+    def read(self, tensor: Tensor, results: Sequence[Tensor] = (), slot: int | None = None) -> Tensor:
+        """What the engine reads in place of ``tensor``.
+
+        Args:
+            tensor: the caller's.
+            results: what the engine writes meanwhile. Where one is a whole piece of the other, or both are the same,
+                no copy is needed.
+            slot: which piece that must be; None: any.
+        """
         self._check_device(tensor)
-        work = tensor if self._factor is None and self._fits(tensor) else self._copy(tensor)
+        as_it_is = self._factor is None and self._fits(tensor)
+        work = tensor if as_it_is and not any(_clash(tensor, r, slot) for r in results) else self._copy(tensor)
         self.keep.append(work)
         return work
 
+    def exchange(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], own: int) -> tuple[list[Tensor], ...]:
+        """What the engine reads and what it writes in an all_to_all, by rank. Piece r may be the same in both."""
+        check_apart(self.verb, outputs)
+        once = {id(tensor): tensor for tensor in inputs}  # all_gather gives every rank the same one
+        read = {key: self.read(tensor) for key, tensor in once.items()}
+        reads = [read[id(tensor)] for tensor in inputs]
+        writes = [self.write(tensor) for tensor in outputs]
+        for key in {id(inputs[r]) for r in _clashes(reads, writes, own)}:
+            read[key] = self._copy(read[key])
+            self.keep.append(read[key])
+        return [read[id(tensor)] for tensor in inputs], writes
+
+    def read_each(self, tensors: Sequence[Tensor], results: Sequence[Tensor] = ()) -> list[Tensor]:
+        """As ``read``, of several."""
+        return [self.read(tensor, results) for tensor in tensors]
+
+    def write_each(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """As ``write``, of several, which must not share memory."""
+        check_apart(self.verb, tensors)
+        return [self.write(tensor) for tensor in tensors]
+
     def write(self, tensor: Tensor) -> Tensor:
         """What the engine writes, all of it, in place of ``tensor``; ``finish`` brings it there."""
-        self._check_result(tensor)
+        self._check_device(tensor)
         if self._fits(tensor):
             self.keep.append(tensor)
             return tensor
@@ -62,7 +103,7 @@ class Operands:
 
     def update(self, tensor: Tensor) -> Tensor:
         """What the engine reads and then writes in place of ``tensor``; ``finish`` brings it there."""
-        self._check_result(tensor)
+        self._check_device(tensor)
         if self._factor is None and self._fits(tensor):
             self.keep.append(tensor)
             return tensor
@@ -70,12 +111,14 @@ class Operands:
 
     def fill(self, tensor: Tensor, part: Tensor) -> None:
         """Lets ``finish`` bring ``part``, which the engine writes, to ``tensor``."""
-        self._check_result(tensor)
+        self._check_device(tensor)
         _check_distinct(self.verb, tensor)
         self._back.append((tensor, part.view(tensor.shape)))
 
     def finish(self) -> None:
-        back, self._back = self._back, []
+        (back, self._back), (then, self.then) = (self._back, []), (self.then, None)
+        if then is not None:
+            then()
         self.keep.clear()
         if back:
             with torch.no_grad():
@@ -87,10 +130,6 @@ class Operands:
             self._device = tensor.device
         elif tensor.device != self._device:
             raise UsageError(f"{self.verb}: tensors on {self._device} and on {tensor.device} in one call")
-
-    def _check_result(self, tensor: Tensor) -> None:
-        self._check_device(tensor)
-        self.results.append(tensor)
 
     def _fits(self, tensor: Tensor) -> bool:
         return _plain(tensor) and (tensor.is_cpu or not self._on_host)
@@ -121,7 +160,9 @@ class OperandsWork(Work):
         self.verb = operands.verb
         self._operands = operands
         self._error: BaseException | None = None
+        self._finished = False
         self._lock = threading.Lock()
+        self._forks = forks()
 
     @abc.abstractmethod
     def done(self) -> bool:
@@ -130,8 +171,13 @@ class OperandsWork(Work):
     def _finish(self) -> None:
         with self._lock:  # of several threads that wait, none shall go on before the results are where they belong
             self._operands.finish()
+        self._finished = True
 
     def is_completed(self) -> bool:
+        if self._finished or self._error is not None:
+            return True
+        if self._forks != forks():
+            raise refusal(f"is_completed of {self.verb}: its group")
         if not self.done():
             return False
         if self._error is None:
@@ -142,8 +188,8 @@ class OperandsWork(Work):
     def exception(self) -> BaseException | None:
         return self._error if self.is_completed() else None
 
-    def _results(self) -> list[Tensor]:
-        return self._operands.results
+    def end(self, ticket: int) -> End:
+        return End.PAST if self.done() else End.ASKED
 
 
 def check_pieces(verb: str, pieces: object, like: Tensor, size: int, check: Callable[[Tensor, str], object]) -> None:
@@ -179,6 +225,59 @@ def check_pieces(verb: str, pieces: object, like: Tensor, size: int, check: Call
                 f"{verb}: expected {like.numel()} elements of {like.dtype} in the tensor for rank {rank}, "
                 f"not {piece.numel()} of {piece.dtype}"
             )
+
+
+def check_apart(verb: str, results: Sequence[Tensor]) -> None:
+    """Raises where results share memory. Of those whose elements do not lie in one piece only the first is looked at:
+    they are written one after the other when the call has ended.
+
+    Raises:
+        UsageError: they do.
+    """
+    spans = sorted(
+        (tensor.data_ptr(), tensor.nbytes if tensor.is_contiguous() else tensor.element_size(), index)
+        for index, tensor in enumerate(results)
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel()
+    )
+    for (begin, nbytes, first), (after, _, second) in pairwise(spans):
+        if begin and after < begin + nbytes:
+            raise UsageError(
+                f"{verb}: results {min(first, second)} and {max(first, second)} share memory, so that one would "
+                "overwrite the other. Give each a tensor of its own"
+            )
+
+
+def _clash(tensor: Tensor, result: Tensor, slot: int | None) -> bool:
+    """Whether contiguous tensors overlap, and neither is a whole piece (if given: piece ``slot``) of the other."""
+    (piece, small), (nbytes, large) = sorted((t.nbytes, t.data_ptr()) for t in (tensor, result))
+    if piece == 0 or small >= large + nbytes or large >= small + piece:
+        return False
+    before, beside = divmod(small - large, piece)
+    return beside > 0 or before < 0 or small + piece > large + nbytes or slot not in (None, before)
+
+
+def _clashes(reads: Sequence[Tensor], writes: Sequence[Tensor], own: int) -> list[int]:
+    """The pieces of an all_to_all whose operand is overwritten by a result that is not exactly in its place.
+
+    Args:
+        reads: contiguous, by rank.
+        writes: contiguous and apart, by rank.
+        own: this rank. Its own piece is not written where it lies already.
+    """
+    spans = sorted(
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, rank)
+        for rank, tensor in enumerate(writes)
+        if tensor.nbytes and not (rank == own and tensor.data_ptr() == reads[own].data_ptr())
+    )
+    ends = [end for _, end, _ in spans]
+    found = []
+    for rank, tensor in enumerate(reads):
+        place = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, rank
+        first = bisect_right(ends, place[0])
+        over = [span for span in spans[first : first + 2] if tensor.nbytes and span[0] < place[1]]
+        if over and over != [place]:
+            found.append(rank)
+    return found
 
 
 def _plain(tensor: Tensor) -> bool:

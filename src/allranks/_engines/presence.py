@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from allranks._forks import Socket
+
 if TYPE_CHECKING:
     from allranks._rendezvous import Member
 
@@ -34,7 +36,7 @@ class Presence:
         self._rank = rank
         self._near = [r for r, member in enumerate(members) if r != rank and member.machine == members[rank].machine]
         self._key = hashlib.sha256(secret).hexdigest()[:32]
-        self._sign = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sign = Socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sign.bind(self._name(rank))
         self._sign.setblocking(False)
         self._left: dict[int, int] = {}
@@ -62,7 +64,7 @@ class Presence:
         self.close()
 
     def close(self) -> None:
-        """In a forked child: lets go of the parent's sign, which stays."""
+        """Takes the sign down. In a forked child: the parent's stays."""
         self._sign.close()
 
     def _hear(self) -> int:

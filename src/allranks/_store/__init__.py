@@ -25,6 +25,7 @@ secret may be empty. Without TLS nothing is encrypted.
 from __future__ import annotations
 
 from allranks._errors import SecretError, StoreLostError
+from allranks._public import publish
 from allranks._store.client import StoreClient, reason
 from allranks._store.file import FileStore
 from allranks._store.secret import load_secret
@@ -48,3 +49,6 @@ __all__ = [
     "load_secret",
     "reason",
 ]
+
+
+publish(globals())

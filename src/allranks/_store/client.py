@@ -8,6 +8,7 @@ the handshake does; a stranger on the port is told apart from a server that is n
 from __future__ import annotations
 
 import builtins
+import encodings.idna  # noqa: F401 - else a thread loads it with the first host name, and a child forked then may wait for its lock
 import errno
 import math
 import os
@@ -23,6 +24,7 @@ import msgspec
 
 from allranks._env import split_host_port
 from allranks._errors import ConfigError, JoinError, SecretError, StoreLostError, TimeoutError, UsageError
+from allranks._forks import Socket, follow
 from allranks._store.stores import Store
 from allranks._store.tls import Tls, tls_context
 from allranks._store.wire import (
@@ -120,10 +122,15 @@ class StoreClient(Store):
         self._secret = secret
         self.timeout_s = timeout_s
         self._context: ssl.SSLContext | None = None  # read from the environment by the first TCP connection
+        self._closed = False
+        self.abandon()
+        follow(self)
+
+    def abandon(self) -> None:
+        """In a forked child: the connections are the parent's. The child's first request makes one of its own."""
         self._lock = threading.Lock()
         self._idle: list[_Line] = []
         self._busy: set[_Line] = set()
-        self._closed = False
 
     @classmethod
     def connect(
@@ -245,7 +252,7 @@ class StoreClient(Store):
         if self._context is None and self.address.startswith("tcp:"):
             self._context = tls_context(server_side=False)
         for family, target in _resolve(self.address):
-            line = _Line(socket.socket(family, socket.SOCK_STREAM), self._context)
+            line = _Line(Socket(family, socket.SOCK_STREAM), self._context)
             try:
                 now = time.monotonic()
                 line.sock.settimeout(min(max(deadline - now, 0.001), 3.0))

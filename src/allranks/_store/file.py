@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from allranks._errors import ConfigError, StoreLostError, TimeoutError, UsageError
+from allranks._forks import follow, forks
 from allranks._store.client import reason
 from allranks._store.stores import Store
 from allranks._store.table import KeyTable
@@ -128,9 +129,14 @@ class _Log:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
+        self._forks = forks()
         self._inode: int | None = None
+        self.abandon()
+        follow(self)
+
+    def abandon(self) -> None:
+        """In a forked child: reads the file anew, as a thread of the parent's may have been reading."""
+        self._lock = threading.Lock()
         self.position = 0  # bytes, up to the end of the last whole record
         self._table = KeyTable()
         self._users = 0
@@ -166,7 +172,7 @@ class _Log:
 
     def leave(self, world_size: int) -> None:
         """Says that this user is gone; removes the file if it was the last."""
-        if os.getpid() != self._pid:  # a forked child has not come
+        if self._forks != forks():  # a forked child has not come
             return
         try:
             with self._open(fcntl.LOCK_EX, _LEAVING_S) as file:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from allranks._errors import ConfigError, SecretError, UsageError
+from allranks._forks import Descriptor, Socket, forks
 from allranks._network import listen, published_addresses
 from allranks._store.address import addresses_of, trouble_with
 from allranks._store.client import credentials, reason
@@ -90,7 +91,7 @@ class StoreServer:
     """Holds a store's values and serves them from one thread.
 
     Made by ``unix`` or ``tcp``, which bind and listen but start nothing, so that a process can fork its ranks
-    before it has a thread. A forked child that does not serve calls ``close``, which leaves the parent's alone.
+    before it has a thread. In a forked child all of it is closed; ``close`` does nothing there.
 
     Attributes:
         address: what clients connect to.
@@ -113,8 +114,8 @@ class StoreServer:
         self._context = context
         self._listeners = tuple(listeners)
         self._more: tuple[socket.socket, ...] = ()  # listeners that the thread has not taken yet
-        self._owner = os.getpid()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._forks = forks()
+        self._wake = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._thread: threading.Thread | None = None
         self._stop_at: float | None = None
         self._table = KeyTable()
@@ -135,7 +136,7 @@ class StoreServer:
             ConfigError: the name is taken.
         """
         name = name or f"allranks-{os.urandom(16).hex()}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = Socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind("\0" + name)
         except OSError as error:
@@ -232,23 +233,22 @@ class StoreServer:
         self._context = tls_context(server_side=True)
         self._more = tuple(_listen(addresses, 0))
         where = [_tcp_address(*listener.getsockname()[:2]) for listener in self._more]
-        os.eventfd_write(self._wake, 1)  # from here on they are the thread's
+        os.eventfd_write(self._wake.fileno(), 1)  # from here on they are the thread's
         return where
 
     def close(self, linger_s: float = 0.0) -> None:
         """Stops listening, waits up to ``linger_s`` for the clients to go, and ends the thread. Idempotent."""
-        if self._stop_at is not None:
+        if self._stop_at is not None or self._forks != forks():
             return
         self._stop_at = time.monotonic() + linger_s
-        if self._owner == os.getpid():
-            if self._thread is not None:
-                os.eventfd_write(self._wake, 1)
-                self._thread.join()
-            else:
-                self._stop_listening()
+        if self._thread is not None:
+            os.eventfd_write(self._wake.fileno(), 1)
+            self._thread.join()
+        else:
+            self._stop_listening()
         for listener in (*self._listeners, *self._more):
             listener.close()
-        os.close(self._wake)
+        self._wake.close()
 
     def __enter__(self) -> StoreServer:
         return self
@@ -286,7 +286,7 @@ class StoreServer:
                 self._selector.unregister(listener)
 
     def _take_more(self) -> None:
-        os.eventfd_read(self._wake)
+        os.eventfd_read(self._wake.fileno())
         more, self._more = self._more, ()
         self._listeners += more
         for listener in more:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from allranks._errors import QueueEmptyError, TimeoutError, UsageError
+from allranks._forks import follow
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
     LONGEST_S,
@@ -256,6 +257,11 @@ class HashStore(Store):
 
     def __init__(self) -> None:
         self._table = KeyTable()
+        self.abandon()
+        follow(self)
+
+    def abandon(self) -> None:
+        """In a forked child, whose copy is its own from then on. No thread waits there."""
         self._changed = threading.Condition()
         self._replies: dict[Hashable, Reply] = {}
 

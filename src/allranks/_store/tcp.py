@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import os
-import socket
 import threading
 import weakref
 from datetime import timedelta
 
 from allranks._errors import JoinError, TimeoutError, UsageError
+from allranks._forks import Socket, forks
 from allranks._store.client import StoreClient
 from allranks._store.secret import load_secret
 from allranks._store.server import StoreServer
@@ -46,7 +46,7 @@ class _Lease:
             if descriptor is None:
                 server = StoreServer.tcp(host, port, secret)
             else:
-                server = StoreServer.on(socket.socket(fileno=descriptor), host, secret)
+                server = StoreServer.on(Socket(fileno=descriptor), host, secret)
             lease = cls(server.start())
             if shared:
                 _tenants[server.port] = lease
@@ -120,7 +120,7 @@ class TCPStore(Store):
                 lease.release()
             raise
         self._use = _Use()
-        self._finalizer = weakref.finalize(self._use, _end, self._client, lease, os.getpid())
+        self._finalizer = weakref.finalize(self._use, _end, self._client, lease, forks())
         try:
             if world_size is not None:
                 self._count(world_size, is_master and wait_for_workers)
@@ -178,9 +178,16 @@ class TCPStore(Store):
                 ) from None
 
 
-def _end(client: StoreClient, lease: _Lease | None, pid: int) -> None:
-    if os.getpid() != pid:  # a forked child: the connections and the server are its parent's
-        return
+def _end(client: StoreClient, lease: _Lease | None, made: int) -> None:
     client.close()
-    if lease is not None:
+    if lease is not None and made == forks():  # else the parent's
         lease.release()
+
+
+def _abandon_in_child() -> None:
+    global _tenants_lock
+    _tenants_lock = threading.Lock()
+    _tenants.clear()
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)

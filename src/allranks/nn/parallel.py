@@ -14,3 +14,6 @@ __all__ = [
     "replicate",
     "scatter",
 ]
+
+for _function in (data_parallel, gather, parallel_apply, replicate, scatter):
+    _function.__module__ = __name__

@@ -1,0 +1,134 @@
+"""How a command of the command line ends: with its exit code and at most one line, whatever becomes of its terminal.
+
+Python's own ways are tracebacks: of Ctrl-C in the middle of an import, of a reader that has left (``| head``), of a
+full disk, of a stdout that was closed before the command began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol
+
+__all__ = ["ArgumentParser", "Program", "ensure_standard_streams", "interruptible", "put", "run_command"]
+
+
+class Program(Protocol):
+    """What runs in place of the command: a rank that was forked from it."""
+
+    def run(self) -> int:
+        """Runs it; what it raises is its own."""
+        ...
+
+
+def run_command(name: str, command: Callable[[], int | Program]) -> int:
+    """Runs a command.
+
+    Args:
+        name: what the user typed.
+        command: does it. In a forked rank it returns the rank, which then runs outside of all this.
+
+    Returns:
+        The exit code: the command's own; 128 + SIGINT after Ctrl-C; 1 where stdout cannot be written to, but not
+        where its reader has left.
+    """
+    ensure_standard_streams()
+    with _ended_by_ctrl_c(name):
+        try:
+            try:
+                ended = command()
+            except SystemExit as error:  # argparse: help was given, or the arguments are wrong
+                ended = error.code if isinstance(error.code, int) else int(error.code is not None)
+            if isinstance(ended, int):
+                put("")
+        except _Unwritable as error:
+            with contextlib.suppress(OSError):
+                print(f"{name}: error: cannot write to stdout: {error}", file=sys.stderr)
+            return 1
+        if isinstance(ended, int):
+            return ended
+    return ended.run()
+
+
+class _Unwritable(Exception):
+    """Stdout cannot be written to; says why."""
+
+
+def put(text: str) -> None:
+    """Writes to stdout, all at once. Where its reader has left, the rest of what the command writes is dropped.
+
+    Where stdout cannot be written to for another reason, the command ends.
+    """
+    encoding = sys.stdout.encoding
+    try:
+        if text:  # an unbuffered stream would be written to
+            sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # python flushes once more when it ends
+        os.close(null)
+        if not isinstance(error, BrokenPipeError):
+            raise _Unwritable(error.strerror) from error
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's, whose help goes through ``put``: argparse itself ignores that stdout cannot be written to."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file in (None, sys.stdout):
+            put(message)
+        else:
+            super()._print_message(message, file)
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c(name: str) -> Iterator[None]:
+    """Ends the process at Ctrl-C with one line, unless SIGINT is ignored or handled by somebody else.
+
+    No exception: it could come up inside of an import, or of a destructor, where python prints it and goes on.
+    """
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def end(number: int, frame: Any) -> NoReturn:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{name}: stopped by SIGINT\n".encode())
+        os._exit(128 + signal.SIGINT)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets Ctrl-C raise KeyboardInterrupt in this block of a command: for what must be undone."""
+    before = signal.getsignal(signal.SIGINT)
+    mine = threading.current_thread() is threading.main_thread() and callable(before)
+    if mine:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, before)
+
+
+def ensure_standard_streams() -> None:
+    """Opens those of descriptors 0 to 2 that are closed, so that no pipe of ours gets such a number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115

@@ -1,0 +1,133 @@
+"""Forked children, such as a data loader's workers. core/sys/forks.h does the same in C++.
+
+A forked child has a copy of its parent's objects, but none of its threads. Locks stay as they were at that moment. A
+child therefore leaves its copies alone:
+
+- Sockets and other descriptors are closed in the child when it is forked. Otherwise it would hide its parent's end.
+  They are closed and never shut down, which the parent would see.
+- Objects that know of their process (``follow``) are told. A store connects anew; a group refuses.
+- Nothing here takes a lock in the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import socket
+import threading
+import weakref
+from typing import Any, Protocol
+
+from allranks._errors import NotInitializedError
+
+__all__ = ["Descriptor", "Socket", "follow", "forks", "guard", "leak", "refusal"]
+
+guard = threading.RLock()
+"""Nobody forks while it is held. Around what makes a descriptor, until something knows that a child must close it.
+
+No other lock of ours is taken, and no other rank is waited for, while it is held.
+"""
+
+
+class Follower(Protocol):
+    def abandon(self) -> None:
+        """Called in a forked child, by its only thread. Takes no lock."""
+
+
+_forks = 0
+_descriptors: weakref.WeakSet[Socket | Descriptor] = weakref.WeakSet()
+_followers: weakref.WeakSet[Follower] = weakref.WeakSet()
+
+
+def forks() -> int:
+    """How many forks lie between the process that imported this file and this one."""
+    return _forks
+
+
+def follow(made: Follower) -> None:
+    """Has an object told, in each forked child, that it is the parent's."""
+    _followers.add(made)
+
+
+_GROUPS = (
+    "Call it in the parent. For a group of its own the child calls init_process_group, with an init_method or a store"
+    " of its own"
+)
+
+
+def refusal(what: str, hint: str = _GROUPS) -> NotInitializedError:
+    """The error of a call on what is the parent's.
+
+    Args:
+        what: ``all_reduce on group 'world': the group``.
+        hint: what to do.
+    """
+    return NotInitializedError(
+        f"{what} belongs to the parent process, from which this one was forked (as a data loader's worker is). A forked"
+        f" child cannot use it, nor wait for what it has started.\n  {hint}"
+    )
+
+
+def leak(foreign: object) -> None:
+    """Keeps what is not ours from being destroyed: its destructor would wait for threads of the parent's."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(foreign))
+
+
+class Descriptor:
+    """A descriptor that is closed in a forked child."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes it over."""
+        self._fd = fd
+        _descriptors.add(self)
+
+    def fileno(self) -> int:
+        """Its number; -1 when it is closed."""
+        return self._fd
+
+    def close(self) -> None:
+        """Closes it. Idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Socket(socket.socket):
+    """A socket that is closed in a forked child, as are those that it accepts."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with guard:
+            super().__init__(*args, **kwargs)
+            _descriptors.add(self)
+
+    def accept(self) -> tuple[Socket, Any]:
+        """As ``socket.socket.accept``, of a socket that only one thread accepts from."""
+        timeout = self.gettimeout()
+        if timeout != 0:
+            poll = select.poll()
+            poll.register(self, select.POLLIN)
+            if not poll.poll(None if timeout is None else max(1, timeout * 1000)):
+                raise TimeoutError("timed out")
+        with guard:
+            fd, address = self._accept()  # type: ignore[attr-defined]
+            accepted = Socket(self.family, self.type, self.proto, fileno=fd)
+        if timeout:
+            accepted.setblocking(True)
+        return accepted, address
+
+
+def _in_child() -> None:
+    global _forks
+    _forks += 1
+    for descriptor in tuple(_descriptors):
+        with contextlib.suppress(OSError):  # the program has closed its number
+            descriptor.close()
+    _descriptors.clear()
+    for follower in tuple(_followers):
+        follower.abandon()
+    guard.release()
+
+
+os.register_at_fork(before=guard.acquire, after_in_parent=guard.release, after_in_child=_in_child)
