@@ -1,8 +1,10 @@
 """How torch.distributed and allranks share one world, and the ways in which a program asks torch for groups of ours."""
 
+import contextlib
 import os
 import socket
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +22,15 @@ TIMEOUT = timedelta(seconds=30)
 def init(backend: str = "allranks", **options: object) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     td.init_process_group(backend, **{"rank": rank, "world_size": size, "timeout": TIMEOUT, **options})
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    td.init_process_group("allranks", store=td.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    try:
+        yield
+    finally:
+        td.destroy_process_group()
 
 
 def summed(group: object = None) -> float:
@@ -184,6 +195,7 @@ def test_what_gloo_does_not(tmp_path: Path) -> None:
     """Where torch on gloo refuses, or waits for ever."""
 
     def body() -> None:
+        from torch.distributed import _functional_collectives as functional
         from torch.distributed._functional_collectives import AsyncCollectiveTensor
         from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook, default_hooks
         from torch.distributed.fsdp import fully_shard
@@ -238,6 +250,24 @@ def test_what_gloo_does_not(tmp_path: Path) -> None:
             model.set_gradient_divide_factor(4.0)
             model(torch.ones(1, 2)).sum().backward()
             assert model.weight.grad.full_tensor().tolist() == [[0.5, 0.5]] * 2
+            # AVG of integers, as nccl's.
+            rank, right = td.get_rank(), torch.tensor([-3, 3])
+            mine = torch.tensor([-3, 3]) + torch.tensor([-1, 1]) * rank
+            pieces = [torch.empty_like(right), torch.empty_like(right)]
+            td.all_reduce(pieces[0].copy_(mine), td.ReduceOp.AVG)
+            td.reduce(pieces[1].copy_(mine), 1, td.ReduceOp.AVG)
+            assert torch.equal(pieces[0], right)
+            assert torch.equal(pieces[1], right if rank else mine)
+            td.reduce_scatter_single(pieces[0], torch.cat([mine, mine]), td.ReduceOp.AVG)
+            td.reduce_scatter(pieces[1], [mine, mine], td.ReduceOp.AVG)
+            assert torch.equal(pieces[0], right)
+            assert torch.equal(pieces[1], right)
+            assert torch.equal(functional.all_reduce(mine, "avg", td.group.WORLD).wait(), right)
+            assert torch.equal(
+                functional.reduce_scatter_tensor(torch.cat([mine, mine]), "avg", 0, td.group.WORLD).wait(), right
+            )
+            with pytest.raises(dist.UsageError, match=r"AVG of torch\.bool"):
+                td.all_reduce(mine > 0, td.ReduceOp.AVG)
             with pytest.warns(UserWarning, match="given when it is made"):
                 td.group.WORLD.set_timeout(timedelta(seconds=5))
             # A tensor without memory of its own is waited for by the plugin; and by nobody in ours.
@@ -248,3 +278,41 @@ def test_what_gloo_does_not(tmp_path: Path) -> None:
                 dist.all_reduce(AsyncCollectiveTensor(torch.ones(2)))
 
     run_ranks(2, body, init=False)
+
+
+def test_whatever_torch_asks_of_a_group() -> None:
+    """It is answered or refused, whatever this version of torch has added to its groups and backends."""
+    with one_rank():
+        group = td.group.WORLD
+        for asked in (group, group._get_backend(torch.device("cpu"))):
+            for name in dir(asked):
+                value = getattr(asked, name)
+                if name.startswith("supports_") and name != "supports_coalescing":
+                    assert value is False, name
+        for name, args in (
+            ("split_group", ([0],)),
+            ("merge_remote_group", (td.HashStore(), 1, TIMEOUT)),
+            ("get_reconfigure_handle", ()),
+            ("new_window", ()),
+            ("register_abort_hook", (1, lambda: None)),
+            ("unregister_abort_hook", (1,)),
+        ):
+            if hasattr(group, name):
+                with pytest.raises(RuntimeError, match=r"not|new_group"):
+                    getattr(group, name)(*args)
+        if hasattr(td, "_supports_reconfigure"):
+            assert not td._supports_reconfigure()
+        if hasattr(group, "register_pre_hook"):
+            seen: list[str] = []
+            group.register_pre_hook(1, lambda _: seen.append("before"))
+            group.register_post_hook(2, lambda _: seen.append("after"))
+            assert (summed(), seen) == (1, ["before", "after"])
+            group.unregister_pre_hook(1)
+            group.unregister_post_hook(2)
+            assert (summed(), len(seen)) == (1, 2)
+        if hasattr(td, "gather_single"):
+            for gather in (group.gather_single, group.gather_into_tensor):
+                gather(gathered := torch.empty(2), torch.ones(2)).wait()
+                assert gathered.tolist() == [1, 1]
+            td.gather_single(torch.ones(2) * 3, gathered)
+            assert gathered.tolist() == [3, 3]

@@ -39,7 +39,9 @@ def training(kind: str) -> Callable[[], None]:
     return lambda: model(data).sum().backward()
 
 
-def failing(kinds: Sequence[str], fail: Callable[[], None]) -> Callable[[], list[tuple[str, str, float]]]:
+def failing(
+    kinds: Sequence[str], fail: Callable[[], None], timeout_s: float = TIMEOUT_S
+) -> Callable[[], list[tuple[str, str, float]]]:
     """What a rank does: for each kind, in a world of its own, steps in which rank 1 fails after some.
 
     Returns the errors: type, text, seconds.
@@ -62,7 +64,7 @@ def failing(kinds: Sequence[str], fail: Callable[[], None]) -> Callable[[], list
     def body() -> list[tuple[str, str, float]]:
         errors = []
         for kind in kinds:
-            dist.init_process_group(timeout=TIMEOUT_S)
+            dist.init_process_group(timeout=timeout_s)
             dist.torch_group()
             began = time.monotonic()
             errors.append(once(kind))
@@ -76,7 +78,8 @@ def failing(kinds: Sequence[str], fail: Callable[[], None]) -> Callable[[], list
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_rank(kind: str) -> None:
-    results = run_ranks(3, failing([kind], lambda: os.kill(os.getpid(), signal.SIGKILL)), init=False, may_die={1})
+    body = failing([kind], lambda: os.kill(os.getpid(), signal.SIGKILL), timeout_s=30.0)
+    results = run_ranks(3, body, init=False, may_die={1})
     for rank in (0, 2):
         error, text, seconds = results[rank][0]
         assert (error, seconds < 1.1) == ("PeerLostError", True), (error, text, seconds)

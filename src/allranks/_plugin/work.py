@@ -148,7 +148,11 @@ def _in_callback_of_backward() -> bool:
 
 def _future_of(tensors: list[torch.Tensor]) -> Any:
     """A complete future, of a list of tensors to C++ too; set_result makes it one of any object."""
-    return _torch._C.fork(lambda: tensors) if tensors else _torch._C.fork(lambda: None)
+    if tensors:
+        return _torch._C.fork(lambda: tensors)
+    empty: Any = _torch.futures.Future()
+    empty.set_result([])
+    return empty
 
 
 DONE = TorchWork(Complete([]))

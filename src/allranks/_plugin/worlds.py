@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
 
 from allranks import _engines, _rendezvous, _world
-from allranks._engines.c10d_store import GroupStore
 from allranks._errors import UsageError
+from allranks._forks import leak
 from allranks._group import ProcessGroup
+from allranks._groups import exchange_locally
 from allranks._plugin import NAME, register
 from allranks._plugin.adapt import adapt
-from allranks._plugin.group import TorchGroup, TorchGroupByDevice
+from allranks._plugin.group import TorchGroup
+from allranks._public import publish
+
+if TYPE_CHECKING:
+    from allranks._engines.base import Engine
+    from allranks._rendezvous import Member
 
 __all__ = ["create", "torch_group"]
 
@@ -31,7 +38,6 @@ _c10d: Any = torch.distributed
 _ENGINE = "native"
 
 _made: dict[ProcessGroup, TorchGroup] = {}
-_stores: dict[ProcessGroup, GroupStore] = {}  # that torch has for a world that we made
 _adopted: ProcessGroup | None = None  # while torch_group has torch make a group around it
 
 
@@ -55,9 +61,7 @@ def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str
     if ours in _made:
         raise UsageError(f"torch.distributed has group '{ours.name}' already")
     ours.closing = partial(_close, ours)
-    others = None if helper is None else _other_backends(helper, about, name)
-    made = TorchGroup(ours, name, _leave) if others is None else TorchGroupByDevice(ours, name, _leave, others)
-    _made[ours] = made
+    made = _made[ours] = TorchGroup(ours, name, _leave, {} if helper is None else _other_backends(helper, about, name))
     return made
 
 
@@ -72,9 +76,10 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
     """The group as a ``torch.distributed.ProcessGroup``, for what PyTorch builds on one: its DDP, FSDP, DTensor, ...
 
     With it torch.distributed is initialized, on this world: its functions, called without a group, mean the same ranks.
+    Of the world torch makes it by itself, when it is asked for its default group.
 
     Args:
-        group: None: the world. Called by all ranks of the world the first time, by the group's members for another one.
+        group: None: the world.
 
     Returns:
         torch's group; the same one in every call.
@@ -86,8 +91,8 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
     Example:
         >>> import torch, allranks as dist
         >>> dist.init_process_group()
-        >>> model = torch.nn.Linear(2, 1)
-        >>> model = torch.nn.parallel.DistributedDataParallel(model, process_group=dist.torch_group())
+        >>> group = dist.torch_group(dist.new_group([0]))
+        >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
         >>> dist.destroy_process_group()
     """
     ours = _world.resolve_group(group)
@@ -100,11 +105,14 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
             )
     else:
         register()
-        store = GroupStore(world.rank(), world.members, partial(_gather, world), world.timeout_s)
+        store = _world.torch_store()
+        assert store is not None  # else torch has begun this world
+        store.serve()
         timeout = timedelta(seconds=world.timeout_s)
+        excepthook = sys.excepthook  # torch's writes ranks before each line of a traceback
         with _adopting(world):
             _c10d.init_process_group(NAME, store=store, rank=world.rank(), world_size=world.size(), timeout=timeout)
-        _stores[world] = store
+        sys.excepthook = excepthook
     if ours not in _made:
         with _adopting(ours):
             _c10d.new_group(
@@ -129,8 +137,7 @@ def _adopting(ours: ProcessGroup) -> Iterator[None]:
 
 def _the_world(about: Any) -> ProcessGroup:
     rank, size = about.group_rank, about.group_size
-    if _world.is_initialized():
-        world = _world.resolve_group(None)
+    if _world.is_initialized() and not (world := _world.resolve_group(None)).inherited:
         if (world.rank(), world.size()) != (rank, size):
             raise UsageError(
                 f"allranks is initialized with rank {world.rank()} of {world.size()}, torch.distributed with rank "
@@ -151,27 +158,33 @@ def _meet(about: Any, rank: int, size: int, timeout_s: float) -> _rendezvous.Mee
 
 def _sub_group(about: Any) -> ProcessGroup:
     ranks, rank, timeout_s = about.global_ranks_in_group, about.group_rank, about.timeout.total_seconds()
-    meeting = _meet(about, rank, len(ranks), timeout_s)
-    members = [replace(member, rank=r) for member, r in zip(meeting.members, ranks, strict=True)]
     name = f"torch group {about.group_id}"
-
-    def exchange(record: bytes) -> list[bytes]:
-        return meeting.exchange(record, timeout_s)
-
-    try:
-        engine = _engines.make_engine(_ENGINE, rank, members, exchange, name, timeout_s)
-    finally:
-        meeting.close()
+    if _world.torch_store() is not None:  # its server may be a rank that is not asked for this group
+        world = _world.resolve_group(None)
+        members = [world.members[r] for r in ranks]
+        exchange = partial(exchange_locally, world, ranks)
+        parent = world.parent_of(ranks)
+        engine = _engines.make_engine(world.backend, rank, members, exchange, name, timeout_s, parent)
+    else:
+        engine, members = _met(about, name)
     made = ProcessGroup(engine, name, rank, members, timeout_s)
     _world.register(made)
     return made
 
 
-def _gather(group: ProcessGroup, record: bytes) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    rows = torch.empty(group.size(), len(record), dtype=torch.uint8, device="cpu")
-    group.all_gather(rows, mine)
-    return [row.numpy().tobytes() for row in rows]
+def _met(about: Any, name: str) -> tuple[Engine, list[Member]]:
+    """The engine of a group in a world that is not ours, and its members."""
+    ranks, rank, timeout_s = about.global_ranks_in_group, about.group_rank, about.timeout.total_seconds()
+    meeting = _meet(about, rank, len(ranks), timeout_s)
+    members = [replace(member, rank=r) for member, r in zip(meeting.members, ranks, strict=True)]
+
+    def exchange(record: bytes) -> list[bytes]:
+        return meeting.exchange(record, timeout_s)
+
+    try:
+        return _engines.make_engine(_ENGINE, rank, members, exchange, name, timeout_s), members
+    finally:
+        meeting.close()
 
 
 def _leave(ours: ProcessGroup) -> None:
@@ -179,7 +192,6 @@ def _leave(ours: ProcessGroup) -> None:
     if _made.pop(ours, None) is not None:
         ours.closing = None
         _world.destroy_process_group(ours)
-        _close_store(ours)
 
 
 def _close(ours: ProcessGroup) -> None:
@@ -187,28 +199,21 @@ def _close(ours: ProcessGroup) -> None:
     group = _made.pop(ours, None)
     if group in _c10d.distributed_c10d._world.pg_map:  # else torch failed to make it
         _c10d.destroy_process_group(group)
-    _close_store(ours)
 
 
-def _close_store(ours: ProcessGroup) -> None:
-    store = _stores.pop(ours, None)
-    if store is not None:
-        store.close()
-
-
-def _other_backends(helper: Mapping[str, Any], about: Any, ours: str) -> Any:
-    """A group of torch's with the backends that are asked for beside ours, for other devices; None: none are here."""
-    config, group = helper["backend_config"], helper["pg"]
-    wanted = {device: name for device, name in config.get_device_backend_map().items() if name != ours}
-    for device, name in wanted.items():
-        if torch.device(device) in group._device_types:
+def _other_backends(helper: Mapping[str, Any], about: Any, ours: str) -> dict[str, tuple[Any, Any]]:
+    """torch's backends that are asked for beside ours, by the type of device, each with its BackendType."""
+    config, group, others = helper["backend_config"], helper["pg"], {}
+    for device, name in config.get_device_backend_map().items():
+        if name == ours:
             continue
-        store = _c10d.PrefixStore(f"{device}/", helper["prefix_store"])
-        made = _backend(name, store, about)
+        if torch.device(device) in group._device_types:
+            made = group._get_backend(torch.device(device))
+        else:
+            made = _backend(name, _c10d.PrefixStore(f"{device}/", helper["prefix_store"]), about)
         if made is not None:
-            kind = _c10d.Backend.backend_type_map.get(name, _c10d.ProcessGroup.BackendType.CUSTOM)
-            group._register_backend(torch.device(device), kind, made)
-    return group if group._device_types else None
+            others[device] = (_c10d.Backend.backend_type_map.get(name, _c10d.ProcessGroup.BackendType.CUSTOM), made)
+    return others
 
 
 def _backend(name: str, store: Any, about: Any) -> Any:
@@ -228,3 +233,15 @@ def _backend(name: str, store: Any, about: Any) -> Any:
     if not plugin.extended_api:
         return plugin.creator_fn(store, rank, size, timeout)
     return plugin.creator_fn(about, None)
+
+
+def _leak_in_child() -> None:
+    """What torch has of the parent's: the destructors of its stores and backends wait for their threads."""
+    for group, (_, store) in _c10d.distributed_c10d._world.pg_map.items():
+        leak(group)
+        leak(store)
+
+
+os.register_at_fork(after_in_child=_leak_in_child)
+
+publish(globals())

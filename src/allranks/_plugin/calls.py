@@ -1,0 +1,306 @@
+"""torch's calls on a group of ours, as torch's C++ passes them to a backend: lists of tensors, and options.
+
+torch's lists hold one tensor for each device of a process, and nearly always one. Where gloo takes several so do we:
+such a call is carried out before it returns, as is every call whose options say ``asyncOp = False``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from allranks._errors import UsageError
+from allranks._plugin.work import DONE, TorchWork
+from allranks._types import PremulSum, ReduceOp, premul_sum
+from allranks._work import Complete, Then, Together, Work, seconds_of
+
+if TYPE_CHECKING:
+    from allranks._group import ProcessGroup
+
+__all__ = ["Calls", "tensors_in"]
+
+_c10d: Any = torch.distributed
+_NOW = timedelta(0)
+_KINDS = _c10d.ReduceOp.RedOpType
+_OPS = {getattr(_KINDS, op.name).value: op for op in ReduceOp}
+_PREMUL_SUM = _KINDS.PREMUL_SUM.value
+_LOCALLY: dict[ReduceOp, Callable[[Tensor, Tensor], Any]] = {
+    ReduceOp.SUM: Tensor.add_,
+    ReduceOp.AVG: Tensor.add_,  # of several tensors, too, gloo divides by the number of ranks
+    ReduceOp.PRODUCT: Tensor.mul_,
+    ReduceOp.MIN: lambda a, b: torch.minimum(a, b, out=a),
+    ReduceOp.MAX: lambda a, b: torch.maximum(a, b, out=a),
+    ReduceOp.BAND: Tensor.bitwise_and_,
+    ReduceOp.BOR: Tensor.bitwise_or_,
+    ReduceOp.BXOR: Tensor.bitwise_xor_,
+}
+
+
+class Calls:
+    """The calls of a group. Each method takes what the method of that name of a backend of torch's takes."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self.count = 0
+        self.coalesced: list[Work] | None = None
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
+        if len(tensors) == 1:
+            return self._call(opts, self.group.all_reduce, tensors[0], _op(opts))
+        _check_alike("allreduce", tensors)
+        op = _op(opts)
+        if not isinstance(op, ReduceOp):
+            raise UsageError("allreduce: PREMUL_SUM takes a list of one tensor")
+        first, *others = tensors
+        for other in others:
+            _LOCALLY[op](first, other)
+        self._call_now(opts, self.group.all_reduce, first, op)
+        return _copied(first, others)
+
+    allreduce_sparse = allreduce
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
+        op, reduce = _op(opts), self.group.all_reduce
+        return self._calls_of(opts, [lambda t=tensor: reduce(t, op, True) for tensor in tensors])  # type: ignore[misc]
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
+        _check_root("reduce", opts, tensors)
+        return self._call(opts, self.group.reduce, _only("reduce", "tensor list", tensors), opts.rootRank, _op(opts))
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
+        root, which = opts.rootRank, opts.rootTensor
+        if which or len(tensors) != 1:
+            _check_root("broadcast", opts, tensors)
+            _check_alike("broadcast", tensors)
+        if len(tensors) == 1:
+            return self._call(opts, self.group.broadcast, tensors[0], root)
+        others = list(tensors)
+        moved = others.pop(which)
+        self._call_now(opts, self.group.broadcast, moved, root)
+        return _copied(moved, others)
+
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> TorchWork:
+        if len(inputs) == 1 == len(outputs):
+            return self._call(opts, self.group.all_gather, outputs[0], inputs[0])
+        if not inputs:
+            raise UsageError("allgather: requires non-empty input tensor list")
+        if len(inputs) != len(outputs):
+            raise UsageError("allgather: requires input/output tensor lists to have the same length")
+        if any(len(row) != len(inputs) * self.group.size() for row in outputs):
+            raise UsageError(f"allgather: invalid output tensor list: not of {len(inputs) * self.group.size()} tensors")
+        _check_alike("allgather", [*inputs, *tensors_in(outputs)])
+        for i, tensor in enumerate(inputs):
+            self._call_now(opts, self.group.all_gather, outputs[0][i :: len(inputs)], tensor)
+        for row in outputs[1:]:
+            for output, gathered in zip(row, outputs[0], strict=True):
+                output.copy_(gathered)
+        return TorchWork(Complete(list(tensors_in(outputs))))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> TorchWork:
+        return self._call(opts, self.group.all_gather, output, input)
+
+    _allgather_base = all_gather_single
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> TorchWork:
+        """``outputs[r][i]`` is what rank r gives as ``inputs[i]``."""
+        if len(outputs) != self.group.size():
+            raise UsageError(f"allgather_coalesced: output lists should be equal to world size, not {len(outputs)}")
+        return self.all_gather_single_coalesced(list(zip(*outputs, strict=True)), inputs, opts)
+
+    def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any) -> TorchWork:
+        gather = self.group.all_gather
+        pairs = zip(outputs, inputs, strict=True)
+        return self._calls_of(opts, [lambda o=o, i=i: gather(o, i, True) for o, i in pairs])  # type: ignore[misc]
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> TorchWork:
+        _check_root("gather", opts)
+        tensor = _only("gather", "input tensor list", inputs)
+        gathered = self._of_root("gather", "output", outputs, opts)
+        return self._call(opts, self.group.gather, tensor, gathered, opts.rootRank)
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> TorchWork:
+        rows = list(output.view(self.group.size(), *input.shape)) if opts.rootRank == self.group.rank() else None
+        return self._call(opts, self.group.gather, input, rows, opts.rootRank)
+
+    gather_into_tensor = gather_single
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> TorchWork:
+        _check_root("scatter", opts)
+        tensor = _only("scatter", "output tensor list", outputs)
+        scattered = self._of_root("scatter", "input", inputs, opts)
+        return self._call(opts, self.group.scatter, tensor, scattered, opts.rootRank)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> TorchWork:
+        tensor = _only("reduce_scatter", "output tensor list", outputs)
+        return self._call(
+            opts, self.group.reduce_scatter, tensor, _only("reduce_scatter", "input list", inputs), _op(opts)
+        )
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> TorchWork:
+        return self._call(opts, self.group.reduce_scatter, output, input, _op(opts))
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Any], opts: Any) -> TorchWork:
+        op, scatter = _op(opts), self.group.reduce_scatter
+        pairs = zip(outputs, inputs, strict=True)
+        return self._calls_of(opts, [lambda o=o, i=i: scatter(o, i, op, True) for o, i in pairs])  # type: ignore[misc]
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any) -> TorchWork:
+        return self._call(opts, self.group.all_to_all, outputs, inputs)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], opts: Any
+    ) -> TorchWork:
+        return self._call(opts, self.group.all_to_all_single, output, input, output_splits, input_splits)
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any) -> TorchWork:
+        return self._call(opts, self.group.barrier)
+
+    def send(self, tensors: Sequence[Tensor], dst: int, tag: int) -> TorchWork:
+        return self._started(self.group.isend(_only("send", "tensor list", tensors), dst, tag))
+
+    def recv(self, tensors: Sequence[Tensor], src: int, tag: int) -> TorchWork:
+        return self._started(self.group.irecv(_only("recv", "tensor list", tensors), src, tag))
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> TorchWork:
+        return self._started(self.group.irecv(_only("recv_anysource", "tensor list", tensors), None, tag))
+
+    # --- several as one ---
+
+    def start_coalescing(self) -> None:
+        self.coalesced = []
+
+    def end_coalescing(self) -> TorchWork:
+        works, self.coalesced = self.coalesced or [], None
+        return TorchWork(Together(works))
+
+    # --- how they are made ---
+
+    def _call(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> TorchWork:
+        self.count += 1
+        if opts.timeout > _NOW:
+            return self._limited(opts, verb(*args, async_op=True), opts.timeout)
+        if not opts.asyncOp:
+            verb(*args)
+            return DONE
+        work = verb(*args, async_op=True)
+        return DONE if work is None else self._started(work)
+
+    def _call_now(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> None:
+        self.count += 1
+        work = verb(*args, async_op=True)
+        if work is not None:
+            work.wait(opts.timeout if opts.timeout > _NOW else None)
+
+    def _calls_of(self, opts: Any, calls: Sequence[Callable[[], Work | None]]) -> TorchWork:
+        self.count += 1
+        together = Together([work for work in [call() for call in calls] if work is not None])
+        if opts.timeout > _NOW:
+            return self._limited(opts, together, opts.timeout)
+        if opts.asyncOp:
+            return self._started(together)
+        together.wait()
+        return DONE
+
+    def _limited(self, opts: Any, work: Work | None, limit: timedelta) -> TorchWork:
+        if work is None:
+            return DONE
+        if opts.asyncOp:
+            return self._started(_Limited(work, limit))
+        work.wait(limit)
+        return DONE
+
+    def _started(self, work: Work) -> TorchWork:
+        if self.coalesced is not None:
+            self.coalesced.append(work)
+        return TorchWork(work)
+
+    def _of_root(self, verb: str, what: str, lists: Sequence[Sequence[Tensor]], opts: Any) -> Sequence[Tensor] | None:
+        """The list that only the root gives."""
+        if opts.rootRank != self.group.rank():
+            if lists:
+                raise UsageError(f"{verb}: requires empty {what} on non-root")
+            return None
+        given = _only(verb, f"{what} list", lists)
+        if len(given) != self.group.size():
+            raise UsageError(
+                f"{verb}: Incorrect {what} list size {len(given)}. {what.capitalize()} list size should be "
+                f"{self.group.size()}, same as the number of ranks"
+            )
+        return given  # type: ignore[no-any-return]
+
+
+class _Limited(Then):
+    """A call with a timeout of its own, which counts from the call on."""
+
+    def __init__(self, work: Work, limit: timedelta) -> None:
+        super().__init__(work, lambda: None, work._results())
+        self._until = time.monotonic() + seconds_of(limit)
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        return super().wait(timeout or max(self._until - time.monotonic(), 1e-6))
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors in lists of lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def _copied(source: Tensor, others: Sequence[Tensor]) -> TorchWork:
+    for other in others:
+        other.copy_(source)
+    return TorchWork(Complete([source, *others]))
+
+
+def _only(verb: str, what: str, listed: Sequence[Any]) -> Any:
+    """What torch's methods take in a list of one."""
+    if len(listed) != 1:
+        raise UsageError(f"{verb}: requires a single-element {what}, not one of {len(listed)}")
+    return listed[0]
+
+
+def _check_root(verb: str, opts: Any, tensors: Sequence[Tensor] | None = None) -> None:
+    if opts.rootRank < 0:
+        raise UsageError(f"{verb}: invalid root rank: {opts.rootRank}")
+    if tensors is not None and not 0 <= opts.rootTensor < len(tensors):
+        raise UsageError(f"{verb}: invalid root tensor: {opts.rootTensor} of {len(tensors)}")
+
+
+def _check_alike(verb: str, tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise UsageError(f"{verb}: requires non-empty tensor list")
+    first = tensors[0]
+    for tensor in tensors[1:]:
+        for what, a, b in (
+            ("layout", first.layout, tensor.layout),
+            ("type", first.dtype, tensor.dtype),
+            ("size", first.shape, tensor.shape),
+        ):
+            if a != b:
+                raise UsageError(f"{verb}: invalid tensor {what}: {b} beside {a}")
+
+
+def _op(opts: Any) -> ReduceOp | PremulSum:
+    op = opts.reduceOp
+    kind = op.op.value
+    if kind == _PREMUL_SUM:
+        return premul_sum(op.__getstate__()[1])  # the factor: an attribute of its own only from torch 2.11 on
+    return _OPS[kind]
