@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -284,17 +285,17 @@ def call_often(step: Any, x: torch.Tensor) -> None:
 
 
 def test_what_does_not_repeat_is_named(mw: Master) -> None:
-    counter = iter(range(100))
+    counter = io.BytesIO(bytes(range(100)))  # none can see how far it has been read
     x = torch.ones(3, device="worker:1")
 
     def counts(x: torch.Tensor) -> torch.Tensor:
-        return x * (0.5 + next(counter))
+        return x * (0.5 + counter.read(1)[0])
 
     def branches(x: torch.Tensor) -> torch.Tensor:
-        return x.sin() if next(counter) % 2 else x.cos()
+        return x.sin() if counter.read(1)[0] % 2 else x.cos()
 
     def grows(x: torch.Tensor) -> torch.Tensor:
-        return x + torch.zeros(next(counter) + 1, 3, device="worker:1").sum(0)
+        return x + torch.zeros(counter.read(1)[0] + 1, 3, device="worker:1").sum(0)
 
     for step, said in (
         (counts, r"a number that the master computes is \S+ and then \S+ in aten::mul.*test_capture\.py:\d+"),
@@ -304,8 +305,6 @@ def test_what_does_not_repeat_is_named(mw: Master) -> None:
         captured = allranks.capture(step)
         with pytest.raises(UsageError, match=f"does not repeat itself: (.|\n)*{said}"):
             call_often(captured, x)
-    with pytest.raises(UsageError, match=r"a number that the master computes (.|\n)*fused=True"):
-        train("worker:1", lambda p: torch.optim.Adam(p), captured=True)
 
 
 def test_an_exception_leaves_nothing(mw: Master) -> None:
@@ -411,7 +410,7 @@ def test_a_lost_worker_ends_its_replays(mw: Master) -> None:
     x = torch.ones(2, device="worker:2")
     for _ in range(3):
         step(x)
-    mw.respawn(2)
+    mw.respawn(2, force=True)
     with pytest.raises(allranks.WorkerLost):
         step(x)
     x = torch.ones(2, device="worker:2")
@@ -457,7 +456,5 @@ def test_gradients_that_are_dropped_outside(mw: Master) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.raises(
-        UsageError, match=r"leaves a tensor behind that is dropped .* test_capture|made at(.|\n)*optimizer"
-    ):
+    with pytest.warns(UserWarning, match=r"is not replayed, as net\.\w+\.grad changes before(.|\n)*zero_grad"):
         train(12)

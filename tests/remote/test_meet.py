@@ -15,6 +15,7 @@ from marked import Marked, wait_for
 
 from allranks import ConfigError, UsageError
 from allranks.remote.meet import gather_workers
+from allranks.remote.start import init_master_worker
 
 PRELUDE = """
 import os, signal, socket, time
@@ -191,6 +192,7 @@ def test_all_end_with_the_master(program: Program, end: str) -> None:
         ({"threads": 2}, "threads= is for workers that it starts"),
         ({"workers": 2, "timeout_s": 0.0}, "timeout must be positive"),
         ({"workers": 2, "worker_device": ""}, "worker_device=''"),
+        ({"workers": 2, "world_size": 3, "rank": 0}, "world_size= and rank= are of processes that are there"),
         ({}, "this process is alone"),
     ],
 )
@@ -198,6 +200,34 @@ def test_wrong_arguments(arguments: dict[str, object], message: str, monkeypatch
     monkeypatch.setattr("allranks.remote.meet._workers", None)
     with pytest.raises((UsageError, ConfigError), match=message):
         gather_workers(**arguments)  # type: ignore[arg-type]
+
+
+def test_the_backend_that_thd_had(tmp_path: Path) -> None:
+    """``init_master_worker("tcp", init_method=..., world_size=..., rank=...)``, in every process."""
+    script = f"""
+import sys, torch, allranks
+mw = allranks.init_master_worker("tcp", init_method="file://{tmp_path}/meet", world_size=2, rank=int(sys.argv[1]))
+print(torch.ones(3, device="worker:1").sum().item(), flush=True)
+mw.shutdown()
+"""
+    path = tmp_path / "thd.py"
+    path.write_text(script)
+    started = [
+        subprocess.Popen([sys.executable, path, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    assert [each.communicate(timeout=60)[0] for each in started] == ["3.0\n", ""]
+    assert [each.returncode for each in started] == [0, 0]
+    with pytest.raises(UsageError, match="backend 'gloo' is none that master and workers can use; expected 'tcp'"):
+        init_master_worker("gloo", init_method="env://")
+
+
+def test_a_process_group_of_a_master_is_refused_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "mistaken.py"
+    path.write_text("import allranks\nallranks.init_process_group()\n")
+    command = [sys.executable, "-m", "allranks", "run", "--mode", "master", "-n", "3", path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "the others are the workers of init_master_worker, and join no process group" in ended.stderr
 
 
 def test_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ same bits, or the same exception."""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import io
@@ -1624,6 +1625,50 @@ def test_the_current_worker() -> None:
         assert str(torch.ones(2, device=W).to("worker").device) == "worker:2"
     assert torch.worker.current_device() == 1
     assert str(torch.ones(2).to("worker").device) == W
+
+
+def test_rank_0_is_no_worker() -> None:
+    plain, net, master = torch.ones(2), nn.Linear(2, 2), "worker:0"
+    options = argparse.Namespace(device=torch.device(master))
+    for call in (
+        lambda: torch.ones(2, device="worker:0"),
+        lambda: torch.randn(2, device="worker:0"),
+        lambda: torch.empty(2, device="worker:0"),
+        lambda: torch.arange(2, device="worker:0"),
+        lambda: torch.tensor([1.0], device="worker:0"),
+        lambda: torch.ones_like(plain, device="worker:0"),
+        lambda: nn.Linear(2, 2, device="worker:0"),
+        lambda: plain.to("worker:0"),
+        lambda: plain.to(master),
+        lambda: plain.to(device=torch.device(master), dtype=torch.float64),
+        lambda: plain.to(options.device),
+        lambda: torch.tensor([1.0], device=options.device),
+        lambda: plain.worker(0),
+        lambda: net.worker(0),
+        lambda: net.to("worker:0"),
+        lambda: torch.ones(2, device=W).to("worker:0"),
+        lambda: torch.Generator(device="worker:0"),
+        lambda: torch.worker.set_device(0),
+        lambda: torch.worker.synchronize("worker:0"),
+    ):
+        with pytest.raises(UsageError, match="worker:0: rank 0 is the master, and the first worker is worker:1"):
+            call()
+    assert net.weight.device.type == "cpu"
+    with torch.worker.device(2):
+        for made in (
+            torch.tensor([1.0], device="worker"),
+            torch.as_tensor([1.0], device="worker"),
+            plain.new_tensor([1.0], device="worker"),
+            plain.to("worker"),
+            net.to("worker").weight,
+            plain.worker(),
+        ):
+            assert str(made.device) == "worker:2"
+        torch.set_default_device("worker")
+        try:
+            assert {str(each.device) for each in (torch.ones(2), torch.tensor([1.0]))} == {"worker:2"}
+        finally:
+            torch.set_default_device(None)
 
 
 def test_what_workers_know_is_queued_without_python_code() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import pickle
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +19,7 @@ import pytest
 import torch
 
 import allranks
-from allranks import RemoteError, WorkerLost
+from allranks import RemoteError, UsageError, WorkerLost
 from allranks.remote.flags import read
 from allranks.remote.master import Master
 
@@ -211,13 +214,75 @@ def test_a_worker_that_stops(healed: Master) -> None:
     assert waiting().result() == mw.lines[2].pid
     os.kill(mw.lines[2].pid, signal.SIGSTOP)
     stopped = mw.lines[2].pid
-    mw.respawn(2)
+    with pytest.raises(UsageError, match=r"worker 2 lives, and what is on it would be lost.*respawn\(2, force=True\)"):
+        mw.respawn(2)
+    mw.respawn(2, force=True)
     assert mw.lines[2].pid != stopped
     assert torch.ones(2, device="worker:2").sum().item() == 2
 
 
+def test_a_fault_is_caught_as_what_was_raised(mw: Master) -> None:
+    class Mine(Exception):
+        def __init__(self, number: int, words: str) -> None:
+            super().__init__(number, words)
+            self.number = number
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    for _ in range(2):  # its first call is waited for, and raises at once
+        torch.linalg.cholesky(torch.eye(2, device="worker:1"))
+        torch.ones(2, device="worker:1")[torch.tensor([1], device="worker:1")]
+    torch.linalg.cholesky(torch.zeros(2, 2, device="worker:1"))
+    lost = torch.ones(2, device="worker:1")[torch.tensor([7], device="worker:1")]
+    for call, kind, words in (
+        (mw.synchronize, torch.linalg.LinAlgError, "not positive-definite"),
+        (lambda: lost.cpu(), IndexError, "out of bounds"),
+        (mw.remote(fails, on=1)(Mine(3, "x")).result, Mine, "x"),
+        (mw.remote(fails, on=1)(KeyError("key")).result, KeyError, "key"),
+        (mw.remote(fails, on=1)(FileNotFoundError(2, "none", "file")).result, FileNotFoundError, "none"),
+        (mw.remote(fails, on=1)(StopIteration(3)).result, StopIteration, "3"),
+        (mw.remote(json.loads, on=1)("{").result, json.JSONDecodeError, "Expecting"),
+    ):
+        with pytest.raises(kind, match=words) as caught:
+            call()
+        assert isinstance(caught.value, RemoteError)
+        assert (caught.value.rank, type(caught.value.__cause__)) == (1, kind)
+        assert str(caught.value).startswith(f"{caught.value.operation} failed on worker 1 (queued at {__file__}:")
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (type(again), again.line, str(again)) == (RemoteError, caught.value.line, str(caught.value))
+    with pytest.raises(Mine) as caught:
+        mw.remote(fails, on=1)(Mine(3, "x")).result()
+    assert caught.value.__cause__.number == 3  # type: ignore[union-attr]
+
+
+def test_a_function_that_exits(healed: Master) -> None:
+    mw = healed
+    for code, said in ((3, "exit code 3"), ("why", "exit code 1"), (None, "exit code 0")):
+        with pytest.raises(WorkerLost, match=rf"worker 2 .* is gone: {said}\.\n  mw\.respawn\(2\) starts another"):
+            mw.remote(sys.exit, on=2)(code).result()
+        mw.respawn(2)
+
+
+def test_what_is_shown(healed: Master) -> None:
+    mw = healed
+    host = socket.gethostname()
+    assert repr(mw) == f"Master(workers 1-2 on {host})"
+    assert [each for each in dir(mw) if not each.startswith("_")] == [
+        "closed", "group", "lost", "ranks", "remote", "respawn", "shutdown", "synchronize",
+    ]  # fmt: skip
+    x = torch.ones(2, device="worker:2")
+    kill(mw, 2)
+    until(lambda: 2 in mw.lost)
+    assert repr(mw) == f"Master(worker 1 on {host}; rank 2 lost)"
+    assert repr(x).startswith("tensor(..., device='worker:2', size=(2,), dtype=torch.float32): worker 2")
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as caught:
+        torch.ones(2, device="worker:1") + torch.ones(2)
+    assert {each.path for each in caught.traceback} == {Path(__file__)}
+
+
 def test_ctrl_c_while_waiting(mw: Master) -> None:
-    slow = mw.remote(time.sleep, on=1)(1.0)
+    slow = mw.remote(time.sleep, on=1)(2.0)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     try:
@@ -225,7 +290,8 @@ def test_ctrl_c_while_waiting(mw: Master) -> None:
             torch.ones(1, device="worker:1").item()
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert slow.result() is None
+    with pytest.warns(RuntimeWarning, match=r"worker 1 .* still does what was queued before Ctrl-C.* s ago.*force"):
+        assert slow.result() is None
     assert torch.full((1,), 7.0, device="worker:1").item() == 7
 
 
@@ -244,10 +310,12 @@ for wrong in (lambda: x + 1, lambda: x.cpu(), lambda: print(x), lambda: torch.on
 mw.shutdown()
 with allranks.init_master_worker(workers=2) as mw:
     print(torch.ones(2, device="worker:2").sum().item())
+print(mw)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.stderr == ""
     said = done.stdout.splitlines()
-    assert len(said) == 9, said
+    assert len(said) == 10, said
+    assert said.pop() == "Master(shut down)"
     assert all("shut down" in line or "no workers" in line for line in said[:8]), said
     assert said[8] == "2.0"

@@ -7,7 +7,8 @@ How the processes come together, and how they end:
 
 What torch sees, on the master:
 
-- device: the name ``worker``, and ``torch.worker``.  tensor: handles, and how operations on them are queued.
+- device: the name ``worker``.  torch_worker: the module ``torch.worker``, and ``torch.accelerator``.
+- tensor: handles, and how operations on them are queued.
 - signature: shapes that are known before an operation has run.  lines: the program's line that an operation is from.
 - composites, modules, saving, compilers: where torch's own code would treat a handle otherwise than a tensor of a CPU.
 - autocast, generators, flags: what torch keeps for a device, or for a process, and its kernels go by.

@@ -8,8 +8,6 @@ writes that there, and who waits for it hears of it at once.
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Sequence
 
 import msgspec
@@ -29,9 +27,6 @@ class _Verdict(msgspec.Struct, frozen=True):
     records: list[bytes] = []
     lost: int = -1
     why: str = ""
-
-
-_alive: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
 class Board:
@@ -96,7 +91,6 @@ class Board:
         engine = make_engine("native", mine, members, exchange, name, timeout_s)
         made = ProcessGroup(engine, name, mine, members, timeout_s)
         self._groups.add(made)
-        _alive.add(made)
         made.closing = lambda: self._groups.discard(made)
         return made
 
@@ -136,11 +130,3 @@ class Board:
         for made in tuple(self._groups):
             made.close()
         self._store.close()
-
-
-def _abandon_in_child() -> None:
-    for made in tuple(_alive):
-        made.abandon()
-
-
-os.register_at_fork(after_in_child=_abandon_in_child)

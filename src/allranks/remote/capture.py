@@ -14,23 +14,29 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import struct
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from allranks import _core
 from allranks._errors import UsageError
+from allranks._public import publish
 from allranks.remote import tensor as handles
 from allranks.remote import wire
 from allranks.remote.lines import here, line_of
 from allranks.remote.orders import OPERATIONS
 from allranks.remote.signature import Signature
 from allranks.remote.tensor import Place, RemoteTensor, make
+from allranks.remote.watch import Reach, random_state
 from allranks.remote.worker import written_by
 
 if TYPE_CHECKING:
@@ -42,6 +48,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _ATTEMPTS = 4  # calls that may differ before the step is said not to repeat
+_PATIENCE = 8  # calls in a row that are not replayed, as something has changed before each, until that is said
 _FORGIVEN = 1  # times that tensors which outlive the step may be dropped
 _ID = struct.Struct("<I")
 
@@ -186,12 +193,13 @@ class _Part(NamedTuple):
 class _Replay:
     """A recording that the workers know."""
 
-    def __init__(self, master: Master, recording: _Recording) -> None:
+    def __init__(self, master: Master, recording: _Recording, watch: _core.Watch) -> None:
         self.stale = False
+        self.watch = watch
         self._parts: list[_Part] = []
         self._master = master
         self._recording = recording
-        self._watches = [weakref.ref(each, self._left) for each in recording.fixed.values()]
+        self._fixed = [weakref.ref(each, self._left) for each in recording.fixed.values()]
         self._places = list({id(each.place): each.place for each in recording.returned if each is not None}.values())
         self._written, self._changed = self._find_written()
         self._parts = self._divide()
@@ -358,11 +366,30 @@ class _Replay:
         return found, sorted(each for each in written if each < self._recording.inputs)
 
 
+@dataclass
+class _Past:
+    """The calls of one kind of arguments since the last replay.
+
+    Attributes:
+        watch: what the step could see after the last of them.
+        recording: what the last has queued; None where something has changed since.
+        calls: how many in a row were recorded.
+        changes: before how many in a row something had changed.
+        unrecorded: that the step changes what it reads is known: its calls are ordinary ones.
+    """
+
+    watch: _core.Watch | None = None
+    recording: _Recording | None = None
+    calls: int = 0
+    changes: int = 0
+    unrecorded: bool = False
+
+
 class Captured(Generic[P, R]):
     """A function whose calls become one command each; see `capture`.
 
     Attributes:
-        recordings: for how many kinds of arguments it is recorded.
+        recordings: how many recordings it has: one for each kind of arguments, and of what else it reads.
     """
 
     def __init__(self, function: Callable[P, R], max_recordings: int) -> None:
@@ -370,54 +397,75 @@ class Captured(Generic[P, R]):
         self._function = function
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._most = max_recordings
-        self._replays: dict[Any, _Replay] = {}
-        self._last: dict[Any, tuple[_Recording, int]] = {}
+        self._replays: dict[Any, list[_Replay]] = {}  # by key, the last one that was used first
+        self._past: dict[Any, _Past] = {}
         self._placed: set[Any] = set()  # keys of arguments whose place in their storage matters, too
+        self._reach = Reach()
         self._dropped = 0
 
     @property
     def recordings(self) -> int:
-        return len(self._replays)
+        return sum(map(len, self._replays.values()))
 
     def reset(self) -> None:
         """Forgets what is recorded: the next calls are recorded anew."""
-        for each in self._replays.values():
-            each.close()
+        for replays in self._replays.values():
+            for each in replays:
+                each.close()
         self._replays.clear()
-        self._last.clear()
+        self._past.clear()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         key: Any = None
         tensors: Sequence[Any] = args
+        seen: Any = self._function
         if not kwargs:
             key = _key_of(args)
         if key is None:
-            key, tensors = self._key(args, kwargs)
+            key, tensors, seen = self._key(args, kwargs)
         if placed := key in self._placed:
             key = (key, tuple([each._off for each in tensors]))
-        replay = self._replays.get(key)
-        if replay is not None:
+        for replay in self._replays.get(key, ()):
+            if not replay.watch.same(seen):
+                continue
             if replay._master.recorder is not None:
                 replay._master.recorder.refuse(f"{self._name}, which is captured itself, is called", True)
             dropped = replay.dropped()
             if dropped is None and not replay.stale:
+                if replay is not self._replays[key][0]:
+                    self._replays[key].remove(replay)
+                    self._replays[key].insert(0, replay)
                 return replay(tensors)  # type: ignore[no-any-return]
-            replay.close()
-            del self._replays[key]
+            replay.stale = True
             if dropped is not None:
                 self._dropped += 1
                 if self._dropped > _FORGIVEN:
+                    self._drop_stale(key)
                     raise UsageError(
                         f"capture: {self._name} leaves a tensor behind that is dropped before the next call, made at"
-                        f" {line_of(dropped)}: a gradient, by zero_grad() outside of the step? A replay does not make"
-                        " Python's objects anew. Do within the step all that uses what it leaves: optimizer.step(), too"
+                        f" {line_of(dropped)}. A replay does not make Python's objects anew. Do within the step all"
+                        " that uses what it leaves"
                     )
-        return self._record(key, placed, tensors, args, kwargs)
+            break
+        for replay in self._replays.get(key, ()):
+            # A tensor that is no longer where it was is not held here.
+            replay.stale |= any(isinstance(each[1], torch.Tensor) for each in replay.watch.changes(seen))
+        self._drop_stale(key)
+        return self._call_unreplayed(key, placed, tensors, seen, args, kwargs)
 
-    def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[RemoteTensor]]:
+    def _drop_stale(self, key: Any) -> None:
+        for each in [each for each in self._replays.get(key, ()) if each.stale]:
+            each.close()
+            self._replays[key].remove(each)
+        if not self._replays.get(key, True):
+            del self._replays[key]
+
+    def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[RemoteTensor], Any]:
+        """What arguments have in common with those of other calls, the tensors in them, and what the step can see."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, RemoteTensor)]
         parts: list[Any] = [spec, *_state(tensors)]
+        seen: list[Any] = [self._function]
         first: dict[int, int] = {}
         for each in leaves:
             if isinstance(each, RemoteTensor):
@@ -427,25 +475,62 @@ class Captured(Generic[P, R]):
                 raise UsageError(
                     f"capture: {self._name} is given a tensor of the master's; send it first, with .to() or scatter()"
                 )
+            elif isinstance(each, float):  # of which some compare equal that differ
+                parts.append((type(each), each.hex()))
             else:
                 parts.append((type(each), each))
+                if not isinstance(each, int | str | None):
+                    seen.append(each)
         try:
             hash(key := tuple(parts))
         except TypeError as error:
             raise UsageError(
                 f"capture: {self._name} is given what cannot be compared from call to call: {error}"
             ) from None
-        return key, tensors
+        return key, tensors, seen if len(seen) > 1 else self._function
 
-    def _record(self, key: Any, placed: bool, tensors: Sequence[RemoteTensor], args: Any, kwargs: Any) -> R:
+    def _call_unreplayed(
+        self, key: Any, placed: bool, tensors: Sequence[RemoteTensor], seen: Any, args: Any, kwargs: Any
+    ) -> R:
+        past = self._past.get(key)
+        if past is None:
+            if key not in self._replays and len(self._replays.keys() | self._past.keys()) >= self._most:
+                raise UsageError(
+                    f"capture: {self._name} is called with more than {self._most} kinds of arguments (shapes, dtypes,"
+                    " workers, other values). Pad shapes to a few, give a number that changes as a tensor on the"
+                    " worker, or raise max_recordings="
+                )
+            past = self._past[key] = _Past()
+        if past.unrecorded:
+            return self._function(*args, **kwargs)
+        if past.watch is None or past.watch.same(seen):
+            return self._record(key, past, placed, tensors, seen, args, kwargs)
+        changes = past.watch.changes(seen)
+        past.recording, past.calls, past.changes = None, 0, past.changes + 1
+        if past.changes == _PATIENCE:
+            self._warn(f"{_described(changes)} changes before each call", 4)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            past.watch = self._reach.watch(seen)
+
+    def _warn(self, why: str, depth: int) -> None:
+        warnings.warn(
+            f"capture: {self._name} is not replayed, as {why}: its calls take as long as without capture.\n"
+            "  What changes can be a tensor on the worker, as lr=torch.tensor(0.1, device=...), and a counter can be"
+            " outside of the step.\n  torch.optim's Adam and others count there with fused=True or capturable=True."
+            " optimizer.step() and zero_grad() belong into the step",
+            stacklevel=depth,
+        )
+
+    def _record(
+        self, key: Any, past: _Past, placed: bool, tensors: Sequence[RemoteTensor], seen: Any, args: Any, kwargs: Any
+    ) -> R:
         master = _master_of(tensors)
         if master.recorder is not None:
             master.recorder.refuse(f"{self._name}, which is captured itself, is called", True)
-        if key not in self._last and len(self._replays) + len(self._last) >= self._most:
-            raise UsageError(
-                f"capture: {self._name} is called with more than {self._most} kinds of arguments (shapes, dtypes,"
-                " workers, other values). Pad them to a few shapes, or raise max_recordings="
-            )
+        watch = past.watch or self._reach.watch(seen)
+        drawn = random_state()
         with _Recorder(master, self._name, tensors) as recorder:
             result = self._function(*args, **kwargs)
             recording = recorder.recording
@@ -455,20 +540,51 @@ class Captured(Generic[P, R]):
         for number, made in recording.made.items():
             if made() is not None and number not in returned:
                 recording.kept[number] = made
+        why = self._changed(recording, watch.changes(seen), drawn)
+        before, past.changes = past.recording, 0
+        if not watch.same(seen):
+            watch = self._reach.watch(seen)
         if not placed and recording.is_placed(master):
             self._placed.add(key)
+            del self._past[key]
             key = (key, tuple([each._off for each in tensors]))
-        before, calls = self._last.get(key, (None, 0))
-        if before is not None and not before.unsettled and not recording.unsettled and before.same(recording):
-            self._last.pop(key, None)
-            self._replays[key] = _Replay(master, recording)
-        elif calls + 1 >= _ATTEMPTS:
-            self._last.pop(key, None)
+            past = self._past.setdefault(key, past)
+        settled = before is not None and not before.unsettled and not recording.unsettled and not why
+        if settled and before is not None and before.same(recording):
+            del self._past[key]
+            replays = self._replays.setdefault(key, [])
+            replays.insert(0, _Replay(master, recording, watch))
+            for each in replays[self._most :]:
+                each.close()
+            del replays[self._most :]
+            return result
+        past.recording, past.watch, past.calls = recording, watch, past.calls + 1
+        if past.calls >= _ATTEMPTS and why:
+            past.unrecorded = True
+            past.recording = past.watch = None
+            self._warn(why, 4)
+        elif past.calls >= _ATTEMPTS:
+            del self._past[key]
             assert before is not None
             raise UsageError(f"capture: {self._name} does not repeat itself: {_difference(master, before, recording)}")
-        else:
-            self._last[key] = (recording, calls + 1)
         return result
+
+    def _changed(self, recording: _Recording, changes: list[tuple[str, Any, Any]], drawn: Any) -> str:
+        """What a call has changed of what it reads, in words: a replay would not. "" where nothing."""
+        if self._reach.iterators:
+            return f"it can see the iterator {self._reach.iterators[0]}, and none can tell what that gives next"
+        made = {id(each()) for each in recording.made.values()}
+
+        def is_made(found: Any) -> bool:
+            ref = found._ref if isinstance(found, RemoteTensor) else found
+            return type(ref) is _core.Ref and id(ref.whole) in made
+
+        # A tensor of which the step makes another each time is that of the last recording, and replays write to it.
+        changes = [each for each in changes if each[1] is None or not is_made(each[2])]
+
+        if changes:
+            return f"it changes {_described(changes)} at each call"
+        return "" if drawn == random_state() else "it draws random numbers of the master's at each call"
 
     def _take_result(self, recorder: _Recorder, result: Any) -> None:
         recording = recorder.recording
@@ -513,9 +629,30 @@ def _master_of(tensors: Sequence[RemoteTensor]) -> Master:
 
 
 def _state(tensors: Sequence[RemoteTensor]) -> list[Any]:
-    """What of torch's state a recording depends on: its flags, and what `torch.autocast` casts to."""
+    """What of torch's state a recording depends on: its flags, what `torch.autocast` casts to, what autograd follows,
+    and where factories make tensors."""
     dtype = torch.get_autocast_dtype("worker") if torch.is_autocast_enabled("worker") else None
-    return [_master_of(tensors).state, dtype]
+    modes = None
+    if torch._C._len_torch_function_stack():
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        modes = tuple([(type(each), getattr(each, "device", None)) for each in stack])
+    return [
+        _master_of(tensors).state, dtype, modes, handles._current[0],
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+    ]  # fmt: skip
+
+
+_SHORT = 60
+
+
+def _described(changes: list[tuple[str, Any, Any]]) -> str:
+    """One of several changes, in words: of a number, if one is among them."""
+    numbers = [each for each in changes if isinstance(each[1], int | float | str) and type(each[2]) is type(each[1])]
+    path, before, after = (numbers or changes)[0]
+    told = f" ({before!r}, then {after!r})"
+    told = told if numbers and len(told) < _SHORT and not path.endswith("_version") else ""
+    path = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", path)
+    return re.sub(r"\.(?:_ref|_version)$", "", path) + told
 
 
 def _difference(master: Master, before: _Recording, after: _Recording) -> str:
@@ -535,8 +672,7 @@ def _difference(master: Master, before: _Recording, after: _Recording) -> str:
             numbers = [_numbers(master, each) for each in (old, new)]
             return (
                 f"a number that the master computes is {numbers[0]} and then {numbers[1]} in {name(after, at)}.\n"
-                "  It may be a counter in Python: torch.optim's Adam and others keep it on the worker with fused=True,"
-                " or capturable=True. Or pass it as a tensor"
+                "  It comes of what cannot be seen from the step, as a clock or a file: pass it as a tensor"
             )
         if old.template == new.template:
             return (
@@ -561,23 +697,31 @@ def capture(function: Callable[P, R] | None = None, *, max_recordings: int = 8) 
     """Makes each call of a training step one small command for the workers (master-worker mode).
 
     The step's first calls run as they are; as soon as two in a row have queued the same, all further ones are replays:
-    the workers repeat what was recorded, on the tensors that are given, and none of the function's Python runs. What it
-    changes outside of tensors stays as it was: counters, floats such as a learning rate (make it a tensor on the
-    worker), prints, learning-rate schedulers.
+    the workers repeat what was recorded, on the tensors that are given, and none of the function's Python runs.
+
+    What that Python reads is compared before each replay: variables that it names and what can be reached from them,
+    as ``param_groups``, attributes and flags of modules, hooks, numbers in containers. After a change the step is
+    recorded anew. A step that changes itself what it reads (a counter, a list that it appends to), draws random numbers
+    of the master's, or reads from an iterator, runs as without capture, and a warning names what it is. A number that
+    changes from call to call, as a learning rate, can be a tensor on the worker. What cannot be seen: clocks, files,
+    the environment, what objects of extensions hold.
 
     Args:
         function: takes and returns tensors on workers, in any nesting; other arguments are part of what is recorded.
-        max_recordings: for so many kinds of arguments (shapes, dtypes, places, other values) it is recorded.
+        max_recordings: for so many kinds of arguments (shapes, dtypes, places, other values) it is recorded, and for so
+            many states of what it reads with each.
 
     Returns:
         The function, captured, with ``recordings`` and ``reset()``; or, with ``function`` left out, a decorator.
 
     Raises:
         UsageError: when it is called: the step fetches a value, sends tensors of the master's, depends on data for a
-            shape, returns what requires grad, or does not repeat itself; says what, and at which line.
+            shape, returns what requires grad, or does not repeat itself; says what, and at which line. Or it can see
+            more than 200,000 objects.
 
     Cost:
-        on the master some 10 us a call, and 2 bytes and 4 for each tensor given or returned, for each set of workers
+        on the master some 10 us a call, 20 ns for each value that is compared (some 200 for a network of three layers
+        and its optimizer), and 2 bytes and 4 for each tensor given or returned, for each set of workers
         that do the same.
 
     Example:
@@ -596,3 +740,6 @@ def capture(function: Callable[P, R] | None = None, *, max_recordings: int = 8) 
     if not max_recordings >= 1:
         raise UsageError(f"capture: max_recordings={max_recordings!r}: expected 1 or more")
     return Captured(function, max_recordings)
+
+
+publish(globals())

@@ -52,7 +52,7 @@ def _codes(space: Any) -> Iterator[CodeType]:
         if isinstance(each, type) and each.__module__.startswith(_PACKAGE):
             yield from _codes(vars(each))
         for function in (each, *(getattr(each, name, None) for name in ("__func__", "fget", "fset"))):
-            if isinstance(function, FunctionType) and function.__module__.startswith(_PACKAGE):
+            if isinstance(function, FunctionType) and function.__globals__["__name__"].startswith(_PACKAGE):
                 yield from _within(function.__code__)
 
 

@@ -122,12 +122,6 @@ class Crew:
             self._job.supervisor.kill()
             self._thread.join()
 
-    def abandon(self) -> None:
-        """In a forked child: closes what is the parent's, whose end the hosts could not see else."""
-        for host in self._job.fleet:
-            if host.link is not None:
-                host.link.close()
-
 
 def read_status(pid: int) -> int | None:
     """The exit code of a process of this host, or minus its signal, until its parent has taken note; else None.

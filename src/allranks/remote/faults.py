@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from allranks._errors import RemoteError
+from allranks.launch.ranks.function import unpack_error
 from allranks.remote.wire import Fault
 
 __all__ = ["GIVEN", "Given", "Poison", "Spoilt", "error_of", "given"]
@@ -55,13 +56,39 @@ def error_of(fault: Fault, line: str, raw: bool, more: int = 0) -> Exception:
         raw: the call that is waited for has raised it: as it would here, where the type is torch's or Python's.
         more: how many others there are.
     """
-    if raw:
-        kind = getattr(builtins, fault.kind, None) or getattr(torch, fault.kind, None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            return kind(fault.error)
+    original = unpack_error(fault.pickled) or _original(fault)
+    if raw and original is not None:
+        return original
     where = f" (queued at {line})" if line else ""
     said = f"{fault.op} failed on worker {fault.rank}{where}: {fault.kind}: {fault.error}"
     if more:
         said += f"\n  and {more} more operations failed."
     said += "\n  on the worker:\n    " + fault.traceback.rstrip().replace("\n", "\n    ")
-    return RemoteError(said, fault.rank, fault.op, line, fault.traceback)
+    kind = RemoteError if original is None else _caught_as(type(original))
+    error = kind(said, fault.rank, fault.op, line, fault.traceback)
+    error.__cause__ = original
+    return error
+
+
+def _original(fault: Fault) -> Exception | None:
+    """What was raised there, where the type is Python's or torch's."""
+    for space in (builtins, torch, torch.linalg, torch._C):
+        kind = getattr(space, fault.kind, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                return kind(fault.error)
+            except TypeError:  # it is made of something else than a text
+                return None
+    return None
+
+
+def _caught_as(kind: type[Exception]) -> type[RemoteError]:
+    """`RemoteError` that is caught as another type, too."""
+    if issubclass(RemoteError, kind):
+        return RemoteError
+    try:
+        both = type("RemoteError", (RemoteError, kind), {"__module__": "allranks"})
+        both("", 0)
+    except TypeError:  # they cannot be one object
+        return RemoteError
+    return both

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from allranks._bytes import bytes_of
 from allranks.remote.tensor import GENERATORS, place_of
 
 __all__ = ["Generator", "register"]
@@ -70,7 +71,7 @@ class Generator(torch.Generator):
         return torch.frombuffer(bytearray(said), dtype=torch.uint8)
 
     def set_state(self, new_state: torch.Tensor) -> Generator:
-        state = new_state.numpy().tobytes()
+        state = bytes_of(new_state)
         self._place.master.order(self._place, "set_state", state=state, generator=self._number)
         return self
 

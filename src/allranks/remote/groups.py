@@ -18,6 +18,7 @@ import torch
 from torch.autograd import forward_ad
 
 from allranks._errors import UsageError
+from allranks._public import publish
 from allranks.remote.lines import here
 from allranks.remote.signature import signature
 from allranks.remote.tensor import Place, RemoteTensor, as_view, make
@@ -424,3 +425,6 @@ def broadcast_(tensors: torch.Tensor | Iterable[torch.Tensor], src: int) -> None
     """
     group, listed = _group_of(tensors)
     group.broadcast_(listed, src)
+
+
+publish(globals())

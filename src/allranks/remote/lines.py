@@ -5,13 +5,17 @@ A worker that meets a fault says this number, and the master the line: nothing i
 
 from __future__ import annotations
 
+import ast
+import functools
+import linecache
 import os
 import sys
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
-__all__ = ["here", "line_of"]
+__all__ = ["called", "here", "line_of"]
 
 _OURS = tuple(os.path.dirname(os.path.abspath(each)) + os.sep for each in (torch.__file__, __file__))
 _SKIPPED = ("<__array_function__", "<string>", "<frozen", os.sep + "contextlib.py")
@@ -56,3 +60,54 @@ def line_of(number: int) -> str:
         return ""
     code, line = _lines[number - 1]
     return f"{code.co_filename}:{line}"
+
+
+def called() -> tuple[str, frozenset[str]]:
+    """The name of the function that the innermost frame calls which is not this package's, and the texts in that call:
+    constants, texts and devices of variables, and those of attributes that can be read without running code.
+    "" and none where that is not known: without the source, and before Python 3.11."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS[1]):
+        frame = frame.f_back
+    if frame is None or sys.version_info < (3, 11):
+        return "", frozenset()
+    name, texts, paths = _call_at(frame.f_code, frame.f_lasti)
+    values = [_value(frame, each) for each in paths]
+    return name, texts.union(str(each) for each in values if isinstance(each, str | torch.device))
+
+
+def _value(frame: FrameType, path: tuple[str, ...]) -> Any:
+    first, *attributes = path
+    value = frame.f_locals.get(first, frame.f_globals.get(first))
+    for each in attributes:
+        value = getattr(value, "__dict__", {}).get(each)
+    return value
+
+
+@functools.lru_cache(maxsize=1024)
+def _call_at(code: CodeType, at: int) -> tuple[str, frozenset[str], tuple[tuple[str, ...], ...]]:
+    first, last, begin, end = list(code.co_positions())[at // 2]
+    lines = [each.encode() for each in linecache.getlines(code.co_filename)[(first or 1) - 1 : last]]
+    if not lines:
+        return "", frozenset(), ()
+    lines[-1] = lines[-1][:end]  # before the first, which may be the same
+    lines[0] = lines[0][begin:]
+    try:
+        call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+    except SyntaxError:  # the file has changed
+        return "", frozenset(), ()
+    function = call.func if isinstance(call, ast.Call) else None
+    given = [*call.args, *(each.value for each in call.keywords)] if isinstance(call, ast.Call) else []
+    paths = tuple(path for each in given for node in ast.walk(each) if (path := _path(node)))
+    constants = [each.value for each in ast.walk(call) if isinstance(each, ast.Constant)]
+    name = getattr(function, "attr", getattr(function, "id", ""))
+    return name, frozenset(each for each in constants if isinstance(each, str)), paths
+
+
+def _path(node: ast.AST) -> tuple[str, ...]:
+    """The names of ``a.b.c``; none of anything else."""
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, ast.Attribute) and (before := _path(node.value)):
+        return (*before, node.attr)
+    return ()

@@ -10,10 +10,12 @@ import contextlib
 import functools
 import gc
 import itertools
+import select
 import socket
 import struct
 import threading
 import time
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +26,18 @@ import msgspec
 import torch
 
 from allranks import _core
-from allranks._errors import AllranksError, PeerLostError, RemoteError, TimeoutError, UsageError, WorkerLost
+from allranks._bytes import view_of
+from allranks._errors import (
+    AllranksError,
+    PeerLostError,
+    RemoteError,
+    TimeoutError,
+    UsageError,
+    WorkerLost,
+    rank_list,
+    spans,
+)
+from allranks._forks import follow, forks, refusal
 from allranks.remote import flags, wire
 from allranks.remote import tensor as handles
 from allranks.remote.faults import error_of
@@ -53,13 +66,16 @@ __all__ = ["Asked", "Master"]
 
 _PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
 _UNNOTICED = (
-    "keep", "drop", "forget", "forget_generator", "copied", "group", "ungroup", "kind",
+    "keep", "drop", "forget", "forget_generator", "unmark", "copied", "group", "ungroup", "kind",
 )  # fmt: skip
 """Orders that a captured step can do without."""
 
+_OFFERED = ("closed", "group", "lost", "ranks", "remote", "respawn", "shutdown", "synchronize")
+_END_S = 0.2  # between the end of a process and that of its connection
 _LAST_INDEX = 127  # torch keeps a device's index in a signed byte
 _LATEST = 4  # groups that do not end
 _LOOK_S = 0.5
+_CPU = "What the child needs is fetched before it is forked, with .cpu()"
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -69,6 +85,7 @@ def _alone(method: Callable[Concatenate[Master, P], R]) -> Callable[Concatenate[
 
     @functools.wraps(method)
     def called(self: Master, *args: P.args, **kwargs: P.kwargs) -> R:
+        self.check_process()
         with self._lock:
             return method(self, *args, **kwargs)
 
@@ -92,6 +109,7 @@ class Master:
 
     def __init__(self, workers: Workers, timeout_s: float) -> None:
         self.workers = workers
+        self._forks = forks()
         self.timeout_s = timeout_s
         self.outbox = _core.Outbox()
         self.lines: dict[int, Line] = {}
@@ -119,6 +137,7 @@ class Master:
         self.state = 0  # the number of these flags
         self.seed = torch.initial_seed()  # of workers to come
         self.closed = False
+        self._interrupted: dict[int, float] = {}  # waits for these workers by Ctrl-C: when
         self.lost: dict[int, str] = {}
         self.places: weakref.WeakValueDictionary[tuple[int, ...], Place] = weakref.WeakValueDictionary()
         self._own: dict[int, Place] = {}  # the workers', which last
@@ -129,6 +148,7 @@ class Master:
         for line in workers.lines:
             self.admit(line)
         workers.on_lost = self.lose
+        follow(self)
         _core.while_waiting(self._wait_for_room)
 
     def admit(self, line: Line) -> None:
@@ -407,13 +427,19 @@ class Master:
             WorkerLost: the worker is gone.
             TimeoutError: it does not answer.
         """
+        self.check_process()
         self.outbox.flush()
         with self._lock:
             timeout_s = self.timeout_s if timeout_s is None else timeout_s
             deadline = time.monotonic() + timeout_s
             self._read(rank)
-            while (rank, number) not in self._answers:
-                self._hear(rank, deadline, timeout_s, what)
+            try:
+                while (rank, number) not in self._answers:
+                    self._hear(rank, deadline, timeout_s, what)
+            except KeyboardInterrupt:
+                self._interrupted.setdefault(rank, time.monotonic())
+                raise
+            self._interrupted.pop(rank, None)
             answer = self._answers.pop((rank, number))
         if answer.fault is not None:
             self._spoilt = None if answer.said == "now" else answer.fault
@@ -432,6 +458,7 @@ class Master:
             part = line.socket.recv(1 << 18)
         except BlockingIOError:
             if time.monotonic() < deadline:
+                self._tell_interrupted(rank)
                 return
             raise TimeoutError(
                 f"{what}: worker {rank} ({line.host}, pid {line.pid}) has not answered for {timeout_s:g} s"
@@ -448,6 +475,20 @@ class Master:
             raise WorkerLost(self.lost[rank], rank)
         heard += part
         self._read(rank)
+
+    def _tell_interrupted(self, rank: int) -> None:
+        """Tells, once, that a worker still does what a wait was interrupted for."""
+        since = self._interrupted.pop(rank, None)
+        if since is None:
+            return
+        line = self.lines[rank]
+        warnings.warn(
+            f"worker {rank} ({line.host}, pid {line.pid}) still does what was queued before Ctrl-C,"
+            f" {time.monotonic() - since:.1f} s ago{_state(line.pid) if line.host == socket.gethostname() else ''}, and"
+            f" is waited for. mw.respawn({rank}, force=True) ends it, and its tensors with it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _read(self, rank: int) -> None:
         heard = self._heard[rank]
@@ -487,7 +528,10 @@ class Master:
 
     def _lose(self, line: Line, how: str) -> None:
         rank = line.rank
-        self.lost[rank] = f"worker {rank} ({line.host}, pid {line.pid}) is gone{': ' + how if how else ''}"
+        self.lost[rank] = (
+            f"worker {rank} ({line.host}, pid {line.pid}) is gone{': ' + how if how else ''}.\n"
+            f"  mw.respawn({rank}) starts another in its place; what was on it is lost"
+        )
         self.outbox.lose(self._indices[rank])
         for place in [each for each in handles.places() if each.master is self]:
             if rank in place.ranks:
@@ -498,7 +542,7 @@ class Master:
             for ranks in [each for each in list(place.links) if rank in each]:
                 number = place.links.pop(ranks)
                 if (group := self._groups.pop(number, None)) is not None:
-                    group.abandon()
+                    group.close()
                 self._ended.append((ranks, number))
 
     def check(self, place: Place) -> None:
@@ -515,7 +559,16 @@ class Master:
             if rank in self.lost:
                 raise WorkerLost(self.lost[rank], rank)
 
+    def check_process(self) -> None:
+        """
+        Raises:
+            NotInitializedError: this is a forked child of the master's process.
+        """
+        if self._forks != forks():
+            raise refusal("the master of the workers", _CPU)
+
     def _check_open(self) -> None:
+        self.check_process()
         if self.closed:
             raise WorkerLost("the workers have been shut down", 0)
 
@@ -558,7 +611,7 @@ class Master:
             self._start(place, link, "upload", outputs=[ref.id], meta=sig.meta, line=here(1))
             self._exchange(place, link, lambda group: group.send(flat(dense), 1))
             return
-        self.put(place, Hold(ref.id, sig.meta), flat(dense).numpy().data if dense.numel() else None)
+        self.put(place, Hold(ref.id, sig.meta), view_of(dense) if dense.numel() else None)
 
     def _start(self, place: Place, link: int, name: str, **said: Any) -> None:
         """Has a worker begin to send or receive on a link as soon as it has answered.
@@ -588,7 +641,7 @@ class Master:
             move(self._groups[link])
         except BaseException as error:  # also Ctrl-C: the two ends do not stand at the same place any more
             self._unlink(place, (0, rank))
-            if isinstance(error, PeerLostError):
+            if isinstance(error, PeerLostError) or rank in self.lost:
                 self.lose(rank)
                 raise WorkerLost(self.lost[rank], rank) from None
             raise
@@ -599,7 +652,7 @@ class Master:
         if number is None:
             return
         if (group := self._groups.pop(number, None)) is not None:
-            group.abandon()
+            group.close()
         self._ended.append((ranks, number))
         self._leave_links()
 
@@ -865,13 +918,17 @@ class Master:
             return on._place
         return handles.place_of(torch.device("worker", on) if isinstance(on, int) else torch.device(on))
 
-    def respawn(self, rank: int) -> None:
-        """Starts a new worker in one's place, which is killed if it still lives.
+    def respawn(self, rank: int, force: bool = False) -> None:
+        """Starts a new worker in the place of one that is gone.
 
         What was on it is lost: its handles, and its groups', go on to raise `WorkerLost`.
 
+        Args:
+            rank: the worker's.
+            force: kills it if it still lives.
+
         Raises:
-            UsageError: there is no such worker, or others have started it and nobody is there who could again.
+            UsageError: there is no such worker, or it lives, or nobody is there who could start another.
             ConfigError: it ended while it was started.
             JoinError: it did not come in time.
 
@@ -881,8 +938,14 @@ class Master:
         self._check_open()
         if rank not in self.lines:
             raise UsageError(f"respawn: there is no worker {rank}; there are 1 to {max(self.lines)}")
+        if rank not in self.lost and not force and not _is_over(self.lines[rank].socket):
+            raise UsageError(
+                f"respawn: worker {rank} lives, and what is on it would be lost. To kill it:"
+                f" respawn({rank}, force=True)"
+            )
         if rank not in self.lost:
             self.lose(rank, "its place is taken by another")
+        self._interrupted.pop(rank, None)
         self.admit(self.workers.respawn(rank))
 
     @property
@@ -902,6 +965,23 @@ class Master:
             self.synchronize()
         finally:
             self.close()
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "Master(shut down)"
+        hosts: dict[str, list[int]] = {}
+        for rank in self.ranks:
+            hosts.setdefault(self.lines[rank].host, []).append(rank)
+        told = [
+            f"{'worker' if len(ranks) == 1 else 'workers'} {spans(ranks, ', ')} on {host}"
+            for host, ranks in hosts.items()
+        ]
+        gone = [f"{rank_list(sorted(self.lost))} lost"] if self.lost else []
+        return f"Master({'; '.join(told + gone)})"
+
+    def __dir__(self) -> list[str]:
+        """What programs call; the rest is of this package's own use."""
+        return sorted([*_OFFERED, *(each for each in object.__dir__(self) if each.startswith("_"))])
 
     def __enter__(self) -> Master:
         return self
@@ -929,6 +1009,20 @@ class Master:
                 place.calls = Gone("the workers have been shut down", 0)
                 handles._places[place.index] = handles.nowhere
 
+    def abandon(self) -> None:
+        """In a forked child: the workers are the parent's."""
+        self.closed = True
+        for place in handles.places():
+            if place.master is self:
+                place.calls = Inherited()
+
+
+class Inherited(dict[Any, Any]):
+    """Stands where the calls of the parent's workers were, in a forked child."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        raise refusal("a tensor on a worker", _CPU)
+
 
 class Gone(dict[Any, Any]):
     """Stands where the calls of a lost worker were: every operation asks for one."""
@@ -944,6 +1038,13 @@ class Gone(dict[Any, Any]):
 def _end(links: dict[tuple[int, ...], int], ended: list[tuple[tuple[int, ...], int]]) -> None:
     """The links of a place that nothing uses have ended."""
     ended += links.items()
+
+
+def _is_over(sock: socket.socket) -> bool:
+    """Whether the other end of a connection is closed."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(_END_S * 1e3))
 
 
 def _look(line: Line, seconds: float) -> None:
@@ -970,6 +1071,8 @@ def _kind(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ..
     def look(value: Any) -> Any:
         if isinstance(value, RemoteTensor):
             return value._sig.kind
+        if isinstance(value, list | tuple) and value and all(type(each) is bool for each in value):
+            return type(value), tuple(value)  # a mask of the results that are wanted
         if isinstance(value, list | tuple | float | torch.Generator) or (sized and type(value) is int):
             return type(value)
         return type(value), value

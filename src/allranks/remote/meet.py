@@ -32,6 +32,7 @@ import msgspec
 from allranks import _rendezvous
 from allranks._env import read_env, read_int
 from allranks._errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError, rank_list
+from allranks._forks import forks
 from allranks._hostlist import Slots, parse_hosts
 from allranks._network import machine, nearest_first, published_addresses
 from allranks._rendezvous import Member, this_member
@@ -151,7 +152,6 @@ class Post:
         Daemon(target=_end_with, args=(sock,), name="allranks-line").start()
         self.leave = board.close
         atexit.register(self.leave)
-        os.register_at_fork(after_in_child=sock.close)  # or the master would not see this process' end
 
     def make_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
         """Makes a group together with its other members; see ``Board.make_group``."""
@@ -192,7 +192,7 @@ class Workers:
         self._house = house
         self._crew = crew
         self._told = told  # the launcher's store, where it says how workers of any host have ended
-        self._pid = os.getpid()
+        self._forks = forks()
         self._lost: set[int] = set()
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -279,7 +279,7 @@ class Workers:
     def close(self) -> None:
         """Ends all workers: asks them, waits a moment, and kills those that this process has started. Idempotent."""
         global _workers
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or self._forks != forks():
             return
         self._closed = True
         if _workers is self:
@@ -295,14 +295,6 @@ class Workers:
         if self._told is not None:
             self._told.close()
         self._house.close()
-
-    def abandon(self) -> None:
-        """In a forked child: the workers are the parent's."""
-        for line in self.lines:
-            line.socket.close()
-        self._house.abandon()
-        if self._crew is not None:
-            self._crew.abandon()
 
     def _watch(self) -> None:
         poll = select.poll()
@@ -341,6 +333,8 @@ def gather_workers(
     timeout_s: float = _TIMEOUT_S,
     worker_device: str = "cpu",
     threads: int | None = None,
+    world_size: int = -1,
+    rank: int = -1,
     serve: str = SERVE,
 ) -> Workers:
     """Meets the workers; in a worker, serves the master and does not return.
@@ -352,6 +346,8 @@ def gather_workers(
         timeout_s: how long to wait for them.
         worker_device: where they keep their tensors; where a host has several of a kind, each takes another.
         threads: of each worker that is started; None for a fair share of the CPUs.
+        world_size: of all processes, where none is started; -1: from the environment.
+        rank: this process; -1: from the environment.
         serve: the worker's program, ``module:function``; called with its ``Post``.
 
     Raises:
@@ -364,9 +360,9 @@ def gather_workers(
         one import of torch, in parallel on all hosts, and about 30 ms for each worker.
     """
     global _workers
-    _check(init_method, workers, hosts, timeout_s, worker_device, threads)
+    _check(init_method, workers, hosts, timeout_s, worker_device, threads, world_size, rank)
     if workers is None and hosts is None:
-        made = _gather_ranks(init_method, timeout_s, worker_device, serve)
+        made = _gather_ranks(init_method, world_size, rank, timeout_s, worker_device, serve)
     else:
         here = [Slots(socket.gethostname(), workers)]
         used = here if hosts is None else parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts), "hosts")
@@ -382,6 +378,8 @@ def _check(
     timeout_s: float,
     worker_device: str,
     threads: int | None,
+    world_size: int,
+    rank: int,
 ) -> None:
     if _workers is not None:
         raise UsageError("init_master_worker: this process has workers already; close them first")
@@ -392,6 +390,8 @@ def _check(
     names = [hosts] if isinstance(hosts, str) else () if hosts is None else hosts
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise UsageError(f"init_master_worker: hosts={hosts!r}: expected 'node1:2,node2', or a list of such words")
+    if (workers is not None or hosts is not None) and (world_size, rank) != (-1, -1):
+        raise UsageError("init_master_worker: world_size= and rank= are of processes that are there; see workers=")
     if threads is not None and (not isinstance(threads, int) or threads < 1):
         raise UsageError(f"init_master_worker: threads={threads!r}: a worker has one at least")
     if not timeout_s > 0:
@@ -412,8 +412,10 @@ def _check(
         )
 
 
-def _gather_ranks(init_method: str | None, timeout_s: float, device: str, serve: str) -> Workers:
-    meeting = _rendezvous.join(init_method, timeout_s=timeout_s)
+def _gather_ranks(
+    init_method: str | None, world_size: int, rank: int, timeout_s: float, device: str, serve: str
+) -> Workers:
+    meeting = _rendezvous.join(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s)
     try:
         if meeting.world_size == 1:
             raise ConfigError(
@@ -545,11 +547,6 @@ class _House:
         """Closes all of it."""
         self._opened.close()
 
-    def abandon(self) -> None:
-        """In a forked child: closes what is the parent's."""
-        self._door.abandon()
-        self._server.close()
-
 
 def _raise_trouble(crew: Crew | None, missing: Sequence[int]) -> None:
     if crew is None:
@@ -664,17 +661,16 @@ def serve_here() -> NoReturn:
         print(f"allranks: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     os.environ.pop(MASTER, None)  # what the worker starts is none
-    code = 1
     try:
         post.serve()
-    except SystemExit:
-        code = 0
-    finally:
-        if code == 0:
-            post.leave()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)  # no program of the user's ran here, and taking torch apart takes 0.2 s
+    except SystemExit as error:  # a function of the user's may raise it, too
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
+        post.leave()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code & 0xFF)  # taking torch apart takes 0.2 s
     raise AssertionError
 
 
@@ -729,9 +725,7 @@ def _end_with(sock: socket.socket) -> None:
 
 def _abandon_in_child() -> None:
     global _workers
-    if _workers is not None:
-        _workers.abandon()
-        _workers = None
+    _workers = None
 
 
 os.register_at_fork(after_in_child=_abandon_in_child)

@@ -12,11 +12,20 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from allranks.remote.tensor import RemoteTensor
+from allranks.remote.tensor import RemoteTensor, place_of
 
-__all__ = ["apply"]
+__all__ = ["apply", "swap_tensors"]
 
 _torch_apply = torch.nn.Module._apply
+_torch_swap = torch.utils.swap_tensors
+
+
+def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+    """`torch.utils.swap_tensors`, of which captured steps are told."""
+    _torch_swap(t1, t2)  # type: ignore[no-untyped-call]
+    for each in (t1, t2):
+        if isinstance(each, RemoteTensor):
+            each._leave()
 
 
 def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> torch.nn.Module:
@@ -25,6 +34,7 @@ def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = Tru
     Raises:
         RuntimeError: a graph that is still to run backward holds a parameter, or it is lazy and has no shapes yet.
     """
+    _refuse_master(fn)
     before: dict[str, Any] = dict(module._parameters)
     held: list[Any] = [*module._parameters.values(), *module._buffers.values()]
     if any(map(is_lazy, held)) and isinstance(fn(torch.empty(0)), RemoteTensor):
@@ -51,11 +61,21 @@ def apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = Tru
     return module
 
 
+def _refuse_master(fn: Callable[..., Any]) -> None:
+    """Refuses ``module.to("worker:0")``: in each parameter's ``to`` it could not be told from ``"worker"``."""
+    function: Any = fn
+    code = getattr(fn, "__code__", None)
+    if code is not None and "device" in code.co_freevars:
+        device = function.__closure__[code.co_freevars.index("device")].cell_contents
+        if isinstance(device, torch.device) and device.type == "worker" and device.index == 0:
+            place_of(device)
+
+
 def _become(old: Any, new: Any) -> None:
     """Makes one parameter the other, but for what its user has put on it."""
     notes = RemoteTensor._notes(old)
     hooks, after = old._backward_hooks, old._post_accumulate_grad_hooks
-    torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    swap_tensors(old, new)
     old.__dict__.update(notes)
     if hooks:
         old._backward_hooks = hooks

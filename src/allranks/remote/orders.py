@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
+import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
 from torch.utils._pytree import tree_map
 
+from allranks._bytes import bytes_of
+from allranks._host import processor
 from allranks._types import ReduceOp
 from allranks.remote import wire
 from allranks.remote.faults import GIVEN, Given, Poison, Spoilt
@@ -66,7 +71,7 @@ def fetch(worker: Interpreter, data: memoryview, id: int, link: int) -> bytes | 
     """A tensor's bytes; over a link, where there is one, after this answer."""
     plain = _flat(worker.take(id))
     if not link:
-        return plain.numpy().tobytes()
+        return bytes_of(plain)
     worker.shop.afterwards = lambda: worker.shop.link(link).send(plain, 0)
     return None
 
@@ -139,7 +144,7 @@ def initial_seed(worker: Interpreter, data: memoryview, generator: int) -> int:
 
 def state(worker: Interpreter, data: memoryview, generator: int = 0) -> bytes:
     """A random generator's state."""
-    return worker.shop.generator(generator, worker.device).get_state().numpy().tobytes()
+    return bytes_of(worker.shop.generator(generator, worker.device).get_state())
 
 
 def set_state(worker: Interpreter, data: memoryview, state: bytes, generator: int = 0) -> None:
@@ -175,16 +180,87 @@ def marked(worker: Interpreter, data: memoryview, event: int) -> float:
     return worker.shop.marks[event]
 
 
+def unmark(worker: Interpreter, data: memoryview, event: int) -> None:
+    worker.shop.marks.pop(event, None)
+
+
 def memory(worker: Interpreter, data: memoryview) -> dict[str, int]:
-    """Bytes of the tensors that live here, and of the whole process."""
+    """Bytes of the tensors that live here, and of the whole process; on a GPU what its allocator counts, too."""
     storages = {
         held.untyped_storage()._cdata: held.untyped_storage().nbytes()
         for held in worker.slots.values()
         if isinstance(held, torch.Tensor)
     }
-    with open("/proc/self/statm") as pages:
-        resident = int(pages.read().split()[1])
-    return {"tensors": len(worker.slots), "allocated": sum(storages.values()), "resident": resident * 4096}
+    process = _kernel_table("/proc/self/status")
+    allocated, resident = sum(storages.values()), process["VmRSS"]
+    found = {"tensors": len(worker.slots), "allocated": allocated, "resident": resident}
+    if worker.device.type == "cuda":
+        return found | torch.cuda.memory_stats(worker.device)
+    return found | {
+        "allocated_bytes.all.current": allocated,
+        "reserved_bytes.all.current": resident,
+        "reserved_bytes.all.peak": process["VmHWM"],
+    }
+
+
+def _kernel_table(path: str) -> dict[str, int]:
+    """What Linux counts in kB, in bytes, by name."""
+    rows = [line.partition(":") for line in Path(path).read_text().splitlines()]
+    return {name: int(value.split()[0]) << 10 for name, _, value in rows if value.endswith(" kB")}
+
+
+def memory_info(worker: Interpreter, data: memoryview) -> tuple[int, int]:
+    """Bytes that are free, and all, of the GPU or the host."""
+    if worker.device.type == "cuda":
+        return torch.cuda.mem_get_info(worker.device)
+    host = _kernel_table("/proc/meminfo")
+    return host["MemAvailable"], host["MemTotal"]
+
+
+def reset_peak(worker: Interpreter, data: memoryview) -> None:
+    if worker.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(worker.device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set
+
+
+def reset_accumulated(worker: Interpreter, data: memoryview) -> None:
+    if worker.device.type == "cuda":
+        torch.cuda.reset_accumulated_memory_stats(worker.device)
+
+
+def empty_cache(worker: Interpreter, data: memoryview) -> None:
+    """Gives memory that no tensor uses back."""
+    if worker.device.type == "cuda":
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def properties(worker: Interpreter, data: memoryview) -> dict[str, Any]:
+    """What tensors here are computed on; see `torch_worker.Properties`."""
+    found = {"type": worker.device.type, "host": socket.gethostname()}
+    if worker.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(worker.device)
+        return found | {
+            "name": gpu.name,
+            "total_memory": gpu.total_memory,
+            "multi_processor_count": gpu.multi_processor_count,
+            "capability": [gpu.major, gpu.minor],
+            "arch_list": torch.cuda.get_arch_list(),
+            "has_bfloat16": torch.cuda.is_bf16_supported(),
+            "has_tf32": torch.cuda.is_tf32_supported(),
+        }
+    return found | {
+        "name": processor(),
+        "total_memory": _kernel_table("/proc/meminfo")["MemTotal"],
+        "multi_processor_count": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "arch_list": [],
+        "has_bfloat16": True,
+        "has_tf32": False,
+    }
 
 
 def storage(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) -> list[int]:
@@ -298,7 +374,7 @@ def recv(worker: Interpreter, tensors: Sequence[Any], link: int, peer: int, meta
     if trouble:
         said = torch.empty(int(trouble), dtype=torch.uint8)
         group.recv(said, peer)
-        raise Spoilt(wire.unpack_fault(said.numpy().tobytes()))
+        raise Spoilt(wire.unpack_fault(bytes_of(said)))
     made = []
     for dtype, shape, strides in metas:
         plain = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
@@ -325,7 +401,7 @@ def _agree(group: ProcessGroup, *held: Any) -> None:
                 torch.empty(length, dtype=torch.uint8)
             )  # fmt: skip
             group.broadcast(said, rank)
-            raise Spoilt(wire.unpack_fault(said.numpy().tobytes()))
+            raise Spoilt(wire.unpack_fault(bytes_of(said)))
 
 
 def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], Any]) -> None:
@@ -407,7 +483,13 @@ ORDERS: dict[str, Callable[..., Any]] = {
         ungroup,
         mark,
         marked,
+        unmark,
         memory,
+        memory_info,
+        reset_peak,
+        reset_accumulated,
+        empty_cache,
+        properties,
         storage,
         twin,
         copied,

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from allranks._errors import NotInitializedError
+from allranks._errors import NotInitializedError, UsageError
+from allranks._public import publish
 from allranks._work import seconds_of
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ _master: Master | None = None
 
 
 def init_master_worker(
+    backend: str | None = None,
     init_method: str | None = None,
     *,
     workers: int | None = None,
@@ -29,6 +31,8 @@ def init_master_worker(
     worker_device: str = "cpu",
     threads: int | None = None,
     timeout: timedelta | float | None = None,
+    world_size: int = -1,
+    rank: int = -1,
 ) -> Master:
     """Makes this process the master of the others: from now on there are the devices ``worker:1``, ``worker:2``, ...
 
@@ -36,6 +40,8 @@ def init_master_worker(
     ends. Everything ends with the master, however that ends.
 
     Args:
+        backend: ``"tcp"`` or ``"native"``, which are one here: master and workers use memory that they share on one
+            host, and TCP between hosts. In its place an `init_method` may be given.
         init_method: how the processes of a job find each other, as in ``init_process_group``; ``env://`` by default.
         workers: starts so many on this host instead. For a notebook, or a script without a launcher.
         hosts: starts workers on other hosts instead, by ssh: ``"node1:2,node2"``.
@@ -43,6 +49,8 @@ def init_master_worker(
         threads: of each worker that is started here; a fair share of the CPUs if None.
         timeout: how long to wait for the workers now, and for each answer later: a timedelta or seconds; 30 minutes
             if None.
+        world_size: the number of processes, where they are there already; -1: from the environment.
+        rank: this process, 0 for the master; -1: from the environment.
 
     Returns:
         The master: ``mw.group``, ``mw.remote``, ``mw.synchronize``, ``mw.respawn``, ``mw.shutdown``; also a context.
@@ -58,9 +66,24 @@ def init_master_worker(
     """
     from allranks.remote.meet import gather_workers
 
+    if backend is not None and "://" in backend and init_method is None:
+        backend, init_method = None, backend
+    if backend not in (None, "tcp", "native"):
+        raise UsageError(
+            f"init_master_worker: backend {backend!r} is none that master and workers can use; expected 'tcp', or none:"
+            " init_master_worker(init_method='tcp://host:port', world_size=..., rank=...), or"
+            " init_master_worker(workers=4)"
+        )
     seconds = _TIMEOUT_S if timeout is None else seconds_of(timeout)
     gathered = gather_workers(
-        init_method, workers=workers, hosts=hosts, timeout_s=seconds, worker_device=worker_device, threads=threads
+        init_method,
+        workers=workers,
+        hosts=hosts,
+        timeout_s=seconds,
+        worker_device=worker_device,
+        threads=threads,
+        world_size=world_size,
+        rank=rank,
     )
     try:
         from allranks.remote.device import prove, register
@@ -92,6 +115,8 @@ def master_of_this_process() -> Master:
     Raises:
         NotInitializedError: there is none.
     """
+    if _master is not None:
+        _master.check_process()
     if _master is None or _master.closed:
         raise NotInitializedError("there are no workers: call allranks.init_master_worker() first")
     return _master
@@ -100,3 +125,6 @@ def master_of_this_process() -> Master:
 def shutdown() -> None:
     """Ends the workers; see `Master.shutdown`."""
     master_of_this_process().shutdown()
+
+
+publish(globals())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allranks import _core
-from allranks._errors import UsageError
+from allranks._errors import UsageError, WorkerLost
 from allranks.remote import wire
 from allranks.remote.lines import here
 from allranks.remote.signature import Facts, Signature, facts, flatten, indexes, marked, signature
@@ -150,6 +150,15 @@ class Call:
         return view(args[0], sig, made[which], args[0]._off + shift) if shares else make(place, sig, made[which], shift)
 
 
+_requires_grad: Any = torch.Tensor.requires_grad
+
+
+def _set_requires_grad(self: RemoteTensor, requires_grad: bool) -> None:
+    if requires_grad != self.requires_grad:
+        self._leave()
+    _requires_grad.__set__(self, requires_grad)
+
+
 class RemoteTensor(torch.Tensor):
     """A tensor whose data is on a worker, or on each worker of a group."""
 
@@ -228,6 +237,9 @@ class RemoteTensor(torch.Tensor):
 
     const_data_ptr = data_ptr
 
+    def record_stream(self, stream: Any) -> None:
+        """Nothing: memory is freed in the order of the one queue."""
+
     def share_memory_(self) -> RemoteTensor:
         raise RuntimeError(
             f"the data is on {self._place}: it cannot be in memory that processes of this host share. "
@@ -251,8 +263,26 @@ class RemoteTensor(torch.Tensor):
         self._leave()
         self._ref, self._sig, self._place, self._off = other._ref, other._sig, other._place, other._off
 
+    # What changes what autograd does with a tensor ends the captured steps that use it.
+
+    requires_grad = property(_requires_grad.__get__, _set_requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> RemoteTensor:
+        if requires_grad != self.requires_grad:
+            self._leave()
+        super().requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        self._leave()
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
+        self._leave()
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
     def _leave(self) -> None:
-        """Tells captured steps, which know a tensor by its Ref, that this handle gets another."""
+        """Tells captured steps, which know a tensor by its Ref, that this handle gets another, or another use."""
         for watch in weakref.getweakrefs(self._ref.whole):
             if watch.__callback__ is not None:
                 watch.__callback__(watch)
@@ -266,7 +296,11 @@ class RemoteTensor(torch.Tensor):
         return self._place.master.shard(self, rank)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return self._place.master.show(self)
+        try:
+            return self._place.master.show(self)
+        except WorkerLost as lost:
+            why = str(lost).partition("\n")[0]
+            return f"tensor(..., device='{self.device}', size={tuple(self.shape)}, dtype={self.dtype}): {why}"
 
     def _notes(self) -> dict[str, Any]:
         """What its user has put on it."""
@@ -340,10 +374,16 @@ def place_of(device: torch.device | None) -> Place:
     """The workers that a device means; the current one's where it has no index.
 
     Raises:
-        UsageError: there are none of that index.
+        UsageError: there are none of that index, as of 0.
     """
-    # 0 is the master's rank; torch says it where a tensor comes from the CPU to a device without an index.
-    index = (device.index if device is not None else None) or _current[0]
+    index = device.index if device is not None else None
+    if index == 0:
+        raise UsageError(
+            "worker:0: rank 0 is the master, and the first worker is worker:1. 'worker' alone is the current one,"
+            " of torch.worker.set_device()"
+        )
+    if index is None:
+        index = _current[0]
     if index < 0:  # torch keeps it in eight bits
         index += 256
     place = _places[index]() if index < len(_places) else None
@@ -574,10 +614,12 @@ def _apart(name: str, args: Any, kwargs: Any) -> RuntimeError:
             where = str(each.device)
         if where is not None and where not in found:
             found.append(where)
-    return RuntimeError(
+    error = RuntimeError(
         "Expected all tensors to be on the same device, "
         f"but found at least two devices, {' and '.join(found)}! ({name})"
     )
+    error._without_frames = True  # type: ignore[attr-defined] # for `_core.dispatch`
+    return error
 
 
 def _argument(which: str, known: Facts, args: Any, kwargs: Any) -> Any:
@@ -649,7 +691,8 @@ def _to_copy(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x = args[0]
     device = kwargs.get("device")
     if not isinstance(x, RemoteTensor):
-        place = place_of(device)
+        # torch gives a device without an index that of 0 where a tensor comes from the CPU.
+        place = place_of(None if device is not None and device.index == 0 else device)
         plain = op(x, **{**kwargs, "device": torch.device("cpu")})
         return place.master.upload(place, plain)
     master = x._place.master

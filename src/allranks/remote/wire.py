@@ -111,7 +111,8 @@ class Program(msgspec.Struct, tag="program", array_like=True):
 class Fault(msgspec.Struct, array_like=True):
     """What went wrong on a worker: the operation, the master's line (by number), the error and its traceback.
 
-    `serial` tells it from the worker's others, as it is told of wherever it has spread to.
+    `serial` tells it from the worker's others, as it is told of wherever it has spread to. `pickled` is what a function
+    of the user's has raised, where it can be.
     """
 
     rank: int
@@ -121,6 +122,7 @@ class Fault(msgspec.Struct, array_like=True):
     kind: str
     error: str
     traceback: str
+    pickled: bytes = b""
 
 
 class Answer(msgspec.Struct, array_like=True):

@@ -20,6 +20,7 @@ import torch
 
 from allranks import _core
 from allranks._errors import PeerLostError
+from allranks.launch.ranks.function import pack_error
 from allranks.remote import wire
 from allranks.remote.faults import Poison, Spoilt
 from allranks.remote.orders import OPERATIONS, ORDERS, Shop
@@ -149,7 +150,8 @@ class Interpreter:
         """What went wrong, from an exception."""
         frames = traceback.format_exception(error)
         self._faults += 1
-        return Fault(self.rank, self._faults, name, self.line, type(error).__name__, str(error), "".join(frames))
+        kind, pickled = type(error).__name__, pack_error(error) if name == "remote function" else b""
+        return Fault(self.rank, self._faults, name, self.line, kind, str(error), "".join(frames), pickled)
 
     def take(self, id: int) -> torch.Tensor:
         """A tensor by its id.
