@@ -211,3 +211,21 @@ def test_reading_a_line_imports_no_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ)
     )
     assert done.stdout == "False\n"
+
+
+def test_a_shell_script_needs_no_python(torchrun: Launcher) -> None:
+    torchrun.write("#!/bin/bash\nexit 3", "run.sh").chmod(0o755)
+    done = torchrun.run("run.sh")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.endswith("to run a command, put --no-python before it: --no-python ./run.sh\n")
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_no_other_host_is_sent_to_the_loopback_address(torchrun: Launcher, backend: str) -> None:
+    torchrun.write("")
+    done = torchrun.run("--nnodes", "2", "--rdzv-backend", backend, "--rdzv-conf", "timeout=1", "script.py")
+    assert done.code == 2
+    name = "127.0.0.1" if backend == "static" else "localhost"
+    assert f"No other host can reach {name}: to use another one, stop this and give all the address of" in done.err
+    assert not re.search(r"there: .*--master-addr (127|localhost)", done.err)
+    assert re.search(r"\(--master-addr (?!127|localhost)\S+\)", done.err)

@@ -82,7 +82,7 @@ def test_echo_without_a_cause_is_named_itself(launcher: Launcher) -> None:
     code, err, _, _ = failing(launcher, body, "-n", "2", "--start", "spawn")
     assert code == 1
     assert "rank 1" in err[0]
-    assert err[-1] == "allranks._errors.PeerLostError: rank 0 went"
+    assert err[-1] == "allranks.PeerLostError: rank 0 went"
 
 
 def test_failure_is_told_before_exit_handlers_run(launcher: Launcher) -> None:
@@ -171,7 +171,7 @@ wait_for(1); time.sleep(0.1); raise PeerLostError("rank 1 died", 1)
     assert code == 1
     assert re.fullmatch(r"allranks run: rank 0 \(pid \d+\) exited with code 1", err[0])
     assert err[-2:] == [
-        "allranks._errors.PeerLostError: rank 1 died",
+        "allranks.PeerLostError: rank 1 died",
         "allranks run: rank 1 had already exited with code 0",
     ]
 
@@ -203,7 +203,7 @@ def test_frames_of_the_package_are_left_out_of_its_own_errors(launcher: Launcher
     files = [line for line in err if line.startswith("  File")]
     assert len(files) == 2
     assert all("script.py" in line for line in files)
-    assert any(line.startswith("allranks._errors.ConfigError: nothing to run") for line in err)
+    assert any(line.startswith("allranks.ConfigError: nothing to run") for line in err)
 
 
 def test_frames_of_the_package_are_shown_if_the_error_is_not_its_own(launcher: Launcher) -> None:

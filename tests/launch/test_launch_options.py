@@ -139,6 +139,13 @@ BAD = {
     "directory": (["folder"], "'folder' is a directory"),
     "no file": (["/dev/null"], "'/dev/null' is not a regular file"),
     "program": ([os.path.realpath(sys.executable)], "is a program, not a python script"),
+    "shell script": (
+        ["tool.sh"],
+        "'tool.sh' is not a python script (line 1: invalid syntax); to run a command, put --",
+    ),
+    "shell script without execute permission": (["tool.sh"], "before it: -- sh tool.sh"),
+    "executable script": (["run.sh"], "before it: -- ./run.sh"),
+    "script of another interpreter": (["run.pl"], "before it: -- perl run.pl"),
     "unknown module": (["-m", "nowhere"], "there is no python module 'nowhere'"),
     "unknown submodule": (["-m", "json.nowhere"], "there is no python module 'json.nowhere'"),
     "submodule of a module": (["-m", "this.nowhere"], "there is no python module 'this.nowhere'"),
@@ -225,6 +232,12 @@ def test_a_user_of_another_name_is_elsewhere(launcher: Launcher) -> None:
     assert ["by ssh" in plan for plan in plans] == [False, True, True]
 
 
+@pytest.mark.parametrize("name", ["script", "script.txt"])
+def test_a_script_needs_no_extension(launcher: Launcher, name: str) -> None:
+    done = launcher.run(launcher.write("print('python')", name).name)
+    assert (done.code, done.out) == (0, "[0] python\n"), done.err
+
+
 @pytest.mark.parametrize("words", [["--master-addr", "localhost", "--master-port", "29517"], ["-N1", "--node-rank=0"]])
 def test_a_host_alone_may_say_so_as_one_of_many_would(launcher: Launcher, words: list[str]) -> None:
     done = launcher.script("import os; print(os.environ['WORLD_SIZE'])", *words)
@@ -292,6 +305,8 @@ def said_of_bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int
     (launcher.folder / "folder").mkdir()
     launcher.write("raise SystemExit('must not run')", "plain.py")
     launcher.write("exit 3", "tool.sh")
+    launcher.write("#!/bin/bash\nexit 3", "run.sh").chmod(0o755)
+    launcher.write("#!/usr/bin/env -S perl -w\nexit 3;;", "run.pl")
     done = subprocess.run(
         [sys.executable, "-c", ONE_BY_ONE],
         cwd=launcher.folder,

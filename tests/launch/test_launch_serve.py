@@ -55,7 +55,7 @@ class Leader:
         """Starts a round of one rank."""
         self.link.say(prepare)
         self.hear(lambda message: isinstance(message, Ready))
-        self.link.say(Start(0, 1, 1, 0, 1, (), 29500, "run", 0, 0, 0, 1, (Stdio(False, False, False, 24, 80),)))
+        self.link.say(Start(0, 1, 1, 0, 1, (), 29500, "run", 0, 0, 0, 1, (Stdio(),)))
 
     def finish(self) -> list[Message]:
         """Ends it. Returns what was heard of it."""

@@ -124,7 +124,7 @@ def test_ctrl_c_while_torch_is_imported(launcher: Launcher) -> None:
     process = launcher.start(str(launcher.write("import torch")))
     wait_for(lambda: (launcher.folder / "importing").exists())
     process.send_signal(signal.SIGINT)
-    assert end(process) == (130, [], [])
+    assert end(process) == (130, [], ["allranks run: stopped by SIGINT"])
 
 
 def test_children_of_ranks_get_the_signal_too(launcher: Launcher) -> None:

@@ -73,7 +73,7 @@ def test_ranks_are_on_terminals(launcher: Launcher) -> None:
         """
     session = Session(launcher, script, environ={"LINES": "99", "COLUMNS": "99"})
     assert session.watch() == [
-        "[0] [False, True, True] (56, 30) 56",
+        "[0] [True, True, True] (56, 30) 56",
         "[0] raw 0 30 56",
     ]
     assert session.raw.count(b"\r\n") == 2

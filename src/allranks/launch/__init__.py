@@ -14,6 +14,7 @@ works where torch is broken. Only ``ranks.preload`` imports it, by name, in the 
 - ``stacks``      where ranks are, from what they say of it (pure)
 - ``error_file``  the cause, for whoever started torchrun
 - ``signals``     handlers of launcher and agents
+- ``job_control`` Ctrl-Z, and who may read the terminal
 - ``messages``    what launchers and agents say to each other
 - ``output``      bytes of many ranks -> one screen and many files
 - ``ranks``       what runs on one host: an agent, its ranks, and all that is between them

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from allranks._console import run_command
 from allranks.launch.arguments.torchrun import launch as main
 
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command("allranks launch", lambda: main(sys.argv[1:])))

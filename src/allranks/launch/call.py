@@ -18,6 +18,7 @@ from allranks._errors import ConfigError, RankError, TimeoutError, UsageError, r
 from allranks._host import visible_gpus
 from allranks._hostlist import Slots, parse_hosts
 from allranks._places import detect, read_hosts
+from allranks._public import publish
 from allranks.launch.arguments.layout import share_out
 from allranks.launch.arguments.options import Bind, Display, Options, Show
 from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_result
@@ -192,3 +193,6 @@ def output_streams() -> tuple[TextIO | None, TextIO | None] | None:
     for stream in streams:
         stream.flush()
     return None
+
+
+publish(globals())

@@ -9,25 +9,27 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from allranks._console import Program
 from allranks._errors import ConfigError
 from allranks.launch.arguments.options import Options, parse
 
 __all__ = ["main", "run"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int | Program:
     """Runs ``allranks run``.
 
     Args:
         argv: the arguments; the process's own if None.
 
     Returns:
-        The exit code: that of the rank that failed first, 128 + N after a signal, 2 for wrong arguments.
+        The exit code: that of the rank that failed first, 128 + N after a signal, 2 for wrong arguments. In a forked
+        rank, the rank, which ``run_command`` lets run.
     """
     return run(partial(parse, sys.argv[1:] if argv is None else argv), "allranks run")
 
 
-def run(read: Callable[[], Options], name: str) -> int:
+def run(read: Callable[[], Options], name: str) -> int | Program:
     """Runs a job.
 
     Args:
@@ -41,8 +43,7 @@ def run(read: Callable[[], Options], name: str) -> int:
         options = read()
         from allranks.launch.job import launch
 
-        job = launch(options)
+        return launch(options)
     except ConfigError as error:
         print(f"{name}: error: {error}", file=sys.stderr)
         return 2
-    return job if isinstance(job, int) else job.run()

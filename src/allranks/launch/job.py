@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import fields
 
+from allranks._console import interruptible, put
 from allranks._errors import ConfigError
 from allranks._host import usable_cpus, visible_gpus
 from allranks._hostlist import Slots, expand_hosts
@@ -21,7 +22,6 @@ from allranks._store import load_secret
 from allranks.launch.arguments.layout import describe_plan, share_out
 from allranks.launch.arguments.options import Options
 from allranks.launch.local import run_here
-from allranks.launch.output.screen import ensure_standard_streams
 from allranks.launch.ranks.placement import describe, seats
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.ranks.target import check
@@ -59,13 +59,12 @@ def launch(options: Options) -> int | Rank:
     Raises:
         ConfigError: the job cannot be started as asked.
     """
-    ensure_standard_streams()
     if options.folder is not None:
         try:
             os.chdir(options.folder)
         except OSError as error:
             raise ConfigError(f"cannot enter {str(options.folder)!r} (--chdir): {error.strerror}") from None
-    check(options.target)
+    check(options.target, "--" if options.voice.name == "allranks run" else "--no-python")
     if options.iface:
         os.environ["ALLRANKS_IFACE"] = options.iface
         if not options.hosts:  # other hosts have others
@@ -75,7 +74,8 @@ def launch(options: Options) -> int | Rank:
         because = ", ".join(f"{clue.name}={clue.value}" for clue in place.why)
         options.voice.tell(f"found {place.kind}: {because}" if because else "found no scheduler and no other launcher")
         return _launch(options, place)
-    except KeyboardInterrupt:  # while nothing has been started
+    except KeyboardInterrupt:  # while hosts were being reached
+        options.voice.say("stopped by SIGINT")
         return 128 + signal.SIGINT
 
 
@@ -94,13 +94,30 @@ def _launch(options: Options, place: Place) -> int | Rank:
         hosts = options.hosts or read_hosts(place) or _ask_flux()
         options.voice.tell(f"hosts: {', '.join(map(str, hosts))}, by {way}")
         if not (len(hosts) == 1 and is_here(hosts[0].name)):
-            return run_there(options, hosts, way)
+            _refuse_stdin(options)
+            with interruptible():
+                return run_there(options, hosts, way)
         return _run_here(options, hosts[0])
     nodes = options.nodes or ((place.nodes, place.nodes) if place.role == "node" and place.nodes else None)
     _check_number(options, nodes)
     if nodes is not None and nodes[1] > 1:
-        return _run_among(options, place, nodes)
+        _refuse_stdin(options)
+        with interruptible():
+            return _run_among(options, place, nodes)
     return _run_here(options, Slots("localhost"))
+
+
+def _refuse_stdin(options: Options) -> None:
+    """Raises where a rank that another process starts would need our stdin.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
+    if isinstance(options.stdin, int):
+        raise ConfigError(
+            f"--stdin {options.stdin}: only ranks of a job on one host can have stdin. Debug it on fewer ranks there"
+            " (ssh -t HOST allranks run -n 2 --stdin 0 ...), or by a debugger that listens on a port (debugpy)"
+        )
 
 
 def _check_number(options: Options, nodes: tuple[int, int] | None) -> None:
@@ -134,9 +151,9 @@ def _run_here(options: Options, host: Slots) -> int | Rank:
     gpus = len(visible_gpus(os.environ)) if options.per_host == "gpu" else 0
     (nproc,) = share_out([host], options.nproc, options.per_host, [(usable_cpus(), gpus)], strict=bool(options.hosts))
     if options.dry_run:
-        print(describe_plan([host.name], [nproc], "from this process", options.target.words()))
+        put(describe_plan([host.name], [nproc], "from this process", options.target.words()) + "\n")
         for line in describe(seats(nproc, options.bind, options.one_gpu_per_rank, os.environ)):
-            print(f"    {line}")
+            put(f"    {line}\n")
         return 0
     return run_here(options, nproc)
 
@@ -163,7 +180,7 @@ def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | 
         ports = [*place.ports[:PORTS_TRIED], *job_ports(secret)]
     if options.dry_run:
         where = f"{name or 'this host'}, port {', '.join(map(str, ports))}"
-        print(f"{options.target.words()}, on this host and {nodes[1] - 1} more, which meet on {where}")
+        put(f"{options.target.words()}, on this host and {nodes[1] - 1} more, which meet on {where}\n")
         return 0
     if ports == [0]:
         raise ConfigError(
@@ -193,7 +210,7 @@ def _run_in_place(options: Options, place: Place) -> int:
     if not options.dry_run:
         options.voice.tell(f"runs {target.words()} in place, as rank {place.rank} of {place.size}")
         os.execvpe(words[0], words, {**os.environ, **environ})
-    print(f"{target.words()}, in place of this process, which is rank {place.rank} of {place.size} of {place.kind}")
+    put(f"{target.words()}, in place of this process, which is rank {place.rank} of {place.size} of {place.kind}\n")
     return 0
 
 

@@ -19,6 +19,7 @@ from allranks._errors import ConfigError
 from allranks._store import StoreServer
 from allranks.launch.arguments.options import Options
 from allranks.launch.error_file import write_error_file
+from allranks.launch.job_control import SIGNALS, JobControl
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.agent import Agent, Plan
 from allranks.launch.ranks.environ import Share, common_environ, free_port
@@ -27,6 +28,7 @@ from allranks.launch.ranks.placement import describe, seats
 from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.ranks.target import check_size
+from allranks.launch.ranks.terminal import Terminal
 from allranks.launch.ranks.wires import reserve_descriptors
 from allranks.launch.supervise import FORWARDED, Supervisor
 
@@ -66,6 +68,7 @@ class _Round:
     agent: Agent
     server: StoreServer
     screen: Screen
+    control: JobControl
     mask: Set[int]
 
     def run(self) -> tuple[int, Supervisor]:
@@ -81,12 +84,14 @@ class _Round:
             idle_s=options.idle_s,
             signals=options.signals,
             master=0 if options.target.mode == "master" else None,
+            control=self.control,
         )
         with self.server:
             self.server.start()
             try:
                 return supervisor.run(self.mask), supervisor
             finally:
+                self.control.reclaim()
                 self.agent.close()
                 self.screen.close()
 
@@ -95,9 +100,20 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
     nproc = share.nproc
     places = seats(nproc, options.bind, options.one_gpu_per_rank, os.environ)
     files = reserve_descriptors(nproc)
-    guard = Guard()
+    reader = _reader(options, nproc)
+    terminal = Terminal.of_this_process() if reader is not None else None
+    guard = Guard(terminal)
     server = StoreServer.unix()
-    screen = Screen(range(nproc), options.display, os.environ, run_id=share.run, attempt=share.restart)
+    screen = Screen(
+        range(nproc),
+        options.display,
+        os.environ,
+        run_id=share.run,
+        attempt=share.restart,
+        stdin=reader,
+        terminal=terminal is not None,
+        watched=options.idle_s is not None,
+    )
     os.environ.update(options.environ)  # some are read when torch is imported, here or in the ranks
     master = ("127.0.0.1", (options.leader[1] if options.leader else None) or free_port())
     environ = common_environ(os.environ, share, options.threads, server.address, master, places)
@@ -114,13 +130,27 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
         Plan(nproc, options.target, start, environ, screen.stdio(), seats=places, virtual=options.virtual_local_rank),
         guard,
     )
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals, *SIGNALS))
     try:
         rank = agent.start(mask, files)
     except OSError as error:
         agent.close()
         raise ConfigError(f"cannot start {nproc} ranks: {error.strerror}") from error
     if rank is not None:
-        server.close()
         return rank
-    return _Round(options, agent, server, screen, mask)
+    return _Round(options, agent, server, screen, JobControl(agent, terminal, reader), mask)
+
+
+def _reader(options: Options, nproc: int) -> int | None:
+    """The rank that has our stdin; None if none has.
+
+    Raises:
+        ConfigError: there is no such rank.
+    """
+    if options.stdin == "auto":
+        return 0 if nproc == 1 or options.target.mode == "master" else None
+    if options.stdin == "none":
+        return None
+    if options.stdin >= nproc:
+        raise ConfigError(f"--stdin {options.stdin}: there is no such rank; expected 0 to {nproc - 1}, or none")
+    return options.stdin

@@ -60,6 +60,11 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 __all__ = ["Job", "is_here", "join_leader", "lead", "run_there"]
 
 
+def _name_for_others() -> str:
+    """What other hosts may call this one: an address where there is one, as a name may not resolve there."""
+    return next(iter(published_addresses()), socket.gethostname())
+
+
 def is_here(name: str) -> bool:
     """Whether a host's name stands for this host."""
     user, _, name = name.rpartition("@")
@@ -368,6 +373,11 @@ class Job:
             words += f"; {name} is not a name of this host: is it host 0?"
         if self.elastic and len(here) >= self.least:
             words += f"; it starts without in {self.options.last_call_s:g} s"
+        elif name in _LOOPBACK:
+            words += (
+                f"; here: the same command, --node-rank {numbers[0]}. No other host can reach {name}: to use another"
+                f" one, stop this and give all the address of this host (--master-addr {_name_for_others()})"
+            )
         else:
             words += f"; there: the same command, --node-rank {numbers[0]} --master-addr {name} --master-port {port}"
         return f"{words} {self.fleet.refusals()}".strip()

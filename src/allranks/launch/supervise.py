@@ -16,6 +16,7 @@ from allranks._errors import rank_list
 from allranks.launch import stacks
 from allranks.launch.blame import Blame, Failure, describe_failure, describe_interrupt
 from allranks.launch.hosts.fleet import Fleet
+from allranks.launch.job_control import SIGNALS, JobControl
 from allranks.launch.messages import Again, Asked, Begun, Came, Event, Exited, Failed, Lost, Noted, Output, Stacks
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.agent import Agent
@@ -92,6 +93,7 @@ class Supervisor:
         tells: says on the screen how the job failed.
         master: the rank that all others work for: they may die one by one, and end with it. -1: that is the caller,
             who says when it is over (``kill``). None: the ranks are all alike.
+        control: handles the keys of a terminal.
 
     Attributes:
         ended: the status of each rank that has ended, as in ``Exited``, or why its host was lost; its last process'.
@@ -117,11 +119,14 @@ class Supervisor:
         until: float | None = None,
         tells: bool = True,
         master: int | None = None,
+        control: JobControl | None = None,
     ) -> None:
         self.ended: dict[int, int | str] = {}
         self.begun: dict[int, int] = {}
         self.results: dict[int, bytearray] = {}
         self._master = master
+        self._control = control
+        self._size = screen.size()
         self._wanted: deque[Again] = deque()
         self.late = False
         self.caught: int | None = None
@@ -170,7 +175,8 @@ class Supervisor:
         Returns:
             The exit code of the command.
         """
-        with handled((*FORWARDED, *self._signals, signal.SIGWINCH), self._receive, self._agent.wake, mask):
+        numbers = (*FORWARDED, *self._signals, signal.SIGWINCH, *(SIGNALS if self._control is not None else ()))
+        with handled(numbers, self._receive, self._agent.wake, mask):
             if self._screen.logs.temporary is not None:
                 self._voice.remark(f"log files are in {self._screen.logs.temporary}")
             self._voice.tell(f"{rank_list(self._agent.running)} started")
@@ -244,6 +250,8 @@ class Supervisor:
         if self._kill_at is None and self._until is not None and now >= self._until and self._agent.running:
             self.late = True
             self._take_signal(signal.SIGINT)  # python ranks tell where it met them
+        if self._control is not None and self._control.borrower is not None and self._screen.size() != self._size:
+            self._take_signal(signal.SIGWINCH)  # which the kernel sends to the borrower only
         while self._received:  # after the failures: one that came before is the cause
             self._take_signal(self._received.popleft())
         if self._dump is not None and now >= self._dump.ends_at():
@@ -283,6 +291,8 @@ class Supervisor:
                 return
             failed = Failure(event.rank, event.pid, event.report.code, event.report.at, event.report)
             self._blame.add(self._placed(failed))
+            if event.report.interrupted and self._has_keys(event.rank):
+                self._interrupt([event.rank])
         elif isinstance(event, Exited):
             self._take_exit(event)
         elif isinstance(event, Lost):
@@ -314,6 +324,10 @@ class Supervisor:
         else:
             self.results.setdefault(event.rank, bytearray()).extend(event.piece)
 
+    def _has_keys(self, rank: int) -> bool:
+        """Whether Ctrl-C is a rank's, and not ours, as long as the job goes on."""
+        return self._kill_at is None and self._control is not None and self._control.borrower == rank
+
     def _placed(self, failure: Failure) -> Failure:
         return replace(failure, host=self._hosts[failure.rank]) if self._hosts else failure
 
@@ -335,6 +349,10 @@ class Supervisor:
         self._voice.tell(str(failure))
         if self._dump is not None:
             self._dump.awaited.discard(event.rank)
+        if event.status == -signal.SIGINT and self._has_keys(event.rank):
+            self._interrupt([event.rank])
+        if self._control is not None and self._control.borrower == event.rank:
+            self._control.reclaim(restore=event.status < 0)
         if self._kill_at is not None:
             told = self._blame.failures.get(event.rank)
             silent = told is None or told.report is None or not told.report.where
@@ -362,11 +380,19 @@ class Supervisor:
     def _take_signal(self, number: int) -> None:
         if number == signal.SIGWINCH:
             self._screen.resized()
+            self._size = self._screen.size()
             self._agent.resize(*self._screen.size())
             return
         if number == signal.SIGKILL:
             self._kill_at = self._stopped_at = time.monotonic()
             self._kill("")
+            return
+        if self._control is not None and number in SIGNALS:
+            if why := self._control.take(number):
+                self._voice.say(why)
+                self._output_lost = True
+                self._stop(signal.SIGTERM, self._agent.running)
+            self._stay_awake()
             return
         if number in self._signals:
             self._voice.tell(f"{signal.Signals(number).name} is passed on to {rank_list(self._agent.running)}")
@@ -374,17 +400,22 @@ class Supervisor:
             return
         self._asked = True
         if self._kill_at is None:
-            self._signalled = number
-            if number == signal.SIGINT:  # python says itself where it was, if it still runs python
-                self._stop(number, self._agent.running)
-                self._ask(_DUMP_S, lambda: None)
-                self._hint_at = time.monotonic() + _HINT_S
+            if number == signal.SIGINT:
+                self._interrupt()
             else:
+                self._signalled = number
                 self._stopped_at = time.monotonic()
                 self._ask(_DUMP_S, lambda: self._stop(number, self._agent.running))
                 self._kill_at = self._stopped_at + _DUMP_S + self._grace_s
         elif number == signal.SIGINT:  # asked again; batch systems and closed terminals repeat the others themselves
             self._kill("")
+
+    def _interrupt(self, spared: Sequence[int] = ()) -> None:
+        """Stops the job by SIGINT: python says itself where it was, if it still runs python."""
+        self._signalled = signal.SIGINT
+        self._stop(signal.SIGINT, [rank for rank in self._agent.running if rank not in spared])
+        self._ask(_DUMP_S, lambda: None)
+        self._hint_at = time.monotonic() + _HINT_S
 
     def _stay_awake(self) -> None:
         if self._idle_s is not None and self._dump is None and not self._idled:
@@ -410,6 +441,8 @@ class Supervisor:
         self._stop(signal.SIGTERM, self._agent.running)
 
     def _stop(self, number: int, ranks: list[int]) -> None:
+        if self._control is not None:
+            self._control.reclaim()  # the keys are ours again: Ctrl-C kills
         self._dump = None
         self._stopped_at = time.monotonic()
         self._kill_at = self._stopped_at + self._grace_s

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
+from allranks._console import ArgumentParser
 from allranks._env import BACKENDS
 from allranks._errors import ConfigError
 from allranks._hostlist import Slots, parse_hostfile, parse_hosts
@@ -119,6 +120,7 @@ class Options:
         bind: which CPUs a rank may use.
         one_gpu_per_rank: let each rank see one GPU of its own.
         virtual_local_rank: tell each rank that its local rank is 0, in that case.
+        stdin: the rank that has the launcher's stdin, or "none"; "auto": a single rank, or the master.
     """
 
     target: Target
@@ -152,6 +154,7 @@ class Options:
     bind: Bind = "none"
     one_gpu_per_rank: bool = False
     virtual_local_rank: bool = False
+    stdin: int | Literal["auto", "none"] = "auto"
 
     @property
     def environ(self) -> dict[str, str]:
@@ -187,7 +190,7 @@ class _Elsewhere(argparse.Action):
             parser.error(f"{words} is torchrun's, and not in this version of allranks run{hint}")
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(ArgumentParser):
     """Raises ConfigError where the command line is wrong."""
 
     def error(self, message: str) -> NoReturn:
@@ -254,6 +257,7 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
         signals=args.signals,
         bind=args.bind,
         one_gpu_per_rank=args.one_gpu_per_rank,
+        stdin=args.stdin,
     )
 
 
@@ -285,7 +289,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="allranks run",
         usage=_USAGE,
         description="Runs a program as N processes (ranks), here or on other hosts; all stop when one fails.",
-        epilog="Ranks read end-of-file from stdin: give them their input as files or arguments.",
+        epilog="A single rank has this terminal, or other stdin, for breakpoint() and input(); of several, --stdin's.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -334,6 +338,13 @@ def _parser() -> argparse.ArgumentParser:
         default="fork",
         help="fork ranks from a process that has imported torch, or start fresh interpreters (default fork)",
     )
+    add(
+        "--stdin",
+        type=_stdin,
+        default="auto",
+        metavar="RANK",
+        help="the rank that has stdin, or none; the others read end-of-file (default: a single rank, or the master)",
+    )
     add("--grace", type=_seconds, default=10.0, metavar="TIME", help="between SIGTERM and SIGKILL (default 10s)")
     add("--threads", type=_threads, metavar="N", help="OMP_NUM_THREADS per rank, or auto: CPUs / ranks (default auto)")
     add(
@@ -371,6 +382,10 @@ def _count(text: str) -> int | str:
     # torchrun's word for "CPUs where there are no GPUs" is cpu.
     known = {"auto": "auto", "cpu": "auto", "gpu": "gpu"}
     return known.get(text) or _at_least_one(text, "a number of ranks (1 or more, auto or gpu)")
+
+
+def _stdin(text: str) -> int | str:
+    return text if text in ("auto", "none") else _whole(text)
 
 
 def _whole(text: str) -> int:

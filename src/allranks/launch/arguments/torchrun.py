@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from allranks._console import Program
 from allranks._errors import ConfigError
 from allranks._host import visible_gpus
 from allranks.launch.arguments.meeting import C10D_PORT
@@ -35,13 +36,13 @@ _STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "core", "core-complex": "core"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int | Program:
     """Runs ``allranks torchrun``; arguments and exit codes as ``cli.main``."""
     words = sys.argv[1:] if argv is None else argv
     return run(partial(read, words, os.environ), "allranks torchrun")
 
 
-def launch(argv: Sequence[str] | None = None) -> int:
+def launch(argv: Sequence[str] | None = None) -> int | Program:
     """Runs ``allranks launch``, likewise."""
     words = sys.argv[1:] if argv is None else argv
     return run(partial(read, words, os.environ, for_launch=True), "allranks launch")

@@ -17,8 +17,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from allranks._errors import ConfigError, SecretError
+from allranks._forks import Socket
 from allranks._network import listen
 from allranks._store import reason
 from allranks._store.wire import (
@@ -69,7 +71,7 @@ class Door:
         self._listeners = listen(addresses, port, _BACKLOG)
         self.port: int = self._listeners[0].getsockname()[1] if self._listeners else 0
         if name:
-            self._listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._listeners.append(Socket(socket.AF_UNIX, socket.SOCK_STREAM))
             self._listeners[-1].bind("\0" + name)
             self._listeners[-1].listen(_BACKLOG)
         self.refused: dict[str, str] = {}
@@ -106,11 +108,6 @@ class Door:
         for sock in self.take():
             sock.close()
         os.close(self.wake)
-
-    def abandon(self) -> None:
-        """In a forked child: closes what is the parent's."""
-        for listener in self._listeners:
-            listener.close()
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._closed:
@@ -203,16 +200,20 @@ def dial(
 
 
 def _connect(address: str, port: int, timeout_s: float) -> socket.socket:
+    targets: list[tuple[int, Any]] = [(socket.AF_UNIX, "\0" + address[1:])]
     if not address.startswith("@"):
-        return socket.create_connection((address, port), timeout_s)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect("\0" + address[1:])
-    except OSError:
-        sock.close()
-        raise
-    return sock
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+        targets = [(family, target) for family, _, _, _, target in found]
+    for family, target in targets:
+        sock = Socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(target)
+            return sock
+        except OSError as error:
+            sock.close()
+            trouble = error
+    raise trouble
 
 
 def _enter(sock: socket.socket, secret: bytes) -> None:

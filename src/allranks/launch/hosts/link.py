@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from allranks._forks import Descriptor
 from allranks._store.wire import FrameDecoder, WireError, pack_frame
 from allranks.launch.messages import Command, Message
 
@@ -44,13 +45,13 @@ class Link(Generic[_In]):
 
     def __init__(self, ear: int, mouth: int, kind: Any) -> None:
         self.ear, self.mouth = ear, mouth
+        self._held = [Descriptor(fd) for fd in {ear, mouth}]  # or a forked child would hide this process' end
         for fd in (ear, mouth):
             os.set_blocking(fd, False)
             os.set_inheritable(fd, False)
         self._decoder: msgspec.msgpack.Decoder[_In] = msgspec.msgpack.Decoder(kind)
         self._frames = FrameDecoder(_STRANGERS_LIMIT if kind is Message else _FRAME_LIMIT)
         self._due = bytearray()
-        self._closed = False
 
     def trust(self) -> None:
         """Takes messages of any size from here on: the other side has said hello."""
@@ -131,10 +132,8 @@ class Link(Generic[_In]):
 
     def close(self) -> None:
         """Closes both descriptors. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            for fd in {self.ear, self.mouth}:
-                os.close(fd)
+        for descriptor in self._held:
+            descriptor.close()
 
 
 def to_agent(ear: int, mouth: int) -> Link[Message]:

@@ -223,10 +223,9 @@ class Station:
             virtual=prepared.virtual_local_rank,
         )
         agent = Agent(plan, guard)
-        private = tuple({self._link.ear, self._link.mouth})
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
-            rank = agent.start(self._mask, files, private)
+            rank = agent.start(self._mask, files)
         except OSError as error:
             self._guard = None
             agent.close()
@@ -234,8 +233,6 @@ class Station:
             self._link.say(Unable(f"cannot start {prepared.nproc} ranks: {error.strerror}"))
             return None
         if rank is not None:
-            if self._server is not None:
-                self._server.close()
             return rank
         self._guard, self._agent, self._screen = None, agent, screen
         if screen is not None:

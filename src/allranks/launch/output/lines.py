@@ -172,13 +172,15 @@ class Live:
     Args:
         prefixes: one for each rank.
         columns: width of the terminal.
+        first: whose open line is shown before all others': the rank that reads the terminal.
 
     Attributes:
         columns: may be changed at any time.
     """
 
-    def __init__(self, prefixes: Mapping[int, bytes], columns: int) -> None:
+    def __init__(self, prefixes: Mapping[int, bytes], columns: int, first: int | None = None) -> None:
         self.columns = columns
+        self._first = first
         self.stamp = b""
         self._prefixes = prefixes
         self._lines = {rank: _Line() for rank in prefixes}
@@ -229,7 +231,7 @@ class Live:
         """Takes bytes of a rank while the bottom row is another's."""
         lines = self._take(rank, data, drawn=False)
         assert self._owner is not None
-        takes_over = rank < self._owner and self._lines[rank].open
+        takes_over = self._order(rank) < self._order(self._owner) and self._lines[rank].open
         if not lines and not takes_over:
             return b""
         return self._aside(lines, rank if takes_over else self._owner)
@@ -261,6 +263,9 @@ class Live:
             elif kind == "control":
                 if line.rewound and token[-1:] in b"JK":
                     line.text.clear()
+                if drawn and line.due and token[-1:] == b"C":  # from the rank's own first column
+                    out += prefix
+                    line.due = False
                 if drawn:
                     out += self._control(rank, token)
             else:
@@ -300,8 +305,11 @@ class Live:
         return self._name(rank) + bytes(line.text) + (b"\r" if line.rewound else b"")
 
     def _show_lowest(self) -> bytes:
-        rank = next((rank for rank, line in self._lines.items() if line.open), None)
+        rank = min((rank for rank, line in self._lines.items() if line.open), key=self._order, default=None)
         return b"" if rank is None else self._show(rank)
+
+    def _order(self, rank: int) -> tuple[bool, int]:
+        return rank != self._first, rank
 
     def _wipe(self) -> bytes:
         """Empties the bottom row, which is nobody's then."""

@@ -7,7 +7,6 @@ renderer for each. How lines are put together is ``lines``' business.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,20 +22,10 @@ from allranks.launch.output.logs import Logs
 from allranks.launch.output.outlet import Outlet, TextOutlet
 from allranks.launch.ranks.wires import Stdio
 
-__all__ = ["Screen", "ensure_standard_streams"]
+__all__ = ["Screen"]
 
 _TAIL_LINES = 20
 _MANY = 8  # ranks whose lines are collapsed if the user does not say
-
-
-def ensure_standard_streams() -> None:
-    """Opens those of descriptors 0 to 2 that are closed, so that no pipe of ours gets such a number."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(fd, True)
-    os.close(fd)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
 
 
 class Screen:
@@ -51,6 +40,9 @@ class Screen:
         run_id: the job's name, for log files.
         attempt: how often the job has been started again, for log files.
         streams: what to write to in place of this process's stdout and stderr.
+        stdin: the rank that has this process's stdin; None if none has.
+        terminal: that is its controlling terminal.
+        watched: all that ranks write must come here.
 
     Attributes:
         ranks: those that are shown here.
@@ -71,8 +63,15 @@ class Screen:
         run_id: str = "none",
         attempt: int = 0,
         streams: tuple[TextIO | None, TextIO | None] | None = None,
+        stdin: int | None = None,
+        terminal: bool = False,
+        watched: bool = False,
     ) -> None:
         self._streams = streams
+        self._stdin = stdin
+        self._terminal = terminal
+        kept = display.logs is not None or display.timestamps or display.redirects or display.tee
+        self._direct = terminal and not kept and not watched and (world_size or len(ranks)) == 1
         self.ranks = tuple(ranks)
         self._mine = frozenset(ranks)
         self._display = display
@@ -99,7 +98,7 @@ class Screen:
         for fd in (1,) if self._merged else (1, 2):
             names = replace(names, colour=colour and os.isatty(fd))
             prefixes = dict.fromkeys(self.ranks, b"") if alone else names.each(self.ranks)
-            renderer = Live(prefixes, _window(fd)[1]) if self._live(fd) else Plain(prefixes)
+            renderer = Live(prefixes, _window(fd)[1], stdin) if self._live(fd) else Plain(prefixes)
             of = (lambda ranks: b"") if alone else names.of
             self._ways[fd] = Collapse(renderer, of, self._shown) if collapse else Through(renderer, of)
         self._outlets: dict[int, Outlet | TextOutlet] = {}
@@ -123,7 +122,21 @@ class Screen:
         out_tty, err_tty = (
             self._live(fd) and not in_files[fd - 1] and (rank, fd) not in self._hidden_streams for fd in (1, 2)
         )
-        return Stdio(out_tty, err_tty and not self._merged, merged, rows, columns)
+        mine = rank == self._stdin
+        out_direct, err_direct = (
+            self._direct and mine and (rank, fd) not in self._hidden_streams and _is_stdin(fd) for fd in (1, 2)
+        )
+        return Stdio(
+            mine,
+            mine and self._terminal,
+            out_direct,
+            err_direct,
+            out_tty and not out_direct,
+            err_tty and not self._merged and not err_direct,
+            merged,
+            rows,
+            columns,
+        )
 
     def size(self) -> tuple[int, int]:
         """Rows and columns that a rank has for itself."""
@@ -261,6 +274,11 @@ def _places(ranks: Sequence[int], hosts: Sequence[str] | None) -> dict[int, tupl
     """Host and local rank of each rank."""
     names = ["" if hosts is None else hosts[rank] for rank in ranks]
     return {rank: (name, names[:n].count(name)) for n, (rank, name) in enumerate(zip(ranks, names, strict=True))}
+
+
+def _is_stdin(fd: int) -> bool:
+    """Whether a descriptor is the terminal that stdin is."""
+    return os.isatty(fd) and os.fstat(fd).st_rdev == os.fstat(0).st_rdev
 
 
 def _window(fd: int) -> tuple[int, int]:

@@ -45,7 +45,7 @@ class Plan:
         target: what they run.
         start: "fork" continues in a copy of this process; "spawn" executes a fresh interpreter.
         environ: the environment that all share.
-        stdio: what stdout and stderr of each rank are.
+        stdio: what the standard streams of each rank are.
         seats: CPUs and GPU of each rank; empty where all have all.
         role_first: number of the first among the ranks of its role; None: as in the job.
         virtual: LOCAL_RANK is 0 for all, as each sees one GPU.
@@ -100,7 +100,7 @@ class Agent:
         self._again: dict[int, Again] = {}  # to be started when its process has ended
         self._limits: tuple[Set[int], tuple[int, int]] = set(), (0, 0)
 
-    def start(self, mask: Set[int], files: tuple[int, int], private: tuple[int, ...] = ()) -> Rank | None:
+    def start(self, mask: Set[int], files: tuple[int, int]) -> Rank | None:
         """Starts all ranks. Returns in each of the processes, as ``os.fork`` does.
 
         The caller blocks the signals that it will handle, so that none is lost between fork and handler.
@@ -108,7 +108,6 @@ class Agent:
         Args:
             mask: the signal mask for the ranks.
             files: the limits on open files for the ranks.
-            private: descriptors of the caller's that no rank may keep open.
 
         Returns:
             None in this process; in a forked rank, the rank, which the caller must let ``run``.
@@ -128,8 +127,8 @@ class Agent:
                 try:
                     self._guard.protect(os.getpid())  # by the rank, as we may be killed right here
                     inherited = {fd for p in self._processes for fd in (p.pidfd, *p.wires.near())}
-                    inherited |= {self._guard.fd, self._ear, self.wake, *wires.near(), *private}
-                    become_rank(parent, (wires.out, wires.err), tuple(inherited), mask, files)
+                    inherited |= {self._guard.fd, self._ear, self.wake, *wires.near()}
+                    become_rank(parent, wires, self._plan.stdio[local_rank], tuple(inherited), mask, files)
                     child = self._become(local_rank, wires)
                 finally:
                     if child is None:  # an error must not go up into the launcher's code, of which this is a copy
@@ -155,7 +154,7 @@ class Agent:
         if pid == 0:
             try:
                 self._guard.protect(os.getpid())
-                become_rank(parent, (wires.out, wires.err), (), *self._limits)
+                become_rank(parent, wires, self._plan.stdio[local_rank], (), *self._limits)
                 self._become(local_rank, wires, wanted.environ)
             finally:
                 traceback.print_exc()
@@ -179,6 +178,8 @@ class Agent:
             if seat.cpus:
                 os.sched_setaffinity(0, seat.cpus)
         stdio = plan.stdio[local_rank]
+        if not stdio.stdin and any(other.stdin for other in plan.stdio):
+            environ.setdefault("PYTHONBREAKPOINT", "0")  # one rank is debugged, and the others go on to wait for it
         if stdio.out_tty or stdio.err_tty:
             size = {"LINES": stdio.rows, "COLUMNS": stdio.columns}
             environ |= {name: str(value) for name, value in size.items() if name in environ}
@@ -285,6 +286,18 @@ class Agent:
                     os.killpg(process.pid, number)
                 except ProcessLookupError:  # it has not made its group yet
                     os.kill(process.pid, number)
+
+    def group_of(self, rank: int) -> int:
+        """The process group of a rank."""
+        return next(process.pid for process in reversed(self._processes) if process.rank == rank)
+
+    def stopped_by(self, rank: int) -> int | None:
+        """The signal that has stopped a rank since the last call; None if none has."""
+        try:
+            stopped = os.waitid(os.P_PID, self.group_of(rank), os.WSTOPPED | os.WNOHANG)
+        except ChildProcessError:  # it has ended
+            return None
+        return None if stopped is None else stopped.si_status
 
     def dump(self, ranks: list[int]) -> None:
         """Asks for the stacks of ranks that are not gone. What they answer, or why they cannot, comes from ``poll``."""

@@ -11,25 +11,30 @@ import contextlib
 import os
 import signal
 
+from allranks.launch.ranks.terminal import Terminal
+
 __all__ = ["Guard"]
 
 
 class Guard:
     """A process that outlives the launcher by a moment.
 
+    Args:
+        terminal: what the launcher may have lent to a group, and which the guard then gives back.
+
     Attributes:
         fd: the launcher's end of the pipe; a forked rank must close it, after ``protect``.
         pid: the guard's process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, terminal: Terminal | None = None) -> None:
         ear, self.fd = os.pipe()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # what is sent to all is not for it
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.close(self.fd)
-                _watch(ear)
+                _watch(ear, terminal)
             finally:
                 os._exit(0)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -46,13 +51,18 @@ class Guard:
         os.close(self.fd)
 
 
-def _watch(ear: int) -> None:
-    os.setsid()
+def _watch(ear: int, terminal: Terminal | None) -> None:
+    if terminal is None:
+        os.setsid()
+    else:
+        os.setpgid(0, 0)  # only who is of its session may hand the terminal on
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2):  # whoever reads the launcher's output must not wait for the guard
+    for fd in (0, 1, 2)[terminal is not None :]:  # whoever reads the launcher's output must not wait for the guard
         os.dup2(null, fd)
     with open(ear, "rb") as pipe:
         groups = [int(line) for line in pipe]
     for group in groups:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
+        if terminal is not None:
+            terminal.reclaim(group, restore=True)

@@ -12,6 +12,7 @@ take long, or make other ranks fail) run. The agent prints it, so the rank does 
 from __future__ import annotations
 
 import ctypes
+import dis
 import faulthandler
 import functools
 import gc
@@ -33,7 +34,8 @@ import msgspec
 
 from allranks._errors import AllranksError, PeerLostError, UsageError
 from allranks.launch.messages import Again, Report
-from allranks.launch.ranks.target import Target, set_first_path
+from allranks.launch.ranks.target import Kind, Target, set_first_path
+from allranks.launch.ranks.wires import Stdio, Wires
 from allranks.launch.stacks import DUMP, describe, is_own
 
 __all__ = ["Rank", "become_rank", "decode_told", "is_echo", "this_rank"]
@@ -43,30 +45,38 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _decode: Callable[[bytearray], Report | Again | bytes] = msgspec.msgpack.Decoder(Report | Again | bytes).decode
 _this: Rank | None = None
-_DEFAULT = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH)
+_DEFAULT = (
+    *(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH),
+    *(signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU, signal.SIGCHLD),
+)
 
 
 def become_rank(
-    parent: int, streams: tuple[int, int], close: tuple[int, ...], mask: Set[int], files: tuple[int, int]
+    parent: int, wires: Wires, stdio: Stdio, close: tuple[int, ...], mask: Set[int], files: tuple[int, int]
 ) -> None:
     """Turns a fresh fork of the launcher into a process of its own.
 
     Args:
         parent: the launcher's pid.
-        streams: descriptors for stdout and stderr.
+        wires: to the launcher.
+        stdio: what its standard streams are to be.
         close: the launcher's descriptors.
         mask: the signal mask to restore.
         files: the limits on open files to restore.
     """
-    os.setsid()
+    if stdio.terminal:
+        os.setpgid(0, 0)
+    else:
+        os.setsid()
     if _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for fd, number in zip((null, *streams), (0, 1, 2), strict=True):
+    stdin = os.dup(0) if stdio.stdin else os.open(os.devnull, os.O_RDONLY)
+    streams = (stdin, wires.out, wires.err)
+    for number, fd in enumerate(streams):
         os.dup2(fd, number)
-    for fd in {null, *streams, *close}:
+    for fd in {*streams, *close}:
         os.close(fd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in _DEFAULT:
@@ -175,9 +185,14 @@ class Rank:
     def _failed(self, error: BaseException) -> None:
         ours = os.getpid() == self.pid
         hook, trace = sys.excepthook, _own_frames(error.__traceback__)
+        if hint := _needs_stdin(error, self.target.kind):
+            told: BaseException = UsageError(hint)
+            error.__traceback__ = trace = _without_debugger(trace)
+        else:
+            told = error
         torchs = getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"  # it only adds a prefix
         plain = torchs or hook is sys.__excepthook__
-        if ours and (report := _report(error, trace, with_text=plain)).code:
+        if ours and (report := _report(told, trace, with_text=plain)).code:
             if self.target.kind == "function":
                 from allranks.launch.ranks import function
 
@@ -186,7 +201,7 @@ class Rank:
         if ours and plain:
             sys.excepthook = _say_nothing
         else:
-            sys.excepthook = functools.partial(_say, hook, error, trace)
+            sys.excepthook = functools.partial(_say, hook, error, told, trace)
 
     def _tell(self, told: Report | Again | bytes) -> None:
         payload = msgspec.msgpack.encode(told)
@@ -253,6 +268,37 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def _needs_stdin(error: BaseException, kind: Kind) -> str:
+    """What to do where a debugger, or ``input``, met the end of a stdin that this rank does not have; "" elsewhere."""
+    quits = type(error).__module__ == "bdb" and type(error).__name__ == "BdbQuit"
+    if not quits and not (isinstance(error, EOFError) and str(error) == "EOF when reading a line"):
+        return ""
+    if os.fstat(0).st_rdev != os.stat(os.devnull).st_rdev:  # 0 is no device
+        return ""
+    rank, size, local_size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    what = f"{'a debugger' if quits else 'input()'} reads from stdin, and that of rank {rank}"
+    if kind == "function":
+        return f"{what} is empty, as of all ranks of allranks.run: call this in a script of `allranks run -n 1`"
+    if size != local_size:
+        return f"{what} is empty, as of all ranks on several hosts: run it on one host, by `allranks run --stdin RANK`"
+    if size == "1":
+        return f"{what} is /dev/null, as the launcher's own is: start it from a terminal"
+    return f"{what} is empty: `allranks run --stdin {rank}` gives it the launcher's, -n 1 gives it to a single rank"
+
+
+def _without_debugger(trace: TracebackType | None) -> TracebackType | None:
+    """Leaves out the debugger's own frames, which are the innermost."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    while len(frames) > 1 and os.path.basename(frames[-1].tb_frame.f_code.co_filename) in ("bdb.py", "pdb.py"):
+        frames.pop()
+    if frames:
+        frames[-1].tb_next = None
+    return frames[0] if frames else None
+
+
 def _exit_code(error: SystemExit) -> int:
     if error.code is None:
         return 0
@@ -270,7 +316,7 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _trim(error: BaseException, summary: traceback.TracebackException) -> None:
-    """Leaves out where in this package our own errors are raised: it is the user's last line that helps."""
+    """Leaves out where in this package errors are raised on purpose: it is the user's last line that helps."""
     todo, seen = [(error, summary)], set()
     while todo:
         current, told = todo.pop()
@@ -279,12 +325,21 @@ def _trim(error: BaseException, summary: traceback.TracebackException) -> None:
         seen.add(id(told))
         stack = told.stack
         ours = next((n for n, frame in enumerate(reversed(stack)) if not frame.filename.startswith(_PACKAGE)), 0)
-        if ours and isinstance(current, AllranksError):
+        if ours and (isinstance(current, AllranksError) or _is_raised(current.__traceback__)):
             del stack[-ours:]
         for link in ("__cause__", "__context__"):
             other, other_told = getattr(current, link), getattr(told, link)
             if other is not None and other_told is not None:
                 todo.append((other, other_told))
+
+
+def _is_raised(trace: TracebackType | None) -> bool:
+    """Whether an exception comes of a ``raise`` in its innermost frame, and not of an operation that went wrong."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    return dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _place(trace: TracebackType | None) -> str:
@@ -304,13 +359,17 @@ def _say_nothing(kind: type[BaseException], error: BaseException, trace: Traceba
 def _say(
     hook: Callable[..., Any],
     known: BaseException,
+    told: BaseException,
     own: TracebackType | None,
     kind: type[BaseException],
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
     """Calls the program's own ``sys.excepthook`` with the program's own frames."""
-    hook(kind, error, own if error is known else trace)
+    if error is known:
+        hook(type(told), told, own)
+    else:
+        hook(kind, error, trace)
 
 
 if __name__ == "__main__":

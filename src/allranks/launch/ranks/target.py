@@ -6,6 +6,7 @@ before anything is started, and without running any of the user's code.
 
 from __future__ import annotations
 
+import ast
 import os
 import shlex
 import shutil
@@ -108,32 +109,64 @@ def check_size(target: Target, size: int) -> None:
         raise ConfigError("--mode master: rank 0 is the master and needs one worker at least; expected -n 2 or more")
 
 
-def check(target: Target) -> None:
+def check(target: Target, as_command: str = "--") -> None:
     """Raises where the target cannot be run.
+
+    Args:
+        target: what is to be run.
+        as_command: what the user types before a command.
 
     Raises:
         ConfigError: it does not exist, or is not of the kind it is said to be.
     """
-    checks = {"script": _check_script, "module": _check_module, "command": _check_command}
-    if target.kind in checks:  # a function exists where it was packed
-        checks[target.kind](target.name)
+    if target.kind == "script":
+        _check_script(target.name, as_command)
+    elif target.kind == "module":
+        _check_module(target.name)
+    elif target.kind == "command":  # a function exists where it was packed
+        _check_command(target.name)
 
 
-def _check_script(name: str) -> None:
+def _check_script(name: str, as_command: str) -> None:
     if os.path.isdir(name):
         raise ConfigError(f"{name!r} is a directory, not a python script")
     if not os.path.exists(name):
-        hint = f"; to run a command, put -- before it: -- {name}" if shutil.which(name) else ""
+        hint = f"; to run a command, put {as_command} before it: {as_command} {name}" if shutil.which(name) else ""
         raise ConfigError(f"there is no script {name!r} in {os.getcwd()}{hint}")
     if not os.path.isfile(name):
         raise ConfigError(f"{name!r} is not a regular file, which all ranks could read")
     try:
         with open(name, "rb") as file:
-            head = file.read(4)
+            head = file.readline(1 << 12)
+            program = head.startswith(b"\x7fELF")
+            source = head + file.read() if _may_be_another(name, head) and not program else b""
     except OSError as error:
         raise ConfigError(f"cannot read script {name!r}: {error.strerror}") from None
-    if head == b"\x7fELF":
-        raise ConfigError(f"{name!r} is a program, not a python script; to run it, put -- before it")
+    if program:
+        raise ConfigError(f"{name!r} is a program, not a python script; to run it, put {as_command} before it")
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        command = name if os.access(name, os.X_OK) else f"{_interpreter(head)} {name}"
+        command = command if os.sep in command or " " in command else f".{os.sep}{command}"
+        line = f" (line {error.lineno}: {error.msg})" if isinstance(error, SyntaxError) and error.lineno else ""
+        raise ConfigError(
+            f"{name!r} is not a python script{line}; to run a command, put {as_command} before it:"
+            f" {as_command} {command}"
+        ) from None
+
+
+def _may_be_another(name: str, head: bytes) -> bool:
+    """Whether neither a file's name nor its first line says that it is python."""
+    return not name.endswith((".py", ".pyw")) and not (head.startswith(b"#!") and b"python" in head)
+
+
+def _interpreter(head: bytes) -> str:
+    """Which command runs a file, by its first line."""
+    words = head.removeprefix(b"#!").split() if head.startswith(b"#!") else []
+    if words[:1] and words[0].endswith(b"/env"):
+        words = [word for word in words[1:] if not word.startswith(b"-")]
+    return os.path.basename(words[0]).decode(errors="replace") if words else "sh"
 
 
 def _check_module(name: str) -> None:

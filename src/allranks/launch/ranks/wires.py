@@ -1,8 +1,10 @@
 """The pipes and terminals between a rank and its agent.
 
-A rank gets a terminal of its own where the user's terminal is what it finally writes to, so that programs that
-ask ``isatty`` draw their progress bars; else a pipe. One channel carries stdout and stderr together where the
-launcher's own two are the same file: then lines come in the order in which the rank wrote them.
+One rank of a job may have the launcher's own stdin. A job's only rank may write to the launcher's terminal itself;
+then full-screen programs work. Any other rank gets a terminal of its own where the user's terminal is what it finally
+writes to, so that programs that ask ``isatty`` draw their progress bars; else a pipe. One channel carries stdout and
+stderr together where the launcher's own two are the same file: then lines come in the order in which the rank wrote
+them.
 """
 
 from __future__ import annotations
@@ -24,16 +26,24 @@ _OWN = 64
 
 @dataclass(frozen=True)
 class Stdio:
-    """What a rank's stdout and stderr are to be.
+    """What a rank's standard streams are to be.
 
     Attributes:
-        out_tty: stdout is a terminal.
-        err_tty: stderr is a terminal.
+        stdin: that of the launcher; else it is empty.
+        terminal: stdin is the launcher's controlling terminal.
+        out_direct: stdout is that terminal, too.
+        err_direct: stderr is.
+        out_tty: stdout is a terminal of the rank's own.
+        err_tty: stderr is.
         merged: stderr goes where stdout goes, through the same channel.
         rows: height of the terminals.
         columns: width of the terminals.
     """
 
+    stdin: bool = False
+    terminal: bool = False
+    out_direct: bool = False
+    err_direct: bool = False
     out_tty: bool = False
     err_tty: bool = False
     merged: bool = False
@@ -70,11 +80,17 @@ class Wires:
         """Opens all. No end survives an exec."""
         status_ear, status = os.pipe()
         stacks_ear, stacks = os.pipe()
-        out_ear, out = _channel(stdio.out_tty, stdio)
-        ears = {1: out_ear}
-        terminals: tuple[int, ...] = (out_ear,) if stdio.out_tty else ()
+        ears: dict[int, int] = {}
+        terminals: tuple[int, ...] = ()
+        if stdio.out_direct:
+            out = os.dup(1)
+        else:
+            ears[1], out = _channel(stdio.out_tty, stdio)
+            terminals += (ears[1],) if stdio.out_tty else ()
         err = out
-        if not stdio.merged:
+        if stdio.err_direct:
+            err = os.dup(2)
+        elif not stdio.merged:
             ears[2], err = _channel(stdio.err_tty, stdio)
             terminals += (ears[2],) if stdio.err_tty else ()
         for ear in (*ears.values(), status_ear, stacks_ear):
