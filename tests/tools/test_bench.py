@@ -1,6 +1,7 @@
 """``allranks bench``: what it prints and writes."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ VERBS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "send",
     "barrier",
 )  # fmt: skip
-COLUMNS = ["us", "algbw", "busbw", "#wrong"]
+COLUMNS = ["us", "fastest", "algbw", "busbw", "#wrong"]
 
 
 def bench(*arguments: str, python: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
@@ -51,9 +52,12 @@ def test_all_against_gloo(tmp_path: Path) -> None:
     assert heads == [["bytes", "count", "type", "native:", *COLUMNS, "gloo:", *COLUMNS, "gloo/native"]] * len(VERBS)
     rows = [line for line in lines if line[0].isdecimal()]
     assert len(rows) == 2 * len(VERBS) - 1
-    assert all(row[6] == row[10] == "0" for row in rows)
+    assert all(row[7] == row[12] == "0" for row in rows)
     assert "# wrong elements: 0" in done.stdout
+    assert re.search("^# (not quiet|quiet so far): ", done.stdout, re.MULTILINE)
+    assert re.search("^# (not quiet|quiet): ", done.stdout, re.MULTILINE)
     report = json.loads(figures.read_text())
+    assert report["conditions"]["busy"] >= 0
     check(report, 2, ["native", "gloo"])
     sizes = {table["verb"]: [(row["nbytes"], row["count"]) for row in table["rows"]] for table in report["tables"]}
     one, pieces = [(4, 1), (65536, 16384)], [(8, 1), (65536, 8192)]  # at least one element of each rank
@@ -161,12 +165,13 @@ def test_python(tmp_path: Path, ranks: int) -> None:
         (["all_reduce", "--sizes", "1M..4K"], "goes down"),
         (["all_reduce", "--budget", "0"], "--budget"),
         (["all_reduce", "--dtype", "float31"], "float31"),
-        (["all_reduce", "--op", "AVG", "--dtype", "int32"], "AVG takes floating-point"),
+        (["all_reduce", "--op", "AVG", "--dtype", "int32", "--against", "gloo"], "gloo has no AVG of int32"),
         (["all", "--against", "mpi", "--dtype", "bfloat16"], "MPI has no SUM of bfloat16"),
         (["python", "--against", "gloo"], "this library alone"),
         (["master", "--against", "gloo"], "beside torch's RPC"),
         (["master", "-n", "127"], "at most 126"),
         (["master", "--sizes", "1"], "4 bytes at least"),
+        (["all_reduce", "--plot", "figures.txt"], "there is no picture format 'txt'; there are"),
         (["all_reduce", "--json", "/no/such/folder/figures.json"], "no such directory"),
     ],
 )

@@ -1,13 +1,18 @@
 """The parts of ``allranks bench``: sizes, data, right answers, and that a wrong one is found."""
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 import allranks as dist
 from allranks.testing import run_ranks
+from allranks.tools import quiet
+from allranks.tools.bench import text as words
 from allranks.tools.bench.engines import Call, Native
 from allranks.tools.bench.measure import Plan, measure
 from allranks.tools.bench.options import parse
@@ -149,3 +154,46 @@ def test_ratios_in_three_digits(ratio: float, text: str) -> None:
 
 def test_human() -> None:
     assert [human(n) for n in (4, 1024, 1 << 20, 3 << 29)] == ["4 B", "1 KB", "1 MB", "1.5 GB"]
+
+
+QUIET = quiet.Conditions(cpus=4, load=0.3, waited=0.01, governor="performance", busy=0.1, steal=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, "# quiet: other processes kept 0.10 of 4 CPUs busy, steal 0.0%"),
+        ({"busy": None, "steal": None}, "# quiet so far: load 0.3 in the last minute"),
+        ({"busy": 1.5}, "other processes kept 1.5 of 4 CPUs busy"),
+        ({"steal": 0.08}, "the hypervisor took 8% of the CPUs' time (steal)"),
+        ({"governor": "ondemand"}, "the CPUs' frequency changes with the load (governor ondemand)"),
+        ({"busy": None, "load": 3.0}, "load 3.0 in the last minute, on 4 CPUs"),
+        ({"busy": None, "waited": 0.4}, "processes waited for a CPU in 40% of it"),
+        ({"load": 9.0, "waited": 1.0}, "# quiet: "),  # of our own ranks
+        ({"waited": None, "governor": ""}, "# quiet: "),
+    ],
+)
+def test_whether_it_was_quiet(change: dict[str, Any], said: str) -> None:
+    line = words.conditions(replace(QUIET, **change), 2, 4)
+    assert said in line
+    assert line.startswith("# not quiet: ") == (not said.startswith("#"))
+    assert (quiet.READING in line) == line.startswith("# not quiet: ")
+
+
+def test_ranks_that_share_cores() -> None:
+    assert "5 ranks take turns on 4 CPUs" in words.conditions(QUIET, 5, 2)
+    assert "3 ranks share 2 cores (hyperthreads)" in words.conditions(QUIET, 3, 2)
+
+
+def test_work_of_others_is_seen_and_our_own_is_not() -> None:
+    """The same work, of which all, and nothing, is said to be ours."""
+    window = quiet.Window()
+    began, began_s = time.monotonic(), time.process_time()
+    while time.process_time() - began_s < 0.3:
+        pass
+    others, ours = window.end(0.0).busy, window.end(time.process_time() - began_s).busy
+    took = time.monotonic() - began
+    assert others is not None
+    assert ours is not None
+    assert others * took > 0.2  # the kernel counts in ticks of 10 ms
+    assert ours < others

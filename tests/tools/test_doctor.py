@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from mpi_jobs import python_with
 
+from allranks.tools import quiet
 from allranks.tools.doctor import check, job, limits, network, pairs, ranks, report, software, text
 from allranks.tools.doctor.check import Check
 
@@ -248,6 +249,32 @@ def test_threads(ranks_here: int, threads: int | None, verdict: str, advice: str
     assert said.measured.startswith("8 of 64 usable")
 
 
+def test_cores() -> None:
+    said = limits.judge_cpus(8, 8, 6, 1, 4)
+    assert (said.verdict, "share cores (hyperthreads)" in said.advice) == ("warn", True)
+    assert limits.judge_cpus(8, 8, 4, 1, 4).verdict == "ok"
+
+
+@pytest.mark.parametrize(
+    ("load", "waited", "governor", "steal", "verdict"),
+    [
+        (0.2, 0.01, "performance", 0.0, "ok"),
+        (0.2, None, "", 0.0, "ok"),
+        (3.0, 0.01, "", 0.0, "warn"),
+        (0.2, 0.3, "", 0.0, "warn"),
+        (0.2, None, "powersave", 0.0, "warn"),
+        (0.2, None, "", 0.2, "warn"),
+    ],
+)
+def test_a_machine_that_others_use(
+    load: float, waited: float | None, governor: str, steal: float, verdict: str
+) -> None:
+    said = limits.judge_quiet(quiet.Conditions(4, load, waited, governor, steal=steal))
+    assert said.verdict == verdict
+    assert (quiet.READING in said.advice) == (verdict == "warn")
+    assert governor in said.measured
+
+
 def test_memory_of_cgroups(tmp_path: Path) -> None:
     root, membership = tmp_path / "cgroup", tmp_path / "membership"
     for folder, limit, used in (("", "max", 0), ("job", 8 * GB, 7 * GB), ("job/step", "max", GB)):
@@ -315,6 +342,15 @@ def test_names_of_mpis(said: str, name: str) -> None:
 )
 def test_mpis_that_do_not_fit(library: str | None, launchers: list[str], verdict: str) -> None:
     assert software.judge_mpi(library, {f"/{i}/mpirun": said for i, said in enumerate(launchers)}).verdict == verdict
+
+
+def test_open_mpi_and_root() -> None:
+    def said(library: str, launcher: str, refuses_root: bool) -> bool:
+        return "--allow-run-as-root" in software.judge_mpi(library, {"/mpirun": launcher}, refuses_root).measured
+
+    assert said(OPENMPI, MPIRUN_OPENMPI, True)
+    assert not said(OPENMPI, MPIRUN_OPENMPI, False)
+    assert not said(OPENMPI, MPIRUN_MPICH, True)
 
 
 def test_a_real_mix_of_mpis() -> None:
@@ -405,10 +441,12 @@ def test_the_matrix_in_text() -> None:
         (("--timeout", "0"), "--timeout must be positive"),
         (("--plot", "/no/such/folder/pairs.png"), "no such directory: /no/such/folder"),
         (("--plot", "pairs.png"), "--plot draws pairs of ranks, and this is no job: add -n 4"),
+        (("-n", "2", "--plot", "pairs.txt"), "--plot pairs.txt: there is no picture format 'txt'; there are"),
+        (("--json", "/"), "/ is a directory"),
         (("--fast",), "unrecognized arguments: --fast"),
     ],
 )
 def test_wrong_arguments(arguments: tuple[str, ...], says: str) -> None:
     code, out, err = doctor(*arguments)
     assert (code, out) == (2, "")
-    assert err.splitlines()[-1] == f"allranks doctor: error: {says}"
+    assert err.splitlines()[-1].startswith(f"allranks doctor: error: {says}")

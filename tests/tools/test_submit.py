@@ -159,10 +159,18 @@ def test_modules_and_commands(folder: Path, words: tuple[str, ...], runs: list[s
     assert shlex.split(last) == ["exec", sys.executable, "-m", "allranks", "run", "--nproc-per-node", "1", *runs]
 
 
+def test_another_folder(folder: Path) -> None:
+    (folder / "inner").mkdir()
+    (folder / "inner" / "there.py").touch()
+    assert file_of(folder, "--to", "slurm", "--chdir", "inner", "--file", "job.sh", "there.py") == ""
+    assert f"cd {shlex.quote(str(folder / 'inner'))}\n" in (folder / "job.sh").read_text()
+
+
 def test_indexed_job(folder: Path) -> None:
     text = file_of(
         folder, "--to", "k8s", "-N", "3", "-n", "6", "--cpus", "4", "--gpus", "2", "--memory", "64G", "--time", "90m",
-        "--image", "registry.example/train:7", "--namespace", "team", "--name", "first", "show.py", *HARD,
+        "--image", "registry.example/train:7", "--namespace", "team", "--name", "first", "--chdir", "/work/train",
+        "show.py", *HARD,
     )  # fmt: skip
     secret, service, job = yaml.safe_load_all(text)
     assert [(each["kind"], each["metadata"]) for each in (secret, service, job)] == [
@@ -182,7 +190,7 @@ def test_indexed_job(folder: Path) -> None:
     assert pod["terminationGracePeriodSeconds"] == 60
     assert (pod["subdomain"], pod["restartPolicy"]) == ("first", "Never")
     (container,) = pod["containers"]
-    assert container["image"] == "registry.example/train:7"
+    assert (container["image"], container["workingDir"]) == ("registry.example/train:7", "/work/train")
     assert container["resources"] == {"limits": {"cpu": 8, "memory": "65536Mi", "nvidia.com/gpu": 2}}
     assert container["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "first", "key": "ALLRANKS_SECRET"}
     assert container["volumeMounts"][0]["mountPath"] == "/dev/shm"
@@ -198,13 +206,15 @@ def test_indexed_job(folder: Path) -> None:
 
 def test_every_manifest_has_its_own_secret_and_no_other_reads_it(folder: Path) -> None:
     words = ("--to", "k8s", "--image", "a", "--file", "job.yaml", "Train 7_x.py")
-    secrets = set()
+    secrets, names = set(), set()
     for _ in range(2):
         assert file_of(folder, *words) == ""
         documents = list(yaml.safe_load_all((folder / "job.yaml").read_text()))
         secrets.add(documents[0]["stringData"]["ALLRANKS_SECRET"])
-        assert documents[2]["metadata"] == {"name": "train-7-x"}
-    assert len(secrets) == 2
+        (name,) = {each["metadata"]["name"] for each in documents}
+        assert re.fullmatch("train-7-x-[0-9a-f]{6}", name)
+        names.add(name)
+    assert len(secrets) == len(names) == 2
     assert (folder / "job.yaml").stat().st_mode & 0o777 == 0o600
 
 
@@ -228,7 +238,7 @@ def test_now(command: str, folder: Path, tmp_path: Path) -> None:
     ]
     again = submit(folder, "--to", system, *image, "--now", "-q", "show.py", path=shim.parent)
     assert (again.stdout, again.stderr) == (f"{expected}\n", "")
-    arguments = {"slurm": "--parsable", "k8s": "apply -f -"}.get(system, "")
+    arguments = {"slurm": "--parsable", "k8s": "create -f -"}.get(system, "")
     assert (tmp_path / "arguments").read_text().strip() == arguments
 
 
@@ -259,6 +269,8 @@ def test_a_job_that_is_refused(folder: Path, tmp_path: Path) -> None:
         (("--to", "k8s", "show.py"), "give --image"),
         (("--to", "k8s", "--image", "a", "--name", "7up", "show.py"), "'7up' is no name for Kubernetes"),
         (("--to", "k8s", "--image", "a", "--queue", "gpu", "show.py"), "leave out --queue"),
+        (("--to", "slurm", "--chdir", "missing", "show.py"), "cannot enter 'missing' (--chdir): No such file"),
+        (("--to", "k8s", "--image", "a", "--chdir", "x", "show.py"), "--chdir 'x': expected a folder of the image"),
         (("--to", "pbs", "--file", "missing/job.sh", "show.py"), "cannot write 'missing/job.sh': No such file"),
     ],
 )

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from allranks._console import put
 from allranks._env import VARIABLES
 from allranks._errors import ConfigError
 from allranks._places import CHOICES, Clue, Place, detect
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     report = collect(os.environ, options.env)
     # In one piece, as other ranks write there, too.
-    sys.stdout.write((json.dumps(dataclasses.asdict(report), indent=2) if options.json else render(report)) + "\n")
+    put((json.dumps(dataclasses.asdict(report), indent=2) if options.json else render(report)) + "\n")
     return 2 if report.trouble else 0
 
 

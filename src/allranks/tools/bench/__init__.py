@@ -24,10 +24,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+from allranks._console import Program
+
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int | Program:
     """The command: starts the ranks; in a process that is a rank already (RANK is set) measures. Returns the exit code.
 
     So ranks of several hosts are started as those of any program.

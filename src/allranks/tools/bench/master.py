@@ -39,11 +39,10 @@ import torch
 from torch.nn import functional
 
 import allranks
-from allranks._host import usable_cpus
+from allranks._host import processor, usable_cpus
 from allranks.remote.master import Master
 from allranks.tools.bench import goals
 from allranks.tools.bench.goals import Goal, MasterReport, of
-from allranks.tools.bench.report import processor
 from allranks.tools.bench.rpc import Peer
 from allranks.tools.bench.text import human
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from allranks._console import ArgumentParser
 from allranks.tools.bench.verbs import VERBS
+from allranks.tools.outputs import why_not
 
 __all__ = ["parse"]
 
@@ -21,7 +22,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; exits with 2 and one line where they are wrong."""
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="allranks bench",
         description="Time calls, beside other libraries', in the same processes.",
         epilog="As in nccl-tests, count is the elements of one rank's piece, bytes the larger of what a rank gives and "
@@ -87,16 +88,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("master copies float32, 4 bytes at least: --sizes")
     if options.budget <= 0:
         parser.error("--budget must be positive")
-    if options.op == "AVG" and "float" not in options.dtype:
-        parser.error("AVG takes floating-point dtypes")
     reduces = options.verb == "overlap" or any(VERBS[verb].reduces for verb in options.verbs)
     if "mpi" in options.against and reduces and (options.dtype in ("float16", "bfloat16") or options.op == "AVG"):
         parser.error(f"MPI has no {options.op} of {options.dtype}: leave mpi out of --against")
-    for file in (options.json, options.plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            parser.error(f"no such directory: {file.absolute().parent}")
-    if options.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib: pip install matplotlib")
+    if "gloo" in options.against and reduces and options.op == "AVG" and "float" not in options.dtype:
+        parser.error(f"gloo has no AVG of {options.dtype}: leave gloo out of --against")
+    if why := why_not(options.json, options.plot):
+        parser.error(why)
     if options.nproc < 2:
         options.verbs = [verb for verb in options.verbs if verb != "send"]
     return options

@@ -7,12 +7,14 @@ import os
 import platform
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 import allranks
-from allranks._host import usable_cpus
+from allranks._host import processor, usable_cpus
+from allranks._network import machine
 from allranks.tools.bench import start, text
 from allranks.tools.bench.engines import Engine, Gloo, Native
 from allranks.tools.bench.measure import Plan, measure
@@ -20,8 +22,9 @@ from allranks.tools.bench.options import parse
 from allranks.tools.bench.overlap import STARTS, measure_overlap
 from allranks.tools.bench.plot import plot
 from allranks.tools.bench.python import measure_python
-from allranks.tools.bench.report import Report, Table, processor, write
+from allranks.tools.bench.report import Report, Table, write
 from allranks.tools.bench.verbs import VERBS
+from allranks.tools.quiet import Window, before, cores
 
 __all__ = ["main"]
 
@@ -71,17 +74,37 @@ def _run(engines: list[Engine], plan: Plan, options: argparse.Namespace) -> Repo
         if plan.rank == 0:
             print(words, flush=True)
 
+    here = _neighbours(plan.ranks)
+    window = Window()
     say(text.preface(report))
+    say(text.conditions(before(), len(here), cores(plan.cpus)))
+    began_s = time.process_time()
+    _measure(engines, plan, options, report, say)
+    spent: list[float] = [0.0] * plan.ranks
+    allranks.all_gather_object(spent, time.process_time() - began_s)
+    report.conditions = window.end(sum(spent[rank] for rank in here))
+    say(f"\n{text.conditions(report.conditions, len(here), cores(plan.cpus))}")
+    say(f"# wrong elements: {report.wrong}")
+    return report
+
+
+def _neighbours(ranks: int) -> list[int]:
+    """The ranks of this host."""
+    hosts = [""] * ranks
+    allranks.all_gather_object(hosts, machine())
+    return [rank for rank, host in enumerate(hosts) if host == machine()]
+
+
+def _measure(
+    engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, say: Callable[[str], None]
+) -> None:
     if options.verb == "python":
         report.share = measure_python(plan)
         say(text.share_text(report.share))
-        return report
-    if options.verb == "overlap":
+    elif options.verb == "overlap":
         _overlaps(engines, plan, options.sizes, report, say)
     else:
         _tables(engines, plan, options, report, say)
-    say(f"\n# wrong elements: {report.wrong}")
-    return report
 
 
 def _tables(

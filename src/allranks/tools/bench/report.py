@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-__all__ = ["Overlap", "Report", "Row", "Share", "Summary", "Table", "Timing", "processor", "summaries", "write"]
+from allranks.tools.quiet import Conditions
+
+__all__ = ["Overlap", "Report", "Row", "Share", "Summary", "Table", "Timing", "summaries", "write"]
 
 
 @dataclass
@@ -86,6 +87,7 @@ class Report:
     tables: list[Table] = field(default_factory=list)
     overlaps: list[Overlap] = field(default_factory=list)
     share: Share | None = None
+    conditions: Conditions | None = None  # of rank 0's host, while it was measured
 
     @property
     def wrong(self) -> int:
@@ -118,14 +120,6 @@ def summaries(report: Report) -> list[Summary]:
             fastest = statistics.median(row.fastest_ratios[peer] for row in table.rows)
             found.append(Summary(table.verb, peer, *min(ratios), middle, *max(ratios), fastest))
     return found
-
-
-def processor() -> str:
-    """The CPUs' name."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def write(report: Report, file: Path) -> None:

@@ -26,6 +26,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from allranks._console import Program
+from allranks.tools.quiet import cores
+
 if TYPE_CHECKING:
     from allranks.tools.bench.engines import Mpi
 
@@ -40,8 +43,8 @@ class MpiMissing(Exception):
     """There is no MPI to measure against; says what to install."""
 
 
-def start(nproc: int, argv: Sequence[str]) -> int:
-    """Runs the ranks with our launcher; returns the exit code."""
+def start(nproc: int, argv: Sequence[str]) -> int | Program:
+    """Runs the ranks with our launcher; returns the exit code, or in a forked rank the rank."""
     from allranks.launch import cli
 
     # Rank 0 prints; the other ranks have nothing to say.
@@ -59,7 +62,7 @@ def start_by_mpi(nproc: int, hosts: str | None, argv: Sequence[str]) -> int:
     flags = ["-n", str(nproc), "--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp" if hosts else "self,sm"]
     if hosts:
         flags += ["-H", hosts, "-x", _FLAGS]
-    elif nproc > _cores(cpus):
+    elif nproc > cores(cpus):
         flags.append("--oversubscribe")  # which also ends binding
     if not hosts:  # else every rank uses what its host gives it
         os.environ[_CPUS] = ",".join(map(str, sorted(cpus)))
@@ -68,12 +71,6 @@ def start_by_mpi(nproc: int, hosts: str | None, argv: Sequence[str]) -> int:
         flags.append("--allow-run-as-root")
     sys.stdout.flush()
     os.execv(mpirun, [mpirun, *flags, sys.executable, "-m", _RANK, *argv])
-
-
-def _cores(cpus: set[int]) -> int:
-    """mpirun's slots: hyperthreads do not count."""
-    topology = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
-    return len({file.read_text() if file.exists() else str(file) for file in topology})
 
 
 def _mpirun() -> str:

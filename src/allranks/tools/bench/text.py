@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from allranks.tools.bench.report import Overlap, Report, Row, Share, Table, summaries
+from allranks.tools.quiet import READING, Conditions, judge
 
 __all__ = [
+    "conditions",
     "human",
     "overlap_head",
     "overlap_line",
@@ -37,15 +39,38 @@ def preface(report: Report) -> str:
     return f"# {report.ranks} ranks on {report.cpus} CPUs ({report.processor}); {versions}{settings}"
 
 
+def conditions(found: Conditions, ranks: int, cores: int) -> str:
+    """Whether the machine is quiet, and how figures read.
+
+    Args:
+        found: of this host, before or after something was measured.
+        ranks: those on this host.
+        cores: those that they may use.
+    """
+    why = judge(found)
+    if ranks > found.cpus:
+        why.append(f"{ranks} ranks take turns on {found.cpus} CPUs")
+    elif ranks > cores:
+        why.append(f"{ranks} ranks share {cores} cores (hyperthreads)")
+    if why:
+        return f"# not quiet: {'; '.join(why)}: {READING}"
+    if found.busy is None:
+        return f"# quiet so far: load {found.load:.1f} in the last minute"
+    return f"# quiet: other processes kept {found.busy:.2f} of {found.cpus} CPUs busy, steal {found.steal or 0:.1%}"
+
+
 def table_head(report: Report, table: Table) -> str:
     """Titles above a verb's rows."""
     engines = list(report.settings)
     place = {True: "in place", False: "out of place"}[table.in_place]
     calls = "a barrier before each call" if report.apart else "calls back to back"
-    columns = "".join(f"  {f'{name}: us':>10} {'algbw':>6} {'busbw':>6} {'#wrong':>6}" for name in engines)
+    columns = "".join(
+        f"  {f'{name}: us':>10} {'fastest':>9} {'algbw':>6} {'busbw':>6} {'#wrong':>6}" for name in engines
+    )
     ratios = "".join(f"  {f'{name}/native':>11}" for name in engines[1:])
     return (
-        f"\n# {' '.join(filter(None, (table.verb, table.op)))}, {place}, {calls}; us: median of blocks; GB/s\n"
+        f"\n# {' '.join(filter(None, (table.verb, table.op)))}, {place}, {calls};"
+        " us: median and fastest block; GB/s of the median\n"
         f"{'bytes':>10} {'count':>10} {'type':>8}{columns}{ratios}"
     )
 
@@ -53,7 +78,8 @@ def table_head(report: Report, table: Table) -> str:
 def row_line(row: Row, dtype: str) -> str:
     """One size."""
     engines = "".join(
-        f"  {t.median_s * 1e6:10.1f} {t.algbw_gb_s:6.2f} {t.busbw_gb_s:6.2f} {t.wrong:6d}" for t in row.timings.values()
+        f"  {t.median_s * 1e6:10.1f} {t.fastest_s * 1e6:9.1f} {t.algbw_gb_s:6.2f} {t.busbw_gb_s:6.2f} {t.wrong:6d}"
+        for t in row.timings.values()
     )
     ratios = "".join(f"  {times(ratio):>11}" for ratio in row.ratios.values())
     return f"{row.nbytes:10d} {row.count:10d} {dtype:>8}{engines}{ratios}"

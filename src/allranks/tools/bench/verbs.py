@@ -123,7 +123,7 @@ class Data:
         whole = self._periods if not self._dtype.is_floating_point else self._periods.to(torch.float64)
         result = {
             "SUM": lambda: whole.sum(0),
-            "AVG": lambda: whole.mean(0),
+            "AVG": lambda: whole.mean(0) if whole.is_floating_point() else whole.sum(0) // len(whole),
             "PRODUCT": lambda: whole.prod(0),
             "MIN": lambda: whole.amin(0),
             "MAX": lambda: whole.amax(0),

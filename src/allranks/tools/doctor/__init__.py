@@ -22,16 +22,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from allranks._console import Program
 from allranks._errors import ConfigError
 
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int | Program:
     """The command: checks this host; in a rank of a job, the job, which rank 0 then reports on.
 
     Returns:
-        The exit code: 1 if a check failed.
+        The exit code: 1 if a check failed. In a forked rank, the rank.
     """
     from allranks.tools.doctor import check, job, options, ranks, report, text
 
@@ -59,5 +60,4 @@ def main(argv: Sequence[str]) -> int:
         from allranks.tools.doctor.plot import plot
 
         plot(found, wanted.plot)
-    sys.stdout.flush()
     return 1 if found.failed else 0

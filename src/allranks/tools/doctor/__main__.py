@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from allranks._console import run_command
 from allranks.tools.doctor import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command("allranks doctor", lambda: main(sys.argv[1:])))

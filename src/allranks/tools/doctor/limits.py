@@ -9,18 +9,21 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from allranks._env import read_int
 from allranks._host import usable_cpus
 from allranks.tools.doctor.check import Finding, fail, ok, warn
 from allranks.tools.doctor.job import job_here
+from allranks.tools.quiet import READING, Conditions, Window, before, cores, judge
 
-__all__ = ["CHECKS", "judge_cpus", "judge_memory", "judge_shm", "memory_limit"]
+__all__ = ["CHECKS", "judge_cpus", "judge_memory", "judge_quiet", "judge_shm", "memory_limit"]
 
 _MB, _GB = 1 << 20, 1 << 30
 _TRIED = 64 * _MB
 _SLOW_S = 5.0
+_LOOK_S = 0.2
 _SHM = Path("/dev/shm")
 _LOW_SHM = _GB  # Docker gives 64 MB, and a few workers of a data loader take that
 _LOW_MEMORY = _GB
@@ -31,10 +34,37 @@ _UNLIMITED = 1 << 60  # as cgroups of version 1 write it, and more
 def cpus() -> Finding:
     """CPUs, beside the threads that the ranks of this host start."""
     ranks, threads = job_here().local_world_size or 1, read_int(os.environ, "OMP_NUM_THREADS", 1)
-    return judge_cpus(usable_cpus(), os.cpu_count() or 1, ranks, threads)
+    return judge_cpus(usable_cpus(), os.cpu_count() or 1, ranks, threads, cores(os.sched_getaffinity(0)))
 
 
-def judge_cpus(usable: int, all_cpus: int, ranks: int, threads: int | None) -> Finding:
+def quiet() -> Finding:
+    """Whether others leave the CPUs alone, without which figures mean little."""
+    window = Window()
+    time.sleep(_LOOK_S)
+    steal = window.end(0.0).steal  # who is busy now may be another rank
+    return judge_quiet(replace(before(), steal=steal))
+
+
+def judge_quiet(found: Conditions) -> Finding:
+    """Whether figures that are measured here can be relied on."""
+    waited = "" if found.waited is None else f", processes waited for a CPU in {_share(found.waited)} of it"
+    described = f"load {_round(found.load)} in the last minute{waited}; steal {_share(found.steal or 0.0)}"
+    described += f"; governor {found.governor}" if found.governor else ""
+    if judge(found):
+        return warn(described, f"Not quiet: {READING}. Measure again, or elsewhere; allranks bench says both.")
+    return ok(described)
+
+
+def _round(load: float) -> str:
+    return f"{load:.0f}" if load >= 1 else "below 1"
+
+
+def _share(part: float) -> str:
+    """Coarse, so that ranks of one host say the same."""
+    return "less than 5%" if part < 0.05 else f"{round(part * 10) * 10}%"
+
+
+def judge_cpus(usable: int, all_cpus: int, ranks: int, threads: int | None, whole: int | None = None) -> Finding:
     """Whether ranks times threads is more than there are.
 
     Args:
@@ -42,11 +72,16 @@ def judge_cpus(usable: int, all_cpus: int, ranks: int, threads: int | None) -> F
         all_cpus: those of the host.
         ranks: how many are on this host.
         threads: how many each starts; None where nobody says.
+        whole: how many cores the CPUs are; None: as many.
     """
     described = f"{usable} of {all_cpus} usable" if usable != all_cpus else f"{usable}"
     described += f", ranks here {ranks}, OMP_NUM_THREADS {threads or 'not set'}"
     if ranks > usable:
         return warn(described, "Ranks take turns: start no more of them than there are CPUs, or ask for more CPUs.")
+    if whole is not None and ranks > whole:
+        return warn(
+            f"{described}, {whole} cores", "Ranks share cores (hyperthreads), and are slower than alone: fewer of them?"
+        )
     if ranks > 1 and threads is None:
         return warn(described, f"Each rank starts a thread per CPU. Set OMP_NUM_THREADS={max(1, usable // ranks)}.")
     if ranks * (threads or 1) > usable:
@@ -242,6 +277,7 @@ def _size(nbytes: int) -> str:
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
     cpus,
+    quiet,
     memory,
     shared_memory,
     dev_shm,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from allranks._console import ArgumentParser
+from allranks.tools.outputs import why_not
 
 __all__ = ["Options", "parse", "without_nproc"]
 
@@ -40,11 +42,8 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("--timeout must be positive")
     if given.megabytes < 1:
         parser.error("--megabytes must be at least 1")
-    for file in (given.json, given.plot):
-        if file is not None and not file.absolute().parent.is_dir():
-            parser.error(f"no such directory: {file.absolute().parent}")
-    if given.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib: pip install 'allranks[plot]'")
+    if why := why_not(given.json, given.plot):
+        parser.error(why)
     return Options(given.nproc, given.json, given.plot, given.timeout, given.megabytes << 20)
 
 
@@ -56,7 +55,7 @@ def without_nproc(argv: Sequence[str]) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="allranks doctor",
         description="Check this host; in a job, all of its hosts and every pair of ranks. A line a check: ok, warn or "
         "FAIL, what was measured, what to do. The exit code is 1 if anything failed.",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from allranks._console import put
 from allranks._errors import rank_list
 from allranks.tools.doctor.check import Check, Verdict
 from allranks.tools.doctor.pairs import Pairs
@@ -104,6 +105,6 @@ def write(report: Report, file: Path) -> None:
     """Writes JSON; to stdout if the file is ``-``."""
     text = json.dumps(asdict(report) | {"failed": report.failed}, indent=1)
     if str(file) == "-":
-        print(text)
+        put(text + "\n")
     else:
         file.write_text(text + "\n")

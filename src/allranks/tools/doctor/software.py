@@ -29,6 +29,7 @@ _MPI_NAMES = (
     ("MPICH", r"MPICH Version:\s*([\w.]+)"),
     ("MPICH", r"HYDRA build details:\s*Version:\s*([\w.]+)"),
 )
+_ALLOW_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 _ASK_MPI4PY = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
 
 
@@ -122,18 +123,24 @@ def mpi() -> Finding:
     """The MPI that mpi4py loads, beside the mpirun that the shell finds: they must be one."""
     runs = _mpiruns(os.environ.get("PATH", ""))
     library = _said([sys.executable, "-c", _ASK_MPI4PY]) if importlib.util.find_spec("mpi4py") else None
-    return judge_mpi(library, {path: _said([path, "--version"]) for path in runs})
+    allowed = all(os.environ.get(name) == "1" for name in _ALLOW_ROOT)
+    return judge_mpi(
+        library, {path: _said([path, "--version"]) for path in runs}, refuses_root=os.geteuid() == 0 and not allowed
+    )
 
 
-def judge_mpi(library: str | None, launchers: Mapping[str, str]) -> Finding:
+def judge_mpi(library: str | None, launchers: Mapping[str, str], refuses_root: bool = False) -> Finding:
     """What follows from what they say of themselves.
 
     Args:
         library: what the library that mpi4py loads says; None without mpi4py.
         launchers: the ``mpirun`` on the PATH, in its order, and what ``--version`` says.
+        refuses_root: this is root, to whom Open MPI's mpirun starts nothing unless it is told to.
     """
     found = {path: mpi_name(said) for path, said in launchers.items()}
     runs = ", ".join(f"{path} ({name})" for path, name in found.items()) or "no mpirun on the PATH"
+    if refuses_root and any(name.startswith("Open MPI") for name in found.values()):
+        runs += "; as root: mpirun --allow-run-as-root"
     if library is None:
         several = len(set(found.values())) > 1
         described = f"no mpi4py; {runs}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
+from allranks._console import put
 from allranks.tools.doctor.pairs import Pair, Pairs
 from allranks.tools.doctor.report import Line, Report
 
@@ -18,9 +21,11 @@ _WIDEST = 16  # ranks in a matrix that is printed; --json and --plot have larger
 
 def show(report: Report) -> None:
     """Prints it."""
-    console = Console(highlight=False)
+    shown = io.StringIO()
+    console = Console(file=shown, highlight=False, force_terminal=sys.stdout.isatty())
     for line in lines_of(report):
         console.print(line, soft_wrap=True)
+    put(shown.getvalue())
 
 
 def lines_of(report: Report) -> Iterator[Text]:

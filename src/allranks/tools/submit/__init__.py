@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from allranks._console import put
 from allranks._errors import ConfigError
 
 __all__ = ["main"]
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             _write(wanted.file, text, 0o600 if wanted.job.secret else 0o666)
         if not wanted.now:
             if wanted.file is None:
-                sys.stdout.write(text)
+                put(text)
             return 0
         return hand_in.hand_in(wanted.to, text, wanted.job, wanted.quiet)
     except ConfigError as error:

@@ -149,6 +149,7 @@ def k8s(job: Job) -> str:
         deadline=_indented(deadline, 2),
         grace=_NOTICE_S,
         image=_quoted(job.image),
+        folder=_indented([f"workingDir: {_quoted(job.folder)}"] if job.folder else [], 10),
         command=_indented([f"- {word}" for word in command], 12),
         limits=_indented(limits, 14),
     )

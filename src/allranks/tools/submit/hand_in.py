@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 
+from allranks._console import put
 from allranks._errors import ConfigError
 from allranks.tools.submit.job import Job
 
@@ -21,7 +22,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "slurm": ("sbatch", "--parsable"),
     "pbs": ("qsub",),
     "lsf": ("bsub",),
-    "k8s": ("kubectl", "apply", "-f", "-"),
+    "k8s": ("kubectl", "create", "-f", "-"),
 }
 _IDS = {
     "slurm": r"^(\d+)(?:;.*)?$",  # and the cluster's name, where there are several
@@ -66,10 +67,11 @@ def hand_in(to: str, text: str, job: Job, quiet: bool = False) -> int:
         )
     done = subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=False)  # its errors are shown
     if done.returncode:
-        sys.stdout.write(done.stdout)
+        put(done.stdout)
         print(f"allranks submit: error: {command[0]} refused it (exit code {done.returncode})", file=sys.stderr)
         return done.returncode
-    print(name := id_in(to, done.stdout), flush=True)
+    name = id_in(to, done.stdout)
+    put(name + "\n")
     if not quiet:
         print(describe(to, name, job), file=sys.stderr)
     return 0

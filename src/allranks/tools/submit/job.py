@@ -22,7 +22,7 @@ class Job:
         time_s: how long it may take; None for the queue's default.
         queue: partition or queue.
         account: account or project.
-        folder: where it runs.
+        folder: where it runs; "" where the image says.
         python: the interpreter.
         venv: the virtual environment that this is of, or "".
         image: Kubernetes: the container's.

@@ -57,8 +57,15 @@ def parse(argv: Sequence[str]) -> Options:
     """
     given = _parser().parse_args(argv)
     words = [*(["-m"] if given.module else []), *given.target]
-    name = given.name or _name_for(given.target, given.to == "k8s")
     k8s = given.to == "k8s"
+    name = given.name or _name_for(given.target, k8s)
+    file = given.file
+    if given.folder and not k8s:
+        file = file and os.path.abspath(file)
+        try:
+            os.chdir(given.folder)
+        except OSError as error:
+            raise ConfigError(f"cannot enter {given.folder!r} (--chdir): {error.strerror}") from None
     target = read_target(given.target, given.module, "allranks submit")
     if not k8s:  # what an image holds cannot be seen from here
         check(target)
@@ -78,14 +85,14 @@ def parse(argv: Sequence[str]) -> Options:
         time_s=given.time,
         queue=given.queue,
         account=given.account,
-        folder=os.getcwd(),
+        folder=given.folder if k8s else os.getcwd(),
         python=sys.executable,
         venv=sys.prefix if inside else "",
         image=given.image,
         namespace=given.namespace,
         secret=secrets.token_hex(32) if k8s else "",
     )
-    return Options(given.to, job, given.file, given.now, given.quiet)
+    return Options(given.to, job, file, given.now, given.quiet)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,11 +114,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--time", type=_duration, metavar="T", help="how long at most: 90m, 2h, 1:30:00, 1-12:00:00")
     add("--partition", "--queue", dest="queue", type=_plain, default="", metavar="NAME", help="partition or queue")
     add("--account", "--project", type=_plain, default="", metavar="NAME", help="account or project")
-    add("--name", type=_plain, default="", help="the job's (default: the script's)")
+    add("--name", type=_plain, default="", help="the job's (default: the script's; k8s: and a random suffix)")
     add("--image", default="", help="k8s: the container's image, with python, torch, allranks and the script")
     add("--namespace", type=_plain, default="", help="k8s: where it runs")
+    add(
+        "--chdir",
+        dest="folder",
+        default="",
+        metavar="DIR",
+        help="where it runs (default: here; k8s: as the image says)",
+    )
     add("--file", metavar="PATH", help="write the file there")
-    add("--now", action="store_true", help="submit it: sbatch, qsub, bsub, kubectl apply")
+    add("--now", action="store_true", help="submit it: sbatch, qsub, bsub, kubectl create")
     add("-q", "--quiet", action="store_true", help="with --now: say the job's id only")
     add("-m", "--module", action="store_true", help="run a python module, as python -m does")
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -138,6 +152,8 @@ def _check_k8s(given: argparse.Namespace, name: str) -> None:
                 f"{option} {value!r} is no name for Kubernetes. Expected a lower-case letter, then such, digits and"
                 f" dashes, at most {_LONGEST_LABEL}, for example train-7."
             )
+    if given.folder and not given.folder.startswith("/"):
+        raise ConfigError(f"--chdir {given.folder!r}: expected a folder of the image, as /work/train")
     if given.account:
         raise ConfigError("Kubernetes has no accounts: leave out --account")
     if given.queue:
@@ -148,9 +164,10 @@ def _name_for(target: Sequence[str], label: bool) -> str:
     words = [word for word in target if word != "--"]
     stem = os.path.basename(words[0]).removesuffix(".py") if words else ""
     if label:
-        name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).lstrip("-0123456789")[:_LONGEST_LABEL]
-    else:
-        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem)
+        name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).lstrip("-0123456789")
+        suffix = secrets.token_hex(3)  # a second job may be submitted while the first is still there
+        return f"{name[: _LONGEST_LABEL - len(suffix) - 1].strip('-') or 'job'}-{suffix}"
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem)
     return name.strip("-._") or "job"
 
 

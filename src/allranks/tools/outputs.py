@@ -1,0 +1,38 @@
+"""Whether a report and a picture can be written where they are wanted: asked before anything is measured."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+__all__ = ["why_not"]
+
+
+def why_not(report: Path | None, picture: Path | None) -> str:
+    """Why a file cannot be written; "" if all can.
+
+    Args:
+        report: JSON; ``-`` is stdout.
+        picture: what matplotlib draws, in the format that its name ends with.
+    """
+    for file in (report, picture):
+        if file is None or str(file) == "-":
+            continue
+        folder = file.absolute().parent
+        if not folder.is_dir():
+            return f"no such directory: {folder}"
+        if file.is_dir():
+            return f"{file} is a directory"
+        if not os.access(file if file.exists() else folder, os.W_OK):
+            return f"cannot write to {file}"
+    if picture is None:
+        return ""
+    if not importlib.util.find_spec("matplotlib"):
+        return "--plot needs matplotlib: pip install 'allranks[plot]'"
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if (ending := picture.suffix.removeprefix(".").lower() or "png") not in known:
+        return f"--plot {picture}: there is no picture format {ending!r}; there are {', '.join(sorted(known))}"
+    return ""
