@@ -11,10 +11,11 @@ SANITIZERS := plain address thread
 WORKERS ?= 2
 BENCH := build/bench-venv
 MPICH := build/mpich-venv
+TORCHES ?= 2.10.0 2.15.0
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
-.PHONY: train test check format bench bench-mpi bench-programs mpi core-tests clean
+.PHONY: train test check format bench bench-mpi bench-programs mpi core-tests torch-versions clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -28,6 +29,7 @@ check: $(VENV)/checkers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python tests/typing/check.py
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $$(find core tests/core -name '*.cc' -o -name '*.h')
 
@@ -71,6 +73,22 @@ $(BENCH)/installed $(MPICH)/installed: constraints.txt | $(VENV)/installed
 	$(BIN)/python -m venv --clear $(@D)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(@D)/bin/python $(PURELIB))/venv.pth
 	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt 'mpi4py>=4' '$(MPI)'
+	touch $@
+
+# The plugin's tests and the programs of the README on the oldest torch that is promised and on the newest that is known.
+# PyPI has them with CUDA only: 7 GB each, and half an hour, too much for every change. To be run once a month, when
+# torch has a new version (TORCHES="2.10.0 2.16.0"), and when src/allranks/_plugin changes.
+torch-versions: $(TORCHES:%=build/torch-%/tested)
+
+build/torch-%/tested: build/torch-%/installed
+	$(@D)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 300 -W default tests/plugin tests/house/test_docs.py
+
+.PRECIOUS: build/torch-%/installed
+build/torch-%/installed: | $(VENV)/installed
+	@echo 'Installing torch $* into $(@D), with what $(VENV) has besides'
+	$(BIN)/python -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check torch==$*
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(@D)/bin/python $(PURELIB))/venv.pth
 	touch $@
 
 # The core's own tests, ranks as threads: plain (then with thousands of simulated networks), and under two sanitizers.

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import Cluster
+from overlaps import call_overlapping
 
 import allranks as dist
 from allranks.testing import run_ranks
@@ -103,6 +104,11 @@ def test_random_programs_equal_torch(four_hosts: Cluster, places: list[int]) -> 
         assert not wrong, f"rank {rank}: {wrong[0]}"
 
 
+@pytest.mark.parametrize("places", [[0, 0, 1, 1], [0, 1, 1, 2]], ids=str)
+def test_operands_and_results_may_overlap(three_hosts: Cluster, places: list[int]) -> None:
+    on_hosts(three_hosts, places, lambda: call_overlapping(0, 60, "private"))
+
+
 @pytest.mark.parametrize("places", PLACES, ids=str)
 def test_sums_have_the_same_bits_everywhere_whatever_their_size(three_hosts: Cluster, places: list[int]) -> None:
     def body() -> list[torch.Tensor]:
@@ -125,6 +131,11 @@ def test_sums_have_the_same_bits_everywhere_whatever_their_size(three_hosts: Clu
         dist.all_reduce(average, dist.ReduceOp.AVG)
         torch.testing.assert_close(average * dist.get_world_size(), _sum_of(mine), rtol=1e-4, atol=1e-2)
         results.append(average)
+        whole = (mine % 1000 - 500).to(torch.int16)
+        summed = whole.long()
+        dist.all_reduce(summed)
+        dist.all_reduce(whole, dist.ReduceOp.AVG)
+        assert torch.equal(whole, summed.to(torch.int16).div(dist.get_world_size(), rounding_mode="trunc"))
         return results
 
     results = on_hosts(three_hosts, places, body)

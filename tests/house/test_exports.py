@@ -3,8 +3,10 @@
 import ast
 import importlib
 import inspect
+import pickle
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -22,8 +24,42 @@ def test_every_export_is_there_and_documented() -> None:
             assert name in home.__all__, f"{name} is not in {module}.__all__"
             assert getattr(allranks, name) is getattr(home, name)
     assert {*allranks._MODULE_OF, *allranks._MODULES, *allranks._errors.__all__} == set(allranks.__all__)
+    for name, home in allranks._TORCHS.items():
+        assert getattr(allranks, name) is getattr(importlib.import_module(home), name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own deprecations
+        for name in allranks._TORCHS_MODULES:
+            assert getattr(allranks, name) is importlib.import_module(f"torch.distributed.{name}")
+    for name, right in allranks._OTHERWISE.items():
+        assert getattr(allranks, right) is not None
+        with pytest.raises(AttributeError, match=f"the name is allranks.{right}"):
+            getattr(allranks, name)
     with pytest.raises(AttributeError, match="no attribute 'all_reduze'"):
         _ = allranks.all_reduze
+
+
+PUBLIC_MODULES = [
+    "allranks", "allranks.algorithms.ddp_comm_hooks.default_hooks", "allranks.checkpoint", "allranks.data",
+    "allranks.logging", "allranks.multiprocessing", "allranks.nn.functional", "allranks.nn.parallel",
+    "allranks.parallel", "allranks.testing",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("module", PUBLIC_MODULES)
+def test_tracebacks_and_pickles_name_the_public_module(module: str) -> None:
+    home = importlib.import_module(module)
+    for name in home.__all__:
+        thing = getattr(home, name)
+        if inspect.isclass(thing) or inspect.isfunction(thing):
+            expected = "allranks" if getattr(allranks, name, None) is thing else module
+            assert thing.__module__ == expected, name
+            assert pickle.loads(pickle.dumps(thing)) is thing
+
+
+def test_a_traceback_shows_the_public_name() -> None:
+    code = "import allranks; allranks.get_rank()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith("allranks.NotInitializedError: the default process group")
 
 
 @pytest.mark.parametrize("name", allranks.__all__)

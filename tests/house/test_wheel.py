@@ -1,27 +1,41 @@
-"""The wheel: one for every Python from 3.10 on, and not tied to a version of torch."""
+"""The wheel: one for every Python from 3.10 on, not tied to a version of torch, and enough with what it declares."""
 
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from test_docs import ENVIRONMENT, readme_program
 
 ROOT = Path(__file__).parents[2]
+SITE = Path(sysconfig.get_path("purelib"))
 
 
-@pytest.mark.timeout(600)
-def test_wheel(tmp_path: Path) -> None:
-    # Built where nothing was built before; with this environment's build tools, to spare a download.
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built where nothing was built before; with this environment's build tools, to spare a download."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".git", ".venv", "build", "out", "*.so", "__pycache__"))
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(tmp_path), "."],
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", str(folder), "."],
         cwd=source,
         check=True,
     )
-    (wheel,) = tmp_path.glob("*.whl")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.mark.timeout(600)
+def test_wheel(wheel: Path, tmp_path: Path) -> None:
     assert "-cp310-abi3-linux_" in wheel.name
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "installed")
@@ -51,3 +65,116 @@ assert 'torch' not in sys.modules
     subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path / "installed")}, cwd=tmp_path, check=True
     )
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of commands of an environment that has the wheel and what it requires, and nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, symlinks=True)
+    here = folder / "lib" / f"python{sysconfig.get_python_version()}" / "site-packages"
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "bin/python"),
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+    ]
+    subprocess.run([*pip, str(wheel)], check=True)
+    (about,) = here.glob("allranks-*.dist-info")
+    waiting = re.findall(r"^Requires-Dist: (.*)$", (about / "METADATA").read_text(), re.MULTILINE)
+    taken = set()
+    while waiting:
+        needed = Requirement(waiting.pop())
+        name = canonicalize_name(needed.name)
+        if name in taken or (needed.marker and not needed.marker.evaluate({"extra": ""})):
+            continue
+        taken.add(name)
+        package = distribution(name)
+        waiting += package.requires or []
+        for top in {Path(file).parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            (here / top).symlink_to(SITE / top)
+    assert "numpy" not in taken
+    return folder / "bin"
+
+
+EVERYTHING = """
+import torch
+import allranks as dist
+
+dist.init_process_group()
+rank, size = dist.get_rank(), dist.get_world_size()
+try:
+    torch.ones(1).numpy()
+    raise SystemExit("numpy is here")
+except RuntimeError:
+    pass
+everyone = dist.new_group()
+pair = dist.new_group([0, 1], use_local_synchronization=True)
+halves, _ = dist.new_subgroups(1)
+split = dist.split_group(split_ranks=[[0], [1]])
+shared = dist.empty_shared(4, group=everyone)
+shared.fill_(rank)
+dist.all_reduce(shared, group=everyone)
+objects = [None] * size
+dist.all_gather_object(objects, torch.arange(3) + rank, group=pair)
+given = [{"a": torch.ones(2, dtype=torch.bfloat16)}]
+dist.broadcast_object_list(given)
+scattered = [None]
+dist.scatter_object_list(scattered, [(1, "x")] * size if rank == 0 else None)
+torchs = dist.torch_group()
+torch.distributed.all_reduce(total := torch.ones(2), group=torchs)
+if rank == 0:
+    print(shared.tolist(), [o.tolist() for o in objects], given, scattered, total.tolist())
+dist.destroy_process_group()
+"""
+
+WORKERS = """
+import torch
+import allranks as ar
+
+mw = ar.init_master_worker(workers=2)
+x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t().to("worker:1")
+print((x @ x).cpu().tolist(), x.sum().item(), mw.remote(lambda t: t.sum().item())(x).result())
+torch.manual_seed(1)
+state = torch.worker.get_rng_state("worker:1")
+a = torch.rand(3, device="worker:1")
+torch.worker.set_rng_state(state, "worker:1")
+print(torch.equal(a.cpu(), torch.rand(3, device="worker:1").cpu()))
+mw.shutdown()
+"""
+
+
+@pytest.mark.timeout(600)
+def test_what_is_declared_is_enough(bare: Path, tmp_path: Path) -> None:
+    """The README's programs and commands, and what else reads the bytes of tensors, without NumPy."""
+    for name in ("hello.py", "called.py", "spawned.py", "workers.py"):
+        (tmp_path / name).write_text(readme_program(name))
+    (tmp_path / "everything.py").write_text(EVERYTHING)
+    (tmp_path / "handles.py").write_text(WORKERS)
+
+    def lines(*command: str, **environ: str) -> list[str]:
+        done = subprocess.run(
+            [str(bare / command[0]), *command[1:]],
+            cwd=tmp_path, env={**ENVIRONMENT, "PYTHONWARNINGS": "ignore:Failed to initialize NumPy", **environ},
+            capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    assert sorted(lines("allranks", "run", "-n", "2", "hello.py"))[1] == "[1] rank 1 of 2: [3.0, 3.0, 3.0]"
+    assert lines("python", "called.py") == ["[21, 21]"]
+    assert sorted("".join(lines("python", "spawned.py"))) == sorted("rank 0 of 2rank 1 of 2")
+    assert "on worker:2" in lines("python", "workers.py")[0]
+    expected = (
+        "[0] [1.0, 1.0, 1.0, 1.0] [[0, 1, 2], [1, 2, 3]] [{'a': tensor([1., 1.], dtype=torch.bfloat16)}]"
+        " [(1, 'x')] [2.0, 2.0]"
+    )
+    assert lines("allranks", "run", "-n", "2", "everything.py", ALLRANKS_PICKLE="0") == [expected]
+    assert lines("python", "handles.py") == ["[[7.0, 15.0], [10.0, 22.0]] 10.0 10.0", "True"]
+    assert lines("allranks", "doctor")[-1].partition(" failed")[0].endswith(" 0")
+    assert "all_reduce" in "".join(lines("allranks", "bench", "all_reduce", "--sizes", "4", "--budget", "0.05"))

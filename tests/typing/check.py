@@ -1,0 +1,99 @@
+"""Programs as users write them, under mypy and pyright: ``python tests/typing/check.py``.
+
+The programs are those of this folder, the README's and those of ``examples/first`` (the other examples use packages
+without types). Where a line ends in ``# expect:``, each checker must report one of the errors that stand there, and
+nowhere else any. pyright comes as basedpyright, whose package is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "typing"
+_UNTYPED = ("no-untyped-def", "no-untyped-call")  # users need not annotate what they write; torch does not either
+
+
+def programs() -> dict[Path, Path]:
+    """Copies of all in one folder, under names of their own as mypy wants them, and where each comes from."""
+    shutil.rmtree(BUILD, ignore_errors=True)
+    BUILD.mkdir(parents=True)
+    copies = {}
+    for block, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
+        (BUILD / f"readme_{name}").write_text(block)
+        copies[BUILD / f"readme_{name}"] = ROOT / f"README.md ({name})"
+    for path in (*(ROOT / "tests" / "typing").glob("*.py"), *(ROOT / "examples" / "first").glob("*.py")):
+        if path != Path(__file__):
+            copy = BUILD / "_".join(path.relative_to(ROOT).parts)
+            shutil.copyfile(path, copy)
+            copies[copy] = path
+    return copies
+
+
+def expected(paths: Iterable[Path]) -> dict[tuple[Path, int], list[str]]:
+    """The errors that may be reported in a line, by their codes."""
+    return {
+        (path, number): line.partition("# expect:")[2].split()
+        for path in paths
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "# expect:" in line
+    }
+
+
+def by_mypy(paths: Iterable[Path]) -> Iterator[tuple[Path, int, str, str]]:
+    """What mypy reports, as strict as in `make check`, whose cache it uses."""
+    command = [sys.executable, "-m", "mypy", "--output", "json", *map(str, paths)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        sys.exit(f"mypy failed: {done.stdout}{done.stderr}")
+    for line in done.stdout.splitlines():
+        found = json.loads(line) if line.startswith("{") else {}
+        if found.get("severity") == "error" and found["code"] not in _UNTYPED:
+            yield ROOT / found["file"], found["line"], found["code"], found["message"]
+
+
+def by_pyright(paths: Collection[Path]) -> Iterator[tuple[Path, int, str, str]]:
+    """What pyright reports in its ordinary mode."""
+    settings = BUILD / "pyrightconfig.json"
+    settings.write_text(json.dumps({"typeCheckingMode": "standard", "include": [str(path) for path in paths]}))
+    command = [str(Path(sys.executable).parent / "basedpyright"), "--outputjson", "--pythonpath", sys.executable]
+    done = subprocess.run([*command, "-p", str(settings)], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1):
+        sys.exit(f"basedpyright failed: {done.stdout}{done.stderr}")
+    report = json.loads(done.stdout)
+    if report["summary"]["filesAnalyzed"] != len(paths):
+        sys.exit(f"basedpyright looked at {report['summary']['filesAnalyzed']} files of {len(paths)}")
+    for found in report["generalDiagnostics"]:
+        if found["severity"] == "error":
+            line = found["range"]["start"]["line"] + 1
+            yield Path(found["file"]).resolve(), line, found.get("rule", "?"), found["message"]
+
+
+def main() -> int:
+    """Says what is not as expected; the number of such lines."""
+    paths = programs()
+    wanted = expected(paths)
+    wrong = 0
+    for checker, reported in (("mypy", by_mypy(paths)), ("pyright", by_pyright(paths))):
+        seen = set()
+        for path, line, code, message in reported:
+            if code in wanted.get((path, line), ()):
+                seen.add((path, line))
+            else:
+                wrong += 1
+                print(f"{paths[path].relative_to(ROOT)}:{line}: {checker}: {message} [{code}]")
+        for path, line in sorted(wanted.keys() - seen):
+            wrong += 1
+            print(f"{paths[path].relative_to(ROOT)}:{line}: {checker}: expected one of {' '.join(wanted[path, line])}")
+    print(f"{len(paths)} programs under mypy and pyright: {wrong} lines are not as expected")
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
