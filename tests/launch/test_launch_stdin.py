@@ -44,6 +44,11 @@ def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def waits_for_a_key(pid: int) -> bool:
+    where = Path(f"/proc/{pid}/wchan").read_text()  # do_select, poll_schedule_timeout, as the kernel names it
+    return "select" in where or "poll" in where
+
+
 def ranks(launcher: Launcher) -> list[int]:
     """Pids of ranks, which have written them down."""
     wait_for(lambda: all(file.read_text() for file in launcher.folder.glob("rank*")))
@@ -212,11 +217,13 @@ def test_a_rank_that_cannot_have_it(launcher: Launcher, words: list[str], said: 
 
 
 def test_ctrl_c_at_a_prompt_is_the_debuggers(launcher: Launcher) -> None:
-    console = alone(launcher, BREAK)
-    console.press("p x * 100\n")  # Ctrl-C between a prompt and the read behind it waits for the next key, in any Python
+    console = alone(launcher, "import os; open('rank0', 'w').write(str(os.getpid()))\n" + BREAK)
+    console.press("p x * 100\n")
     console.expect("500$", r"\(Pdb\) ")
     console.press("oops")
     console.expect("oops")
+    (pid,) = ranks(launcher)
+    wait_for(lambda: waits_for_a_key(pid))  # a Ctrl-C before that waits for the next key, in any Python
     console.press("\x03")
     console.expect("--KeyboardInterrupt--", r"\(Pdb\) ")
     console.press("c\n")
