@@ -1,11 +1,13 @@
 // What a captured step reads from Python, compared with what it was when the step was recorded.
 //
 // A Watch is a tree that allranks/remote/watch.py describes: each node says what one value is expected to be, and how
-// its parts are found from it. It is walked at every replay, so nothing here makes an object unless it has to. It holds
-// numbers, texts and weak references, and so keeps nothing of the program alive.
+// its parts are found from it. It is walked at every replay, so nothing here makes an object unless it has to, and its
+// nodes lie in one array, in the order of the walk. It holds numbers, texts and weak references, and so keeps nothing
+// of the program alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <cstdint>
 #include <cstring>
 #include <string>
 #include <string_view>
@@ -42,30 +44,37 @@ constexpr std::pair<std::string_view, Kind> kKinds[] = {
 };
 
 struct Node {
-  Kind kind;
-  nb::object object;             // what is expected, or the attribute's name, the function, the name in reports
-  std::vector<nb::object> keys;  // of children; None where the key is not compared
-  std::vector<Node> children;
+  Kind kind = Kind::kIs;
+  uint32_t children = 0;
+  uint32_t size = 1;  // of this node and all below it, which follow it
+  nb::object object;  // what is expected, or the attribute's name, the function, the name in reports
+  nb::object key;     // under which a dict has it; None where that is not compared
+
+  const Node* first() const { return this + 1; }
+  const Node* next() const { return this + size; }
 };
 
+Kind kind_of(std::string_view wanted) {
+  for (const auto& [name, kind] : kKinds) {
+    if (name == wanted) return kind;
+  }
+  throw nb::value_error("no such kind of node");
+}
+
 // (kind, object, children) or, of a dict, (kind, object, children, keys).
-Node parse(nb::handle description) {
+void parse(nb::handle description, nb::object key, std::vector<Node>& nodes) {
   const auto parts = nb::cast<nb::tuple>(description);
   const nb::str name = nb::cast<nb::str>(parts[0]);
-  const std::string_view wanted = name.c_str();
-  Node node{Kind::kIs, nb::borrow(parts[1]), {}, {}};
-  bool known = false;
-  for (const auto& [kind_name, kind] : kKinds) {
-    if (kind_name != wanted) continue;
-    node.kind = kind;
-    known = true;
+  const nb::object keys = nb::len(parts) > 3 ? nb::borrow(parts[3]) : nb::object();
+  const size_t at = nodes.size();
+  nodes.push_back({kind_of(name.c_str()), 0, 1, nb::borrow(parts[1]), std::move(key)});
+  uint32_t children = 0;
+  for (const nb::handle each : nb::cast<nb::sequence>(parts[2])) {
+    parse(each, keys.is_valid() ? nb::object(keys[children]) : nb::object(), nodes);
+    children++;
   }
-  if (!known) throw nb::value_error("no such kind of node");
-  for (const nb::handle each : nb::cast<nb::sequence>(parts[2])) node.children.push_back(parse(each));
-  if (nb::len(parts) > 3) {
-    for (const nb::handle each : nb::cast<nb::sequence>(parts[3])) node.keys.push_back(nb::borrow(each));
-  }
-  return node;
+  nodes[at].children = children;
+  nodes[at].size = static_cast<uint32_t>(nodes.size() - at);
 }
 
 // Numbers and texts of one type that cannot be told apart: 0.0 and -0.0 can, and nan is like nan.
@@ -106,7 +115,7 @@ bool holds(const Node& node, PyObject* found, Report* report);
 // Of a part of a value; `place` adds to the path where in the value that is.
 template <typename Place>
 bool part_holds(const Node& node, PyObject* found, Report* report, Place place) {
-  if (report == nullptr && node.children.empty()) return holds(node, found, nullptr);
+  if (report == nullptr && node.children == 0) return holds(node, found, nullptr);
   const nb::object kept = nb::borrow(found);  // a function that is called may let go of it
   if (report == nullptr) return holds(node, found, nullptr);
   const size_t length = report->path.size();
@@ -124,13 +133,14 @@ bool differs(Report* report, PyObject* expected, PyObject* found) {
 bool items_hold(const Node& node, PyObject* found, Report* report) {
   const bool is_list = PyList_Check(found) != 0;
   if (!is_list && PyTuple_Check(found) == 0) return differs(report, Py_Ellipsis, found);
-  const auto count = static_cast<Py_ssize_t>(node.children.size());
+  const auto count = static_cast<Py_ssize_t>(node.children);
   const auto size = [&] { return is_list ? PyList_Size(found) : PyTuple_Size(found); };
   if (size() != count) return differs(report, Py_Ellipsis, found);
   bool result = true;
-  for (Py_ssize_t i = 0; i < count && i < size(); i++) {
+  const Node* part = node.first();
+  for (Py_ssize_t i = 0; i < count && i < size(); i++, part = part->next()) {
     PyObject* each = is_list ? PyList_GetItem(found, i) : PyTuple_GetItem(found, i);
-    result &= part_holds(node.children[static_cast<size_t>(i)], each, report,
+    result &= part_holds(*part, each, report,
                          [&](std::string& path) { path.append("[").append(std::to_string(i)).append("]"); });
     if (!result && report == nullptr) return false;
   }
@@ -140,11 +150,11 @@ bool items_hold(const Node& node, PyObject* found, Report* report) {
 bool keys_hold(const Node& node, PyObject* found, Report* report) {
   if (PyDict_Check(found) == 0) return differs(report, Py_Ellipsis, found);
   bool result = true;
-  for (size_t i = 0; i < node.keys.size(); i++) {
-    PyObject* value = PyDict_GetItemWithError(found, node.keys[i].ptr());
-    if (value == nullptr) PyErr_Clear();
-    result &= part_holds(node.children[i], value == nullptr ? Py_Ellipsis : value, report, [&](std::string& path) {
-      path.append(".").append(nb::cast<std::string>(nb::str(node.keys[i])));
+  for (const Node* part = node.first(); part != node.next(); part = part->next()) {
+    PyObject* value = PyDict_GetItemWithError(found, part->key.ptr());
+    if (value == nullptr && PyErr_Occurred() != nullptr) PyErr_Clear();
+    result &= part_holds(*part, value == nullptr ? Py_Ellipsis : value, report, [&](std::string& path) {
+      path.append(".").append(nb::cast<std::string>(nb::str(part->key)));
     });
     if (!result && report == nullptr) return false;
   }
@@ -152,14 +162,15 @@ bool keys_hold(const Node& node, PyObject* found, Report* report) {
 }
 
 bool dict_holds(const Node& node, PyObject* found, Report* report) {
-  const auto count = static_cast<Py_ssize_t>(node.children.size());
-  if (PyDict_Check(found) == 0 || PyDict_Size(found) != count) return differs(report, Py_Ellipsis, found);
+  if (PyDict_Check(found) == 0 || PyDict_Size(found) != static_cast<Py_ssize_t>(node.children))
+    return differs(report, Py_Ellipsis, found);
   Py_ssize_t at = 0;
   PyObject *key = nullptr, *value = nullptr;
   bool result = true;
-  for (size_t i = 0; PyDict_Next(found, &at, &key, &value) != 0 && i < node.children.size(); i++) {
-    if (!node.keys[i].is_none() && !alike(node.keys[i].ptr(), key)) return differs(report, Py_Ellipsis, found);
-    result &= part_holds(node.children[i], value, report,
+  for (const Node* part = node.first(); part != node.next() && PyDict_Next(found, &at, &key, &value) != 0;
+       part = part->next()) {
+    if (!part->key.is_none() && !alike(part->key.ptr(), key)) return differs(report, Py_Ellipsis, found);
+    result &= part_holds(*part, value, report,
                          [&](std::string& path) { path.append("[").append(text_of(nb::borrow(key))).append("]"); });
     if (!result && report == nullptr) return false;
   }
@@ -180,17 +191,17 @@ bool holds(const Node& node, PyObject* found, Report* report) {
              differs(report, Py_Ellipsis, found);
     case Kind::kAll: {
       bool result = true;
-      for (const Node& each : node.children) {
-        if (holds(each, found, report)) continue;
-        if (report == nullptr || each.kind == Kind::kType) return false;  // what is of another class has other parts
+      for (const Node* each = node.first(); each != node.next(); each = each->next()) {
+        if (holds(*each, found, report)) continue;
+        if (report == nullptr || each->kind == Kind::kType) return false;  // what is of another class has other parts
         result = false;
       }
       return result;
     }
     case Kind::kNamed: {
-      if (report == nullptr) return holds(node.children[0], found, nullptr);
+      if (report == nullptr) return holds(*node.first(), found, nullptr);
       std::string path = std::exchange(report->path, nb::cast<std::string>(node.object));
-      const bool result = holds(node.children[0], found, report);
+      const bool result = holds(*node.first(), found, report);
       report->path = std::move(path);
       return result;
     }
@@ -203,24 +214,24 @@ bool holds(const Node& node, PyObject* found, Report* report) {
     case Kind::kVars: {
       const nb::object dict = nb::steal(PyObject_GenericGetDict(found, nullptr));
       if (!dict.is_valid()) PyErr_Clear();
-      return dict.is_valid() ? holds(node.children[0], dict.ptr(), report) : differs(report, Py_Ellipsis, found);
+      return dict.is_valid() ? holds(*node.first(), dict.ptr(), report) : differs(report, Py_Ellipsis, found);
     }
     case Kind::kClass:
-      return holds(node.children[0], reinterpret_cast<PyObject*>(Py_TYPE(found)), report);
+      return holds(*node.first(), reinterpret_cast<PyObject*>(Py_TYPE(found)), report);
     case Kind::kAttr: {
       nb::object value = nb::steal(PyObject_GetAttr(found, object));
       if (!value.is_valid()) {
         PyErr_Clear();  // an empty cell, or an attribute that is gone
         value = nb::borrow(Py_Ellipsis);
       }
-      if (report == nullptr) return holds(node.children[0], value.ptr(), nullptr);
-      return part_holds(node.children[0], value.ptr(), report,
+      if (report == nullptr) return holds(*node.first(), value.ptr(), nullptr);
+      return part_holds(*node.first(), value.ptr(), report,
                         [&](std::string& path) { path.append(".").append(nb::cast<std::string>(node.object)); });
     }
     case Kind::kCall: {
       const nb::object value = nb::steal(PyObject_CallFunctionObjArgs(object, found, nullptr));
       if (!value.is_valid()) throw nb::python_error();
-      return holds(node.children[0], value.ptr(), report);
+      return holds(*node.first(), value.ptr(), report);
     }
   }
   return false;
@@ -228,16 +239,19 @@ bool holds(const Node& node, PyObject* found, Report* report) {
 
 class Watch {
  public:
-  explicit Watch(nb::handle description) : root_(parse(description)) {}
-  bool same(nb::handle value) const { return holds(root_, value.ptr(), nullptr); }
+  explicit Watch(nb::handle description) {
+    parse(description, nb::object(), nodes_);
+    nodes_.shrink_to_fit();
+  }
+  bool same(nb::handle value) const { return holds(nodes_[0], value.ptr(), nullptr); }
   nb::list changes(nb::handle value) const {
     Report report;
-    holds(root_, value.ptr(), &report);
+    holds(nodes_[0], value.ptr(), &report);
     return std::move(report.changes);
   }
 
  private:
-  Node root_;
+  std::vector<Node> nodes_;
 };
 
 }  // namespace
