@@ -25,7 +25,8 @@ from allranks._errors import NotInitializedError
 __all__ = ["Descriptor", "Socket", "follow", "forks", "guard", "leak", "refusal"]
 
 guard = threading.RLock()
-"""Nobody forks while it is held. Around what makes a descriptor, until something knows that a child must close it.
+"""Nobody forks while it is held. Around what makes a descriptor, until something knows that a child must close it, and
+around what closes one, or a child would keep what nothing knows any more.
 
 No other lock of ours is taken, and no other rank is waited for, while it is held.
 """
@@ -89,9 +90,10 @@ class Descriptor:
 
     def close(self) -> None:
         """Closes it. Idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        with guard:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
 
 
 class Socket(socket.socket):
@@ -101,6 +103,11 @@ class Socket(socket.socket):
         with guard:
             super().__init__(*args, **kwargs)
             _descriptors.add(self)
+
+    def close(self) -> None:
+        """See ``socket.socket.close``."""
+        with guard:
+            super().close()
 
     def accept(self) -> tuple[Socket, Any]:
         """As ``socket.socket.accept``, of a socket that only one thread accepts from."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from allranks._errors import AllranksError, UsageError
+from allranks._forks import guard
 
 __all__ = ["load", "save"]
 
@@ -161,19 +162,20 @@ def _remove_stale(directory: str, name: str) -> None:
         if not pattern.fullmatch(entry):
             continue
         leftover = os.path.join(directory, entry)
-        try:
-            descriptor = os.open(leftover, os.O_RDWR | os.O_CLOEXEC)
-        except (FileNotFoundError, PermissionError):
-            continue  # another save was faster, or another user's: neither is ours to report
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(leftover)
-        except OSError as error:
-            # Its writer lives (EAGAIN), somebody else removed it, or nobody can tell here.
-            if error.errno not in (errno.EAGAIN, errno.EACCES, errno.ENOENT, *_NO_LOCKS):
-                raise
-        finally:
-            os.close(descriptor)
+        with guard:  # a child forked meanwhile would keep the lock, for which the file's writer may be waiting
+            try:
+                descriptor = os.open(leftover, os.O_RDWR | os.O_CLOEXEC)
+            except (FileNotFoundError, PermissionError):
+                continue  # another save was faster, or another user's: neither is ours to report
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(leftover)
+            except OSError as error:
+                # Its writer lives (EAGAIN), somebody else removed it, or nobody can tell here.
+                if error.errno not in (errno.EAGAIN, errno.EACCES, errno.ENOENT, *_NO_LOCKS):
+                    raise
+            finally:
+                os.close(descriptor)
 
 
 def _sync_directory(directory: str) -> None:

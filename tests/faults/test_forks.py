@@ -229,6 +229,66 @@ def test_a_child_uses_its_parents_stores(tmp_path: Path) -> None:
         store.close()
 
 
+def test_a_child_that_is_forked_while_threads_hold_a_files_lock(tmp_path: Path) -> None:
+    """It does not keep their lock, which it would then wait for itself."""
+    store = dist.FileStore(str(tmp_path / "store"))
+    ended = threading.Event()
+
+    def keep_asking() -> None:
+        while not ended.is_set():
+            store.add("asked", 1)
+
+    asking = [threading.Thread(target=keep_asking) for _ in range(3)]
+    for thread in asking:
+        thread.start()
+    try:
+        for i in range(40):
+            assert in_child(lambda i=i: store.set(f"child {i}", b"1")) == 0
+    finally:
+        ended.set()
+        for thread in asking:
+            thread.join()
+    assert store.num_keys() == 41
+    store.close()
+
+
+def test_a_child_that_is_forked_within_a_request_to_a_file(tmp_path: Path) -> None:
+    """By a signal handler: the child's copy of the request is refused, and its next one sees what is there."""
+    store = dist.FileStore(str(tmp_path / "store"))
+    store.set("before", b"1")
+    store.set("during", b"1")
+    children: list[int] = []
+
+    def handler(*_: object) -> None:
+        children.append(os.fork())
+        if children[-1] == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(60)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for i in range(30):
+            refused = False
+            signal.setitimer(signal.ITIMER_REAL, 0.0001 + i * 1e-5)
+            while len(children) == i:
+                try:
+                    assert store.get("before") == b"1"
+                    store.set("during", b"1")
+                except dist.NotInitializedError as error:
+                    refused = "FileStore" in str(error)
+            if children[-1] == 0:
+                right = store.get("before") == b"1"
+                os._exit(0 if right and store.num_keys() == 2 else 1)
+            assert not refused
+            assert os.waitstatus_to_exitcode(os.waitpid(children[-1], 0)[1]) == 0
+    finally:
+        if 0 in children:
+            os._exit(2)
+        signal.signal(signal.SIGALRM, before)
+    assert store.num_keys() == 2
+    store.close()
+
+
 ENDS = """
 import atexit, multiprocessing, os, signal, subprocess, sys, threading, time
 import torch

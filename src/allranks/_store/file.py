@@ -5,10 +5,10 @@ The file is a log of the requests that changed something. Each process replays w
 record says its length and checksum: what a process that was killed in the middle of writing leaves behind is no
 record, so nobody reads it, and the next one who writes cuts it off.
 
-The lock is flock's, which Linux carries to NFS servers as a lock on the whole file; it goes with the descriptor, so a
-forked child, which must not share its parent's, opens the file anew, as everybody does for each request. That also
-makes NFS show what others have written. Who waits looks for it, every 1 to 20 ms: a kernel tells of changes on its own
-host only.
+The lock is flock's, which Linux carries to NFS servers as a lock on the whole file. It ends when the last copy of its
+descriptor is closed, so a forked child closes those that threads of its parent's have at that moment: else it would
+hold their lock, and wait for itself. Everybody opens the file anew for each request, which also makes NFS show what
+others have written. Who waits looks for it, every 1 to 20 ms: a kernel tells of changes on its own host only.
 
 Source: the last one who leaves removes the file, by torch's FileStore; flock(2), fcntl(2), nfs(5).
 """
@@ -29,8 +29,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from allranks._errors import ConfigError, StoreLostError, TimeoutError, UsageError
-from allranks._forks import follow, forks
+from allranks._errors import ConfigError, NotInitializedError, StoreLostError, TimeoutError, UsageError
+from allranks._forks import Descriptor, follow, forks, guard, refusal
 from allranks._store.client import reason
 from allranks._store.stores import Store
 from allranks._store.table import KeyTable
@@ -184,31 +184,45 @@ class _Log:
             _logger.debug("%s", error)
 
     @contextlib.contextmanager
-    def _open(self, lock: int, patience_s: float) -> Iterator[int]:
+    def _open(self, lock: int, patience_s: float) -> Iterator[Descriptor]:
         """Opens and locks the file; makes it for the first request, which is _Came."""
         deadline = time.monotonic() + max(patience_s, 0.0)
         first = self._inode is None
+        began = forks()
         with self._lock:
             while True:
                 try:
-                    file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if first else 0), 0o600)
+                    with guard:
+                        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if first else 0)
+                        file = Descriptor(os.open(self._path, flags, 0o600))
                 except OSError as error:
                     kind = ConfigError if first else StoreLostError
                     raise kind(f"FileStore({self._path}): cannot be opened: {reason(error)}.") from None
                 try:
                     self._acquire(file, lock, deadline, patience_s)
-                    inode = os.fstat(file).st_ino
+                    inode = os.fstat(file.fileno()).st_ino
                     if self._is_named(inode):
                         if self._inode not in (None, inode):
                             raise StoreLostError(f"FileStore({self._path}): it is another file now.")
                         self._inode = inode
                         yield file
+                        if began != forks():  # by a signal handler, in the middle of it
+                            raise self._forked()
                         return
                     if not first:
                         raise StoreLostError(f"FileStore({self._path}): the file was removed.")
                     # The last user of an earlier one removed it, while this one waited for the lock.
+                except (OSError, ValueError) as error:
+                    if began == forks():
+                        raise
+                    raise self._forked() from error
                 finally:
-                    os.close(file)  # and with it the lock
+                    if began != forks():
+                        self.abandon()  # again: this request may have gone on with what the child has read
+                    file.close()  # and with it the lock
+
+    def _forked(self) -> NotInitializedError:
+        return refusal(f"this request to FileStore({self._path})", "Make it in the child anew")
 
     def _is_named(self, inode: int) -> bool:
         try:
@@ -216,11 +230,11 @@ class _Log:
         except FileNotFoundError:
             return False
 
-    def _acquire(self, file: int, lock: int, deadline: float, patience_s: float) -> None:
+    def _acquire(self, file: Descriptor, lock: int, deadline: float, patience_s: float) -> None:
         pause_s = 0.0001
         while True:
             try:
-                fcntl.flock(file, lock | fcntl.LOCK_NB)  # a process that is stopped may hold it
+                fcntl.flock(file.fileno(), lock | fcntl.LOCK_NB)  # a process that is stopped may hold it
                 return
             except BlockingIOError:
                 if time.monotonic() >= deadline:
@@ -235,9 +249,9 @@ class _Log:
             time.sleep(pause_s)
             pause_s = min(pause_s * 2, 0.005)
 
-    def _catch_up(self, file: int) -> Reply:
+    def _catch_up(self, file: Descriptor) -> Reply:
         """Replays what has been written since; returns the answer to the last of it."""
-        size = os.fstat(file).st_size
+        size = os.fstat(file.fileno()).st_size
         if size < self.position:
             raise StoreLostError(f"FileStore({self._path}): it was cut short by something else.")
         data = memoryview(_read(file, self.position, size))
@@ -258,14 +272,14 @@ class _Log:
             self.position += at
         return reply
 
-    def _append(self, file: int, payload: bytes) -> Reply:
+    def _append(self, file: Descriptor, payload: bytes) -> Reply:
         record = (b"" if self.position else _MAGIC) + _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
         try:
-            os.ftruncate(file, self.position)  # cuts off what is no record
+            os.ftruncate(file.fileno(), self.position)  # cuts off what is no record
             while record:
-                record = record[os.pwrite(file, record, os.fstat(file).st_size) :]
+                record = record[os.pwrite(file.fileno(), record, os.fstat(file.fileno()).st_size) :]
         except OSError as error:
-            os.ftruncate(file, self.position)
+            os.ftruncate(file.fileno(), self.position)
             raise StoreLostError(f"FileStore({self._path}): cannot be written: {reason(error)}.") from error
         return self._catch_up(file)
 
@@ -281,9 +295,9 @@ class _Log:
         return Done()
 
 
-def _read(file: int, at: int, end: int) -> bytes:
+def _read(file: Descriptor, at: int, end: int) -> bytes:
     parts = []
-    while at < end and (part := os.pread(file, end - at, at)):
+    while at < end and (part := os.pread(file.fileno(), end - at, at)):
         parts.append(part)
         at += len(part)
     return b"".join(parts)
