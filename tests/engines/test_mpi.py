@@ -401,6 +401,76 @@ def test_a_forked_child_ends(job: Callable[..., list]) -> None:
     assert job(body) == [0, 0, 0]
 
 
+@BOTH
+def test_forked_children_end_in_every_way(mpi: str, tmp_path: Path) -> None:
+    """They collect and drop groups, start threads, have a world of their own; none of them ends MPI."""
+    program = script(
+        tmp_path,
+        """
+import gc, signal, threading
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.set_num_threads(1)
+dist.init_process_group("mpi", timeout=50)
+rank, size = dist.get_rank(), dist.get_world_size()
+group = dist.new_group()
+
+def refused(use):
+    try:
+        use()
+    except dist.NotInitializedError as error:
+        assert "forked" in str(error), error
+    else:
+        raise AssertionError("a child used its parent's group")
+
+data = TensorDataset(torch.arange(8.0))
+codes = {"_exit": 0, "destroy": 0, "world": 0, "sys.exit": 3, "raise": 1, "end": 0}
+for end in codes:
+    work = dist.all_reduce(total := torch.ones(10), group=group, async_op=True)
+    receiving = dist.irecv(got := torch.zeros(1), (rank + 1) % size)
+    if (pid := os.fork()) == 0:
+        signal.alarm(40)
+        for use in (work.wait, work.is_completed, work.exception, receiving.wait, lambda: work.get_future().wait(),
+                    lambda: dist.all_reduce(torch.ones(1)), lambda: dist.barrier(group, async_op=True),
+                    lambda: dist.send(torch.ones(1), 0), dist.new_group):
+            refused(use)
+        thread = threading.Thread(target=gc.collect)
+        thread.start()
+        thread.join()
+        if end == "destroy":
+            dist.destroy_process_group(group)
+            dist.destroy_process_group()
+        if end == "world":
+            dist.init_process_group("native", store=dist.HashStore(), rank=0, world_size=1)
+            dist.all_reduce(torch.ones(2))
+            dist.destroy_process_group()
+        del work, receiving, group, use
+        gc.collect()
+        if end == "sys.exit":
+            sys.exit(3)
+        if end == "raise":
+            sys.excepthook = lambda *_: None
+            raise ValueError
+        if end == "end":
+            break
+        os._exit(0)
+    found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert found == codes[end], (end, found)
+    assert sum(batch.sum().item() for batch, in DataLoader(data, 4, num_workers=1)) == 28
+    dist.send(torch.ones(1), (rank - 1) % size)
+    receiving.wait()
+    work.wait()
+    assert (total == size).all() and got.item() == 1
+    dist.all_reduce(large := torch.ones(300_000))
+    assert (large == size).all()
+else:
+    say("ended")
+""",
+    )
+    done = mpirun(mpi, 2, program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n" * 2, "")
+
+
 def test_destroy_with_calls_pending(job: Callable[..., list]) -> None:
     def body() -> str:
         group = dist.new_group(timeout=300)

@@ -1,14 +1,17 @@
 """The job that mpirun started: MPI in this process, and how its ranks meet, over MPI itself, with no store and no port.
 
-MPI can be started once in a process, and so it is kept when a group is left: a later one finds it again. mpi4py ends
-it when the process ends. An exception that nobody catches would leave the other ranks waiting, in a call or in
-MPI_Finalize; hence it ends the job.
+MPI can be started once in a process, and so it is kept when a group is left: a later one finds it again. It ends with
+the process. mpi4py would end it in a forked child, too, which hangs, or speaks for its parent; hence it is done here.
+An exception that nobody catches would leave the other ranks waiting, in a call or in MPI_Finalize; hence it ends the
+job.
 
 mpi4py is imported here only, and late: this file may be imported where there is no MPI.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -96,7 +99,7 @@ def start(thread_level: str = "multiple") -> Any:
     global _ours, _pid
     if "mpi4py.MPI" not in sys.modules:
         rc = importlib.import_module("mpi4py").rc
-        rc.initialize, rc.finalize = False, True
+        rc.initialize, rc.finalize = False, False
         _ours = True
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")
@@ -109,6 +112,7 @@ def start(thread_level: str = "multiple") -> Any:
     if _ours and not mpi.Is_initialized():
         _check_launcher(mpi)  # before, too: MPICH ends a process that Open MPI's mpirun has started
         mpi.Init_thread(getattr(mpi, f"THREAD_{thread_level.upper()}"))
+        atexit.register(_end_with_process, ctypes.CDLL(mpi.__file__).MPI_Finalize, os.getpid())
     if mpi.Is_finalized() or not mpi.Is_initialized():
         what = "has ended in this process (MPI.Finalize)" if mpi.Is_finalized() else "has not been started"
         raise ConfigError(f"backend 'mpi': MPI {what}. Leave it to mpi4py, which starts and ends it by itself")
@@ -280,6 +284,12 @@ def _check_launcher(mpi: Any) -> None:
                 "mpirun of that MPI, or install mpi4py beside the MPI of this mpirun; one MPI per environment. "
                 "With srun: srun --mpi=pmix"
             )
+
+
+def _end_with_process(finalize: Any, started_in: int) -> None:
+    """Has MPI end where mpi4py would end it, after all of Python: what is destroyed by then may still be MPI's."""
+    if os.getpid() == started_in:
+        ctypes.pythonapi.Py_AtExit(finalize)
 
 
 def _library(mpi: Any) -> str:
