@@ -76,8 +76,8 @@ $(BENCH)/installed $(MPICH)/installed: constraints.txt | $(VENV)/installed
 	touch $@
 
 # The plugin's tests and the programs of the README on the oldest torch that is promised and on the newest that is known.
-# PyPI has them with CUDA only: 7 GB each, and half an hour, too much for every change. To be run once a month, when
-# torch has a new version (TORCHES="2.10.0 2.16.0"), and when src/allranks/_plugin changes.
+# PyPI has them with CUDA only, 7 GB each; with their tests that is ten minutes each, too much for every change. To be
+# run once a month, when torch has a new version (TORCHES="2.10.0 2.16.0"), and when src/allranks/_plugin changes.
 torch-versions: $(TORCHES:%=build/torch-%/tested)
 
 build/torch-%/tested: build/torch-%/installed

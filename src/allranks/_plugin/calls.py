@@ -65,8 +65,13 @@ class Calls:
     allreduce_sparse = allreduce
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
-        op, reduce = _op(opts), self.group.all_reduce
-        return self._calls_of(opts, [lambda t=tensor: reduce(t, op, True) for tensor in tensors])  # type: ignore[misc]
+        _check_coalesced(tensors)
+        op, reduce, seen = _op(opts), self.group.all_reduce, set()
+        apart = []
+        for tensor in tensors:  # of one that comes again each is reduced as it was given
+            apart.append(tensor.clone() if id(tensor) in seen else tensor)
+            seen.add(id(tensor))
+        return self._calls_of(opts, [lambda t=tensor: reduce(t, op, True) for tensor in apart])  # type: ignore[misc]
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
         _check_root("reduce", opts, tensors)
@@ -99,7 +104,7 @@ class Calls:
         for row in outputs[1:]:
             for output, gathered in zip(row, outputs[0], strict=True):
                 output.copy_(gathered)
-        return TorchWork(Complete(list(tensors_in(outputs))))
+        return TorchWork(Complete([list(row) for row in outputs]))  # type: ignore[misc]  # as gloo's future has them
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> TorchWork:
         return self._call(opts, self.group.all_gather, output, input)
@@ -112,6 +117,15 @@ class Calls:
         """``outputs[r][i]`` is what rank r gives as ``inputs[i]``."""
         if len(outputs) != self.group.size():
             raise UsageError(f"allgather_coalesced: output lists should be equal to world size, not {len(outputs)}")
+        for row in outputs:
+            for index, (output, given) in enumerate(zip(row, inputs, strict=True)):
+                if output.dtype != given.dtype:
+                    raise UsageError(f"allgather_coalesced: invalid tensor type at index {index}: {output.dtype}")
+                if output.shape != given.shape:
+                    raise UsageError(
+                        f"allgather_coalesced: invalid size of output tensor at index {index}: {list(output.shape)}, "
+                        f"not {list(given.shape)}"
+                    )
         return self.all_gather_single_coalesced(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any) -> TorchWork:
@@ -192,13 +206,18 @@ class Calls:
 
     def _call(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> TorchWork:
         self.count += 1
-        if opts.timeout > _NOW:
-            return self._limited(opts, verb(*args, async_op=True), opts.timeout)
-        if not opts.asyncOp:
-            verb(*args)
-            return DONE
-        work = verb(*args, async_op=True)
-        return DONE if work is None else self._started(work)
+        try:
+            if opts.timeout > _NOW:
+                return self._limited(opts, verb(*args, async_op=True), opts.timeout)
+            if not opts.asyncOp:
+                verb(*args)
+                return DONE
+            work = verb(*args, async_op=True)
+            return DONE if work is None else self._started(work)
+        except UsageError as error:
+            if words := _in_gloos_words(self.group.size(), opts, args):
+                error.args = (f"{error}\n  As gloo says it: {words}",)
+            raise
 
     def _call_now(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> None:
         self.count += 1
@@ -282,6 +301,38 @@ def _check_root(verb: str, opts: Any, tensors: Sequence[Tensor] | None = None) -
         raise UsageError(f"{verb}: invalid root rank: {opts.rootRank}")
     if tensors is not None and not 0 <= opts.rootTensor < len(tensors):
         raise UsageError(f"{verb}: invalid root tensor: {opts.rootTensor} of {len(tensors)}")
+
+
+def _check_coalesced(tensors: Sequence[Tensor]) -> None:
+    if not tensors:
+        raise UsageError("allreduce_coalesced: requires non-empty tensor list")
+    first = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if tensor.layout != first.layout:
+            raise UsageError(f"allreduce_coalesced: invalid tensor layout at index {index}: {tensor.layout}")
+        if tensor.dtype != first.dtype:
+            raise UsageError(
+                f"allreduce_coalesced: tensors must all have the same type: {tensor.dtype} beside {first.dtype}"
+            )
+    if first.layout != torch.strided:
+        raise UsageError(f"allreduce_coalesced: unsupported layout: {first.layout}")
+
+
+def _in_gloos_words(size: int, opts: Any, args: Sequence[Any]) -> str:
+    """What gloo says to such arguments, for programs that look for it; empty if it says nothing."""
+    root, op = getattr(opts, "rootRank", 0), getattr(opts, "reduceOp", None)
+    if not 0 <= root < size:
+        return f"invalid root rank: {root}"
+    if any(isinstance(given, (list, tuple)) and len(given) != size for given in args):
+        return f"invalid output tensor list: not of {size} tensors"
+    tensors = list(tensors_in(args))
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return "invalid tensor type: they differ"
+    if any(tensor.layout != torch.strided for tensor in tensors) and op not in (None, _KINDS.SUM):
+        return "unsupported reduction operation"
+    if len({tensor.shape for tensor in tensors}) > 1:
+        return "invalid tensor size: they differ"
+    return ""
 
 
 def _check_alike(verb: str, tensors: Sequence[Tensor]) -> None:

@@ -7,6 +7,7 @@ also the world, or a group, of ours. The other way, ``torch_group`` makes ours k
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,8 @@ __all__ = ["create", "torch_group"]
 
 _c10d: Any = torch.distributed
 _ENGINE = "native"
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(_c10d.new_group).parameters  # torch 2.10 sorts
+_FAR = 1 << 40  # beyond the number of torch's groups
 
 _made: dict[ProcessGroup, TorchGroup] = {}
 _adopted: ProcessGroup | None = None  # while torch_group has torch make a group around it
@@ -114,14 +117,15 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
             _c10d.init_process_group(NAME, store=store, rank=world.rank(), world_size=world.size(), timeout=timeout)
         sys.excepthook = excepthook
     if ours not in _made:
-        with _adopting(ours):
-            _c10d.new_group(
+        with _adopting(ours), _uncounted():
+            made = _c10d.new_group(
                 list(ours.ranks),
                 timeout=timedelta(seconds=ours.timeout_s),
                 backend=NAME,
                 use_local_synchronization=True,
-                sort_ranks=False,
+                **({"sort_ranks": False} if _KEEPS_ORDER else {}),
             )
+            _c10d.distributed_c10d._world.pg_group_ranks[made] = {r: i for i, r in enumerate(ours.ranks)}
     return _made[ours]
 
 
@@ -133,6 +137,18 @@ def _adopting(ours: ProcessGroup) -> Iterator[None]:
         yield
     finally:
         _adopted = None
+
+
+@contextlib.contextmanager
+def _uncounted() -> Iterator[None]:
+    """torch from 2.15 on counts a group that only some ranks ask for, too, and calls later groups by that number."""
+    torchs = _c10d.distributed_c10d._world
+    count = torchs.group_count
+    torchs.group_count = count + _FAR * (1 + len(_made))  # the name must be new all the same
+    try:
+        yield
+    finally:
+        torchs.group_count = count
 
 
 def _the_world(about: Any) -> ProcessGroup:

@@ -63,6 +63,8 @@ def all_reduced():
         results.append(_kept(form(t), t))
     pair = [_mine(4), _mine(2, 3)]
     results.append(_kept(pg.allreduce_coalesced(pair), pair))
+    twice = [_mine(4)] * 2
+    results += [_kept(pg.allreduce_coalesced(twice), twice), pg.allreduce_coalesced(twice).get_future().wait()]
     results.append(_kept(pg.allreduce(none := torch.empty(0)), none))
     return results
 
@@ -83,6 +85,7 @@ def several_tensors_of_a_rank():
     inputs = [tensor([10 * rank + i]) for i in range(3)]
     outputs = [[tensor([-1]) for _ in range(3 * size)] for _ in range(3)]
     results.append(_kept(pg.allgather(outputs, inputs), *outputs))
+    results.append(pg.allgather(outputs, inputs).get_future().wait())
     return results
 
 
@@ -253,6 +256,12 @@ def wrong_forms():
             lambda pg: pg.allgather([[c] * size], [a]),
             lambda pg: pg.allgather([[a] * 2 * size] * 2, [a, b]),
             lambda pg: pg.allgather_coalesced([[a]] * (size + 1), [a]),
+            lambda pg: pg.allgather_coalesced([[c]] + [[a]] * (size - 1), [a]),
+            lambda pg: pg.allgather_coalesced([[b]] + [[a]] * (size - 1), [a]),
+            lambda pg: pg.allreduce_coalesced([]),
+            lambda pg: pg.allreduce_coalesced([a, b]),
+            lambda pg: pg.allreduce_coalesced([a, a.to_sparse()]),
+            lambda pg: pg.allreduce_coalesced([a.to_sparse()]),
             lambda pg: pg.alltoall_base(a, a, [7], []),
             lambda pg: pg.send(a, there, 0),
             lambda pg: pg.send([a]),
@@ -260,3 +269,34 @@ def wrong_forms():
             lambda pg: pg.barrier(3),
         )
     ]
+
+
+def words_of_errors():
+    """They hold what gloo says, for programs that look for it."""
+    pg, rank, size = td.group.WORLD, td.get_rank(), td.get_world_size()
+    a, b, c = torch.zeros(1), torch.zeros(1, dtype=torch.float64), torch.zeros(2)
+    found = []
+    for words, call in (
+        ("invalid root rank", lambda: pg.broadcast(a, -1)),
+        ("invalid root rank", lambda: pg.broadcast(a, size)),
+        ("invalid root rank", lambda: pg.reduce(a, size)),
+        ("invalid root rank", lambda: pg.gather([], [a], _options("Gather", rootRank=size))),
+        ("invalid root rank", lambda: pg.scatter([a], [], _options("Scatter", rootRank=size))),
+        ("invalid tensor type", lambda: pg.gather([[b] * size], [a], _options("Gather", rootRank=rank))),
+        ("invalid tensor size", lambda: pg.gather([[c] * size], [a], _options("Gather", rootRank=rank))),
+        ("invalid tensor type", lambda: pg.scatter([a], [[b] * size], _options("Scatter", rootRank=rank))),
+        ("invalid tensor size", lambda: pg.scatter([a], [[c] * size], _options("Scatter", rootRank=rank))),
+        ("invalid output tensor list", lambda: pg.allgather([[a] * (size - 1)], [a])),
+        ("invalid tensor type", lambda: pg.allgather([[b] * size], [a])),
+        ("invalid tensor size", lambda: pg.allgather([[c] * size], [a])),
+        ("invalid size of output tensor at index 0", lambda: pg.allgather_coalesced([[c]] * size, [a])),
+        ("invalid tensor type at index 0", lambda: pg.allgather_coalesced([[b]] * size, [a])),
+        ("output lists should be equal to world size", lambda: pg.allgather_coalesced([[a]] * (size + 1), [a])),
+        ("tensors must all have the same type", lambda: pg.allreduce_coalesced([a, b])),
+        ("unsupported reduction operation", lambda: pg.allreduce(a.to_sparse(), td.ReduceOp.MAX)),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            found.append(words in str(error) or str(error))
+    return found
