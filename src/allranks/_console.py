@@ -64,7 +64,7 @@ def put(text: str) -> None:
 
     Where stdout cannot be written to for another reason, the command ends.
     """
-    encoding = sys.stdout.encoding
+    encoding = sys.stdout.encoding or "utf-8"  # of a StringIO in its place it is None
     try:
         if text:  # an unbuffered stream would be written to
             sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
