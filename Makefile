@@ -34,6 +34,7 @@ check: $(VENV)/checkers
 	$(BIN)/clang-format --dry-run -Werror $$(find core tests/core -name '*.cc' -o -name '*.h')
 
 format: $(VENV)/checkers
+	$(BIN)/python tests/house/stub.py
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(find core tests/core -name '*.cc' -o -name '*.h')
