@@ -19,14 +19,11 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from allranks import _core
 
-if TYPE_CHECKING:
-    from allranks._work import Work
-
-__all__ = ["End", "end_futures", "future_of"]
+__all__ = ["Call", "End", "end_futures", "future_of"]
 
 _ASK_S = 0.5e-3
 _ASKING_SHARE = 10  # the thread naps so many times as long as it has asked
@@ -43,6 +40,18 @@ class End(enum.Enum):
     """The core tells of it."""
     ASKED = 2
     """It must be asked."""
+
+
+class Call(Protocol):
+    """What has a future: a ``Work``."""
+
+    def end(self, ticket: int) -> End:
+        """How the end of the call is noticed; where the core tells of it, by this ticket."""
+        ...
+
+    def result(self) -> Any:
+        """Waits; returns the call's tensors."""
+        ...
 
 
 class _Completer:
@@ -165,7 +174,7 @@ def _future_class() -> Any:
     class CallFuture(torch.futures.Future):  # type: ignore[type-arg]
         """The future of a call: complete when the call has ended, or when somebody waits before."""
 
-        def __init__(self, work: Work, devices: list[Any]) -> None:
+        def __init__(self, work: Call, devices: list[Any]) -> None:
             super().__init__(devices=devices)
             self.work = work
             self._claim = threading.Lock()  # held for ever by who completes it
@@ -193,7 +202,7 @@ def _future_class() -> Any:
     return CallFuture
 
 
-def future_of(work: Work, devices: list[Any]) -> Any:
+def future_of(work: Call, devices: list[Any]) -> Any:
     """A future of a call's result, or its error. ``devices``: GPUs on which these are."""
     future = _future_class()(work, devices)
     _completer.add(future)

@@ -6,7 +6,7 @@ the order of the ranks, so that every rank ends with the same bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,13 +15,29 @@ from allranks._errors import MismatchError, UsageError, rank_list
 from allranks._types import PremulSum, ReduceOp
 from allranks._work import Complete, Work
 
-if TYPE_CHECKING:
-    from allranks._group import ProcessGroup
-
-__all__ = ["all_reduce"]
+__all__ = ["Dense", "all_reduce"]
 
 
-def all_reduce(group: ProcessGroup, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
+class Dense(Protocol):
+    """What moves the dense tensors: a ``ProcessGroup``."""
+
+    name: str
+
+    @property
+    def device(self) -> str:
+        """Where these are to be."""
+        ...
+
+    def size(self) -> int:
+        """How many ranks it has."""
+        ...
+
+    def all_gather(self, outputs: Tensor, tensor: Tensor, /) -> Any:
+        """Every rank's tensor."""
+        ...
+
+
+def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
     """Sums a COO tensor over the ranks, in place; it ends coalesced.
 
     Cost:
@@ -54,7 +70,7 @@ def all_reduce(group: ProcessGroup, tensor: Tensor, op: ReduceOp | PremulSum, as
     return Complete([tensor]) if async_op else None
 
 
-def _gather(group: ProcessGroup, rows: Tensor, counts: list[int] | None = None) -> list[Tensor]:
+def _gather(group: Dense, rows: Tensor, counts: list[int] | None = None) -> list[Tensor]:
     """Every rank's rows; ``counts`` says how many each has, if not all have as many."""
     counts = counts or [rows.shape[0]] * group.size()
     padded = rows.new_zeros(max(counts), *rows.shape[1:])

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int | Program:
     Returns:
         The exit code: 1 if a check failed. In a forked rank, the rank.
     """
-    from allranks.tools.doctor import check, job, options, ranks, report, text
+    from allranks.tools.doctor import check, job, limits, network, options, ranks, report, software, text
 
     wanted = options.parse(argv)
     if wanted.nproc is not None:
@@ -44,7 +44,8 @@ def main(argv: Sequence[str]) -> int | Program:
     if wanted.plot is not None and job.job_here().world_size == 1:
         print("allranks doctor: error: --plot draws pairs of ranks, and this is no job: add -n 4", file=sys.stderr)
         return 2
-    checks = check.run_all()
+    every = (*software.CHECKS, *limits.CHECKS, *network.CHECKS, *job.CHECKS)  # in the order in which they are read
+    checks = [check.run(each) for each in every]
     try:
         found = ranks.examine(checks, wanted)
     except ConfigError:  # the check of the variables has said so

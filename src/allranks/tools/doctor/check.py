@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["Check", "Finding", "Verdict", "fail", "ok", "run", "run_all", "warn"]
+__all__ = ["Check", "Finding", "Verdict", "fail", "ok", "run", "warn"]
 
 Verdict: TypeAlias = Literal["ok", "warn", "FAIL"]
 
@@ -62,10 +62,3 @@ def run(look: Callable[[], Finding]) -> Check:
         return Check(
             name, "FAIL", f"{type(error).__name__}: {said}", "What the check asked for raised this: mend that."
         )
-
-
-def run_all() -> list[Check]:
-    """Runs every check, in the order in which they are read."""
-    from allranks.tools.doctor import job, limits, network, software
-
-    return [run(look) for look in (*software.CHECKS, *limits.CHECKS, *network.CHECKS, *job.CHECKS)]
