@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from allranks import _core
 from allranks._collectives import outside, root_of
+from allranks._engines.operands import check_apart
 from allranks._errors import UsageError
 from allranks._public import publish
 from allranks._types import PremulSum, ReduceOp, as_reduce_op, is_integer, scaled
@@ -60,6 +61,7 @@ def all_reduce_multigpu(
     if outside(group, "all_reduce_multigpu"):
         return None
     ours = _alike(tensor_list, "all_reduce_multigpu")
+    check_apart("all_reduce_multigpu", ours)
     between, combined = _combined(ours, op, "all_reduce_multigpu")
     work = resolve_group(group).all_reduce(_counted(combined, ours), between, True)
 
@@ -135,6 +137,7 @@ def broadcast_multigpu(
     if outside(group, "broadcast_multigpu"):
         return None
     ours, resolved = _alike(tensor_list, "broadcast_multigpu", src_tensor), resolve_group(group)
+    check_apart("broadcast_multigpu", ours)
     first = ours[src_tensor]
     work = resolved.broadcast(first, root_of(resolved, src, None, "src"), True)
 
@@ -174,6 +177,8 @@ def all_gather_multigpu(
     total = resolved.size() * len(ours)
     if len(output_tensor_lists) != len(ours) or any(len(outputs) != total for outputs in output_tensor_lists):
         raise UsageError(f"all_gather_multigpu: expected {len(ours)} output lists of {total} tensors")
+    results = [output for outputs in output_tensor_lists for output in outputs]
+    check_apart("all_gather_multigpu", results)
     mine = torch.stack([tensor.detach() for tensor in ours])
     everybodys = mine.new_empty((total, *ours[0].shape))
     work = resolved.all_gather(everybodys, mine, True)
@@ -183,7 +188,7 @@ def all_gather_multigpu(
             for output, gathered in zip(outputs, everybodys, strict=True):
                 output.copy_(gathered.view(output.shape))
 
-    return _end(work, spread, [output for outputs in output_tensor_lists for output in outputs], async_op)
+    return _end(work, spread, results, async_op)
 
 
 def reduce_scatter_multigpu(
@@ -216,6 +221,7 @@ def reduce_scatter_multigpu(
     total = resolved.size() * len(ours)
     if len(input_tensor_lists) != len(ours) or any(len(inputs) != total for inputs in input_tensor_lists):
         raise UsageError(f"reduce_scatter_multigpu: expected {len(ours)} input lists of {total} tensors")
+    check_apart("reduce_scatter_multigpu", ours)
     stacks = [torch.stack([tensor.detach() for tensor in inputs]) for inputs in input_tensor_lists]
     between, combined = _combined(stacks, op, "reduce_scatter_multigpu")
     mine = combined.new_empty((len(ours), *combined.shape[1:]))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from allranks._engines.operands import check_apart
 from allranks._errors import UsageError
 from allranks._plugin.work import DONE, TorchWork
 from allranks._types import PremulSum, ReduceOp, premul_sum
@@ -53,6 +54,7 @@ class Calls:
         if len(tensors) == 1:
             return self._call(opts, self.group.all_reduce, tensors[0], _op(opts))
         _check_alike("allreduce", tensors)
+        check_apart("allreduce", list({id(tensor): tensor for tensor in tensors}.values()))
         op = _op(opts)
         if not isinstance(op, ReduceOp):
             raise UsageError("allreduce: PREMUL_SUM takes a list of one tensor")
@@ -66,6 +68,7 @@ class Calls:
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
         _check_coalesced(tensors)
+        check_apart("allreduce_coalesced", list({id(tensor): tensor for tensor in tensors}.values()))
         op, reduce, seen = _op(opts), self.group.all_reduce, set()
         apart = []
         for tensor in tensors:  # of one that comes again each is reduced as it was given
@@ -84,6 +87,7 @@ class Calls:
             _check_alike("broadcast", tensors)
         if len(tensors) == 1:
             return self._call(opts, self.group.broadcast, tensors[0], root)
+        check_apart("broadcast", tensors)
         others = list(tensors)
         moved = others.pop(which)
         self._call_now(opts, self.group.broadcast, moved, root)
@@ -98,7 +102,9 @@ class Calls:
             raise UsageError("allgather: requires input/output tensor lists to have the same length")
         if any(len(row) != len(inputs) * self.group.size() for row in outputs):
             raise UsageError(f"allgather: invalid output tensor list: not of {len(inputs) * self.group.size()} tensors")
-        _check_alike("allgather", [*inputs, *tensors_in(outputs)])
+        results = list(tensors_in(outputs))
+        _check_alike("allgather", [*inputs, *results])
+        check_apart("allgather", results)
         for i, tensor in enumerate(inputs):
             self._call_now(opts, self.group.all_gather, outputs[0][i :: len(inputs)], tensor)
         for row in outputs[1:]:
@@ -130,6 +136,7 @@ class Calls:
 
     def all_gather_single_coalesced(self, outputs: Sequence[Any], inputs: Sequence[Tensor], opts: Any) -> TorchWork:
         gather = self.group.all_gather
+        check_apart("all_gather_single_coalesced", list(tensors_in(outputs)))
         pairs = zip(outputs, inputs, strict=True)
         return self._calls_of(opts, [lambda o=o, i=i: gather(o, i, True) for o, i in pairs])  # type: ignore[misc]
 
@@ -166,6 +173,7 @@ class Calls:
 
     def reduce_scatter_single_coalesced(self, outputs: Sequence[Tensor], inputs: Sequence[Any], opts: Any) -> TorchWork:
         op, scatter = _op(opts), self.group.reduce_scatter
+        check_apart("reduce_scatter_single_coalesced", outputs)
         pairs = zip(outputs, inputs, strict=True)
         return self._calls_of(opts, [lambda o=o, i=i: scatter(o, i, op, True) for o, i in pairs])  # type: ignore[misc]
 
