@@ -67,7 +67,7 @@ __all__ = [
 @overload
 def all_reduce(tensor: Tensor, op: Op = ..., group: Group = ..., async_op: Literal[False] = ...) -> None: ...
 @overload
-def all_reduce(tensor: Tensor, op: Op = ..., group: Group = ..., *, async_op: Literal[True]) -> Work: ...
+def all_reduce(tensor: Tensor, op: Op = ..., group: Group = ..., async_op: Literal[True] = ...) -> Work: ...
 @overload
 def all_reduce(tensor: Tensor, op: Op = ..., group: Group = ..., async_op: bool = ...) -> Work | None: ...
 def all_reduce(
@@ -134,8 +134,7 @@ def reduce(
     dst: int | None = ...,
     op: Op = ...,
     group: Group = ...,
-    *,
-    async_op: Literal[True],
+    async_op: Literal[True] = ...,
     group_dst: int | None = ...,
 ) -> Work: ...
 @overload
@@ -190,7 +189,11 @@ def broadcast(
 ) -> None: ...
 @overload
 def broadcast(
-    tensor: Tensor, src: int | None = ..., group: Group = ..., *, async_op: Literal[True], group_src: int | None = ...
+    tensor: Tensor,
+    src: int | None = ...,
+    group: Group = ...,
+    async_op: Literal[True] = ...,
+    group_src: int | None = ...,
 ) -> Work: ...
 @overload
 def broadcast(
@@ -239,7 +242,7 @@ def all_gather(
 ) -> None: ...
 @overload
 def all_gather(
-    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., *, async_op: Literal[True]
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., async_op: Literal[True] = ...
 ) -> Work: ...
 @overload
 def all_gather(
@@ -279,7 +282,7 @@ def all_gather_single(
 ) -> None: ...
 @overload
 def all_gather_single(
-    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., *, async_op: Literal[True]
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: Literal[True] = ...
 ) -> Work: ...
 @overload
 def all_gather_single(
@@ -316,7 +319,7 @@ def all_gather_into_tensor(
 ) -> None: ...
 @overload
 def all_gather_into_tensor(
-    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., *, async_op: Literal[True]
+    output_tensor: Tensor, input_tensor: Tensor, group: Group = ..., async_op: Literal[True] = ...
 ) -> Work: ...
 @overload
 def all_gather_into_tensor(
@@ -354,8 +357,7 @@ def gather(
     gather_list: Sequence[Tensor] | None = ...,
     dst: int | None = ...,
     group: Group = ...,
-    *,
-    async_op: Literal[True],
+    async_op: Literal[True] = ...,
     group_dst: int | None = ...,
 ) -> Work: ...
 @overload
@@ -416,8 +418,7 @@ def scatter(
     scatter_list: Sequence[Tensor] | None = ...,
     src: int | None = ...,
     group: Group = ...,
-    *,
-    async_op: Literal[True],
+    async_op: Literal[True] = ...,
     group_src: int | None = ...,
 ) -> Work: ...
 @overload
@@ -469,7 +470,7 @@ def reduce_scatter(
 ) -> None: ...
 @overload
 def reduce_scatter(
-    output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ..., *, async_op: Literal[True]
+    output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ..., async_op: Literal[True] = ...
 ) -> Work: ...
 @overload
 def reduce_scatter(
@@ -511,7 +512,7 @@ def reduce_scatter_single(
 ) -> None: ...
 @overload
 def reduce_scatter_single(
-    output: Tensor, input: Tensor, op: Op = ..., group: Group = ..., *, async_op: Literal[True]
+    output: Tensor, input: Tensor, op: Op = ..., group: Group = ..., async_op: Literal[True] = ...
 ) -> Work: ...
 @overload
 def reduce_scatter_single(
@@ -553,7 +554,7 @@ def reduce_scatter_tensor(
 ) -> None: ...
 @overload
 def reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: Op = ..., group: Group = ..., *, async_op: Literal[True]
+    output: Tensor, input: Tensor, op: Op = ..., group: Group = ..., async_op: Literal[True] = ...
 ) -> Work: ...
 @overload
 def reduce_scatter_tensor(
@@ -593,8 +594,7 @@ def all_to_all(
     output_tensor_list: Sequence[Tensor],
     input_tensor_list: Sequence[Tensor],
     group: Group = ...,
-    *,
-    async_op: Literal[True],
+    async_op: Literal[True] = ...,
 ) -> Work: ...
 @overload
 def all_to_all(
@@ -646,8 +646,7 @@ def all_to_all_single(
     output_split_sizes: Sequence[int] | None = ...,
     input_split_sizes: Sequence[int] | None = ...,
     group: Group = ...,
-    *,
-    async_op: Literal[True],
+    async_op: Literal[True] = ...,
 ) -> Work: ...
 @overload
 def all_to_all_single(
@@ -701,8 +700,7 @@ def barrier(
 @overload
 def barrier(
     group: Group = ...,
-    *,
-    async_op: Literal[True],
+    async_op: Literal[True] = ...,
     device_ids: Sequence[int] | None = ...,
     timeout: timedelta | None = ...,
 ) -> Work: ...
@@ -943,7 +941,7 @@ def all_reduce_coalesced(
 ) -> None: ...
 @overload
 def all_reduce_coalesced(
-    tensors: Sequence[Tensor], op: Op = ..., group: Group = ..., *, async_op: Literal[True]
+    tensors: Sequence[Tensor], op: Op = ..., group: Group = ..., async_op: Literal[True] = ...
 ) -> Work: ...
 @overload
 def all_reduce_coalesced(
@@ -985,8 +983,7 @@ def all_gather_coalesced(
     output_tensor_lists: Sequence[Sequence[Tensor]],
     input_tensor_list: Sequence[Tensor],
     group: Group = ...,
-    *,
-    async_op: Literal[True],
+    async_op: Literal[True] = ...,
 ) -> Work: ...
 @overload
 def all_gather_coalesced(

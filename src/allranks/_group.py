@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast, overload
 
 from allranks._engines.base import Parent, never
 from allranks._errors import NotInitializedError, TimeoutError, UsageError
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from allranks._engines.base import Engine
     from allranks._rendezvous import Member
     from allranks._work import Work
+
+    Op: TypeAlias = ReduceOp | PremulSum
 
 __all__ = ["ProcessGroup"]
 
@@ -91,6 +93,12 @@ class ProcessGroup:
         """Of the messages that the group can send."""
         return self._live().highest_tag
 
+    @overload
+    def all_reduce(self, tensor: Tensor, op: Op = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def all_reduce(self, tensor: Tensor, op: Op = ..., async_op: Literal[True] = ...) -> Work: ...
+    @overload
+    def all_reduce(self, tensor: Tensor, op: Op = ..., async_op: bool = ...) -> Work | None: ...
     def all_reduce(
         self, tensor: Tensor, op: ReduceOp | PremulSum = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
@@ -108,6 +116,12 @@ class ProcessGroup:
 
         return _sparse.all_reduce(self, tensor, op, async_op)
 
+    @overload
+    def reduce(self, tensor: Tensor, dst: int, op: Op = ..., async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def reduce(self, tensor: Tensor, dst: int, op: Op = ..., async_op: Literal[True] = ...) -> Work: ...
+    @overload
+    def reduce(self, tensor: Tensor, dst: int, op: Op = ..., async_op: bool = ...) -> Work | None: ...
     def reduce(
         self, tensor: Tensor, dst: int, op: ReduceOp | PremulSum = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
@@ -116,12 +130,26 @@ class ProcessGroup:
             return None
         return _showing(self._live().reduce(tensor, self._member(dst, "dst"), as_reduce_op(op), async_op), (tensor,))
 
+    @overload
+    def broadcast(self, tensor: Tensor, src: int, async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def broadcast(self, tensor: Tensor, src: int, async_op: Literal[True] = ...) -> Work: ...
+    @overload
+    def broadcast(self, tensor: Tensor, src: int, async_op: bool = ...) -> Work | None: ...
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.broadcast`."""
         if not async_op and self._now("broadcast", tensor, None, None, src):
             return None
         return _showing(self._live().broadcast(tensor, self._member(src, "src"), async_op), (tensor,))
 
+    @overload
+    def all_gather(
+        self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: Literal[False] = ...
+    ) -> None: ...
+    @overload
+    def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: Literal[True] = ...) -> Work: ...
+    @overload
+    def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool = ...) -> Work | None: ...
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool = False) -> Work | None:
         """See :func:`allranks.all_gather` (a list) and :func:`allranks.all_gather_single` (one tensor)."""
         if not async_op and self._now("all_gather", tensor, outputs):
@@ -133,6 +161,18 @@ class ProcessGroup:
         # As gloo, and as nccl.
         return _showing(work, partial(whole.chunk, self._size)) if whole.is_cpu else _showing(work, (whole,))
 
+    @overload
+    def gather(
+        self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, async_op: Literal[False] = ...
+    ) -> None: ...
+    @overload
+    def gather(
+        self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, async_op: Literal[True] = ...
+    ) -> Work: ...
+    @overload
+    def gather(
+        self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, async_op: bool = ...
+    ) -> Work | None: ...
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.gather`."""
         if not async_op and self._now("gather", tensor, outputs, None, dst):
@@ -140,6 +180,18 @@ class ProcessGroup:
         self._only_on(outputs, self._member(dst, "dst"), "gather_list", "dst")
         return _showing(self._live().gather(tensor, outputs or None, dst, async_op), outputs or ())
 
+    @overload
+    def scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, async_op: Literal[False] = ...
+    ) -> None: ...
+    @overload
+    def scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, async_op: Literal[True] = ...
+    ) -> Work: ...
+    @overload
+    def scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, async_op: bool = ...
+    ) -> Work | None: ...
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.scatter`."""
         if not async_op and self._now("scatter", tensor, inputs, None, src):
@@ -147,6 +199,18 @@ class ProcessGroup:
         self._only_on(inputs, self._member(src, "src"), "scatter_list", "src")
         return _showing(self._live().scatter(tensor, inputs or None, src, async_op), (tensor,))
 
+    @overload
+    def reduce_scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: Op = ..., async_op: Literal[False] = ...
+    ) -> None: ...
+    @overload
+    def reduce_scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: Op = ..., async_op: Literal[True] = ...
+    ) -> Work: ...
+    @overload
+    def reduce_scatter(
+        self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: Op = ..., async_op: bool = ...
+    ) -> Work | None: ...
     def reduce_scatter(
         self,
         tensor: Tensor,
@@ -159,6 +223,16 @@ class ProcessGroup:
             return None
         return _showing(self._live().reduce_scatter(tensor, inputs, as_reduce_op(op), async_op), (tensor,))
 
+    @overload
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: Literal[False] = ...
+    ) -> None: ...
+    @overload
+    def all_to_all(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: Literal[True] = ...
+    ) -> Work: ...
+    @overload
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool = ...) -> Work | None: ...
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool = False) -> Work | None:
         """See :func:`allranks.all_to_all`."""
         for what, tensors in (("output", outputs), ("input", inputs)):
@@ -166,6 +240,33 @@ class ProcessGroup:
                 raise UsageError(f"all_to_all: expected {self._size} {what} tensors, one per rank, not {len(tensors)}")
         return _showing(self._live().all_to_all(outputs, inputs, async_op), outputs)
 
+    @overload
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = ...,
+        input_split_sizes: Sequence[int] | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> None: ...
+    @overload
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = ...,
+        input_split_sizes: Sequence[int] | None = ...,
+        async_op: Literal[True] = ...,
+    ) -> Work: ...
+    @overload
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = ...,
+        input_split_sizes: Sequence[int] | None = ...,
+        async_op: bool = ...,
+    ) -> Work | None: ...
     def all_to_all_single(
         self,
         output: Tensor,
@@ -182,6 +283,12 @@ class ProcessGroup:
         inputs = self._split(input, input_split_sizes, "input")
         return _showing(self._live().all_to_all(outputs, inputs, async_op), (output,))
 
+    @overload
+    def barrier(self, async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def barrier(self, async_op: Literal[True] = ...) -> Work: ...
+    @overload
+    def barrier(self, async_op: bool = ...) -> Work | None: ...
     def barrier(self, async_op: bool = False) -> Work | None:
         """See :func:`allranks.barrier`."""
         if not async_op and self._now("barrier", None):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 from allranks import _core
 from allranks._collectives import outside, root_of
@@ -22,6 +22,7 @@ from allranks._world import resolve_group
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from allranks._collectives import Group, Op
     from allranks._group import ProcessGroup
 
 __all__ = [
@@ -35,6 +36,18 @@ __all__ = [
 _MOST_DIMENSIONS = 64  # of a tensor; torch's own limit for arithmetic
 
 
+@overload
+def all_reduce_multigpu(
+    tensor_list: Sequence[Tensor], op: Op = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> None: ...
+@overload
+def all_reduce_multigpu(
+    tensor_list: Sequence[Tensor], op: Op = ..., group: Group = ..., async_op: Literal[True] = ...
+) -> Work: ...
+@overload
+def all_reduce_multigpu(
+    tensor_list: Sequence[Tensor], op: Op = ..., group: Group = ..., async_op: bool = ...
+) -> Work | None: ...
 def all_reduce_multigpu(
     tensor_list: Sequence[Tensor],
     op: ReduceOp | PremulSum = ReduceOp.SUM,
@@ -73,6 +86,33 @@ def all_reduce_multigpu(
     return _end(work, spread, ours, async_op)
 
 
+@overload
+def reduce_multigpu(
+    tensor_list: Sequence[Tensor],
+    dst: int,
+    op: Op = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+    dst_tensor: int = ...,
+) -> None: ...
+@overload
+def reduce_multigpu(
+    tensor_list: Sequence[Tensor],
+    dst: int,
+    op: Op = ...,
+    group: Group = ...,
+    async_op: Literal[True] = ...,
+    dst_tensor: int = ...,
+) -> Work: ...
+@overload
+def reduce_multigpu(
+    tensor_list: Sequence[Tensor],
+    dst: int,
+    op: Op = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+    dst_tensor: int = ...,
+) -> Work | None: ...
 def reduce_multigpu(
     tensor_list: Sequence[Tensor],
     dst: int,
@@ -112,6 +152,18 @@ def reduce_multigpu(
     return _end(work, place, [ours[dst_tensor]] if resolved.rank() == root else [], async_op)
 
 
+@overload
+def broadcast_multigpu(
+    tensor_list: Sequence[Tensor], src: int, group: Group = ..., async_op: Literal[False] = ..., src_tensor: int = ...
+) -> None: ...
+@overload
+def broadcast_multigpu(
+    tensor_list: Sequence[Tensor], src: int, group: Group = ..., async_op: Literal[True] = ..., src_tensor: int = ...
+) -> Work: ...
+@overload
+def broadcast_multigpu(
+    tensor_list: Sequence[Tensor], src: int, group: Group = ..., async_op: bool = ..., src_tensor: int = ...
+) -> Work | None: ...
 def broadcast_multigpu(
     tensor_list: Sequence[Tensor],
     src: int,
@@ -149,6 +201,27 @@ def broadcast_multigpu(
     return _end(work, spread, ours, async_op)
 
 
+@overload
+def all_gather_multigpu(
+    output_tensor_lists: Sequence[Sequence[Tensor]],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def all_gather_multigpu(
+    output_tensor_lists: Sequence[Sequence[Tensor]],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = ...,
+    async_op: Literal[True] = ...,
+) -> Work: ...
+@overload
+def all_gather_multigpu(
+    output_tensor_lists: Sequence[Sequence[Tensor]],
+    input_tensor_list: Sequence[Tensor],
+    group: Group = ...,
+    async_op: bool = ...,
+) -> Work | None: ...
 def all_gather_multigpu(
     output_tensor_lists: Sequence[Sequence[Tensor]],
     input_tensor_list: Sequence[Tensor],
@@ -191,6 +264,30 @@ def all_gather_multigpu(
     return _end(work, spread, results, async_op)
 
 
+@overload
+def reduce_scatter_multigpu(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_lists: Sequence[Sequence[Tensor]],
+    op: Op = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def reduce_scatter_multigpu(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_lists: Sequence[Sequence[Tensor]],
+    op: Op = ...,
+    group: Group = ...,
+    async_op: Literal[True] = ...,
+) -> Work: ...
+@overload
+def reduce_scatter_multigpu(
+    output_tensor_list: Sequence[Tensor],
+    input_tensor_lists: Sequence[Sequence[Tensor]],
+    op: Op = ...,
+    group: Group = ...,
+    async_op: bool = ...,
+) -> Work | None: ...
 def reduce_scatter_multigpu(
     output_tensor_list: Sequence[Tensor],
     input_tensor_lists: Sequence[Sequence[Tensor]],

@@ -26,9 +26,16 @@ from typing import TYPE_CHECKING, Any
 from allranks._store import StoreServer
 
 if TYPE_CHECKING:
+    from multiprocessing import *  # noqa: F403
+
+    from torch import multiprocessing as torchs
+    from torch.multiprocessing import *  # noqa: F403
     from torch.multiprocessing.spawn import ProcessContext
 
 __all__ = ["spawn", "start_processes"]
+if TYPE_CHECKING:
+    __all__ += multiprocessing.__all__
+    __all__ += torchs.__all__  # what a checker takes for ours; the rest it would call private
 
 _PR_SET_PDEATHSIG = 1
 
@@ -147,10 +154,14 @@ def _environ(nprocs: int, store: str) -> dict[str, str]:
     return environ
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("torch.multiprocessing"), name)
+
+
+if not TYPE_CHECKING:  # a checker that saw it would take every name for one that is here
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

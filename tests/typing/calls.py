@@ -16,6 +16,8 @@ def collectives(asynchronous: bool) -> None:
     assert_type(dist.all_reduce(t, dist.ReduceOp.MAX, None, False), None)
     assert_type(dist.all_reduce(t, async_op=True), Work)
     assert_type(dist.all_reduce(t, async_op=asynchronous), Work | None)
+    assert_type(dist.all_reduce(t, dist.ReduceOp.MAX, None, True), Work)
+    assert_type(dist.all_gather(rows, t, None, True), Work)
     dist.all_reduce(t, async_op=True).wait()
     dist.all_reduce(t).wait()  # expect: attr-defined reportAttributeAccessIssue
     dist.all_reduce(t, op=dist.premul_sum(0.5))
@@ -33,6 +35,13 @@ def collectives(asynchronous: bool) -> None:
     assert_type(works, list[Work])
     for work in works:
         work.wait()
+    later = [
+        dist.all_reduce_multigpu(rows, async_op=True), dist.reduce_multigpu(rows, 0, async_op=True),
+        dist.broadcast_multigpu(rows, 0, None, True), dist.all_gather_multigpu([rows], [t], async_op=True),
+        dist.reduce_scatter_multigpu([t], [rows], async_op=True),
+    ]  # fmt: skip
+    assert_type(later, list[Work])
+    assert_type(dist.all_reduce_multigpu(rows), None)
     assert_type(dist.recv(t), int)
     assert_type(dist.barrier(), None)
 
@@ -53,11 +62,30 @@ def groups() -> None:
     assert_type(world, ProcessGroup | None)
 
 
+def methods(pair: ProcessGroup, asynchronous: bool) -> None:
+    t = torch.ones(4)
+    rows = [torch.ones(4), torch.ones(4)]
+    assert_type(pair.all_reduce(t), None)
+    assert_type(pair.all_reduce(t, dist.ReduceOp.MAX, True), Work)
+    assert_type(pair.all_reduce(t, async_op=asynchronous), Work | None)
+    pair.barrier().wait()  # expect: attr-defined reportAttributeAccessIssue
+    works = [
+        pair.reduce(t, 0, async_op=True), pair.broadcast(t, 0, True), pair.all_gather(rows, t, async_op=True),
+        pair.gather(t, rows, 0, async_op=True), pair.scatter(t, None, 0, async_op=True),
+        pair.reduce_scatter(t, rows, async_op=True), pair.all_to_all(rows, rows, async_op=True),
+        pair.all_to_all_single(t, t, async_op=True), pair.barrier(True), pair.isend(t, 1),
+    ]  # fmt: skip
+    assert_type(works, list[Work])
+
+
 def typos() -> None:
     dist.all_reduze(torch.ones(1))  # expect: attr-defined reportAttributeAccessIssue
     dist.init_process_grup()  # expect: attr-defined reportAttributeAccessIssue
     mp.Process(target=typos).start()
     mp.set_start_method("spawn")
+    mp.get_context("spawn").Queue()
+    mp.spawn(typos, nprocs=2)
+    mp.spwan(typos)  # expect: attr-defined reportAttributeAccessIssue
 
 
 def catches() -> None:
