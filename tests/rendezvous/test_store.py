@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -13,13 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
+import cloudpickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allranks import _store
+from allranks import FileStore, TCPStore, _store
 from allranks._errors import (
     AllranksError,
     ConfigError,
@@ -783,3 +787,22 @@ def test_a_secret_that_others_can_read_or_that_cannot_be_made(tmp_path: Path, mo
 def test_errors_are_ours() -> None:
     assert issubclass(StoreLostError, AllranksError)
     assert issubclass(SecretError, ConfigError)
+
+
+def test_a_pickled_store_says_what_to_do_instead(tmp_path: Path) -> None:
+    with TCPStore("localhost", 0, is_master=True) as tcp, FileStore(str(tmp_path / "file")) as file:
+        for store, told in (
+            (tcp, rf"TCPStore\('localhost', {tcp.port}\), without is_master"),
+            (file, rf"make it in the other process, too, as FileStore\('{file.path}'\)"),
+            (HashStore(), "need a TCPStore or a FileStore"),
+            (
+                PrefixStore("a", PrefixStore("b", file)),
+                r"FileStore\('.*'\); then PrefixStore\('b', .* PrefixStore\('a', ",
+            ),
+        ):
+            for copied in (pickle.dumps, copy.deepcopy, cloudpickle.dumps, ForkingPickler.dumps):
+                with pytest.raises(TypeError, match=f"^a {type(store).__name__} belongs to its process.*{told}"):
+                    copied(store)
+            clone = store.clone()
+            clone.set_timeout(1)
+            assert (type(clone), store.timeout.seconds) == (type(store), 300)

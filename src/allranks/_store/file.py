@@ -16,7 +16,6 @@ Source: the last one who leaves removes the file, by torch's FileStore; flock(2)
 from __future__ import annotations
 
 import contextlib
-import copy
 import fcntl
 import logging
 import os
@@ -93,9 +92,12 @@ class FileStore(Store):
     def __str__(self) -> str:
         return f"FileStore({self.path})"
 
+    def _elsewhere(self) -> str:
+        return f"make it in the other process, too, as FileStore({self.path!r})"
+
     def clone(self) -> FileStore:
         """Another object on the same file, with a timeout of its own; both count as one user."""
-        return copy.copy(self)
+        return super().clone()
 
     def close(self) -> None:
         """Leaves; the last of ``world_size`` users removes the file. Idempotent."""

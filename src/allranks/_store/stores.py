@@ -11,13 +11,12 @@ Source: the methods, their arguments and what they answer are torch.distributed.
 from __future__ import annotations
 
 import abc
-import copy
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -46,6 +45,9 @@ from allranks._store.wire import (
     SetMany,
     Wait,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["ForeignStore", "HashStore", "PrefixStore", "Store", "seconds_of"]
 
@@ -84,6 +86,15 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def _ask(self, request: Request) -> Reply: ...
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to its process and cannot be pickled or copied: {self._elsewhere()}"
+        )
+
+    def _elsewhere(self) -> str:
+        """What to do in place of pickling it."""
+        return "make a store in the other process"
 
     @property
     def timeout(self) -> timedelta:
@@ -215,9 +226,11 @@ class Store(abc.ABC):
         """Whether ``append``, ``multi_get`` and ``multi_set`` are there: in all of ours."""
         return True
 
-    def clone(self) -> Store:
+    def clone(self) -> Self:
         """Another object on the same store, with a timeout of its own. (For threads it is not needed.)"""
-        return copy.copy(self)
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
 
     def peek(self, keys: Sequence[str]) -> list[bytes | None]:
         """Returns the values that are set now, None for the others. Not in torch."""
@@ -268,6 +281,9 @@ class HashStore(Store):
     def __str__(self) -> str:
         return "the store of this process"
 
+    def _elsewhere(self) -> str:
+        return "nobody else can see what is in it; several processes need a TCPStore or a FileStore"
+
     def _ask(self, request: Request) -> Reply:
         who = object()
         with self._changed:
@@ -307,6 +323,9 @@ class PrefixStore(Store):
 
     def __str__(self) -> str:
         return str(self._store)
+
+    def _elsewhere(self) -> str:
+        return f"of the store behind it, {self._store._elsewhere()}; then PrefixStore({self.prefix[:-1]!r}, ...)"
 
     def num_keys(self) -> int:
         """How many keys are set in the store behind it; as in torch, all of them."""

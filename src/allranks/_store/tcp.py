@@ -6,7 +6,6 @@ directly, as it says itself who is missing.
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import weakref
@@ -141,6 +140,9 @@ class TCPStore(Store):
     def __str__(self) -> str:
         return f"TCPStore({self.host}:{self.port})"
 
+    def _elsewhere(self) -> str:
+        return f"make it in the other process, too, as TCPStore({self.host!r}, {self.port}), without is_master"
+
     def set_timeout(self, timeout: Timeout) -> None:
         """Sets how long ``get``, ``wait`` and their kin wait where they are not told, and how long the server may take.
 
@@ -152,7 +154,7 @@ class TCPStore(Store):
 
     def clone(self) -> TCPStore:
         """Another object on the same connections, with a timeout of its own; the server lives as long as either."""
-        return copy.copy(self)
+        return super().clone()
 
     def close(self) -> None:
         """Ends the connections, and the master's server, once the others have left or 1 s later. Idempotent.
