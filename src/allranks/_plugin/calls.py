@@ -54,7 +54,7 @@ class Calls:
         if len(tensors) == 1:
             return self._call(opts, self.group.all_reduce, tensors[0], _op(opts))
         _check_alike("allreduce", tensors)
-        check_apart("allreduce", list({id(tensor): tensor for tensor in tensors}.values()))
+        _check_distinct("allreduce", tensors)
         op = _op(opts)
         if not isinstance(op, ReduceOp):
             raise UsageError("allreduce: PREMUL_SUM takes a list of one tensor")
@@ -68,7 +68,7 @@ class Calls:
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
         _check_coalesced(tensors)
-        check_apart("allreduce_coalesced", list({id(tensor): tensor for tensor in tensors}.values()))
+        _check_distinct("allreduce_coalesced", tensors)
         op, reduce, seen = _op(opts), self.group.all_reduce, set()
         apart = []
         for tensor in tensors:  # of one that comes again each is reduced as it was given
@@ -87,7 +87,7 @@ class Calls:
             _check_alike("broadcast", tensors)
         if len(tensors) == 1:
             return self._call(opts, self.group.broadcast, tensors[0], root)
-        check_apart("broadcast", tensors)
+        _check_distinct("broadcast", tensors)
         others = list(tensors)
         moved = others.pop(which)
         self._call_now(opts, self.group.broadcast, moved, root)
@@ -341,6 +341,11 @@ def _in_gloos_words(size: int, opts: Any, args: Sequence[Any]) -> str:
     if len({tensor.shape for tensor in tensors}) > 1:
         return "invalid tensor size: they differ"
     return ""
+
+
+def _check_distinct(verb: str, tensors: Sequence[Tensor]) -> None:
+    """Raises where tensors share memory; the same one may come again."""
+    check_apart(verb, list({id(tensor): tensor for tensor in tensors}.values()))
 
 
 def _check_alike(verb: str, tensors: Sequence[Tensor]) -> None:
