@@ -221,13 +221,30 @@ mw.shutdown()
         init_master_worker("gloo", init_method="env://")
 
 
-def test_a_process_group_of_a_master_is_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (
+            "import allranks\nallranks.init_process_group()\n",
+            "the others are the workers of init_master_worker, and join no process group",
+        ),
+        *(
+            (
+                f"import torch.distributed as dist\ndist.init_process_group({backend!r})\n",
+                "environment variable MASTER_ADDR expected, but not set",
+            )
+            for backend in ("gloo", "allranks")
+        ),
+    ],
+    ids=["ours", "gloo", "plugin"],
+)
+def test_a_process_group_of_a_master_is_refused_at_once(program: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "mistaken.py"
-    path.write_text("import allranks\nallranks.init_process_group()\n")
+    path.write_text(program)
     command = [sys.executable, "-m", "allranks", "run", "--mode", "master", "-n", "3", path]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
-    assert "the others are the workers of init_master_worker, and join no process group" in ended.stderr
+    assert said in ended.stderr
 
 
 def test_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:

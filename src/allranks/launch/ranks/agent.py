@@ -172,6 +172,8 @@ class Agent:
         role_first = plan.first if plan.role_first is None else plan.role_first
         told = 0 if plan.virtual else local_rank
         environ = plan.environ | place_environ(plan.first + local_rank, told, role_first + local_rank)
+        if target.mode == "master":  # nobody would come to a group of torch's own: its env:// says so at once
+            environ = {name: value for name, value in environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
         if plan.seats:
             seat = plan.seats[local_rank]
             environ |= seat.environ()
