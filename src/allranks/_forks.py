@@ -26,7 +26,7 @@ __all__ = ["Descriptor", "Socket", "follow", "forks", "guard", "leak", "refusal"
 
 guard = threading.RLock()
 """Nobody forks while it is held. Around what makes a descriptor, until something knows that a child must close it, and
-around what closes one, or a child would keep what nothing knows any more.
+around the end of a ``Descriptor``, which may hold a lock.
 
 No other lock of ours is taken, and no other rank is waited for, while it is held.
 """
@@ -77,7 +77,7 @@ def leak(foreign: object) -> None:
 
 
 class Descriptor:
-    """A descriptor that is closed in a forked child."""
+    """A descriptor that is closed in a forked child; also one that is being closed during the fork."""
 
     def __init__(self, fd: int) -> None:
         """Takes it over."""
@@ -103,11 +103,6 @@ class Socket(socket.socket):
         with guard:
             super().__init__(*args, **kwargs)
             _descriptors.add(self)
-
-    def close(self) -> None:
-        """See ``socket.socket.close``."""
-        with guard:
-            super().close()
 
     def accept(self) -> tuple[Socket, Any]:
         """As ``socket.socket.accept``, of a socket that only one thread accepts from."""

@@ -87,13 +87,14 @@ def test_a_rank_that_ends_is_named() -> None:
 
 @pytest.mark.parametrize("made", [False, True], ids=["world", "group"])
 def test_a_child_that_holds_the_sockets_does_not_hide_a_death(made: bool) -> None:
-    """A data loader's worker is forked from the rank and outlives it by a moment."""
+    """A data loader's worker is forked from the rank and outlives it by a moment. It may have a child of its own."""
 
     def body() -> float:
         group = dist.new_group() if made else None
         dist.barrier(group)
         if dist.get_rank() == 1:
             if os.fork() == 0:
+                os.fork()
                 time.sleep(8)
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -81,26 +81,6 @@ def test_a_child_that_collects_groups_with_calls_under_way() -> None:
     assert run_ranks(2, body) == [[0] * 2] * 2
 
 
-def test_a_child_that_lives_on_hides_no_death_from_a_group_that_is_dropped_here() -> None:
-    """Neither of a group that nothing but the other ranks has, nor of one that a child's own child inherits."""
-
-    def body() -> float:
-        group = dist.new_group([0, 1])
-        dist.barrier(group)
-        if dist.get_rank() == 1:
-            if os.fork() == 0:
-                os.fork()
-                time.sleep(8)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
-        with pytest.raises(dist.PeerLostError, match="rank 1"):
-            dist.barrier(group)
-        return time.monotonic() - began
-
-    assert run_ranks(2, body, may_die={1})[0] < 5
-
-
 def test_a_child_that_is_forked_within_a_call() -> None:
     """By a signal handler, which then returns, or raises, in the child too."""
 

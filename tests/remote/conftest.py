@@ -24,3 +24,11 @@ def as_many_threads(mw: Master) -> Iterator[None]:
     torch.set_num_threads(mw.remote(torch.get_num_threads, on="worker:1")().result())
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,12 +26,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def batch(number: int, size: int = 12) -> tuple[torch.Tensor, torch.Tensor]:

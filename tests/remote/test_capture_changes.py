@@ -17,7 +17,7 @@ import random
 import re
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,12 +38,7 @@ ONE = os.environ.get("ALLRANKS_TEST_SEED")
 SEEDS = range(int(os.environ.get("ALLRANKS_TEST_SEEDS", "2"))) if ONE is None else [int(ONE)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @dataclass
@@ -314,6 +309,16 @@ def train(device: str, step: Callable[[torch.Tensor], torch.Tensor], calls: int,
     return found, captured
 
 
+def a_step(weight: torch.Tensor, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        (weight * x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return weight.detach().clone()
+
+    return step
+
+
 def test_a_number_that_changes_before_each_call_is_told(mw: Master) -> None:
     found = []
     for device in ("cpu", "worker:1"):
@@ -321,11 +326,7 @@ def test_a_number_that_changes_before_each_call_is_told(mw: Master) -> None:
         optimizer = torch.optim.SGD([weight], lr=1.0)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-        def step(x: torch.Tensor, weight: Any = weight, optimizer: Any = optimizer) -> torch.Tensor:
-            (weight * x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return weight.detach().clone()
+        step = a_step(weight, optimizer)
 
         def warm_up(number: int, scheduler: Any = scheduler) -> None:
             if number < 10:
@@ -353,11 +354,7 @@ def test_a_learning_rate_on_the_worker_may_change(mw: Master) -> None:
         optimizer = torch.optim.AdamW([weight], lr=torch.tensor(1.0, device=device), fused=True)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
-        def step(x: torch.Tensor, weight: Any = weight, optimizer: Any = optimizer) -> torch.Tensor:
-            (weight * x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return weight.detach().clone()
+        step = a_step(weight, optimizer)
 
         losses, captured = train(device, step, 10, lambda number, scheduler=scheduler: scheduler.step())
         found.append(losses)
