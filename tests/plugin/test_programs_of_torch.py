@@ -6,7 +6,17 @@ import pytest
 from worlds import Job, programs
 
 FILES = {file.stem: file for file in sorted((Path(__file__).parent / "programs").glob("*.py"))}
-RANKS = {"calls": 2, "checkpoints": 4, "ddp": 2, "dtensor": 2, "four": 4, "fsdp": 2, "methods": 2, "operators": 2}
+RANKS = {
+    "calls": 2,
+    "checkpoints": 4,
+    "compiled": 2,
+    "ddp": 2,
+    "dtensor": 2,
+    "four": 4,
+    "fsdp": 2,
+    "methods": 2,
+    "operators": 2,
+}
 JOBS = {name: Job(file, RANKS[name]) for name, file in FILES.items()}
 
 

@@ -285,9 +285,11 @@ for _kind in ("pre", "post"):
         _hook(_kind)
 
 
-# torch.compile looks into every function that runs, and finds nothing here that it could make faster.
+# torch.compile looks into every function that runs or is called, and finds nothing here that it could make faster.
 _eval_frame: Any = torch._C._dynamo.eval_frame
 _SKIP = _eval_frame._FrameExecStrategy(*[_eval_frame._FrameAction.SKIP] * 2)
 for _class in (TorchGroup, TorchWork):
     for _method in filter(inspect.isfunction, vars(_class).values()):
         _eval_frame.set_code_exec_strategy(_method.__code__, _SKIP)
+        if _class is TorchWork:  # what is asked of a group is traced, as its name
+            setattr(_method, "_torchdynamo_disable", True)  # noqa: B010 - as torch.compiler.disable, which loads it all

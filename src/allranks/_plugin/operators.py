@@ -183,6 +183,24 @@ def install(ours: type) -> Any:
             calls.group.monitored_barrier(timedelta(milliseconds=milliseconds), every)
 
     library.impl("monitored_barrier_", monitored_barrier, "BackendSelect", with_keyset=True)
+    return library, None if BACKENDS_IN_PYTHON else _install_batches(ours)
+
+
+def _install_batches(ours: type) -> Any:
+    """The kernel for compiled messages asks a backend in C++ first."""
+    functional = torch.ops._c10d_functional
+    if not hasattr(functional, "batch_p2p_ops"):
+        return None
+    library = _torch.library.Library("_c10d_functional", "IMPL")
+    batch = functional.batch_p2p_ops.default
+
+    def batch_p2p_ops(keys: Any, verbs: Any, peers: Any, tags: Any, tensors: Any, name: str) -> Any:
+        if not isinstance(_c10d.distributed_c10d._resolve_process_group(name), ours):
+            return batch.redispatch(keys & _AFTER, verbs, peers, tags, tensors, name)
+        each = zip(verbs, tensors, peers, tags, strict=True)
+        return [getattr(functional, verb)(tensor, peer, tag, name) for verb, tensor, peer, tag in each]
+
+    library.impl("batch_p2p_ops", batch_p2p_ops, "BackendSelect", with_keyset=True)
     return library
 
 
