@@ -12,10 +12,11 @@ WORKERS ?= 2
 BENCH := build/bench-venv
 MPICH := build/mpich-venv
 TORCHES ?= 2.10.0 2.15.0
+INSTRUMENTED := --coverage -fprofile-update=atomic -O1
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
-.PHONY: train test check format bench bench-mpi bench-programs mpi core-tests torch-versions clean
+.PHONY: train test check format coverage bench bench-mpi bench-programs mpi core-tests torch-versions clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -102,6 +103,25 @@ build/core-%/passed: $(CORE) $(CORE_TESTS) | $(VENV)/installed
 	$(BIN)/cmake --build $(@D)
 	$(if $(filter plain,$*),ALLRANKS_PULSE_SEEDS=5000) setarch -R $(@D)/core_tests
 	touch $@
+
+# Which lines the tests run: of Python in all processes, of the core in those that are not killed. TESTS="tests/launch"
+# looks at a part. The core is compiled again for it, and once more by the next `make test`.
+coverage: $(VENV)/checkers
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt 'coverage>=7.10' 'gcovr>=8'
+	rm -rf build/coverage $(VENV)/installed && mkdir -p build/coverage/python
+	PATH="$(CURDIR)/$(BIN):$$PATH" CXXFLAGS='$(INSTRUMENTED)' $(BIN)/python -m pip install -q --disable-pip-version-check \
+	  --no-build-isolation --no-deps --config-settings=build-dir=build/coverage/core --editable .
+	CXXFLAGS='$(INSTRUMENTED)' $(BIN)/cmake -S . -B build/coverage/core-tests -G Ninja -DALLRANKS_PYTHON=OFF \
+	  -DALLRANKS_TESTS=ON -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja --log-level=WARNING
+	$(BIN)/cmake --build build/coverage/core-tests
+	-setarch -R build/coverage/core-tests/core_tests
+	-$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile --timeout 300 $(TESTS)
+	-$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report --sort=cover >build/coverage/python.txt
+	$(BIN)/python -m coverage html -q -d build/coverage/html
+	$(BIN)/gcovr --root . --filter core/ --gcov-ignore-parse-errors negative_hits.warn --txt build/coverage/core.txt \
+	  build/coverage/core build/coverage/core-tests
+	tail -n 1 build/coverage/python.txt && tail -n 2 build/coverage/core.txt
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
