@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from allranks import _core
 from allranks._collectives import outside, root_of
-from allranks._engines.operands import check_apart
+from allranks._engines.operands import check_apart, different
 from allranks._errors import UsageError
 from allranks._public import publish
 from allranks._types import PremulSum, ReduceOp, as_reduce_op, is_integer, scaled
@@ -74,7 +74,7 @@ def all_reduce_multigpu(
     if outside(group, "all_reduce_multigpu"):
         return None
     ours = _alike(tensor_list, "all_reduce_multigpu")
-    check_apart("all_reduce_multigpu", ours)
+    check_apart("all_reduce_multigpu", different(ours))
     between, combined = _combined(ours, op, "all_reduce_multigpu")
     work = resolve_group(group).all_reduce(_counted(combined, ours), between, True)
 
@@ -189,7 +189,7 @@ def broadcast_multigpu(
     if outside(group, "broadcast_multigpu"):
         return None
     ours, resolved = _alike(tensor_list, "broadcast_multigpu", src_tensor), resolve_group(group)
-    check_apart("broadcast_multigpu", ours)
+    check_apart("broadcast_multigpu", different(ours))
     first = ours[src_tensor]
     work = resolved.broadcast(first, root_of(resolved, src, None, "src"), True)
 

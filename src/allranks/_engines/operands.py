@@ -28,7 +28,7 @@ from allranks._futures import End
 from allranks._types import scaled
 from allranks._work import Work
 
-__all__ = ["CODES", "Operands", "OperandsWork", "check_apart", "check_pieces"]
+__all__ = ["CODES", "Operands", "OperandsWork", "check_apart", "check_pieces", "different"]
 
 CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
 """The core's numbers of dtypes."""
@@ -245,6 +245,11 @@ def check_apart(verb: str, results: Sequence[Tensor]) -> None:
                 f"{verb}: results {min(first, second)} and {max(first, second)} share memory, so that one would "
                 "overwrite the other. Give each a tensor of its own"
             )
+
+
+def different(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Without those that come again."""
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _clash(tensor: Tensor, result: Tensor, slot: int | None) -> bool:

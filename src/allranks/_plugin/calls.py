@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from allranks._engines.operands import check_apart
+from allranks._engines.operands import check_apart, different
 from allranks._errors import UsageError
 from allranks._plugin.work import DONE, TorchWork
 from allranks._types import PremulSum, ReduceOp, premul_sum
@@ -345,7 +345,7 @@ def _in_gloos_words(size: int, opts: Any, args: Sequence[Any]) -> str:
 
 def _check_distinct(verb: str, tensors: Sequence[Tensor]) -> None:
     """Raises where tensors share memory; the same one may come again."""
-    check_apart(verb, list({id(tensor): tensor for tensor in tensors}.values()))
+    check_apart(verb, different(tensors))
 
 
 def _check_alike(verb: str, tensors: Sequence[Tensor]) -> None:
