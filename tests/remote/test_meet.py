@@ -221,6 +221,22 @@ mw.shutdown()
         init_master_worker("gloo", init_method="env://")
 
 
+@pytest.mark.parametrize("method", ["tcp://127.0.0.1:29533", "file:///tmp/nobody-is-there"])
+def test_a_master_of_the_launchers_meets_its_workers_wherever_it_wants_to(method: str, tmp_path: Path) -> None:
+    path = tmp_path / "thd.py"
+    path.write_text(
+        f"""
+import torch, allranks
+mw = allranks.init_master_worker("tcp", init_method={method!r}, world_size=2, rank=0)
+print(torch.ones(3, device="worker:1").sum().item(), flush=True)
+mw.shutdown()
+"""
+    )
+    command = [sys.executable, "-m", "allranks", "run", "--mode", "master", "-n", "2", path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "[0] 3.0\n"), ended.stderr
+
+
 @pytest.mark.parametrize(
     ("program", "said"),
     [

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from allranks._errors import NotInitializedError, UsageError
 from allranks._public import publish
 from allranks._work import seconds_of
+from allranks.launch.ranks.rank import this_rank
 
 if TYPE_CHECKING:
     from allranks.remote.master import Master
@@ -74,6 +75,10 @@ def init_master_worker(
             " init_master_worker(init_method='tcp://host:port', world_size=..., rank=...), or"
             " init_master_worker(workers=4)"
         )
+    launched = this_rank()
+    elsewhere = (init_method or "").startswith(("tcp://", "file://"))
+    if elsewhere and launched is not None and launched.target.mode == "master":
+        init_method = "env://"  # the workers that the launcher has started wait there, and nowhere else
     seconds = _TIMEOUT_S if timeout is None else seconds_of(timeout)
     gathered = gather_workers(
         init_method,
