@@ -3,9 +3,10 @@
     taskset -c 0 python benchmarks/rendezvous.py --json benchmarks/rendezvous.json
 
 The ranks and the server are two processes; bound to one core they share it, as here they are to be counted together.
-A rank is the state machine of ``allranks._joining`` and a socket; neither torch nor tensors are loaded. ``joined``:
-from the first rank's first packet until the last one knows that all are there. ``members``: how much longer until every
-rank has the table of all members. ``exchange``: each gives a record of 64 bytes to each, n * n records by nature.
+A rank is the state machine of ``allranks._rendezvous.join_protocol`` and a socket; neither torch nor tensors are
+loaded. ``joined``: from the first rank's first packet until the last one knows that all are there. ``members``: how
+much longer until every rank has the table of all members. ``exchange``: each gives a record of 64 bytes to each, n * n
+records by nature.
 """
 
 import argparse
@@ -21,7 +22,18 @@ import sys
 import time
 from pathlib import Path
 
-from allranks._joining import TABLE, Connect, Joining, Leave, Lost, Member, Pause, Say, exchange, unpack_members
+from allranks._rendezvous.join_protocol import (
+    TABLE,
+    Connect,
+    Joining,
+    Leave,
+    Lost,
+    Member,
+    Pause,
+    Say,
+    exchange,
+    unpack_members,
+)
 from allranks._store.wire import (
     FRAME_LIMIT,
     GREETING_LIMIT,

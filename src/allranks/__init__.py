@@ -3,20 +3,15 @@
 ``import allranks as dist`` offers torch.distributed's names, with the same arguments and
 meaning, over allranks' own channel. The map of the package:
 
-    _world         init_process_group, destroy_process_group, the default group
-    _collectives   all_reduce and the other collectives, send, recv, isend, irecv
-    _groups        new_group and its kin
-    _objects       all_gather_object and its kin
-    _multigpu      all_reduce_multigpu and its kin
-    _shared        empty_shared: tensors that collectives do not copy
+    _api           the functions: all_reduce and its kin, init_process_group, new_group, objects, multigpu, legacy names
     _group         ProcessGroup: what the functions above call
+    _engines       what moves the bytes: native, gloo, nccl, mpi
+    _call          what a call is made of: ReduceOp, Work, futures, its line in the program
+    _rendezvous    how ranks find each other
     _store         TCPStore, FileStore, HashStore, PrefixStore
+    _cluster       where this process runs: launcher or scheduler, host, network, environment variables
+    _base          errors, as a tree, and what else every room stands on
     _plugin        torch.distributed's plugin, torch_group
-    _older         names of THD and of earlier torch, Backend
-    _debug         DebugLevel
-    _types         ReduceOp, premul_sum, Stats
-    _errors        every error, as a tree
-    _torch_world   torch.distributed's default group, around the world, when torch asks for it
     data           DistributedSampler
     logging        configure: a log for each rank
     parallel, nn   DistributedDataParallel, DataParallel, collectives that autograd goes through
@@ -42,7 +37,7 @@ __version__ = "0.1.0"
 # The public names, by the module that has them. `make format` writes __init__.pyi from this table, which is what type
 # checkers and editors read.
 _HOME = {
-    "_collectives": (
+    "_api.collectives": (
         "P2POp",
         "all_gather",
         "all_gather_coalesced",
@@ -67,8 +62,64 @@ _HOME = {
         "scatter",
         "send",
     ),
-    "_debug": ("DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"),
-    "_errors": (
+    "_api.groups": (
+        "get_global_rank",
+        "get_group_rank",
+        "get_node_local_rank",
+        "get_process_group_ranks",
+        "new_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+        "split_group",
+    ),
+    "_api.legacy": (
+        "Backend",
+        "default_pg_timeout",
+        "gather_recv",
+        "gather_send",
+        "get_backend_config",
+        "get_default_backend_for_device",
+        "get_num_processes",
+        "is_backend_available",
+        "is_gloo_available",
+        "is_mpi_available",
+        "is_nccl_available",
+        "is_torchelastic_launched",
+        "is_ucc_available",
+        "is_xccl_available",
+        "scatter_recv",
+        "scatter_send",
+        "supports_complex",
+    ),
+    "_api.multigpu": (
+        "all_gather_multigpu",
+        "all_reduce_multigpu",
+        "broadcast_multigpu",
+        "reduce_multigpu",
+        "reduce_scatter_multigpu",
+    ),
+    "_api.objects": (
+        "all_gather_object",
+        "broadcast_object_list",
+        "gather_object",
+        "recv_object_list",
+        "scatter_object_list",
+        "send_object_list",
+    ),
+    "_api.shared": ("empty_shared",),
+    "_api.world": (
+        "GroupMember",
+        "destroy_process_group",
+        "get_backend",
+        "get_rank",
+        "get_world_size",
+        "group",
+        "init_process_group",
+        "is_available",
+        "is_initialized",
+        "stats",
+    ),
+    "_base.errors": (
         "AllranksError",
         "ConfigError",
         "DistBackendError",
@@ -88,69 +139,13 @@ _HOME = {
         "UsageError",
         "WorkerLost",
     ),
-    "_group": ("ProcessGroup",),
-    "_groups": (
-        "get_global_rank",
-        "get_group_rank",
-        "get_node_local_rank",
-        "get_process_group_ranks",
-        "new_group",
-        "new_subgroups",
-        "new_subgroups_by_enumeration",
-        "split_group",
-    ),
-    "_multigpu": (
-        "all_gather_multigpu",
-        "all_reduce_multigpu",
-        "broadcast_multigpu",
-        "reduce_multigpu",
-        "reduce_scatter_multigpu",
-    ),
-    "_objects": (
-        "all_gather_object",
-        "broadcast_object_list",
-        "gather_object",
-        "recv_object_list",
-        "scatter_object_list",
-        "send_object_list",
-    ),
-    "_older": (
-        "Backend",
-        "default_pg_timeout",
-        "gather_recv",
-        "gather_send",
-        "get_backend_config",
-        "get_default_backend_for_device",
-        "get_num_processes",
-        "is_backend_available",
-        "is_gloo_available",
-        "is_mpi_available",
-        "is_nccl_available",
-        "is_torchelastic_launched",
-        "is_ucc_available",
-        "is_xccl_available",
-        "scatter_recv",
-        "scatter_send",
-        "supports_complex",
-    ),
+    "_call.debug": ("DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"),
+    "_call.types": ("ReduceOp", "Stats", "premul_sum", "reduce_op"),
+    "_call.work": ("Work",),
+    "_group.process_group": ("ProcessGroup",),
     "_plugin.worlds": ("torch_group",),
-    "_shared": ("empty_shared",),
-    "_types": ("ReduceOp", "Stats", "premul_sum", "reduce_op"),
-    "_work": ("Work",),
-    "_world": (
-        "GroupMember",
-        "destroy_process_group",
-        "get_backend",
-        "get_rank",
-        "get_world_size",
-        "group",
-        "init_process_group",
-        "is_available",
-        "is_initialized",
-        "stats",
-    ),
-    "data": ("DistributedSampler",),
     "_store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
+    "data": ("DistributedSampler",),
     "launch.call": ("run",),
     "parallel": ("DataParallel", "DistributedDataParallel", "GradBucket"),
     "remote.capture": ("capture",),
@@ -211,7 +206,7 @@ __all__ = sorted([*_MODULE_OF, *_MODULES])
 
 
 def _module(name: str) -> Any:
-    from allranks._forks import guard
+    from allranks._base.forks import guard
 
     with guard:  # Python's lock of a module would stay held in a child that is forked meanwhile
         return importlib.import_module(f"allranks.{name}")

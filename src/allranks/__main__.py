@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from allranks._console import Program, put, run_command
+from allranks._base.console import Program, put, run_command
 
 __all__ = ["main"]
 

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from allranks._errors import AllranksError, UsageError
-from allranks._forks import guard
+from allranks._base.errors import AllranksError, UsageError
+from allranks._base.forks import guard
 
 __all__ = ["load", "save"]
 

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as _TorchDistributedSampler
 
-from allranks import _world
-from allranks._errors import UsageError
-from allranks._public import publish
+from allranks._api import world
+from allranks._base.errors import UsageError
+from allranks._base.public import publish
 
 __all__ = ["DistributedSampler"]
 
@@ -66,9 +66,9 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
         drop_last: bool = False,
     ) -> None:
         if num_replicas is None:
-            num_replicas = _world.get_world_size()
+            num_replicas = world.get_world_size()
         if rank is None:
-            rank = _world.get_rank()
+            rank = world.get_rank()
         if not 0 <= rank < num_replicas:
             raise UsageError(f"DistributedSampler: rank {rank} is not in [0, {num_replicas}) (num_replicas)")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from allranks._env import read_env
-from allranks._errors import UsageError
+from allranks._base.errors import UsageError
+from allranks._cluster.env import read_env
 
 __all__ = ["FORMAT", "configure"]
 
@@ -107,7 +107,7 @@ def _console(before: str) -> logging.Handler:
 
 
 def _who() -> int:
-    world = sys.modules.get("allranks._world")  # not imported here: torch comes with it
+    world = sys.modules.get("allranks._api.world")  # not imported here: torch comes with it
     if world is not None and world.is_initialized():
         return int(world.get_rank())
     return read_env().rank

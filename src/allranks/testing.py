@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from allranks._errors import PeerLostError, RankError, TimeoutError
+from allranks._base.errors import PeerLostError, RankError, TimeoutError
 from allranks._store import StoreServer
 
 __all__ = ["RankError", "run_ranks"]
@@ -63,7 +63,7 @@ def run_ranks(
         about 20 ms for each rank, and 1 s once, for the process from which they are forked.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "allranks._world", "allranks._engines.native"])
+    context.set_forkserver_preload(["torch", "allranks._api.world", "allranks._engines.native"])
     payload = cloudpickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="allranks-test-") as folder, contextlib.ExitStack() as stack:
         server = StoreServer.unix()
@@ -200,15 +200,15 @@ def _rank_main(
 def _call(payload: bytes, init: bool, timeout_s: float) -> Any:
     import torch
 
-    from allranks import _world
+    from allranks._api import world
 
     torch.set_num_threads(1)
     fn, args = cloudpickle.loads(payload)
     if not init:
         return fn(*args)
-    _world.init_process_group(timeout=timeout_s)
+    world.init_process_group(timeout=timeout_s)
     try:
         return fn(*args)
     finally:
-        if _world.is_initialized():
-            _world.destroy_process_group()
+        if world.is_initialized():
+            world.destroy_process_group()

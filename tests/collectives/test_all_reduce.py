@@ -6,7 +6,7 @@ import torch
 
 import allranks as dist
 from allranks import _core
-from allranks._types import ReduceOp
+from allranks._call.types import ReduceOp
 from allranks.testing import RankError, run_ranks
 
 DTYPES = [

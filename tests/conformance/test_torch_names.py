@@ -46,7 +46,7 @@ except ValueError as error:
 
 
 def test_debug_level_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("allranks._debug._level", None)
+    monkeypatch.setattr("allranks._call.debug._level", None)
     dist.set_debug_level(dist.DebugLevel.INFO)
     assert dist.get_debug_level() is dist.DebugLevel.INFO
     dist.set_debug_level(peer.DebugLevel.DETAIL)

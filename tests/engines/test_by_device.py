@@ -9,7 +9,7 @@ import allranks as dist
 from allranks import _engines
 from allranks._engines import mpi_job
 from allranks._engines.by_device import ByDevice
-from allranks._group import ProcessGroup
+from allranks._group.process_group import ProcessGroup
 from allranks.testing import run_ranks
 
 

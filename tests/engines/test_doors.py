@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from allranks import _core
+from allranks._base.errors import JoinError
 from allranks._engines.native_connect import Door
-from allranks._errors import JoinError
 
 NOBODY = 65534
 RANKS = 3

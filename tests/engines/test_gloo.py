@@ -159,10 +159,10 @@ def test_between_hosts() -> None:
     """Ranks that take each other for ranks of other hosts: their store is on TCP then, with a secret."""
 
     def body() -> float:
-        from allranks import _rendezvous
+        from allranks._rendezvous import rendezvous
 
-        _rendezvous.machine = lambda: f"host of rank {os.environ['RANK']}"
-        _rendezvous.socket.gethostname = lambda: "127.0.0.1"
+        rendezvous.machine = lambda: f"host of rank {os.environ['RANK']}"
+        rendezvous.socket.gethostname = lambda: "127.0.0.1"
         dist.init_process_group("gloo", timeout=20)
         tensor = torch.tensor([dist.get_rank() + 1.0])
         dist.all_reduce(tensor, group=dist.new_group())

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from allranks._base.errors import JoinError, SecretError
 from allranks._engines import native_tcp as tcp
-from allranks._errors import JoinError, SecretError
-from allranks._rendezvous import Member
+from allranks._rendezvous.rendezvous import Member
 from allranks._store.wire import GREETING_LIMIT, pack_frame
 
 SECRET, TOKEN = b"a secret of the tests", bytes(range(16))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import checks
 import torch
 
-from allranks._errors import AllranksError
+from allranks._base.errors import AllranksError
 from allranks.testing import run_ranks
 
 NO_GPU = 77  # what test runners take for "skipped"

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> None:
         sys.stdout.write(f"rank {dist.get_rank()} of {int(tensor)} local {dist.get_node_local_rank()}\n")
         dist.destroy_process_group()
         return
-    from allranks._rendezvous import join
+    from allranks._rendezvous.rendezvous import join
 
     for _ in range(2):
         meeting = join(None, timeout_s=timeout_s)

@@ -64,7 +64,7 @@ def test_a_tensor(ssh: Ssh) -> None:
 
 
 # MPICH's launcher would let the others wait for ever.
-ENDS = "import os, time; from allranks._rendezvous import join; join(None, timeout_s=30).close(); "
+ENDS = "import os, time; from allranks._rendezvous.rendezvous import join; join(None, timeout_s=30).close(); "
 BY_RANK = {"1": "time.sleep(0.5); 1 / 0", "0": "time.sleep(30); print('survived')"}
 
 

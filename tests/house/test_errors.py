@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from allranks._errors import PeerLostError, RankError, rank_list
+from allranks._base.errors import PeerLostError, RankError, rank_list
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_docstrings(name: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "allranks", "allranks.launch.cli", "allranks.__main__", "allranks._rendezvous", "allranks.logging",
+        "allranks", "allranks.launch.cli", "allranks.__main__", "allranks._rendezvous.rendezvous", "allranks.logging",
         "allranks.tools.doctor.ranks", "allranks.tools.doctor.software", "allranks.tools.submit.options",
     ],
 )  # fmt: skip

@@ -8,26 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from allranks import _host
+from allranks._cluster import host
 
 
 def test_cpu_quota_of_a_container(tmp_path: Path) -> None:
     membership, root = tmp_path / "cgroup", tmp_path / "fs"
-    assert _host._cgroup_quota(root, membership) == math.inf
+    assert host._cgroup_quota(root, membership) == math.inf
     (root / "pod" / "box").mkdir(parents=True)
     membership.write_text("4:memory:/x\n0::/pod/box\n")
-    assert _host._cgroup_quota(root, membership) == math.inf
+    assert host._cgroup_quota(root, membership) == math.inf
     (root / "pod" / "box" / "cpu.max").write_text("max 100000\n")
     (root / "pod" / "cpu.max").write_text("150000 100000\n")
     (root / "cpu.max").write_text("400000 100000\n")
     (tmp_path / "cpu.max").write_text("1000 100000\n")  # above the root: not ours
-    assert _host._cgroup_quota(root, membership) == 1.5
+    assert host._cgroup_quota(root, membership) == 1.5
     membership.write_text("0::/\n")  # as a container sees itself
-    assert _host._cgroup_quota(root, membership) == 4.0
+    assert host._cgroup_quota(root, membership) == 4.0
 
 
 @pytest.mark.parametrize(("quota", "usable"), [(math.inf, 4), (9.5, 4), (2.9, 2), (1.5, 1), (0.25, 1)])
 def test_usable_cpus_are_whole_and_at_least_one(monkeypatch: pytest.MonkeyPatch, quota: float, usable: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    monkeypatch.setattr(_host, "_cgroup_quota", lambda *_: quota)
-    assert _host.usable_cpus() == usable
+    monkeypatch.setattr(host, "_cgroup_quota", lambda *_: quota)
+    assert host.usable_cpus() == usable

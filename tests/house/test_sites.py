@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import allranks
-from allranks import _sites
+from allranks._call import callsite
 from allranks.testing import run_ranks
 
 
@@ -29,7 +29,7 @@ def through(filename: str, ask: Callable[..., Any], *args: Any) -> Any:
 def asked(outer: str, inner: str) -> str:
     """The site of a call made in file ``inner``, which was called from file ``outer``."""
     innermost = compiled(inner, "def pass_on(ask):\n    return ask()\n")["pass_on"]
-    return through(outer, innermost, _sites.site)
+    return through(outer, innermost, callsite.site)
 
 
 def test_frames_of_torch_and_of_the_library_are_no_program() -> None:
@@ -37,20 +37,20 @@ def test_frames_of_torch_and_of_the_library_are_no_program() -> None:
     for inner in (f"{torch.__path__[0]}/nn/modules/module.py", f"{library}/contextlib.py", "<frozen runpy>"):
         assert asked("/home/me/train.py", inner) == "/home/me/train.py:2"
     for ours in (f"{library}/site-packages/lightning/loop.py", "/home/me/torch/nn.py", "<string>", "train.py"):
-        assert through(ours, _sites.site) == f"{ours}:2"
+        assert through(ours, callsite.site) == f"{ours}:2"
 
 
 def test_a_call_of_nobody_and_of_odd_names() -> None:
     said: list[str] = []
     # A thread that this package has started: nothing of the program is on its stack.
-    body = compiled(_sites.__file__, "def body(said, ask):\n    said.extend(one() for one in ask)\n")["body"]
-    thread = threading.Thread(target=body, args=(said, (_sites.site, _sites.where)))
+    body = compiled(callsite.__file__, "def body(said, ask):\n    said.extend(one() for one in ask)\n")["body"]
+    thread = threading.Thread(target=body, args=(said, (callsite.site, callsite.where)))
     thread.start()
     thread.join()
     assert said == ["(no line of the program)"] * 2
-    for ask in (_sites.site, _sites.where):
+    for ask in (callsite.site, callsite.where):
         assert through("/home/me/caf\udce9.py", ask) == "/home/me/caf?.py:2"
-    assert through("/home/me/caf\udce9.py", _sites.stack_hash) != through("/home/me/cafe.py", _sites.stack_hash)
+    assert through("/home/me/caf\udce9.py", callsite.stack_hash) != through("/home/me/cafe.py", callsite.stack_hash)
 
 
 class Summing(torch.nn.Module):
@@ -74,8 +74,8 @@ def test_an_error_in_a_training_step_names_the_line_that_called_backward() -> No
 
 def test_torchs_modules_and_backward_are_passed_over() -> None:
     found: list[str] = []
-    here = compiled(_sites.__file__, "def hook(found, ask):\n    return lambda *_: found.append(ask()) or None\n")
-    hook = here["hook"](found, _sites.where)
+    here = compiled(callsite.__file__, "def hook(found, ask):\n    return lambda *_: found.append(ask()) or None\n")
+    hook = here["hook"](found, callsite.where)
     x = torch.ones(2, requires_grad=True)
     x.register_hook(hook)
     model = Summing()
@@ -87,4 +87,4 @@ def test_torchs_modules_and_backward_are_passed_over() -> None:
 
 def test_it_is_cheap() -> None:
     """Every asynchronous call asks. Twenty times what it takes, for busy machines."""
-    assert min(timeit.repeat(_sites.site, number=1000, repeat=20)) / 1000 < 10e-6
+    assert min(timeit.repeat(callsite.site, number=1000, repeat=20)) / 1000 < 10e-6

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from allranks._env import VARIABLES
+from allranks._cluster.env import VARIABLES
 
 ROOT = Path(__file__).parents[2]
 OURS = [variable for variable in VARIABLES if variable.name.startswith("ALLRANKS_")]

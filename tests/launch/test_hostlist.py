@@ -2,8 +2,8 @@
 
 import pytest
 
-from allranks._errors import ConfigError
-from allranks._hostlist import (
+from allranks._base.errors import ConfigError
+from allranks._cluster.hostlist import (
     Slots,
     count_lines,
     expand_counts,

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from allranks._errors import PeerLostError
+from allranks._base.errors import PeerLostError
 from allranks.launch.blame import SETTLE_S, Blame, Failure, describe_failure, describe_interrupt
 from allranks.launch.messages import Report
 from allranks.launch.ranks.rank import is_echo

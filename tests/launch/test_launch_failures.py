@@ -14,7 +14,7 @@ STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 PROLOGUE = """
 import os, signal, sys, time
 rank = int(os.environ["RANK"])
-from allranks._errors import PeerLostError
+from allranks._base.errors import PeerLostError
 from pathlib import Path
 def ready(): Path(f"ready{rank}").touch()
 def wait_for(other):
@@ -207,9 +207,9 @@ def test_frames_of_the_package_are_left_out_of_its_own_errors(launcher: Launcher
 
 
 def test_frames_of_the_package_are_shown_if_the_error_is_not_its_own(launcher: Launcher) -> None:
-    code, err, _, _ = failing(launcher, "from allranks._errors import rank_list; rank_list(None)", "--start", "spawn")
+    code, err, _, _ = failing(launcher, "from allranks._base import errors; errors.rank_list(None)", "--start", "spawn")
     assert code == 1
-    assert any("_errors.py" in line for line in err)
+    assert any("_base/errors.py" in line for line in err)
 
 
 def test_who_left_early_is_told_while_the_others_go_on(launcher: Launcher) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from allranks._errors import ConfigError
-from allranks._hostlist import Slots, parse_hosts
+from allranks._base.errors import ConfigError
+from allranks._cluster.hostlist import Slots, parse_hosts
 from allranks.launch.arguments.layout import describe_plan, share_out
 
 CASES = [

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from launcher_process import Launcher
 
+from allranks._cluster.env import BACKENDS
+from allranks._cluster.hostlist import Slots
 from allranks._engines import ENGINES
-from allranks._env import BACKENDS
-from allranks._hostlist import Slots
 from allranks.launch.arguments.options import Options, parse
 from allranks.launch.ranks import environ
 from allranks.launch.ranks.target import Target

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launcher_process import Launcher
 
-from allranks import _host
-from allranks._errors import ConfigError
-from allranks._host import Gpu
+from allranks._base.errors import ConfigError
+from allranks._cluster import host
+from allranks._cluster.host import Gpu
 from allranks.launch.arguments.options import Bind
 from allranks.launch.ranks import placement
 from allranks.launch.ranks.environ import Share, common_environ
@@ -114,7 +114,7 @@ GPU 1: NVIDIA H100 (UUID: GPU-1aaa)
 def test_a_machine_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sys_folder(tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 4, 6, 7})
-    monkeypatch.setattr(_host, "_ask_nvidia_smi", dict)
+    monkeypatch.setattr(host, "_ask_nvidia_smi", dict)
     read = placement.read_machine({}, True, tmp_path)
     assert read.cores == (Core((0, 4), 0), Core((1,), 0), Core((6,), 1), Core((7,), 1))
     assert read.gpus == (Gpu("0", 1), Gpu("1", None))
@@ -138,16 +138,16 @@ def test_gpus_that_cuda_would_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: list[Gpu]
 ) -> None:
     sys_folder(tmp_path)
-    monkeypatch.setattr(_host, "_ask_nvidia_smi", lambda: _host._parse_list(LISTED))
+    monkeypatch.setattr(host, "_ask_nvidia_smi", lambda: host._parse_list(LISTED))
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert list(_host.visible_gpus(environ, tmp_path)) == gpus
+    assert list(host.visible_gpus(environ, tmp_path)) == gpus
 
 
 def test_what_ranks_are_told() -> None:
     seats = (Seat((0, 1), "0", 2), Seat((2,), "1", 1))
     environ = common_environ({"ALLRANKS_CPUS": "9"}, Share(2, 2), None, "", ("", 0), seats)
     assert environ["OMP_NUM_THREADS"] == "1"
-    assert environ["ALLRANKS_CPUS"] == str(min(3, _host.usable_cpus()))
+    assert environ["ALLRANKS_CPUS"] == str(min(3, host.usable_cpus()))
     assert "ALLRANKS_CPUS" not in common_environ({"ALLRANKS_CPUS": "9"}, Share(2, 2), None, "", ("", 0))
 
 
@@ -172,7 +172,7 @@ def test_ranks_are_bound_here(launcher: Launcher, how: str) -> None:
     assert done.code == 0, done.err
     seats = place(placement.read_machine(shown, True), 2, "core", True)
     threads = min(seat.threads for seat in seats)
-    together = min(len(HERE), _host.usable_cpus())
+    together = min(len(HERE), host.usable_cpus())
     assert done.lines == [
         f"[{rank}] {list(seat.cpus)} {seat.gpu} {rank} {threads} {together}" for rank, seat in enumerate(seats)
     ]
@@ -186,7 +186,7 @@ def test_a_rank_for_each_gpu_that_nvidia_smi_lists(launcher: Launcher) -> None:
     options = ["-n", "gpu", "--one-gpu-per-rank"]
     done = launcher.script(SCRIPT, *options, "--start", "spawn", "--dry-run", environ=environ)
     assert (done.code, done.err) == (0, "")
-    threads = max(1, _host.usable_cpus() // 3)
+    threads = max(1, host.usable_cpus() // 3)
     assert f"local rank 1: all CPUs, GPU MIG-y, {threads} thread" in done.out
     done = launcher.script(SCRIPT, *options, "--start", "spawn", environ=environ)
     assert done.lines == [

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from launcher_process import Launcher
 
-from allranks._host import usable_cpus
+from allranks._cluster.host import usable_cpus
 from allranks.launch.hosts.door import Door
 from allranks.launch.hosts.link import Link, to_agent
 from allranks.launch.messages import End, Exited, Finish, Finished, Hello, Message, Output, Prepare, Ready, Start

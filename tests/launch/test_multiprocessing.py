@@ -16,7 +16,7 @@ from marked import wait_for
 from torch.multiprocessing.spawn import ProcessContext, ProcessRaisedException
 
 import allranks.multiprocessing as mp
-from allranks._errors import AllranksError
+from allranks._base.errors import AllranksError
 from allranks._store import StoreClient, StoreServer
 
 

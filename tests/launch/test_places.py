@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from allranks._errors import ConfigError
-from allranks._hostlist import Slots
-from allranks._places import CHOICES, Place, detect, read_hosts, with_domain
+from allranks._base.errors import ConfigError
+from allranks._cluster.context import CHOICES, Place, detect, read_hosts, with_domain
+from allranks._cluster.hostlist import Slots
 
 Env = dict[str, str]
 

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed.launch as torchs_launch
 from torch.distributed.run import config_from_args, get_args_parser
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 from allranks.launch.arguments import torchrun
 from allranks.launch.arguments.options import Options
 from allranks.launch.arguments.torchrun import parse_torchruns, read

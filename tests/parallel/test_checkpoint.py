@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from allranks import checkpoint
-from allranks._errors import AllranksError, UsageError
+from allranks._base.errors import AllranksError, UsageError
 
 
 def run_python(program, *args, timeout_s=100):

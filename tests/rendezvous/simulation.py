@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from allranks._errors import AllranksError, ConfigError, JoinError, SecretError
-from allranks._joining import (
+from allranks._base.errors import AllranksError, ConfigError, JoinError, SecretError
+from allranks._rendezvous.join_protocol import (
     GRACE_S,
     TABLE,
     Answer,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from allranks import _env
-from allranks._env import JobEnv, is_master, read_env, split_host_port
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
+from allranks._cluster import env
+from allranks._cluster.env import JobEnv, is_master, read_env, split_host_port
 
 FULL = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
@@ -148,7 +148,7 @@ def test_arguments_out_of_range(rank: int, world_size: int) -> None:
 
 
 def test_every_variable_stands_in_the_table_once() -> None:
-    names = [variable.name for variable in _env.VARIABLES]
+    names = [variable.name for variable in env.VARIABLES]
     assert len(set(names)) == len(names)
     assert set(FULL) < set(names)
-    assert all(variable.set_by and variable.meaning.endswith(".") for variable in _env.VARIABLES)
+    assert all(variable.set_by and variable.meaning.endswith(".") for variable in env.VARIABLES)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from allranks._errors import ConfigError
-from allranks._joining import Member, _pack_members, unpack_members
+from allranks._base.errors import ConfigError
+from allranks._rendezvous.join_protocol import Member, _pack_members, unpack_members
 from allranks._store.wire import (
     FRAME_LIMIT,
     GREETING_LIMIT,

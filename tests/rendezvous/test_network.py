@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from allranks._errors import ConfigError
-from allranks._network import interface_of, machine, nearest_first, published_addresses
+from allranks._base.errors import ConfigError
+from allranks._cluster.network import interface_of, machine, nearest_first, published_addresses
 from allranks._store import load_secret
 
 

@@ -20,17 +20,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from allranks import _rendezvous
-from allranks._errors import ConfigError, JoinError, UsageError
-from allranks._rendezvous import Meeting, join
+from allranks._base.errors import ConfigError, JoinError, UsageError
+from allranks._rendezvous import rendezvous
+from allranks._rendezvous.rendezvous import Meeting, join
 from allranks._store import HashStore, PrefixStore, StoreClient, StoreServer, address
 
 SECRET = "0123456789abcdef"
-SRC = str(Path(_rendezvous.__file__).parents[1])
+SRC = str(Path(rendezvous.__file__).parents[2])
 
 RANK = """
 import json, os, sys, time
-from allranks._rendezvous import join
+from allranks._rendezvous.rendezvous import join
 url, rank, size, timeout_s, rounds = json.loads(sys.argv[1])
 began = time.monotonic()
 answer = {"pid": os.getpid()}
@@ -195,8 +195,8 @@ def test_a_given_store_is_used_and_stays_open() -> None:
 def test_torchs_store(tmp_path: Path) -> None:
     code = f"""
 import threading, torch.distributed, pytest
-from allranks._rendezvous import join
-from allranks._errors import JoinError, TimeoutError
+from allranks._rendezvous.rendezvous import join
+from allranks._base.errors import JoinError, TimeoutError
 from allranks._store import ForeignStore
 files = [torch.distributed.FileStore({str(tmp_path / "store")!r}, 2) for _ in range(2)]
 def take_part(rank):
@@ -524,7 +524,7 @@ def test_a_failed_meeting_can_be_held_again(launcher: dict[str, str]) -> None:
 def test_who_waits_long_says_so_once(
     port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_rendezvous, "_NOTICE_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_NOTICE_S", 0.3)
     end = "; it gives up after 1 s, see init_process_group(timeout=...)"
     for url, last in (
         (f"tcp://no.such.host.invalid:{port}", r"tcp:no.such.host.invalid:\d+\); last: .*name"),
@@ -549,7 +549,7 @@ def test_who_waits_long_says_so_once(
 def test_one_rank_speaks_for_all_that_wait_for_the_same_ranks(
     port: int, launcher: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_rendezvous, "_NOTICE_S", 0.3)
+    monkeypatch.setattr(rendezvous, "_NOTICE_S", 0.3)
     failures(f"tcp://127.0.0.1:{port}", *((i, 5, 0.8) for i in range(3)), environ={"ALLRANKS_SECRET": SECRET})
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("allranks: rank 0 has waited 0 s for ranks 3-4 (it listens on port ")
@@ -569,7 +569,7 @@ def test_who_is_in_time_says_nothing(
 
         list(pool.map(take_part, range(2)))
         assert capsys.readouterr().err == ""
-        monkeypatch.setattr(_rendezvous, "_NOTICE_S", 0.2)
+        monkeypatch.setattr(rendezvous, "_NOTICE_S", 0.2)
         first = pool.submit(take_part, 0)
         time.sleep(0.6)
         take_part(1)

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from allranks import _rendezvous
+from allranks._rendezvous import rendezvous
 
-SRC = Path(_rendezvous.__file__).parents[1]
+SRC = Path(rendezvous.__file__).parents[2]
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "rendezvous.py"
 
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from simulation import Job, Wrong
 
-from allranks._joining import Joining
+from allranks._rendezvous.join_protocol import Joining
 from allranks._store.wire import Add, Set
 
 SEEDS = 10_000

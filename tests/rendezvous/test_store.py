@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks import FileStore, TCPStore, _store
-from allranks._errors import (
+from allranks._base.errors import (
     AllranksError,
     ConfigError,
     JoinError,
@@ -33,7 +33,7 @@ from allranks._errors import (
     TimeoutError,
     UsageError,
 )
-from allranks._network import published_addresses
+from allranks._cluster.network import published_addresses
 from allranks._store import ForeignStore, HashStore, PrefixStore, Store, StoreClient, StoreServer, load_secret
 from allranks._store import address as address_module
 from allranks._store import server as server_module

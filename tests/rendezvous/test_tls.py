@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from test_rendezvous import SRC, Rank, assert_met
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 from allranks._store import StoreClient, StoreServer, TCPStore
 from allranks._store import server as server_module
 from allranks._store.tls import Tls, tls_context
@@ -336,5 +336,5 @@ def test_wrong_settings(sites: tuple[Site, Site], tmp_path: Path) -> None:
 
 
 def test_ssl_is_not_imported_without_need() -> None:
-    code = "import sys, allranks._rendezvous, allranks._store; sys.exit('ssl' in sys.modules)"
+    code = "import sys, allranks._rendezvous.rendezvous, allranks._store; sys.exit('ssl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": SRC}).returncode == 0

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from allranks import _pmi, _rendezvous
-from allranks._env import JobEnv, read_env
-from allranks._errors import ConfigError, JoinError
-from allranks._rendezvous import Meeting, join
+from allranks._base.errors import ConfigError, JoinError
+from allranks._cluster.env import JobEnv, read_env
+from allranks._rendezvous import pmi, rendezvous
+from allranks._rendezvous.rendezvous import Meeting, join
 from allranks._store import StoreServer
 
 SECRET = {"ALLRANKS_SECRET": "a secret of the tests, long enough"}
@@ -106,7 +106,7 @@ def few_ports(monkeypatch: pytest.MonkeyPatch) -> range:
             for probe in probes:
                 probe.close()
         break
-    monkeypatch.setattr(_rendezvous, "job_ports", lambda secret: list(ports))
+    monkeypatch.setattr(rendezvous, "job_ports", lambda secret: list(ports))
     return ports
 
 
@@ -175,8 +175,8 @@ class Daemon(threading.Thread):
 
 @pytest.fixture
 def no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pmi, "_server", None)
-    monkeypatch.setattr(_pmi.atexit, "register", lambda *args: None)
+    monkeypatch.setattr(pmi, "_server", None)
+    monkeypatch.setattr(pmi.atexit, "register", lambda *args: None)
 
 
 @pytest.mark.usefixtures("no_connection")
@@ -184,7 +184,7 @@ def test_a_text_longer_than_a_value_of_pmi() -> None:
     daemon = Daemon()
     daemon.start()
     for text in ("x" * 1000 + "y", "short"):
-        board = _pmi.PmiBoard(daemon.near.fileno())
+        board = pmi.PmiBoard(daemon.near.fileno())
         board.post(text)
         assert board.read(5.0) == text
     assert daemon.calls.count("init") == 1
@@ -197,7 +197,7 @@ def test_a_daemon_that_speaks_otherwise(strange: str) -> None:
     daemon = Daemon(strange)
     daemon.start()
     with pytest.raises(ConfigError, match=f"it answered '{strange}' to 'cmd=init'"):
-        _pmi.PmiBoard(daemon.near.fileno())
+        pmi.PmiBoard(daemon.near.fileno())
     daemon.near.close()
 
 
@@ -206,5 +206,5 @@ def test_a_daemon_that_hangs_up() -> None:
     daemon = Daemon()
     daemon.far.close()
     with pytest.raises(ConfigError, match=r"does not serve there as PMI-1 does: .*\n  Set MASTER_ADDR "):
-        _pmi.PmiBoard(daemon.near.fileno())
+        pmi.PmiBoard(daemon.near.fileno())
     daemon.near.close()

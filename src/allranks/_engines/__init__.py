@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine, Parent
     from allranks._engines.native_connect import Exchange
-    from allranks._rendezvous import Member
+    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["DEFAULT", "ENGINES", "available", "check_backend", "engines_of", "make_engine", "meetings", "moves"]
 

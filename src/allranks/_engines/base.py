@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from allranks import _core
-    from allranks._types import PremulSum, ReduceOp, Stats
-    from allranks._work import Work
+    from allranks._call.types import PremulSum, ReduceOp, Stats
+    from allranks._call.work import Work
 
 __all__ = ["Engine", "Now", "Parent", "never"]
 

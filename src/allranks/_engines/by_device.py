@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from allranks._base.errors import UsageError
+from allranks._call.types import Stats
 from allranks._engines.base import Engine, never
-from allranks._errors import UsageError
-from allranks._types import Stats
 
 if TYPE_CHECKING:
     from allranks import _core
-    from allranks._types import PremulSum, ReduceOp
-    from allranks._work import Work
+    from allranks._call.types import PremulSum, ReduceOp
+    from allranks._call.work import Work
 
 __all__ = ["ByDevice"]
 

@@ -25,18 +25,18 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
+from allranks._base.errors import AllranksError, JoinError, PeerLostError, TimeoutError, UsageError
+from allranks._base.forks import leak
+from allranks._base.threads import Daemon
+from allranks._call.types import ReduceOp
+from allranks._cluster.network import interface_of
 from allranks._engines.c10d_store import GroupStore
 from allranks._engines.flat import ON_BITS, ON_BOOLS, ON_NUMBERS, FlatEngine, Progress
 from allranks._engines.native_connect import Exchange
 from allranks._engines.presence import Presence
-from allranks._errors import AllranksError, JoinError, PeerLostError, TimeoutError, UsageError
-from allranks._forks import leak
-from allranks._network import interface_of
-from allranks._threads import Daemon
-from allranks._types import ReduceOp
 
 if TYPE_CHECKING:
-    from allranks._rendezvous import Member
+    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["DTYPES", "C10dEngine", "reduces"]
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
+from allranks._base.errors import JoinError
+from allranks._base.forks import follow, forks
+from allranks._cluster.network import nearest_first
 from allranks._engines.native_connect import RECORD_BYTES, Exchange
-from allranks._errors import JoinError
-from allranks._forks import follow, forks
-from allranks._network import nearest_first
 from allranks._store import StoreClient, StoreServer
 
 if TYPE_CHECKING:
-    from allranks._rendezvous import Member
+    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["GroupStore"]
 

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from allranks import _core
-from allranks._debug import DebugLevel, get_debug_level
+from allranks._base.errors import AllranksError, MismatchError, TimeoutError, UsageError, rank_list
+from allranks._base.forks import forks, refusal
+from allranks._call.debug import DebugLevel, get_debug_level
+from allranks._call.types import PremulSum, ReduceOp, Stats, is_integer
+from allranks._call.work import Work, seconds_of
 from allranks._engines.base import Engine
 from allranks._engines.operands import CODES, Operands, OperandsWork, check_apart, check_pieces
 from allranks._engines.presence import Presence
-from allranks._errors import AllranksError, MismatchError, TimeoutError, UsageError, rank_list
-from allranks._forks import forks, refusal
-from allranks._types import PremulSum, ReduceOp, Stats, is_integer
-from allranks._work import Work, seconds_of
 
 if TYPE_CHECKING:
-    from allranks._rendezvous import Member
+    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["ON_BITS", "ON_BOOLS", "ON_NUMBERS", "FlatEngine", "FlatWork", "Progress", "as_bytes"]
 

@@ -28,19 +28,19 @@ import torch
 from torch import Tensor
 
 from allranks import _core
+from allranks._base.errors import AllranksError, ConfigError, MismatchError, PeerLostError, TimeoutError, UsageError
+from allranks._base.threads import Daemon
+from allranks._call.types import ReduceOp
+from allranks._cluster.host import usable_cpus
 from allranks._engines import mpi_job
 from allranks._engines.flat import FlatEngine, FlatWork, Progress
 from allranks._engines.mpi_job import lock, poll
 from allranks._engines.native_connect import RECORD_BYTES, Exchange
 from allranks._engines.operands import CODES, Operands
 from allranks._engines.presence import Presence
-from allranks._errors import AllranksError, ConfigError, MismatchError, PeerLostError, TimeoutError, UsageError
-from allranks._host import usable_cpus
-from allranks._threads import Daemon
-from allranks._types import ReduceOp
 
 if TYPE_CHECKING:
-    from allranks._rendezvous import Member
+    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["MpiEngine", "reduces"]
 

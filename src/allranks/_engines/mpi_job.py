@@ -25,9 +25,9 @@ from typing import Any
 
 import msgspec
 
-from allranks._env import read_int
-from allranks._errors import ConfigError, JoinError, rank_list
-from allranks._rendezvous import Member, this_member
+from allranks._base.errors import ConfigError, JoinError, rank_list
+from allranks._cluster.env import read_int
+from allranks._rendezvous.rendezvous import Member, this_member
 
 __all__ = ["MpiMeeting", "installed", "join", "lock", "not_launched", "poll", "start"]
 

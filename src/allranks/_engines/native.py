@@ -19,24 +19,24 @@ import torch
 from torch import Tensor
 
 from allranks import _core
-from allranks._bytes import bytes_of
-from allranks._debug import DebugLevel, get_debug_level
+from allranks._base.errors import AllranksError, JoinError, MismatchError, UsageError, rank_list
+from allranks._base.forks import Socket, guard
+from allranks._call.bytes import bytes_of
+from allranks._call.callsite import site, stack_hash, where
+from allranks._call.debug import DebugLevel, get_debug_level
+from allranks._call.futures import End
+from allranks._call.purpose import part_of
+from allranks._call.types import PremulSum, ReduceOp, Stats
+from allranks._call.work import Work, seconds_of
+from allranks._cluster.env import read_int
+from allranks._cluster.host import usable_cpus
 from allranks._engines.base import Engine, Parent, never
 from allranks._engines.native_connect import DOOR_BYTES, Door, Exchange, confirm, connect
 from allranks._engines.native_errors import explain
 from allranks._engines.operands import CODES, Operands, OperandsWork, check_pieces
-from allranks._env import read_int
-from allranks._errors import AllranksError, JoinError, MismatchError, UsageError, rank_list
-from allranks._forks import Socket, guard
-from allranks._futures import End
-from allranks._host import usable_cpus
-from allranks._purpose import part_of
-from allranks._sites import site, stack_hash, where
-from allranks._types import PremulSum, ReduceOp, Stats
-from allranks._work import Work, seconds_of
 
 if TYPE_CHECKING:
-    from allranks._rendezvous import Member
+    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["NativeEngine", "TcpEngine"]
 

@@ -6,8 +6,8 @@ another uses that group's, and closes its own. Those of different hosts connect 
 (`native_tcp`); from the beginning only the first ranks of hosts do, for signs of life. How the ranks hear of each
 other's addresses is the caller's business (`Exchange`): a store for the world, the parent group for a group made later.
 
-On one host are ranks that see one running kernel and one network namespace (`_network.machine`), and then the unix
-sockets must connect: no name and no number of local ranks is believed.
+Ranks are on one host where they see one running kernel and one network namespace (`_cluster.network.machine`). Their
+unix sockets must then connect: no host name and no number of local ranks is trusted.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from allranks import _core
+from allranks._base.errors import JoinError, rank_list
+from allranks._base.forks import Socket
 from allranks._engines.native_tcp import Circle, Reception, Target
-from allranks._errors import JoinError, rank_list
-from allranks._forks import Socket
 from allranks._store import load_secret
 from allranks._store.client import credentials
 
 if TYPE_CHECKING:
-    from allranks._rendezvous import Member
+    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["DOOR_BYTES", "RECORD_BYTES", "Connections", "Door", "Exchange", "confirm", "connect"]
 

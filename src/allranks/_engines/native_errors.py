@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from allranks import _core
-from allranks._errors import AllranksError, MismatchError, PeerLostError, TimeoutError, UsageError, rank_list
-from allranks._forks import refusal
+from allranks._base.errors import AllranksError, MismatchError, PeerLostError, TimeoutError, UsageError, rank_list
+from allranks._base.forks import refusal
 
 if TYPE_CHECKING:
-    from allranks._rendezvous import Member
+    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["explain"]
 

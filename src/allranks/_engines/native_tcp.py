@@ -27,9 +27,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from allranks._errors import AllranksError, ConfigError, JoinError, SecretError, rank_list
-from allranks._forks import Descriptor, Socket, guard
-from allranks._network import listen, nearest_first
+from allranks._base.errors import AllranksError, ConfigError, JoinError, SecretError, rank_list
+from allranks._base.forks import Descriptor, Socket, guard
+from allranks._base.threads import Daemon
+from allranks._cluster.network import listen, nearest_first
 from allranks._store import reason
 from allranks._store.wire import (
     GREETING_LIMIT,
@@ -41,11 +42,10 @@ from allranks._store.wire import (
     WireError,
     pack_frame,
 )
-from allranks._threads import Daemon
 
 if TYPE_CHECKING:
     from allranks import _core
-    from allranks._rendezvous import Member
+    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["LANE", "POST", "PULSE", "Circle", "Hello", "Reception", "circle_key", "circle_name", "greet", "proof"]
 

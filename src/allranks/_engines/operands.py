@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from allranks import _core
-from allranks._errors import AllranksError, UsageError
-from allranks._forks import forks, refusal
-from allranks._futures import End
-from allranks._types import scaled
-from allranks._work import Work
+from allranks._base.errors import AllranksError, UsageError
+from allranks._base.forks import forks, refusal
+from allranks._call.futures import End
+from allranks._call.types import scaled
+from allranks._call.work import Work
 
 __all__ = ["CODES", "Operands", "OperandsWork", "check_apart", "check_pieces", "different"]
 

@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from allranks._forks import Socket
+from allranks._base.forks import Socket
 
 if TYPE_CHECKING:
-    from allranks._rendezvous import Member
+    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["Presence"]
 

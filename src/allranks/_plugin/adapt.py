@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from allranks import _world
+from allranks._api import world
 
 __all__ = ["adapt"]
 
@@ -36,7 +36,7 @@ def _let_barrier_be_monitored() -> None:
     @functools.wraps(torchs)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
         meant = _c10d.group.WORLD if group is None else group
-        if (ours := _world.behind(meant)) is not None:
+        if (ours := world.behind(meant)) is not None:
             return ours.monitored_barrier(timeout, wait_all_ranks)
         return torchs(group, timeout, wait_all_ranks)
 
@@ -51,7 +51,7 @@ def _let_hooks_be_built_in() -> None:
 def _register_builtin_comm_hook(torchs: Callable[..., None], model: Any, comm_hook_type: Any) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    if _world.behind(model.process_group) is None:
+    if world.behind(model.process_group) is None:
         return torchs(model, comm_hook_type)
     compressed = comm_hook_type == _c10d.BuiltinCommHookType.FP16_COMPRESS
     hook = default_hooks.fp16_compress_hook if compressed else default_hooks.allreduce_hook

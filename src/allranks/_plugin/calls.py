@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from allranks._base.errors import UsageError
+from allranks._call.types import PremulSum, ReduceOp, premul_sum
+from allranks._call.work import Complete, Then, Together, Work, seconds_of
 from allranks._engines.operands import check_apart, different
-from allranks._errors import UsageError
 from allranks._plugin.work import DONE, TorchWork
-from allranks._types import PremulSum, ReduceOp, premul_sum
-from allranks._work import Complete, Then, Together, Work, seconds_of
 
 if TYPE_CHECKING:
-    from allranks._group import ProcessGroup
+    from allranks._group.process_group import ProcessGroup
 
 __all__ = ["Calls", "tensors_in"]
 

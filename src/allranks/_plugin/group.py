@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from allranks._errors import UsageError
+from allranks._base.errors import UsageError
 from allranks._plugin import NAME
 from allranks._plugin.calls import Calls, tensors_in
 from allranks._plugin.operators import BACKENDS_IN_PYTHON, Operator, install, make_backend
 from allranks._plugin.work import TorchWork
 
 if TYPE_CHECKING:
-    from allranks._group import ProcessGroup
+    from allranks._group.process_group import ProcessGroup
 
 __all__ = ["TorchGroup"]
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allranks._errors import UsageError
+from allranks._base.errors import UsageError
+from allranks._call.work import Together
 from allranks._plugin.work import TorchWork
-from allranks._work import Together
 
 if TYPE_CHECKING:
     from allranks._plugin.calls import Calls

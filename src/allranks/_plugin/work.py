@@ -19,10 +19,10 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
-from allranks._work import Complete
+from allranks._call.work import Complete
 
 if TYPE_CHECKING:
-    from allranks._work import Work
+    from allranks._call.work import Work
 
 __all__ = ["DONE", "TorchWork"]
 

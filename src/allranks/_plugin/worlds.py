@@ -19,19 +19,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec.structs import replace
 
-from allranks import _engines, _rendezvous, _world
-from allranks._errors import UsageError
-from allranks._forks import leak
-from allranks._group import ProcessGroup
-from allranks._groups import exchange_locally
+from allranks import _engines
+from allranks._api.groups import exchange_locally
+from allranks._api.world import destroy_process_group, establish, is_initialized, resolve_group, torch_store
+from allranks._api.world import register as register_group
+from allranks._base.errors import UsageError
+from allranks._base.forks import leak
+from allranks._base.public import publish
+from allranks._group.process_group import ProcessGroup
 from allranks._plugin import NAME, register
 from allranks._plugin.adapt import adapt
 from allranks._plugin.group import TorchGroup
-from allranks._public import publish
+from allranks._rendezvous import rendezvous
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine
-    from allranks._rendezvous import Member
+    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["create", "torch_group"]
 
@@ -98,8 +101,8 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
         >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
         >>> dist.destroy_process_group()
     """
-    ours = _world.resolve_group(group)
-    world = _world.resolve_group(None)
+    ours = resolve_group(group)
+    world = resolve_group(None)
     if _c10d.is_initialized():
         if (_c10d.get_rank(), _c10d.get_world_size()) != (world.rank(), world.size()):
             raise UsageError(
@@ -108,7 +111,7 @@ def torch_group(group: ProcessGroup | int | None = None) -> Any:
             )
     else:
         register()
-        store = _world.torch_store()
+        store = torch_store()
         assert store is not None  # else torch has begun this world
         store.serve()
         timeout = timedelta(seconds=world.timeout_s)
@@ -153,7 +156,7 @@ def _uncounted() -> Iterator[None]:
 
 def _the_world(about: Any) -> ProcessGroup:
     rank, size = about.group_rank, about.group_size
-    if _world.is_initialized() and not (world := _world.resolve_group(None)).inherited:
+    if is_initialized() and not (world := resolve_group(None)).inherited:
         if (world.rank(), world.size()) != (rank, size):
             raise UsageError(
                 f"allranks is initialized with rank {world.rank()} of {world.size()}, torch.distributed with rank "
@@ -162,21 +165,21 @@ def _the_world(about: Any) -> ProcessGroup:
         return world
     timeout_s = about.timeout.total_seconds()
     meeting = _meet(about, rank, size, timeout_s)
-    return _world.establish(_ENGINE, meeting, "world", timeout_s)
+    return establish(_ENGINE, meeting, "world", timeout_s)
 
 
-def _meet(about: Any, rank: int, size: int, timeout_s: float) -> _rendezvous.Meeting:
+def _meet(about: Any, rank: int, size: int, timeout_s: float) -> rendezvous.Meeting:
     # torchrun restarts ranks on the same store, where the last attempt's keys still are.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = _c10d.PrefixStore(f"attempt {attempt}/", about.store)
-    return _rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store)
+    return rendezvous.join(None, rank=rank, world_size=size, timeout_s=timeout_s, store=store)
 
 
 def _sub_group(about: Any) -> ProcessGroup:
     ranks, rank, timeout_s = about.global_ranks_in_group, about.group_rank, about.timeout.total_seconds()
     name = f"torch group {about.group_id}"
-    if _world.torch_store() is not None:  # its server may be a rank that is not asked for this group
-        world = _world.resolve_group(None)
+    if torch_store() is not None:  # its server may be a rank that is not asked for this group
+        world = resolve_group(None)
         members = [world.members[r] for r in ranks]
         exchange = partial(exchange_locally, world, ranks)
         parent = world.parent_of(ranks)
@@ -184,7 +187,7 @@ def _sub_group(about: Any) -> ProcessGroup:
     else:
         engine, members = _met(about, name)
     made = ProcessGroup(engine, name, rank, members, timeout_s)
-    _world.register(made)
+    register_group(made)
     return made
 
 
@@ -207,7 +210,7 @@ def _leave(ours: ProcessGroup) -> None:
     """torch destroys the group."""
     if _made.pop(ours, None) is not None:
         ours.closing = None
-        _world.destroy_process_group(ours)
+        destroy_process_group(ours)
 
 
 def _close(ours: ProcessGroup) -> None:

@@ -24,8 +24,8 @@ secret may be empty. Without TLS nothing is encrypted.
 
 from __future__ import annotations
 
-from allranks._errors import SecretError, StoreLostError
-from allranks._public import publish
+from allranks._base.errors import SecretError, StoreLostError
+from allranks._base.public import publish
 from allranks._store.client import StoreClient, reason
 from allranks._store.file import FileStore
 from allranks._store.secret import load_secret

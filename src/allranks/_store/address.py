@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from allranks._network import published_addresses
+from allranks._cluster.network import published_addresses
 
 __all__ = ["addresses_of", "trouble_with"]
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from allranks._env import split_host_port
-from allranks._errors import ConfigError, JoinError, SecretError, StoreLostError, TimeoutError, UsageError
-from allranks._forks import Socket, follow
+from allranks._base.errors import ConfigError, JoinError, SecretError, StoreLostError, TimeoutError, UsageError
+from allranks._base.forks import Socket, follow
+from allranks._cluster.env import split_host_port
 from allranks._store.stores import Store
 from allranks._store.tls import Tls, tls_context
 from allranks._store.wire import (

@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from allranks._errors import ConfigError, NotInitializedError, StoreLostError, TimeoutError, UsageError
-from allranks._forks import Descriptor, follow, forks, guard, refusal
+from allranks._base.errors import ConfigError, NotInitializedError, StoreLostError, TimeoutError, UsageError
+from allranks._base.forks import Descriptor, follow, forks, guard, refusal
 from allranks._store.client import reason
 from allranks._store.stores import Store
 from allranks._store.table import KeyTable

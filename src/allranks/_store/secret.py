@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 from allranks._store.client import reason
 
 __all__ = ["load_secret", "own_secret"]

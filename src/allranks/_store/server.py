@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from allranks._errors import ConfigError, SecretError, UsageError
-from allranks._forks import Descriptor, Socket, forks
-from allranks._network import listen, published_addresses
+from allranks._base.errors import ConfigError, SecretError, UsageError
+from allranks._base.forks import Descriptor, Socket, forks
+from allranks._base.threads import Daemon
+from allranks._cluster.network import listen, published_addresses
 from allranks._store.address import addresses_of, trouble_with
 from allranks._store.client import credentials, reason
 from allranks._store.table import KeyTable
@@ -45,7 +46,6 @@ from allranks._store.wire import (
     encode,
     pack_frame,
 )
-from allranks._threads import Daemon
 
 if TYPE_CHECKING:
     import ssl

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
-from allranks._errors import QueueEmptyError, TimeoutError, UsageError
-from allranks._forks import follow
+from allranks._base.errors import QueueEmptyError, TimeoutError, UsageError
+from allranks._base.forks import follow
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
     LONGEST_S,

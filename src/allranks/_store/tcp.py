@@ -11,8 +11,8 @@ import threading
 import weakref
 from datetime import timedelta
 
-from allranks._errors import JoinError, TimeoutError, UsageError
-from allranks._forks import Socket, forks
+from allranks._base.errors import JoinError, TimeoutError, UsageError
+from allranks._base.forks import Socket, forks
 from allranks._store.client import StoreClient
 from allranks._store.secret import load_secret
 from allranks._store.server import StoreServer

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 from allranks._store.wire import SET_TLS, WANTS_TLS, TlsError, WireError, pack_frame
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from allranks._errors import ConfigError, SecretError
+from allranks._base.errors import ConfigError, SecretError
 
 __all__ = [
     "Add",

@@ -20,6 +20,6 @@ works where torch is broken. Only ``ranks.preload`` imports it, by name, in the 
 - ``ranks``       what runs on one host: an agent, its ranks, and all that is between them
 - ``hosts``       what reaches other hosts: lines to agents, how they are started there, all of them as one
 
-How ranks find each other is ``allranks._store``'s and ``allranks._rendezvous``'s business; the launcher only
+How ranks find each other is ``allranks._store``'s and ``allranks._rendezvous.rendezvous``'s business; the launcher only
 keeps a store server for them.
 """

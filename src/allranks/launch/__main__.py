@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from allranks._console import run_command
+from allranks._base.console import run_command
 from allranks.launch.arguments.torchrun import launch as main
 
 __all__ = ["main"]

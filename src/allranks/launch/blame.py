@@ -12,7 +12,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from allranks._errors import rank_list
+from allranks._base.errors import rank_list
 from allranks.launch.messages import Report
 from allranks.launch.voice import Voice
 

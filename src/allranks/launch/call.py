@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO, TypeVar, get_args
 
-from allranks._errors import ConfigError, RankError, TimeoutError, UsageError, rank_list
-from allranks._host import visible_gpus
-from allranks._hostlist import Slots, parse_hosts
-from allranks._places import detect, read_hosts
-from allranks._public import publish
+from allranks._base.errors import ConfigError, RankError, TimeoutError, UsageError, rank_list
+from allranks._base.public import publish
+from allranks._cluster.context import detect, read_hosts
+from allranks._cluster.host import visible_gpus
+from allranks._cluster.hostlist import Slots, parse_hosts
 from allranks.launch.arguments.layout import share_out
 from allranks.launch.arguments.options import Bind, Display, Options, Show
 from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_result

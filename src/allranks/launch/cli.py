@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from allranks._console import Program
-from allranks._errors import ConfigError
+from allranks._base.console import Program
+from allranks._base.errors import ConfigError
 from allranks.launch.arguments.options import Options, parse
 
 __all__ = ["main", "run"]

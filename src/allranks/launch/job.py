@@ -12,12 +12,12 @@ import subprocess
 import sys
 from dataclasses import fields
 
-from allranks._console import interruptible, put
-from allranks._errors import ConfigError
-from allranks._host import usable_cpus, visible_gpus
-from allranks._hostlist import Slots, expand_hosts
-from allranks._network import published_addresses
-from allranks._places import PORTS_TRIED, Place, detect, job_ports, job_secret, read_hosts, with_domain
+from allranks._base.console import interruptible, put
+from allranks._base.errors import ConfigError
+from allranks._cluster.context import PORTS_TRIED, Place, detect, job_ports, job_secret, read_hosts, with_domain
+from allranks._cluster.host import usable_cpus, visible_gpus
+from allranks._cluster.hostlist import Slots, expand_hosts
+from allranks._cluster.network import published_addresses
 from allranks._store import load_secret
 from allranks.launch.arguments.layout import describe_plan, share_out
 from allranks.launch.arguments.options import Options

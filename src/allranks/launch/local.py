@@ -15,7 +15,7 @@ import sys
 from collections.abc import Set
 from dataclasses import dataclass, replace
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 from allranks._store import StoreServer
 from allranks.launch.arguments.options import Options
 from allranks.launch.error_file import write_error_file

@@ -25,10 +25,10 @@ from typing import TextIO
 
 import msgspec
 
-from allranks._errors import ConfigError, rank_list
-from allranks._host import usable_cpus, visible_gpus
-from allranks._hostlist import Slots
-from allranks._network import published_addresses
+from allranks._base.errors import ConfigError, rank_list
+from allranks._cluster.host import usable_cpus, visible_gpus
+from allranks._cluster.hostlist import Slots
+from allranks._cluster.network import published_addresses
 from allranks._store import load_secret
 from allranks._store.address import addresses_of
 from allranks.launch.arguments.layout import describe_plan, share_out

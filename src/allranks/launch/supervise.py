@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from allranks._errors import rank_list
+from allranks._base.errors import rank_list
 from allranks.launch import stacks
 from allranks.launch.blame import Blame, Failure, describe_failure, describe_interrupt
 from allranks.launch.hosts.fleet import Fleet

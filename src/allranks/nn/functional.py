@@ -28,12 +28,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
-from allranks._collectives import root_of
-from allranks._types import PremulSum, ReduceOp, as_reduce_op, scaled
-from allranks._world import resolve_group
+from allranks._api.collectives import root_of
+from allranks._api.world import resolve_group
+from allranks._call.types import PremulSum, ReduceOp, as_reduce_op, scaled
 
 if TYPE_CHECKING:
-    from allranks._group import ProcessGroup
+    from allranks._group.process_group import ProcessGroup
 
 __all__ = [
     "all_gather",

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks._errors import UsageError
-from allranks._group import ProcessGroup
-from allranks._shared import empty_shared
+from allranks._api.shared import empty_shared
+from allranks._base.errors import UsageError
+from allranks._group.process_group import ProcessGroup
 
 __all__ = ["ALONE_BYTES", "Bucket", "bucket_memory", "plan"]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from allranks._errors import NotInitializedError, UsageError
+from allranks._base.errors import NotInitializedError, UsageError
 from allranks.remote.start import master_of_this_process
 from allranks.remote.tensor import RemoteTensor, place_of
 

@@ -13,7 +13,7 @@ Here is the interface: arguments, forward, contexts. The work is done in
 - `hooks`: a user's function in the all-reduce's place;
 - `join`: ranks that have run out of inputs.
 
-Left to others: the reduction itself (`allranks._collectives`), dealing out the data
+Left to others: the reduction itself (`allranks._api.collectives`), dealing out the data
 (`allranks.data`). Not there: sparse gradients, mixed precision, device meshes, delayed all-reduce.
 
 Source: S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
@@ -32,11 +32,12 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_map_only
 
-from allranks import _engines, _world
-from allranks._errors import UsageError
-from allranks._group import ProcessGroup
-from allranks._host import usable_cpus
-from allranks._types import ReduceOp
+from allranks import _engines
+from allranks._api import world
+from allranks._base.errors import UsageError
+from allranks._call.types import ReduceOp
+from allranks._cluster.host import usable_cpus
+from allranks._group.process_group import ProcessGroup
 from allranks.parallel.buckets import plan
 from allranks.parallel.hooks import CommHook, Hook
 from allranks.parallel.join import Act, UnevenInputs, alone
@@ -164,7 +165,7 @@ class DistributedDataParallel(nn.Module):
         caps = [*bucket_cap_mb_list, *caps] if bucket_cap_mb_list else [min(_FIRST_BUCKET_MB, *caps), *caps]
         if min(caps) <= 0:
             raise UsageError(f"{_WHO}: bucket_cap_mb must be > 0, is {min(caps)}")
-        self.process_group = _world.resolve_group(process_group)
+        self.process_group = world.resolve_group(process_group)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
         trained = [p for _, p in self._trained_parameters()]
@@ -430,7 +431,7 @@ class DistributedDataParallel(nn.Module):
             broadcast_values(buffers, self.process_group, source)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not _world.resolve_group(None):
+        if self.process_group is not world.resolve_group(None):
             raise UsageError(
                 f"{_WHO}: it can be copied and pickled only if its process group is the default one; use .module"
             )
@@ -442,7 +443,7 @@ class DistributedDataParallel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = _world.resolve_group(None)
+        self.process_group = world.resolve_group(None)
         self._connect(shared=False)  # one rank may make a copy alone
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks._errors import AllranksError, UsageError
+from allranks._base.errors import AllranksError, UsageError
 
 __all__ = ["CommHook", "GradBucket"]
 

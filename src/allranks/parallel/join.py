@@ -17,9 +17,9 @@ from contextlib import contextmanager
 
 import torch
 
-from allranks._errors import MismatchError, UsageError, rank_list
-from allranks._group import ProcessGroup
-from allranks._types import ReduceOp
+from allranks._base.errors import MismatchError, UsageError, rank_list
+from allranks._call.types import ReduceOp
+from allranks._group.process_group import ProcessGroup
 
 __all__ = ["Act", "UnevenInputs", "alone"]
 

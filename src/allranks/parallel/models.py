@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from allranks import _objects
-from allranks._errors import MismatchError, rank_list
-from allranks._group import ProcessGroup
+from allranks._api import objects
+from allranks._base.errors import MismatchError, rank_list
+from allranks._group.process_group import ProcessGroup
 from allranks.parallel.buckets import ALONE_BYTES
 
 __all__ = ["broadcast_values", "require_same_model"]
@@ -75,7 +75,7 @@ def require_same_model(
     if bool((all_of_them[:, :-1] == all_of_them[0, :-1]).all()):
         return bool(all_of_them[:, -1].all())
     everyones: list[tuple[list[str], list[str]]] = [([], []) for _ in range(group.size())]
-    _objects.all_gather_object(everyones, (choices, lines), group)
+    objects.all_gather_object(everyones, (choices, lines), group)
     _compare_options([theirs for theirs, _ in everyones], group)
     models = [model for _, model in everyones]
     reference = models[0]

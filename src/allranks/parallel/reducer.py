@@ -33,10 +33,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from allranks._errors import UsageError, rank_list
-from allranks._group import ProcessGroup
-from allranks._types import ReduceOp
-from allranks._work import Work
+from allranks._base.errors import UsageError, rank_list
+from allranks._call.types import ReduceOp
+from allranks._call.work import Work
+from allranks._group.process_group import ProcessGroup
 from allranks.parallel.buckets import Bucket
 from allranks.parallel.hooks import CommHook, GradBucket, HookWork
 

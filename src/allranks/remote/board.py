@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from allranks._base.errors import PeerLostError, TimeoutError, UsageError, rank_list
 from allranks._engines import make_engine
-from allranks._errors import PeerLostError, TimeoutError, UsageError, rank_list
-from allranks._group import ProcessGroup
-from allranks._rendezvous import Member
+from allranks._group.process_group import ProcessGroup
+from allranks._rendezvous.rendezvous import Member
 from allranks._store import Store
 
 __all__ = ["Board"]

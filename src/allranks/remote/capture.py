@@ -28,8 +28,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from allranks import _core
-from allranks._errors import UsageError
-from allranks._public import publish
+from allranks._base.errors import UsageError
+from allranks._base.public import publish
 from allranks.remote import tensor as handles
 from allranks.remote import wire
 from allranks.remote.lines import here, line_of

@@ -13,8 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from allranks._errors import ConfigError, TimeoutError
-from allranks._hostlist import Slots
+from allranks._base.errors import ConfigError, TimeoutError
+from allranks._cluster.hostlist import Slots
 from allranks.launch.arguments.options import Options
 from allranks.launch.call import output_streams
 from allranks.launch.messages import Again

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from allranks._errors import AllranksError, ConfigError, UsageError
+from allranks._base.errors import AllranksError, ConfigError, UsageError
 from allranks.remote import compilers, flags, generators, saving, torch_worker, wire
 from allranks.remote import tensor as handles
 from allranks.remote.composites import COMPOSITES, choose_by_kind

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from allranks._errors import RemoteError
+from allranks._base.errors import RemoteError
 from allranks.launch.ranks.function import unpack_error
 from allranks.remote.wire import Fault
 

@@ -15,7 +15,7 @@ import cloudpickle
 import torch
 from torch.utils._pytree import tree_map
 
-from allranks._errors import UsageError
+from allranks._base.errors import UsageError
 from allranks.remote import wire
 from allranks.remote.faults import Given, given
 from allranks.remote.lines import here

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from allranks._bytes import bytes_of
+from allranks._call.bytes import bytes_of
 from allranks.remote.tensor import GENERATORS, place_of
 
 __all__ = ["Generator", "register"]

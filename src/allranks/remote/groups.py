@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from allranks._errors import UsageError
-from allranks._public import publish
+from allranks._base.errors import UsageError
+from allranks._base.public import publish
 from allranks.remote.lines import here
 from allranks.remote.signature import signature
 from allranks.remote.tensor import Place, RemoteTensor, as_view, make

@@ -26,8 +26,7 @@ import msgspec
 import torch
 
 from allranks import _core
-from allranks._bytes import view_of
-from allranks._errors import (
+from allranks._base.errors import (
     AllranksError,
     PeerLostError,
     RemoteError,
@@ -37,7 +36,8 @@ from allranks._errors import (
     rank_list,
     spans,
 )
-from allranks._forks import follow, forks, refusal
+from allranks._base.forks import follow, forks, refusal
+from allranks._call.bytes import view_of
 from allranks.remote import flags, wire
 from allranks.remote import tensor as handles
 from allranks.remote.faults import error_of
@@ -59,7 +59,7 @@ from allranks.remote.tensor import Call, Place, RemoteTensor, form, make, operan
 from allranks.remote.wire import Answer, Ask, Define, Hold, Order
 
 if TYPE_CHECKING:
-    from allranks._group import ProcessGroup
+    from allranks._group.process_group import ProcessGroup
     from allranks.remote.meet import Line, Workers
 
 __all__ = ["Asked", "Master"]

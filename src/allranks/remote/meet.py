@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import msgspec
 
-from allranks import _rendezvous
-from allranks._env import read_env, read_int
-from allranks._errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError, rank_list
-from allranks._forks import forks
-from allranks._hostlist import Slots, parse_hosts
-from allranks._network import machine, nearest_first, published_addresses
-from allranks._rendezvous import Member, this_member
+from allranks._base.errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError, rank_list
+from allranks._base.forks import forks
+from allranks._base.threads import Daemon
+from allranks._cluster.env import read_env, read_int
+from allranks._cluster.hostlist import Slots, parse_hosts
+from allranks._cluster.network import machine, nearest_first, published_addresses
+from allranks._rendezvous import rendezvous
+from allranks._rendezvous.rendezvous import Member, this_member
 from allranks._store import Store, StoreClient, StoreServer, load_secret
-from allranks._threads import Daemon
 from allranks.launch.hosts.door import Door, dial, store_secret
 from allranks.launch.messages import Again, Ended
 from allranks.launch.ranks.rank import this_rank
@@ -47,7 +47,7 @@ from allranks.remote.board import Board
 from allranks.remote.crew import Crew, describe_end, read_status
 
 if TYPE_CHECKING:
-    from allranks._group import ProcessGroup
+    from allranks._group.process_group import ProcessGroup
 
 __all__ = ["Line", "Post", "Workers", "attend", "gather_workers", "serve_here"]
 
@@ -69,7 +69,7 @@ class Spot(msgspec.Struct, frozen=True):
     """Where a master is to be found.
 
     Attributes:
-        machine: its host, see ``_network.machine``.
+        machine: its host, see ``_cluster.network.machine``.
         store: its store, for workers of its host.
         door: the unix socket of its door, for the same.
         stores: its store, for workers of other hosts.
@@ -415,7 +415,7 @@ def _check(
 def _gather_ranks(
     init_method: str | None, world_size: int, rank: int, timeout_s: float, device: str, serve: str
 ) -> Workers:
-    meeting = _rendezvous.join(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    meeting = rendezvous.join(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s)
     try:
         if meeting.world_size == 1:
             raise ConfigError(
@@ -588,14 +588,14 @@ def attend(timeout_s: float = _TIMEOUT_S, environ: Mapping[str, str] = os.enviro
             raise ConfigError(f"{MASTER} is set, and RANK is not: this is no worker that allranks has started")
         spot = msgspec.json.decode(told, type=Spot)
         return _enter(spot, this_member(rank, spot.size), local_rank or 0, timeout_s)
-    meeting = _rendezvous.join("env://", timeout_s=timeout_s, environ=environ)
+    meeting = rendezvous.join("env://", timeout_s=timeout_s, environ=environ)
     try:
         return _attend_in(meeting, timeout_s)
     finally:
         meeting.close()
 
 
-def _attend_in(meeting: _rendezvous.Meeting, timeout_s: float) -> Post:
+def _attend_in(meeting: rendezvous.Meeting, timeout_s: float) -> Post:
     spot = msgspec.json.decode(meeting.store.get("master", timeout_s), type=Spot)
     return _enter(spot, meeting.members[meeting.rank], meeting.local_rank, timeout_s)
 

@@ -13,15 +13,15 @@ import cloudpickle
 import torch
 from torch.utils._pytree import tree_map
 
-from allranks._bytes import bytes_of
-from allranks._host import processor
-from allranks._types import ReduceOp
+from allranks._call.bytes import bytes_of
+from allranks._call.types import ReduceOp
+from allranks._cluster.host import processor
 from allranks.remote import wire
 from allranks.remote.faults import GIVEN, Given, Poison, Spoilt
 from allranks.remote.flags import apply
 
 if TYPE_CHECKING:
-    from allranks._group import ProcessGroup
+    from allranks._group.process_group import ProcessGroup
     from allranks.remote.meet import Post
     from allranks.remote.worker import Interpreter
 

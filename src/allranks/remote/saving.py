@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from allranks._errors import UsageError
+from allranks._base.errors import UsageError
 from allranks.remote.lines import here
 from allranks.remote.signature import signature
 from allranks.remote.tensor import Place, RemoteTensor, make, place_of, special

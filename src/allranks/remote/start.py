@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from allranks._errors import NotInitializedError, UsageError
-from allranks._public import publish
-from allranks._work import seconds_of
+from allranks._base.errors import NotInitializedError, UsageError
+from allranks._base.public import publish
+from allranks._call.work import seconds_of
 from allranks.launch.ranks.rank import this_rank
 
 if TYPE_CHECKING:

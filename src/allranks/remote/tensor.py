@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allranks import _core
-from allranks._errors import UsageError, WorkerLost
+from allranks._base.errors import UsageError, WorkerLost
 from allranks.remote import wire
 from allranks.remote.lines import here
 from allranks.remote.signature import Facts, Signature, facts, flatten, indexes, marked, signature

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allranks._bytes import bytes_of
-from allranks._errors import UsageError
+from allranks._base.errors import UsageError
+from allranks._call.bytes import bytes_of
 from allranks.remote import autocast, generators
 from allranks.remote import tensor as handles
 from allranks.remote.tensor import Place, RemoteTensor, place_of

@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import torch
 
 from allranks import _core
-from allranks._errors import UsageError
-from allranks._sites import is_program
+from allranks._base.errors import UsageError
+from allranks._call.callsite import is_program
 from allranks.remote.tensor import RemoteTensor
 
 __all__ = ["Reach", "random_state"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allranks import _core
-from allranks._errors import PeerLostError
+from allranks._base.errors import PeerLostError
 from allranks.launch.ranks.function import pack_error
 from allranks.remote import wire
 from allranks.remote.faults import Poison, Spoilt

@@ -2,7 +2,8 @@
 
 For the moment when ranks do not find each other, or a job runs on one node in place of four: it prints what a program
 and what ``allranks run`` would make of this environment, so that it is best started as the program is (``srun allranks
-env``). It works where torch does not. What is found is ``_places``' business, the variables are ``_env``'s.
+env``). It works where torch does not. ``_cluster.context`` finds the launcher or scheduler; the table of variables is
+in ``_cluster.env``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from allranks._console import put
-from allranks._env import VARIABLES
-from allranks._errors import ConfigError
-from allranks._places import CHOICES, Clue, Place, detect
+from allranks._base.console import put
+from allranks._base.errors import ConfigError
+from allranks._cluster.context import CHOICES, Clue, Place, detect
+from allranks._cluster.env import VARIABLES
 from allranks.launch.arguments.options import Parser
 
 __all__ = ["Report", "collect", "main", "render"]

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks import _collectives
-from allranks._group import ProcessGroup
-from allranks._types import ReduceOp
+from allranks._api import collectives
+from allranks._call.types import ReduceOp
+from allranks._group.process_group import ProcessGroup
 from allranks.parallel.hooks import GradBucket, Hook
 
 __all__ = [
@@ -33,7 +33,7 @@ Future = torch.futures.Future
 
 def allreduce_hook(process_group: ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
     """The mean over the ranks: the same bits as without a hook."""
-    work = _collectives.all_reduce(bucket.buffer(), ReduceOp.AVG, process_group, async_op=True)
+    work = collectives.all_reduce(bucket.buffer(), ReduceOp.AVG, process_group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])
 

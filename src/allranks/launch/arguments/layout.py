@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from allranks._errors import ConfigError
-from allranks._hostlist import Slots
+from allranks._base.errors import ConfigError
+from allranks._cluster.hostlist import Slots
 
 __all__ = ["describe_plan", "share_out"]
 

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from allranks._env import split_host_port
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
+from allranks._cluster.env import split_host_port
 
 __all__ = ["C10D_PORT", "Meeting", "add_meeting", "read_meeting"]
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
-from allranks._console import ArgumentParser
-from allranks._env import BACKENDS
-from allranks._errors import ConfigError
-from allranks._hostlist import Slots, parse_hostfile, parse_hosts
-from allranks._places import CHOICES
+from allranks._base.console import ArgumentParser
+from allranks._base.errors import ConfigError
+from allranks._cluster.context import CHOICES
+from allranks._cluster.env import BACKENDS
+from allranks._cluster.hostlist import Slots, parse_hostfile, parse_hosts
 from allranks.launch.arguments.meeting import Meeting, add_meeting, read_meeting
 from allranks.launch.hosts.ways import given
 from allranks.launch.ranks.target import Mode, Target, read_target

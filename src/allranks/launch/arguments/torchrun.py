@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from allranks._console import Program
-from allranks._errors import ConfigError
-from allranks._host import visible_gpus
+from allranks._base.console import Program
+from allranks._base.errors import ConfigError
+from allranks._cluster.host import visible_gpus
 from allranks.launch.arguments.meeting import C10D_PORT
 from allranks.launch.arguments.options import Options, Parser, parse
 from allranks.launch.cli import run

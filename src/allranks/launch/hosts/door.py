@@ -19,9 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from allranks._errors import ConfigError, SecretError
-from allranks._forks import Socket
-from allranks._network import listen
+from allranks._base.errors import ConfigError, SecretError
+from allranks._base.forks import Socket
+from allranks._base.threads import Daemon
+from allranks._cluster.network import listen
 from allranks._store import reason
 from allranks._store.wire import (
     GREETING_LIMIT,
@@ -36,7 +37,6 @@ from allranks._store.wire import (
     answer_greeting,
     pack_frame,
 )
-from allranks._threads import Daemon
 
 __all__ = ["Door", "dial", "store_secret"]
 

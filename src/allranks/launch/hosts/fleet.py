@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from allranks import __version__
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 from allranks.launch.hosts.door import Door
 from allranks.launch.hosts.link import Garbled, Link, LinkLost, to_agent
 from allranks.launch.hosts.ways import NOISE, explain

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from allranks._forks import Descriptor
+from allranks._base.forks import Descriptor
 from allranks._store.wire import FrameDecoder, WireError, pack_frame
 from allranks.launch.messages import Command, Message
 

@@ -24,10 +24,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from allranks import __version__
-from allranks._env import split_host_port
-from allranks._errors import ConfigError, JoinError, TimeoutError
-from allranks._host import usable_cpus, visible_gpus
-from allranks._network import interface_of, nearest_first
+from allranks._base.errors import ConfigError, JoinError, TimeoutError
+from allranks._cluster.env import split_host_port
+from allranks._cluster.host import usable_cpus, visible_gpus
+from allranks._cluster.network import interface_of, nearest_first
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
 from allranks.launch.hosts.door import dial, store_secret
 from allranks.launch.hosts.link import Link, LinkLost, to_launcher

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from allranks._errors import spans
+from allranks._base.errors import spans
 
 __all__ = ["Live", "Names", "Plain", "Renderer"]
 

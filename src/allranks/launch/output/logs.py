@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 from allranks.launch.arguments.options import Display
 
 __all__ = ["Logs"]

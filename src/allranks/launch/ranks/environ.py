@@ -1,7 +1,7 @@
 """What a rank's environment says: who it is, as torchrun says it, and how many threads it may use.
 
-Reading these variables is ``allranks._env``'s work. A port is only named here, never held: nobody of ours listens
-on TCP; an unmodified torch.distributed script on rank 0 binds it.
+``allranks._cluster.env`` reads these variables. A port is only named here, never held: nothing of ours listens on TCP;
+an unmodified torch.distributed script on rank 0 binds it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from allranks._host import usable_cpus
+from allranks._cluster.host import usable_cpus
 from allranks.launch.ranks.placement import Seat
 
 __all__ = ["Share", "common_environ", "free_port", "place_environ", "threads_per_rank"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import cloudpickle
 
-from allranks._errors import UsageError
+from allranks._base.errors import UsageError
 
 __all__ = ["name_of", "pack", "pack_error", "pack_result", "pieces", "unpack", "unpack_error", "unpack_result"]
 

@@ -4,7 +4,8 @@ A rank that wanders between NUMA nodes loses half of its memory's bandwidth, and
 core share that core. So with ``--bind core`` each rank has whole cores of its own, with ``--bind numa`` the cores of
 one NUMA node, which it may share; next to its GPU, where it has one and the machine says where that is.
 
-The first half is pure: a machine comes in as data. The second half asks the kernel what it is; GPUs are ``_host``'s.
+The first half is pure: a machine comes in as data. The second half asks the kernel what it is; ``_cluster.host`` finds
+the GPUs.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks._errors import ConfigError, spans
-from allranks._host import Gpu, read_numbers, usable_cpus, visible_gpus
+from allranks._base.errors import ConfigError, spans
+from allranks._cluster.host import Gpu, read_numbers, usable_cpus, visible_gpus
 from allranks.launch.arguments.options import Bind
 
 __all__ = ["Core", "Machine", "Seat", "describe", "place", "read_machine", "seats"]

@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from allranks._errors import AllranksError, PeerLostError, UsageError
+from allranks._base.errors import AllranksError, PeerLostError, UsageError
 from allranks.launch.messages import Again, Report
 from allranks.launch.ranks.target import Kind, Target, set_first_path
 from allranks.launch.ranks.wires import Stdio, Wires

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from typing import Literal
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 
 __all__ = ["MASTER", "SERVE", "Kind", "Mode", "Target", "check", "check_size", "find", "read_target", "set_first_path"]
 

@@ -16,7 +16,7 @@ import struct
 import termios
 from dataclasses import dataclass
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 
 __all__ = ["Stdio", "Wires", "resize", "reserve_descriptors"]
 

@@ -24,7 +24,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from allranks._console import Program
+from allranks._base.console import Program
 
 __all__ = ["main"]
 

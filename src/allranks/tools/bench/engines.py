@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import allranks
-from allranks._network import interface_of
+from allranks._cluster.network import interface_of
 from allranks.tools.bench.verbs import ROOT, VERBS
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ import torch
 from torch.nn import functional
 
 import allranks
-from allranks._host import processor, usable_cpus
+from allranks._cluster.host import processor, usable_cpus
 from allranks.remote.master import Master
 from allranks.tools.bench import goals
 from allranks.tools.bench.goals import Goal, MasterReport, of

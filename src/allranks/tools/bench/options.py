@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from allranks._console import ArgumentParser
+from allranks._base.console import ArgumentParser
 from allranks.tools.bench.verbs import VERBS
 from allranks.tools.outputs import why_not
 

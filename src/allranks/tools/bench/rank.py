@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 import allranks
-from allranks._host import processor, usable_cpus
-from allranks._network import machine
+from allranks._cluster.host import processor, usable_cpus
+from allranks._cluster.network import machine
 from allranks.tools.bench import start, text
 from allranks.tools.bench.engines import Engine, Gloo, Native
 from allranks.tools.bench.measure import Plan, measure

@@ -26,7 +26,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks._console import Program
+from allranks._base.console import Program
 from allranks.tools.quiet import cores
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def join_by_mpi() -> tuple[Mpi, set[int]]:
 
 def _port_of_rank_0(comm: Any) -> str:
     """Where ranks of several hosts meet. They get a secret, too."""
-    from allranks._network import published_addresses
+    from allranks._cluster.network import published_addresses
 
     os.environ["ALLRANKS_SECRET"] = comm.bcast(secrets.token_hex(32), 0)
     address = published_addresses()[0]

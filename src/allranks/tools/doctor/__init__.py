@@ -22,8 +22,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from allranks._console import Program
-from allranks._errors import ConfigError
+from allranks._base.console import Program
+from allranks._base.errors import ConfigError
 
 __all__ = ["main"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from allranks._console import run_command
+from allranks._base.console import run_command
 from allranks.tools.doctor import main
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from allranks._env import VARIABLES, JobEnv, read_env
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
+from allranks._cluster.env import VARIABLES, JobEnv, read_env
 from allranks._store.secret import load_secret, own_secret
 from allranks.tools.doctor.check import Finding, fail, ok, warn
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from allranks._env import read_int
-from allranks._host import usable_cpus
+from allranks._cluster.env import read_int
+from allranks._cluster.host import usable_cpus
 from allranks.tools.doctor.check import Finding, fail, ok, warn
 from allranks.tools.doctor.job import job_here
 from allranks.tools.quiet import READING, Conditions, Window, before, cores, judge

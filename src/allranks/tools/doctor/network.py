@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from allranks._env import read_int, split_host_port
-from allranks._network import interface_of, published_addresses
+from allranks._cluster.env import read_int, split_host_port
+from allranks._cluster.network import interface_of, published_addresses
 from allranks._store.address import in_time
 from allranks.tools.doctor.check import Finding, fail, ok, warn
 from allranks.tools.doctor.job import job_here

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from allranks._console import ArgumentParser
+from allranks._base.console import ArgumentParser
 from allranks.tools.outputs import why_not
 
 __all__ = ["Options", "parse", "without_nproc"]

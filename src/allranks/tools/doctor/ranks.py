@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from allranks._env import read_env
-from allranks._errors import AllranksError
-from allranks._network import machine
+from allranks._base.errors import AllranksError
+from allranks._cluster.env import read_env
+from allranks._cluster.network import machine
 from allranks.tools.doctor import software
 from allranks.tools.doctor.check import Check
 from allranks.tools.doctor.options import Options

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from allranks._console import put
-from allranks._errors import rank_list
+from allranks._base.console import put
+from allranks._base.errors import rank_list
 from allranks.tools.doctor.check import Check, Verdict
 from allranks.tools.doctor.pairs import Pairs
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from allranks._console import put
+from allranks._base.console import put
 from allranks.tools.doctor.pairs import Pair, Pairs
 from allranks.tools.doctor.report import Line, Report
 

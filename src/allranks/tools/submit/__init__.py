@@ -17,8 +17,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from allranks._console import put
-from allranks._errors import ConfigError
+from allranks._base.console import put
+from allranks._base.errors import ConfigError
 
 __all__ = ["main"]
 

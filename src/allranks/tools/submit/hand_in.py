@@ -12,8 +12,8 @@ import shutil
 import subprocess
 import sys
 
-from allranks._console import put
-from allranks._errors import ConfigError
+from allranks._base.console import put
+from allranks._base.errors import ConfigError
 from allranks.tools.submit.job import Job
 
 __all__ = ["COMMANDS", "describe", "hand_in", "id_in"]

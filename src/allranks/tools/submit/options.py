@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 from allranks.launch.arguments.options import Parser
 from allranks.launch.ranks.target import check, read_target
 from allranks.tools.submit.job import Job

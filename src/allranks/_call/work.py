@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
-from allranks._errors import UsageError
-from allranks._forks import forks, refusal
-from allranks._futures import End, future_of
-from allranks._public import publish
+from allranks._base.errors import UsageError
+from allranks._base.forks import forks, refusal
+from allranks._base.public import publish
+from allranks._call.futures import End, future_of
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from types import FrameType
 
 __all__ = ["is_program", "site", "stack_hash", "where"]
 
-_PACKAGE = os.path.dirname(__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DEEPEST = 32  # frames
 _NOWHERE = "(no line of the program)"  # "" would be taken for a question by the core
 
@@ -28,7 +28,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def _look_up(filename: str) -> str:
-    folders = [os.path.dirname(__file__)]
+    folders = [_PACKAGE]
     torch = importlib.util.find_spec("torch")  # not imported here: the launcher does without
     folders += torch.submodule_search_locations or () if torch else ()
     passed_over = filename.startswith((*(os.path.join(folder, "") for folder in folders), "<frozen "))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from allranks._errors import UsageError
-from allranks._public import publish
+from allranks._base.errors import UsageError
+from allranks._base.public import publish
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from allranks._errors import ConfigError, JoinError, TimeoutError, rank_list
+from allranks._base.errors import ConfigError, JoinError, TimeoutError, rank_list
 from allranks._store.wire import LONGEST_S, Add, CompareSet, Done, Found, Late, Peek, Reply, Request, Set, Wait
 
 __all__ = [

@@ -1,7 +1,7 @@
 """ProcessGroup: ranks that call collectives together. The object behind the functions.
 
 It checks what does not depend on the engine, once, and hands the call on. Ranks are the group's own here; the
-functions (`_collectives`) translate the world's.
+functions (`_api`) translate the world's.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast, overload
 
+from allranks._base.errors import NotInitializedError, TimeoutError, UsageError
+from allranks._base.forks import follow, forks, refusal
+from allranks._base.public import publish
+from allranks._call.types import PremulSum, ReduceOp, Stats, as_reduce_op
+from allranks._call.work import seconds_of
 from allranks._engines.base import Parent, never
-from allranks._errors import NotInitializedError, TimeoutError, UsageError
-from allranks._forks import follow, forks, refusal
-from allranks._public import publish
-from allranks._types import PremulSum, ReduceOp, Stats, as_reduce_op
-from allranks._work import seconds_of
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from torch import Tensor
 
+    from allranks._call.work import Work
     from allranks._engines.base import Engine
-    from allranks._rendezvous import Member
-    from allranks._work import Work
+    from allranks._rendezvous.rendezvous import Member
 
     Op: TypeAlias = ReduceOp | PremulSum
 
@@ -112,9 +112,9 @@ class ProcessGroup:
         except UsageError:
             if not tensor.is_sparse:
                 raise
-        from allranks import _sparse  # made of dense calls, not the engine's
+        from allranks._group import sparse  # made of dense calls, not the engine's
 
-        return _sparse.all_reduce(self, tensor, op, async_op)
+        return sparse.all_reduce(self, tensor, op, async_op)
 
     @overload
     def reduce(self, tensor: Tensor, dst: int, op: Op = ..., async_op: Literal[False] = ...) -> None: ...

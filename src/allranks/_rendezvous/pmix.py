@@ -49,7 +49,7 @@ def host_of_rank_0() -> str:
     for line in lines:
         if line.startswith(_ANSWER):
             return line.removeprefix(_ANSWER)
-    from allranks._errors import ConfigError
+    from allranks._base.errors import ConfigError
 
     raise ConfigError(
         "Open MPI's mpirun started this job, but its PMIx does not say where rank 0 is:"

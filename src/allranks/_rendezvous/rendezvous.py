@@ -6,9 +6,8 @@ mpirun, srun or the like started the ranks, and nobody has said where they meet,
 that launcher has told them: a unix socket or one of some ports whose names and numbers follow from the job's, or an
 address that travels by PMI.
 On it the ranks register, and each gets the same verdict: everyone is here, or who is missing, twice, or of another
-opinion. What is asked there, and what it means, is ``_joining``'s: a state machine, which this file connects with the
-system. What is done with the store afterwards (channels, groups) is the business of ``_world``; how it is guarded
-and what travels, of ``_store``.
+opinion. What is asked there, and what it means, is in ``join_protocol``: a state machine, which this file connects with
+the system. ``_api.world`` then uses the store for channels and groups; ``_store`` guards it and defines what travels.
 
 A process may join, leave and join again. On a store that outlives the meeting, each process counts its own
 joins there, and the count is part of the meeting's keys. A store that rank 0 serves is new each time: who finds
@@ -36,10 +35,13 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 import msgspec
 
-from allranks._env import is_master, read_env, read_int, split_host_port
-from allranks._errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError
-from allranks._hostlist import Slots
-from allranks._joining import (
+from allranks._base.errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError
+from allranks._base.threads import Daemon
+from allranks._cluster.context import PORTS_TRIED, Place, job_ports, job_secret, read_hosts
+from allranks._cluster.env import is_master, read_env, read_int, split_host_port
+from allranks._cluster.hostlist import Slots
+from allranks._cluster.network import machine, published_addresses
+from allranks._rendezvous.join_protocol import (
     GRACE_S,
     NOTICE_S,
     TABLE,
@@ -56,10 +58,8 @@ from allranks._joining import (
     exchange,
     unpack_members,
 )
-from allranks._network import machine, published_addresses
-from allranks._places import PORTS_TRIED, Place, job_ports, job_secret, read_hosts
-from allranks._pmi import PmiBoard, mpi_runs
-from allranks._pmix import host_of_rank_0
+from allranks._rendezvous.pmi import PmiBoard, mpi_runs
+from allranks._rendezvous.pmix import host_of_rank_0
 from allranks._store import (
     ForeignStore,
     HashStore,
@@ -70,7 +70,6 @@ from allranks._store import (
     load_secret,
     reason,
 )
-from allranks._threads import Daemon
 
 __all__ = ["Meeting", "Member", "join", "this_member"]
 

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from torch import Tensor
 
+from allranks._api.world import GroupMember, resolve_group
+from allranks._base.errors import UsageError
+from allranks._base.public import publish
+from allranks._call.types import ReduceOp
+from allranks._call.work import Together, Work
 from allranks._engines.operands import check_apart
-from allranks._errors import UsageError
-from allranks._public import publish
-from allranks._types import ReduceOp
-from allranks._work import Together, Work
-from allranks._world import GroupMember, resolve_group
 
 if TYPE_CHECKING:
-    from allranks._group import ProcessGroup
-    from allranks._types import PremulSum
+    from allranks._call.types import PremulSum
+    from allranks._group.process_group import ProcessGroup
 
     Group: TypeAlias = ProcessGroup | None
     Op: TypeAlias = ReduceOp | PremulSum

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from allranks._env import read_int
+from allranks._cluster.env import read_int
 
 __all__ = ["is_possible", "is_wanted", "offer", "withdraw"]
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from allranks._errors import MismatchError, UsageError, rank_list
-from allranks._types import PremulSum, ReduceOp
-from allranks._work import Complete, Work
+from allranks._base.errors import MismatchError, UsageError, rank_list
+from allranks._call.types import PremulSum, ReduceOp
+from allranks._call.work import Complete, Work
 
 __all__ = ["Dense", "all_reduce"]
 

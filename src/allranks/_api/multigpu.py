@@ -11,19 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
 from allranks import _core
-from allranks._collectives import outside, root_of
+from allranks._api.collectives import outside, root_of
+from allranks._api.world import resolve_group
+from allranks._base.errors import UsageError
+from allranks._base.public import publish
+from allranks._call.types import PremulSum, ReduceOp, as_reduce_op, is_integer, scaled
+from allranks._call.work import Then, Work
 from allranks._engines.operands import check_apart, different
-from allranks._errors import UsageError
-from allranks._public import publish
-from allranks._types import PremulSum, ReduceOp, as_reduce_op, is_integer, scaled
-from allranks._work import Then, Work
-from allranks._world import resolve_group
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from allranks._collectives import Group, Op
-    from allranks._group import ProcessGroup
+    from allranks._api.collectives import Group, Op
+    from allranks._group.process_group import ProcessGroup
 
 __all__ = [
     "all_gather_multigpu",

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from allranks._errors import ConfigError
-from allranks._forks import Socket
+from allranks._base.errors import ConfigError
+from allranks._base.forks import Socket
 
 __all__ = ["interface_of", "listen", "machine", "nearest_first", "published_addresses"]
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 
 __all__ = ["PmiBoard", "mpi_runs"]
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from allranks import _engines, _world
-from allranks._bytes import bytes_of
+from allranks import _engines
+from allranks._api.world import GroupMember, register, resolve_group
+from allranks._base.errors import ConfigError, MismatchError, UsageError, rank_list
+from allranks._base.public import publish
+from allranks._call.bytes import bytes_of
+from allranks._call.purpose import part_of
+from allranks._call.work import seconds_of
+from allranks._cluster.context import detect
 from allranks._engines.native_connect import RECORD_BYTES
-from allranks._errors import ConfigError, MismatchError, UsageError, rank_list
-from allranks._group import ProcessGroup
-from allranks._places import detect
-from allranks._public import publish
-from allranks._purpose import part_of
-from allranks._work import seconds_of
-from allranks._world import GroupMember, resolve_group
+from allranks._group.process_group import ProcessGroup
 
 __all__ = [
     "exchange_locally",
@@ -317,7 +317,7 @@ def _make(
         engine_name, mine.index(me), members, exchange, name, timeout_s, parent.parent_of(mine)
     )
     made = ProcessGroup(engine, name, mine.index(me), members, timeout_s)
-    _world.register(made)
+    register(made)
     return made
 
 

@@ -20,7 +20,7 @@ import threading
 import weakref
 from typing import Any, Protocol
 
-from allranks._errors import NotInitializedError
+from allranks._base.errors import NotInitializedError
 
 __all__ = ["Descriptor", "Socket", "follow", "forks", "guard", "leak", "refusal"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 import os
 
-from allranks._errors import ConfigError
-from allranks._public import publish
+from allranks._base.errors import ConfigError
+from allranks._base.public import publish
 
 __all__ = ["DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
 

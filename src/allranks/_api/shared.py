@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from allranks._errors import NotInitializedError, UsageError
-from allranks._public import publish
-from allranks._world import GroupMember, resolve_group
+from allranks._api.world import GroupMember, resolve_group
+from allranks._base.errors import NotInitializedError, UsageError
+from allranks._base.public import publish
 
 if TYPE_CHECKING:
     import torch
 
-    from allranks._group import ProcessGroup
+    from allranks._group.process_group import ProcessGroup
 
 __all__ = ["empty_shared"]
 

@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
-from allranks import _collectives, _engines, _world
-from allranks._errors import ConfigError, UsageError
-from allranks._public import publish
-from allranks._types import ReduceOp, as_reduce_op
+from allranks import _engines
+from allranks._api import collectives, world
+from allranks._base.errors import ConfigError, UsageError
+from allranks._base.public import publish
+from allranks._call.types import ReduceOp, as_reduce_op
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from allranks._group import ProcessGroup
+    from allranks._group.process_group import ProcessGroup
 
 __all__ = [
     "Backend",
@@ -41,7 +42,7 @@ __all__ = [
     "supports_complex",
 ]
 
-default_pg_timeout = timedelta(seconds=_world.DEFAULT_TIMEOUT_S)
+default_pg_timeout = timedelta(seconds=world.DEFAULT_TIMEOUT_S)
 
 
 class Backend(str):
@@ -83,7 +84,7 @@ def get_num_processes(group: ProcessGroup | None = None) -> int:
     Raises:
         NotInitializedError: there is no such group.
     """
-    return _world.get_world_size(group)
+    return world.get_world_size(group)
 
 
 def gather_send(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> None:
@@ -97,7 +98,7 @@ def gather_send(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> 
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``gather``.
     """
-    _collectives.gather(tensor, None, dst, group)
+    collectives.gather(tensor, None, dst, group)
 
 
 def gather_recv(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None) -> None:
@@ -111,7 +112,7 @@ def gather_recv(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGro
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``gather``.
     """
-    _collectives.gather(tensor, tensor_list, None, group, group_dst=_world.get_rank(group))
+    collectives.gather(tensor, tensor_list, None, group, group_dst=world.get_rank(group))
 
 
 def scatter_send(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGroup | None = None) -> None:
@@ -125,7 +126,7 @@ def scatter_send(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGr
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``scatter``.
     """
-    _collectives.scatter(tensor, tensor_list, None, group, group_src=_world.get_rank(group))
+    collectives.scatter(tensor, tensor_list, None, group, group_src=world.get_rank(group))
 
 
 def scatter_recv(tensor: Tensor, src: int, group: ProcessGroup | None = None) -> None:
@@ -139,7 +140,7 @@ def scatter_recv(tensor: Tensor, src: int, group: ProcessGroup | None = None) ->
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``scatter``.
     """
-    _collectives.scatter(tensor, None, src, group)
+    collectives.scatter(tensor, None, src, group)
 
 
 def is_backend_available(backend: str) -> bool:
@@ -183,7 +184,7 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
     Raises:
         NotInitializedError: there is no such group.
     """
-    return ",".join(f"{device}:{name}" for device, name in _engines.engines_of(_world.get_backend(group)).items())
+    return ",".join(f"{device}:{name}" for device, name in _engines.engines_of(world.get_backend(group)).items())
 
 
 def get_default_backend_for_device(device: str | torch.device) -> str:

@@ -5,8 +5,8 @@ They stand here in one table, innermost launcher first, so that a program that s
 is (``launcher=False``), and ``allranks run`` knows what is left for it to do (``launcher=True``): start ranks on the
 nodes of an allocation, on this node only, or none at all. Every finding comes with the variables that led to it.
 
-Nothing is imported, connected to or asked here, and no file is read but by ``read_hosts``: this is about the
-environment alone. How the ranks then meet is ``_rendezvous``' business; the table of our own variables is ``_env``'s.
+Only the environment is read here, and ``read_hosts`` reads one file; nothing is connected to. ``_rendezvous`` decides
+how the ranks then meet. The table of our own variables is in ``_cluster.env``.
 
 Source: srun(1) and sbatch(1); the variables that Open MPI's prte, MPICH's and Intel MPI's hydra set; the manuals of
 MVAPICH2, Cray PALS, LSF (jsrun, blaunch), PBS, SGE and Flux; Kubernetes' Indexed Job, JobSet, and Kubeflow's
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from allranks._errors import ConfigError
-from allranks._hostlist import (
+from allranks._base.errors import ConfigError
+from allranks._cluster.hostlist import (
     Slots,
     count_lines,
     expand_counts,

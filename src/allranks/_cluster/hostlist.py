@@ -1,7 +1,7 @@
 """Lists of hosts, as schedulers and users write them: text in, names and counts out.
 
 The tools that expand them (scontrol, ...) may be missing where they are needed, in a container for one. What a list is
-of, and which of these forms it has, is ``_places``' and the launcher's business.
+of, and which of these forms it has, is ``_cluster.context``' and the launcher's business.
 
 Source: SLURM's "HOSTLIST EXPRESSIONS" (scontrol(1)), Open MPI's and MPICH's host files, PBS' PBS_NODEFILE
 (pbs_resources(7)), LSF's LSB_MCPU_HOSTS, SGE's PE_HOSTFILE (sge_pe(5)).
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from allranks._errors import ConfigError
+from allranks._base.errors import ConfigError
 
 __all__ = [
     "Slots",

@@ -3,8 +3,8 @@
 Every launcher (torchrun, mpirun with exports, a person with three shells, ``allranks run``) tells a process
 who it is through the environment, and most failed starts are a variable that is missing or wrong. So all of
 them stand in one table, are read in one place, and an error shows the value seen, the value expected and an
-example. Where none of them says so, what launchers and schedulers (mpirun, srun, ...) have set does: ``_places`` knows
-their words. Reading and checking the secret belongs to ``_store``.
+example. Where none of them is set, the variables of launchers and schedulers (mpirun, srun, ...) count:
+``_cluster.context`` has the list. Reading and checking the secret belongs to ``_store``.
 
 Source: torchrun's variables, and THD's (``MASTER_ADDR=host:port`` on the workers, ``MASTER_PORT`` on rank 0).
 """
@@ -16,8 +16,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from allranks._errors import ConfigError
-from allranks._places import CHOICES, Place, detect
+from allranks._base.errors import ConfigError
+from allranks._cluster.context import CHOICES, Place, detect
 
 __all__ = ["BACKENDS", "VARIABLES", "JobEnv", "Variable", "is_master", "read_env", "read_int", "split_host_port"]
 

@@ -9,21 +9,23 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import allranks
-from allranks import _engines, _rendezvous, _torch_world
-from allranks._errors import ConfigError, MismatchError, NotInitializedError, UsageError, rank_list
-from allranks._futures import end_futures
-from allranks._group import ProcessGroup
-from allranks._public import publish
-from allranks._work import seconds_of
+from allranks import _engines
+from allranks._api import torch_world
+from allranks._base.errors import ConfigError, MismatchError, NotInitializedError, UsageError, rank_list
+from allranks._base.public import publish
+from allranks._call.futures import end_futures
+from allranks._call.work import seconds_of
+from allranks._group.process_group import ProcessGroup
+from allranks._rendezvous import rendezvous
 from allranks.launch.ranks.rank import this_rank
 from allranks.launch.ranks.target import SERVE, Target
 
 if TYPE_CHECKING:
     import torch
 
+    from allranks._call.types import Stats
     from allranks._engines.c10d_store import GroupStore
     from allranks._engines.mpi_job import MpiMeeting
-    from allranks._types import Stats
 
 __all__ = [
     "GroupMember",
@@ -187,19 +189,19 @@ def init_process_group(
     if _world is not None:
         _close_all()  # the parent's: of it and torch's groups around it this process knew the names
     name = group_name or "world"
-    offers = _torch_world.is_wanted()
-    meeting: _rendezvous.Meeting | MpiMeeting
+    offers = torch_world.is_wanted()
+    meeting: rendezvous.Meeting | MpiMeeting
     if "mpi" in _engines.engines_of(engine_name).values():
         from allranks._engines import mpi_job
 
         meeting = mpi_job.join(int(rank), int(world_size), timeout_s)
     else:
-        meeting = _rendezvous.join(
+        meeting = rendezvous.join(
             init_method, rank=int(rank), world_size=int(world_size), timeout_s=timeout_s, store=store
         )
-    establish(engine_name, meeting, name, timeout_s, torch_store=_torch_world.is_possible())
+    establish(engine_name, meeting, name, timeout_s, torch_store=torch_world.is_possible())
     if offers:
-        _torch_world.offer(lambda: allranks.torch_group())
+        torch_world.offer(lambda: allranks.torch_group())
 
 
 def _refuse_workers() -> None:
@@ -220,7 +222,7 @@ def _refuse_workers() -> None:
 
 def establish(
     engine_name: str,
-    meeting: _rendezvous.Meeting | MpiMeeting,
+    meeting: rendezvous.Meeting | MpiMeeting,
     name: str,
     timeout_s: float,
     torch_store: bool = False,
@@ -368,7 +370,7 @@ def _make_current(device_id: torch.device | int, engine_name: str) -> None:
 
 def _close_all() -> None:
     global _store, _world
-    _torch_world.withdraw()
+    torch_world.withdraw()
     for made in (*_groups, _world):
         if made is not None:
             made.close()

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from allranks._bytes import bytes_of
-from allranks._collectives import outside, root_of, source_of
-from allranks._env import read_int
-from allranks._errors import MismatchError, UsageError
-from allranks._public import publish
-from allranks._purpose import part_of
-from allranks._world import resolve_group
+from allranks._api.collectives import outside, root_of, source_of
+from allranks._api.world import resolve_group
+from allranks._base.errors import MismatchError, UsageError
+from allranks._base.public import publish
+from allranks._call.bytes import bytes_of
+from allranks._call.purpose import part_of
+from allranks._cluster.env import read_int
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from allranks._group import ProcessGroup
+    from allranks._group.process_group import ProcessGroup
 
 __all__ = [
     "all_gather_object",

@@ -1,0 +1,1 @@
+"""What every other room stands on: errors, threads, forks, the console. Nothing here imports torch."""

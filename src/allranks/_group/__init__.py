@@ -1,0 +1,1 @@
+"""The process group: checks a call once, picks the engine by the device of its tensors, numbers the call."""
