@@ -1,4 +1,4 @@
-#include "net.h"
+#include "channel/net.h"
 
 #include <fcntl.h>
 #include <linux/sockios.h>

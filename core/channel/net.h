@@ -32,10 +32,10 @@
 #include <utility>
 #include <vector>
 
-#include "../hosts.h"
-#include "pulse.h"
-#include "shm.h"
-#include "stream.h"
+#include "channel/hosts.h"
+#include "channel/pulse.h"
+#include "channel/shm.h"
+#include "channel/stream.h"
 
 namespace allranks {
 

@@ -1,4 +1,4 @@
-#include "pulse.h"
+#include "channel/pulse.h"
 
 #include <algorithm>
 #include <cerrno>

@@ -24,9 +24,9 @@
 #include <utility>
 #include <vector>
 
-#include "../error.h"
-#include "../hosts.h"
-#include "segment.h"
+#include "base/error.h"
+#include "channel/hosts.h"
+#include "channel/segment.h"
 
 namespace allranks {
 

@@ -22,8 +22,8 @@
 #include <cstdint>
 #include <utility>
 
-#include "../error.h"
-#include "../types.h"
+#include "base/error.h"
+#include "base/types.h"
 
 namespace allranks {
 

@@ -1,4 +1,4 @@
-#include "shm.h"
+#include "channel/shm.h"
 
 #include <algorithm>
 #include <bit>

@@ -11,10 +11,10 @@
 #include <mutex>
 #include <vector>
 
-#include "../error.h"
-#include "../sys/sys.h"
-#include "../waiting.h"
-#include "segment.h"
+#include "base/error.h"
+#include "base/sys.h"
+#include "base/waiting.h"
+#include "channel/segment.h"
 
 namespace allranks {
 

@@ -1,4 +1,4 @@
-#include "stream.h"
+#include "channel/stream.h"
 
 #include <fcntl.h>
 #include <poll.h>

@@ -12,7 +12,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "../sys/sys.h"
+#include "base/sys.h"
 
 namespace allranks {
 

@@ -1,4 +1,4 @@
-"""The C++ core (core/bind.cc). Addresses, counts and codes; see core/comm.h for what the calls mean."""
+"""The C++ core (core/python/bind.cc). Addresses, counts and codes; see core/group/comm.h for what the calls mean."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, overload
@@ -146,7 +146,7 @@ class Ref:
     @property
     def whole(self) -> Ref: ...
 
-# Frames for the workers of master-worker mode (core/outbox.h).
+# Frames for the workers of master-worker mode (core/remote/outbox.h).
 def while_waiting(function: Callable[[float], object] | None) -> None: ...
 def receive(fd: int, buffer: bytearray, at: int, echoes: bool) -> int: ...
 

@@ -15,7 +15,7 @@
 #include <tuple>
 #include <vector>
 
-#include "comm.h"
+#include "group/comm.h"
 
 #define CHECK(condition)                                                                                \
   do {                                                                                                  \

@@ -10,8 +10,8 @@
 #include <string>
 #include <thread>
 
-#include "outbox.h"
 #include "ranks.h"
+#include "remote/outbox.h"
 
 using namespace allranks;
 using namespace allranks::test;

@@ -11,8 +11,8 @@
 #include <random>
 #include <set>
 
-#include "outbox.h"
 #include "ranks.h"
+#include "remote/outbox.h"
 
 using namespace allranks;
 using namespace allranks::test;

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <limits>
 
+#include "collective/reduce.h"
+#include "collective/reduce_table.h"
 #include "ranks.h"
-#include "reduce.h"
-#include "reduce_table.h"
 
 using namespace allranks;
 using namespace allranks::test;

@@ -4,8 +4,8 @@
 #include <chrono>
 #include <random>
 
+#include "collective/swaps.h"
 #include "ranks.h"
-#include "swaps.h"
 
 using namespace allranks;
 using namespace allranks::test;

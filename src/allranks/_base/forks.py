@@ -1,4 +1,4 @@
-"""Forked children, such as a data loader's workers. core/sys/forks.h does the same in C++.
+"""Forked children, such as a data loader's workers. core/base/forks.h does the same in C++.
 
 A forked child has a copy of its parent's objects, but none of its threads. Locks stay as they were at that moment. A
 child therefore leaves its copies alone:

@@ -4,7 +4,7 @@ A replay runs none of the step's Python. So whatever that Python reads must be a
 learning rates in ``param_groups``, flags of modules, attributes, globals, closures, hooks, `requires_grad`. From the
 function this goes wherever its code can go: to the variables that the code names, and from each object to the
 attributes that any code on the way names. Containers are described entirely. The description is compared by
-``core/bind_watch.cc``.
+``core/python/bind_watch.cc``.
 
 It ends at tensors, of which it is only seen which they are, and at what has no Python inside: locks, files, sockets.
 Code of torch, of Python's own library and of this package reads from nothing but what it is given, and its flags, which

@@ -25,7 +25,7 @@ FREE, MESSAGE, LINE, ECHO, CALL = 0, 1, 2, 3, 16
 number of a template."""
 
 ECHOED = struct.Struct("<II")
-"""The answer to an ECHO: 0, where others have their length, and the number. See core/inbox.h."""
+"""The answer to an ECHO: 0, where others have their length, and the number. See core/remote/inbox.h."""
 
 SMALL = 1 << 16
 """Up to so many bytes a tensor comes back on the line between master and worker, beyond that on the native channel."""

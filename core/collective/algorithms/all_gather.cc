@@ -1,0 +1,73 @@
+// all_gather: everybody ends with everybody's bytes. gather: only those who have a place for them do.
+//
+//   up to 96 bytes    in the call lines
+//   up to 128 KiB     in one piece of each ring
+//   above             in many, all ranks at once; where all operands lie in a shared block, straight
+//                     from there
+//
+// Cost: n bytes written (but by a gather's root), (P-1) n read per reader; one latency (one per piece).
+#include "collective/algorithms/moves.h"
+
+namespace allranks::algorithms {
+
+namespace {
+
+// root: of gather; nobody reads what it has.
+void collect_all(Team& team, Team::Call& call, Buffer in, const Pieces& outs, int root) {
+  Shm& shm = team.shm();
+  const int me = team.rank();
+  const size_t n = in.nbytes();
+  const bool read = root != me;
+  // Whether what others read is overwritten here by what comes from them.
+  bool spoilt = false;
+  for (size_t r = 0; r < outs.size(); r++) {
+    spoilt = spoilt || (r != static_cast<size_t>(me) && intersect(outs[r], n, in.bytes(), n));
+  }
+  const auto collect = [&](size_t offset, size_t bytes, auto&& from) {
+    if (outs.empty()) return;
+    for (int r = 0; r < team.size(); r++) {
+      if (r != me) move_bytes(outs[static_cast<size_t>(r)] + offset, from(r), bytes);
+    }
+  };
+  // Before anything else is written: `in` may be what is to come from another rank.
+  const auto keep_own = [&] {
+    if (!outs.empty()) move_bytes(outs[static_cast<size_t>(me)], in.bytes(), n);
+  };
+  if (n <= CallLine::kInline) {
+    team.arrive(call, in.data, n);
+    keep_own();
+    collect(0, n, [&](int r) { return shm.call_line(r, call.number).payload.data(); });
+  } else if (n <= shm.sizes().piece) {
+    const auto ring = team.take(n);
+    if (read) team.copier().copy(ring.at(me), in.bytes(), n);
+    team.arrive(call);
+    keep_own();
+    collect(0, n, [&](int r) { return ring.at(r); });
+  } else if (const auto operands = team.arrive_at(call, spoilt ? nullptr : in.data, n); !operands.empty()) {
+    keep_own();
+    collect(0, n, [&](int r) { return operands[static_cast<size_t>(r)]; });
+    team.depart(call);
+  } else {
+    keep_own();
+    const size_t piece = piece_of(team, n);
+    const size_t steps = steps_for(n, piece);
+    const auto ring = team.take(piece, steps);
+    const auto bytes = [&](size_t s) { return std::min(piece, n - s * piece); };
+    pipeline(
+        team, call, steps,
+        [&](size_t s) {
+          if (read) team.copier().copy(ring.at(me, s), in.bytes() + s * piece, bytes(s));
+        },
+        [&](size_t s) { collect(s * piece, bytes(s), [&](int r) { return ring.at(r, s); }); });
+  }
+}
+
+}  // namespace
+
+void all_gather(Team& team, Team::Call& call, Buffer in, const Pieces& outs) { collect_all(team, call, in, outs, -1); }
+
+void gather(Team& team, Team::Call& call, Buffer in, const Pieces& outs, int root) {
+  collect_all(team, call, in, outs, root);
+}
+
+}  // namespace allranks::algorithms

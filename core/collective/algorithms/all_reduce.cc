@@ -1,0 +1,191 @@
+// all_reduce: everybody ends with the element-wise reduction of everybody's operand.
+// reduce: only the root does; the others' operands stay as they are.
+//
+//   one-shot    each rank puts its operand where all can read it (up to 96 bytes in its call line,
+//               in one piece of its ring) and reduces all P operands itself.
+//               Cost: one latency; P n bytes read, 2 n written per rank.
+//   two-shot    for larger operands: reduce-scatter and all-gather through the rings, pipelined in
+//               pieces. A piece is cut into P shards; rank r reduces shard r. In one step a rank
+//                 copies piece s in       (the shards that others reduce),
+//                 reduces piece s-1       (its shard: result to its own memory and to its ring),
+//                 copies piece s-2 out    (the shards that others have reduced),
+//               so that one wait per piece is enough and the copies overlap with the others' work.
+//               Cost: one latency per piece; about (3 + 2(P-1)/P - 1/P) n bytes moved per rank.
+//
+//   in place    where all operands lie in a shared block: rank r reduces shard r from everybody's
+//               memory into everybody's. Cost: two latencies; 2 n bytes moved per rank.
+//
+// All operands are combined in the order 0..P-1, whichever rank does it, so that results are
+// bit-identical on all ranks, in every run, and whichever of the paths is taken.
+// Source: reduce-scatter + all-gather is Rabenseifner's algorithm, on shared memory as in
+// DeepSpeed's and sglang's shm.cpp (there unpipelined).
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "collective/algorithms/moves.h"
+#include "collective/reduce.h"
+
+namespace allranks::algorithms {
+
+namespace {
+
+constexpr int kEverybody = -1;
+// Every rank reads all operands: the more ranks, the less pays.
+constexpr size_t kOneShot = 64 << 10;
+constexpr size_t kOneShotOfAll = 256 << 10;
+
+// `root`: who gets the result.
+void one_shot(Team& team, Team::Call& call, Buffer buffer, Kernel kernel, int root, bool in_line) {
+  const size_t n = buffer.nbytes();
+  const auto ring = in_line ? Team::Pieces{&team.shm(), 0, 0} : team.take(n);
+  if (in_line) {
+    team.arrive(call, buffer.data, n);
+  } else {
+    team.copier().copy(ring.at(team.rank()), buffer.bytes(), n);
+    team.arrive(call);
+  }
+  if (root != kEverybody && root != team.rank()) return;
+  const void* few[16];
+  std::vector<const void*> many;
+  const void** operands = few;
+  if (team.size() > 16) {
+    many.resize(static_cast<size_t>(team.size()));
+    operands = many.data();
+  }
+  for (int r = 0; r < team.size(); r++) {
+    operands[r] = r == team.rank() ? buffer.data
+                  : in_line        ? static_cast<const void*>(team.shm().call_line(r, call.number).payload.data())
+                                   : static_cast<const void*>(ring.at(r));
+  }
+  kernel(buffer.data, operands, team.size(), buffer.count, team.size());
+}
+
+// The pieces of a large operand. Shards end on cache lines, so that no two ranks write to one.
+class Shards {
+ public:
+  Shards(Buffer buffer, size_t piece_bytes, int ranks)
+      : buffer_(buffer),
+        element_(size_of(buffer.dtype)),
+        ranks_(static_cast<size_t>(ranks)),
+        most_(piece_bytes / element_) {}
+
+  size_t pieces() const { return (buffer_.count + most_ - 1) / most_; }
+
+  struct Shard {
+    size_t offset;  // in bytes, in the piece
+    size_t count;   // in elements
+    size_t nbytes;
+    std::byte* data;  // in the user's buffer
+  };
+  Shard shard(size_t piece, size_t rank) const {
+    const size_t count = std::min(most_, buffer_.count - piece * most_);
+    const size_t line = 64 / element_;
+    const size_t share = (count / ranks_ + line - 1) / line * line;
+    const size_t begin = std::min(rank * share, count);
+    const size_t end = rank + 1 == ranks_ ? count : std::min(begin + share, count);
+    return {begin * element_, end - begin, (end - begin) * element_,
+            buffer_.bytes() + (piece * most_ + begin) * element_};
+  }
+
+ private:
+  Buffer buffer_;
+  size_t element_;
+  size_t ranks_;
+  size_t most_;  // elements of a piece
+};
+
+void in_place(Team& team, Team::Call& call, Buffer buffer, Kernel kernel, int root,
+              const std::vector<std::byte*>& operands) {
+  // Small enough that what has just been reduced is still in the cache when it is copied.
+  constexpr size_t kTileBytes = 16 << 10;
+  const size_t element = size_of(buffer.dtype);
+  const size_t tile = kTileBytes / element;
+  const auto ranks = operands.size();
+  const auto me = static_cast<size_t>(team.rank());
+  const auto shard = Shards(buffer, buffer.nbytes(), team.size()).shard(0, me);
+  std::vector<const void*> srcs(ranks);
+  for (size_t begin = 0; begin < shard.count; begin += tile) {
+    const size_t count = std::min(tile, shard.count - begin);
+    const size_t offset = shard.offset + begin * element;
+    for (size_t r = 0; r < ranks; r++) srcs[r] = operands[r] + offset;
+    std::byte* first = operands[root == kEverybody ? me : static_cast<size_t>(root)] + offset;
+    kernel(first, srcs.data(), team.size(), count, team.size());
+    if (root != kEverybody) continue;
+    for (size_t r = 0; r < ranks; r++) {
+      if (r != me) std::memcpy(operands[r] + offset, first, count * element);
+    }
+  }
+  team.depart(call);
+}
+
+void two_shot(Team& team, Team::Call& call, Buffer buffer, Kernel kernel, int root) {
+  const auto ranks = static_cast<size_t>(team.size());
+  const auto me = static_cast<size_t>(team.rank());
+  const size_t piece = piece_of(team, buffer.nbytes());
+  const Shards shards(buffer, piece, team.size());
+  const auto pieces = static_cast<uint32_t>(shards.pieces());
+  const auto ring = team.take(piece, pieces);
+  const uint32_t base = team.base_step;
+  const bool gets_result = root == kEverybody || root == team.rank();
+  std::vector<const void*> operands(ranks);
+  for (uint32_t s = 0; s < pieces + 2; s++) {
+    if (s < pieces) {
+      // Here lay piece s - depth, which everybody copied out in step s - depth + 2; step s - 2 of
+      // everybody was seen in the turn before: a depth of 4 is enough.
+      for (size_t r = 0; r < ranks; r++) {
+        const auto shard = shards.shard(s, r);
+        if (r != me) team.copier().copy(ring.at(team.rank(), s) + shard.offset, shard.data, shard.nbytes);
+      }
+    }
+    if (s >= 1) team.wait_step_of_all(call, base + s);
+    if (s >= 1 && s <= pieces) {
+      const auto shard = shards.shard(s - 1, me);
+      for (size_t r = 0; r < ranks; r++) {
+        operands[r] = r == me ? shard.data : ring.at(static_cast<int>(r), s - 1) + shard.offset;
+      }
+      std::byte* shared = ring.at(team.rank(), s - 1) + shard.offset;
+      if (gets_result) {
+        kernel(shard.data, operands.data(), team.size(), shard.count, team.size());
+        if (root == kEverybody) team.copier().copy(shared, shard.data, shard.nbytes);
+      } else {
+        kernel(shared, operands.data(), team.size(), shard.count, team.size());
+      }
+    }
+    if (s >= 2 && gets_result) {
+      for (size_t r = 0; r < ranks; r++) {
+        const auto shard = shards.shard(s - 2, r);
+        if (r != me) std::memcpy(shard.data, ring.at(static_cast<int>(r), s - 2) + shard.offset, shard.nbytes);
+      }
+    }
+    if (s <= pieces) team.post_step(base + s + 1, false);
+  }
+  team.base_step = base + pieces + 1;
+}
+
+void choose(Team& team, Team::Call& call, Buffer buffer, ReduceOp op, int root) {
+  const Kernel kernel = kernel_for(buffer.dtype, op);
+  if (kernel == nullptr) throw Error("no kernel reduces this dtype with this op");
+  const size_t n = buffer.nbytes();
+  if (n <= CallLine::kInline) {
+    one_shot(team, call, buffer, kernel, root, true);
+  } else if (n <= std::min({kOneShot, kOneShotOfAll / static_cast<size_t>(team.size()), team.shm().sizes().piece})) {
+    one_shot(team, call, buffer, kernel, root, false);
+  } else if (const auto operands = team.arrive_at(call, buffer.data, n); !operands.empty()) {
+    in_place(team, call, buffer, kernel, root, operands);
+  } else {
+    two_shot(team, call, buffer, kernel, root);
+  }
+}
+
+}  // namespace
+
+void all_reduce(Team& team, Team::Call& call, Buffer buffer, ReduceOp op) {
+  choose(team, call, buffer, op, kEverybody);
+}
+
+void reduce(Team& team, Team::Call& call, Buffer buffer, ReduceOp op, int root) {
+  choose(team, call, buffer, op, root);
+}
+
+}  // namespace allranks::algorithms

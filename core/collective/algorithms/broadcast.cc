@@ -1,0 +1,66 @@
+// broadcast: everybody ends with the root's bytes.
+//
+//   up to 96 bytes    in the root's call line
+//   up to 16 KiB      in one piece of the root's ring
+//   above             in many: the root writes one while the others read the ones before; it waits for
+//                     them only when the ring is full. Where all tensors lie in a shared block,
+//                     straight from the root's.
+//
+// Every rank waits for every rank's arrival, the root too: a broadcast is also a barrier, and a
+// rank that called something else is found by all, before anybody's memory is touched.
+// Cost: n bytes written once, n bytes read by each other rank, one latency (and one piece).
+#include "collective/algorithms/moves.h"
+
+namespace allranks::algorithms {
+
+namespace {
+
+constexpr size_t kAtOnce = 16 << 10;
+
+void pipelined(Team& team, Team::Call& call, Buffer buffer, int root) {
+  const size_t n = buffer.nbytes();
+  const size_t piece = piece_of(team, n);
+  const auto steps = static_cast<uint32_t>(steps_for(n, piece));
+  const auto ring = team.take(piece, steps);
+  const auto depth = static_cast<uint32_t>(team.shm().sizes().ring / ring.room);
+  const uint32_t base = team.base_step;
+  for (uint32_t s = 0; s < steps; s++) {
+    std::byte* mine = buffer.bytes() + s * piece;
+    const size_t bytes = std::min(piece, n - s * piece);
+    if (team.rank() == root) {
+      // What lies there now was step s - depth: everybody must have read it.
+      if (s >= depth) team.wait_step_of_all(call, base + s - depth + 1);
+      team.copier().copy(ring.at(root, s), mine, bytes);
+    } else {
+      team.wait_step_of(call, root, base + s + 1);
+      std::memcpy(mine, ring.at(root, s), bytes);
+    }
+    team.post_step(base + s + 1, true);
+  }
+  team.base_step = base + steps;
+  // The next call may overwrite all but the last pieces.
+  if (team.rank() == root && steps > 3) team.wait_step_of_all(call, base + steps - 3);
+}
+
+}  // namespace
+
+void broadcast(Team& team, Team::Call& call, Buffer buffer, int root) {
+  const size_t n = buffer.nbytes();
+  const bool is_root = team.rank() == root;
+  if (n <= CallLine::kInline) {
+    team.arrive(call, buffer.data, is_root ? n : 0);
+    if (!is_root && n > 0) std::memcpy(buffer.data, team.shm().call_line(root, call.number).payload.data(), n);
+  } else if (n <= std::min(kAtOnce, team.shm().sizes().piece)) {
+    const auto ring = team.take(n);
+    if (is_root) team.copier().copy(ring.at(root), buffer.bytes(), n);
+    team.arrive(call);
+    if (!is_root) std::memcpy(buffer.data, ring.at(root), n);
+  } else if (const auto tensors = team.arrive_at(call, buffer.data, n); !tensors.empty()) {
+    if (!is_root) std::memcpy(buffer.data, tensors[static_cast<size_t>(root)], n);
+    team.depart(call);
+  } else {
+    pipelined(team, call, buffer, root);
+  }
+}
+
+}  // namespace allranks::algorithms

@@ -1,0 +1,72 @@
+// Moves that several verbs are made of.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "collective/algorithms/algorithms.h"
+
+namespace allranks::algorithms {
+
+// A piece that may lie where it is to go.
+inline void move_bytes(std::byte* to, const std::byte* from, size_t n) {
+  if (n > 0 && to != from) std::memmove(to, from, n);
+}
+
+// Where the pieces begin if each lies behind the one before, else nullptr.
+template <class Bytes>
+const std::byte* contiguous(const Pieces& pieces, Bytes&& bytes) {
+  const std::byte* begin = nullptr;
+  const std::byte* end = nullptr;
+  for (size_t r = 0; r < pieces.size(); r++) {
+    if (bytes(r) == 0) continue;
+    if (begin == nullptr) begin = end = pieces[r];
+    if (pieces[r] != end) return nullptr;
+    end += bytes(r);
+  }
+  return begin;
+}
+
+inline bool intersect(const std::byte* a, size_t a_bytes, const std::byte* b, size_t b_bytes) {
+  return a_bytes > 0 && b_bytes > 0 && a < b + b_bytes && b < a + a_bytes;
+}
+
+// Of a call that is cut up: pieces large enough that the waits between them cost little, small enough that
+// ranks which write and ranks which read work at the same time.
+inline size_t piece_of(Team& team, size_t nbytes) {
+  const size_t most = team.shm().sizes().piece;
+  const size_t cells = std::bit_ceil(64 * static_cast<size_t>(team.size()));  // for one cell per rank
+  const size_t least = std::min(std::max<size_t>(16 << 10, cells), most);
+  return std::clamp(std::bit_ceil(nbytes / 4), least, most);
+}
+
+// A large call in steps: fill(s) writes this rank's part of step s into its ring, drain(s) reads the
+// others'. Step s is drained while step s + 1 is filled: one wait per step. A piece is overwritten by
+// fill(s + depth) only when everybody has posted step s + 3, and so has drained s: depth >= 4.
+template <class Fill, class Drain>
+void pipeline(Team& team, Team::Call& call, size_t steps, Fill&& fill, Drain&& drain) {
+  const uint32_t base = team.base_step;
+  for (size_t s = 0; s <= steps; s++) {
+    if (s < steps) {
+      fill(s);
+      team.post_step(base + static_cast<uint32_t>(s) + 1, false);
+    }
+    if (s >= 1) {
+      team.wait_step_of_all(call, base + static_cast<uint32_t>(s));
+      drain(s - 1);
+    }
+  }
+  team.base_step = base + static_cast<uint32_t>(steps);
+}
+
+// Where what goes to each rank lies in a piece: cells of one size, each on its own lines.
+inline size_t cell_bytes(size_t room, int ranks) {
+  const size_t cell = room / static_cast<size_t>(ranks) / 64 * 64;
+  if (cell == 0) throw Error("more ranks than cells in a piece of the ring");
+  return cell;
+}
+
+inline size_t steps_for(size_t nbytes, size_t per_step) { return (nbytes + per_step - 1) / per_step; }
+
+}  // namespace allranks::algorithms

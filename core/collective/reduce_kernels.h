@@ -1,0 +1,314 @@
+// The kernels themselves. Included once by each reduce_<isa>.cc, which is compiled with that
+// instruction set's flags and defines ALLRANKS_ISA, the namespace that keeps them apart.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "collective/reduce.h"
+#include "collective/reduce_table.h"
+
+namespace allranks::ALLRANKS_ISA {
+namespace {
+
+struct f16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float widen(bf16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
+
+inline bf16 narrow_bf16(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t nan = (bits >> 16) | 0x40u;
+  return {static_cast<uint16_t>(x != x ? nan : rounded)};
+}
+
+inline float widen(f16 x) {
+  const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
+  const uint32_t magnitude = x.bits & 0x7fffu;
+  // The exponent field is placed as float32's and corrected by a multiplication by 2^112,
+  // which turns subnormals into normals too.
+  float value = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
+  if (magnitude >= 0x7c00u) value = std::bit_cast<float>((magnitude << 13) | 0x7f800000u);
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
+}
+
+inline f16 narrow_f16(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t out;
+  if (magnitude > 0x7f800000u) {
+    out = 0x7e00u | ((magnitude >> 13) & 0x3ffu);  // NaN
+  } else if (magnitude >= 0x477ff000u) {
+    out = 0x7c00u;  // rounds beyond the largest float16
+  } else if (magnitude < 0x38800000u) {
+    // Subnormal: adding 0.5 makes the float adder do the shift and the rounding.
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    out = std::bit_cast<uint32_t>(shifted) - 0x3f000000u;
+  } else {
+    const uint32_t odd = (magnitude >> 13) & 1u;
+    out = (magnitude + 0xc8000fffu + odd) >> 13;  // rebias by -112 and round to nearest even
+  }
+  return {static_cast<uint16_t>(sign | out)};
+}
+
+// Any byte but 0 is true, as for torch.
+struct boolean {
+  uint8_t bits;
+};
+
+// Accumulators: the type in which a dtype is summed.
+template <class T>
+struct Acc {
+  using type = T;
+};
+template <>
+struct Acc<f16> {
+  using type = float;
+};
+template <>
+struct Acc<bf16> {
+  using type = float;
+};
+
+template <>
+struct Acc<boolean> {
+  using type = uint8_t;
+};
+
+template <class T>
+inline typename Acc<T>::type load(T x) {
+  if constexpr (std::is_same_v<T, f16> || std::is_same_v<T, bf16>) {
+    return widen(x);
+  } else if constexpr (std::is_same_v<T, boolean>) {
+    return x.bits != 0;
+  } else {
+    return x;
+  }
+}
+
+template <class T>
+inline T store(typename Acc<T>::type x) {
+  if constexpr (std::is_same_v<T, f16>) {
+    return narrow_f16(x);
+  } else if constexpr (std::is_same_v<T, bf16>) {
+    return narrow_bf16(x);
+  } else if constexpr (std::is_same_v<T, boolean>) {
+    return {x};
+  } else {
+    return x;
+  }
+}
+
+struct Sum {
+  template <class A>
+  static A combine(A a, A b) {
+    if constexpr (std::is_integral_v<A>) {
+      using U = std::make_unsigned_t<A>;  // overflow wraps, as torch's does
+      return static_cast<A>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
+    } else {
+      return a + b;
+    }
+  }
+};
+struct Prod {
+  template <class A>
+  static A combine(A a, A b) {
+    if constexpr (std::is_integral_v<A>) {
+      // 64 bits: a product of two uint16 would be computed, and overflow, as int.
+      return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+    } else {
+      return a * b;
+    }
+  }
+};
+struct Min {
+  template <class A>
+  static A combine(A a, A b) {
+    return (b < a || b != b) ? b : a;
+  }
+};
+struct Max {
+  template <class A>
+  static A combine(A a, A b) {
+    return (b > a || b != b) ? b : a;
+  }
+};
+
+struct And {
+  template <class A>
+  static A combine(A a, A b) {
+    return static_cast<A>(a & b);
+  }
+};
+struct Or {
+  template <class A>
+  static A combine(A a, A b) {
+    return static_cast<A>(a | b);
+  }
+};
+struct Xor {
+  template <class A>
+  static A combine(A a, A b) {
+    return static_cast<A>(a ^ b);
+  }
+};
+
+// Of integers as nccl's: the sum, wrapped, divided towards zero. Up to 32 bits double is exact, and divides several at
+// once.
+template <class A>
+inline A divide(A sum, int parts) {
+  if constexpr (std::is_integral_v<A> && sizeof(A) < 8) {
+    return static_cast<A>(static_cast<double>(sum) / parts);
+  } else {
+    return sum / static_cast<A>(parts);
+  }
+}
+
+template <class T>
+void widen_tile(typename Acc<T>::type* acc, const T* src, size_t n) {
+  for (size_t i = 0; i < n; i++) acc[i] = load(src[i]);
+}
+template <class T>
+void narrow_tile(T* dst, const typename Acc<T>::type* acc, size_t n) {
+  for (size_t i = 0; i < n; i++) dst[i] = store<T>(acc[i]);
+}
+
+#if defined(__F16C__)
+template <>
+void widen_tile<f16>(float* acc, const f16* src, size_t n) {
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(acc + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i))));
+  }
+  for (; i < n; i++) acc[i] = widen(src[i]);
+}
+template <>
+void narrow_tile<f16>(f16* dst, const float* acc, size_t n) {
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i h = _mm256_cvtps_ph(_mm256_loadu_ps(acc + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i), h);
+  }
+  for (; i < n; i++) dst[i] = narrow_f16(acc[i]);
+}
+#endif
+
+constexpr size_t kTile = 1024;  // elements: the accumulators stay in the L1 cache
+
+template <class T, class Op, bool kAverage>
+void reduce(void* dst_, const void* const* srcs, int nsrcs, size_t count, int parts) {
+  using A = typename Acc<T>::type;
+  constexpr bool wide = !std::is_same_v<T, A>;
+  auto* dst = static_cast<T*>(dst_);
+  if constexpr (!wide) {
+    if (nsrcs == 2) {
+      const auto* a = static_cast<const T*>(srcs[0]);
+      const auto* b = static_cast<const T*>(srcs[1]);
+      // dst may be a or b, element by element: no iteration depends on another.
+#pragma GCC ivdep
+      for (size_t i = 0; i < count; i++) {
+        A x = Op::combine(a[i], b[i]);
+        if constexpr (kAverage) x = divide(x, parts);
+        dst[i] = x;
+      }
+      return;
+    }
+  }
+  std::array<A, kTile> acc;
+  std::array<A, kTile> operand;
+  for (size_t begin = 0; begin < count; begin += kTile) {
+    const size_t n = std::min(kTile, count - begin);
+    widen_tile<T>(acc.data(), static_cast<const T*>(srcs[0]) + begin, n);
+    for (int s = 1; s < nsrcs; s++) {
+      const T* src = static_cast<const T*>(srcs[s]) + begin;
+      if constexpr (wide) {
+        widen_tile<T>(operand.data(), src, n);
+        for (size_t i = 0; i < n; i++) acc[i] = Op::combine(acc[i], operand[i]);
+      } else {
+        for (size_t i = 0; i < n; i++) acc[i] = Op::combine(acc[i], src[i]);
+      }
+    }
+    if constexpr (kAverage) {
+      for (size_t i = 0; i < n; i++) acc[i] = divide(acc[i], parts);
+    }
+    narrow_tile<T>(dst + begin, acc.data(), n);
+  }
+}
+
+// Complex numbers are summed as pairs of reals.
+template <class T, class Op, bool kAverage>
+void reduce_pairs(void* dst, const void* const* srcs, int nsrcs, size_t count, int parts) {
+  reduce<T, Op, kAverage>(dst, srcs, nsrcs, 2 * count, parts);
+}
+
+template <class T>
+void fill(KernelTable& table, DType dtype) {
+  auto& row = table.at(static_cast<size_t>(dtype));
+  const auto put = [&row](ReduceOp op, Kernel kernel) { row.at(static_cast<size_t>(op)) = kernel; };
+  put(ReduceOp::sum, reduce<T, Sum, false>);
+  put(ReduceOp::premul_sum, reduce<T, Sum, false>);
+  put(ReduceOp::prod, reduce<T, Prod, false>);
+  put(ReduceOp::min, reduce<T, Min, false>);
+  put(ReduceOp::max, reduce<T, Max, false>);
+  put(ReduceOp::avg, reduce<T, Sum, true>);
+  if constexpr (std::is_integral_v<T>) {
+    put(ReduceOp::band, reduce<T, And, false>);
+    put(ReduceOp::bor, reduce<T, Or, false>);
+    put(ReduceOp::bxor, reduce<T, Xor, false>);
+  }
+}
+
+void fill_boolean(KernelTable& table) {
+  auto& row = table.at(static_cast<size_t>(DType::boolean));
+  for (const auto op : {ReduceOp::sum, ReduceOp::max, ReduceOp::bor}) {
+    row.at(static_cast<size_t>(op)) = reduce<boolean, Or, false>;
+  }
+  for (const auto op : {ReduceOp::prod, ReduceOp::min, ReduceOp::band}) {
+    row.at(static_cast<size_t>(op)) = reduce<boolean, And, false>;
+  }
+  row.at(static_cast<size_t>(ReduceOp::bxor)) = reduce<boolean, Xor, false>;
+}
+
+template <class T>
+void fill_complex(KernelTable& table, DType dtype) {
+  auto& row = table.at(static_cast<size_t>(dtype));
+  row.at(static_cast<size_t>(ReduceOp::sum)) = reduce_pairs<T, Sum, false>;
+  row.at(static_cast<size_t>(ReduceOp::premul_sum)) = reduce_pairs<T, Sum, false>;
+  row.at(static_cast<size_t>(ReduceOp::avg)) = reduce_pairs<T, Sum, true>;
+}
+
+}  // namespace
+
+KernelTable kernels() {
+  KernelTable table{};
+  fill<uint8_t>(table, DType::u8);
+  fill<int8_t>(table, DType::i8);
+  fill<int16_t>(table, DType::i16);
+  fill<int32_t>(table, DType::i32);
+  fill<int64_t>(table, DType::i64);
+  fill<uint16_t>(table, DType::u16);
+  fill<uint32_t>(table, DType::u32);
+  fill<uint64_t>(table, DType::u64);
+  fill<f16>(table, DType::f16);
+  fill<bf16>(table, DType::bf16);
+  fill<float>(table, DType::f32);
+  fill<double>(table, DType::f64);
+  fill_boolean(table);
+  fill_complex<f16>(table, DType::c32);
+  fill_complex<float>(table, DType::c64);
+  fill_complex<double>(table, DType::c128);
+  return table;
+}
+
+}  // namespace allranks::ALLRANKS_ISA

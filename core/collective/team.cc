@@ -1,0 +1,201 @@
+#include "collective/team.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+namespace allranks {
+
+namespace {
+
+constexpr int64_t kNotesNs = 1'000'000'000;  // for the ranks to say where a call stands
+
+// Counters wrap: `a` has reached `b` when it is not behind it.
+bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
+
+}  // namespace
+
+Team::Team(std::unique_ptr<Shm> shm) : shm_(std::move(shm)) {}
+
+bool Team::assemble(Call& call, const void* payload, size_t nbytes) {
+  shm_->check_verdict();
+  CallLine& mine = shm_->call_line(rank(), call.number);
+  mine.of_group = call.about.call;
+  mine.fingerprint = call.about.fingerprint;
+  if (nbytes > 0) std::memcpy(mine.payload.data(), payload, nbytes);
+  // Publishes the fingerprint, the payload and what stands in the ring; sequentially consistent for the bell.
+  mine.number.store(call.number, std::memory_order_seq_cst);
+
+  int r = 0;
+  const auto missing = [&] {
+    for (; r < size(); r++) {
+      if (shm_->call_line(r, call.number).number.load(std::memory_order_seq_cst) != call.number) return shm_->number(r);
+    }
+    return -1;
+  };
+  if (missing() < 0) {
+    Shm::ring(shm_->gate());  // the last to come wakes those that sleep
+  } else {
+    try {
+      shm_->wait(shm_->gate(), call.patience, call.about, missing);
+    } catch (Error& error) {
+      for (int p = 0; p < size(); p++) {
+        if (shm_->call_line(p, call.number).number.load(std::memory_order_acquire) != call.number) {
+          error.waiting_for.push_back(shm_->number(p));
+        }
+      }
+      throw;
+    }
+  }
+  bool agree = true;
+  uint32_t sites = 0;
+  for (int p = 0; p < size(); p++) {
+    const Fingerprint& theirs = shm_->call_line(p, call.number).fingerprint;
+    agree = agree && theirs.agrees(call.about.fingerprint);
+    sites |= theirs.site;
+  }
+  return agree && sites == 0;
+}
+
+std::vector<Fingerprint> Team::fingerprints(const Call& call) {
+  std::vector<Fingerprint> calls;
+  for (int p = 0; p < size(); p++) calls.push_back(shm_->call_line(p, call.number).fingerprint);
+  return calls;
+}
+
+std::optional<Error> Team::judge(const Call& call, std::vector<Fingerprint> calls) {
+  Failure failure = call.about;
+  failure.kind = Kind::mismatch;
+  const auto agrees = [&](const Fingerprint& other) { return other.agrees(calls.front()); };
+  if (std::all_of(calls.begin(), calls.end(), agrees)) {
+    failure.peer = swaps_.see(calls).first;
+    if (failure.peer < 0) return {};
+  }
+  ring_position_ = 0;  // ranks that call different things have taken different pieces
+  return Error(failure, std::move(calls));
+}
+
+void Team::arrive(Call& call, const void* payload, size_t nbytes) {
+  if (assemble(call, payload, nbytes)) return;
+  std::optional<Error> error = judge(call, fingerprints(call));
+  if (!error) return;
+  error->sites = exchange_notes(call);
+  throw *error;
+}
+
+Team::Pieces Team::take(size_t bytes, size_t pieces) {
+  // Powers of two, aligned to themselves, do not run over the ring's end.
+  const size_t room = std::bit_ceil(std::max<size_t>(bytes, 64));
+  const uint64_t begin = (ring_position_ + room - 1) / room * room;
+  ring_position_ = begin + room * pieces;
+  shm_->reserve_ring(std::min<uint64_t>(ring_position_, shm_->sizes().ring));
+  return {shm_.get(), begin, room};
+}
+
+// All ranks have found the same mismatch and come here, unless one dies on the way.
+std::vector<std::string> Team::exchange_notes(Call& call) {
+  const std::string site = call.site.empty() ? call.patience.caller.where() : call.site;
+  Note& mine = shm_->note(rank());
+  size_t n = std::min(site.size(), mine.text.size() - 1);
+  // Not from the middle of a character of UTF-8.
+  while (n > 0 && (static_cast<unsigned char>(site[site.size() - n]) & 0xc0) == 0x80) n--;
+  mine.number.store(0, std::memory_order_seq_cst);
+  std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n, mine.text.begin());  // its end tells more
+  mine.text[n] = '\0';
+  mine.number.store(call.number, std::memory_order_seq_cst);
+  Shm::ring(shm_->gate());
+
+  std::vector<std::string> sites(static_cast<size_t>(size()));
+  Patience patience{.caller = call.patience.caller, .timeout_ns = kNotesNs, .spin_ns = 0, .final = false};
+  int r = 0;
+  const auto silent = [&] {
+    for (; r < size(); r++) {
+      if (shm_->note(r).number.load(std::memory_order_seq_cst) != call.number) return shm_->number(r);
+    }
+    return -1;
+  };
+  try {
+    shm_->wait(shm_->gate(), patience, call.about, silent);
+  } catch (const Error& error) {
+    if (error.failure.kind != Kind::timeout) throw;  // the mismatch is known without the notes
+  }
+  for (int p = 0; p < size(); p++) {
+    const Note& note = shm_->note(p);
+    if (note.number.load(std::memory_order_seq_cst) == call.number) sites[static_cast<size_t>(p)] = note.text.data();
+  }
+  return sites;
+}
+
+std::vector<std::byte*> Team::arrive_at(Call& call, const void* data, size_t nbytes) {
+  struct Place {
+    uint64_t block;  // 0: private memory
+    uint64_t offset;
+  };
+  const SharedBlock* block = blocks_->find(data, nbytes);
+  Place mine{};
+  if (block != nullptr) {
+    mine = {block->number(), static_cast<uint64_t>(static_cast<const std::byte*>(data) - block->mine())};
+  }
+  arrive(call, &mine, sizeof mine);
+  if (block == nullptr) return {};
+  std::vector<std::byte*> addresses;
+  for (int r = 0; r < size(); r++) {
+    Place theirs;
+    std::memcpy(&theirs, shm_->call_line(r, call.number).payload.data(), sizeof theirs);
+    if (theirs.block != mine.block) return {};
+    addresses.push_back(block->data(r) + theirs.offset);
+  }
+  count_shared_.fetch_add(1, std::memory_order_relaxed);
+  return addresses;
+}
+
+void Team::depart(Call& call) {
+  post_step(++base_step, false);
+  wait_step_of_all(call, base_step);
+}
+
+bool Team::all_at_step(uint32_t done) {
+  for (int r = 0; r < size(); r++) {
+    if (!reached(shm_->step_line(r).done.load(std::memory_order_seq_cst), done)) return false;
+  }
+  return true;
+}
+
+void Team::post_step(uint32_t done, bool wake_always) {
+  shm_->step_line(rank()).done.store(done, std::memory_order_seq_cst);
+  if (wake_always || all_at_step(done)) Shm::ring(shm_->gate());
+}
+
+// A step is progress: the call's timeout begins anew, as where bytes move between hosts.
+void Team::wait_step_of_all(Call& call, uint32_t done) {
+  int r = 0;
+  shm_->wait(shm_->gate(), call.patience, call.about, [&] {
+    for (; r < size(); r++) {
+      if (!reached(shm_->step_line(r).done.load(std::memory_order_seq_cst), done)) return shm_->number(r);
+    }
+    return -1;
+  });
+  call.patience.deadline_ns = 0;
+}
+
+void Team::wait_step_of(Call& call, int rank, uint32_t done) {
+  shm_->wait(shm_->gate(), call.patience, call.about, [&] {
+    return reached(shm_->step_line(rank).done.load(std::memory_order_seq_cst), done) ? -1 : shm_->number(rank);
+  });
+  call.patience.deadline_ns = 0;
+}
+
+std::vector<std::pair<uint32_t, Fingerprint>> Team::last_calls() {
+  std::vector<std::pair<uint32_t, Fingerprint>> calls;
+  for (int r = 0; r < size(); r++) {
+    const CallLine& even = shm_->call_line(r, 0);
+    const CallLine& odd = shm_->call_line(r, 1);
+    const uint32_t e = even.number.load(std::memory_order_acquire);
+    const uint32_t o = odd.number.load(std::memory_order_acquire);
+    const CallLine& last = reached(e, o) ? even : odd;
+    calls.emplace_back(last.of_group, last.fingerprint);
+  }
+  return calls;
+}
+
+}  // namespace allranks

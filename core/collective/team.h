@@ -1,0 +1,102 @@
+// The ranks of a group that share this host, in a collective: what the algorithms (algorithms/) see.
+//
+// They meet at the start of every collective (arrive), put what others are to read into their rings (take),
+// and count the steps of a large one. Within a host there is nothing else; of a group that spans hosts
+// each host has its team, and wide.h joins them.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/types.h"
+#include "base/waiting.h"
+#include "channel/copier.h"
+#include "channel/shm.h"
+#include "collective/shared.h"
+#include "collective/swaps.h"
+
+namespace allranks {
+
+class Team {
+ public:
+  explicit Team(std::unique_ptr<Shm> shm);
+  Team(const Team&) = delete;
+
+  // Among the ranks of this host.
+  int rank() const { return shm_->rank(); }
+  int size() const { return shm_->size(); }
+
+  // One collective under way.
+  struct Call {
+    uint32_t number;  // of the team's calls; about.call is the group's number
+    Patience patience;
+    Failure about;
+    const std::string& site;
+  };
+
+  // The number of the next call.
+  uint32_t next() { return ++calls_; }
+
+  // Posts this rank's fingerprint, with up to CallLine::kInline bytes of payload, and waits for
+  // everybody's. Throws a mismatch, on every rank, unless all are equal.
+  void arrive(Call& call, const void* payload = nullptr, size_t nbytes = 0);
+
+  // The parts of arrive. Posts and waits; returns whether all fingerprints agree (and have no call sites
+  // to compare).
+  bool assemble(Call& call, const void* payload, size_t nbytes);
+  std::vector<Fingerprint> fingerprints(const Call& call);
+  // What is wrong with these, of all ranks; the same on every rank.
+  std::optional<Error> judge(const Call& call, std::vector<Fingerprint> calls);
+
+  // The next pieces of every rank's ring. Every rank of a call takes the same.
+  struct Pieces {
+    Shm* shm;
+    uint64_t begin;
+    size_t room;  // bytes of each
+
+    std::byte* at(int rank, size_t piece = 0) const { return shm->ring_at(rank, begin + piece * room); }
+  };
+  Pieces take(size_t bytes, size_t pieces = 1);
+
+  // After a mismatch that every rank has found: where each rank's call stands.
+  std::vector<std::string> exchange_notes(Call& call);
+
+  // As arrive, for an operand of which this rank's part is `data`. If every rank's lies in the same
+  // shared block: the address of each rank's, by rank, as seen from here. Else empty.
+  std::vector<std::byte*> arrive_at(Call& call, const void* data, size_t nbytes);
+  // The end of a call whose ranks have worked in each other's memory.
+  void depart(Call& call);
+
+  // The pipeline of a large call. Between arrive and the end of the call all ranks do the same
+  // number of steps; `base_step` is the count before the first.
+  void post_step(uint32_t done, bool wake_always);
+  void wait_step_of_all(Call& call, uint32_t done);
+  void wait_step_of(Call& call, int rank, uint32_t done);
+
+  // The last collective that each rank has begun: the group's number of it.
+  std::vector<std::pair<uint32_t, Fingerprint>> last_calls();
+
+  std::unique_ptr<SharedBlock> share(uint64_t number, size_t bytes, const std::vector<sys::Fd>& parts) {
+    return std::make_unique<SharedBlock>(blocks_, number, rank(), bytes, parts);
+  }
+  uint64_t shared_calls() const { return count_shared_.load(std::memory_order_relaxed); }
+
+  Shm& shm() { return *shm_; }
+  Copier& copier() { return copier_; }
+  uint32_t base_step = 0;
+
+ private:
+  bool all_at_step(uint32_t done);
+
+  std::unique_ptr<Shm> shm_;
+  uint32_t calls_ = 0;
+  uint64_t ring_position_ = 0;
+  Swaps swaps_;
+  std::shared_ptr<SharedBlocks> blocks_ = sys::make_owned<SharedBlocks>();  // outlived by blocks
+  Copier copier_;
+  std::atomic<uint64_t> count_shared_ = 0;
+};
+
+}  // namespace allranks

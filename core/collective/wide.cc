@@ -1,0 +1,473 @@
+#include "collective/wide.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <numeric>
+
+#include "collective/algorithms/algorithms.h"
+#include "collective/algorithms/moves.h"
+
+namespace allranks {
+
+namespace {
+
+constexpr int kSpeakDirectly = 8;         // hosts
+constexpr size_t kInMeeting = 256 << 10;  // bytes that all hosts say in a meeting
+constexpr size_t kAlong = 1 << 10;        // bytes that a rank sends along with the sizes of its all_to_all
+constexpr size_t kAlongAlone = 16 << 10;  // the same, where every rank is alone on its host
+constexpr size_t kKept = 16 << 20;        // bytes of each scratch memory, between calls
+constexpr size_t kLongestSpeech = 16 << 20;
+
+// What a leader says first in a meeting: the head of its speech.
+struct Opening {
+  uint32_t call;
+  uint32_t each;    // not 0: its ranks do not agree, or compare call sites; so many fingerprints follow
+  uint64_t nbytes;  // of what its ranks contribute, behind those
+  Fingerprint fingerprint;
+};
+
+size_t aligned(size_t nbytes) { return (nbytes + 63) / 64 * 64; }
+
+Opening opening_of(const std::byte* speech) {
+  Opening opening;
+  std::memcpy(&opening, speech, sizeof opening);
+  return opening;
+}
+
+size_t head_of(const Opening& opening) { return sizeof opening + opening.each * sizeof(Fingerprint); }
+
+size_t length_of(const Opening& opening) { return head_of(opening) + opening.nbytes; }
+
+}  // namespace
+
+void Wide::run(Team::Call& call, const Operation& operation) {
+  net_.say(call.about.call, operation.fingerprint);
+  try {
+    dispatch(call, operation);
+  } catch (Error& error) {
+    net_.clear();  // what is queued belongs to the caller
+    if (error.failure.kind == Kind::timeout) error.waiting_for = net_.behind(call.about.call);
+    throw;
+  } catch (const sys::Forked&) {
+    throw;
+  } catch (...) {
+    net_.clear();
+    throw;
+  }
+  for (auto& part : scratch_) {
+    if (part.capacity() > kKept) part = {};
+  }
+}
+
+void Wide::dispatch(Team::Call& call, const Operation& operation) {
+  const Fingerprint& f = operation.fingerprint;
+  switch (f.verb) {
+    case Verb::all_reduce:
+      return all_reduce(call, operation.buffer, f.op);
+    case Verb::broadcast:
+      return broadcast(call, operation.buffer, f.root);
+    case Verb::barrier:
+      meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+      return;
+    case Verb::reduce:
+      return reduce(call, operation.buffer, f.op, f.root);
+    case Verb::all_gather:
+      return all_gather(call, operation.buffer, operation.outs);
+    case Verb::gather:
+      return gather(call, operation.buffer, operation.outs, f.root);
+    case Verb::scatter:
+      return scatter(call, operation.ins, operation.buffer, f.root);
+    case Verb::reduce_scatter:
+      return reduce_scatter(call, operation.ins, operation.buffer, f.op);
+    case Verb::all_to_all:
+      return all_to_all(call, operation);
+    case Verb::none:
+    case Verb::send:
+    case Verb::recv:
+      throw Error("not a collective");
+  }
+}
+
+// --- the meeting ---
+
+bool Wide::has_room(size_t total) const {
+  const size_t ring = team_.shm().sizes().ring;
+  const size_t room = std::bit_ceil(total + 64 * static_cast<size_t>(hosts_.count()));  // what meet takes of it
+  return room <= ring / 2 && ring % room == 0;
+}
+
+bool Wide::fits(size_t total) const { return total <= kInMeeting && has_room(total); }
+
+Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
+  const Fingerprint& own = call.about.fingerprint;
+  const auto of_host = [&](int host) {
+    size_t nbytes = 0;
+    if (said.kernel != nullptr) return said.nbytes(hosts_.leader(host));
+    for (const int r : hosts_.on(host)) nbytes += said.nbytes(r);
+    return nbytes;
+  };
+  size_t most = 0;
+  for (const int r : mates()) most = std::max(most, said.nbytes(r));
+  const bool alone = team_.size() == 1;
+  const bool in_line = most <= CallLine::kInline;
+  Team::Pieces contributions{&team_.shm(), 0, 0};
+  bool agree = own.site == 0;
+  if (!alone) {
+    next(call);
+    if (!in_line) {
+      contributions = team_.take(most);
+      team_.copier().copy(contributions.at(place()), static_cast<const std::byte*>(mine), said.nbytes(me()));
+    }
+    agree = team_.assemble(call, mine, in_line ? said.nbytes(me()) : 0);
+  }
+  const auto contribution = [&](int place) -> const std::byte* {
+    if (alone) return static_cast<const std::byte*>(mine);
+    return in_line ? team_.shm().call_line(place, call.number).payload.data() : contributions.at(place);
+  };
+
+  const auto count = static_cast<size_t>(hosts_.count());
+  std::vector<Fingerprint> all;  // of all ranks, if they do not simply agree
+  Bytes heard(count);
+  if (place() == 0) {
+    Opening opening{.call = call.about.call, .each = 0, .nbytes = of_host(here()), .fingerprint = own};
+    std::vector<Fingerprint> of_mates;
+    if (!agree) {
+      of_mates = alone ? std::vector{own} : team_.fingerprints(call);
+      opening.each = static_cast<uint32_t>(of_mates.size());
+      // Who calls something else has contributed something else.
+      if (!std::all_of(of_mates.begin(), of_mates.end(), [&](const auto& f) { return f.agrees(own); })) {
+        opening.nbytes = 0;
+      }
+    }
+    const size_t head = head_of(opening);
+    outgoing_.resize(head + (alone ? 0 : opening.nbytes));
+    std::memcpy(outgoing_.data(), &opening, sizeof opening);
+    if (!of_mates.empty()) std::memcpy(outgoing_.data() + sizeof opening, of_mates.data(), head - sizeof opening);
+    std::byte* at = outgoing_.data() + head;
+    const Speech speech{outgoing_.data(), alone ? static_cast<const std::byte*>(mine) : at};
+    if (!alone && opening.nbytes > 0 && said.kernel != nullptr) {
+      std::vector<const void*> operands;
+      for (int p = 0; p < team_.size(); p++) operands.push_back(contribution(p));
+      said.kernel(at, operands.data(), team_.size(), said.count, team_.size());
+    } else if (!alone && opening.nbytes > 0) {
+      for (int p = 0; p < team_.size(); p++) {
+        const size_t n = said.nbytes(mates()[static_cast<size_t>(p)]);
+        if (n > 0) std::memcpy(at, contribution(p), n);
+        at += n;
+      }
+    }
+
+    const Speeches speeches =
+        hosts_.count() <= kSpeakDirectly ? exchange_directly(call, speech, said) : disseminate(call, speech);
+    std::vector<Opening> openings(count, opening);
+    for (size_t h = 0; h < count; h++) {
+      openings[h] = opening_of(speeches[h].head);
+      heard[h] = speeches[h].body;
+      agree = agree && openings[h].each == 0 && openings[h].fingerprint.agrees(own);
+    }
+    if (!agree) {
+      all.resize(ranks());
+      for (int h = 0; h < hosts_.count(); h++) {
+        const Opening& theirs = openings[static_cast<size_t>(h)];
+        const std::byte* each = speeches[static_cast<size_t>(h)].head + sizeof theirs;
+        for (const int r : hosts_.on(h)) {
+          Fingerprint& f = all[static_cast<size_t>(r)];
+          f = theirs.fingerprint;
+          if (theirs.each == 0) continue;
+          std::memcpy(&f, each + static_cast<size_t>(hosts_.place(r)) * sizeof f, sizeof f);
+        }
+      }
+    }
+  }
+
+  if (!alone) {
+    // The leader hands on what it has heard.
+    size_t total = 0;
+    for (int h = 0; h < hosts_.count(); h++) total += aligned(of_host(h));
+    const auto results = team_.take(total);
+    const bool leads = place() == 0;
+    const auto same = [&](const auto& f) { return f.agrees(own); };
+    if (leads && std::all_of(all.begin(), all.end(), same)) {
+      std::byte* at = results.at(0);
+      for (int h = 0; h < hosts_.count(); h++) {
+        if (const size_t n = of_host(h); n > 0) std::memcpy(at, heard[static_cast<size_t>(h)], n);
+        at += aligned(of_host(h));
+      }
+    }
+    StepLine& step = team_.shm().step_line(0);
+    const size_t listed = ranks() * sizeof(Fingerprint);
+    team_.base_step++;
+    if (leads) {
+      step.disagree = 0;
+      if (!all.empty()) {
+        const auto list = team_.take(listed);
+        std::memcpy(list.at(0), all.data(), listed);
+        step.disagree = static_cast<uint32_t>(list.begin % team_.shm().sizes().ring) + 1;
+      }
+      team_.post_step(team_.base_step, true);
+    } else {
+      team_.wait_step_of(call, 0, team_.base_step);
+      if (step.disagree != 0) {
+        team_.take(listed);
+        all.resize(ranks());
+        std::memcpy(all.data(), team_.shm().ring_at(0, step.disagree - 1), listed);
+      }
+    }
+    const std::byte* at = results.at(0);
+    for (int h = 0; h < hosts_.count(); h++) {
+      heard[static_cast<size_t>(h)] = at;
+      at += aligned(of_host(h));
+    }
+  }
+  if (!all.empty()) {
+    if (const auto error = team_.judge(call, std::move(all))) disagree(call, *error);
+  }
+  call.about.fingerprint.site = 0;  // compared: what follows on this host is one call in parts
+  return heard;
+}
+
+void Wide::check(const Team::Call& call, int host, const std::byte* speech) const {
+  const Opening theirs = opening_of(speech);
+  if (theirs.call == call.about.call && theirs.each <= ranks() && theirs.nbytes <= kLongestSpeech) return;
+  throw Error("rank " + std::to_string(hosts_.leader(host)) + " is at call " + std::to_string(theirs.call) +
+              ", this rank at call " + std::to_string(call.about.call) +
+              ": what came over the network is not what was sent");
+}
+
+Wide::Speeches Wide::exchange_directly(Team::Call& call, const Speech& own, const Said& said) {
+  const Opening ours = opening_of(own.head);
+  const auto count = static_cast<size_t>(hosts_.count());
+  incoming_.resize(count);
+  std::vector<uint64_t> tickets(count);
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h == here()) continue;
+    auto& buffer = incoming_[static_cast<size_t>(h)];
+    if (buffer.size() < sizeof(Opening)) buffer.resize(sizeof(Opening));
+    tickets[static_cast<size_t>(h)] = net_.receive(hosts_.leader(h), buffer.data(), sizeof(Opening));
+    net_.send(hosts_.leader(h), own.head, head_of(ours));
+    net_.send(hosts_.leader(h), own.body, ours.nbytes);
+  }
+  // Not until all is sent: that may need others to read first what this rank has still to be told the length of.
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h != here()) net_.wait_received(call.patience, call.about, hosts_.leader(h), tickets[static_cast<size_t>(h)]);
+  }
+  bool agree = ours.each == 0;
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h == here()) continue;
+    const std::byte* head = incoming_[static_cast<size_t>(h)].data();
+    check(call, h, head);
+    const Opening theirs = opening_of(head);
+    agree = agree && theirs.each == 0 && theirs.fingerprint.agrees(ours.fingerprint);
+  }
+  Speeches speeches(count, own);
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h == here()) continue;
+    auto& buffer = incoming_[static_cast<size_t>(h)];
+    const Opening theirs = opening_of(buffer.data());
+    const size_t head = head_of(theirs);
+    std::byte* body = agree && said.into ? said.into(h) : nullptr;
+    const size_t kept = head + (body == nullptr ? theirs.nbytes : 0);
+    if (buffer.size() < kept) buffer.resize(kept);
+    net_.receive(hosts_.leader(h), buffer.data() + sizeof(Opening), head - sizeof(Opening));
+    if (body == nullptr) body = buffer.data() + head;
+    net_.receive(hosts_.leader(h), body, theirs.nbytes);
+    speeches[static_cast<size_t>(h)] = {buffer.data(), body};
+  }
+  flush(call);
+  return speeches;
+}
+
+// In round k each gets, from the host 2^k further on, the speeches of the 2^k hosts from there on.
+Wide::Speeches Wide::disseminate(Team::Call& call, const Speech& own) {
+  const int count = hosts_.count();
+  incoming_.resize(2);
+  auto& known = incoming_[0];  // the speeches of this host and of those behind it
+  auto& come = incoming_[1];
+  const Opening ours = opening_of(own.head);
+  known.assign(own.head, own.head + head_of(ours));
+  if (ours.nbytes > 0) known.insert(known.end(), own.body, own.body + ours.nbytes);
+  std::vector<size_t> starts{0};
+  for (int distance = 1; distance < count; distance *= 2) {
+    const auto some = static_cast<size_t>(std::min(distance, count - distance));
+    const int to = hosts_.leader((here() - distance + count) % count);
+    const int from = hosts_.leader((here() + distance) % count);
+    const uint64_t given = some == starts.size() ? known.size() : starts[some];
+    uint64_t coming = 0;
+    net_.send(to, &given, sizeof given);
+    net_.send(to, known.data(), given);
+    net_.wait_received(call.patience, call.about, from, net_.receive(from, &coming, sizeof coming));
+    if (coming > some * (kLongestSpeech + sizeof(Opening) + ranks() * sizeof(Fingerprint))) {
+      throw Error("rank " + std::to_string(from) + " announces " + std::to_string(coming) +
+                  " bytes: what came over the network is not what was sent");
+    }
+    come.resize(coming);
+    net_.receive(from, come.data(), coming);
+    flush(call);
+    size_t at = 0;
+    for (size_t i = 0; i < some; i++) {
+      const int host = (here() + distance + static_cast<int>(i)) % count;
+      if (coming - at < sizeof(Opening)) throw Error("a speech of host " + std::to_string(host) + " is cut off");
+      check(call, host, come.data() + at);
+      starts.push_back(known.size() + at);
+      at += length_of(opening_of(come.data() + at));
+      if (at > coming) throw Error("a speech of host " + std::to_string(host) + " is cut off");
+    }
+    known.insert(known.end(), come.begin(), come.end());
+  }
+  Speeches speeches(static_cast<size_t>(count));
+  for (int i = 0; i < count; i++) {
+    const std::byte* head = known.data() + starts[static_cast<size_t>(i)];
+    speeches[static_cast<size_t>((here() + i) % count)] = {head, head + head_of(opening_of(head))};
+  }
+  return speeches;
+}
+
+// --- the sizes of an all_to_all ---
+
+Wide::Bytes Wide::compare_sizes(Team::Call& call, const Operation& operation) {
+  const auto& in_bytes = operation.in_bytes;
+  const auto& out_bytes = operation.out_bytes;
+  // Of every rank: what it sends to each, then what it expects from each; then what it sends, if that is little.
+  const size_t row = 2 * ranks() * sizeof(uint64_t);
+  Bytes along(ranks());
+  if (!fits(row * ranks())) {
+    compare_sizes_of_many(call, operation);
+    return along;
+  }
+  // Where hosts have several ranks a record must be as long as all others.
+  const bool alone = hosts_.count() == hosts_.ranks();
+  const size_t most = alone ? kAlongAlone : fits((row + kAlong) * ranks()) ? kAlong : 0;
+  const size_t total = std::accumulate(in_bytes.begin(), in_bytes.end(), size_t{0});
+  const size_t length = row + (alone ? (total <= most ? total : 0) : most);
+  std::byte* record = scratch(3, length);
+  std::byte* at = record;
+  for (const auto& sizes : {in_bytes, out_bytes}) {
+    for (const uint64_t size : sizes) {
+      std::memcpy(at, &size, sizeof size);
+      at += sizeof size;
+    }
+  }
+  for (size_t r = 0; r < ranks() && total <= most; r++) {
+    algorithms::move_bytes(at, operation.ins[r], in_bytes[r]);
+    at += in_bytes[r];
+  }
+  const auto heard = meet(call, record, {.nbytes = [length](int) { return length; }});
+  const auto record_of = [&](int rank) {
+    return heard[static_cast<size_t>(hosts_.of(rank))] + static_cast<size_t>(hosts_.place(rank)) * length;
+  };
+  const auto size = [&](int rank, size_t column) {
+    uint64_t value;
+    std::memcpy(&value, record_of(rank) + column * sizeof value, sizeof value);
+    return value;
+  };
+  for (int from = 0; from < hosts_.ranks(); from++) {
+    size_t before = 0;  // of what comes along: what others get that stand before this rank
+    size_t all = 0;
+    for (int to = 0; to < hosts_.ranks(); to++) {
+      const uint64_t sent = size(from, static_cast<size_t>(to));
+      const uint64_t expected = size(to, ranks() + static_cast<size_t>(from));
+      if (sent != expected) refuse_sizes(call, from, to, sent, expected);
+      if (to == me()) before = all;
+      all += sent;
+    }
+    if (all <= most) along[static_cast<size_t>(from)] = record_of(from) + row + before;
+  }
+  return along;
+}
+
+// Where all sizes of all ranks are too many: the leaders exchange those between their hosts, every rank compares what
+// is sent to it, and all hear what the others have found.
+// Cost: two meetings, and between each two hosts the product of their ranks in numbers.
+void Wide::compare_sizes_of_many(Team::Call& call, const Operation& operation) {
+  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  std::vector<uint64_t> row(operation.in_bytes.begin(), operation.in_bytes.end());
+  std::vector<uint64_t> column(ranks());  // what each rank sends to this one
+  const size_t line = ranks() * sizeof(uint64_t);
+  const Buffer gives{row.data(), line, DType::u8};
+  const Buffer gets{column.data(), line, DType::u8};
+  if (place() != 0) {
+    algorithms::gather(team_, next(call), gives, {}, 0);
+    algorithms::scatter(team_, next(call), {}, gets, 0);
+  } else {
+    const auto here_ranks = mates().size();
+    std::vector<std::vector<uint64_t>> rows(here_ranks, std::vector<uint64_t>(ranks()));
+    auto columns = rows;  // by rank here
+    const auto pieces = [](auto& lines) {
+      Pieces all;
+      for (auto& l : lines) all.push_back(reinterpret_cast<std::byte*>(l.data()));
+      return all;
+    };
+    if (team_.size() == 1) {
+      rows[0] = row;
+    } else {
+      algorithms::gather(team_, next(call), gives, pieces(rows), 0);
+    }
+    const auto count = static_cast<size_t>(hosts_.count());
+    std::vector<std::vector<uint64_t>> out(count);
+    std::vector<std::vector<uint64_t>> in(count);
+    for (int h = 0; h < hosts_.count(); h++) {
+      const auto i = static_cast<size_t>(h);
+      for (const auto& theirs : rows) {
+        for (const int r : hosts_.on(h)) out[i].push_back(theirs[static_cast<size_t>(r)]);
+      }
+      in[i].resize(hosts_.on(h).size() * here_ranks);
+      if (h == here()) {
+        in[i] = out[i];
+        continue;
+      }
+      net_.send(hosts_.leader(h), out[i].data(), out[i].size() * sizeof(uint64_t));
+      net_.receive(hosts_.leader(h), in[i].data(), in[i].size() * sizeof(uint64_t));
+    }
+    flush(call);
+    for (int r = 0; r < hosts_.ranks(); r++) {
+      const auto& from = in[static_cast<size_t>(hosts_.of(r))];
+      for (size_t p = 0; p < here_ranks; p++) {
+        columns[p][static_cast<size_t>(r)] = from[static_cast<size_t>(hosts_.place(r)) * here_ranks + p];
+      }
+    }
+    if (team_.size() == 1) {
+      column = columns[0];
+    } else {
+      algorithms::scatter(team_, next(call), pieces(columns), gets, 0);
+    }
+  }
+  // From whom, how much, and what was expected; from nobody: as many as there are ranks.
+  std::array<uint64_t, 3> found{ranks(), 0, 0};
+  for (size_t from = ranks(); from-- > 0;) {
+    if (column[from] != operation.out_bytes[from]) found = {from, column[from], operation.out_bytes[from]};
+  }
+  const auto heard = meet(call, found.data(), {.nbytes = [](int) { return sizeof found; }});
+  std::array<uint64_t, 3> worst{ranks(), 0, 0};
+  int to = 0;
+  for (int r = 0; r < hosts_.ranks(); r++) {
+    std::array<uint64_t, 3> theirs;
+    std::memcpy(theirs.data(),
+                heard[static_cast<size_t>(hosts_.of(r))] + static_cast<size_t>(hosts_.place(r)) * sizeof theirs,
+                sizeof theirs);
+    if (theirs[0] >= worst[0]) continue;
+    worst = theirs;
+    to = r;
+  }
+  if (worst[0] < ranks()) refuse_sizes(call, static_cast<int>(worst[0]), to, worst[1], worst[2]);
+}
+
+void Wide::refuse_sizes(Team::Call& call, int from, int to, uint64_t sent, uint64_t expected) {
+  Failure failure = call.about;
+  failure.kind = Kind::mismatch;
+  failure.peer = from;
+  Error error(failure);
+  error.text = "rank " + std::to_string(from) + " sends " + std::to_string(sent) + " bytes to rank " +
+               std::to_string(to) + ", which expects " + std::to_string(expected);
+  disagree(call, error);
+}
+
+void Wide::disagree(Team::Call& call, Error error) {
+  const auto here = team_.exchange_notes(call);
+  error.sites = net_.exchange_notes(call.about, call.patience.caller, here);
+  for (size_t p = 0; p < here.size(); p++) error.sites[static_cast<size_t>(mates()[p])] = here[p];
+  throw Error(error);
+}
+
+}  // namespace allranks

@@ -1,0 +1,107 @@
+// The collectives of a group that spans hosts.
+//
+// Ranks of one host work in their shared memory (team.h), ranks of different hosts over their lanes (net.h). A
+// call begins with a meeting: the ranks of each host assemble, the hosts' leaders exchange what their ranks call,
+// with as much of the operands as is small, and hand on what they have heard. So every rank knows that all call the
+// same, or that they do not, before any tensor is touched; a small call is over with that. Larger operands follow
+// by every rank's own lanes. Up to 8 hosts the leaders speak with each other, beyond they pass on what they
+// have heard, in log2 of the hosts' number rounds (Bruck et al., 1997), so that a leader has few lanes.
+//
+// Order of reduction: each host's operands by rank, then the hosts' results by the host's first rank. It is the same
+// for every size and on every rank. float16 and bfloat16 are rounded once per level: on the host, and between hosts.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "channel/net.h"
+#include "collective/operation.h"
+#include "collective/reduce.h"
+#include "collective/team.h"
+
+namespace allranks {
+
+class Wide {
+ public:
+  Wide(Team& team, Net& net) : team_(team), net_(net), hosts_(net.hosts()) {}
+
+  void run(Team::Call& call, const Operation& operation);
+
+ private:
+  using Bytes = std::vector<const std::byte*>;
+  using Pieces = std::vector<std::byte*>;
+
+  void dispatch(Team::Call& call, const Operation& operation);
+
+  // What the ranks of a host say together: their contributions one after the other, or reduced.
+  struct Said {
+    std::function<size_t(int)> nbytes;  // of a rank's contribution
+    Kernel kernel = nullptr;            // reduces those of a host
+    size_t count = 0;                   // elements of each
+    // Where a rank that is alone on its host wants what another has said, once all agree; nullptr: where it likes.
+    std::function<std::byte*(int)> into = nullptr;
+  };
+  // Returns what each host has said, by host; it lies there until the next call.
+  Bytes meet(Team::Call& call, const void* mine, const Said& said);
+  // What a leader says: a head, and what its ranks contribute.
+  struct Speech {
+    const std::byte* head;
+    const std::byte* body;
+  };
+  using Speeches = std::vector<Speech>;
+  // What the leaders do in it: each gives its speech, and gets, by host, where the others' stand.
+  Speeches exchange_directly(Team::Call& call, const Speech& own, const Said& said);
+  Speeches disseminate(Team::Call& call, const Speech& own);
+
+  // Throws unless it is of this call.
+  void check(const Team::Call& call, int host, const std::byte* speech) const;
+
+  // The sizes of an all_to_all, which every rank compares, so that all hear of those that disagree. Who sends little
+  // sends it along. Returns, by rank, where what it sends to this one lies; nullptr: it is still to come.
+  Bytes compare_sizes(Team::Call& call, const Operation& operation);
+  void compare_sizes_of_many(Team::Call& call, const Operation& operation);
+  [[noreturn]] void refuse_sizes(Team::Call& call, int from, int to, uint64_t sent, uint64_t expected);
+
+  // Whether a team can hand on so many bytes from all hosts; and whether a call should take part of its data along.
+  bool has_room(size_t total) const;
+  bool fits(size_t total) const;
+
+  void all_reduce(Team::Call& call, Buffer buffer, ReduceOp op);
+  void reduce(Team::Call& call, Buffer buffer, ReduceOp op, int root);
+  void broadcast(Team::Call& call, Buffer buffer, int root);
+  void all_gather(Team::Call& call, Buffer in, const Pieces& outs);
+  void gather(Team::Call& call, Buffer in, const Pieces& outs, int root);
+  void scatter(Team::Call& call, const Pieces& ins, Buffer out, int root);
+  void reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
+  void all_to_all(Team::Call& call, const Operation& operation);
+
+  // Reduces between one rank of each host (peers, by host). root < 0: all get the result, in place of their
+  // operand; else only that host's, and the others' operands stay as they are.
+  void across(Team::Call& call, const std::vector<int>& peers, Buffer operand, Kernel kernel, int root);
+
+  Team::Call& next(Team::Call& call) {
+    call.number = team_.next();
+    return call;
+  }
+  int me() const { return net_.rank(); }
+  int here() const { return hosts_.of(me()); }
+  int place() const { return team_.rank(); }
+  const std::vector<int>& mates() const { return hosts_.on(here()); }
+  size_t ranks() const { return static_cast<size_t>(hosts_.ranks()); }
+  std::vector<int> leaders() const;
+  Pieces of_mates(const Pieces& all) const;
+  std::byte* scratch(size_t index, size_t nbytes);
+  void flush(Team::Call& call) { net_.flush(call.patience, call.about); }
+  void settle(Team::Call& call) { net_.settle(call.patience, call.about); }
+
+  [[noreturn]] void disagree(Team::Call& call, Error error);
+
+  Team& team_;
+  Net& net_;
+  const Hosts& hosts_;
+  std::vector<std::byte> outgoing_;               // of a meeting
+  std::vector<std::vector<std::byte>> incoming_;  // by host; or all speeches, as they were passed on
+  std::vector<std::vector<std::byte>> scratch_;
+};
+
+}  // namespace allranks

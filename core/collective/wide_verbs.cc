@@ -1,0 +1,437 @@
+// The verbs of a group that spans hosts, made of the meeting, of what teams do on each host, and of lanes.
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <tuple>
+
+#include "collective/algorithms/algorithms.h"
+#include "collective/algorithms/moves.h"
+#include "collective/wide.h"
+
+namespace allranks {
+
+namespace {
+
+constexpr size_t kSegment = 256 << 10;  // bytes that a host reduces while the next are on their way
+constexpr size_t kWhole = 32 << 10;     // bytes of a reduce_scatter of which every host may hear all
+constexpr size_t kSlab = 4 << 20;       // bytes that are copied aside at once
+
+// AVG divides when all operands have been added.
+ReduceOp within_host(ReduceOp op) { return op == ReduceOp::avg ? ReduceOp::sum : op; }
+
+Kernel kernel_of(DType dtype, ReduceOp op) {
+  const Kernel kernel = kernel_for(dtype, op);
+  if (kernel == nullptr) throw Error("no kernel reduces this dtype with this op");
+  return kernel;
+}
+
+}  // namespace
+
+// --- what the verbs share ---
+
+std::vector<int> Wide::leaders() const {
+  std::vector<int> ranks;
+  for (int h = 0; h < hosts_.count(); h++) ranks.push_back(hosts_.leader(h));
+  return ranks;
+}
+
+Wide::Pieces Wide::of_mates(const Pieces& all) const {
+  Pieces pieces;
+  for (const int r : mates()) pieces.push_back(all[static_cast<size_t>(r)]);
+  return pieces;
+}
+
+std::byte* Wide::scratch(size_t index, size_t nbytes) {
+  if (scratch_.size() <= index) scratch_.resize(index + 1);
+  if (scratch_[index].size() < nbytes) scratch_[index].resize(nbytes);
+  return scratch_[index].data();
+}
+
+void Wide::across(Team::Call& call, const std::vector<int>& peers, Buffer operand, Kernel kernel, int root) {
+  const size_t hosts = peers.size();
+  const auto own = static_cast<size_t>(here());
+  const size_t element = size_of(operand.dtype);
+  // Host h reduces shard h.
+  const size_t line = 64 / element;
+  const size_t share = ((operand.count + hosts - 1) / hosts + line - 1) / line * line;
+  const size_t segment = kSegment / element;
+  const size_t steps = algorithms::steps_for(std::min(share, operand.count), segment);
+  const auto offset = [&](size_t h, size_t s) { return std::min(h * share, operand.count) + s * segment; };
+  const auto elements = [&](size_t h, size_t s) {
+    const size_t end = std::min((h + 1) * share, operand.count);
+    return end > offset(h, s) ? std::min(segment, end - offset(h, s)) : 0;
+  };
+  const auto place = [&](size_t h, size_t s) { return operand.bytes() + offset(h, s) * element; };
+  const bool stays = root >= 0 && root != static_cast<int>(own);
+  std::byte* aside = stays ? scratch(0, share * element) : nullptr;
+  const auto result = [&](size_t s) { return stays ? aside + s * segment * element : place(own, s); };
+  const auto gets = [&](size_t h) { return root < 0 || root == static_cast<int>(h); };
+
+  constexpr size_t kLag = 1;  // steps between sending a segment and reducing it
+  constexpr size_t kSlots = kLag + 1;
+  std::byte* slots = scratch(1, kSlots * hosts * segment * element);
+  const auto slot = [&](size_t h, size_t s) { return slots + ((s % kSlots) * hosts + h) * segment * element; };
+  std::vector<uint64_t> tickets(kSlots * hosts);
+  std::vector<const void*> operands(hosts);
+  for (size_t s = 0; s < steps + kLag; s++) {
+    for (size_t h = 0; h < hosts && s < steps; h++) {
+      if (h == own) continue;
+      net_.lend(peers[h], place(h, s), elements(h, s) * element);
+      tickets[(s % kSlots) * hosts + h] = net_.borrow(peers[h], slot(h, s), elements(own, s) * element);
+    }
+    if (s < kLag) continue;
+    const size_t t = s - kLag;
+    for (size_t h = 0; h < hosts; h++) {
+      operands[h] = h == own ? place(own, t) : slot(h, t);
+      if (h != own) net_.wait_received(call.patience, call.about, peers[h], tickets[(t % kSlots) * hosts + h]);
+    }
+    if (elements(own, t) > 0) {
+      kernel(result(t), operands.data(), static_cast<int>(hosts), elements(own, t), hosts_.ranks());
+    }
+    for (size_t h = 0; h < hosts; h++) {
+      if (h == own) continue;
+      if (gets(h)) net_.lend(peers[h], result(t), elements(own, t) * element);
+      if (gets(own)) net_.borrow(peers[h], place(h, t), elements(h, t) * element);
+    }
+  }
+  settle(call);
+}
+
+// --- the verbs: the head of each file in algorithms/ says what they mean ---
+
+// Small: every rank reduces what the hosts have said. Large, with as many ranks on every host: reduce-scatter on
+// each host, then every rank its shard with its counterparts, then all-gather. Else the leaders for all.
+// Cost: one round trip's half; large: two more, and 2 (H-1)/H n bytes over each host's network.
+void Wide::all_reduce(Team::Call& call, Buffer buffer, ReduceOp op) {
+  const size_t n = buffer.nbytes();
+  const Kernel kernel = kernel_of(buffer.dtype, op);
+  const Kernel partly = kernel_of(buffer.dtype, within_host(op));
+  if (fits(n * static_cast<size_t>(hosts_.count()))) {
+    const auto heard = meet(call, buffer.data, {[n](int) { return n; }, partly, buffer.count});
+    std::vector<const void*> operands(heard.begin(), heard.end());
+    kernel(buffer.data, operands.data(), hosts_.count(), buffer.count, hosts_.ranks());
+    return;
+  }
+  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  const auto lanes = static_cast<size_t>(team_.size());
+  if (lanes == 1 && hosts_.even()) return across(call, leaders(), buffer, kernel, -1);
+  const size_t element = size_of(buffer.dtype);
+  const size_t share = hosts_.even() ? buffer.count / lanes : 0;
+  if (share > 0) {
+    std::vector<int> counterparts;
+    for (int h = 0; h < hosts_.count(); h++) counterparts.push_back(hosts_.on(h)[static_cast<size_t>(place())]);
+    Pieces shards;
+    for (size_t p = 0; p < lanes; p++) shards.push_back(buffer.bytes() + p * share * element);
+    const Buffer mine{shards[static_cast<size_t>(place())], share, buffer.dtype};
+    algorithms::reduce_scatter(team_, next(call), shards, mine, within_host(op));
+    across(call, counterparts, mine, kernel, -1);
+    algorithms::all_gather(team_, next(call), mine, shards);
+  }
+  // What does not divide evenly.
+  const Buffer rest{buffer.bytes() + share * lanes * element, buffer.count - share * lanes, buffer.dtype};
+  if (rest.count == 0) return;
+  if (lanes > 1) algorithms::reduce(team_, next(call), rest, within_host(op), 0);
+  if (place() == 0) across(call, leaders(), rest, kernel, -1);
+  if (lanes > 1) algorithms::broadcast(team_, next(call), rest, 0);
+}
+
+// As all_reduce; large: each host's leader (on the root's host, the root) reduces for its host, in slabs that are
+// copied aside, as the others' operands stay as they are.
+void Wide::reduce(Team::Call& call, Buffer buffer, ReduceOp op, int root) {
+  const size_t n = buffer.nbytes();
+  const Kernel kernel = kernel_of(buffer.dtype, op);
+  const Kernel partly = kernel_of(buffer.dtype, within_host(op));
+  if (fits(n * static_cast<size_t>(hosts_.count()))) {
+    const auto heard = meet(call, buffer.data, {[n](int) { return n; }, partly, buffer.count});
+    if (me() != root) return;
+    std::vector<const void*> operands(heard.begin(), heard.end());
+    kernel(buffer.data, operands.data(), hosts_.count(), buffer.count, hosts_.ranks());
+    return;
+  }
+  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  auto peers = leaders();
+  peers[static_cast<size_t>(hosts_.of(root))] = root;
+  const int collector = peers[static_cast<size_t>(here())];
+  const size_t element = size_of(buffer.dtype);
+  // The same on all hosts: they cut what they exchange alike.
+  const size_t slab = hosts_.count() == hosts_.ranks() ? buffer.count : kSlab / element;
+  for (size_t begin = 0; begin < buffer.count; begin += slab) {
+    Buffer part{buffer.bytes() + begin * element, std::min(slab, buffer.count - begin), buffer.dtype};
+    if (team_.size() > 1) {
+      if (me() == collector && me() != root) {
+        std::byte* aside = scratch(2, part.nbytes());
+        std::memcpy(aside, part.data, part.nbytes());
+        part.data = aside;
+      }
+      algorithms::reduce(team_, next(call), part, within_host(op), hosts_.place(collector));
+    }
+    if (me() == collector) across(call, peers, part, kernel, hosts_.of(root));
+  }
+}
+
+// Small: in the meeting. Large: from host to host, each passing on what it gets while it gets more, so that no host
+// sends more than once; on each host through shared memory.
+// Cost: large: n bytes over each host's network, and a segment's time per host.
+void Wide::broadcast(Team::Call& call, Buffer buffer, int root) {
+  const size_t n = buffer.nbytes();
+  if (fits(n)) {
+    const auto heard = meet(call, buffer.data,
+                            {.nbytes = [=](int r) { return r == root ? n : size_t{0}; },
+                             .into = [&](int h) { return h == hosts_.of(root) ? buffer.bytes() : nullptr; }});
+    if (me() != root) algorithms::move_bytes(buffer.bytes(), heard[static_cast<size_t>(hosts_.of(root))], n);
+    return;
+  }
+  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  const int first = hosts_.of(root);
+  const auto peer_on = [&](int host) { return host == first ? root : hosts_.leader(host); };
+  const int turn = (here() - first + hosts_.count()) % hosts_.count();
+  const int before = turn == 0 ? -1 : peer_on((here() - 1 + hosts_.count()) % hosts_.count());
+  const int after = turn == hosts_.count() - 1 ? -1 : peer_on((here() + 1) % hosts_.count());
+  const int speaker = peer_on(here());
+  std::vector<uint64_t> tickets;
+  if (me() == speaker && before >= 0) {
+    for (size_t at = 0; at < n; at += kSegment) {
+      tickets.push_back(net_.borrow(before, buffer.bytes() + at, std::min(kSegment, n - at)));
+    }
+  }
+  for (size_t begin = 0; begin < n; begin += kSlab) {
+    const size_t end = std::min(n, begin + kSlab);
+    for (size_t at = begin; me() == speaker && at < end; at += kSegment) {
+      if (before >= 0) net_.wait_received(call.patience, call.about, before, tickets[at / kSegment]);
+      if (after >= 0) net_.lend(after, buffer.bytes() + at, std::min(kSegment, n - at));
+    }
+    if (team_.size() > 1) {
+      algorithms::broadcast(team_, next(call), {buffer.bytes() + begin, end - begin, DType::u8}, hosts_.place(speaker));
+    }
+  }
+  settle(call);
+}
+
+// Small: in the meeting. Large: what each rank gives goes to one rank of every other host, and there to the others
+// through shared memory.
+// Cost: large: (P - ranks of the host) n bytes over each host's network.
+void Wide::all_gather(Team::Call& call, Buffer in, const Pieces& outs) {
+  const size_t n = in.nbytes();
+  bool spoilt = false;  // what others are to get is overwritten by what they give
+  for (size_t r = 0; r < outs.size(); r++) {
+    const bool in_place = r == static_cast<size_t>(me()) && outs[r] == in.bytes();
+    spoilt = spoilt || (!in_place && algorithms::intersect(outs[r], n, in.bytes(), n));
+  }
+  if (fits(n * ranks())) {
+    const bool direct = !outs.empty() && !spoilt && hosts_.count() == hosts_.ranks();
+    const auto into = [&](int h) { return direct ? outs[static_cast<size_t>(hosts_.leader(h))] : nullptr; };
+    const auto heard = meet(call, in.data, {.nbytes = [n](int) { return n; }, .into = into});
+    // Before anything else is written: `in` may be what is to come from another rank.
+    if (!outs.empty()) algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
+    for (size_t r = 0; r < outs.size(); r++) {
+      const int rank = static_cast<int>(r);
+      if (rank == me()) continue;
+      const std::byte* from = heard[static_cast<size_t>(hosts_.of(rank))] + static_cast<size_t>(hosts_.place(rank)) * n;
+      algorithms::move_bytes(outs[r], from, n);
+    }
+    return;
+  }
+  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  if (spoilt) {
+    std::byte* aside = scratch(2, n);
+    std::memcpy(aside, in.data, n);
+    in.data = aside;
+  }
+  const auto mates_here = static_cast<size_t>(team_.size());
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h == here()) continue;
+    const auto& there = hosts_.on(h);
+    net_.lend(there[static_cast<size_t>(place()) % there.size()], in.data, n);
+    for (size_t p = static_cast<size_t>(place()); p < there.size(); p += mates_here) {
+      net_.borrow(there[p], outs[static_cast<size_t>(there[p])], n);
+    }
+  }
+  if (mates_here == 1) {
+    algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
+    return settle(call);
+  }
+  algorithms::all_gather(team_, next(call), in, of_mates(outs));
+  settle(call);
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h == here()) continue;
+    const auto& there = hosts_.on(h);
+    for (size_t begin = 0; begin < there.size(); begin += mates_here) {
+      const size_t some = std::min(mates_here, there.size() - begin);
+      Pieces pieces;
+      for (size_t p = 0; p < some; p++) pieces.push_back(outs[static_cast<size_t>(there[begin + p])]);
+      if (some == mates_here) {
+        algorithms::all_gather(team_, next(call), {pieces[static_cast<size_t>(place())], n, DType::u8}, pieces);
+        continue;
+      }
+      for (size_t p = 0; p < some; p++) {
+        algorithms::broadcast(team_, next(call), {pieces[p], n, DType::u8}, static_cast<int>(p));
+      }
+    }
+  }
+}
+
+// Large: every rank of another host sends to the root itself; those of the root's host through shared memory.
+// Cost: large: n bytes per rank of another host into the root's host.
+void Wide::gather(Team::Call& call, Buffer in, const Pieces& outs, int root) {
+  const size_t n = in.nbytes();
+  if (fits(n * ranks())) return all_gather(call, in, outs);
+  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  if (hosts_.of(root) != here()) {
+    net_.lend(root, in.data, n);
+    return settle(call);
+  }
+  if (me() == root) {
+    // What the root gives may lie where another rank's piece is to go.
+    algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
+    in.data = outs[static_cast<size_t>(me())];
+    for (size_t r = 0; r < outs.size(); r++) {
+      if (hosts_.of(static_cast<int>(r)) != here()) net_.borrow(static_cast<int>(r), outs[r], n);
+    }
+  }
+  if (team_.size() > 1) {
+    algorithms::gather(team_, next(call), in, me() == root ? of_mates(outs) : Pieces{}, hosts_.place(root));
+  }
+  settle(call);
+}
+
+// Large: the root sends to every rank of another host itself; to those of its own through shared memory.
+// Cost: large: n bytes per rank of another host out of the root's host.
+void Wide::scatter(Team::Call& call, const Pieces& ins, Buffer out, int root) {
+  const size_t n = out.nbytes();
+  if (fits(n * ranks())) {
+    const std::byte* mine = nullptr;
+    if (me() == root) {
+      std::byte* packed = scratch(2, n * ranks());
+      for (size_t r = 0; r < ranks(); r++) algorithms::move_bytes(packed + r * n, ins[r], n);
+      mine = packed;
+    }
+    const size_t all = n * ranks();
+    const auto heard = meet(call, mine, {.nbytes = [=](int r) { return r == root ? all : size_t{0}; }});
+    algorithms::move_bytes(out.bytes(), heard[static_cast<size_t>(hosts_.of(root))] + static_cast<size_t>(me()) * n, n);
+    return;
+  }
+  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  if (hosts_.of(root) != here()) {
+    net_.borrow(root, out.data, n);
+    return settle(call);
+  }
+  if (me() == root) {
+    for (size_t r = 0; r < ins.size(); r++) {
+      if (hosts_.of(static_cast<int>(r)) != here()) net_.lend(static_cast<int>(r), ins[r], n);
+    }
+    settle(call);  // `out` may lie where a piece does
+  }
+  if (team_.size() > 1) {
+    algorithms::scatter(team_, next(call), me() == root ? of_mates(ins) : Pieces{}, out, hosts_.place(root));
+  } else {
+    algorithms::move_bytes(out.bytes(), ins[static_cast<size_t>(me())], n);
+  }
+}
+
+// Small: in the meeting. Large, in slabs: each host reduces what is meant for the ranks of another, dealt out to
+// its own ranks, which send it there.
+// Cost: large: (P - ranks of the host) n bytes over each host's network.
+void Wide::reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, ReduceOp op) {
+  const size_t n = out.nbytes();
+  const Kernel kernel = kernel_of(out.dtype, op);
+  const Kernel partly = kernel_of(out.dtype, within_host(op));
+  const auto hosts = static_cast<size_t>(hosts_.count());
+  std::vector<const void*> operands(hosts);
+  if (n * ranks() * hosts <= kWhole && has_room(n * ranks() * hosts)) {
+    std::byte* packed = scratch(2, n * ranks());
+    for (size_t r = 0; r < ranks(); r++) algorithms::move_bytes(packed + r * n, ins[r], n);
+    const size_t all = n * ranks();
+    const auto heard = meet(call, packed, {[all](int) { return all; }, partly, out.count * ranks()});
+    for (size_t h = 0; h < hosts; h++) operands[h] = heard[h] + static_cast<size_t>(me()) * n;
+    kernel(out.data, operands.data(), hosts_.count(), out.count, hosts_.ranks());
+    return;
+  }
+  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  const auto lanes = static_cast<size_t>(team_.size());
+  const auto at = static_cast<size_t>(place());
+  const size_t element = size_of(out.dtype);
+  const size_t slab = std::max<size_t>(64, kSlab / ranks()) / element;
+  for (size_t begin = 0; begin < out.count; begin += slab) {
+    const size_t count = std::min(slab, out.count - begin);
+    const size_t bytes = count * element;
+    size_t used = 2;
+    const auto piece = [&](int r) { return ins[static_cast<size_t>(r)] + begin * element; };
+    // Reduces pieces that are meant for some ranks, one on each rank here.
+    const auto reduced = [&](const std::vector<int>& of, size_t first) -> const std::byte* {
+      if (lanes == 1) return piece(of[first]);
+      Pieces pieces;
+      for (size_t p = 0; p < lanes; p++) pieces.push_back(piece(of[std::min(first + p, of.size() - 1)]));
+      const Buffer result{scratch(used++, bytes), count, out.dtype};
+      algorithms::reduce_scatter(team_, next(call), pieces, result, within_host(op));
+      return static_cast<const std::byte*>(result.data);
+    };
+    for (int h = 0; h < hosts_.count(); h++) {
+      const auto& there = hosts_.on(h);
+      if (h == here()) {
+        operands[static_cast<size_t>(h)] = reduced(there, 0);
+        continue;
+      }
+      for (size_t first = 0; first < there.size(); first += lanes) {
+        const std::byte* mine = reduced(there, first);
+        if (first + at < there.size()) net_.lend(there[first + at], mine, bytes);
+      }
+      std::byte* theirs = scratch(used++, bytes);
+      operands[static_cast<size_t>(h)] = theirs;
+      net_.borrow(there[at % there.size()], theirs, bytes);
+    }
+    settle(call);
+    kernel(out.bytes() + begin * element, operands.data(), hosts_.count(), count, hosts_.ranks());
+  }
+}
+
+// The sizes are compared (wide.cc); then each rank sends to each itself, on its own host through shared memory.
+// Cost: what goes to other hosts, over the network.
+void Wide::all_to_all(Team::Call& call, const Operation& operation) {
+  const auto& [ins, outs] = std::tie(operation.ins, operation.outs);
+  const auto& [in_bytes, out_bytes] = std::tie(operation.in_bytes, operation.out_bytes);
+  const auto own = static_cast<size_t>(me());
+  const Bytes along = compare_sizes(call, operation);
+  Pieces from = ins;
+  const auto overlap = [&] {
+    for (size_t a = 0; a < ranks(); a++) {
+      for (size_t b = 0; b < ranks(); b++) {
+        if (algorithms::intersect(outs[a], out_bytes[a], ins[b], in_bytes[b]) && !(a == own && b == own)) return true;
+      }
+    }
+    return false;
+  };
+  if (along[own] == nullptr && overlap()) {
+    // What is still to be sent would be overwritten by what comes.
+    std::byte* aside = scratch(2, std::accumulate(in_bytes.begin(), in_bytes.end(), size_t{0}));
+    for (size_t r = 0; r < ranks(); r++) {
+      algorithms::move_bytes(aside, ins[r], in_bytes[r]);
+      from[r] = aside;
+      aside += in_bytes[r];
+    }
+  }
+  std::vector<size_t> sent_here;
+  std::vector<size_t> got_here;
+  bool all_along_here = true;
+  for (size_t r = 0; r < ranks(); r++) {
+    const int rank = static_cast<int>(r);
+    const bool sends = along[own] == nullptr;
+    const bool gets = along[r] == nullptr;
+    if (!gets) algorithms::move_bytes(outs[r], along[r], out_bytes[r]);
+    if (hosts_.of(rank) == here()) {
+      sent_here.push_back(sends ? in_bytes[r] : 0);
+      got_here.push_back(gets ? out_bytes[r] : 0);
+      all_along_here = all_along_here && !gets;
+      continue;
+    }
+    if (sends) net_.lend(rank, from[r], in_bytes[r]);
+    if (gets) net_.borrow(rank, outs[r], out_bytes[r]);
+  }
+  if (team_.size() == 1) {
+    if (along[own] == nullptr) algorithms::move_bytes(outs[own], from[own], in_bytes[own]);
+  } else if (!all_along_here) {
+    algorithms::all_to_all(team_, next(call), of_mates(from), sent_here, of_mates(outs), got_here);
+  }
+  settle(call);
+}
+
+}  // namespace allranks

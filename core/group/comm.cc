@@ -1,0 +1,360 @@
+#include "group/comm.h"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cstring>
+#include <new>
+
+#include "collective/algorithms/algorithms.h"
+
+namespace allranks {
+
+namespace {
+
+constexpr auto kWaitSlice = std::chrono::milliseconds(50);
+
+}  // namespace
+
+Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
+    : team_(std::move(shm)),
+      rank_(team_.rank()),
+      size_(team_.size()),
+      settings_(settings),
+      mail_(team_.shm(), nullptr, static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
+            settings.spin_progress_ns, settings.eager) {}
+
+Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> pulses, Net::Opener opener,
+           Settings settings)
+    : team_(std::move(shm)),
+      net_(std::make_unique<Net>(rank, std::move(hosts), std::move(pulses), std::move(opener), team_.shm())),
+      wide_(std::make_unique<Wide>(team_, *net_)),
+      rank_(rank),
+      size_(net_->hosts().ranks()),
+      settings_(settings),
+      mail_(team_.shm(), net_.get(), static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
+            settings.spin_progress_ns, settings.eager) {}
+
+void Comm::check_process() const {
+  if (forked()) throw Error(Failure{.kind = Kind::forked, .peer = rank(), .reporter = rank()});
+}
+
+void Comm::close() {
+  if (forked()) return;
+  {
+    std::lock_guard lock(queue_lock_);
+    if (stopping_) return;
+    stopping_ = true;
+    team_.shm().leave();
+    queue_changed_.notify_all();
+  }
+  mail_.close();
+  if (progress_.joinable()) progress_.join();
+  std::unique_lock lock(queue_lock_);
+  // A signal handler, called from within a collective of this thread, cannot wait for its end.
+  queue_changed_.wait(lock, [this] { return !running_ || runner_ == std::this_thread::get_id(); });
+  for (auto& request : queue_) {
+    Failure failure{.kind = Kind::closed, .peer = rank(), .reporter = rank()};
+    failure.fingerprint = request->operation.fingerprint;
+    request->finish(std::make_exception_ptr(Error(failure)));
+  }
+  queue_.clear();
+  lock.unlock();
+  if (net_) net_->close();
+  team_.shm().gone();
+  queue_changed_.notify_all();
+}
+
+Liveness Comm::liveness(const std::vector<int>& ranks) {
+  check_process();
+  const std::lock_guard lock(queue_lock_);
+  if (stopping_) return {};
+  Liveness sockets;
+  for (const int r : ranks) {
+    if (r < 0 || r >= size()) throw Error("liveness: no rank " + std::to_string(r));
+    const int local = team_.shm().local(r);
+    if (local < 0) return {};
+    sockets.push_back(team_.shm().liveness(local));
+  }
+  return sockets;
+}
+
+void Comm::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting) {
+  check_process();
+  net_->adopt(rank, kind, std::move(fd), greeting);
+}
+
+void Comm::give_up(int rank) {
+  check_process();
+  net_->give_up(rank);
+}
+
+Stats Comm::stats() const {
+  return {count_calls_.load(std::memory_order_relaxed), count_bytes_.load(std::memory_order_relaxed),
+          static_cast<double>(count_ns_.load(std::memory_order_relaxed)) * 1e-9, team_.shared_calls()};
+}
+
+void Comm::count(size_t nbytes, int64_t began_ns) {
+  count_calls_.fetch_add(1, std::memory_order_relaxed);
+  count_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
+  count_ns_.fetch_add(sys::now_ns() - began_ns, std::memory_order_relaxed);
+}
+
+// --- order ---
+
+void Comm::run(const Operation& operation, Caller& caller) {
+  check_process();
+  {
+    auto lock = lock_politely(queue_lock_, caller);
+    if (!running_ && queue_.empty() && !stopping_) {
+      running_ = true;
+      runner_ = std::this_thread::get_id();
+      lock.unlock();
+      try {
+        execute(operation, caller, settings_.spin_ns);
+      } catch (const sys::Forked&) {
+        throw;
+      } catch (...) {
+        lock = lock_politely(queue_lock_, caller);
+        finish();
+        throw;
+      }
+      lock = lock_politely(queue_lock_, caller);
+      finish();
+      return;
+    }
+    if (running_ && runner_ == std::this_thread::get_id()) {
+      throw Error("a collective was called from a signal handler that has interrupted another one of this group");
+    }
+  }
+  wait(start(operation), caller, -1);
+}
+
+void Comm::finish() {
+  running_ = false;
+  queue_changed_.notify_all();
+}
+
+std::shared_ptr<Request> Comm::start(Operation operation) {
+  check_process();
+  auto request = std::make_shared<Queued>(std::move(operation));
+  std::lock_guard lock(queue_lock_);
+  if (stopping_) {
+    Failure failure{.kind = Kind::closed, .peer = rank(), .reporter = rank()};
+    failure.fingerprint = request->operation.fingerprint;
+    throw Error(failure);
+  }
+  if (!progress_.joinable()) progress_ = std::thread([this] { progress(); });
+  queue_.push_back(request);
+  queue_changed_.notify_all();
+  return request;
+}
+
+void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns) {
+  running_ = true;
+  runner_ = std::this_thread::get_id();
+  const std::shared_ptr<Queued> request = std::move(queue_.front());
+  queue_.pop_front();
+  lock.unlock();
+  std::exception_ptr error;
+  std::exception_ptr signal;  // the caller's, whosever request it hit
+  try {
+    execute(request->operation, caller, spin_ns);
+  } catch (const Error& e) {
+    error = std::current_exception();
+    if (e.signalled) {
+      signal = error;
+      error = std::make_exception_ptr(Error(e.failure));
+    }
+  } catch (const sys::Forked&) {
+    throw;
+  } catch (...) {
+    error = std::current_exception();
+  }
+  request->finish(error);
+  lock = lock_politely(queue_lock_, caller);
+  finish();
+  if (signal) std::rethrow_exception(signal);
+}
+
+void Comm::progress() {
+  sys::leave_signals();
+  Caller nobody;
+  std::unique_lock lock(queue_lock_);
+  for (;;) {
+    queue_changed_.wait(lock, [this] { return stopping_ || (!running_ && !queue_.empty()); });
+    if (stopping_) return;
+    run_head(lock, nobody, settings_.spin_progress_ns);
+  }
+}
+
+void Comm::wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns) {
+  check_process();
+  if (const auto parcel = std::dynamic_pointer_cast<Parcel>(request)) {
+    mail_.wait(parcel, caller, timeout_ns);
+  } else {
+    wait_queued(static_cast<const Queued&>(*request), caller, timeout_ns);
+  }
+}
+
+void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns) {
+  const int64_t began = sys::now_ns();
+  const auto done = [&request] { return request.done.load(std::memory_order_acquire); };
+  if (!done()) {
+    auto lock = lock_politely(queue_lock_, caller);
+    while (!done()) {
+      // With a deadline of its own the caller must not get stuck inside somebody else's call.
+      if (!running_ && !queue_.empty() && !stopping_ && timeout_ns < 0) {
+        run_head(lock, caller, settings_.spin_ns);
+        continue;
+      }
+      caller.release();
+      queue_changed_.wait_for(lock, kWaitSlice);
+      if (done()) break;
+      lock.unlock();
+      Failure failure{.peer = rank(), .reporter = rank()};
+      failure.fingerprint = request.operation.fingerprint;
+      failure.seconds = static_cast<double>(sys::now_ns() - began) * 1e-9;
+      if (caller.interrupted()) {
+        // The caller's tensor may vanish as soon as this returns: the request must have ended, and
+        // the only way to end it on all ranks is to end the group.
+        failure.kind = Kind::interrupted;
+        team_.shm().condemn(failure);
+        caller.release();  // who runs the request may need the GIL to see that it has ended
+        lock.lock();
+        queue_changed_.wait(lock, done);
+        Error error(failure);
+        error.signalled = true;
+        throw error;
+      }
+      if (timeout_ns >= 0 && sys::now_ns() - began >= timeout_ns) {
+        failure.kind = Kind::timeout;
+        failure.peer = -1;
+        throw Error(failure);
+      }
+      lock.lock();
+    }
+  }
+  if (request.error) std::rethrow_exception(request.error);
+}
+
+void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) {
+  const int64_t began = sys::now_ns();
+  size_t nbytes = operation.buffer.nbytes();
+  for (const size_t part : operation.in_bytes) nbytes += part;
+  const size_t pieces = std::max({size_t{1}, operation.ins.size(), operation.outs.size()});
+  const uint32_t number = ++calls_;
+  Team::Call call{
+      .number = number,
+      .patience = {.caller = caller, .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9), .spin_ns = spin_ns},
+      .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint},
+      .site = operation.site};
+  team_.shm()
+      .check_verdict();  // before a piece is written that a slow rank still reads, and before the operand is read
+  const sys::DefaultFloatMode same_rounding_on_all_ranks;
+  if (nbytes * pieces >= kReleaseBytes) caller.release();
+  try {
+    if (wide_) {
+      wide_->run(call, operation);
+    } else {
+      run_here(call, operation);
+    }
+  } catch (const std::bad_alloc&) {
+    // The others wait for what this rank will not do.
+    Failure failure = call.about;
+    failure.kind = Kind::memory;
+    failure.peer = rank();
+    team_.shm().condemn(failure);
+    team_.shm().check_verdict();
+    throw;
+  }
+  count(nbytes, began);
+}
+
+void Comm::run_here(Team::Call& call, const Operation& operation) {
+  call.number = team_.next();
+  switch (operation.fingerprint.verb) {
+    case Verb::all_reduce:
+      algorithms::all_reduce(team_, call, operation.buffer, operation.fingerprint.op);
+      break;
+    case Verb::broadcast:
+      algorithms::broadcast(team_, call, operation.buffer, operation.fingerprint.root);
+      break;
+    case Verb::barrier:
+      algorithms::barrier(team_, call);
+      break;
+    case Verb::reduce:
+      algorithms::reduce(team_, call, operation.buffer, operation.fingerprint.op, operation.fingerprint.root);
+      break;
+    case Verb::all_gather:
+      algorithms::all_gather(team_, call, operation.buffer, operation.outs);
+      break;
+    case Verb::gather:
+      algorithms::gather(team_, call, operation.buffer, operation.outs, operation.fingerprint.root);
+      break;
+    case Verb::scatter:
+      algorithms::scatter(team_, call, operation.ins, operation.buffer, operation.fingerprint.root);
+      break;
+    case Verb::reduce_scatter:
+      algorithms::reduce_scatter(team_, call, operation.ins, operation.buffer, operation.fingerprint.op);
+      break;
+    case Verb::all_to_all:
+      algorithms::all_to_all(team_, call, operation.ins, operation.in_bytes, operation.outs, operation.out_bytes);
+      break;
+    case Verb::none:
+    case Verb::send:
+    case Verb::recv:
+      throw Error("not a collective");
+  }
+}
+
+std::vector<std::pair<uint32_t, Fingerprint>> Comm::last_calls() {
+  if (forked()) return {};
+  if (!net_) return team_.last_calls();
+  std::vector<std::pair<uint32_t, Fingerprint>> calls;
+  for (int r = 0; r < size(); r++) calls.push_back(net_->last_call(r));
+  return calls;
+}
+
+// --- messages ---
+
+std::shared_ptr<Request> Comm::start_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
+  check_process();
+  reserve_pipe(to);
+  auto parcel = mail_.post_send(buffer, to, tag, caller);
+  if (!parcel->done.load(std::memory_order_acquire)) mail_.in_background(caller);
+  return parcel;
+}
+
+std::shared_ptr<Request> Comm::start_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
+  check_process();
+  auto parcel = mail_.post_recv(buffer, from, tag, caller);
+  if (!parcel->done.load(std::memory_order_acquire)) mail_.in_background(caller);
+  return parcel;
+}
+
+void Comm::send(Buffer buffer, int to, int32_t tag, Caller& caller) {
+  check_process();
+  reserve_pipe(to);
+  const int64_t began = sys::now_ns();
+  if (!mail_.send_at_once(buffer, to, tag)) {
+    if (buffer.nbytes() >= kReleaseBytes) caller.release();
+    mail_.wait(mail_.post_send(buffer, to, tag, caller), caller, -1);
+  }
+  count(buffer.nbytes(), began);
+}
+
+int Comm::recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
+  check_process();
+  const int64_t began = sys::now_ns();
+  if (from < 0 || !mail_.recv_at_once(buffer, from, tag)) {
+    if (buffer.nbytes() >= kReleaseBytes) caller.release();
+    const auto parcel = mail_.post_recv(buffer, from, tag, caller);
+    mail_.wait(parcel, caller, -1);
+    from = parcel->peer;
+  }
+  count(buffer.nbytes(), began);
+  return from;
+}
+
+}  // namespace allranks

@@ -1,0 +1,140 @@
+// One rank of one group: its calls, in order.
+//
+// Collectives run one at a time, in the order in which they were issued, because ranks are matched
+// by call number. A blocking collective runs in its caller's thread when nothing is queued. An
+// asynchronous one is queued for the progress thread, which is started by the first; whoever waits
+// for a request runs the head of the queue itself instead of waiting for that thread to be
+// scheduled. Messages (send, recv) are not numbered and go past the queue: see mail.h.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/types.h"
+#include "base/waiting.h"
+#include "channel/net.h"
+#include "channel/shm.h"
+#include "collective/operation.h"
+#include "collective/team.h"
+#include "collective/wide.h"
+#include "p2p/mail.h"
+
+namespace allranks {
+
+// An asynchronous collective.
+struct Queued : Request {
+  explicit Queued(Operation operation) : operation(std::move(operation)) {}
+  Operation operation;
+};
+
+struct Stats {
+  uint64_t calls = 0;
+  uint64_t bytes = 0;
+  double seconds = 0;   // inside calls: moving, reducing and waiting
+  uint64_t shared = 0;  // calls that worked in everybody's shared blocks
+};
+
+struct Settings {
+  double timeout_s = 1800;
+  int64_t spin_ns = 0;           // in the caller's thread
+  int64_t spin_progress_ns = 0;  // in the progress thread, which competes with computation
+  size_t eager = 8 << 20;        // bytes of messages to one rank that may be under way without a recv (mail.h)
+};
+
+// Made by sys::make_owned. In a forked child every call throws Kind::forked, but for close, which does nothing.
+class Comm {
+ public:
+  // A group of ranks that share this host.
+  Comm(std::unique_ptr<Shm> shm, Settings settings);
+  // A group that spans hosts: `shm` is of the ranks of this one.
+  Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> pulses, Net::Opener opener,
+       Settings settings);
+  ~Comm() { close(); }
+  Comm(const Comm&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+  // Blocking collectives. Throws Error.
+  void run(const Operation& operation, Caller& caller);
+
+  std::shared_ptr<Request> start(Operation operation);
+
+  void send(Buffer buffer, int to, int32_t tag, Caller& caller);
+  // from < 0: any rank. Returns the sender.
+  int recv(Buffer buffer, int from, int32_t tag, Caller& caller);
+  std::shared_ptr<Request> start_send(Buffer buffer, int to, int32_t tag, Caller& caller);
+  std::shared_ptr<Request> start_recv(Buffer buffer, int from, int32_t tag, Caller& caller);
+
+  // Throws the request's error, or a timeout after timeout_ns (< 0: the group's own deadlines
+  // decide), in which case the request goes on. An interrupted wait ends the group, as an interrupted
+  // blocking call does.
+  void wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns);
+
+  // This rank's part, and the others', of memory that calls may work in.
+  std::unique_ptr<SharedBlock> share(uint64_t number, size_t bytes, const std::vector<sys::Fd>& parts) {
+    check_process();
+    return team_.share(number, bytes, parts);
+  }
+
+  // The sockets of these ranks, for a group made of them. Empty where one is on another host, and where this group is
+  // closed.
+  Liveness liveness(const std::vector<int>& ranks);
+
+  // Leaves the group: the others' pending and later calls that need this rank fail. Returns always.
+  void close();
+
+  // Where the group spans hosts. See Net.
+  void adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting = {});
+  void give_up(int rank);
+
+  Team& team() { return team_; }  // the ranks of this host
+
+  Stats stats() const;
+  // The last collective that each rank has begun, as far as can be seen from here. Empty in a forked child.
+  std::vector<std::pair<uint32_t, Fingerprint>> last_calls();
+
+ private:
+  bool forked() const { return forks_ != sys::forks(); }
+  void check_process() const;
+  void reserve_pipe(int to) {
+    if (const int local = team_.shm().local(to); local >= 0) team_.shm().reserve_pipe(local);
+  }
+  void wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns);
+  void execute(const Operation& operation, Caller& caller, int64_t spin_ns);
+  void finish();  // with queue_lock_ held
+  void run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns);
+  void progress();
+  void count(size_t nbytes, int64_t began_ns);
+  void run_here(Team::Call& call, const Operation& operation);
+
+  Team team_;
+  std::unique_ptr<Net> net_;    // nullptr: all ranks share this host
+  std::unique_ptr<Wide> wide_;  // the same
+  int rank_;
+  int size_;
+  Settings settings_;
+  Mail mail_;
+  const uint32_t forks_ = sys::forks();
+
+  std::mutex queue_lock_;
+  std::condition_variable queue_changed_;
+  std::deque<std::shared_ptr<Queued>> queue_;
+  bool running_ = false;    // somebody runs a collective
+  std::thread::id runner_;  // who, while running_
+  bool stopping_ = false;
+  std::thread progress_;
+
+  uint32_t calls_ = 0;
+
+  std::atomic<uint64_t> count_calls_ = 0;
+  std::atomic<uint64_t> count_bytes_ = 0;
+  std::atomic<int64_t> count_ns_ = 0;
+};
+
+}  // namespace allranks

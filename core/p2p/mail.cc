@@ -1,0 +1,886 @@
+#include "p2p/mail.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <cstring>
+
+namespace allranks {
+
+namespace {
+
+// What is copied before the other side hears of it: so little that it copies out what this side has copied
+// in, while this side goes on.
+size_t burst_bytes(size_t pipe) { return std::min<size_t>(pipe / 4, 64 << 10); }
+
+constexpr size_t kFarBurst = 1 << 20;  // the same, between hosts
+constexpr size_t kLent = 512 << 10;    // bytes of a message that is worth a receipt
+constexpr size_t kTurn = 1 << 20;      // bytes that go one way before others have their turn
+constexpr size_t kCredit = 256 << 10;  // bytes of credit that are worth a frame, where a rank has more
+constexpr size_t kQueues = 64;         // of recvs, that are worth keeping when they are empty
+constexpr int64_t kSliceNs = 50'000'000;
+
+size_t payload_of(const Frame& frame) { return frame.count * size_of(frame.dtype); }
+
+// Bytes of credit: what a message takes where it is kept.
+size_t cost(const Frame& frame) { return payload_of(frame) + 128; }
+
+bool fits(const Frame& frame, const Buffer& buffer) {
+  return frame.dtype == buffer.dtype && frame.count == buffer.count;
+}
+
+std::exception_ptr refused(int rank, int sender, const Frame& frame, const Fingerprint& wanted) {
+  const Failure failure{.kind = Kind::mismatch, .peer = sender, .reporter = rank, .fingerprint = wanted};
+  const Fingerprint sent{.verb = Verb::send, .dtype = frame.dtype, .count = frame.count};
+  return std::make_exception_ptr(Error(failure, {sent, wanted}));
+}
+
+}  // namespace
+
+OutOfMemory::OutOfMemory(int rank, const Frame& frame) {
+  std::snprintf(text_.data(), text_.size(),
+                "no memory to keep a message of %zu bytes with tag %d from rank %d, behind which others may be. It "
+                "is not lost: receive it first, or free memory and call again",
+                payload_of(frame), frame.tag, rank);
+}
+
+Mail::Mail(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns, size_t eager)
+    : shm_(shm),
+      net_(net),
+      rank_(shm.number(shm.rank())),
+      size_(shm.ranks()),
+      timeout_ns_(timeout_ns),
+      spin_ns_(spin_ns),
+      spin_progress_ns_(spin_progress_ns),
+      eager_(eager),
+      peers_(static_cast<size_t>(size_)) {}
+
+Mail::~Mail() {
+  if (thread_.joinable()) thread_.join();
+}
+
+void Mail::check_send(int to) {
+  shm_.check_verdict();
+  if (far(to) ? net_->presence(to) == Presence::left : shm_.has_left(shm_.local(to))) {
+    throw Error(Failure{.kind = Kind::left, .peer = to, .reporter = rank_, .fingerprint = {.verb = Verb::send}});
+  }
+}
+
+bool Mail::send_at_once(Buffer buffer, int to, int32_t tag) {
+  if (far(to)) return false;
+  const std::unique_lock lock(lock_, std::try_to_lock);
+  if (!lock.owns_lock() || busy(at(to))) return false;
+  check_send(to);
+  PipeControl& control = shm_.pipe_control(shm_.rank(), shm_.local(to));
+  const size_t capacity = shm_.sizes().pipe;
+  const uint64_t written = control.written.load(std::memory_order_relaxed);
+  const size_t space = capacity - (written - control.read.load(std::memory_order_seq_cst));
+  const size_t n = buffer.nbytes();
+  const Frame frame{.count = buffer.count, .tag = tag, .dtype = buffer.dtype};
+  if (sizeof(Frame) + n > std::min(space, burst_bytes(capacity)) || cost(frame) > credit(to)) return false;
+  std::byte* pipe = shm_.pipe(shm_.rank(), shm_.local(to));
+  const auto put = [&](uint64_t at, const void* from, size_t bytes) {
+    const size_t first = std::min(bytes, capacity - static_cast<size_t>(at % capacity));
+    if (bytes == 0) return;
+    copier_.copy(pipe + at % capacity, static_cast<const std::byte*>(from), first);
+    copier_.copy(pipe, static_cast<const std::byte*>(from) + first, bytes - first);
+  };
+  put(written, &frame, sizeof frame);
+  put(written + sizeof frame, buffer.data, n);
+  at(to).used += cost(frame);
+  control.written.store(written + sizeof frame + n, std::memory_order_seq_cst);
+  Shm::ring(bell_of(to));
+  return true;
+}
+
+bool Mail::recv_at_once(Buffer buffer, int from, int32_t tag) {
+  if (far(from)) return false;
+  PipeControl& control = shm_.pipe_control(shm_.local(from), shm_.rank());
+  const size_t n = buffer.nbytes();
+  const auto there = [&] {
+    return control.written.load(std::memory_order_seq_cst) - control.read.load(std::memory_order_relaxed) >=
+           sizeof(Frame) + n;
+  };
+  if (sizeof(Frame) + n > shm_.sizes().pipe / 4) return false;
+  if (spin_ns_ > 0 && !there()) {
+    const int64_t began = sys::now_ns();
+    do {
+      for (int i = 0; i < 8 && !there(); i++) sys::pause();
+    } while (!there() && sys::now_ns() - began < spin_ns_);
+  }
+  const std::unique_lock lock(lock_, std::try_to_lock);
+  if (!lock.owns_lock() || !there() || waiting_ > 0 || at(from).kept > 0 || at(from).in.header > 0) return false;
+  shm_.check_verdict();
+  const size_t capacity = shm_.sizes().pipe;
+  const uint64_t read = control.read.load(std::memory_order_relaxed);
+  const std::byte* pipe = shm_.pipe(shm_.local(from), shm_.rank());
+  const auto get = [&](uint64_t at, void* to, size_t bytes) {
+    const size_t first = std::min(bytes, capacity - static_cast<size_t>(at % capacity));
+    if (bytes == 0) return;
+    std::memcpy(to, pipe + at % capacity, first);
+    std::memcpy(static_cast<std::byte*>(to) + first, pipe, bytes - first);
+  };
+  Frame frame;
+  get(read, &frame, sizeof frame);
+  if (frame.kind != Frame::Kind::message || frame.tag != tag || !fits(frame, buffer)) return false;
+  get(read + sizeof frame, buffer.data, n);
+  control.released.store(control.released.load(std::memory_order_relaxed) + cost(frame), std::memory_order_relaxed);
+  control.read.store(read + sizeof frame + n, std::memory_order_seq_cst);
+  Shm::ring(bell_of(from));
+  return true;
+}
+
+std::shared_ptr<Parcel> Mail::post_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
+  const auto lock = lock_politely(lock_, caller);
+  check_send(to);
+  auto parcel = std::make_shared<Parcel>();
+  parcel->buffer = buffer;
+  parcel->peer = to;
+  parcel->tag = tag;
+  parcel->about = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count};
+  at(to).sends.push_back(parcel);
+  parcels_++;
+  try {
+    Turn turn{caller};
+    push(to, turn);
+  } catch (const std::exception&) {
+    fail_all(std::current_exception());  // or the tensor would be read when its owner has let it go
+    throw;
+  }
+  return parcel;
+}
+
+std::shared_ptr<Parcel> Mail::post_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
+  const auto lock = lock_politely(lock_, caller);
+  shm_.check_verdict();
+  auto parcel = std::make_shared<Parcel>();
+  parcel->buffer = buffer;
+  parcel->peer = from;
+  parcel->tag = tag;
+  parcel->number = posted_recvs_++;
+  parcel->about = {.verb = Verb::recv, .dtype = buffer.dtype, .count = buffer.count};
+  auto found = kept_.end();
+  int sender = -1;
+  for (int r = std::max(from, 0); r <= (from < 0 ? size_ - 1 : from); r++) {
+    if (at(r).kept == 0) continue;
+    const auto it = kept_.find(key(r, tag));
+    if (it == kept_.end()) continue;
+    if (found != kept_.end() && found->second.front().arrival < it->second.front().arrival) continue;
+    found = it;
+    sender = r;
+  }
+  Turn turn{caller};
+  if (found != kept_.end()) {
+    give(sender, found->second.front(), parcel, turn);
+    found->second.pop_front();
+    if (found->second.empty()) kept_.erase(found);
+    at(sender).kept--;
+  } else {
+    Parcels one{parcel};
+    Parcels& queue = recvs_[key(from, tag)];
+    queue.splice(queue.end(), one);
+    parcels_++;
+    waiting_++;
+    if (from >= 0) at(from).wanted++;
+  }
+  try {
+    if (sender >= 0) {
+      push(sender, turn);
+    } else {
+      progress(caller);
+    }
+  } catch (const std::exception&) {
+    fail_all(std::current_exception());
+    throw;
+  }
+  return parcel;
+}
+
+class Mail::Waiter final : public Caller {
+ public:
+  Waiter(Mail& mail, const Parcel& parcel, Caller& caller) : mail_(mail), parcel_(parcel), caller_(caller) {}
+  void release() override { caller_.release(); }
+  bool interrupted() override {
+    publish();
+    return caller_.interrupted();
+  }
+  std::string where() override { return caller_.where(); }
+
+  void publish() {
+    if (said_.verb != Verb::none) return;
+    const std::string site = where();
+    const size_t n = std::min(site.size(), said_.site.size() - 1);
+    std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n, said_.site.begin());  // its end tells more
+    said_.peer = parcel_.peer;
+    said_.tag = parcel_.tag;
+    said_.verb = parcel_.about.verb;
+    say(said_);
+  }
+  // Not where the wait has ended the group: the others are yet to read it.
+  void withdraw() {
+    if (said_.verb != Verb::none) say({});
+  }
+
+ private:
+  void say(const Waits& waits) {
+    const std::lock_guard lock(mail_.waits_lock_);
+    mail_.shm_.waits(mail_.shm_.rank()).store(waits);
+  }
+
+  Mail& mail_;
+  const Parcel& parcel_;
+  Caller& caller_;
+  Waits said_;
+};
+
+// Why a wait was in vain: who waits for whom, and which messages there are.
+void Mail::explain(Error& error, const Parcel& parcel, Caller& caller) {
+  std::vector<bool> seen(static_cast<size_t>(size_));
+  for (int r = rank_; r >= 0 && !seen[static_cast<size_t>(r)];) {
+    const Waits waits = far(r) ? shm_.far(r).waits.load() : shm_.waits(shm_.local(r)).load();
+    if (waits.verb == Verb::none) break;
+    error.waits.push_back({r, waits.peer, waits.verb, waits.tag, waits.site.data()});
+    seen[static_cast<size_t>(r)] = true;
+    r = waits.peer;
+  }
+  if (parcel.about.verb != Verb::recv) return;
+  const auto lock = lock_politely(lock_, caller);
+  for (const auto& [key, keeping] : kept_) {
+    const int from = static_cast<int>(key >> 32);
+    const Frame& first = keeping.front().frame;
+    if (parcel.peer >= 0 && parcel.peer != from) continue;
+    const Fingerprint about{.verb = Verb::send, .dtype = first.dtype, .count = first.count};
+    error.unasked.push_back({from, first.tag, about, keeping.size()});
+  }
+}
+
+void Mail::wait(const std::shared_ptr<Parcel>& parcel, Caller& caller, int64_t timeout_ns) {
+  if (!parcel->done.load(std::memory_order_acquire)) {
+    Waiter waiter(*this, *parcel, caller);
+    Patience patience{.caller = waiter,
+                      .timeout_ns = timeout_ns >= 0 ? timeout_ns : timeout_ns_,
+                      .spin_ns = spin_ns_,
+                      .final = timeout_ns < 0};
+    const Failure about{.reporter = rank_, .fingerprint = parcel->about};
+    try {
+      shm_.wait(shm_.bell(shm_.rank()), patience, about, [&] {
+        move(caller, parcel->done);
+        if (parcel->done.load(std::memory_order_acquire)) return -1;
+        const int from = parcel->peer;
+        return from < 0 ? Shm::kAnyRank : from;
+      });
+    } catch (Error& error) {
+      if (error.failure.kind == Kind::timeout) {
+        waiter.publish();
+        explain(error, *parcel, caller);
+        if (!shm_.condemned()) waiter.withdraw();
+        if (!patience.final) throw;
+      }
+      // The group has ended; tensors may vanish as soon as their owners hear of it.
+      const auto lock = lock_politely(lock_, caller);
+      fail_all(error.signalled ? std::make_exception_ptr(Error(error.failure)) : std::current_exception());
+      throw;
+    } catch (const std::exception&) {
+      const auto lock = lock_politely(lock_, caller);
+      fail_all(std::current_exception());
+      throw;
+    }
+    waiter.withdraw();
+    Shm::ring(shm_.bell(shm_.rank()));  // another thread may have to move what this one has left
+  }
+  if (parcel->error == nullptr) return;
+  try {
+    std::rethrow_exception(parcel->error);
+  } catch (const Error& error) {
+    // Another thread may have found it.
+    if (error.failure.kind != Kind::timeout || !error.waits.empty()) throw;
+    Error told = error;
+    Waiter(*this, *parcel, caller).publish();
+    explain(told, *parcel, caller);
+    throw told;
+  }
+}
+
+// Moves everything that can be moved, until it is enough; the caller looks around in between.
+void Mail::move(Caller& caller, const std::atomic<bool>& enough) {
+  for (int64_t began = 0; !enough.load(std::memory_order_acquire);) {
+    {
+      const std::unique_lock lock(lock_, std::try_to_lock);
+      // Held by a thread that moves everything, and rings when something is done.
+      if (!lock.owns_lock() || !progress(caller)) return;
+    }
+    sys::yield();  // to who waits for the lock
+    const int64_t now = sys::now_ns();
+    if (began == 0) began = now;
+    if (now - began > kSliceNs) return Shm::ring(shm_.bell(shm_.rank()));  // no sleep
+  }
+}
+
+void Mail::in_background(Caller& caller) {
+  const auto lock = lock_politely(lock_, caller);
+  rouse();
+}
+
+void Mail::rouse() {
+  if (stopping_ || idle()) return;
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  posted_.notify_one();
+}
+
+void Mail::run() {
+  sys::leave_signals();
+  Caller nobody;
+  for (;;) {
+    {
+      std::unique_lock lock(lock_);
+      posted_.wait(lock, [this] { return stopping_ || !idle(); });
+      if (stopping_) return;
+    }
+    Patience patience{.caller = nobody, .timeout_ns = timeout_ns_, .spin_ns = spin_progress_ns_, .final = false};
+    try {
+      shm_.wait(shm_.bell(shm_.rank()), patience, Failure{.reporter = rank_}, [&] {
+        move(nobody, stopping_);
+        if (stopping_) return -1;
+        const std::unique_lock lock(lock_, std::try_to_lock);
+        if (!lock.owns_lock()) return Shm::kAnyRank;
+        return idle() ? -1 : awaited();
+      });
+    } catch (const Error& error) {
+      // Whoever waits for a parcel minds its deadline.
+      if (error.failure.kind == Kind::timeout && !shm_.condemned()) continue;
+      const std::lock_guard lock(lock_);
+      fail_all(std::current_exception());
+    } catch (...) {
+      const std::lock_guard lock(lock_);
+      fail_all(std::current_exception());
+    }
+  }
+}
+
+void Mail::close() {
+  {
+    const std::lock_guard lock(lock_);
+    stopping_ = true;
+    posted_.notify_all();
+  }
+  if (thread_.joinable()) thread_.join();
+  const std::lock_guard lock(lock_);
+  const Failure failure{.kind = Kind::closed, .peer = rank_, .reporter = rank_};
+  fail_all(std::make_exception_ptr(Error(failure)));
+}
+
+int Mail::awaited() const {
+  for (int r = 0; r < size_; r++) {
+    const Peer& p = peers_[static_cast<size_t>(r)];
+    if (busy(p) || !p.offered.empty() || !p.accepted.empty() || p.in.parcel != nullptr || p.wanted > 0) return r;
+  }
+  return Shm::kAnyRank;
+}
+
+void Mail::finish(Parcel& parcel, std::exception_ptr error) {
+  parcels_--;
+  parcel.finish(std::move(error));
+  Shm::ring(shm_.bell(shm_.rank()));  // another thread of this process may wait for it
+}
+
+void Mail::fail_all(const std::exception_ptr& error) {
+  const auto fail = [&](Parcels& parcels) {
+    for (const auto& parcel : parcels) finish(*parcel, error);
+    parcels.clear();
+  };
+  for (Peer& p : peers_) {
+    for (Parcels* parcels : {&p.sends, &p.bodies, &p.lent, &p.out.parcel}) {
+      // An offer that is being written is among those that have been made.
+      if (parcels != &p.out.parcel || p.out.frame.kind != Frame::Kind::offer) fail(*parcels);
+    }
+    for (const auto& [number, parcel] : p.offered) finish(*parcel, error);
+    p.offered.clear();
+    p.small.clear();
+    p.out = {};
+    p.answers.clear();
+    for (const auto& [number, parcel] : p.accepted) finish(*parcel, error);
+    p.accepted.clear();
+    if (p.in.parcel != nullptr) {
+      finish(*p.in.parcel, error);
+      p.in.parcel = nullptr;
+      p.in.target = nullptr;
+    }
+    p.in.dropped = false;
+    p.wanted = 0;
+  }
+  for (auto& [key, parcels] : recvs_) fail(parcels);
+  recvs_.clear();
+  waiting_ = 0;
+  answers_ = 0;
+  drops_ = 0;
+}
+
+bool Mail::progress(Caller& caller) {
+  Turn turn{caller};
+  bool more = false;
+  for (int r = 0; r < size_; r++) {
+    if (r == rank_) continue;
+    more = pull(r, turn) || more;
+    more = push(r, turn) || more;
+  }
+  return more;
+}
+
+// --- what goes out ---
+
+bool Mail::busy(const Peer& peer) {
+  return peer.out.nbytes > 0 || !peer.answers.empty() || !peer.bodies.empty() || !peer.sends.empty();
+}
+
+// Bytes of messages that may be sent to a rank.
+uint64_t Mail::credit(int peer) {
+  const uint64_t returned =
+      far(peer) ? at(peer).returned
+                : shm_.pipe_control(shm_.rank(), shm_.local(peer)).released.load(std::memory_order_seq_cst);
+  return eager_ - (at(peer).used - returned);
+}
+
+// Whether there is credit for the first offer that has waited for it.
+bool Mail::may_follow(int peer) {
+  const Peer& p = at(peer);
+  if (p.small.empty()) return false;
+  const Buffer& buffer = p.offered.at(*p.small.begin())->buffer;
+  return cost({.count = buffer.count, .dtype = buffer.dtype}) <= credit(peer);
+}
+
+// Whether there is something to write: what `out` says.
+bool Mail::next(int peer) {
+  Peer& p = at(peer);
+  if (p.out.nbytes > 0) return true;
+  if (!p.answers.empty()) {
+    p.out.frame = p.answers.front();
+    p.out.nbytes = sizeof(Frame);
+    p.answers.pop_front();
+    return true;
+  }
+  const bool late = p.bodies.empty() && may_follow(peer);
+  if (late) {
+    const auto it = p.offered.find(*p.small.begin());
+    it->second->number = it->first;
+    p.bodies.push_back(it->second);
+    p.offered.erase(it);
+    p.small.erase(p.small.begin());
+  }
+  const bool body = !p.bodies.empty();
+  Parcels& queue = body ? p.bodies : p.sends;
+  if (queue.empty()) return false;
+  const Parcel& parcel = *queue.front();
+  const size_t payload = parcel.buffer.nbytes();
+  Frame frame{.count = parcel.buffer.count,
+              .number = parcel.number,
+              .tag = parcel.tag,
+              .dtype = parcel.buffer.dtype,
+              .kind = late   ? Frame::Kind::late
+                      : body ? Frame::Kind::body
+                             : Frame::Kind::message,
+              .lent = static_cast<uint8_t>(far(peer) && payload >= kLent ? 1 : 0)};
+  if (!body && cost(frame) > credit(peer)) {
+    frame.kind = Frame::Kind::offer;
+    frame.lent = 0;
+    p.offered.emplace(p.offers, queue.front());
+    if (cost(frame) <= eager_) p.small.insert(p.offers);
+    p.offers++;
+  } else if (!body || late) {
+    p.used += cost(frame);
+  }
+  p.out.frame = frame;
+  p.out.nbytes = sizeof(Frame) + (frame.kind == Frame::Kind::offer ? 0 : payload);
+  p.out.parcel.splice(p.out.parcel.end(), queue, queue.begin());
+  return true;
+}
+
+// All of `out` is in the stream.
+void Mail::written(int peer) {
+  Peer& p = at(peer);
+  Outgoing out = std::exchange(p.out, Outgoing{});
+  if (out.parcel.empty()) {
+    answers_--;
+  } else if (out.frame.lent != 0) {
+    p.lent.splice(p.lent.end(), out.parcel);
+  } else if (out.frame.kind != Frame::Kind::offer) {
+    finish(*out.parcel.front());
+  }
+}
+
+// True: there is more than one turn moves.
+bool Mail::push(int peer, Turn& turn) {
+  Peer& p = at(peer);
+  if (!busy(p) && p.lent.empty() && p.small.empty()) return false;
+  bool more = false;
+  try {
+    more = far(peer) ? push_far(peer, turn) : push_near(peer, turn);
+  } catch (const std::bad_alloc&) {
+    return false;  // for an offer; when there is memory again
+  }
+  // Who has received may make no other call.
+  if (!p.answers.empty() || (p.out.nbytes > 0 && p.out.parcel.empty())) rouse();
+  return more;
+}
+
+bool Mail::push_near(int peer, Turn& turn) {
+  Outgoing& out = at(peer).out;
+  PipeControl& control = shm_.pipe_control(shm_.rank(), shm_.local(peer));
+  std::byte* pipe = shm_.pipe(shm_.rank(), shm_.local(peer));
+  const size_t capacity = shm_.sizes().pipe;
+  uint64_t written = control.written.load(std::memory_order_relaxed);
+  for (size_t moved = 0; next(peer);) {
+    if (moved >= kTurn) return true;
+    size_t burst = 0;
+    while (out.moved < out.nbytes && burst < burst_bytes(capacity)) {
+      const size_t space = capacity - (written - control.read.load(std::memory_order_seq_cst));
+      const bool header = out.moved < sizeof(Frame);
+      const auto* from = header ? reinterpret_cast<const std::byte*>(&out.frame) + out.moved
+                                : out.parcel.front()->buffer.bytes() + (out.moved - sizeof(Frame));
+      const size_t left = (header ? sizeof(Frame) : out.nbytes) - out.moved;
+      const size_t n = std::min({left, space, capacity - written % capacity, burst_bytes(capacity)});
+      if (n == 0) break;
+      turn.moves(n);
+      copier_.copy(pipe + written % capacity, from, n);
+      out.moved += n;
+      written += n;
+      burst += n;
+    }
+    if (burst == 0) return false;  // the pipe is full
+    moved += burst;
+    control.written.store(written, std::memory_order_seq_cst);
+    Shm::ring(bell_of(peer));
+    if (out.moved == out.nbytes) this->written(peer);
+  }
+  return false;
+}
+
+bool Mail::push_far(int peer, Turn& turn) {
+  Stream& post = net_->post(peer);
+  if (!post) {
+    net_->need_post(peer);  // and comes back when it is there
+    return false;
+  }
+  Outgoing& out = at(peer).out;
+  for (size_t moved = 0; next(peer);) {
+    if (moved >= kTurn) return true;
+    const size_t header = std::min(out.moved, sizeof(Frame));
+    const size_t payload = out.moved - header;
+    const size_t burst = std::min(out.nbytes - sizeof(Frame) - payload, kFarBurst);
+    const std::byte* from = burst > 0 ? out.parcel.front()->buffer.bytes() + payload : nullptr;
+    const bool lent = out.frame.lent != 0;
+    size_t taken = 0;
+    turn.moves(burst);
+    if (lent && header == sizeof(Frame)) {
+      taken = post.lend(from, burst);
+    } else {
+      std::array<iovec, 2> parts{{{reinterpret_cast<std::byte*>(&out.frame) + header, sizeof(Frame) - header},
+                                  {const_cast<std::byte*>(from), lent ? 0 : burst}}};
+      taken = post.put(parts.data(), parts.size());
+    }
+    out.moved += taken;
+    moved += taken;
+    if (out.moved == out.nbytes) {
+      written(peer);
+    } else if (taken == 0 || post.full()) {
+      return false;
+    }
+  }
+  post.drain();
+  return false;
+}
+
+// --- what comes in ---
+
+// True: there is more than one turn moves.
+bool Mail::pull(int peer, Turn& turn) { return far(peer) ? pull_far(peer, turn) : pull_near(peer, turn); }
+
+bool Mail::pull_near(int peer, Turn& turn) {
+  PipeControl& control = shm_.pipe_control(shm_.local(peer), shm_.rank());
+  const std::byte* pipe = shm_.pipe(shm_.local(peer), shm_.rank());
+  const size_t capacity = shm_.sizes().pipe;
+  Incoming& in = at(peer).in;
+  uint64_t read = control.read.load(std::memory_order_relaxed);
+  for (size_t moved = 0;;) {
+    if (in.header == sizeof(Frame)) {
+      if (!in.placed && !place(peer)) return false;
+      if (in.payload == in.nbytes) complete(peer);
+    }
+    const auto there = static_cast<size_t>(control.written.load(std::memory_order_seq_cst) - read);
+    if (there == 0) return false;
+    if (moved >= kTurn) return true;
+    const bool header = in.header < sizeof(Frame);
+    const size_t left = header ? sizeof(Frame) - in.header : in.nbytes - in.payload;
+    const size_t n = std::min({left, there, capacity - static_cast<size_t>(read % capacity), burst_bytes(capacity)});
+    const std::byte* from = pipe + read % capacity;
+    turn.moves(n);
+    if (header) {
+      std::memcpy(reinterpret_cast<std::byte*>(&in.frame) + in.header, from, n);
+      in.header += n;
+    } else {
+      if (in.target != nullptr) std::memcpy(in.target + in.payload, from, n);
+      in.payload += n;
+    }
+    moved += n;
+    read += n;
+    control.read.store(read, std::memory_order_seq_cst);
+    Shm::ring(bell_of(peer));
+  }
+}
+
+bool Mail::pull_far(int peer, Turn& turn) {
+  Stream& post = net_->post(peer);
+  Incoming& in = at(peer).in;
+  std::array<std::byte, 16 << 10> dropped;
+  for (size_t moved = 0;;) {
+    if (in.header < sizeof(Frame)) {
+      const size_t n = post.get(reinterpret_cast<std::byte*>(&in.frame) + in.header, sizeof(Frame) - in.header);
+      if (n == 0) return false;
+      in.header += n;
+      if (in.header < sizeof(Frame)) continue;
+    }
+    if (!in.placed && !place(peer)) return false;
+    if (const size_t left = in.nbytes - in.payload; left > 0) {
+      if (moved >= kTurn) return true;
+      const size_t most = std::min(left, in.target != nullptr ? kFarBurst : dropped.size());
+      turn.moves(most);
+      const size_t n = post.get(in.target != nullptr ? in.target + in.payload : dropped.data(), most);
+      if (n == 0) return false;
+      in.payload += n;
+      moved += n;
+    }
+    if (in.payload == in.nbytes) complete(peer);
+  }
+}
+
+// A frame is there. False: there is no memory for what it brings.
+bool Mail::place(int peer) {
+  Peer& p = at(peer);
+  Incoming& in = p.in;
+  try {
+    if (in.frame.lent != 0 && in.receipt.empty()) in.receipt.push_back({.kind = Frame::Kind::receipt});
+    switch (in.frame.kind) {
+      case Frame::Kind::message:
+      case Frame::Kind::offer:
+        arrive(peer);
+        break;
+      case Frame::Kind::accept:
+      case Frame::Kind::refuse:
+        if (const auto it = p.offered.find(in.frame.number);
+            it != p.offered.end()) {  // else it has gone late, or has failed
+          if (in.frame.kind == Frame::Kind::accept) {
+            it->second->number = it->first;
+            p.bodies.push_back(it->second);
+          } else {
+            finish(*it->second);
+          }
+          p.small.erase(it->first);
+          p.offered.erase(it);
+        }
+        break;
+      case Frame::Kind::body:
+      case Frame::Kind::late:
+        arrive_late(peer);
+        break;
+      case Frame::Kind::credit:
+        p.returned += in.frame.number;
+        break;
+      case Frame::Kind::receipt:
+        if (p.lent.empty()) break;  // the group has failed
+        finish(*p.lent.front());
+        p.lent.pop_front();
+        break;
+    }
+  } catch (const std::bad_alloc&) {
+    out_of_memory(peer);
+    return false;
+  }
+  in.placed = true;
+  if (in.nbytes > 0 && in.target == nullptr) drop(peer);
+  return true;
+}
+
+// Its sender waits until all of it has been read, and this rank may make no other call.
+void Mail::drop(int peer) {
+  at(peer).in.target = nullptr;
+  at(peer).in.dropped = true;
+  drops_++;
+  rouse();
+}
+
+// All of a frame's payload is there.
+void Mail::complete(int peer) {
+  Peer& p = at(peer);
+  Incoming in = std::exchange(p.in, Incoming{});
+  answers_ += in.receipt.size();
+  p.answers.splice(p.answers.end(), in.receipt);
+  if (in.dropped) drops_--;
+  if (in.parcel != nullptr) finish(*in.parcel);
+}
+
+// A message or an offer: who has asked for it? May throw, and then nothing has changed.
+void Mail::arrive(int peer) {
+  Peer& p = at(peer);
+  Incoming& in = p.in;
+  const bool offer = in.frame.kind == Frame::Kind::offer;
+  const size_t nbytes = offer ? 0 : payload_of(in.frame);
+  const auto parcel = wanted(peer, in.frame.tag);
+  if (parcel == nullptr) {
+    std::unique_ptr<std::byte[]> memory(nbytes > 0 ? new std::byte[nbytes] : nullptr);
+    Keeping one;
+    one.push_back({.frame = in.frame, .arrival = arrivals_, .offer = p.heard_offers, .payload = std::move(memory)});
+    const auto [keeping, made] = kept_.try_emplace(key(peer, in.frame.tag));
+    try {
+      if (offer) p.open.emplace(p.heard_offers, &one.back());
+    } catch (...) {
+      if (made) kept_.erase(keeping);
+      throw;
+    }
+    in.kept = offer ? nullptr : &one.back();
+    in.target = one.back().payload.get();
+    keeping->second.splice(keeping->second.end(), one);
+    arrivals_++;
+    p.kept++;
+  } else {
+    if (offer) {
+      answer(peer, p.heard_offers, fits(in.frame, parcel->buffer) ? parcel : nullptr);
+    } else {
+      release(peer, in.frame);
+    }
+    take(*parcel);
+    parcel->peer = peer;
+    if (!fits(in.frame, parcel->buffer)) {
+      // Dropped, so that the next message is found.
+      finish(*parcel, refused(rank_, peer, in.frame, parcel->about));
+    } else if (!offer) {
+      in.parcel = parcel;
+      in.target = parcel->buffer.bytes();
+    }
+  }
+  in.nbytes = nbytes;
+  if (offer) p.heard_offers++;
+}
+
+// The payload of an offer. May throw, and then nothing has changed.
+void Mail::arrive_late(int peer) {
+  Peer& p = at(peer);
+  Incoming& in = p.in;
+  const bool on_credit = in.frame.kind == Frame::Kind::late;
+  const size_t nbytes = payload_of(in.frame);
+  if (const auto it = p.open.find(in.frame.number); it != p.open.end()) {
+    Kept& kept = *it->second;
+    if (nbytes > 0) kept.payload.reset(new std::byte[nbytes]);
+    kept.frame.kind = Frame::Kind::message;
+    p.open.erase(it);
+    in.kept = &kept;
+    in.target = kept.payload.get();
+  } else {
+    if (on_credit) release(peer, in.frame);
+    // Else it has been refused, or its recv has failed: dropped.
+    if (const auto recv = p.accepted.find(in.frame.number); recv != p.accepted.end()) {
+      in.parcel = std::move(recv->second);
+      in.target = in.parcel->buffer.bytes();
+      p.accepted.erase(recv);
+    }
+  }
+  in.nbytes = nbytes;
+}
+
+// The recv that was posted first of those that a message with this tag is for.
+std::shared_ptr<Parcel> Mail::wanted(int peer, int32_t tag) {
+  if (waiting_ == 0) return nullptr;
+  std::shared_ptr<Parcel> found;
+  for (const int from : {peer, -1}) {
+    const auto it = recvs_.find(key(from, tag));
+    if (it == recvs_.end() || it->second.empty()) continue;
+    const auto& first = it->second.front();
+    if (found == nullptr || first->number < found->number) found = first;
+  }
+  return found;
+}
+
+// Out of those that have found no message: it is the first with its rank and tag.
+void Mail::take(Parcel& parcel) {
+  const int from = parcel.peer;
+  const auto it = recvs_.find(key(from, parcel.tag));
+  it->second.pop_front();
+  if (it->second.empty() && recvs_.size() > kQueues) recvs_.erase(it);
+  waiting_--;
+  if (from >= 0) at(from).wanted--;
+}
+
+// A kept message has found its recv. May throw, and then nothing has changed.
+void Mail::give(int peer, Kept& kept, const std::shared_ptr<Parcel>& parcel, Turn& turn) {
+  Peer& p = at(peer);
+  const bool offer = kept.frame.kind == Frame::Kind::offer;
+  const bool suits = fits(kept.frame, parcel->buffer);
+  const size_t nbytes = payload_of(kept.frame);
+  if (offer) {
+    answer(peer, kept.offer, suits ? parcel : nullptr);
+    p.open.erase(kept.offer);
+  } else {
+    release(peer, kept.frame);
+  }
+  parcels_++;
+  parcel->peer = peer;
+  const bool coming = p.in.kept == &kept;
+  if (coming) p.in.kept = nullptr;
+  if (coming && !suits) drop(peer);
+  if (!suits) {
+    finish(*parcel, refused(rank_, peer, kept.frame, parcel->about));
+  } else if (!offer) {
+    const size_t there = coming ? p.in.payload : nbytes;
+    turn.moves(there);
+    if (there > 0) std::memcpy(parcel->buffer.data, kept.payload.get(), there);
+    if (coming) {
+      p.in.parcel = parcel;
+      p.in.target = parcel->buffer.bytes();
+    } else {
+      finish(*parcel);
+    }
+  }
+}
+
+// Accepts an offer, or refuses it (nullptr). May throw, and then nothing has changed.
+void Mail::answer(int peer, uint64_t offer, const std::shared_ptr<Parcel>& parcel) {
+  Peer& p = at(peer);
+  std::list<Frame> frame{{.number = offer, .kind = parcel != nullptr ? Frame::Kind::accept : Frame::Kind::refuse}};
+  if (parcel != nullptr) p.accepted.emplace(offer, parcel);
+  p.answers.splice(p.answers.end(), frame);
+  answers_++;
+}
+
+// A message has found its recv: its credit goes back. May throw, and then nothing has changed.
+void Mail::release(int peer, const Frame& frame) {
+  if (!far(peer)) {
+    std::atomic<uint64_t>& released = shm_.pipe_control(shm_.local(peer), shm_.rank()).released;
+    released.store(released.load(std::memory_order_relaxed) + cost(frame), std::memory_order_seq_cst);
+    return Shm::ring(bell_of(peer));
+  }
+  Peer& p = at(peer);
+  const size_t owed = p.owed + cost(frame);
+  if (owed < std::min(kCredit, eager_ / 4)) {
+    p.owed = owed;
+    return;
+  }
+  p.answers.push_back({.number = owed, .kind = Frame::Kind::credit});
+  answers_++;
+  p.owed = 0;
+}
+
+// Recvs that what lies behind the message may be for cannot be waited for.
+void Mail::out_of_memory(int peer) {
+  const auto error = std::make_exception_ptr(OutOfMemory(peer, at(peer).in.frame));
+  for (auto it = recvs_.begin(); it != recvs_.end();) {
+    const int from = it->second.empty() ? peer : it->second.front()->peer.load();
+    if (from >= 0 && from != peer) {
+      it++;
+      continue;
+    }
+    for (const auto& parcel : it->second) finish(*parcel, error);
+    waiting_ -= it->second.size();
+    if (from >= 0) at(from).wanted -= it->second.size();
+    it = recvs_.erase(it);
+  }
+}
+
+}  // namespace allranks

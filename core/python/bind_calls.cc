@@ -1,0 +1,307 @@
+// The way of an operation on handles that its workers know, from torch's dispatcher to the outbox, without Python code
+// in between: what `run` of allranks/remote/tensor.py does, for all but the unusual. Whatever is unusual is left,
+// before anything is queued, to that function, which finds out what it is and says what is wrong with it.
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "python/binding.h"
+
+namespace nb = nanobind;
+using namespace allranks;  // NOLINT: this file is the seam
+
+namespace {
+
+// What Python tells once; it lives as long as the module.
+struct Python {
+  PyObject *handle, *place, *make, *here, *dispatch;         // classes and functions
+  PyObject *true_mark, *false_mark, *int_mark, *float_mark;  // what stands in a key for such a value
+  PyObject *ref, *sig, *at, *off, *looks, *calls, *call, *target, *lazy, *brief, *build;  // names of attributes
+  PyObject* one;
+  std::vector<PyTypeObject*> plain;  // of values that are in a key as they are
+};
+Python* python = nullptr;
+
+// What is known of an operator.
+struct Operator {
+  nb::object op;  // so that its address stays its own
+  nb::object facts;
+  nb::object number_names;    // of the arguments by name that are numbers
+  uint64_t number_positions;  // a bit for each
+  bool floats_matter;
+};
+std::unordered_map<PyObject*, Operator>* operators = nullptr;
+
+nb::object attribute(PyObject* object, PyObject* name) {
+  PyObject* found = PyObject_GetAttr(object, name);
+  if (found == nullptr) throw nb::python_error();
+  return nb::steal(found);
+}
+
+// Objects that become a tuple.
+class Objects {
+ public:
+  Objects() { all_.reserve(24); }
+  Objects(const Objects&) = delete;
+  ~Objects() {
+    for (PyObject* each : all_) Py_DECREF(each);
+  }
+  void add(PyObject* borrowed) { all_.push_back(Py_NewRef(borrowed)); }
+  void add(nb::object owned) { all_.push_back(owned.release().ptr()); }
+  nb::object tuple() {
+    PyObject* made = PyTuple_New(static_cast<Py_ssize_t>(all_.size()));
+    if (made == nullptr) throw nb::python_error();
+    for (size_t i = 0; i < all_.size(); i++) PyTuple_SetItem(made, static_cast<Py_ssize_t>(i), all_[i]);
+    all_.clear();
+    return nb::steal(made);
+  }
+
+ private:
+  std::vector<PyObject*> all_;
+};
+
+// What a call's arguments amount to: as `_scan` in Python, in the same order.
+struct Scan {
+  const Operator& about;
+  Objects key;
+  Objects refs;
+  std::string values;
+  nb::object place;
+
+  explicit Scan(const Operator& known) : about(known) { key.add(known.facts.ptr()); }
+
+  // False: the value is unusual.
+  bool take(PyObject* value, bool is_number) {
+    PyTypeObject* type = Py_TYPE(value);
+    if (reinterpret_cast<PyObject*>(type) == python->handle) {
+      key.add(attribute(value, python->sig));
+      refs.add(attribute(value, python->ref));
+      if (!place.is_valid()) place = attribute(value, python->at);
+    } else if (value == Py_None) {
+      key.add(value);
+    } else if (type == &PyLong_Type) {
+      if (!is_number) {
+        key.add(value);
+      } else {
+        int beyond = 0;
+        const int64_t number = PyLong_AsLongLongAndOverflow(value, &beyond);
+        if (beyond != 0) return false;
+        key.add(python->int_mark);
+        append(number);
+      }
+    } else if (type == &PyFloat_Type) {
+      if (about.floats_matter) return false;
+      key.add(python->float_mark);
+      append(PyFloat_AsDouble(value));
+    } else if (type == &PyBool_Type) {
+      key.add(value == Py_True ? python->true_mark : python->false_mark);
+    } else if (type == &PyList_Type || type == &PyTuple_Type) {
+      return take_all(value, is_number);
+    } else {
+      for (PyTypeObject* each : python->plain) {
+        if (type != each) continue;
+        key.add(value);
+        return true;
+      }
+      return false;
+    }
+    return true;
+  }
+
+ private:
+  bool take_all(PyObject* values_of, bool is_number) {
+    const bool is_list = PyList_CheckExact(values_of);
+    const Py_ssize_t count = is_list ? PyList_Size(values_of) : PyTuple_Size(values_of);
+    key.add(nb::steal(PyLong_FromSsize_t(count)));
+    for (Py_ssize_t i = 0; i < count; i++) {
+      if (!take(is_list ? PyList_GetItem(values_of, i) : PyTuple_GetItem(values_of, i), is_number)) return false;
+    }
+    return true;
+  }
+
+  template <typename T>
+  void append(T number) {
+    char bytes[sizeof number];
+    std::memcpy(bytes, &number, sizeof number);
+    values.append(bytes, sizeof number);
+  }
+};
+
+// A handle; its data are where `place` is.
+nb::object make_handle(nb::handle place, nb::handle sig, nb::handle ref, nb::handle offset) {
+  // What `_make_wrapper_subclass` takes, by position, which costs it less than names. Looks are all of it but the
+  // class, the offset and the device.
+  const nb::object looks = attribute(sig.ptr(), python->looks);
+  const nb::object lazy = attribute(place.ptr(), python->lazy);
+  const Py_ssize_t count = PyTuple_Size(looks.ptr()) + 3;
+  const nb::object given = nb::steal(PyTuple_New(count));
+  if (!given.is_valid()) throw nb::python_error();
+  for (Py_ssize_t at = 0, look = 0; at < count; at++) {
+    PyObject* each = at == 0   ? python->handle
+                     : at == 3 ? offset.ptr()
+                     : at == 7 ? lazy.ptr()
+                               : PyTuple_GetItem(looks.ptr(), look++);
+    PyTuple_SetItem(given.ptr(), at, Py_NewRef(each));
+  }
+  nb::object made = nb::steal(PyObject_Call(python->make, given.ptr(), nullptr));
+  if (!made.is_valid() || PyObject_SetAttr(made.ptr(), python->ref, ref.ptr()) != 0 ||
+      PyObject_SetAttr(made.ptr(), python->sig, sig.ptr()) != 0 ||
+      PyObject_SetAttr(made.ptr(), python->at, place.ptr()) != 0 ||
+      PyObject_SetAttr(made.ptr(), python->off, offset.ptr()) != 0) {
+    throw nb::python_error();
+  }
+  return made;
+}
+
+// What the operation returns; nothing where it is left to Python.
+nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
+  Scan scan(about);
+  const Py_ssize_t count = PyTuple_Size(args);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    if (!scan.take(PyTuple_GetItem(args, i), i < 64 && (about.number_positions >> i & 1) != 0)) return {};
+  }
+  if (kwargs != Py_None) {
+    Py_ssize_t at = 0;
+    PyObject *name = nullptr, *value = nullptr;
+    while (PyDict_Next(kwargs, &at, &name, &value) != 0) {
+      scan.key.add(name);
+      if (!scan.take(value, PySet_Contains(about.number_names.ptr(), name) == 1)) return {};
+    }
+  }
+  PyObject* place = scan.place.ptr();
+  if (place == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(place)) != python->place) return {};
+  const nb::object calls = attribute(place, python->calls);
+  if (!PyDict_CheckExact(calls.ptr())) return {};  // of a lost worker
+  const nb::object key = scan.key.tuple();
+  const nb::object known = nb::borrow(PyDict_GetItemWithError(calls.ptr(), key.ptr()));
+  if (!known.is_valid()) {
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    return {};
+  }
+  const nb::object brief = attribute(known.ptr(), python->brief);
+  if (brief.is_none()) return {};
+  const auto told = [&](Py_ssize_t i) { return PyTuple_GetItem(brief.ptr(), i); };  // number, outputs, result, shift
+
+  const nb::object line = nb::steal(PyObject_CallFunctionObjArgs(python->here, python->one, nullptr));
+  if (!line.is_valid()) throw nb::python_error();
+  nb::object values = nb::none();
+  if (!scan.values.empty()) {
+    values = nb::steal(PyBytes_FromStringAndSize(scan.values.data(), static_cast<Py_ssize_t>(scan.values.size())));
+  }
+  const nb::object refs = scan.refs.tuple();
+  const nb::object target = attribute(place, python->target);
+  const nb::object call = attribute(place, python->call);
+  const nb::object made = nb::steal(PyObject_CallFunctionObjArgs(call.ptr(), target.ptr(), line.ptr(), told(0),
+                                                                 refs.ptr(), told(1), values.ptr(), nullptr));
+  if (!made.is_valid()) {
+    // Operands of several places: nothing has been queued.
+    if (PyErr_Occurred() != PyExc_ValueError) throw nb::python_error();
+    PyErr_Clear();
+    return {};
+  }
+  PyObject* result = told(2);
+  if (result == Py_None) return nb::none();
+  const bool is_argument = PyLong_CheckExact(result) != 0;
+  if (is_argument && PyLong_AsSsize_t(result) < count) {
+    return nb::borrow(PyTuple_GetItem(args, PyLong_AsSsize_t(result)));
+  }
+  if (!is_argument && result != Py_True) return make_handle(place, result, made, told(3));
+  const nb::object build = attribute(known.ptr(), python->build);
+  const nb::object by_name = kwargs != Py_None ? nb::borrow(kwargs) : nb::steal(PyDict_New());
+  nb::object built =
+      nb::steal(PyObject_CallFunctionObjArgs(build.ptr(), place, made.ptr(), args, by_name.ptr(), nullptr));
+  if (!built.is_valid()) throw nb::python_error();
+  return built;
+}
+
+// An error of the program's own is shown with its lines alone.
+void leave_out_frames() {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (value != nullptr && PyObject_HasAttrString(value, "_without_frames") != 0) {
+    Py_CLEAR(trace);
+    PyException_SetTraceback(value, Py_None);
+  }
+  PyErr_Restore(type, value, trace);
+}
+
+// As `RemoteTensor.__torch_dispatch__`.
+nb::object dispatch(nb::handle op, nb::handle types, nb::handle args, nb::handle kwargs) {
+  (void)types;
+  const auto found = operators->find(op.ptr());
+  if (found != operators->end() && PyTuple_CheckExact(args.ptr())) {
+    const Operator& about = found->second;  // stays where it is, whatever is added meanwhile
+    nb::object done = queue(about, args.ptr(), kwargs.ptr());
+    if (done.is_valid()) return done;
+  }
+  PyObject* done = PyObject_CallFunctionObjArgs(python->dispatch, op.ptr(), args.ptr(), kwargs.ptr(), nullptr);
+  if (done == nullptr) {
+    leave_out_frames();
+    throw nb::python_error();
+  }
+  return nb::steal(done);
+}
+
+}  // namespace
+
+void allranks::bind_calls(nb::module_& m) {
+  operators = new std::unordered_map<PyObject*, Operator>;  // lives as long as the module
+  m.def(
+      "set_handles",
+      [](nb::handle handle, nb::handle place, nb::handle make, nb::handle here, nb::handle dispatch, nb::tuple marks,
+         const nb::list& plain) {
+        const auto kept = [](nb::handle object) { return Py_NewRef(object.ptr()); };
+        const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
+        auto* told = new Python{
+            .handle = kept(handle),
+            .place = kept(place),
+            .make = kept(make),
+            .here = kept(here),
+            .dispatch = kept(dispatch),
+            .true_mark = kept(marks[0]),
+            .false_mark = kept(marks[1]),
+            .int_mark = kept(marks[2]),
+            .float_mark = kept(marks[3]),
+            .ref = name("_ref"),
+            .sig = name("_sig"),
+            .at = name("_place"),
+            .off = name("_off"),
+            .looks = name("looks"),
+            .calls = name("calls"),
+            .call = name("call"),
+            .target = name("target"),
+            .lazy = name("lazy"),
+            .brief = name("brief"),
+            .build = name("build"),
+            .one = PyLong_FromLong(1),
+            .plain = {},
+        };
+        for (const nb::handle type : plain) told->plain.push_back(reinterpret_cast<PyTypeObject*>(kept(type)));
+        python = told;  // of what was told before somebody may be in the middle
+      },
+      nb::arg("handle"), nb::arg("place"), nb::arg("make"), nb::arg("here"), nb::arg("dispatch"), nb::arg("marks"),
+      nb::arg("plain"), "The classes, functions and marks of allranks.remote.tensor.");
+  m.def(
+      "know_operator",
+      [](nb::handle op, nb::handle facts, nb::handle numbers, bool floats_matter) {
+        uint64_t positions = 0;
+        for (const nb::handle each : nb::iter(numbers)) {
+          const long at = PyLong_Check(each.ptr()) ? PyLong_AsLong(each.ptr()) : -1;
+          if (at >= 64) return;  // no operator of torch's has as many
+          if (at >= 0) positions |= uint64_t{1} << at;
+        }
+        (*operators)[op.ptr()] = {nb::borrow(op), nb::borrow(facts), nb::borrow(numbers), positions, floats_matter};
+      },
+      nb::arg("op"), nb::arg("facts"), nb::arg("numbers"), nb::arg("floats_matter"),
+      "From now on its calls need no Python, where they are known.");
+  m.def("forget_operators", [] { operators->clear(); }, "All that `know_operator` was told.");
+  m.def("dispatch", dispatch, nb::arg("op"), nb::arg("types"), nb::arg("args") = nb::tuple(),
+        nb::arg("kwargs").none() = nb::none(), "As `RemoteTensor.__torch_dispatch__`.");
+  m.def("make_handle", make_handle, nb::arg("place"), nb::arg("sig"), nb::arg("ref"), nb::arg("offset"),
+        "A handle of a tensor; its data are where the place is.");
+}

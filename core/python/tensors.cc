@@ -1,0 +1,100 @@
+#include "python/tensors.h"
+
+namespace nb = nanobind;
+
+namespace allranks {
+
+namespace {
+
+// -1: not one of ours.
+int dtype_of(const dlpack::DataType& type) {
+  if (type.lanes != 1) return -1;
+  const auto by_bits = [&](int b8, int b16, int b32, int b64, int b128 = -1) {
+    switch (type.bits) {
+      case 8:
+        return b8;
+      case 16:
+        return b16;
+      case 32:
+        return b32;
+      case 64:
+        return b64;
+      case 128:
+        return b128;
+      default:
+        return -1;
+    }
+  };
+  const auto code = [](DType dtype) { return static_cast<int>(dtype); };
+  switch (type.code) {
+    case dlpack::kInt:
+      return by_bits(code(DType::i8), code(DType::i16), code(DType::i32), code(DType::i64));
+    case dlpack::kUInt:
+      return by_bits(code(DType::u8), code(DType::u16), code(DType::u32), code(DType::u64));
+    case dlpack::kFloat:
+      return by_bits(-1, code(DType::f16), code(DType::f32), code(DType::f64));
+    case dlpack::kBfloat:
+      return by_bits(-1, code(DType::bf16), -1, -1);
+    case dlpack::kComplex:
+      return by_bits(-1, -1, code(DType::c32), code(DType::c64), code(DType::c128));
+    case dlpack::kBool:
+      return by_bits(code(DType::boolean), -1, -1, -1);
+    case dlpack::kFloat8_e4m3fn:
+      return by_bits(code(DType::f8_e4m3fn), -1, -1, -1);
+    case dlpack::kFloat8_e4m3fnuz:
+      return by_bits(code(DType::f8_e4m3fnuz), -1, -1, -1);
+    case dlpack::kFloat8_e5m2:
+      return by_bits(code(DType::f8_e5m2), -1, -1, -1);
+    case dlpack::kFloat8_e5m2fnuz:
+      return by_bits(code(DType::f8_e5m2fnuz), -1, -1, -1);
+    default:
+      return -1;
+  }
+}
+
+}  // namespace
+
+Tensors::Tensors(const nb::list& classes) {
+  for (const nb::handle type : classes) classes_.push_back(nb::borrow(type));
+  const nb::object capsule = nb::getattr(classes_.front(), "__dlpack_c_exchange_api__", nb::none());
+  if (!capsule.is_none()) {
+    const auto* api =
+        static_cast<const dlpack::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (api == nullptr) nb::raise_python_error();
+    if (api->version.major == dlpack::kMajor && api->show != nullptr) api_ = api;
+  }
+  is_neg_ = nb::getattr(classes_.front(), "is_neg");
+  is_conj_ = nb::getattr(classes_.front(), "is_conj");
+}
+
+std::optional<Shown> Tensors::show(nb::handle tensor) const {
+  const nb::handle type = tensor.type();
+  bool ordinary = false;
+  for (const auto& known : classes_) ordinary = ordinary || type.is(known);
+  if (!ordinary || api_ == nullptr) return {};
+  dlpack::Tensor t;
+  if (api_->show(tensor.ptr(), &t) != 0) {
+    PyErr_Clear();
+    return {};
+  }
+  const int dtype = t.device.type == dlpack::kCpu ? dtype_of(t.dtype) : -1;
+  if (dtype < 0) return {};
+  int64_t count = 1;
+  bool contiguous = true;
+  for (int32_t d = t.ndim - 1; d >= 0; d--) {
+    if (t.strides != nullptr && t.shape[d] != 1 && t.strides[d] != count) contiguous = false;
+    count *= t.shape[d];
+  }
+  if (!contiguous && count != 0) return {};
+  // A flag of the tensor, which its memory does not show. Only views of complex tensors and of their parts have it.
+  const bool complex = t.dtype.code == dlpack::kComplex;
+  if (t.dtype.code == dlpack::kFloat || complex) {
+    if (nb::cast<bool>(is_neg_(tensor)) || (complex && nb::cast<bool>(is_conj_(tensor)))) return {};
+  }
+  return Shown{.buffer = {static_cast<std::byte*>(t.data) + t.byte_offset, static_cast<size_t>(count),
+                          static_cast<DType>(dtype)},
+               .shape = shape_hash(t.shape, static_cast<size_t>(t.ndim)),
+               .rows = t.ndim > 0 ? t.shape[0] : 0};
+}
+
+}  // namespace allranks

@@ -1,0 +1,68 @@
+"""The rooms of the core: each includes only itself and rooms below it, and only core/python knows Python.
+
+The order is the one in which the core can be read. A room that would have to include one that is not below it shows
+that something stands in the wrong file.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).parents[2] / "core"
+
+# room: the rooms below it, which it may include. Each is listed above all that include it, so there is no circle.
+BELOW = {
+    "base": set(),
+    "channel": {"base"},
+    "collective": {"base", "channel"},
+    "p2p": {"base", "channel"},
+    "group": {"base", "channel", "collective", "p2p"},
+    "remote": {"base"},
+    "python": {"base", "channel", "collective", "p2p", "group", "remote"},
+}
+INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"(?P<ours>[^"]+)"|<(?P<others>[^>]+)>)', re.MULTILINE)
+FILES = sorted(path for path in CORE.rglob("*") if path.suffix in {".h", ".cc"})
+
+
+def room(path: Path) -> str:
+    return path.relative_to(CORE).parts[0]
+
+
+def test_every_file_is_in_a_room() -> None:
+    assert {room(path) for path in FILES} == set(BELOW)
+
+
+def test_a_room_stands_below_those_that_include_it() -> None:
+    rooms = list(BELOW)
+    for above, below in BELOW.items():
+        assert all(rooms.index(name) < rooms.index(above) for name in below), above
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(CORE)))
+def test_includes_go_down(path: Path) -> None:
+    for found in INCLUDE.finditer(path.read_text()):
+        if (included := found["ours"]) is not None:
+            assert (CORE / included).is_file(), f'"{included}" is not named from core/ on'
+            assert Path(included).parts[0] in BELOW[room(path)] | {room(path)}, included
+        elif room(path) != "python":
+            assert not re.match(r"(nanobind/|Python\.h|pybind11/|torch/|ATen/)", found["others"]), found["others"]
+
+
+def test_no_include_circle() -> None:
+    # Between files too: a header that includes itself by way of another depends on the order in which both are read.
+    includes = {
+        str(path.relative_to(CORE)): [found["ours"] for found in INCLUDE.finditer(path.read_text()) if found["ours"]]
+        for path in FILES
+    }
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way, name))
+        if name not in done:
+            for included in includes[name]:
+                visit(included, (*way, name))
+            done.add(name)
+
+    for name in includes:
+        visit(name, ())
