@@ -42,7 +42,7 @@ size_t length_of(const Opening& opening) { return head_of(opening) + opening.nby
 
 }  // namespace
 
-void Wide::run(Team::Call& call, const Operation& operation) {
+void Wide::run(LocalComm::Call& call, const Operation& operation) {
   net_.say(call.about.call, operation.fingerprint);
   try {
     dispatch(call, operation);
@@ -61,7 +61,7 @@ void Wide::run(Team::Call& call, const Operation& operation) {
   }
 }
 
-void Wide::dispatch(Team::Call& call, const Operation& operation) {
+void Wide::dispatch(LocalComm::Call& call, const Operation& operation) {
   const Fingerprint& f = operation.fingerprint;
   switch (f.verb) {
     case Verb::all_reduce:
@@ -93,14 +93,14 @@ void Wide::dispatch(Team::Call& call, const Operation& operation) {
 // --- the meeting ---
 
 bool Wide::has_room(size_t total) const {
-  const size_t ring = team_.shm().sizes().ring;
+  const size_t ring = local_comm_.shm().sizes().ring;
   const size_t room = std::bit_ceil(total + 64 * static_cast<size_t>(hosts_.count()));  // what meet takes of it
   return room <= ring / 2 && ring % room == 0;
 }
 
 bool Wide::fits(size_t total) const { return total <= kInMeeting && has_room(total); }
 
-Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
+Wide::Bytes Wide::meet(LocalComm::Call& call, const void* mine, const Said& said) {
   const Fingerprint& own = call.about.fingerprint;
   const auto of_host = [&](int host) {
     size_t nbytes = 0;
@@ -110,21 +110,21 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
   };
   size_t most = 0;
   for (const int r : mates()) most = std::max(most, said.nbytes(r));
-  const bool alone = team_.size() == 1;
+  const bool alone = local_comm_.size() == 1;
   const bool in_line = most <= CallLine::kInline;
-  Team::Pieces contributions{&team_.shm(), 0, 0};
+  LocalComm::Pieces contributions{&local_comm_.shm(), 0, 0};
   bool agree = own.site == 0;
   if (!alone) {
     next(call);
     if (!in_line) {
-      contributions = team_.take(most);
-      team_.copier().copy(contributions.at(place()), static_cast<const std::byte*>(mine), said.nbytes(me()));
+      contributions = local_comm_.take(most);
+      local_comm_.copier().copy(contributions.at(place()), static_cast<const std::byte*>(mine), said.nbytes(me()));
     }
-    agree = team_.assemble(call, mine, in_line ? said.nbytes(me()) : 0);
+    agree = local_comm_.assemble(call, mine, in_line ? said.nbytes(me()) : 0);
   }
   const auto contribution = [&](int place) -> const std::byte* {
     if (alone) return static_cast<const std::byte*>(mine);
-    return in_line ? team_.shm().call_line(place, call.number).payload.data() : contributions.at(place);
+    return in_line ? local_comm_.shm().call_line(place, call.number).payload.data() : contributions.at(place);
   };
 
   const auto count = static_cast<size_t>(hosts_.count());
@@ -134,7 +134,7 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
     Opening opening{.call = call.about.call, .each = 0, .nbytes = of_host(here()), .fingerprint = own};
     std::vector<Fingerprint> of_mates;
     if (!agree) {
-      of_mates = alone ? std::vector{own} : team_.fingerprints(call);
+      of_mates = alone ? std::vector{own} : local_comm_.fingerprints(call);
       opening.each = static_cast<uint32_t>(of_mates.size());
       // Who calls something else has contributed something else.
       if (!std::all_of(of_mates.begin(), of_mates.end(), [&](const auto& f) { return f.agrees(own); })) {
@@ -149,10 +149,10 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
     const Speech speech{outgoing_.data(), alone ? static_cast<const std::byte*>(mine) : at};
     if (!alone && opening.nbytes > 0 && said.kernel != nullptr) {
       std::vector<const void*> operands;
-      for (int p = 0; p < team_.size(); p++) operands.push_back(contribution(p));
-      said.kernel(at, operands.data(), team_.size(), said.count, team_.size());
+      for (int p = 0; p < local_comm_.size(); p++) operands.push_back(contribution(p));
+      said.kernel(at, operands.data(), local_comm_.size(), said.count, local_comm_.size());
     } else if (!alone && opening.nbytes > 0) {
-      for (int p = 0; p < team_.size(); p++) {
+      for (int p = 0; p < local_comm_.size(); p++) {
         const size_t n = said.nbytes(mates()[static_cast<size_t>(p)]);
         if (n > 0) std::memcpy(at, contribution(p), n);
         at += n;
@@ -186,7 +186,7 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
     // The leader hands on what it has heard.
     size_t total = 0;
     for (int h = 0; h < hosts_.count(); h++) total += aligned(of_host(h));
-    const auto results = team_.take(total);
+    const auto results = local_comm_.take(total);
     const bool leads = place() == 0;
     const auto same = [&](const auto& f) { return f.agrees(own); };
     if (leads && std::all_of(all.begin(), all.end(), same)) {
@@ -196,23 +196,23 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
         at += aligned(of_host(h));
       }
     }
-    StepLine& step = team_.shm().step_line(0);
+    StepLine& step = local_comm_.shm().step_line(0);
     const size_t listed = ranks() * sizeof(Fingerprint);
-    team_.base_step++;
+    local_comm_.base_step++;
     if (leads) {
       step.disagree = 0;
       if (!all.empty()) {
-        const auto list = team_.take(listed);
+        const auto list = local_comm_.take(listed);
         std::memcpy(list.at(0), all.data(), listed);
-        step.disagree = static_cast<uint32_t>(list.begin % team_.shm().sizes().ring) + 1;
+        step.disagree = static_cast<uint32_t>(list.begin % local_comm_.shm().sizes().ring) + 1;
       }
-      team_.post_step(team_.base_step, true);
+      local_comm_.post_step(local_comm_.base_step, true);
     } else {
-      team_.wait_step_of(call, 0, team_.base_step);
+      local_comm_.wait_step_of(call, 0, local_comm_.base_step);
       if (step.disagree != 0) {
-        team_.take(listed);
+        local_comm_.take(listed);
         all.resize(ranks());
-        std::memcpy(all.data(), team_.shm().ring_at(0, step.disagree - 1), listed);
+        std::memcpy(all.data(), local_comm_.shm().ring_at(0, step.disagree - 1), listed);
       }
     }
     const std::byte* at = results.at(0);
@@ -222,13 +222,13 @@ Wide::Bytes Wide::meet(Team::Call& call, const void* mine, const Said& said) {
     }
   }
   if (!all.empty()) {
-    if (const auto error = team_.judge(call, std::move(all))) disagree(call, *error);
+    if (const auto error = local_comm_.judge(call, std::move(all))) disagree(call, *error);
   }
   call.about.fingerprint.site = 0;  // compared: what follows on this host is one call in parts
   return heard;
 }
 
-void Wide::check(const Team::Call& call, int host, const std::byte* speech) const {
+void Wide::check(const LocalComm::Call& call, int host, const std::byte* speech) const {
   const Opening theirs = opening_of(speech);
   if (theirs.call == call.about.call && theirs.each <= ranks() && theirs.nbytes <= kLongestSpeech) return;
   throw Error("rank " + std::to_string(hosts_.leader(host)) + " is at call " + std::to_string(theirs.call) +
@@ -236,7 +236,7 @@ void Wide::check(const Team::Call& call, int host, const std::byte* speech) cons
               ": what came over the network is not what was sent");
 }
 
-Wide::Speeches Wide::exchange_directly(Team::Call& call, const Speech& own, const Said& said) {
+Wide::Speeches Wide::exchange_directly(LocalComm::Call& call, const Speech& own, const Said& said) {
   const Opening ours = opening_of(own.head);
   const auto count = static_cast<size_t>(hosts_.count());
   incoming_.resize(count);
@@ -280,7 +280,7 @@ Wide::Speeches Wide::exchange_directly(Team::Call& call, const Speech& own, cons
 }
 
 // In round k each gets, from the host 2^k further on, the speeches of the 2^k hosts from there on.
-Wide::Speeches Wide::disseminate(Team::Call& call, const Speech& own) {
+Wide::Speeches Wide::disseminate(LocalComm::Call& call, const Speech& own) {
   const int count = hosts_.count();
   incoming_.resize(2);
   auto& known = incoming_[0];  // the speeches of this host and of those behind it
@@ -326,7 +326,7 @@ Wide::Speeches Wide::disseminate(Team::Call& call, const Speech& own) {
 
 // --- the sizes of an all_to_all ---
 
-Wide::Bytes Wide::compare_sizes(Team::Call& call, const Operation& operation) {
+Wide::Bytes Wide::compare_sizes(LocalComm::Call& call, const Operation& operation) {
   const auto& in_bytes = operation.in_bytes;
   const auto& out_bytes = operation.out_bytes;
   // Of every rank: what it sends to each, then what it expects from each; then what it sends, if that is little.
@@ -380,7 +380,7 @@ Wide::Bytes Wide::compare_sizes(Team::Call& call, const Operation& operation) {
 // Where all sizes of all ranks are too many: the leaders exchange those between their hosts, every rank compares what
 // is sent to it, and all hear what the others have found.
 // Cost: two meetings, and between each two hosts the product of their ranks in numbers.
-void Wide::compare_sizes_of_many(Team::Call& call, const Operation& operation) {
+void Wide::compare_sizes_of_many(LocalComm::Call& call, const Operation& operation) {
   meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   std::vector<uint64_t> row(operation.in_bytes.begin(), operation.in_bytes.end());
   std::vector<uint64_t> column(ranks());  // what each rank sends to this one
@@ -388,8 +388,8 @@ void Wide::compare_sizes_of_many(Team::Call& call, const Operation& operation) {
   const Buffer gives{row.data(), line, DType::u8};
   const Buffer gets{column.data(), line, DType::u8};
   if (place() != 0) {
-    algorithms::gather(team_, next(call), gives, {}, 0);
-    algorithms::scatter(team_, next(call), {}, gets, 0);
+    algorithms::gather(local_comm_, next(call), gives, {}, 0);
+    algorithms::scatter(local_comm_, next(call), {}, gets, 0);
   } else {
     const auto here_ranks = mates().size();
     std::vector<std::vector<uint64_t>> rows(here_ranks, std::vector<uint64_t>(ranks()));
@@ -399,10 +399,10 @@ void Wide::compare_sizes_of_many(Team::Call& call, const Operation& operation) {
       for (auto& l : lines) all.push_back(reinterpret_cast<std::byte*>(l.data()));
       return all;
     };
-    if (team_.size() == 1) {
+    if (local_comm_.size() == 1) {
       rows[0] = row;
     } else {
-      algorithms::gather(team_, next(call), gives, pieces(rows), 0);
+      algorithms::gather(local_comm_, next(call), gives, pieces(rows), 0);
     }
     const auto count = static_cast<size_t>(hosts_.count());
     std::vector<std::vector<uint64_t>> out(count);
@@ -427,10 +427,10 @@ void Wide::compare_sizes_of_many(Team::Call& call, const Operation& operation) {
         columns[p][static_cast<size_t>(r)] = from[static_cast<size_t>(hosts_.place(r)) * here_ranks + p];
       }
     }
-    if (team_.size() == 1) {
+    if (local_comm_.size() == 1) {
       column = columns[0];
     } else {
-      algorithms::scatter(team_, next(call), pieces(columns), gets, 0);
+      algorithms::scatter(local_comm_, next(call), pieces(columns), gets, 0);
     }
   }
   // From whom, how much, and what was expected; from nobody: as many as there are ranks.
@@ -453,7 +453,7 @@ void Wide::compare_sizes_of_many(Team::Call& call, const Operation& operation) {
   if (worst[0] < ranks()) refuse_sizes(call, static_cast<int>(worst[0]), to, worst[1], worst[2]);
 }
 
-void Wide::refuse_sizes(Team::Call& call, int from, int to, uint64_t sent, uint64_t expected) {
+void Wide::refuse_sizes(LocalComm::Call& call, int from, int to, uint64_t sent, uint64_t expected) {
   Failure failure = call.about;
   failure.kind = Kind::mismatch;
   failure.peer = from;
@@ -463,8 +463,8 @@ void Wide::refuse_sizes(Team::Call& call, int from, int to, uint64_t sent, uint6
   disagree(call, error);
 }
 
-void Wide::disagree(Team::Call& call, Error error) {
-  const auto here = team_.exchange_notes(call);
+void Wide::disagree(LocalComm::Call& call, Error error) {
+  const auto here = local_comm_.exchange_notes(call);
   error.sites = net_.exchange_notes(call.about, call.patience.caller, here);
   for (size_t p = 0; p < here.size(); p++) error.sites[static_cast<size_t>(mates()[p])] = here[p];
   throw Error(error);

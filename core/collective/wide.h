@@ -1,6 +1,6 @@
 // The collectives of a group that spans hosts.
 //
-// Ranks of one host work in their shared memory (team.h), ranks of different hosts over their lanes (net.h). A
+// Ranks of one host work in their shared memory (local_comm.h), ranks of different hosts over their lanes (net.h). A
 // call begins with a meeting: the ranks of each host assemble, the hosts' leaders exchange what their ranks call,
 // with as much of the operands as is small, and hand on what they have heard. So every rank knows that all call the
 // same, or that they do not, before any tensor is touched; a small call is over with that. Larger operands follow
@@ -15,23 +15,23 @@
 #include <vector>
 
 #include "channel/net.h"
+#include "collective/local_comm.h"
 #include "collective/operation.h"
 #include "collective/reduce.h"
-#include "collective/team.h"
 
 namespace allranks {
 
 class Wide {
  public:
-  Wide(Team& team, Net& net) : team_(team), net_(net), hosts_(net.hosts()) {}
+  Wide(LocalComm& local_comm, Net& net) : local_comm_(local_comm), net_(net), hosts_(net.hosts()) {}
 
-  void run(Team::Call& call, const Operation& operation);
+  void run(LocalComm::Call& call, const Operation& operation);
 
  private:
   using Bytes = std::vector<const std::byte*>;
   using Pieces = std::vector<std::byte*>;
 
-  void dispatch(Team::Call& call, const Operation& operation);
+  void dispatch(LocalComm::Call& call, const Operation& operation);
 
   // What the ranks of a host say together: their contributions one after the other, or reduced.
   struct Said {
@@ -42,7 +42,7 @@ class Wide {
     std::function<std::byte*(int)> into = nullptr;
   };
   // Returns what each host has said, by host; it lies there until the next call.
-  Bytes meet(Team::Call& call, const void* mine, const Said& said);
+  Bytes meet(LocalComm::Call& call, const void* mine, const Said& said);
   // What a leader says: a head, and what its ranks contribute.
   struct Speech {
     const std::byte* head;
@@ -50,53 +50,53 @@ class Wide {
   };
   using Speeches = std::vector<Speech>;
   // What the leaders do in it: each gives its speech, and gets, by host, where the others' stand.
-  Speeches exchange_directly(Team::Call& call, const Speech& own, const Said& said);
-  Speeches disseminate(Team::Call& call, const Speech& own);
+  Speeches exchange_directly(LocalComm::Call& call, const Speech& own, const Said& said);
+  Speeches disseminate(LocalComm::Call& call, const Speech& own);
 
   // Throws unless it is of this call.
-  void check(const Team::Call& call, int host, const std::byte* speech) const;
+  void check(const LocalComm::Call& call, int host, const std::byte* speech) const;
 
   // The sizes of an all_to_all, which every rank compares, so that all hear of those that disagree. Who sends little
   // sends it along. Returns, by rank, where what it sends to this one lies; nullptr: it is still to come.
-  Bytes compare_sizes(Team::Call& call, const Operation& operation);
-  void compare_sizes_of_many(Team::Call& call, const Operation& operation);
-  [[noreturn]] void refuse_sizes(Team::Call& call, int from, int to, uint64_t sent, uint64_t expected);
+  Bytes compare_sizes(LocalComm::Call& call, const Operation& operation);
+  void compare_sizes_of_many(LocalComm::Call& call, const Operation& operation);
+  [[noreturn]] void refuse_sizes(LocalComm::Call& call, int from, int to, uint64_t sent, uint64_t expected);
 
-  // Whether a team can hand on so many bytes from all hosts; and whether a call should take part of its data along.
+  // Whether the ring can carry so many bytes from all hosts; and whether a call should take part of its data along.
   bool has_room(size_t total) const;
   bool fits(size_t total) const;
 
-  void all_reduce(Team::Call& call, Buffer buffer, ReduceOp op);
-  void reduce(Team::Call& call, Buffer buffer, ReduceOp op, int root);
-  void broadcast(Team::Call& call, Buffer buffer, int root);
-  void all_gather(Team::Call& call, Buffer in, const Pieces& outs);
-  void gather(Team::Call& call, Buffer in, const Pieces& outs, int root);
-  void scatter(Team::Call& call, const Pieces& ins, Buffer out, int root);
-  void reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
-  void all_to_all(Team::Call& call, const Operation& operation);
+  void all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op);
+  void reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root);
+  void broadcast(LocalComm::Call& call, Buffer buffer, int root);
+  void all_gather(LocalComm::Call& call, Buffer in, const Pieces& outs);
+  void gather(LocalComm::Call& call, Buffer in, const Pieces& outs, int root);
+  void scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, int root);
+  void reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
+  void all_to_all(LocalComm::Call& call, const Operation& operation);
 
   // Reduces between one rank of each host (peers, by host). root < 0: all get the result, in place of their
   // operand; else only that host's, and the others' operands stay as they are.
-  void across(Team::Call& call, const std::vector<int>& peers, Buffer operand, Kernel kernel, int root);
+  void across(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, Kernel kernel, int root);
 
-  Team::Call& next(Team::Call& call) {
-    call.number = team_.next();
+  LocalComm::Call& next(LocalComm::Call& call) {
+    call.number = local_comm_.next();
     return call;
   }
   int me() const { return net_.rank(); }
   int here() const { return hosts_.of(me()); }
-  int place() const { return team_.rank(); }
+  int place() const { return local_comm_.rank(); }
   const std::vector<int>& mates() const { return hosts_.on(here()); }
   size_t ranks() const { return static_cast<size_t>(hosts_.ranks()); }
   std::vector<int> leaders() const;
   Pieces of_mates(const Pieces& all) const;
   std::byte* scratch(size_t index, size_t nbytes);
-  void flush(Team::Call& call) { net_.flush(call.patience, call.about); }
-  void settle(Team::Call& call) { net_.settle(call.patience, call.about); }
+  void flush(LocalComm::Call& call) { net_.flush(call.patience, call.about); }
+  void settle(LocalComm::Call& call) { net_.settle(call.patience, call.about); }
 
-  [[noreturn]] void disagree(Team::Call& call, Error error);
+  [[noreturn]] void disagree(LocalComm::Call& call, Error error);
 
-  Team& team_;
+  LocalComm& local_comm_;
   Net& net_;
   const Hosts& hosts_;
   std::vector<std::byte> outgoing_;               // of a meeting

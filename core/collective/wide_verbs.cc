@@ -1,4 +1,5 @@
-// The verbs of a group that spans hosts, made of the meeting, of what teams do on each host, and of lanes.
+// The verbs of a group that spans hosts, made of the meeting, of what the ranks of each host do in shared memory, and
+// of lanes.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -47,7 +48,7 @@ std::byte* Wide::scratch(size_t index, size_t nbytes) {
   return scratch_[index].data();
 }
 
-void Wide::across(Team::Call& call, const std::vector<int>& peers, Buffer operand, Kernel kernel, int root) {
+void Wide::across(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, Kernel kernel, int root) {
   const size_t hosts = peers.size();
   const auto own = static_cast<size_t>(here());
   const size_t element = size_of(operand.dtype);
@@ -102,7 +103,7 @@ void Wide::across(Team::Call& call, const std::vector<int>& peers, Buffer operan
 // Small: every rank reduces what the hosts have said. Large, with as many ranks on every host: reduce-scatter on
 // each host, then every rank its shard with its counterparts, then all-gather. Else the leaders for all.
 // Cost: one round trip's half; large: two more, and 2 (H-1)/H n bytes over each host's network.
-void Wide::all_reduce(Team::Call& call, Buffer buffer, ReduceOp op) {
+void Wide::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op) {
   const size_t n = buffer.nbytes();
   const Kernel kernel = kernel_of(buffer.dtype, op);
   const Kernel partly = kernel_of(buffer.dtype, within_host(op));
@@ -113,7 +114,7 @@ void Wide::all_reduce(Team::Call& call, Buffer buffer, ReduceOp op) {
     return;
   }
   meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
-  const auto lanes = static_cast<size_t>(team_.size());
+  const auto lanes = static_cast<size_t>(local_comm_.size());
   if (lanes == 1 && hosts_.even()) return across(call, leaders(), buffer, kernel, -1);
   const size_t element = size_of(buffer.dtype);
   const size_t share = hosts_.even() ? buffer.count / lanes : 0;
@@ -123,21 +124,21 @@ void Wide::all_reduce(Team::Call& call, Buffer buffer, ReduceOp op) {
     Pieces shards;
     for (size_t p = 0; p < lanes; p++) shards.push_back(buffer.bytes() + p * share * element);
     const Buffer mine{shards[static_cast<size_t>(place())], share, buffer.dtype};
-    algorithms::reduce_scatter(team_, next(call), shards, mine, within_host(op));
+    algorithms::reduce_scatter(local_comm_, next(call), shards, mine, within_host(op));
     across(call, counterparts, mine, kernel, -1);
-    algorithms::all_gather(team_, next(call), mine, shards);
+    algorithms::all_gather(local_comm_, next(call), mine, shards);
   }
   // What does not divide evenly.
   const Buffer rest{buffer.bytes() + share * lanes * element, buffer.count - share * lanes, buffer.dtype};
   if (rest.count == 0) return;
-  if (lanes > 1) algorithms::reduce(team_, next(call), rest, within_host(op), 0);
+  if (lanes > 1) algorithms::reduce(local_comm_, next(call), rest, within_host(op), 0);
   if (place() == 0) across(call, leaders(), rest, kernel, -1);
-  if (lanes > 1) algorithms::broadcast(team_, next(call), rest, 0);
+  if (lanes > 1) algorithms::broadcast(local_comm_, next(call), rest, 0);
 }
 
 // As all_reduce; large: each host's leader (on the root's host, the root) reduces for its host, in slabs that are
 // copied aside, as the others' operands stay as they are.
-void Wide::reduce(Team::Call& call, Buffer buffer, ReduceOp op, int root) {
+void Wide::reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root) {
   const size_t n = buffer.nbytes();
   const Kernel kernel = kernel_of(buffer.dtype, op);
   const Kernel partly = kernel_of(buffer.dtype, within_host(op));
@@ -157,13 +158,13 @@ void Wide::reduce(Team::Call& call, Buffer buffer, ReduceOp op, int root) {
   const size_t slab = hosts_.count() == hosts_.ranks() ? buffer.count : kSlab / element;
   for (size_t begin = 0; begin < buffer.count; begin += slab) {
     Buffer part{buffer.bytes() + begin * element, std::min(slab, buffer.count - begin), buffer.dtype};
-    if (team_.size() > 1) {
+    if (local_comm_.size() > 1) {
       if (me() == collector && me() != root) {
         std::byte* aside = scratch(2, part.nbytes());
         std::memcpy(aside, part.data, part.nbytes());
         part.data = aside;
       }
-      algorithms::reduce(team_, next(call), part, within_host(op), hosts_.place(collector));
+      algorithms::reduce(local_comm_, next(call), part, within_host(op), hosts_.place(collector));
     }
     if (me() == collector) across(call, peers, part, kernel, hosts_.of(root));
   }
@@ -172,7 +173,7 @@ void Wide::reduce(Team::Call& call, Buffer buffer, ReduceOp op, int root) {
 // Small: in the meeting. Large: from host to host, each passing on what it gets while it gets more, so that no host
 // sends more than once; on each host through shared memory.
 // Cost: large: n bytes over each host's network, and a segment's time per host.
-void Wide::broadcast(Team::Call& call, Buffer buffer, int root) {
+void Wide::broadcast(LocalComm::Call& call, Buffer buffer, int root) {
   const size_t n = buffer.nbytes();
   if (fits(n)) {
     const auto heard = meet(call, buffer.data,
@@ -200,8 +201,9 @@ void Wide::broadcast(Team::Call& call, Buffer buffer, int root) {
       if (before >= 0) net_.wait_received(call.patience, call.about, before, tickets[at / kSegment]);
       if (after >= 0) net_.lend(after, buffer.bytes() + at, std::min(kSegment, n - at));
     }
-    if (team_.size() > 1) {
-      algorithms::broadcast(team_, next(call), {buffer.bytes() + begin, end - begin, DType::u8}, hosts_.place(speaker));
+    if (local_comm_.size() > 1) {
+      algorithms::broadcast(local_comm_, next(call), {buffer.bytes() + begin, end - begin, DType::u8},
+                            hosts_.place(speaker));
     }
   }
   settle(call);
@@ -210,7 +212,7 @@ void Wide::broadcast(Team::Call& call, Buffer buffer, int root) {
 // Small: in the meeting. Large: what each rank gives goes to one rank of every other host, and there to the others
 // through shared memory.
 // Cost: large: (P - ranks of the host) n bytes over each host's network.
-void Wide::all_gather(Team::Call& call, Buffer in, const Pieces& outs) {
+void Wide::all_gather(LocalComm::Call& call, Buffer in, const Pieces& outs) {
   const size_t n = in.nbytes();
   bool spoilt = false;  // what others are to get is overwritten by what they give
   for (size_t r = 0; r < outs.size(); r++) {
@@ -237,7 +239,7 @@ void Wide::all_gather(Team::Call& call, Buffer in, const Pieces& outs) {
     std::memcpy(aside, in.data, n);
     in.data = aside;
   }
-  const auto mates_here = static_cast<size_t>(team_.size());
+  const auto mates_here = static_cast<size_t>(local_comm_.size());
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
     const auto& there = hosts_.on(h);
@@ -250,7 +252,7 @@ void Wide::all_gather(Team::Call& call, Buffer in, const Pieces& outs) {
     algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
     return settle(call);
   }
-  algorithms::all_gather(team_, next(call), in, of_mates(outs));
+  algorithms::all_gather(local_comm_, next(call), in, of_mates(outs));
   settle(call);
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
@@ -260,11 +262,11 @@ void Wide::all_gather(Team::Call& call, Buffer in, const Pieces& outs) {
       Pieces pieces;
       for (size_t p = 0; p < some; p++) pieces.push_back(outs[static_cast<size_t>(there[begin + p])]);
       if (some == mates_here) {
-        algorithms::all_gather(team_, next(call), {pieces[static_cast<size_t>(place())], n, DType::u8}, pieces);
+        algorithms::all_gather(local_comm_, next(call), {pieces[static_cast<size_t>(place())], n, DType::u8}, pieces);
         continue;
       }
       for (size_t p = 0; p < some; p++) {
-        algorithms::broadcast(team_, next(call), {pieces[p], n, DType::u8}, static_cast<int>(p));
+        algorithms::broadcast(local_comm_, next(call), {pieces[p], n, DType::u8}, static_cast<int>(p));
       }
     }
   }
@@ -272,7 +274,7 @@ void Wide::all_gather(Team::Call& call, Buffer in, const Pieces& outs) {
 
 // Large: every rank of another host sends to the root itself; those of the root's host through shared memory.
 // Cost: large: n bytes per rank of another host into the root's host.
-void Wide::gather(Team::Call& call, Buffer in, const Pieces& outs, int root) {
+void Wide::gather(LocalComm::Call& call, Buffer in, const Pieces& outs, int root) {
   const size_t n = in.nbytes();
   if (fits(n * ranks())) return all_gather(call, in, outs);
   meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
@@ -288,15 +290,15 @@ void Wide::gather(Team::Call& call, Buffer in, const Pieces& outs, int root) {
       if (hosts_.of(static_cast<int>(r)) != here()) net_.borrow(static_cast<int>(r), outs[r], n);
     }
   }
-  if (team_.size() > 1) {
-    algorithms::gather(team_, next(call), in, me() == root ? of_mates(outs) : Pieces{}, hosts_.place(root));
+  if (local_comm_.size() > 1) {
+    algorithms::gather(local_comm_, next(call), in, me() == root ? of_mates(outs) : Pieces{}, hosts_.place(root));
   }
   settle(call);
 }
 
 // Large: the root sends to every rank of another host itself; to those of its own through shared memory.
 // Cost: large: n bytes per rank of another host out of the root's host.
-void Wide::scatter(Team::Call& call, const Pieces& ins, Buffer out, int root) {
+void Wide::scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, int root) {
   const size_t n = out.nbytes();
   if (fits(n * ranks())) {
     const std::byte* mine = nullptr;
@@ -321,8 +323,8 @@ void Wide::scatter(Team::Call& call, const Pieces& ins, Buffer out, int root) {
     }
     settle(call);  // `out` may lie where a piece does
   }
-  if (team_.size() > 1) {
-    algorithms::scatter(team_, next(call), me() == root ? of_mates(ins) : Pieces{}, out, hosts_.place(root));
+  if (local_comm_.size() > 1) {
+    algorithms::scatter(local_comm_, next(call), me() == root ? of_mates(ins) : Pieces{}, out, hosts_.place(root));
   } else {
     algorithms::move_bytes(out.bytes(), ins[static_cast<size_t>(me())], n);
   }
@@ -331,7 +333,7 @@ void Wide::scatter(Team::Call& call, const Pieces& ins, Buffer out, int root) {
 // Small: in the meeting. Large, in slabs: each host reduces what is meant for the ranks of another, dealt out to
 // its own ranks, which send it there.
 // Cost: large: (P - ranks of the host) n bytes over each host's network.
-void Wide::reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, ReduceOp op) {
+void Wide::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op) {
   const size_t n = out.nbytes();
   const Kernel kernel = kernel_of(out.dtype, op);
   const Kernel partly = kernel_of(out.dtype, within_host(op));
@@ -347,7 +349,7 @@ void Wide::reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, Reduc
     return;
   }
   meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
-  const auto lanes = static_cast<size_t>(team_.size());
+  const auto lanes = static_cast<size_t>(local_comm_.size());
   const auto at = static_cast<size_t>(place());
   const size_t element = size_of(out.dtype);
   const size_t slab = std::max<size_t>(64, kSlab / ranks()) / element;
@@ -362,7 +364,7 @@ void Wide::reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, Reduc
       Pieces pieces;
       for (size_t p = 0; p < lanes; p++) pieces.push_back(piece(of[std::min(first + p, of.size() - 1)]));
       const Buffer result{scratch(used++, bytes), count, out.dtype};
-      algorithms::reduce_scatter(team_, next(call), pieces, result, within_host(op));
+      algorithms::reduce_scatter(local_comm_, next(call), pieces, result, within_host(op));
       return static_cast<const std::byte*>(result.data);
     };
     for (int h = 0; h < hosts_.count(); h++) {
@@ -386,7 +388,7 @@ void Wide::reduce_scatter(Team::Call& call, const Pieces& ins, Buffer out, Reduc
 
 // The sizes are compared (wide.cc); then each rank sends to each itself, on its own host through shared memory.
 // Cost: what goes to other hosts, over the network.
-void Wide::all_to_all(Team::Call& call, const Operation& operation) {
+void Wide::all_to_all(LocalComm::Call& call, const Operation& operation) {
   const auto& [ins, outs] = std::tie(operation.ins, operation.outs);
   const auto& [in_bytes, out_bytes] = std::tie(operation.in_bytes, operation.out_bytes);
   const auto own = static_cast<size_t>(me());
@@ -426,10 +428,10 @@ void Wide::all_to_all(Team::Call& call, const Operation& operation) {
     if (sends) net_.lend(rank, from[r], in_bytes[r]);
     if (gets) net_.borrow(rank, outs[r], out_bytes[r]);
   }
-  if (team_.size() == 1) {
+  if (local_comm_.size() == 1) {
     if (along[own] == nullptr) algorithms::move_bytes(outs[own], from[own], in_bytes[own]);
   } else if (!all_along_here) {
-    algorithms::all_to_all(team_, next(call), of_mates(from), sent_here, of_mates(outs), got_here);
+    algorithms::all_to_all(local_comm_, next(call), of_mates(from), sent_here, of_mates(outs), got_here);
   }
   settle(call);
 }

@@ -17,22 +17,22 @@ constexpr auto kWaitSlice = std::chrono::milliseconds(50);
 }  // namespace
 
 Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
-    : team_(std::move(shm)),
-      rank_(team_.rank()),
-      size_(team_.size()),
+    : local_comm_(std::move(shm)),
+      rank_(local_comm_.rank()),
+      size_(local_comm_.size()),
       settings_(settings),
-      mail_(team_.shm(), nullptr, static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
+      mail_(local_comm_.shm(), nullptr, static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
             settings.spin_progress_ns, settings.eager) {}
 
 Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> pulses, Net::Opener opener,
            Settings settings)
-    : team_(std::move(shm)),
-      net_(std::make_unique<Net>(rank, std::move(hosts), std::move(pulses), std::move(opener), team_.shm())),
-      wide_(std::make_unique<Wide>(team_, *net_)),
+    : local_comm_(std::move(shm)),
+      net_(std::make_unique<Net>(rank, std::move(hosts), std::move(pulses), std::move(opener), local_comm_.shm())),
+      wide_(std::make_unique<Wide>(local_comm_, *net_)),
       rank_(rank),
       size_(net_->hosts().ranks()),
       settings_(settings),
-      mail_(team_.shm(), net_.get(), static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
+      mail_(local_comm_.shm(), net_.get(), static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
             settings.spin_progress_ns, settings.eager) {}
 
 void Comm::check_process() const {
@@ -45,7 +45,7 @@ void Comm::close() {
     std::lock_guard lock(queue_lock_);
     if (stopping_) return;
     stopping_ = true;
-    team_.shm().leave();
+    local_comm_.shm().leave();
     queue_changed_.notify_all();
   }
   mail_.close();
@@ -61,7 +61,7 @@ void Comm::close() {
   queue_.clear();
   lock.unlock();
   if (net_) net_->close();
-  team_.shm().gone();
+  local_comm_.shm().gone();
   queue_changed_.notify_all();
 }
 
@@ -72,9 +72,9 @@ Liveness Comm::liveness(const std::vector<int>& ranks) {
   Liveness sockets;
   for (const int r : ranks) {
     if (r < 0 || r >= size()) throw Error("liveness: no rank " + std::to_string(r));
-    const int local = team_.shm().local(r);
+    const int local = local_comm_.shm().local(r);
     if (local < 0) return {};
-    sockets.push_back(team_.shm().liveness(local));
+    sockets.push_back(local_comm_.shm().liveness(local));
   }
   return sockets;
 }
@@ -91,7 +91,7 @@ void Comm::give_up(int rank) {
 
 Stats Comm::stats() const {
   return {count_calls_.load(std::memory_order_relaxed), count_bytes_.load(std::memory_order_relaxed),
-          static_cast<double>(count_ns_.load(std::memory_order_relaxed)) * 1e-9, team_.shared_calls()};
+          static_cast<double>(count_ns_.load(std::memory_order_relaxed)) * 1e-9, local_comm_.shared_calls()};
 }
 
 void Comm::count(size_t nbytes, int64_t began_ns) {
@@ -219,7 +219,7 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
         // The caller's tensor may vanish as soon as this returns: the request must have ended, and
         // the only way to end it on all ranks is to end the group.
         failure.kind = Kind::interrupted;
-        team_.shm().condemn(failure);
+        local_comm_.shm().condemn(failure);
         caller.release();  // who runs the request may need the GIL to see that it has ended
         lock.lock();
         queue_changed_.wait(lock, done);
@@ -244,12 +244,12 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) 
   for (const size_t part : operation.in_bytes) nbytes += part;
   const size_t pieces = std::max({size_t{1}, operation.ins.size(), operation.outs.size()});
   const uint32_t number = ++calls_;
-  Team::Call call{
+  LocalComm::Call call{
       .number = number,
       .patience = {.caller = caller, .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9), .spin_ns = spin_ns},
       .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint},
       .site = operation.site};
-  team_.shm()
+  local_comm_.shm()
       .check_verdict();  // before a piece is written that a slow rank still reads, and before the operand is read
   const sys::DefaultFloatMode same_rounding_on_all_ranks;
   if (nbytes * pieces >= kReleaseBytes) caller.release();
@@ -264,42 +264,42 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) 
     Failure failure = call.about;
     failure.kind = Kind::memory;
     failure.peer = rank();
-    team_.shm().condemn(failure);
-    team_.shm().check_verdict();
+    local_comm_.shm().condemn(failure);
+    local_comm_.shm().check_verdict();
     throw;
   }
   count(nbytes, began);
 }
 
-void Comm::run_here(Team::Call& call, const Operation& operation) {
-  call.number = team_.next();
+void Comm::run_here(LocalComm::Call& call, const Operation& operation) {
+  call.number = local_comm_.next();
   switch (operation.fingerprint.verb) {
     case Verb::all_reduce:
-      algorithms::all_reduce(team_, call, operation.buffer, operation.fingerprint.op);
+      algorithms::all_reduce(local_comm_, call, operation.buffer, operation.fingerprint.op);
       break;
     case Verb::broadcast:
-      algorithms::broadcast(team_, call, operation.buffer, operation.fingerprint.root);
+      algorithms::broadcast(local_comm_, call, operation.buffer, operation.fingerprint.root);
       break;
     case Verb::barrier:
-      algorithms::barrier(team_, call);
+      algorithms::barrier(local_comm_, call);
       break;
     case Verb::reduce:
-      algorithms::reduce(team_, call, operation.buffer, operation.fingerprint.op, operation.fingerprint.root);
+      algorithms::reduce(local_comm_, call, operation.buffer, operation.fingerprint.op, operation.fingerprint.root);
       break;
     case Verb::all_gather:
-      algorithms::all_gather(team_, call, operation.buffer, operation.outs);
+      algorithms::all_gather(local_comm_, call, operation.buffer, operation.outs);
       break;
     case Verb::gather:
-      algorithms::gather(team_, call, operation.buffer, operation.outs, operation.fingerprint.root);
+      algorithms::gather(local_comm_, call, operation.buffer, operation.outs, operation.fingerprint.root);
       break;
     case Verb::scatter:
-      algorithms::scatter(team_, call, operation.ins, operation.buffer, operation.fingerprint.root);
+      algorithms::scatter(local_comm_, call, operation.ins, operation.buffer, operation.fingerprint.root);
       break;
     case Verb::reduce_scatter:
-      algorithms::reduce_scatter(team_, call, operation.ins, operation.buffer, operation.fingerprint.op);
+      algorithms::reduce_scatter(local_comm_, call, operation.ins, operation.buffer, operation.fingerprint.op);
       break;
     case Verb::all_to_all:
-      algorithms::all_to_all(team_, call, operation.ins, operation.in_bytes, operation.outs, operation.out_bytes);
+      algorithms::all_to_all(local_comm_, call, operation.ins, operation.in_bytes, operation.outs, operation.out_bytes);
       break;
     case Verb::none:
     case Verb::send:
@@ -310,7 +310,7 @@ void Comm::run_here(Team::Call& call, const Operation& operation) {
 
 std::vector<std::pair<uint32_t, Fingerprint>> Comm::last_calls() {
   if (forked()) return {};
-  if (!net_) return team_.last_calls();
+  if (!net_) return local_comm_.last_calls();
   std::vector<std::pair<uint32_t, Fingerprint>> calls;
   for (int r = 0; r < size(); r++) calls.push_back(net_->last_call(r));
   return calls;

@@ -19,8 +19,8 @@
 #include "base/waiting.h"
 #include "channel/net.h"
 #include "channel/shm.h"
+#include "collective/local_comm.h"
 #include "collective/operation.h"
-#include "collective/team.h"
 #include "collective/wide.h"
 #include "p2p/mail.h"
 
@@ -79,7 +79,7 @@ class Comm {
   // This rank's part, and the others', of memory that calls may work in.
   std::unique_ptr<SharedBlock> share(uint64_t number, size_t bytes, const std::vector<sys::Fd>& parts) {
     check_process();
-    return team_.share(number, bytes, parts);
+    return local_comm_.share(number, bytes, parts);
   }
 
   // The sockets of these ranks, for a group made of them. Empty where one is on another host, and where this group is
@@ -93,7 +93,7 @@ class Comm {
   void adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting = {});
   void give_up(int rank);
 
-  Team& team() { return team_; }  // the ranks of this host
+  LocalComm& local_comm() { return local_comm_; }  // the ranks of this host
 
   Stats stats() const;
   // The last collective that each rank has begun, as far as can be seen from here. Empty in a forked child.
@@ -103,7 +103,7 @@ class Comm {
   bool forked() const { return forks_ != sys::forks(); }
   void check_process() const;
   void reserve_pipe(int to) {
-    if (const int local = team_.shm().local(to); local >= 0) team_.shm().reserve_pipe(local);
+    if (const int local = local_comm_.shm().local(to); local >= 0) local_comm_.shm().reserve_pipe(local);
   }
   void wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns);
   void execute(const Operation& operation, Caller& caller, int64_t spin_ns);
@@ -111,9 +111,9 @@ class Comm {
   void run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns);
   void progress();
   void count(size_t nbytes, int64_t began_ns);
-  void run_here(Team::Call& call, const Operation& operation);
+  void run_here(LocalComm::Call& call, const Operation& operation);
 
-  Team team_;
+  LocalComm local_comm_;
   std::unique_ptr<Net> net_;    // nullptr: all ranks share this host
   std::unique_ptr<Wide> wide_;  // the same
   int rank_;

@@ -283,14 +283,14 @@ TEST(each_step_of_a_large_call_has_the_whole_timeout) {
   ranks.each([&](Comm& comm) {
     Caller caller;
     const std::string site;
-    Team::Call call{
+    LocalComm::Call call{
         .number = 1, .patience = {.caller = caller, .timeout_ns = kTimeoutNs, .spin_ns = 0}, .about = {}, .site = site};
     for (uint32_t step = 1; step <= 6; step++) {
       if (comm.rank() == 1) {
         std::this_thread::sleep_for(std::chrono::nanoseconds(kTimeoutNs / 4));
-        comm.team().post_step(step, true);
+        comm.local_comm().post_step(step, true);
       } else {
-        step % 2 == 0 ? comm.team().wait_step_of_all(call, 0) : comm.team().wait_step_of(call, 1, step);
+        step % 2 == 0 ? comm.local_comm().wait_step_of_all(call, 0) : comm.local_comm().wait_step_of(call, 1, step);
       }
     }
   });
@@ -318,7 +318,7 @@ TEST_PLACED(memory_that_runs_short_within_a_call_ends_the_group, 2) {
 
 TEST(a_sleeper_whose_condition_throws_is_not_counted_for_ever) {
   Ranks ranks(1);
-  Shm& shm = ranks.comms[0]->team().shm();
+  Shm& shm = ranks.comms[0]->local_comm().shm();
   Caller caller;
   Patience patience{.caller = caller, .timeout_ns = 1'000'000'000, .spin_ns = 0};
   bool thrown = false;
@@ -454,8 +454,8 @@ TEST(call_numbers_wrap) {
   // Only the comparisons matter: steps far apart, and across the wrap.
   Ranks ranks(2, small_sizes());
   for (auto& comm : ranks.comms) {
-    comm->team().base_step = 0xfffffffd;
-    comm->team().shm().step_line(comm->rank()).done = 0xfffffffd;
+    comm->local_comm().base_step = 0xfffffffd;
+    comm->local_comm().shm().step_line(comm->rank()).done = 0xfffffffd;
   }
   ranks.each([&](Comm& comm) {
     Caller caller;

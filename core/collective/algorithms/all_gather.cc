@@ -13,9 +13,9 @@ namespace allranks::algorithms {
 namespace {
 
 // root: of gather; nobody reads what it has.
-void collect_all(Team& team, Team::Call& call, Buffer in, const Pieces& outs, int root) {
-  Shm& shm = team.shm();
-  const int me = team.rank();
+void collect_all(LocalComm& comm, LocalComm::Call& call, Buffer in, const Pieces& outs, int root) {
+  Shm& shm = comm.shm();
+  const int me = comm.rank();
   const size_t n = in.nbytes();
   const bool read = root != me;
   // Whether what others read is overwritten here by what comes from them.
@@ -25,7 +25,7 @@ void collect_all(Team& team, Team::Call& call, Buffer in, const Pieces& outs, in
   }
   const auto collect = [&](size_t offset, size_t bytes, auto&& from) {
     if (outs.empty()) return;
-    for (int r = 0; r < team.size(); r++) {
+    for (int r = 0; r < comm.size(); r++) {
       if (r != me) move_bytes(outs[static_cast<size_t>(r)] + offset, from(r), bytes);
     }
   };
@@ -34,29 +34,29 @@ void collect_all(Team& team, Team::Call& call, Buffer in, const Pieces& outs, in
     if (!outs.empty()) move_bytes(outs[static_cast<size_t>(me)], in.bytes(), n);
   };
   if (n <= CallLine::kInline) {
-    team.arrive(call, in.data, n);
+    comm.arrive(call, in.data, n);
     keep_own();
     collect(0, n, [&](int r) { return shm.call_line(r, call.number).payload.data(); });
   } else if (n <= shm.sizes().piece) {
-    const auto ring = team.take(n);
-    if (read) team.copier().copy(ring.at(me), in.bytes(), n);
-    team.arrive(call);
+    const auto ring = comm.take(n);
+    if (read) comm.copier().copy(ring.at(me), in.bytes(), n);
+    comm.arrive(call);
     keep_own();
     collect(0, n, [&](int r) { return ring.at(r); });
-  } else if (const auto operands = team.arrive_at(call, spoilt ? nullptr : in.data, n); !operands.empty()) {
+  } else if (const auto operands = comm.arrive_at(call, spoilt ? nullptr : in.data, n); !operands.empty()) {
     keep_own();
     collect(0, n, [&](int r) { return operands[static_cast<size_t>(r)]; });
-    team.depart(call);
+    comm.depart(call);
   } else {
     keep_own();
-    const size_t piece = piece_of(team, n);
+    const size_t piece = piece_of(comm, n);
     const size_t steps = steps_for(n, piece);
-    const auto ring = team.take(piece, steps);
+    const auto ring = comm.take(piece, steps);
     const auto bytes = [&](size_t s) { return std::min(piece, n - s * piece); };
     pipeline(
-        team, call, steps,
+        comm, call, steps,
         [&](size_t s) {
-          if (read) team.copier().copy(ring.at(me, s), in.bytes() + s * piece, bytes(s));
+          if (read) comm.copier().copy(ring.at(me, s), in.bytes() + s * piece, bytes(s));
         },
         [&](size_t s) { collect(s * piece, bytes(s), [&](int r) { return ring.at(r, s); }); });
   }
@@ -64,10 +64,12 @@ void collect_all(Team& team, Team::Call& call, Buffer in, const Pieces& outs, in
 
 }  // namespace
 
-void all_gather(Team& team, Team::Call& call, Buffer in, const Pieces& outs) { collect_all(team, call, in, outs, -1); }
+void all_gather(LocalComm& comm, LocalComm::Call& call, Buffer in, const Pieces& outs) {
+  collect_all(comm, call, in, outs, -1);
+}
 
-void gather(Team& team, Team::Call& call, Buffer in, const Pieces& outs, int root) {
-  collect_all(team, call, in, outs, root);
+void gather(LocalComm& comm, LocalComm::Call& call, Buffer in, const Pieces& outs, int root) {
+  collect_all(comm, call, in, outs, root);
 }
 
 }  // namespace allranks::algorithms

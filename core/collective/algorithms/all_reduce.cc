@@ -36,29 +36,29 @@ constexpr size_t kOneShot = 64 << 10;
 constexpr size_t kOneShotOfAll = 256 << 10;
 
 // `root`: who gets the result.
-void one_shot(Team& team, Team::Call& call, Buffer buffer, Kernel kernel, int root, bool in_line) {
+void one_shot(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kernel, int root, bool in_line) {
   const size_t n = buffer.nbytes();
-  const auto ring = in_line ? Team::Pieces{&team.shm(), 0, 0} : team.take(n);
+  const auto ring = in_line ? LocalComm::Pieces{&comm.shm(), 0, 0} : comm.take(n);
   if (in_line) {
-    team.arrive(call, buffer.data, n);
+    comm.arrive(call, buffer.data, n);
   } else {
-    team.copier().copy(ring.at(team.rank()), buffer.bytes(), n);
-    team.arrive(call);
+    comm.copier().copy(ring.at(comm.rank()), buffer.bytes(), n);
+    comm.arrive(call);
   }
-  if (root != kEverybody && root != team.rank()) return;
+  if (root != kEverybody && root != comm.rank()) return;
   const void* few[16];
   std::vector<const void*> many;
   const void** operands = few;
-  if (team.size() > 16) {
-    many.resize(static_cast<size_t>(team.size()));
+  if (comm.size() > 16) {
+    many.resize(static_cast<size_t>(comm.size()));
     operands = many.data();
   }
-  for (int r = 0; r < team.size(); r++) {
-    operands[r] = r == team.rank() ? buffer.data
-                  : in_line        ? static_cast<const void*>(team.shm().call_line(r, call.number).payload.data())
+  for (int r = 0; r < comm.size(); r++) {
+    operands[r] = r == comm.rank() ? buffer.data
+                  : in_line        ? static_cast<const void*>(comm.shm().call_line(r, call.number).payload.data())
                                    : static_cast<const void*>(ring.at(r));
   }
-  kernel(buffer.data, operands, team.size(), buffer.count, team.size());
+  kernel(buffer.data, operands, comm.size(), buffer.count, comm.size());
 }
 
 // The pieces of a large operand. Shards end on cache lines, so that no two ranks write to one.
@@ -95,39 +95,39 @@ class Shards {
   size_t most_;  // elements of a piece
 };
 
-void in_place(Team& team, Team::Call& call, Buffer buffer, Kernel kernel, int root,
+void in_place(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kernel, int root,
               const std::vector<std::byte*>& operands) {
   // Small enough that what has just been reduced is still in the cache when it is copied.
   constexpr size_t kTileBytes = 16 << 10;
   const size_t element = size_of(buffer.dtype);
   const size_t tile = kTileBytes / element;
   const auto ranks = operands.size();
-  const auto me = static_cast<size_t>(team.rank());
-  const auto shard = Shards(buffer, buffer.nbytes(), team.size()).shard(0, me);
+  const auto me = static_cast<size_t>(comm.rank());
+  const auto shard = Shards(buffer, buffer.nbytes(), comm.size()).shard(0, me);
   std::vector<const void*> srcs(ranks);
   for (size_t begin = 0; begin < shard.count; begin += tile) {
     const size_t count = std::min(tile, shard.count - begin);
     const size_t offset = shard.offset + begin * element;
     for (size_t r = 0; r < ranks; r++) srcs[r] = operands[r] + offset;
     std::byte* first = operands[root == kEverybody ? me : static_cast<size_t>(root)] + offset;
-    kernel(first, srcs.data(), team.size(), count, team.size());
+    kernel(first, srcs.data(), comm.size(), count, comm.size());
     if (root != kEverybody) continue;
     for (size_t r = 0; r < ranks; r++) {
       if (r != me) std::memcpy(operands[r] + offset, first, count * element);
     }
   }
-  team.depart(call);
+  comm.depart(call);
 }
 
-void two_shot(Team& team, Team::Call& call, Buffer buffer, Kernel kernel, int root) {
-  const auto ranks = static_cast<size_t>(team.size());
-  const auto me = static_cast<size_t>(team.rank());
-  const size_t piece = piece_of(team, buffer.nbytes());
-  const Shards shards(buffer, piece, team.size());
+void two_shot(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kernel, int root) {
+  const auto ranks = static_cast<size_t>(comm.size());
+  const auto me = static_cast<size_t>(comm.rank());
+  const size_t piece = piece_of(comm, buffer.nbytes());
+  const Shards shards(buffer, piece, comm.size());
   const auto pieces = static_cast<uint32_t>(shards.pieces());
-  const auto ring = team.take(piece, pieces);
-  const uint32_t base = team.base_step;
-  const bool gets_result = root == kEverybody || root == team.rank();
+  const auto ring = comm.take(piece, pieces);
+  const uint32_t base = comm.base_step;
+  const bool gets_result = root == kEverybody || root == comm.rank();
   std::vector<const void*> operands(ranks);
   for (uint32_t s = 0; s < pieces + 2; s++) {
     if (s < pieces) {
@@ -135,21 +135,21 @@ void two_shot(Team& team, Team::Call& call, Buffer buffer, Kernel kernel, int ro
       // everybody was seen in the turn before: a depth of 4 is enough.
       for (size_t r = 0; r < ranks; r++) {
         const auto shard = shards.shard(s, r);
-        if (r != me) team.copier().copy(ring.at(team.rank(), s) + shard.offset, shard.data, shard.nbytes);
+        if (r != me) comm.copier().copy(ring.at(comm.rank(), s) + shard.offset, shard.data, shard.nbytes);
       }
     }
-    if (s >= 1) team.wait_step_of_all(call, base + s);
+    if (s >= 1) comm.wait_step_of_all(call, base + s);
     if (s >= 1 && s <= pieces) {
       const auto shard = shards.shard(s - 1, me);
       for (size_t r = 0; r < ranks; r++) {
         operands[r] = r == me ? shard.data : ring.at(static_cast<int>(r), s - 1) + shard.offset;
       }
-      std::byte* shared = ring.at(team.rank(), s - 1) + shard.offset;
+      std::byte* shared = ring.at(comm.rank(), s - 1) + shard.offset;
       if (gets_result) {
-        kernel(shard.data, operands.data(), team.size(), shard.count, team.size());
-        if (root == kEverybody) team.copier().copy(shared, shard.data, shard.nbytes);
+        kernel(shard.data, operands.data(), comm.size(), shard.count, comm.size());
+        if (root == kEverybody) comm.copier().copy(shared, shard.data, shard.nbytes);
       } else {
-        kernel(shared, operands.data(), team.size(), shard.count, team.size());
+        kernel(shared, operands.data(), comm.size(), shard.count, comm.size());
       }
     }
     if (s >= 2 && gets_result) {
@@ -158,34 +158,34 @@ void two_shot(Team& team, Team::Call& call, Buffer buffer, Kernel kernel, int ro
         if (r != me) std::memcpy(shard.data, ring.at(static_cast<int>(r), s - 2) + shard.offset, shard.nbytes);
       }
     }
-    if (s <= pieces) team.post_step(base + s + 1, false);
+    if (s <= pieces) comm.post_step(base + s + 1, false);
   }
-  team.base_step = base + pieces + 1;
+  comm.base_step = base + pieces + 1;
 }
 
-void choose(Team& team, Team::Call& call, Buffer buffer, ReduceOp op, int root) {
+void choose(LocalComm& comm, LocalComm::Call& call, Buffer buffer, ReduceOp op, int root) {
   const Kernel kernel = kernel_for(buffer.dtype, op);
   if (kernel == nullptr) throw Error("no kernel reduces this dtype with this op");
   const size_t n = buffer.nbytes();
   if (n <= CallLine::kInline) {
-    one_shot(team, call, buffer, kernel, root, true);
-  } else if (n <= std::min({kOneShot, kOneShotOfAll / static_cast<size_t>(team.size()), team.shm().sizes().piece})) {
-    one_shot(team, call, buffer, kernel, root, false);
-  } else if (const auto operands = team.arrive_at(call, buffer.data, n); !operands.empty()) {
-    in_place(team, call, buffer, kernel, root, operands);
+    one_shot(comm, call, buffer, kernel, root, true);
+  } else if (n <= std::min({kOneShot, kOneShotOfAll / static_cast<size_t>(comm.size()), comm.shm().sizes().piece})) {
+    one_shot(comm, call, buffer, kernel, root, false);
+  } else if (const auto operands = comm.arrive_at(call, buffer.data, n); !operands.empty()) {
+    in_place(comm, call, buffer, kernel, root, operands);
   } else {
-    two_shot(team, call, buffer, kernel, root);
+    two_shot(comm, call, buffer, kernel, root);
   }
 }
 
 }  // namespace
 
-void all_reduce(Team& team, Team::Call& call, Buffer buffer, ReduceOp op) {
-  choose(team, call, buffer, op, kEverybody);
+void all_reduce(LocalComm& comm, LocalComm::Call& call, Buffer buffer, ReduceOp op) {
+  choose(comm, call, buffer, op, kEverybody);
 }
 
-void reduce(Team& team, Team::Call& call, Buffer buffer, ReduceOp op, int root) {
-  choose(team, call, buffer, op, root);
+void reduce(LocalComm& comm, LocalComm::Call& call, Buffer buffer, ReduceOp op, int root) {
+  choose(comm, call, buffer, op, root);
 }
 
 }  // namespace allranks::algorithms

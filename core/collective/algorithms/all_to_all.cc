@@ -38,14 +38,14 @@ class Head {
 
 }  // namespace
 
-void all_to_all(Team& team, Team::Call& call, const Pieces& ins, const std::vector<size_t>& in_bytes,
+void all_to_all(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const std::vector<size_t>& in_bytes,
                 const Pieces& outs, const std::vector<size_t>& out_bytes) {
-  const auto ranks = static_cast<size_t>(team.size());
-  const auto me = static_cast<size_t>(team.rank());
+  const auto ranks = static_cast<size_t>(comm.size());
+  const auto me = static_cast<size_t>(comm.rank());
   // The others' sizes are not known yet: all ranks take the most.
-  const size_t most = team.shm().sizes().piece;
-  const auto first = team.take(most);
-  const auto head = [&](size_t r) { return Head(first.at(static_cast<int>(r)), team.size()); };
+  const size_t most = comm.shm().sizes().piece;
+  const auto first = comm.take(most);
+  const auto head = [&](size_t r) { return Head(first.at(static_cast<int>(r)), comm.size()); };
 
   Head mine = head(me);
   if (mine.bytes() > most) throw Error("all_to_all: too many ranks for a piece of the ring");
@@ -57,7 +57,7 @@ void all_to_all(Team& team, Team::Call& call, const Pieces& ins, const std::vect
   mine.complete() = fits ? 1 : 0;
   if (fits) {
     for (size_t r = 0; r < ranks; r++) {
-      if (r != me) team.copier().copy(first.at(team.rank()) + mine.offset(r), ins[r], in_bytes[r]);
+      if (r != me) comm.copier().copy(first.at(comm.rank()) + mine.offset(r), ins[r], in_bytes[r]);
     }
   }
   const std::byte* whole = contiguous(ins, [&](size_t r) { return in_bytes[r]; });
@@ -65,7 +65,7 @@ void all_to_all(Team& team, Team::Call& call, const Pieces& ins, const std::vect
   // Whether what comes from others overwrites what they read here.
   bool spoilt = false;
   for (size_t r = 0; r < ranks; r++) spoilt = spoilt || intersect(outs[r], out_bytes[r], whole, total);
-  const auto tensors = team.arrive_at(call, spoilt ? nullptr : whole, total);
+  const auto tensors = comm.arrive_at(call, spoilt ? nullptr : whole, total);
 
   bool all_fit = true;
   size_t largest = 0;
@@ -81,7 +81,7 @@ void all_to_all(Team& team, Team::Call& call, const Pieces& ins, const std::vect
         Error error(failure);
         error.text = "rank " + std::to_string(from) + " sends " + std::to_string(sent) + " bytes to rank " +
                      std::to_string(to) + ", which expects " + std::to_string(expected);
-        error.sites = team.exchange_notes(call);
+        error.sites = comm.exchange_notes(call);
         throw error;
       }
       if (from != to) largest = std::max(largest, static_cast<size_t>(sent));
@@ -101,19 +101,19 @@ void all_to_all(Team& team, Team::Call& call, const Pieces& ins, const std::vect
       for (size_t to = 0; to < me; to++) offset += head(r).sends(to);
       move_bytes(outs[r], tensors[r] + offset, out_bytes[r]);
     }
-    team.depart(call);
+    comm.depart(call);
     return;
   }
-  const size_t piece = piece_of(team, largest * ranks);
-  const size_t cell = cell_bytes(piece, team.size());
+  const size_t piece = piece_of(comm, largest * ranks);
+  const size_t cell = cell_bytes(piece, comm.size());
   const size_t steps = steps_for(largest, cell);
-  const auto ring = team.take(piece, steps);
+  const auto ring = comm.take(piece, steps);
   const auto bytes = [&](size_t whole, size_t s) { return whole > s * cell ? std::min(cell, whole - s * cell) : 0; };
   pipeline(
-      team, call, steps,
+      comm, call, steps,
       [&](size_t s) {
         for (size_t r = 0; r < ranks; r++) {
-          if (r != me) team.copier().copy(ring.at(team.rank(), s) + r * cell, ins[r] + s * cell, bytes(in_bytes[r], s));
+          if (r != me) comm.copier().copy(ring.at(comm.rank(), s) + r * cell, ins[r] + s * cell, bytes(in_bytes[r], s));
         }
       },
       [&](size_t s) {

@@ -7,6 +7,6 @@
 
 namespace allranks::algorithms {
 
-void barrier(Team& team, Team::Call& call) { team.arrive(call); }
+void barrier(LocalComm& comm, LocalComm::Call& call) { comm.arrive(call); }
 
 }  // namespace allranks::algorithms

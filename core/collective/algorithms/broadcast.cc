@@ -17,49 +17,49 @@ namespace {
 
 constexpr size_t kAtOnce = 16 << 10;
 
-void pipelined(Team& team, Team::Call& call, Buffer buffer, int root) {
+void pipelined(LocalComm& comm, LocalComm::Call& call, Buffer buffer, int root) {
   const size_t n = buffer.nbytes();
-  const size_t piece = piece_of(team, n);
+  const size_t piece = piece_of(comm, n);
   const auto steps = static_cast<uint32_t>(steps_for(n, piece));
-  const auto ring = team.take(piece, steps);
-  const auto depth = static_cast<uint32_t>(team.shm().sizes().ring / ring.room);
-  const uint32_t base = team.base_step;
+  const auto ring = comm.take(piece, steps);
+  const auto depth = static_cast<uint32_t>(comm.shm().sizes().ring / ring.room);
+  const uint32_t base = comm.base_step;
   for (uint32_t s = 0; s < steps; s++) {
     std::byte* mine = buffer.bytes() + s * piece;
     const size_t bytes = std::min(piece, n - s * piece);
-    if (team.rank() == root) {
+    if (comm.rank() == root) {
       // What lies there now was step s - depth: everybody must have read it.
-      if (s >= depth) team.wait_step_of_all(call, base + s - depth + 1);
-      team.copier().copy(ring.at(root, s), mine, bytes);
+      if (s >= depth) comm.wait_step_of_all(call, base + s - depth + 1);
+      comm.copier().copy(ring.at(root, s), mine, bytes);
     } else {
-      team.wait_step_of(call, root, base + s + 1);
+      comm.wait_step_of(call, root, base + s + 1);
       std::memcpy(mine, ring.at(root, s), bytes);
     }
-    team.post_step(base + s + 1, true);
+    comm.post_step(base + s + 1, true);
   }
-  team.base_step = base + steps;
+  comm.base_step = base + steps;
   // The next call may overwrite all but the last pieces.
-  if (team.rank() == root && steps > 3) team.wait_step_of_all(call, base + steps - 3);
+  if (comm.rank() == root && steps > 3) comm.wait_step_of_all(call, base + steps - 3);
 }
 
 }  // namespace
 
-void broadcast(Team& team, Team::Call& call, Buffer buffer, int root) {
+void broadcast(LocalComm& comm, LocalComm::Call& call, Buffer buffer, int root) {
   const size_t n = buffer.nbytes();
-  const bool is_root = team.rank() == root;
+  const bool is_root = comm.rank() == root;
   if (n <= CallLine::kInline) {
-    team.arrive(call, buffer.data, is_root ? n : 0);
-    if (!is_root && n > 0) std::memcpy(buffer.data, team.shm().call_line(root, call.number).payload.data(), n);
-  } else if (n <= std::min(kAtOnce, team.shm().sizes().piece)) {
-    const auto ring = team.take(n);
-    if (is_root) team.copier().copy(ring.at(root), buffer.bytes(), n);
-    team.arrive(call);
+    comm.arrive(call, buffer.data, is_root ? n : 0);
+    if (!is_root && n > 0) std::memcpy(buffer.data, comm.shm().call_line(root, call.number).payload.data(), n);
+  } else if (n <= std::min(kAtOnce, comm.shm().sizes().piece)) {
+    const auto ring = comm.take(n);
+    if (is_root) comm.copier().copy(ring.at(root), buffer.bytes(), n);
+    comm.arrive(call);
     if (!is_root) std::memcpy(buffer.data, ring.at(root), n);
-  } else if (const auto tensors = team.arrive_at(call, buffer.data, n); !tensors.empty()) {
+  } else if (const auto tensors = comm.arrive_at(call, buffer.data, n); !tensors.empty()) {
     if (!is_root) std::memcpy(buffer.data, tensors[static_cast<size_t>(root)], n);
-    team.depart(call);
+    comm.depart(call);
   } else {
-    pipelined(team, call, buffer, root);
+    pipelined(comm, call, buffer, root);
   }
 }
 

@@ -34,9 +34,9 @@ inline bool intersect(const std::byte* a, size_t a_bytes, const std::byte* b, si
 
 // Of a call that is cut up: pieces large enough that the waits between them cost little, small enough that
 // ranks which write and ranks which read work at the same time.
-inline size_t piece_of(Team& team, size_t nbytes) {
-  const size_t most = team.shm().sizes().piece;
-  const size_t cells = std::bit_ceil(64 * static_cast<size_t>(team.size()));  // for one cell per rank
+inline size_t piece_of(LocalComm& comm, size_t nbytes) {
+  const size_t most = comm.shm().sizes().piece;
+  const size_t cells = std::bit_ceil(64 * static_cast<size_t>(comm.size()));  // for one cell per rank
   const size_t least = std::min(std::max<size_t>(16 << 10, cells), most);
   return std::clamp(std::bit_ceil(nbytes / 4), least, most);
 }
@@ -45,19 +45,19 @@ inline size_t piece_of(Team& team, size_t nbytes) {
 // others'. Step s is drained while step s + 1 is filled: one wait per step. A piece is overwritten by
 // fill(s + depth) only when everybody has posted step s + 3, and so has drained s: depth >= 4.
 template <class Fill, class Drain>
-void pipeline(Team& team, Team::Call& call, size_t steps, Fill&& fill, Drain&& drain) {
-  const uint32_t base = team.base_step;
+void pipeline(LocalComm& comm, LocalComm::Call& call, size_t steps, Fill&& fill, Drain&& drain) {
+  const uint32_t base = comm.base_step;
   for (size_t s = 0; s <= steps; s++) {
     if (s < steps) {
       fill(s);
-      team.post_step(base + static_cast<uint32_t>(s) + 1, false);
+      comm.post_step(base + static_cast<uint32_t>(s) + 1, false);
     }
     if (s >= 1) {
-      team.wait_step_of_all(call, base + static_cast<uint32_t>(s));
+      comm.wait_step_of_all(call, base + static_cast<uint32_t>(s));
       drain(s - 1);
     }
   }
-  team.base_step = base + static_cast<uint32_t>(steps);
+  comm.base_step = base + static_cast<uint32_t>(steps);
 }
 
 // Where what goes to each rank lies in a piece: cells of one size, each on its own lines.

@@ -1,4 +1,4 @@
-#include "collective/team.h"
+#include "collective/local_comm.h"
 
 #include <algorithm>
 #include <bit>
@@ -15,9 +15,9 @@ bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; 
 
 }  // namespace
 
-Team::Team(std::unique_ptr<Shm> shm) : shm_(std::move(shm)) {}
+LocalComm::LocalComm(std::unique_ptr<Shm> shm) : shm_(std::move(shm)) {}
 
-bool Team::assemble(Call& call, const void* payload, size_t nbytes) {
+bool LocalComm::assemble(Call& call, const void* payload, size_t nbytes) {
   shm_->check_verdict();
   CallLine& mine = shm_->call_line(rank(), call.number);
   mine.of_group = call.about.call;
@@ -57,13 +57,13 @@ bool Team::assemble(Call& call, const void* payload, size_t nbytes) {
   return agree && sites == 0;
 }
 
-std::vector<Fingerprint> Team::fingerprints(const Call& call) {
+std::vector<Fingerprint> LocalComm::fingerprints(const Call& call) {
   std::vector<Fingerprint> calls;
   for (int p = 0; p < size(); p++) calls.push_back(shm_->call_line(p, call.number).fingerprint);
   return calls;
 }
 
-std::optional<Error> Team::judge(const Call& call, std::vector<Fingerprint> calls) {
+std::optional<Error> LocalComm::judge(const Call& call, std::vector<Fingerprint> calls) {
   Failure failure = call.about;
   failure.kind = Kind::mismatch;
   const auto agrees = [&](const Fingerprint& other) { return other.agrees(calls.front()); };
@@ -75,7 +75,7 @@ std::optional<Error> Team::judge(const Call& call, std::vector<Fingerprint> call
   return Error(failure, std::move(calls));
 }
 
-void Team::arrive(Call& call, const void* payload, size_t nbytes) {
+void LocalComm::arrive(Call& call, const void* payload, size_t nbytes) {
   if (assemble(call, payload, nbytes)) return;
   std::optional<Error> error = judge(call, fingerprints(call));
   if (!error) return;
@@ -83,7 +83,7 @@ void Team::arrive(Call& call, const void* payload, size_t nbytes) {
   throw *error;
 }
 
-Team::Pieces Team::take(size_t bytes, size_t pieces) {
+LocalComm::Pieces LocalComm::take(size_t bytes, size_t pieces) {
   // Powers of two, aligned to themselves, do not run over the ring's end.
   const size_t room = std::bit_ceil(std::max<size_t>(bytes, 64));
   const uint64_t begin = (ring_position_ + room - 1) / room * room;
@@ -93,7 +93,7 @@ Team::Pieces Team::take(size_t bytes, size_t pieces) {
 }
 
 // All ranks have found the same mismatch and come here, unless one dies on the way.
-std::vector<std::string> Team::exchange_notes(Call& call) {
+std::vector<std::string> LocalComm::exchange_notes(Call& call) {
   const std::string site = call.site.empty() ? call.patience.caller.where() : call.site;
   Note& mine = shm_->note(rank());
   size_t n = std::min(site.size(), mine.text.size() - 1);
@@ -126,7 +126,7 @@ std::vector<std::string> Team::exchange_notes(Call& call) {
   return sites;
 }
 
-std::vector<std::byte*> Team::arrive_at(Call& call, const void* data, size_t nbytes) {
+std::vector<std::byte*> LocalComm::arrive_at(Call& call, const void* data, size_t nbytes) {
   struct Place {
     uint64_t block;  // 0: private memory
     uint64_t offset;
@@ -149,25 +149,25 @@ std::vector<std::byte*> Team::arrive_at(Call& call, const void* data, size_t nby
   return addresses;
 }
 
-void Team::depart(Call& call) {
+void LocalComm::depart(Call& call) {
   post_step(++base_step, false);
   wait_step_of_all(call, base_step);
 }
 
-bool Team::all_at_step(uint32_t done) {
+bool LocalComm::all_at_step(uint32_t done) {
   for (int r = 0; r < size(); r++) {
     if (!reached(shm_->step_line(r).done.load(std::memory_order_seq_cst), done)) return false;
   }
   return true;
 }
 
-void Team::post_step(uint32_t done, bool wake_always) {
+void LocalComm::post_step(uint32_t done, bool wake_always) {
   shm_->step_line(rank()).done.store(done, std::memory_order_seq_cst);
   if (wake_always || all_at_step(done)) Shm::ring(shm_->gate());
 }
 
 // A step is progress: the call's timeout begins anew, as where bytes move between hosts.
-void Team::wait_step_of_all(Call& call, uint32_t done) {
+void LocalComm::wait_step_of_all(Call& call, uint32_t done) {
   int r = 0;
   shm_->wait(shm_->gate(), call.patience, call.about, [&] {
     for (; r < size(); r++) {
@@ -178,14 +178,14 @@ void Team::wait_step_of_all(Call& call, uint32_t done) {
   call.patience.deadline_ns = 0;
 }
 
-void Team::wait_step_of(Call& call, int rank, uint32_t done) {
+void LocalComm::wait_step_of(Call& call, int rank, uint32_t done) {
   shm_->wait(shm_->gate(), call.patience, call.about, [&] {
     return reached(shm_->step_line(rank).done.load(std::memory_order_seq_cst), done) ? -1 : shm_->number(rank);
   });
   call.patience.deadline_ns = 0;
 }
 
-std::vector<std::pair<uint32_t, Fingerprint>> Team::last_calls() {
+std::vector<std::pair<uint32_t, Fingerprint>> LocalComm::last_calls() {
   std::vector<std::pair<uint32_t, Fingerprint>> calls;
   for (int r = 0; r < size(); r++) {
     const CallLine& even = shm_->call_line(r, 0);

@@ -1,8 +1,8 @@
-// The ranks of a group that share this host, in a collective: what the algorithms (algorithms/) see.
+// The communicator of the ranks that share this host: what the algorithms (algorithms/) see of a group.
 //
-// They meet at the start of every collective (arrive), put what others are to read into their rings (take),
-// and count the steps of a large one. Within a host there is nothing else; of a group that spans hosts
-// each host has its team, and wide.h joins them.
+// Every collective begins with arrive(), where the ranks compare what they call. Each rank then writes what others
+// are to read into pieces of its ring (take), and counts the steps of a large call. A group on one host needs nothing
+// else. A group that spans hosts has one LocalComm per host; wide.h joins them.
 #pragma once
 
 #include <memory>
@@ -19,10 +19,10 @@
 
 namespace allranks {
 
-class Team {
+class LocalComm {
  public:
-  explicit Team(std::unique_ptr<Shm> shm);
-  Team(const Team&) = delete;
+  explicit LocalComm(std::unique_ptr<Shm> shm);
+  LocalComm(const LocalComm&) = delete;
 
   // Among the ranks of this host.
   int rank() const { return shm_->rank(); }
@@ -30,7 +30,7 @@ class Team {
 
   // One collective under way.
   struct Call {
-    uint32_t number;  // of the team's calls; about.call is the group's number
+    uint32_t number;  // of the calls on this host; about.call is the group's number
     Patience patience;
     Failure about;
     const std::string& site;
