@@ -2,7 +2,7 @@
 //
 // Every collective begins with arrive(), where the ranks compare what they call. Each rank then writes what others
 // are to read into pieces of its ring (take), and counts the steps of a large call. A group on one host needs nothing
-// else. A group that spans hosts has one LocalComm per host; wide.h joins them.
+// else. A group that spans hosts has one LocalComm per host; inter_host_comm.h joins them.
 #pragma once
 
 #include <memory>

@@ -28,7 +28,7 @@ Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd>
            Settings settings)
     : local_comm_(std::move(shm)),
       net_(std::make_unique<Net>(rank, std::move(hosts), std::move(pulses), std::move(opener), local_comm_.shm())),
-      wide_(std::make_unique<Wide>(local_comm_, *net_)),
+      inter_host_comm_(std::make_unique<InterHostComm>(local_comm_, *net_)),
       rank_(rank),
       size_(net_->hosts().ranks()),
       settings_(settings),
@@ -254,8 +254,8 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) 
   const sys::DefaultFloatMode same_rounding_on_all_ranks;
   if (nbytes * pieces >= kReleaseBytes) caller.release();
   try {
-    if (wide_) {
-      wide_->run(call, operation);
+    if (inter_host_comm_) {
+      inter_host_comm_->run(call, operation);
     } else {
       run_here(call, operation);
     }

@@ -19,9 +19,9 @@
 #include "base/waiting.h"
 #include "channel/net.h"
 #include "channel/shm.h"
+#include "collective/inter_host_comm.h"
 #include "collective/local_comm.h"
 #include "collective/operation.h"
-#include "collective/wide.h"
 #include "p2p/mail.h"
 
 namespace allranks {
@@ -114,8 +114,8 @@ class Comm {
   void run_here(LocalComm::Call& call, const Operation& operation);
 
   LocalComm local_comm_;
-  std::unique_ptr<Net> net_;    // nullptr: all ranks share this host
-  std::unique_ptr<Wide> wide_;  // the same
+  std::unique_ptr<Net> net_;                        // nullptr: all ranks share this host
+  std::unique_ptr<InterHostComm> inter_host_comm_;  // the same
   int rank_;
   int size_;
   Settings settings_;

@@ -53,7 +53,7 @@ LANE, POST, PULSE = range(3)
 """What a connection is for (core/channel/net.h)."""
 
 PROTOCOL = b"allranks-channel/2|"
-"""Its number counts versions of the greeting, and of what the core sends (net.cc, pulse.cc, wide.cc, mail.cc)."""
+"""Its number counts versions of the greeting, and of what the core sends (core/channel, collective and p2p)."""
 
 _NAME = 16
 _HELLO = struct.Struct(f"!{_NAME}sIIB")

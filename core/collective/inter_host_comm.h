@@ -1,11 +1,16 @@
 // The collectives of a group that spans hosts.
 //
-// Ranks of one host work in their shared memory (local_comm.h), ranks of different hosts over their lanes (net.h). A
-// call begins with a meeting: the ranks of each host assemble, the hosts' leaders exchange what their ranks call,
-// with as much of the operands as is small, and hand on what they have heard. So every rank knows that all call the
-// same, or that they do not, before any tensor is touched; a small call is over with that. Larger operands follow
-// by every rank's own lanes. Up to 8 hosts the leaders speak with each other, beyond they pass on what they
-// have heard, in log2 of the hosts' number rounds (Bruck et al., 1997), so that a leader has few lanes.
+// The ranks of one host work in their shared memory (local_comm.h). Ranks of different hosts use their collective
+// streams (net.h). Every call begins with an exchange of what the ranks call:
+//   1. The ranks of each host compare their fingerprints in shared memory.
+//   2. The first rank of each host, its leader, sends a message to the other leaders: the fingerprint, and the operands
+//      of its host where these are small.
+//   3. Each leader passes on to its host what it has received.
+// So every rank knows whether all ranks call the same before any tensor is touched. A small call ends with that. Larger
+// operands follow on every rank's own collective streams.
+//
+// Up to 8 hosts each leader sends to all others. Beyond, they use dissemination in log2(hosts) rounds (Bruck et al.,
+// 1997), so that a leader has few streams.
 //
 // Order of reduction: each host's operands by rank, then the hosts' results by the host's first rank. It is the same
 // for every size and on every rank. float16 and bfloat16 are rounded once per level: on the host, and between hosts.
@@ -21,9 +26,9 @@
 
 namespace allranks {
 
-class Wide {
+class InterHostComm {
  public:
-  Wide(LocalComm& local_comm, Net& net) : local_comm_(local_comm), net_(net), hosts_(net.hosts()) {}
+  InterHostComm(LocalComm& local_comm, Net& net) : local_comm_(local_comm), net_(net), hosts_(net.hosts()) {}
 
   void run(LocalComm::Call& call, const Operation& operation);
 
@@ -33,31 +38,32 @@ class Wide {
 
   void dispatch(LocalComm::Call& call, const Operation& operation);
 
-  // What the ranks of a host say together: their contributions one after the other, or reduced.
-  struct Said {
-    std::function<size_t(int)> nbytes;  // of a rank's contribution
+  // What the ranks of a host contribute to the exchange: their operands one after the other, or reduced.
+  struct Contribution {
+    std::function<size_t(int)> nbytes;  // of a rank's operand
     Kernel kernel = nullptr;            // reduces those of a host
     size_t count = 0;                   // elements of each
-    // Where a rank that is alone on its host wants what another has said, once all agree; nullptr: where it likes.
+    // Where a rank that is alone on its host wants another host's contribution, once all agree; nullptr: anywhere.
     std::function<std::byte*(int)> into = nullptr;
   };
-  // Returns what each host has said, by host; it lies there until the next call.
-  Bytes meet(LocalComm::Call& call, const void* mine, const Said& said);
-  // What a leader says: a head, and what its ranks contribute.
-  struct Speech {
+  // Returns each host's contribution, by host. It lies there until the next call.
+  Bytes exchange(LocalComm::Call& call, const void* mine, const Contribution& contribution);
+  // What a leader sends: an Opening with fingerprints, and the contribution of its host.
+  struct LeaderMessage {
     const std::byte* head;
     const std::byte* body;
   };
-  using Speeches = std::vector<Speech>;
-  // What the leaders do in it: each gives its speech, and gets, by host, where the others' stand.
-  Speeches exchange_directly(LocalComm::Call& call, const Speech& own, const Said& said);
-  Speeches disseminate(LocalComm::Call& call, const Speech& own);
+  using LeaderMessages = std::vector<LeaderMessage>;
+  // Between the leaders: each gives its message, and gets those of all, by host.
+  LeaderMessages exchange_directly(LocalComm::Call& call, const LeaderMessage& own, const Contribution& contribution);
+  LeaderMessages disseminate(LocalComm::Call& call, const LeaderMessage& own);
 
   // Throws unless it is of this call.
-  void check(const LocalComm::Call& call, int host, const std::byte* speech) const;
+  void check(const LocalComm::Call& call, int host, const std::byte* message) const;
 
-  // The sizes of an all_to_all, which every rank compares, so that all hear of those that disagree. Who sends little
-  // sends it along. Returns, by rank, where what it sends to this one lies; nullptr: it is still to come.
+  // The sizes of an all_to_all, which every rank compares, so that a disagreement is an error on all of them. A rank
+  // that sends little sends it along. Returns, by rank, where what it sends to this one lies; nullptr: it is still to
+  // come.
   Bytes compare_sizes(LocalComm::Call& call, const Operation& operation);
   void compare_sizes_of_many(LocalComm::Call& call, const Operation& operation);
   [[noreturn]] void refuse_sizes(LocalComm::Call& call, int from, int to, uint64_t sent, uint64_t expected);
@@ -86,10 +92,10 @@ class Wide {
   int me() const { return net_.rank(); }
   int here() const { return hosts_.of(me()); }
   int place() const { return local_comm_.rank(); }
-  const std::vector<int>& mates() const { return hosts_.on(here()); }
+  const std::vector<int>& local_ranks() const { return hosts_.on(here()); }
   size_t ranks() const { return static_cast<size_t>(hosts_.ranks()); }
   std::vector<int> leaders() const;
-  Pieces of_mates(const Pieces& all) const;
+  Pieces of_local_ranks(const Pieces& all) const;
   std::byte* scratch(size_t index, size_t nbytes);
   void flush(LocalComm::Call& call) { net_.flush(call.patience, call.about); }
   void settle(LocalComm::Call& call) { net_.settle(call.patience, call.about); }
@@ -99,8 +105,8 @@ class Wide {
   LocalComm& local_comm_;
   Net& net_;
   const Hosts& hosts_;
-  std::vector<std::byte> outgoing_;               // of a meeting
-  std::vector<std::vector<std::byte>> incoming_;  // by host; or all speeches, as they were passed on
+  std::vector<std::byte> outgoing_;               // the message of this host
+  std::vector<std::vector<std::byte>> incoming_;  // by host; or all messages, as they were passed on
   std::vector<std::vector<std::byte>> scratch_;
 };
 

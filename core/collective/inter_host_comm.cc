@@ -1,4 +1,4 @@
-#include "collective/wide.h"
+#include "collective/inter_host_comm.h"
 
 #include <algorithm>
 #include <array>
@@ -13,14 +13,14 @@ namespace allranks {
 
 namespace {
 
-constexpr int kSpeakDirectly = 8;         // hosts
-constexpr size_t kInMeeting = 256 << 10;  // bytes that all hosts say in a meeting
-constexpr size_t kAlong = 1 << 10;        // bytes that a rank sends along with the sizes of its all_to_all
-constexpr size_t kAlongAlone = 16 << 10;  // the same, where every rank is alone on its host
-constexpr size_t kKept = 16 << 20;        // bytes of each scratch memory, between calls
-constexpr size_t kLongestSpeech = 16 << 20;
+constexpr int kDirectHosts = 8;            // hosts
+constexpr size_t kInExchange = 256 << 10;  // bytes that all hosts contribute to an exchange
+constexpr size_t kAlong = 1 << 10;         // bytes that a rank sends along with the sizes of its all_to_all
+constexpr size_t kAlongAlone = 16 << 10;   // the same, where every rank is alone on its host
+constexpr size_t kKept = 16 << 20;         // bytes of each scratch memory, between calls
+constexpr size_t kLongestMessage = 16 << 20;
 
-// What a leader says first in a meeting: the head of its speech.
+// The beginning of a leader's message.
 struct Opening {
   uint32_t call;
   uint32_t each;    // not 0: its ranks do not agree, or compare call sites; so many fingerprints follow
@@ -30,9 +30,9 @@ struct Opening {
 
 size_t aligned(size_t nbytes) { return (nbytes + 63) / 64 * 64; }
 
-Opening opening_of(const std::byte* speech) {
+Opening opening_of(const std::byte* message) {
   Opening opening;
-  std::memcpy(&opening, speech, sizeof opening);
+  std::memcpy(&opening, message, sizeof opening);
   return opening;
 }
 
@@ -42,7 +42,7 @@ size_t length_of(const Opening& opening) { return head_of(opening) + opening.nby
 
 }  // namespace
 
-void Wide::run(LocalComm::Call& call, const Operation& operation) {
+void InterHostComm::run(LocalComm::Call& call, const Operation& operation) {
   net_.say(call.about.call, operation.fingerprint);
   try {
     dispatch(call, operation);
@@ -61,7 +61,7 @@ void Wide::run(LocalComm::Call& call, const Operation& operation) {
   }
 }
 
-void Wide::dispatch(LocalComm::Call& call, const Operation& operation) {
+void InterHostComm::dispatch(LocalComm::Call& call, const Operation& operation) {
   const Fingerprint& f = operation.fingerprint;
   switch (f.verb) {
     case Verb::all_reduce:
@@ -69,7 +69,7 @@ void Wide::dispatch(LocalComm::Call& call, const Operation& operation) {
     case Verb::broadcast:
       return broadcast(call, operation.buffer, f.root);
     case Verb::barrier:
-      meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+      exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
       return;
     case Verb::reduce:
       return reduce(call, operation.buffer, f.op, f.root);
@@ -90,26 +90,27 @@ void Wide::dispatch(LocalComm::Call& call, const Operation& operation) {
   }
 }
 
-// --- the meeting ---
+// --- the exchange at the beginning of a call ---
 
-bool Wide::has_room(size_t total) const {
+bool InterHostComm::has_room(size_t total) const {
   const size_t ring = local_comm_.shm().sizes().ring;
-  const size_t room = std::bit_ceil(total + 64 * static_cast<size_t>(hosts_.count()));  // what meet takes of it
+  const size_t room = std::bit_ceil(total + 64 * static_cast<size_t>(hosts_.count()));  // what exchange takes of it
   return room <= ring / 2 && ring % room == 0;
 }
 
-bool Wide::fits(size_t total) const { return total <= kInMeeting && has_room(total); }
+bool InterHostComm::fits(size_t total) const { return total <= kInExchange && has_room(total); }
 
-Wide::Bytes Wide::meet(LocalComm::Call& call, const void* mine, const Said& said) {
+InterHostComm::Bytes InterHostComm::exchange(LocalComm::Call& call, const void* mine,
+                                             const Contribution& contribution) {
   const Fingerprint& own = call.about.fingerprint;
   const auto of_host = [&](int host) {
     size_t nbytes = 0;
-    if (said.kernel != nullptr) return said.nbytes(hosts_.leader(host));
-    for (const int r : hosts_.on(host)) nbytes += said.nbytes(r);
+    if (contribution.kernel != nullptr) return contribution.nbytes(hosts_.leader(host));
+    for (const int r : hosts_.on(host)) nbytes += contribution.nbytes(r);
     return nbytes;
   };
   size_t most = 0;
-  for (const int r : mates()) most = std::max(most, said.nbytes(r));
+  for (const int r : local_ranks()) most = std::max(most, contribution.nbytes(r));
   const bool alone = local_comm_.size() == 1;
   const bool in_line = most <= CallLine::kInline;
   LocalComm::Pieces contributions{&local_comm_.shm(), 0, 0};
@@ -118,60 +119,62 @@ Wide::Bytes Wide::meet(LocalComm::Call& call, const void* mine, const Said& said
     next(call);
     if (!in_line) {
       contributions = local_comm_.take(most);
-      local_comm_.copier().copy(contributions.at(place()), static_cast<const std::byte*>(mine), said.nbytes(me()));
+      local_comm_.copier().copy(contributions.at(place()), static_cast<const std::byte*>(mine),
+                                contribution.nbytes(me()));
     }
-    agree = local_comm_.assemble(call, mine, in_line ? said.nbytes(me()) : 0);
+    agree = local_comm_.assemble(call, mine, in_line ? contribution.nbytes(me()) : 0);
   }
-  const auto contribution = [&](int place) -> const std::byte* {
+  const auto operand_of = [&](int place) -> const std::byte* {
     if (alone) return static_cast<const std::byte*>(mine);
     return in_line ? local_comm_.shm().call_line(place, call.number).payload.data() : contributions.at(place);
   };
 
   const auto count = static_cast<size_t>(hosts_.count());
   std::vector<Fingerprint> all;  // of all ranks, if they do not simply agree
-  Bytes heard(count);
+  Bytes gathered(count);
   if (place() == 0) {
     Opening opening{.call = call.about.call, .each = 0, .nbytes = of_host(here()), .fingerprint = own};
-    std::vector<Fingerprint> of_mates;
+    std::vector<Fingerprint> of_local_ranks;
     if (!agree) {
-      of_mates = alone ? std::vector{own} : local_comm_.fingerprints(call);
-      opening.each = static_cast<uint32_t>(of_mates.size());
+      of_local_ranks = alone ? std::vector{own} : local_comm_.fingerprints(call);
+      opening.each = static_cast<uint32_t>(of_local_ranks.size());
       // Who calls something else has contributed something else.
-      if (!std::all_of(of_mates.begin(), of_mates.end(), [&](const auto& f) { return f.agrees(own); })) {
+      if (!std::all_of(of_local_ranks.begin(), of_local_ranks.end(), [&](const auto& f) { return f.agrees(own); })) {
         opening.nbytes = 0;
       }
     }
     const size_t head = head_of(opening);
     outgoing_.resize(head + (alone ? 0 : opening.nbytes));
     std::memcpy(outgoing_.data(), &opening, sizeof opening);
-    if (!of_mates.empty()) std::memcpy(outgoing_.data() + sizeof opening, of_mates.data(), head - sizeof opening);
+    if (!of_local_ranks.empty())
+      std::memcpy(outgoing_.data() + sizeof opening, of_local_ranks.data(), head - sizeof opening);
     std::byte* at = outgoing_.data() + head;
-    const Speech speech{outgoing_.data(), alone ? static_cast<const std::byte*>(mine) : at};
-    if (!alone && opening.nbytes > 0 && said.kernel != nullptr) {
+    const LeaderMessage message{outgoing_.data(), alone ? static_cast<const std::byte*>(mine) : at};
+    if (!alone && opening.nbytes > 0 && contribution.kernel != nullptr) {
       std::vector<const void*> operands;
-      for (int p = 0; p < local_comm_.size(); p++) operands.push_back(contribution(p));
-      said.kernel(at, operands.data(), local_comm_.size(), said.count, local_comm_.size());
+      for (int p = 0; p < local_comm_.size(); p++) operands.push_back(operand_of(p));
+      contribution.kernel(at, operands.data(), local_comm_.size(), contribution.count, local_comm_.size());
     } else if (!alone && opening.nbytes > 0) {
       for (int p = 0; p < local_comm_.size(); p++) {
-        const size_t n = said.nbytes(mates()[static_cast<size_t>(p)]);
-        if (n > 0) std::memcpy(at, contribution(p), n);
+        const size_t n = contribution.nbytes(local_ranks()[static_cast<size_t>(p)]);
+        if (n > 0) std::memcpy(at, operand_of(p), n);
         at += n;
       }
     }
 
-    const Speeches speeches =
-        hosts_.count() <= kSpeakDirectly ? exchange_directly(call, speech, said) : disseminate(call, speech);
+    const LeaderMessages messages =
+        hosts_.count() <= kDirectHosts ? exchange_directly(call, message, contribution) : disseminate(call, message);
     std::vector<Opening> openings(count, opening);
     for (size_t h = 0; h < count; h++) {
-      openings[h] = opening_of(speeches[h].head);
-      heard[h] = speeches[h].body;
+      openings[h] = opening_of(messages[h].head);
+      gathered[h] = messages[h].body;
       agree = agree && openings[h].each == 0 && openings[h].fingerprint.agrees(own);
     }
     if (!agree) {
       all.resize(ranks());
       for (int h = 0; h < hosts_.count(); h++) {
         const Opening& theirs = openings[static_cast<size_t>(h)];
-        const std::byte* each = speeches[static_cast<size_t>(h)].head + sizeof theirs;
+        const std::byte* each = messages[static_cast<size_t>(h)].head + sizeof theirs;
         for (const int r : hosts_.on(h)) {
           Fingerprint& f = all[static_cast<size_t>(r)];
           f = theirs.fingerprint;
@@ -183,7 +186,7 @@ Wide::Bytes Wide::meet(LocalComm::Call& call, const void* mine, const Said& said
   }
 
   if (!alone) {
-    // The leader hands on what it has heard.
+    // The leader hands on what it has gathered.
     size_t total = 0;
     for (int h = 0; h < hosts_.count(); h++) total += aligned(of_host(h));
     const auto results = local_comm_.take(total);
@@ -192,7 +195,7 @@ Wide::Bytes Wide::meet(LocalComm::Call& call, const void* mine, const Said& said
     if (leads && std::all_of(all.begin(), all.end(), same)) {
       std::byte* at = results.at(0);
       for (int h = 0; h < hosts_.count(); h++) {
-        if (const size_t n = of_host(h); n > 0) std::memcpy(at, heard[static_cast<size_t>(h)], n);
+        if (const size_t n = of_host(h); n > 0) std::memcpy(at, gathered[static_cast<size_t>(h)], n);
         at += aligned(of_host(h));
       }
     }
@@ -217,7 +220,7 @@ Wide::Bytes Wide::meet(LocalComm::Call& call, const void* mine, const Said& said
     }
     const std::byte* at = results.at(0);
     for (int h = 0; h < hosts_.count(); h++) {
-      heard[static_cast<size_t>(h)] = at;
+      gathered[static_cast<size_t>(h)] = at;
       at += aligned(of_host(h));
     }
   }
@@ -225,18 +228,19 @@ Wide::Bytes Wide::meet(LocalComm::Call& call, const void* mine, const Said& said
     if (const auto error = local_comm_.judge(call, std::move(all))) disagree(call, *error);
   }
   call.about.fingerprint.site = 0;  // compared: what follows on this host is one call in parts
-  return heard;
+  return gathered;
 }
 
-void Wide::check(const LocalComm::Call& call, int host, const std::byte* speech) const {
-  const Opening theirs = opening_of(speech);
-  if (theirs.call == call.about.call && theirs.each <= ranks() && theirs.nbytes <= kLongestSpeech) return;
+void InterHostComm::check(const LocalComm::Call& call, int host, const std::byte* message) const {
+  const Opening theirs = opening_of(message);
+  if (theirs.call == call.about.call && theirs.each <= ranks() && theirs.nbytes <= kLongestMessage) return;
   throw Error("rank " + std::to_string(hosts_.leader(host)) + " is at call " + std::to_string(theirs.call) +
               ", this rank at call " + std::to_string(call.about.call) +
               ": what came over the network is not what was sent");
 }
 
-Wide::Speeches Wide::exchange_directly(LocalComm::Call& call, const Speech& own, const Said& said) {
+InterHostComm::LeaderMessages InterHostComm::exchange_directly(LocalComm::Call& call, const LeaderMessage& own,
+                                                               const Contribution& contribution) {
   const Opening ours = opening_of(own.head);
   const auto count = static_cast<size_t>(hosts_.count());
   incoming_.resize(count);
@@ -249,7 +253,7 @@ Wide::Speeches Wide::exchange_directly(LocalComm::Call& call, const Speech& own,
     net_.send(hosts_.leader(h), own.head, head_of(ours));
     net_.send(hosts_.leader(h), own.body, ours.nbytes);
   }
-  // Not until all is sent: that may need others to read first what this rank has still to be told the length of.
+  // Waits for the heads, not for the sends: these may need the other side to read first, for which it needs the head.
   for (int h = 0; h < hosts_.count(); h++) {
     if (h != here()) net_.wait_received(call.patience, call.about, hosts_.leader(h), tickets[static_cast<size_t>(h)]);
   }
@@ -261,29 +265,29 @@ Wide::Speeches Wide::exchange_directly(LocalComm::Call& call, const Speech& own,
     const Opening theirs = opening_of(head);
     agree = agree && theirs.each == 0 && theirs.fingerprint.agrees(ours.fingerprint);
   }
-  Speeches speeches(count, own);
+  LeaderMessages messages(count, own);
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
     auto& buffer = incoming_[static_cast<size_t>(h)];
     const Opening theirs = opening_of(buffer.data());
     const size_t head = head_of(theirs);
-    std::byte* body = agree && said.into ? said.into(h) : nullptr;
+    std::byte* body = agree && contribution.into ? contribution.into(h) : nullptr;
     const size_t kept = head + (body == nullptr ? theirs.nbytes : 0);
     if (buffer.size() < kept) buffer.resize(kept);
     net_.receive(hosts_.leader(h), buffer.data() + sizeof(Opening), head - sizeof(Opening));
     if (body == nullptr) body = buffer.data() + head;
     net_.receive(hosts_.leader(h), body, theirs.nbytes);
-    speeches[static_cast<size_t>(h)] = {buffer.data(), body};
+    messages[static_cast<size_t>(h)] = {buffer.data(), body};
   }
   flush(call);
-  return speeches;
+  return messages;
 }
 
-// In round k each gets, from the host 2^k further on, the speeches of the 2^k hosts from there on.
-Wide::Speeches Wide::disseminate(LocalComm::Call& call, const Speech& own) {
+// In round k each gets, from the host 2^k further on, the messages of the 2^k hosts from there on.
+InterHostComm::LeaderMessages InterHostComm::disseminate(LocalComm::Call& call, const LeaderMessage& own) {
   const int count = hosts_.count();
   incoming_.resize(2);
-  auto& known = incoming_[0];  // the speeches of this host and of those behind it
+  auto& known = incoming_[0];  // the messages of this host and of those behind it
   auto& come = incoming_[1];
   const Opening ours = opening_of(own.head);
   known.assign(own.head, own.head + head_of(ours));
@@ -298,7 +302,7 @@ Wide::Speeches Wide::disseminate(LocalComm::Call& call, const Speech& own) {
     net_.send(to, &given, sizeof given);
     net_.send(to, known.data(), given);
     net_.wait_received(call.patience, call.about, from, net_.receive(from, &coming, sizeof coming));
-    if (coming > some * (kLongestSpeech + sizeof(Opening) + ranks() * sizeof(Fingerprint))) {
+    if (coming > some * (kLongestMessage + sizeof(Opening) + ranks() * sizeof(Fingerprint))) {
       throw Error("rank " + std::to_string(from) + " announces " + std::to_string(coming) +
                   " bytes: what came over the network is not what was sent");
     }
@@ -308,25 +312,25 @@ Wide::Speeches Wide::disseminate(LocalComm::Call& call, const Speech& own) {
     size_t at = 0;
     for (size_t i = 0; i < some; i++) {
       const int host = (here() + distance + static_cast<int>(i)) % count;
-      if (coming - at < sizeof(Opening)) throw Error("a speech of host " + std::to_string(host) + " is cut off");
+      if (coming - at < sizeof(Opening)) throw Error("the message of host " + std::to_string(host) + " is cut off");
       check(call, host, come.data() + at);
       starts.push_back(known.size() + at);
       at += length_of(opening_of(come.data() + at));
-      if (at > coming) throw Error("a speech of host " + std::to_string(host) + " is cut off");
+      if (at > coming) throw Error("the message of host " + std::to_string(host) + " is cut off");
     }
     known.insert(known.end(), come.begin(), come.end());
   }
-  Speeches speeches(static_cast<size_t>(count));
+  LeaderMessages messages(static_cast<size_t>(count));
   for (int i = 0; i < count; i++) {
     const std::byte* head = known.data() + starts[static_cast<size_t>(i)];
-    speeches[static_cast<size_t>((here() + i) % count)] = {head, head + head_of(opening_of(head))};
+    messages[static_cast<size_t>((here() + i) % count)] = {head, head + head_of(opening_of(head))};
   }
-  return speeches;
+  return messages;
 }
 
 // --- the sizes of an all_to_all ---
 
-Wide::Bytes Wide::compare_sizes(LocalComm::Call& call, const Operation& operation) {
+InterHostComm::Bytes InterHostComm::compare_sizes(LocalComm::Call& call, const Operation& operation) {
   const auto& in_bytes = operation.in_bytes;
   const auto& out_bytes = operation.out_bytes;
   // Of every rank: what it sends to each, then what it expects from each; then what it sends, if that is little.
@@ -353,9 +357,9 @@ Wide::Bytes Wide::compare_sizes(LocalComm::Call& call, const Operation& operatio
     algorithms::move_bytes(at, operation.ins[r], in_bytes[r]);
     at += in_bytes[r];
   }
-  const auto heard = meet(call, record, {.nbytes = [length](int) { return length; }});
+  const auto gathered = exchange(call, record, {.nbytes = [length](int) { return length; }});
   const auto record_of = [&](int rank) {
-    return heard[static_cast<size_t>(hosts_.of(rank))] + static_cast<size_t>(hosts_.place(rank)) * length;
+    return gathered[static_cast<size_t>(hosts_.of(rank))] + static_cast<size_t>(hosts_.place(rank)) * length;
   };
   const auto size = [&](int rank, size_t column) {
     uint64_t value;
@@ -378,10 +382,10 @@ Wide::Bytes Wide::compare_sizes(LocalComm::Call& call, const Operation& operatio
 }
 
 // Where all sizes of all ranks are too many: the leaders exchange those between their hosts, every rank compares what
-// is sent to it, and all hear what the others have found.
-// Cost: two meetings, and between each two hosts the product of their ranks in numbers.
-void Wide::compare_sizes_of_many(LocalComm::Call& call, const Operation& operation) {
-  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+// is sent to it, and a second exchange shows what each has found.
+// Cost: two exchanges, and between each two hosts the product of their ranks in numbers.
+void InterHostComm::compare_sizes_of_many(LocalComm::Call& call, const Operation& operation) {
+  exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   std::vector<uint64_t> row(operation.in_bytes.begin(), operation.in_bytes.end());
   std::vector<uint64_t> column(ranks());  // what each rank sends to this one
   const size_t line = ranks() * sizeof(uint64_t);
@@ -391,7 +395,7 @@ void Wide::compare_sizes_of_many(LocalComm::Call& call, const Operation& operati
     algorithms::gather(local_comm_, next(call), gives, {}, 0);
     algorithms::scatter(local_comm_, next(call), {}, gets, 0);
   } else {
-    const auto here_ranks = mates().size();
+    const auto here_ranks = local_ranks().size();
     std::vector<std::vector<uint64_t>> rows(here_ranks, std::vector<uint64_t>(ranks()));
     auto columns = rows;  // by rank here
     const auto pieces = [](auto& lines) {
@@ -438,13 +442,13 @@ void Wide::compare_sizes_of_many(LocalComm::Call& call, const Operation& operati
   for (size_t from = ranks(); from-- > 0;) {
     if (column[from] != operation.out_bytes[from]) found = {from, column[from], operation.out_bytes[from]};
   }
-  const auto heard = meet(call, found.data(), {.nbytes = [](int) { return sizeof found; }});
+  const auto gathered = exchange(call, found.data(), {.nbytes = [](int) { return sizeof found; }});
   std::array<uint64_t, 3> worst{ranks(), 0, 0};
   int to = 0;
   for (int r = 0; r < hosts_.ranks(); r++) {
     std::array<uint64_t, 3> theirs;
     std::memcpy(theirs.data(),
-                heard[static_cast<size_t>(hosts_.of(r))] + static_cast<size_t>(hosts_.place(r)) * sizeof theirs,
+                gathered[static_cast<size_t>(hosts_.of(r))] + static_cast<size_t>(hosts_.place(r)) * sizeof theirs,
                 sizeof theirs);
     if (theirs[0] >= worst[0]) continue;
     worst = theirs;
@@ -453,7 +457,7 @@ void Wide::compare_sizes_of_many(LocalComm::Call& call, const Operation& operati
   if (worst[0] < ranks()) refuse_sizes(call, static_cast<int>(worst[0]), to, worst[1], worst[2]);
 }
 
-void Wide::refuse_sizes(LocalComm::Call& call, int from, int to, uint64_t sent, uint64_t expected) {
+void InterHostComm::refuse_sizes(LocalComm::Call& call, int from, int to, uint64_t sent, uint64_t expected) {
   Failure failure = call.about;
   failure.kind = Kind::mismatch;
   failure.peer = from;
@@ -463,10 +467,10 @@ void Wide::refuse_sizes(LocalComm::Call& call, int from, int to, uint64_t sent, 
   disagree(call, error);
 }
 
-void Wide::disagree(LocalComm::Call& call, Error error) {
+void InterHostComm::disagree(LocalComm::Call& call, Error error) {
   const auto here = local_comm_.exchange_notes(call);
   error.sites = net_.exchange_notes(call.about, call.patience.caller, here);
-  for (size_t p = 0; p < here.size(); p++) error.sites[static_cast<size_t>(mates()[p])] = here[p];
+  for (size_t p = 0; p < here.size(); p++) error.sites[static_cast<size_t>(local_ranks()[p])] = here[p];
   throw Error(error);
 }
 

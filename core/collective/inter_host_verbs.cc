@@ -1,5 +1,5 @@
-// The verbs of a group that spans hosts, made of the meeting, of what the ranks of each host do in shared memory, and
-// of lanes.
+// The verbs of a group that spans hosts. Each is made of the exchange at its beginning (inter_host_comm.h), of the
+// algorithms for one host (algorithms/), and of transfers between ranks of different hosts.
 #include <algorithm>
 #include <cstring>
 #include <numeric>
@@ -7,14 +7,14 @@
 
 #include "collective/algorithms/algorithms.h"
 #include "collective/algorithms/moves.h"
-#include "collective/wide.h"
+#include "collective/inter_host_comm.h"
 
 namespace allranks {
 
 namespace {
 
 constexpr size_t kSegment = 256 << 10;  // bytes that a host reduces while the next are on their way
-constexpr size_t kWhole = 32 << 10;     // bytes of a reduce_scatter of which every host may hear all
+constexpr size_t kWhole = 32 << 10;     // bytes of a reduce_scatter of which every host may get all
 constexpr size_t kSlab = 4 << 20;       // bytes that are copied aside at once
 
 // AVG divides when all operands have been added.
@@ -30,25 +30,26 @@ Kernel kernel_of(DType dtype, ReduceOp op) {
 
 // --- what the verbs share ---
 
-std::vector<int> Wide::leaders() const {
+std::vector<int> InterHostComm::leaders() const {
   std::vector<int> ranks;
   for (int h = 0; h < hosts_.count(); h++) ranks.push_back(hosts_.leader(h));
   return ranks;
 }
 
-Wide::Pieces Wide::of_mates(const Pieces& all) const {
+InterHostComm::Pieces InterHostComm::of_local_ranks(const Pieces& all) const {
   Pieces pieces;
-  for (const int r : mates()) pieces.push_back(all[static_cast<size_t>(r)]);
+  for (const int r : local_ranks()) pieces.push_back(all[static_cast<size_t>(r)]);
   return pieces;
 }
 
-std::byte* Wide::scratch(size_t index, size_t nbytes) {
+std::byte* InterHostComm::scratch(size_t index, size_t nbytes) {
   if (scratch_.size() <= index) scratch_.resize(index + 1);
   if (scratch_[index].size() < nbytes) scratch_[index].resize(nbytes);
   return scratch_[index].data();
 }
 
-void Wide::across(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, Kernel kernel, int root) {
+void InterHostComm::across(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, Kernel kernel,
+                           int root) {
   const size_t hosts = peers.size();
   const auto own = static_cast<size_t>(here());
   const size_t element = size_of(operand.dtype);
@@ -100,56 +101,56 @@ void Wide::across(LocalComm::Call& call, const std::vector<int>& peers, Buffer o
 
 // --- the verbs: the head of each file in algorithms/ says what they mean ---
 
-// Small: every rank reduces what the hosts have said. Large, with as many ranks on every host: reduce-scatter on
-// each host, then every rank its shard with its counterparts, then all-gather. Else the leaders for all.
-// Cost: one round trip's half; large: two more, and 2 (H-1)/H n bytes over each host's network.
-void Wide::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op) {
+// Small: every rank reduces what the hosts have contributed. Large, with as many ranks on every host: reduce-scatter
+// on each host, then every rank its shard with its counterparts, then all-gather. Else the leaders for all. Cost: one
+// round trip's half; large: two more, and 2 (H-1)/H n bytes over each host's network.
+void InterHostComm::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op) {
   const size_t n = buffer.nbytes();
   const Kernel kernel = kernel_of(buffer.dtype, op);
   const Kernel partly = kernel_of(buffer.dtype, within_host(op));
   if (fits(n * static_cast<size_t>(hosts_.count()))) {
-    const auto heard = meet(call, buffer.data, {[n](int) { return n; }, partly, buffer.count});
-    std::vector<const void*> operands(heard.begin(), heard.end());
+    const auto gathered = exchange(call, buffer.data, {[n](int) { return n; }, partly, buffer.count});
+    std::vector<const void*> operands(gathered.begin(), gathered.end());
     kernel(buffer.data, operands.data(), hosts_.count(), buffer.count, hosts_.ranks());
     return;
   }
-  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
-  const auto lanes = static_cast<size_t>(local_comm_.size());
-  if (lanes == 1 && hosts_.even()) return across(call, leaders(), buffer, kernel, -1);
+  exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  const auto local_size = static_cast<size_t>(local_comm_.size());
+  if (local_size == 1 && hosts_.even()) return across(call, leaders(), buffer, kernel, -1);
   const size_t element = size_of(buffer.dtype);
-  const size_t share = hosts_.even() ? buffer.count / lanes : 0;
+  const size_t share = hosts_.even() ? buffer.count / local_size : 0;
   if (share > 0) {
     std::vector<int> counterparts;
     for (int h = 0; h < hosts_.count(); h++) counterparts.push_back(hosts_.on(h)[static_cast<size_t>(place())]);
     Pieces shards;
-    for (size_t p = 0; p < lanes; p++) shards.push_back(buffer.bytes() + p * share * element);
+    for (size_t p = 0; p < local_size; p++) shards.push_back(buffer.bytes() + p * share * element);
     const Buffer mine{shards[static_cast<size_t>(place())], share, buffer.dtype};
     algorithms::reduce_scatter(local_comm_, next(call), shards, mine, within_host(op));
     across(call, counterparts, mine, kernel, -1);
     algorithms::all_gather(local_comm_, next(call), mine, shards);
   }
   // What does not divide evenly.
-  const Buffer rest{buffer.bytes() + share * lanes * element, buffer.count - share * lanes, buffer.dtype};
+  const Buffer rest{buffer.bytes() + share * local_size * element, buffer.count - share * local_size, buffer.dtype};
   if (rest.count == 0) return;
-  if (lanes > 1) algorithms::reduce(local_comm_, next(call), rest, within_host(op), 0);
+  if (local_size > 1) algorithms::reduce(local_comm_, next(call), rest, within_host(op), 0);
   if (place() == 0) across(call, leaders(), rest, kernel, -1);
-  if (lanes > 1) algorithms::broadcast(local_comm_, next(call), rest, 0);
+  if (local_size > 1) algorithms::broadcast(local_comm_, next(call), rest, 0);
 }
 
 // As all_reduce; large: each host's leader (on the root's host, the root) reduces for its host, in slabs that are
 // copied aside, as the others' operands stay as they are.
-void Wide::reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root) {
+void InterHostComm::reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root) {
   const size_t n = buffer.nbytes();
   const Kernel kernel = kernel_of(buffer.dtype, op);
   const Kernel partly = kernel_of(buffer.dtype, within_host(op));
   if (fits(n * static_cast<size_t>(hosts_.count()))) {
-    const auto heard = meet(call, buffer.data, {[n](int) { return n; }, partly, buffer.count});
+    const auto gathered = exchange(call, buffer.data, {[n](int) { return n; }, partly, buffer.count});
     if (me() != root) return;
-    std::vector<const void*> operands(heard.begin(), heard.end());
+    std::vector<const void*> operands(gathered.begin(), gathered.end());
     kernel(buffer.data, operands.data(), hosts_.count(), buffer.count, hosts_.ranks());
     return;
   }
-  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   auto peers = leaders();
   peers[static_cast<size_t>(hosts_.of(root))] = root;
   const int collector = peers[static_cast<size_t>(here())];
@@ -170,98 +171,99 @@ void Wide::reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root) {
   }
 }
 
-// Small: in the meeting. Large: from host to host, each passing on what it gets while it gets more, so that no host
+// Small: in the exchange. Large: from host to host, each passing on what it gets while it gets more, so that no host
 // sends more than once; on each host through shared memory.
 // Cost: large: n bytes over each host's network, and a segment's time per host.
-void Wide::broadcast(LocalComm::Call& call, Buffer buffer, int root) {
+void InterHostComm::broadcast(LocalComm::Call& call, Buffer buffer, int root) {
   const size_t n = buffer.nbytes();
   if (fits(n)) {
-    const auto heard = meet(call, buffer.data,
-                            {.nbytes = [=](int r) { return r == root ? n : size_t{0}; },
-                             .into = [&](int h) { return h == hosts_.of(root) ? buffer.bytes() : nullptr; }});
-    if (me() != root) algorithms::move_bytes(buffer.bytes(), heard[static_cast<size_t>(hosts_.of(root))], n);
+    const auto gathered = exchange(call, buffer.data,
+                                   {.nbytes = [=](int r) { return r == root ? n : size_t{0}; },
+                                    .into = [&](int h) { return h == hosts_.of(root) ? buffer.bytes() : nullptr; }});
+    if (me() != root) algorithms::move_bytes(buffer.bytes(), gathered[static_cast<size_t>(hosts_.of(root))], n);
     return;
   }
-  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   const int first = hosts_.of(root);
   const auto peer_on = [&](int host) { return host == first ? root : hosts_.leader(host); };
   const int turn = (here() - first + hosts_.count()) % hosts_.count();
   const int before = turn == 0 ? -1 : peer_on((here() - 1 + hosts_.count()) % hosts_.count());
   const int after = turn == hosts_.count() - 1 ? -1 : peer_on((here() + 1) % hosts_.count());
-  const int speaker = peer_on(here());
+  const int relay = peer_on(here());
   std::vector<uint64_t> tickets;
-  if (me() == speaker && before >= 0) {
+  if (me() == relay && before >= 0) {
     for (size_t at = 0; at < n; at += kSegment) {
       tickets.push_back(net_.borrow(before, buffer.bytes() + at, std::min(kSegment, n - at)));
     }
   }
   for (size_t begin = 0; begin < n; begin += kSlab) {
     const size_t end = std::min(n, begin + kSlab);
-    for (size_t at = begin; me() == speaker && at < end; at += kSegment) {
+    for (size_t at = begin; me() == relay && at < end; at += kSegment) {
       if (before >= 0) net_.wait_received(call.patience, call.about, before, tickets[at / kSegment]);
       if (after >= 0) net_.lend(after, buffer.bytes() + at, std::min(kSegment, n - at));
     }
     if (local_comm_.size() > 1) {
       algorithms::broadcast(local_comm_, next(call), {buffer.bytes() + begin, end - begin, DType::u8},
-                            hosts_.place(speaker));
+                            hosts_.place(relay));
     }
   }
   settle(call);
 }
 
-// Small: in the meeting. Large: what each rank gives goes to one rank of every other host, and there to the others
+// Small: in the exchange. Large: what each rank gives goes to one rank of every other host, and there to the others
 // through shared memory.
 // Cost: large: (P - ranks of the host) n bytes over each host's network.
-void Wide::all_gather(LocalComm::Call& call, Buffer in, const Pieces& outs) {
+void InterHostComm::all_gather(LocalComm::Call& call, Buffer in, const Pieces& outs) {
   const size_t n = in.nbytes();
-  bool spoilt = false;  // what others are to get is overwritten by what they give
+  bool overlaps = false;  // what others are to get is overwritten by what they give
   for (size_t r = 0; r < outs.size(); r++) {
     const bool in_place = r == static_cast<size_t>(me()) && outs[r] == in.bytes();
-    spoilt = spoilt || (!in_place && algorithms::intersect(outs[r], n, in.bytes(), n));
+    overlaps = overlaps || (!in_place && algorithms::intersect(outs[r], n, in.bytes(), n));
   }
   if (fits(n * ranks())) {
-    const bool direct = !outs.empty() && !spoilt && hosts_.count() == hosts_.ranks();
+    const bool direct = !outs.empty() && !overlaps && hosts_.count() == hosts_.ranks();
     const auto into = [&](int h) { return direct ? outs[static_cast<size_t>(hosts_.leader(h))] : nullptr; };
-    const auto heard = meet(call, in.data, {.nbytes = [n](int) { return n; }, .into = into});
+    const auto gathered = exchange(call, in.data, {.nbytes = [n](int) { return n; }, .into = into});
     // Before anything else is written: `in` may be what is to come from another rank.
     if (!outs.empty()) algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
     for (size_t r = 0; r < outs.size(); r++) {
       const int rank = static_cast<int>(r);
       if (rank == me()) continue;
-      const std::byte* from = heard[static_cast<size_t>(hosts_.of(rank))] + static_cast<size_t>(hosts_.place(rank)) * n;
+      const std::byte* from =
+          gathered[static_cast<size_t>(hosts_.of(rank))] + static_cast<size_t>(hosts_.place(rank)) * n;
       algorithms::move_bytes(outs[r], from, n);
     }
     return;
   }
-  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
-  if (spoilt) {
+  exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  if (overlaps) {
     std::byte* aside = scratch(2, n);
     std::memcpy(aside, in.data, n);
     in.data = aside;
   }
-  const auto mates_here = static_cast<size_t>(local_comm_.size());
+  const auto local_size = static_cast<size_t>(local_comm_.size());
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
     const auto& there = hosts_.on(h);
     net_.lend(there[static_cast<size_t>(place()) % there.size()], in.data, n);
-    for (size_t p = static_cast<size_t>(place()); p < there.size(); p += mates_here) {
+    for (size_t p = static_cast<size_t>(place()); p < there.size(); p += local_size) {
       net_.borrow(there[p], outs[static_cast<size_t>(there[p])], n);
     }
   }
-  if (mates_here == 1) {
+  if (local_size == 1) {
     algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
     return settle(call);
   }
-  algorithms::all_gather(local_comm_, next(call), in, of_mates(outs));
+  algorithms::all_gather(local_comm_, next(call), in, of_local_ranks(outs));
   settle(call);
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
     const auto& there = hosts_.on(h);
-    for (size_t begin = 0; begin < there.size(); begin += mates_here) {
-      const size_t some = std::min(mates_here, there.size() - begin);
+    for (size_t begin = 0; begin < there.size(); begin += local_size) {
+      const size_t some = std::min(local_size, there.size() - begin);
       Pieces pieces;
       for (size_t p = 0; p < some; p++) pieces.push_back(outs[static_cast<size_t>(there[begin + p])]);
-      if (some == mates_here) {
+      if (some == local_size) {
         algorithms::all_gather(local_comm_, next(call), {pieces[static_cast<size_t>(place())], n, DType::u8}, pieces);
         continue;
       }
@@ -274,10 +276,10 @@ void Wide::all_gather(LocalComm::Call& call, Buffer in, const Pieces& outs) {
 
 // Large: every rank of another host sends to the root itself; those of the root's host through shared memory.
 // Cost: large: n bytes per rank of another host into the root's host.
-void Wide::gather(LocalComm::Call& call, Buffer in, const Pieces& outs, int root) {
+void InterHostComm::gather(LocalComm::Call& call, Buffer in, const Pieces& outs, int root) {
   const size_t n = in.nbytes();
   if (fits(n * ranks())) return all_gather(call, in, outs);
-  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   if (hosts_.of(root) != here()) {
     net_.lend(root, in.data, n);
     return settle(call);
@@ -291,14 +293,14 @@ void Wide::gather(LocalComm::Call& call, Buffer in, const Pieces& outs, int root
     }
   }
   if (local_comm_.size() > 1) {
-    algorithms::gather(local_comm_, next(call), in, me() == root ? of_mates(outs) : Pieces{}, hosts_.place(root));
+    algorithms::gather(local_comm_, next(call), in, me() == root ? of_local_ranks(outs) : Pieces{}, hosts_.place(root));
   }
   settle(call);
 }
 
 // Large: the root sends to every rank of another host itself; to those of its own through shared memory.
 // Cost: large: n bytes per rank of another host out of the root's host.
-void Wide::scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, int root) {
+void InterHostComm::scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, int root) {
   const size_t n = out.nbytes();
   if (fits(n * ranks())) {
     const std::byte* mine = nullptr;
@@ -308,11 +310,12 @@ void Wide::scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, int roo
       mine = packed;
     }
     const size_t all = n * ranks();
-    const auto heard = meet(call, mine, {.nbytes = [=](int r) { return r == root ? all : size_t{0}; }});
-    algorithms::move_bytes(out.bytes(), heard[static_cast<size_t>(hosts_.of(root))] + static_cast<size_t>(me()) * n, n);
+    const auto gathered = exchange(call, mine, {.nbytes = [=](int r) { return r == root ? all : size_t{0}; }});
+    algorithms::move_bytes(out.bytes(), gathered[static_cast<size_t>(hosts_.of(root))] + static_cast<size_t>(me()) * n,
+                           n);
     return;
   }
-  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   if (hosts_.of(root) != here()) {
     net_.borrow(root, out.data, n);
     return settle(call);
@@ -324,16 +327,17 @@ void Wide::scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, int roo
     settle(call);  // `out` may lie where a piece does
   }
   if (local_comm_.size() > 1) {
-    algorithms::scatter(local_comm_, next(call), me() == root ? of_mates(ins) : Pieces{}, out, hosts_.place(root));
+    algorithms::scatter(local_comm_, next(call), me() == root ? of_local_ranks(ins) : Pieces{}, out,
+                        hosts_.place(root));
   } else {
     algorithms::move_bytes(out.bytes(), ins[static_cast<size_t>(me())], n);
   }
 }
 
-// Small: in the meeting. Large, in slabs: each host reduces what is meant for the ranks of another, dealt out to
+// Small: in the exchange. Large, in slabs: each host reduces what is meant for the ranks of another, dealt out to
 // its own ranks, which send it there.
 // Cost: large: (P - ranks of the host) n bytes over each host's network.
-void Wide::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op) {
+void InterHostComm::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op) {
   const size_t n = out.nbytes();
   const Kernel kernel = kernel_of(out.dtype, op);
   const Kernel partly = kernel_of(out.dtype, within_host(op));
@@ -343,13 +347,13 @@ void Wide::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, 
     std::byte* packed = scratch(2, n * ranks());
     for (size_t r = 0; r < ranks(); r++) algorithms::move_bytes(packed + r * n, ins[r], n);
     const size_t all = n * ranks();
-    const auto heard = meet(call, packed, {[all](int) { return all; }, partly, out.count * ranks()});
-    for (size_t h = 0; h < hosts; h++) operands[h] = heard[h] + static_cast<size_t>(me()) * n;
+    const auto gathered = exchange(call, packed, {[all](int) { return all; }, partly, out.count * ranks()});
+    for (size_t h = 0; h < hosts; h++) operands[h] = gathered[h] + static_cast<size_t>(me()) * n;
     kernel(out.data, operands.data(), hosts_.count(), out.count, hosts_.ranks());
     return;
   }
-  meet(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
-  const auto lanes = static_cast<size_t>(local_comm_.size());
+  exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  const auto local_size = static_cast<size_t>(local_comm_.size());
   const auto at = static_cast<size_t>(place());
   const size_t element = size_of(out.dtype);
   const size_t slab = std::max<size_t>(64, kSlab / ranks()) / element;
@@ -360,9 +364,9 @@ void Wide::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, 
     const auto piece = [&](int r) { return ins[static_cast<size_t>(r)] + begin * element; };
     // Reduces pieces that are meant for some ranks, one on each rank here.
     const auto reduced = [&](const std::vector<int>& of, size_t first) -> const std::byte* {
-      if (lanes == 1) return piece(of[first]);
+      if (local_size == 1) return piece(of[first]);
       Pieces pieces;
-      for (size_t p = 0; p < lanes; p++) pieces.push_back(piece(of[std::min(first + p, of.size() - 1)]));
+      for (size_t p = 0; p < local_size; p++) pieces.push_back(piece(of[std::min(first + p, of.size() - 1)]));
       const Buffer result{scratch(used++, bytes), count, out.dtype};
       algorithms::reduce_scatter(local_comm_, next(call), pieces, result, within_host(op));
       return static_cast<const std::byte*>(result.data);
@@ -373,7 +377,7 @@ void Wide::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, 
         operands[static_cast<size_t>(h)] = reduced(there, 0);
         continue;
       }
-      for (size_t first = 0; first < there.size(); first += lanes) {
+      for (size_t first = 0; first < there.size(); first += local_size) {
         const std::byte* mine = reduced(there, first);
         if (first + at < there.size()) net_.lend(there[first + at], mine, bytes);
       }
@@ -386,9 +390,9 @@ void Wide::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, 
   }
 }
 
-// The sizes are compared (wide.cc); then each rank sends to each itself, on its own host through shared memory.
-// Cost: what goes to other hosts, over the network.
-void Wide::all_to_all(LocalComm::Call& call, const Operation& operation) {
+// The sizes are compared (inter_host_comm.cc); then each rank sends to each itself, on its own host through shared
+// memory. Cost: what goes to other hosts, over the network.
+void InterHostComm::all_to_all(LocalComm::Call& call, const Operation& operation) {
   const auto& [ins, outs] = std::tie(operation.ins, operation.outs);
   const auto& [in_bytes, out_bytes] = std::tie(operation.in_bytes, operation.out_bytes);
   const auto own = static_cast<size_t>(me());
@@ -431,7 +435,7 @@ void Wide::all_to_all(LocalComm::Call& call, const Operation& operation) {
   if (local_comm_.size() == 1) {
     if (along[own] == nullptr) algorithms::move_bytes(outs[own], from[own], in_bytes[own]);
   } else if (!all_along_here) {
-    algorithms::all_to_all(local_comm_, next(call), of_mates(from), sent_here, of_mates(outs), got_here);
+    algorithms::all_to_all(local_comm_, next(call), of_local_ranks(from), sent_here, of_local_ranks(outs), got_here);
   }
   settle(call);
 }
