@@ -100,135 +100,157 @@ bool InterHostComm::has_room(size_t total) const {
 
 bool InterHostComm::fits(size_t total) const { return total <= kInExchange && has_room(total); }
 
+// One exchange, in its phases: assemble, exchange_between_leaders, distribute.
+struct InterHostComm::Exchange {
+  LocalComm::Call& call;
+  const void* mine;
+  const Contribution& contribution;
+  const bool alone;    // on its host
+  const bool in_line;  // the operands of this host are in its ranks' call lines
+  bool agree;          // the ranks seen so far do, and there are no call sites to compare
+  Bytes gathered;
+  LocalComm::Pieces operands{};
+  std::vector<Fingerprint> all{};  // of all ranks; empty where they agree
+};
+
 InterHostComm::Bytes InterHostComm::exchange(LocalComm::Call& call, const void* mine,
                                              const Contribution& contribution) {
-  const Fingerprint& own = call.about.fingerprint;
-  const auto of_host = [&](int host) {
-    size_t nbytes = 0;
-    if (contribution.kernel != nullptr) return contribution.nbytes(hosts_.leader(host));
-    for (const int r : hosts_.on(host)) nbytes += contribution.nbytes(r);
-    return nbytes;
-  };
   size_t most = 0;
   for (const int r : local_ranks()) most = std::max(most, contribution.nbytes(r));
-  const bool alone = local_comm_.size() == 1;
-  const bool in_line = most <= CallLine::kInline;
-  LocalComm::Pieces contributions{&local_comm_.shm(), 0, 0};
-  bool agree = own.site == 0;
-  if (!alone) {
-    next(call);
-    if (!in_line) {
-      contributions = local_comm_.take(most);
-      local_comm_.copier().copy(contributions.at(place()), static_cast<const std::byte*>(mine),
-                                contribution.nbytes(me()));
-    }
-    agree = local_comm_.assemble(call, mine, in_line ? contribution.nbytes(me()) : 0);
-  }
-  const auto operand_of = [&](int place) -> const std::byte* {
-    if (alone) return static_cast<const std::byte*>(mine);
-    return in_line ? local_comm_.shm().call_line(place, call.number).payload.data() : contributions.at(place);
-  };
-
-  const auto count = static_cast<size_t>(hosts_.count());
-  std::vector<Fingerprint> all;  // of all ranks, if they do not simply agree
-  Bytes gathered(count);
-  if (place() == 0) {
-    Opening opening{.call = call.about.call, .each = 0, .nbytes = of_host(here()), .fingerprint = own};
-    std::vector<Fingerprint> of_local_ranks;
-    if (!agree) {
-      of_local_ranks = alone ? std::vector{own} : local_comm_.fingerprints(call);
-      opening.each = static_cast<uint32_t>(of_local_ranks.size());
-      // Who calls something else has contributed something else.
-      if (!std::all_of(of_local_ranks.begin(), of_local_ranks.end(), [&](const auto& f) { return f.agrees(own); })) {
-        opening.nbytes = 0;
-      }
-    }
-    const size_t head = head_of(opening);
-    outgoing_.resize(head + (alone ? 0 : opening.nbytes));
-    std::memcpy(outgoing_.data(), &opening, sizeof opening);
-    if (!of_local_ranks.empty())
-      std::memcpy(outgoing_.data() + sizeof opening, of_local_ranks.data(), head - sizeof opening);
-    std::byte* at = outgoing_.data() + head;
-    const LeaderMessage message{outgoing_.data(), alone ? static_cast<const std::byte*>(mine) : at};
-    if (!alone && opening.nbytes > 0 && contribution.kernel != nullptr) {
-      std::vector<const void*> operands;
-      for (int p = 0; p < local_comm_.size(); p++) operands.push_back(operand_of(p));
-      contribution.kernel(at, operands.data(), local_comm_.size(), contribution.count, local_comm_.size());
-    } else if (!alone && opening.nbytes > 0) {
-      for (int p = 0; p < local_comm_.size(); p++) {
-        const size_t n = contribution.nbytes(local_ranks()[static_cast<size_t>(p)]);
-        if (n > 0) std::memcpy(at, operand_of(p), n);
-        at += n;
-      }
-    }
-
-    const LeaderMessages messages =
-        hosts_.count() <= kDirectHosts ? exchange_directly(call, message, contribution) : disseminate(call, message);
-    std::vector<Opening> openings(count, opening);
-    for (size_t h = 0; h < count; h++) {
-      openings[h] = opening_of(messages[h].head);
-      gathered[h] = messages[h].body;
-      agree = agree && openings[h].each == 0 && openings[h].fingerprint.agrees(own);
-    }
-    if (!agree) {
-      all.resize(ranks());
-      for (int h = 0; h < hosts_.count(); h++) {
-        const Opening& theirs = openings[static_cast<size_t>(h)];
-        const std::byte* each = messages[static_cast<size_t>(h)].head + sizeof theirs;
-        for (const int r : hosts_.on(h)) {
-          Fingerprint& f = all[static_cast<size_t>(r)];
-          f = theirs.fingerprint;
-          if (theirs.each == 0) continue;
-          std::memcpy(&f, each + static_cast<size_t>(hosts_.place(r)) * sizeof f, sizeof f);
-        }
-      }
-    }
-  }
-
-  if (!alone) {
-    // The leader hands on what it has gathered.
-    size_t total = 0;
-    for (int h = 0; h < hosts_.count(); h++) total += aligned(of_host(h));
-    const auto results = local_comm_.take(total);
-    const bool leads = place() == 0;
-    const auto same = [&](const auto& f) { return f.agrees(own); };
-    if (leads && std::all_of(all.begin(), all.end(), same)) {
-      std::byte* at = results.at(0);
-      for (int h = 0; h < hosts_.count(); h++) {
-        if (const size_t n = of_host(h); n > 0) std::memcpy(at, gathered[static_cast<size_t>(h)], n);
-        at += aligned(of_host(h));
-      }
-    }
-    StepLine& step = local_comm_.shm().step_line(0);
-    const size_t listed = ranks() * sizeof(Fingerprint);
-    local_comm_.base_step++;
-    if (leads) {
-      step.disagree = 0;
-      if (!all.empty()) {
-        const auto list = local_comm_.take(listed);
-        std::memcpy(list.at(0), all.data(), listed);
-        step.disagree = static_cast<uint32_t>(list.begin % local_comm_.shm().sizes().ring) + 1;
-      }
-      local_comm_.post_step(local_comm_.base_step, true);
-    } else {
-      local_comm_.wait_step_of(call, 0, local_comm_.base_step);
-      if (step.disagree != 0) {
-        local_comm_.take(listed);
-        all.resize(ranks());
-        std::memcpy(all.data(), local_comm_.shm().ring_at(0, step.disagree - 1), listed);
-      }
-    }
-    const std::byte* at = results.at(0);
-    for (int h = 0; h < hosts_.count(); h++) {
-      gathered[static_cast<size_t>(h)] = at;
-      at += aligned(of_host(h));
-    }
-  }
-  if (!all.empty()) {
-    if (const auto error = local_comm_.judge(call, std::move(all))) disagree(call, *error);
+  Exchange e{.call = call,
+             .mine = mine,
+             .contribution = contribution,
+             .alone = local_comm_.size() == 1,
+             .in_line = most <= CallLine::kInline,
+             .agree = call.about.fingerprint.site == 0,
+             .gathered = Bytes(static_cast<size_t>(hosts_.count()))};
+  if (!e.alone) assemble(e, most);
+  if (place() == 0) exchange_between_leaders(e);
+  if (!e.alone) distribute(e);
+  if (!e.all.empty()) {
+    if (const auto error = local_comm_.judge(call, std::move(e.all))) disagree(call, *error);
   }
   call.about.fingerprint.site = 0;  // compared: what follows on this host is one call in parts
-  return gathered;
+  return std::move(e.gathered);
+}
+
+size_t InterHostComm::bytes_of_host(const Contribution& contribution, int host) const {
+  if (contribution.kernel != nullptr) return contribution.nbytes(hosts_.leader(host));
+  size_t nbytes = 0;
+  for (const int r : hosts_.on(host)) nbytes += contribution.nbytes(r);
+  return nbytes;
+}
+
+const std::byte* InterHostComm::operand_of(const Exchange& e, int place) const {
+  if (e.alone) return static_cast<const std::byte*>(e.mine);
+  return e.in_line ? local_comm_.shm().call_line(place, e.call.number).payload.data() : e.operands.at(place);
+}
+
+// The ranks of this host compare their fingerprints and put their operands where the leader reads them.
+void InterHostComm::assemble(Exchange& e, size_t most) {
+  const size_t own = e.contribution.nbytes(me());
+  next(e.call);
+  if (!e.in_line) {
+    e.operands = local_comm_.take(most);
+    local_comm_.copier().copy(e.operands.at(place()), static_cast<const std::byte*>(e.mine), own);
+  }
+  e.agree = local_comm_.assemble(e.call, e.mine, e.in_line ? own : 0);
+}
+
+// Writes the message of this host into outgoing_.
+InterHostComm::LeaderMessage InterHostComm::write_message(const Exchange& e) {
+  const Fingerprint& own = e.call.about.fingerprint;
+  Opening opening{
+      .call = e.call.about.call, .each = 0, .nbytes = bytes_of_host(e.contribution, here()), .fingerprint = own};
+  std::vector<Fingerprint> local;
+  if (!e.agree) {
+    local = e.alone ? std::vector{own} : local_comm_.fingerprints(e.call);
+    opening.each = static_cast<uint32_t>(local.size());
+    // A rank that calls something else has contributed something else.
+    if (!std::all_of(local.begin(), local.end(), [&](const auto& f) { return f.agrees(own); })) opening.nbytes = 0;
+  }
+  const size_t head = head_of(opening);
+  outgoing_.resize(head + (e.alone ? 0 : opening.nbytes));
+  std::memcpy(outgoing_.data(), &opening, sizeof opening);
+  if (!local.empty()) std::memcpy(outgoing_.data() + sizeof opening, local.data(), head - sizeof opening);
+  if (e.alone) return {outgoing_.data(), static_cast<const std::byte*>(e.mine)};
+  std::byte* const body = outgoing_.data() + head;
+  if (opening.nbytes > 0 && e.contribution.kernel != nullptr) {
+    std::vector<const void*> operands;
+    for (int p = 0; p < local_comm_.size(); p++) operands.push_back(operand_of(e, p));
+    e.contribution.kernel(body, operands.data(), local_comm_.size(), e.contribution.count, local_comm_.size());
+  } else if (opening.nbytes > 0) {
+    std::byte* at = body;
+    for (int p = 0; p < local_comm_.size(); p++) {
+      const size_t n = e.contribution.nbytes(local_ranks()[static_cast<size_t>(p)]);
+      if (n > 0) std::memcpy(at, operand_of(e, p), n);
+      at += n;
+    }
+  }
+  return {outgoing_.data(), body};
+}
+
+void InterHostComm::exchange_between_leaders(Exchange& e) {
+  const LeaderMessage own = write_message(e);
+  const LeaderMessages messages =
+      hosts_.count() <= kDirectHosts ? exchange_directly(e.call, own, e.contribution) : disseminate(e.call, own);
+  for (size_t h = 0; h < messages.size(); h++) {
+    const Opening opening = opening_of(messages[h].head);
+    e.gathered[h] = messages[h].body;
+    e.agree = e.agree && opening.each == 0 && opening.fingerprint.agrees(e.call.about.fingerprint);
+  }
+  if (e.agree) return;
+  e.all.resize(ranks());
+  for (int h = 0; h < hosts_.count(); h++) {
+    const std::byte* head = messages[static_cast<size_t>(h)].head;
+    const Opening opening = opening_of(head);
+    for (const int r : hosts_.on(h)) {
+      Fingerprint& f = e.all[static_cast<size_t>(r)];
+      f = opening.fingerprint;
+      if (opening.each == 0) continue;
+      std::memcpy(&f, head + sizeof opening + static_cast<size_t>(hosts_.place(r)) * sizeof f, sizeof f);
+    }
+  }
+}
+
+// The leader passes on to its host what it has received.
+void InterHostComm::distribute(Exchange& e) {
+  const Fingerprint& own = e.call.about.fingerprint;
+  size_t total = 0;
+  for (int h = 0; h < hosts_.count(); h++) total += aligned(bytes_of_host(e.contribution, h));
+  const auto results = local_comm_.take(total);
+  StepLine& step = local_comm_.shm().step_line(0);
+  const size_t listed = ranks() * sizeof(Fingerprint);
+  local_comm_.base_step++;
+  if (place() == 0) {
+    if (std::all_of(e.all.begin(), e.all.end(), [&](const auto& f) { return f.agrees(own); })) {
+      std::byte* at = results.at(0);
+      for (int h = 0; h < hosts_.count(); h++) {
+        const size_t n = bytes_of_host(e.contribution, h);
+        if (n > 0) std::memcpy(at, e.gathered[static_cast<size_t>(h)], n);
+        at += aligned(n);
+      }
+    }
+    step.disagree = 0;
+    if (!e.all.empty()) {
+      const auto list = local_comm_.take(listed);
+      std::memcpy(list.at(0), e.all.data(), listed);
+      step.disagree = static_cast<uint32_t>(list.begin % local_comm_.shm().sizes().ring) + 1;
+    }
+    local_comm_.post_step(local_comm_.base_step, true);
+  } else {
+    local_comm_.wait_step_of(e.call, 0, local_comm_.base_step);
+    if (step.disagree != 0) {
+      local_comm_.take(listed);
+      e.all.resize(ranks());
+      std::memcpy(e.all.data(), local_comm_.shm().ring_at(0, step.disagree - 1), listed);
+    }
+  }
+  const std::byte* at = results.at(0);
+  for (int h = 0; h < hosts_.count(); h++) {
+    e.gathered[static_cast<size_t>(h)] = at;
+    at += aligned(bytes_of_host(e.contribution, h));
+  }
 }
 
 void InterHostComm::check(const LocalComm::Call& call, int host, const std::byte* message) const {

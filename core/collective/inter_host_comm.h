@@ -48,12 +48,19 @@ class InterHostComm {
   };
   // Returns each host's contribution, by host. It lies there until the next call.
   Bytes exchange(LocalComm::Call& call, const void* mine, const Contribution& contribution);
+  struct Exchange;
+  void assemble(Exchange& e, size_t most);
+  void exchange_between_leaders(Exchange& e);
+  void distribute(Exchange& e);
+  const std::byte* operand_of(const Exchange& e, int place) const;
+  size_t bytes_of_host(const Contribution& contribution, int host) const;
   // What a leader sends: an Opening with fingerprints, and the contribution of its host.
   struct LeaderMessage {
     const std::byte* head;
     const std::byte* body;
   };
   using LeaderMessages = std::vector<LeaderMessage>;
+  LeaderMessage write_message(const Exchange& e);
   // Between the leaders: each gives its message, and gets those of all, by host.
   LeaderMessages exchange_directly(LocalComm::Call& call, const LeaderMessage& own, const Contribution& contribution);
   LeaderMessages disseminate(LocalComm::Call& call, const LeaderMessage& own);
