@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from allranks._base.errors import ConfigError
-from allranks._cluster.context import CHOICES, Place, detect, read_hosts, with_domain
+from allranks._cluster.context import LaunchContext as Here
+from allranks._cluster.context import with_domain
+from allranks._cluster.detection import CHOICES, command_for, detect, read_hosts
 from allranks._cluster.hostlist import Slots
 
 Env = dict[str, str]
@@ -145,50 +147,50 @@ TORCHRUN: Env = {
     "TORCHELASTIC_RUN_ID": "none",
 }
 TWO = (Slots("node1", 2), Slots("node2", 1))
-LOCAL = Place("local", "none")
+LOCAL = Here("local", "none")
 
 RANKS = {
     "allranks": (
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "ALLRANKS_STORE": "unix:@x", "TORCHELASTIC_RUN_ID": "y"},
-        Place("allranks", "rank", 1, 2, 1),
+        Here("allranks", "rank", 1, 2, 1),
     ),
-    "torchrun": (TORCHRUN, Place("torchrun", "rank", 3, 4, 1, 2, 1, 2, "node0")),
-    "by hand": ({"RANK": "0", "WORLD_SIZE": "2"}, Place("torchrun", "rank", 0, 2)),
-    "THD": ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0:29500"}, Place("torchrun", "rank", 1, 2, leader="n0")),
-    "PyTorchJob's pod": (PYTORCHJOB, Place("torchrun", "rank", 1, 3, leader="train-master-0")),
-    "Open MPI": (OPENMPI, Place("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
-    "MVAPICH2": (MVAPICH, Place("mvapich", "rank", 1, 4, 1, 2)),
-    "MPICH": (MPICH, Place("mpich", "rank", 1, 2, 0, 1, pmi=11)),
+    "torchrun": (TORCHRUN, Here("torchrun", "rank", 3, 4, 1, 2, 1, 2, "node0")),
+    "by hand": ({"RANK": "0", "WORLD_SIZE": "2"}, Here("torchrun", "rank", 0, 2)),
+    "THD": ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0:29500"}, Here("torchrun", "rank", 1, 2, leader="n0")),
+    "PyTorchJob's pod": (PYTORCHJOB, Here("torchrun", "rank", 1, 3, leader="train-master-0")),
+    "Open MPI": (OPENMPI, Here("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
+    "MVAPICH2": (MVAPICH, Here("mvapich", "rank", 1, 4, 1, 2)),
+    "MPICH": (MPICH, Here("mpich", "rank", 1, 2, 0, 1, pmi=11)),
     "PALS": (
         PALS,
-        Place("pals", "rank", 5, 8, 1, 4, 1, hostfile=f"PBS_NODEFILE={PALS['PBS_NODEFILE']}", job="4f7d"),
+        Here("pals", "rank", 5, 8, 1, 4, 1, hostfile=f"PBS_NODEFILE={PALS['PBS_NODEFILE']}", job="4f7d"),
     ),
     "jsrun": (
         JSRUN,
-        Place("jsrun", "rank", 7, 12, 1, 6, hostfile=f"LSB_DJOB_RANKFILE={JSRUN['LSB_DJOB_RANKFILE']}", job="99"),
+        Here("jsrun", "rank", 7, 12, 1, 6, hostfile=f"LSB_DJOB_RANKFILE={JSRUN['LSB_DJOB_RANKFILE']}", job="99"),
     ),
-    "flux run": (FLUX, Place("flux", "rank", 1, 4, 1, nodes=2, job="ƒ2eM", pmi=9)),
+    "flux run": (FLUX, Here("flux", "rank", 1, 4, 1, nodes=2, job="ƒ2eM", pmi=9)),
     "srun": (
         STEP,
-        Place("slurm", "rank", 2, 3, 0, 1, 1, 2, "node1", (20000, 20001), TWO, job="17.0"),
+        Here("slurm", "rank", 2, 3, 0, 1, 1, 2, "node1", (20000, 20001), TWO, job="17.0"),
     ),
     "srun --mpi=pmi2": (
         STEP | {"PMI_RANK": "2", "PMI_SIZE": "3", "PMI_FD": "10"},
-        Place("slurm", "rank", 2, 3, 0, 1, 1, 2, "node1", (20000, 20001), TWO, job="17.0", pmi=10),
+        Here("slurm", "rank", 2, 3, 0, 1, 1, 2, "node1", (20000, 20001), TWO, job="17.0", pmi=10),
     ),
     "one task per node": (
         ONE_EACH,
-        Place("slurm", "rank", 1, 2, 0, 1, 1, 2, "node1", (20000, 20001), (Slots("node1", 1), Slots("node2", 1)),
+        Here("slurm", "rank", 1, 2, 0, 1, 1, 2, "node1", (20000, 20001), (Slots("node1", 1), Slots("node2", 1)),
               job="17.0"),
     ),
     # What is started inside of something wins.
-    "mpirun in a batch script": (BATCH | OPENMPI, Place("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
-    "mpirun by srun's daemons": (STEP | OPENMPI, Place("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
-    "mpiexec by srun's proxies": (STEP | MPICH, Place("mpich", "rank", 1, 2, 0, 1, pmi=11)),
-    "torchrun in a step": (STEP | TORCHRUN, Place("torchrun", "rank", 3, 4, 1, 2, 1, 2, "node0")),
+    "mpirun in a batch script": (BATCH | OPENMPI, Here("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
+    "mpirun by srun's daemons": (STEP | OPENMPI, Here("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"])),
+    "mpiexec by srun's proxies": (STEP | MPICH, Here("mpich", "rank", 1, 2, 0, 1, pmi=11)),
+    "torchrun in a step": (STEP | TORCHRUN, Here("torchrun", "rank", 3, 4, 1, 2, 1, 2, "node0")),
     "mpirun in an allocation of PBS": (
         OPENMPI | {"PBS_NODEFILE": "/x", "PBS_TASKNUM": "1"},
-        Place("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"]),
+        Here("openmpi", "rank", 3, 4, 1, 2, job=OPENMPI["PMIX_NAMESPACE"]),
     ),
     # No ranks, for a program.
     "nothing": ({}, LOCAL),
@@ -202,27 +204,27 @@ RANKS = {
 NODES = {
     "srun, one task per node": (
         ONE_EACH,
-        Place("slurm", "node", 1, 2, None, None, 1, 2, "node1", (20000, 20001), (Slots("node1", 1), Slots("node2", 1)),
+        Here("slurm", "node", 1, 2, None, None, 1, 2, "node1", (20000, 20001), (Slots("node1", 1), Slots("node2", 1)),
               job="17.0"),
     ),
-    "mpiexec -ppn 1": (MPICH, Place("mpich", "node", 1, 2, node=1, nodes=2, pmi=11)),
+    "mpiexec -ppn 1": (MPICH, Here("mpich", "node", 1, 2, node=1, nodes=2, pmi=11)),
     "flux run, one task per node": (
         FLUX | {"FLUX_JOB_SIZE": "2", "PMI_SIZE": "2"},
-        Place("flux", "node", 1, 2, node=1, nodes=2, job="ƒ2eM", pmi=9),
+        Here("flux", "node", 1, 2, node=1, nodes=2, job="ƒ2eM", pmi=9),
     ),
-    "Kubeflow": (KUBEFLOW, Place("kubeflow", "node", node=1, nodes=2, leader="train-node-0-0.train", ports=(29400,))),
+    "Kubeflow": (KUBEFLOW, Here("kubeflow", "node", node=1, nodes=2, leader="train-node-0-0.train", ports=(29400,))),
     "Kubeflow, elastic": (
         KUBEFLOW | {"PET_NNODES": "1:4"},
-        Place("kubeflow", "node", node=1, leader="train-node-0-0.train", ports=(29400,)),
+        Here("kubeflow", "node", node=1, leader="train-node-0-0.train", ports=(29400,)),
     ),
     "PyTorchJob": (
-        PYTORCHJOB, Place("pytorchjob", "node", node=1, nodes=3, leader="train-master-0", ports=(23456,))
+        PYTORCHJOB, Here("pytorchjob", "node", node=1, nodes=3, leader="train-master-0", ports=(23456,))
     ),
-    "Indexed Job": (INDEXED, Place("indexedjob", "node", node=3, leader="my-job-0", job="my-job")),
-    "JobSet": (JOBSET, Place("jobset", "node", node=3, leader="js-workers-0-0.js", job="js-workers-0")),
+    "Indexed Job": (INDEXED, Here("indexedjob", "node", node=3, leader="my-job-0", job="my-job")),
+    "JobSet": (JOBSET, Here("jobset", "node", node=3, leader="js-workers-0-0.js", job="js-workers-0")),
     "SageMaker": (
         SAGEMAKER,
-        Place("sagemaker", "node", node=1, nodes=2, leader="algo-1", hosts=(Slots("algo-1"), Slots("algo-2"))),
+        Here("sagemaker", "node", node=1, nodes=2, leader="algo-1", hosts=(Slots("algo-1"), Slots("algo-2"))),
     ),
     # Several tasks per node: each is a rank, for a launcher, too.
     "srun": (STEP, RANKS["srun"][1]),
@@ -232,35 +234,35 @@ NODES = {
     # Allocations.
     "sbatch in a step": (
         BATCH | {name: "0" if name.endswith("ID") else "1" for name in STEP if name.startswith("SLURM_STEP")},
-        Place("slurm", "allocation", nodes=2, leader="node1", hosts=TWO, ways=("srun",), job="17"),
+        Here("slurm", "allocation", nodes=2, leader="node1", hosts=TWO, ways=("srun",), job="17"),
     ),
-    "sbatch": (BATCH, Place("slurm", "allocation", nodes=2, leader="node1", hosts=TWO, ways=("srun",), job="17")),
+    "sbatch": (BATCH, Here("slurm", "allocation", nodes=2, leader="node1", hosts=TWO, ways=("srun",), job="17")),
     "PBS": (
         {"PBS_NODEFILE": "/var/spool/pbs/aux/12", "PBS_JOBID": "12.pbs", "PBS_TASKNUM": "1"},
-        Place("pbs", "allocation", hostfile="PBS_NODEFILE=/var/spool/pbs/aux/12", ways=("pbsdsh",),
+        Here("pbs", "allocation", hostfile="PBS_NODEFILE=/var/spool/pbs/aux/12", ways=("pbsdsh",),
               job="12.pbs"),
     ),
     "LSF": (
         {"LSB_DJOB_HOSTFILE": "/home/me/.lsbatch/9", "LSB_MCPU_HOSTS": "a1 4 a2 4", "LSB_JOBID": "9"},
-        Place("lsf", "allocation", nodes=2, leader="a1", hosts=(Slots("a1", 4), Slots("a2", 4)),
+        Here("lsf", "allocation", nodes=2, leader="a1", hosts=(Slots("a1", 4), Slots("a2", 4)),
               hostfile="LSB_DJOB_HOSTFILE=/home/me/.lsbatch/9", ways=("blaunch",), job="9"),
     ),
     "SGE": (
         {"PE_HOSTFILE": "/var/spool/sge/pe_hostfile", "JOB_ID": "5"},
-        Place("sge", "allocation", hostfile="PE_HOSTFILE=/var/spool/sge/pe_hostfile", ways=("qrsh",), job="5"),
+        Here("sge", "allocation", hostfile="PE_HOSTFILE=/var/spool/sge/pe_hostfile", ways=("qrsh",), job="5"),
     ),
-    "Flux": ({"FLUX_URI": "local:///run/flux/local"}, Place("flux", "allocation", ways=("flux",))),
+    "Flux": ({"FLUX_URI": "local:///run/flux/local"}, Here("flux", "allocation", ways=("flux",))),
     "nothing": ({}, LOCAL),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("environ", "place"), RANKS.values(), ids=RANKS)
-def test_a_program(environ: Env, place: Place) -> None:
+def test_a_program(environ: Env, place: Here) -> None:
     assert detect(environ, launcher=False) == place
 
 
 @pytest.mark.parametrize(("environ", "place"), NODES.values(), ids=NODES)
-def test_a_launcher(environ: Env, place: Place) -> None:
+def test_a_launcher(environ: Env, place: Here) -> None:
     assert detect(environ, launcher=True) == place
 
 
@@ -358,10 +360,10 @@ def test_hosts_in_files(tmp_path: Path, name: str, text: str, hosts: Any) -> Non
 def test_the_way_is_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     place = detect(NODES["PBS"][0], launcher=True)
-    assert place.way == "ssh"
+    assert command_for(place).name == "ssh"
     (tmp_path / "pbsdsh").write_text("#!/bin/sh\n")
     (tmp_path / "pbsdsh").chmod(0o755)
-    assert place.way == "pbsdsh"
+    assert command_for(place).name == "pbsdsh"
 
 
 def test_names_in_a_cluster() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks._cluster.context import CHOICES
+from allranks._cluster.detection import CHOICES
 from allranks.tools import env
 
 STEP = {

@@ -21,7 +21,7 @@ from allranks._base.public import publish
 from allranks._call.bytes import bytes_of
 from allranks._call.purpose import part_of
 from allranks._call.work import seconds_of
-from allranks._cluster.context import detect
+from allranks._cluster.detection import detect
 from allranks._engines.native_connect import RECORD_BYTES
 from allranks._group.process_group import ProcessGroup
 

@@ -4,7 +4,7 @@ Every launcher (torchrun, mpirun with exports, a person with three shells, ``all
 who it is through the environment, and most failed starts are a variable that is missing or wrong. So all of
 them stand in one table, are read in one place, and an error shows the value seen, the value expected and an
 example. Where none of them is set, the variables of launchers and schedulers (mpirun, srun, ...) count:
-``_cluster.context`` has the list. Reading and checking the secret belongs to ``_store``.
+``_cluster.detection`` has the list. Reading and checking the secret belongs to ``_store``.
 
 Source: torchrun's variables, and THD's (``MASTER_ADDR=host:port`` on the workers, ``MASTER_PORT`` on rank 0).
 """
@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from allranks._base.errors import ConfigError
-from allranks._cluster.context import CHOICES, Place, detect
+from allranks._cluster.context import LaunchContext
+from allranks._cluster.detection import CHOICES, detect
 
 __all__ = ["BACKENDS", "VARIABLES", "JobEnv", "Variable", "is_master", "read_env", "read_int", "split_host_port"]
 
@@ -142,7 +143,7 @@ class JobEnv:
     local_world_size: int | None = None
     node_rank: int | None = None
     agent: str = ""
-    place: Place | None = None
+    place: LaunchContext | None = None
 
 
 def read_env(
@@ -244,7 +245,7 @@ def split_host_port(text: str, source: str) -> tuple[str, int | None]:
     return host, read_int({f"the port in {source}": port}, f"the port in {source}", 1, 65535)
 
 
-def _read_place(rank: int, world_size: int, env: Mapping[str, str], meets: bool) -> Place | None:
+def _read_place(rank: int, world_size: int, env: Mapping[str, str], meets: bool) -> LaunchContext | None:
     """Which rank this is by what started it, where neither arguments nor torch's variables say so.
 
     Where both arguments do, and only nobody says where the ranks meet (``meets``), they may mean the same.

@@ -37,7 +37,8 @@ import msgspec
 
 from allranks._base.errors import ConfigError, JoinError, StoreLostError, TimeoutError, UsageError
 from allranks._base.threads import Daemon
-from allranks._cluster.context import PORTS_TRIED, Place, job_ports, job_secret, read_hosts
+from allranks._cluster.context import PORTS_TRIED, LaunchContext, job_ports, job_secret
+from allranks._cluster.detection import read_hosts
 from allranks._cluster.env import is_master, read_env, read_int, split_host_port
 from allranks._cluster.hostlist import Slots
 from allranks._cluster.network import machine, published_addresses
@@ -350,7 +351,7 @@ class _Attempt:
                 )
             return
 
-    def meet_by_place(self, place: Place, environ: Mapping[str, str]) -> None:
+    def meet_by_place(self, place: LaunchContext, environ: Mapping[str, str]) -> None:
         """Meets by what the launcher, not one of ours or torch's, knows of this job.
 
         Raises:
@@ -385,7 +386,7 @@ class _Attempt:
             b"",
         )
 
-    def meet_on_some_port(self, place: Place, secret: bytes) -> None:
+    def meet_on_some_port(self, place: LaunchContext, secret: bytes) -> None:
         """Serves on one of some ports as rank 0, or looks for rank 0 on them.
 
         Any other program may hold one of them, also another job of this user: who does not prove that it knows this

@@ -16,9 +16,11 @@ from typing import Any, TextIO, TypeVar, get_args
 
 from allranks._base.errors import ConfigError, RankError, TimeoutError, UsageError, rank_list
 from allranks._base.public import publish
-from allranks._cluster.context import detect, read_hosts
+from allranks._cluster.detection import command_for, detect, read_hosts
 from allranks._cluster.host import visible_gpus
 from allranks._cluster.hostlist import Slots, parse_hosts
+from allranks._cluster.schedulers.interface import RemoteCommand
+from allranks._cluster.schedulers.ssh import SSH
 from allranks.launch.arguments.layout import share_out
 from allranks.launch.arguments.options import Bind, Display, Options, Show
 from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_result
@@ -111,11 +113,12 @@ def run(
         raise UsageError(f"fn must be a function; {fn!r} is none")
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
         raise UsageError(f"args={args!r}: expected a tuple of the arguments, (x,) for one")
-    used, way = _hosts(hosts)
+    used, command = _hosts(hosts)
+    here = command is None
     options = Options(
         target=Target("function", name_of(fn), payload=pack(fn, args, kwargs or {})),
         nproc=n,
-        per_host=("gpu" if len(visible_gpus(os.environ)) else "auto") if n is None and way == "here" else None,
+        per_host=("gpu" if len(visible_gpus(os.environ)) else "auto") if n is None and here else None,
         hosts=used,
         display=Display(show=show),
         threads=threads,
@@ -130,7 +133,7 @@ def run(
         used = tuple(host for host, count in zip(used, counts, strict=True) if count)
     job = Job(options, len(used), len(used), streams=output_streams(), until=until)
     try:
-        job.open_by("ssh" if way == "here" else way, used)
+        job.open_by(command or SSH, used)
         code = job.run()
     except ConfigError as error:
         if until is not None and time.monotonic() >= until:
@@ -171,14 +174,14 @@ def _outcome(job: Job, code: int, timeout: float | None) -> list[Any]:
     return results
 
 
-def _hosts(hosts: str | Sequence[str] | None) -> tuple[tuple[Slots, ...], str]:
-    """Where to run, and how these hosts are reached: "here" for this one alone."""
+def _hosts(hosts: str | Sequence[str] | None) -> tuple[tuple[Slots, ...], RemoteCommand | None]:
+    """Where to run, and how these hosts are reached; None for this one alone."""
     if hosts is not None:
-        return parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts), "hosts"), "ssh"
+        return parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts), "hosts"), SSH
     place = detect(os.environ, launcher=True)
     if place.role == "allocation" and len(found := read_hosts(place)) > 1:
-        return found, place.way
-    return (Slots(socket.gethostname()),), "here"
+        return found, command_for(place)
+    return (Slots(socket.gethostname()),), None
 
 
 def output_streams() -> tuple[TextIO | None, TextIO | None] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import signal
 import socket
 import subprocess
@@ -14,10 +13,12 @@ from dataclasses import fields
 
 from allranks._base.console import interruptible, put
 from allranks._base.errors import ConfigError
-from allranks._cluster.context import PORTS_TRIED, Place, detect, job_ports, job_secret, read_hosts, with_domain
+from allranks._cluster.context import PORTS_TRIED, LaunchContext, job_ports, job_secret, with_domain
+from allranks._cluster.detection import command_for, detect, read_hosts
 from allranks._cluster.host import usable_cpus, visible_gpus
-from allranks._cluster.hostlist import Slots, expand_hosts
+from allranks._cluster.hostlist import Slots
 from allranks._cluster.network import published_addresses
+from allranks._cluster.schedulers.ssh import SSH
 from allranks._store import load_secret
 from allranks.launch.arguments.layout import describe_plan, share_out
 from allranks.launch.arguments.options import Options
@@ -79,7 +80,7 @@ def launch(options: Options) -> int | Rank:
         return 128 + signal.SIGINT
 
 
-def _launch(options: Options, place: Place) -> int | Rank:
+def _launch(options: Options, place: LaunchContext) -> int | Rank:
     if place.role == "rank" and place.kind not in _LAUNCHED and not options.hosts and options.node is None:
         if options.nproc is None and options.per_host is None:
             return _run_in_place(options, place)
@@ -88,15 +89,17 @@ def _launch(options: Options, place: Place) -> int | Rank:
             " in each of them. Leave it out to run the program as that rank, or say --env local"
         )
     if options.hosts or (place.role == "allocation" and options.node is None):
-        way = place.way if place.role == "allocation" else "ssh"
-        if options.hosts and way == "pbsdsh":
-            way = "ssh"  # it knows hosts by their line in PBS_NODEFILE only
-        hosts = options.hosts or read_hosts(place) or _ask_flux()
-        options.voice.tell(f"hosts: {', '.join(map(str, hosts))}, by {way}")
+        command = command_for(place) if place.role == "allocation" else SSH
+        if options.hosts and not command.takes_names:
+            command = SSH
+        hosts = options.hosts or read_hosts(place)
+        if not hosts:
+            raise ConfigError(f"this is an allocation of {place.kind}, which lists no hosts; name them (--hosts)")
+        options.voice.tell(f"hosts: {', '.join(map(str, hosts))}, by {command.name}")
         if not (len(hosts) == 1 and is_here(hosts[0].name)):
             _refuse_stdin(options)
             with interruptible():
-                return run_there(options, hosts, way)
+                return run_there(options, hosts, command)
         return _run_here(options, hosts[0])
     nodes = options.nodes or ((place.nodes, place.nodes) if place.role == "node" and place.nodes else None)
     _check_number(options, nodes)
@@ -135,16 +138,6 @@ def _check_number(options: Options, nodes: tuple[int, int] | None) -> None:
         raise ConfigError(f"--node-rank {options.node} is out of range; there {count}, numbered from 0")
 
 
-def _ask_flux() -> tuple[Slots, ...]:
-    """The hosts of a Flux instance, which stand in no variable."""
-    words = ["flux", "getattr", "hostlist"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"cannot ask Flux for its hosts ({shlex.join(words)}): {error}") from None
-    return tuple(Slots(name) for name in expand_hosts(done.stdout.strip(), shlex.join(words)))
-
-
 def _run_here(options: Options, host: Slots) -> int | Rank:
     if options.nodes is not None and options.nodes[0] > 1:
         raise ConfigError(f"{options.nodes[0]} hosts were asked for (-N), and there is only {host.name}")
@@ -158,7 +151,7 @@ def _run_here(options: Options, host: Slots) -> int | Rank:
     return run_here(options, nproc)
 
 
-def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | Rank:
+def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -> int | Rank:
     node = options.node if options.node is not None else place.node
     name, port = options.leader or (place.leader, None)
     if options.node is None and node is not None and not name:
@@ -199,7 +192,7 @@ def _run_among(options: Options, place: Place, nodes: tuple[int, int]) -> int | 
     return join_leader(options, node, [(name, port) for name in names for port in ports], secret)
 
 
-def _run_in_place(options: Options, place: Place) -> int:
+def _run_in_place(options: Options, place: LaunchContext) -> int:
     """Becomes the program, as the rank that this process is already."""
     environ = _environ_in_place(options, place.kind)
     target = options.target.on(place.local_rank or 0, place.rank or 0)

@@ -8,7 +8,6 @@ anyway, and may not reach this one.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
 import pwd
@@ -29,25 +28,17 @@ from allranks._base.errors import ConfigError, rank_list
 from allranks._cluster.host import usable_cpus, visible_gpus
 from allranks._cluster.hostlist import Slots
 from allranks._cluster.network import published_addresses
+from allranks._cluster.schedulers.interface import PerHost, RemoteCommand
 from allranks._store import load_secret
 from allranks._store.address import addresses_of
 from allranks.launch.arguments.layout import describe_plan, share_out
 from allranks.launch.arguments.options import Options
 from allranks.launch.error_file import write_error_file
+from allranks.launch.hosts.agent_command import HERE, agent_words, carried
 from allranks.launch.hosts.door import Door, dial, store_secret
 from allranks.launch.hosts.fleet import Fleet, Host, wrong_version
 from allranks.launch.hosts.link import LinkLost, to_launcher
 from allranks.launch.hosts.serve import Station, hello
-from allranks.launch.hosts.ways import (
-    LIKE_SSH,
-    agent_words,
-    carried,
-    flux_words,
-    like_ssh,
-    pbsdsh_words,
-    srun_environ,
-    srun_words,
-)
 from allranks.launch.messages import Prepare, Ready, Start
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.rank import Rank
@@ -86,13 +77,13 @@ def _is_me(user: str) -> bool:
         return False
 
 
-def run_there(options: Options, hosts: Sequence[Slots], way: str) -> int:
+def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) -> int:
     """Runs a job on these hosts.
 
     Args:
         options: what the command line says.
         hosts: the hosts; those of an allocation where ``options`` has none.
-        way: how they are reached.
+        command: how they are reached.
 
     Raises:
         ConfigError: the job cannot be started as asked.
@@ -123,11 +114,11 @@ def run_there(options: Options, hosts: Sequence[Slots], way: str) -> int:
     else:
         words = ["one rank for each CPU" if options.per_host == "auto" else "one rank for each GPU"] * len(hosts)
     if options.dry_run:
-        print(describe_plan([host.name for host in hosts], words, f"by {way}", options.target.words()))
+        print(describe_plan([host.name for host in hosts], words, f"by {command.name}", options.target.words()))
         return 0
     job = Job(options, least, len(hosts))
     try:
-        job.open_by(way, hosts)
+        job.open_by(command, hosts)
         return job.run()
     finally:
         job.close()
@@ -267,46 +258,14 @@ class Job:
     def elastic(self) -> bool:
         return self.least < self.most
 
-    def open_by(self, way: str, hosts: Sequence[Slots]) -> None:
+    def open_by(self, command: RemoteCommand, hosts: Sequence[Slots]) -> None:
         """Starts agents on these hosts."""
         options = self.options
-        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        count_gpus = options.per_host == "gpu"
         until = time.monotonic() + options.join_timeout_s
-        environ = dict(os.environ)
-        python = sys.executable
-        if way in LIKE_SSH:
-            agent = agent_words(python, flags, count_gpus=count_gpus)
-            needed = {name: environ[name] for name in ("PYTHONPATH",) if name in environ}
-            for host in hosts:
-                if is_here(host.name):
-                    options.voice.tell(f"{host.name} is this host")
-                    self.fleet.start_host(host.name, "agent", agent, python, environ)
-                else:
-                    words = like_ssh(way, host.name, agent, needed, options.ssh)
-                    options.voice.tell(f"starting {shlex.join(words)}")
-                    self.fleet.start_host(host.name, way, words, python, environ)
+        if command.per_host is not None:
+            self._start_each(command.per_host, command, hosts)
         else:
-            # Variables do not get through pbsdsh: there the secret is the one of this user.
-            if way == "pbsdsh":
-                self.key = load_secret()
-            door = _open_door(["0.0.0.0"], [0], self.key)
-            self.fleet.close()
-            self.fleet = self._new_fleet(door)
-            names = [host.name for host in hosts]
-            self.fleet.expect(names, way)
-            dialled = f"{','.join(published_addresses())}:{door.port}"
-            agent = agent_words(python, flags, dialled, count_gpus)
-            environ["ALLRANKS_SECRET"] = self.key.decode()
-            if way == "pbsdsh":
-                lines = itertools.accumulate((host.count or 1 for host in hosts), initial=0)
-                for line, _ in zip(lines, hosts, strict=False):
-                    options.voice.tell(f"starting {shlex.join(pbsdsh_words(line, agent))}")
-                    self.fleet.start_crowd(way, pbsdsh_words(line, agent), environ)
-            else:
-                words = srun_words(names, agent) if way == "srun" else flux_words(names, agent)
-                options.voice.tell(f"starting {shlex.join(words)}")
-                self.fleet.start_crowd(way, words, srun_environ(environ) if way == "srun" else environ)
+            self._start_all(command, hosts)
         for place, (there, slots) in enumerate(zip(self.fleet, hosts, strict=True)):
             there.place, there.slots = place, slots.count
 
@@ -317,6 +276,39 @@ class Job:
             return self.fleet.greeted()
 
         self.fleet.gather(until, enough)
+
+    def _start_each(self, words_for: PerHost, command: RemoteCommand, hosts: Sequence[Slots]) -> None:
+        """Starts a process for each host, whose pipes connect us with its agent."""
+        options, environ = self.options, dict(os.environ)
+        agent = self._agent_words()
+        needed = [f"{name}={environ[name]}" for name in ("PYTHONPATH",) if name in environ]
+        for host in hosts:
+            if is_here(host.name):
+                options.voice.tell(f"{host.name} is this host")
+                self.fleet.start_host(host.name, HERE, agent, sys.executable, environ)
+            else:
+                words = words_for(host.name, ["env", *needed, *agent] if needed else agent, options.ssh)
+                options.voice.tell(f"starting {shlex.join(words)}")
+                self.fleet.start_host(host.name, command, words, sys.executable, command.environ(environ))
+
+    def _start_all(self, command: RemoteCommand, hosts: Sequence[Slots]) -> None:
+        """Starts commands that start agents on all hosts, which connect to us."""
+        if not command.carries_environ:  # the secret is the one of this user then
+            self.key = load_secret()
+        door = _open_door(["0.0.0.0"], [0], self.key)
+        self.fleet.close()
+        self.fleet = self._new_fleet(door)
+        self.fleet.expect([host.name for host in hosts], command)
+        agent = self._agent_words(f"{','.join(published_addresses())}:{door.port}")
+        environ = command.environ({**os.environ, "ALLRANKS_SECRET": self.key.decode()})
+        assert command.for_all is not None
+        for words in command.for_all(hosts, agent):
+            self.options.voice.tell(f"starting {shlex.join(words)}")
+            self.fleet.start_crowd(command, words, environ)
+
+    def _agent_words(self, dial: str = "") -> list[str]:
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        return agent_words(sys.executable, flags, dial, count_gpus=self.options.per_host == "gpu")
 
     def _drop(self, host: Host) -> None:
         """Goes on without a host that is gone, as long as there are enough."""
@@ -329,7 +321,7 @@ class Job:
         options, fleet = self.options, self.fleet
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         agent = agent_words(sys.executable, flags, count_gpus=options.per_host == "gpu")
-        own = fleet.start_host("this host", "agent", agent, sys.executable, os.environ)
+        own = fleet.start_host("this host", HERE, agent, sys.executable, os.environ)
         own.slots = _own_slots(options)
         until = time.monotonic() + options.join_timeout_s
         tell_at = time.monotonic() + _TELL_S

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from allranks._base.errors import ConfigError, TimeoutError
 from allranks._cluster.hostlist import Slots
+from allranks._cluster.schedulers.ssh import SSH
 from allranks.launch.arguments.options import Options
 from allranks.launch.call import output_streams
 from allranks.launch.messages import Again
@@ -68,7 +69,7 @@ class Crew:
             ConfigError: a host cannot be reached.
         """
         try:
-            self._job.open_by("ssh", self._hosts)
+            self._job.open_by(SSH, self._hosts)
         except BaseException:
             self._job.close()
             raise

@@ -2,7 +2,7 @@
 
 For the moment when ranks do not find each other, or a job runs on one node in place of four: it prints what a program
 and what ``allranks run`` would make of this environment, so that it is best started as the program is (``srun allranks
-env``). It works where torch does not. ``_cluster.context`` finds the launcher or scheduler; the table of variables is
+env``). It works where torch does not. ``_cluster.detection`` finds the launcher or scheduler; the table of variables is
 in ``_cluster.env``.
 """
 
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from allranks._base.console import put
 from allranks._base.errors import ConfigError
-from allranks._cluster.context import CHOICES, Clue, Place, detect
+from allranks._cluster.context import Clue, LaunchContext
+from allranks._cluster.detection import CHOICES, command_for, detect
 from allranks._cluster.env import VARIABLES
-from allranks.launch.arguments.options import Parser
+from allranks.launch.arguments.options import Parser, environment_kind
 
 __all__ = ["Report", "collect", "main", "render"]
 
@@ -42,15 +43,15 @@ class Report:
     """
 
     host: str
-    program: Place | None
-    launcher: Place | None
+    program: LaunchContext | None
+    launcher: LaunchContext | None
     variables: tuple[Clue, ...]
     trouble: tuple[str, ...] = ()
 
 
 def collect(environ: Mapping[str, str], override: str = "auto") -> Report:
     """Looks at an environment."""
-    found: dict[bool, Place | None] = {}
+    found: dict[bool, LaunchContext | None] = {}
     trouble: list[str] = []
     for launcher in (False, True):
         try:
@@ -95,7 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 2 where the environment is wrong.
     """
     parser = Parser(prog="allranks env", description="Say what started this process, from which variables, and why.")
-    parser.add_argument("--env", choices=CHOICES, default="auto", help="look for this only (as ALLRANKS_ENV)")
+    parser.add_argument(
+        "--env",
+        type=environment_kind,
+        metavar=f"{{{','.join(CHOICES)}}}",
+        default="auto",
+        help="look for this only (as ALLRANKS_ENV)",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     try:
         options = parser.parse_args(argv)
@@ -108,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2 if report.trouble else 0
 
 
-def _summary(place: Place, program: bool) -> str:
+def _summary(place: LaunchContext, program: bool) -> str:
     if place.role == "rank" and not program:
         return f"runs it in place, as rank {place.rank} of {place.size} ({place.kind})"
     if place.role == "rank":
@@ -118,11 +125,11 @@ def _summary(place: Place, program: bool) -> str:
         return f"starts the ranks of this node, which is node {place.node}{nodes} ({place.kind})"
     if place.role == "allocation":
         nodes = f"on {place.nodes} nodes" if place.nodes else "on its nodes"
-        return f"starts the ranks {nodes} of this allocation, by {place.way} ({place.kind})"
+        return f"starts the ranks {nodes} of this allocation, by {command_for(place).name} ({place.kind})"
     return "is alone: rank 0 of 1" if program else "starts all ranks on this host"
 
 
-def _facts(place: Place) -> list[tuple[str, str]]:
+def _facts(place: LaunchContext) -> list[tuple[str, str]]:
     """What more is known of a rank, or of the nodes."""
     known = []
     if place.local_rank is not None:

@@ -17,15 +17,16 @@ from typing import Any, Literal, NoReturn, get_args
 
 from allranks._base.console import ArgumentParser
 from allranks._base.errors import ConfigError
-from allranks._cluster.context import CHOICES
+from allranks._cluster.detection import CHOICES
 from allranks._cluster.env import BACKENDS
 from allranks._cluster.hostlist import Slots, parse_hostfile, parse_hosts
+from allranks._cluster.schedulers import scheduler_named
 from allranks.launch.arguments.meeting import Meeting, add_meeting, read_meeting
-from allranks.launch.hosts.ways import given
+from allranks.launch.hosts.agent_command import given
 from allranks.launch.ranks.target import Mode, Target, read_target
 from allranks.launch.voice import Voice
 
-__all__ = ["Bind", "Display", "Options", "Parser", "Show", "Streams", "parse"]
+__all__ = ["Bind", "Display", "Options", "Parser", "Show", "Streams", "environment_kind", "parse"]
 
 Show = Literal["0", "all", "none"]
 Bind = Literal["none", "core", "numa"]
@@ -307,7 +308,8 @@ def _parser() -> argparse.ArgumentParser:
         add(name, dest="node", type=_whole, metavar="I", help=shown if "-r" in name else _HIDE)
     add_meeting(parser)
     add("--role", default="default", help=_HIDE)
-    add("--env", default="auto", choices=CHOICES, metavar="KIND", help=f"what this place is: {', '.join(CHOICES)}")
+    kinds = f"what has started this process: {', '.join(CHOICES)}"
+    add("--env", default="auto", type=environment_kind, metavar="KIND", help=kinds)
     for name in ("--restarts", "--max-restarts", "--max_restarts"):
         shown = "start the job again when a rank fails, up to K times (default 0)"
         add(name, dest="restarts", type=_whole, default=0, metavar="K", help=shown if name == "--restarts" else _HIDE)
@@ -376,6 +378,13 @@ def _parser() -> argparse.ArgumentParser:
             add(spelling, action=_Elsewhere, nargs=0 if fitting is None else 1, const=fitting, help=argparse.SUPPRESS)
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def environment_kind(text: str) -> str:
+    """The value of ``--env``: one of ``CHOICES``, or a scheduler that an installed package brings."""
+    if text in CHOICES or scheduler_named(text) is not None:
+        return text
+    raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(map(repr, CHOICES))})")
 
 
 def _count(text: str) -> int | str:

@@ -15,14 +15,16 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from allranks import __version__
 from allranks._base.errors import ConfigError
+from allranks._cluster.schedulers.interface import RemoteCommand
+from allranks.launch.hosts.agent_command import CONNECTED, explain
 from allranks.launch.hosts.door import Door
 from allranks.launch.hosts.link import Garbled, Link, LinkLost, to_agent
-from allranks.launch.hosts.ways import NOISE, explain
 from allranks.launch.messages import (
     Again,
     Begun,
@@ -66,7 +68,7 @@ class Host:
 
     Attributes:
         name: as the user, the scheduler or the host itself calls it.
-        way: how the agent was started there.
+        command: how the agent was started there.
         python: the interpreter that runs it.
         process: the process of this host that ends when the agent does, if there is one for it alone.
         link: to the agent; None before it is there, and after it is gone.
@@ -79,7 +81,7 @@ class Host:
     """
 
     name: str
-    way: str
+    command: RemoteCommand
     python: str = ""
     process: subprocess.Popen[bytes] | None = None
     link: Link[Message] | None = None
@@ -105,12 +107,12 @@ class Crowd:
     """A process that starts the agents of many hosts, which then dial in: srun.
 
     Attributes:
-        way: its name.
+        command: what it is.
         process: the process.
         said: what it wrote on stderr.
     """
 
-    way: str
+    command: RemoteCommand
     process: subprocess.Popen[bytes]
     said: bytearray = field(default_factory=bytearray)
     line: bytearray = field(default_factory=bytearray)
@@ -153,41 +155,46 @@ class Fleet:
 
     # Before the ranks.
 
-    def start_host(self, name: str, way: str, command: Sequence[str], python: str, environ: Mapping[str, str]) -> Host:
+    def start_host(
+        self, name: str, command: RemoteCommand, words: Sequence[str], python: str, environ: Mapping[str, str]
+    ) -> Host:
         """Starts an agent that speaks on the pipes of a command.
 
         Raises:
             ConfigError: there is no such command here.
         """
-        host = self._call(name, way, command, python, environ)
+        host = self._call(name, command, words, python, environ)
         self.hosts.append(host)
         return host
 
-    def _call(self, name: str, way: str, command: Sequence[str], python: str, environ: Mapping[str, str]) -> Host:
-        process = _start(command, environ, subprocess.PIPE)
+    def _call(
+        self, name: str, command: RemoteCommand, words: Sequence[str], python: str, environ: Mapping[str, str]
+    ) -> Host:
+        process = _start(words, environ, subprocess.PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
         link = to_agent(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
         process.stdin.close()
         process.stdout.close()
-        host = Host(name, way, python, process, link, again=lambda: self._call(name, way, command, python, environ))
+        again = partial(self._call, name, command, words, python, environ)
+        host = Host(name, command, python, process, link, again=again)
         self._attach(host)
         self._hear_stderr(host, process)
         return host
 
-    def start_crowd(self, way: str, command: Sequence[str], environ: Mapping[str, str]) -> None:
+    def start_crowd(self, command: RemoteCommand, words: Sequence[str], environ: Mapping[str, str]) -> None:
         """Starts a command whose agents dial in.
 
         Raises:
             ConfigError: there is no such command here.
         """
-        crowd = Crowd(way, _start(command, environ, subprocess.DEVNULL))
+        crowd = Crowd(command, _start(words, environ, subprocess.DEVNULL))
         self._crowds.append(crowd)
         self._hear_stderr(crowd, crowd.process)
 
-    def expect(self, names: Iterable[str], way: str) -> None:
+    def expect(self, names: Iterable[str], command: RemoteCommand) -> None:
         """Counts on hosts whose agents will dial in and have these names."""
-        self.hosts += [Host(name, way) for name in names]
+        self.hosts += [Host(name, command) for name in names]
 
     def gather(self, until: float, enough: Callable[[], bool], missing: Callable[[], str] | None = None) -> None:
         """Waits until ``enough`` says so, which is asked whenever something has happened.
@@ -210,7 +217,7 @@ class Fleet:
                     names = [host.name for host in self.hosts if host.hello is None]
                     absent = ", ".join(names or [host.name for host in self.hosts])
                     self._read_all_stderr()
-                    raise ConfigError(explain(crowd.way, absent, "", code, crowd.said.decode(errors="replace")))
+                    raise ConfigError(explain(crowd.command, absent, "", code, crowd.said.decode(errors="replace")))
             left = until - time.monotonic()
             if left <= 0:
                 raise ConfigError(self._who_is_missing() if missing is None else missing())
@@ -498,7 +505,7 @@ class Fleet:
         assert self._door is not None
         for sock in self._door.take():
             fd = sock.detach()
-            host = Host("?", "dial", link=to_agent(fd, fd))
+            host = Host("?", CONNECTED, link=to_agent(fd, fd))
             self._callers.append(host)
             self._attach(host)
 
@@ -534,8 +541,8 @@ class Fleet:
         source.line = bytearray(rest)
         if source in self._callers:
             return  # who is tried again fails mostly
-        name = source.name if isinstance(source, Host) else source.way
-        lines = [line for line in lines if line.strip() and not any(noise in line for noise in NOISE)]
+        name = source.name if isinstance(source, Host) else source.command.name
+        lines = [line for line in lines if line.strip() and not any(noise in line for noise in source.command.noise)]
         self._events += [Noted(name, bytes(line)) for line in lines]
 
     def _read_all_stderr(self) -> None:
@@ -637,9 +644,11 @@ class Fleet:
             )
             return
         if host.hello is None:
-            self._lose(host, explain(host.way, host.name, host.python, code, host.said.decode(errors="replace")))
+            self._lose(host, explain(host.command, host.name, host.python, code, host.said.decode(errors="replace")))
             return
-        what = f"its agent is gone ({host.way} ended with {_ending(code)})" if code is not None else f"({lost})"
+        what = f"({lost})"
+        if code is not None:
+            what = f"its agent is gone ({host.command.name} ended with {_ending(code)})"
         last = host.said.decode(errors="replace").strip().splitlines()[-1:]
         self._lose(host, ": ".join([f"{host.name}: {what}", *last]))
 

@@ -2,13 +2,11 @@
 
 ===========  ============================================================
 ``options``  the command line -> ``Job``
-``job``      what is asked for, in no system's words
-``files``    ``Job`` -> the file of SLURM, PBS, LSF or Kubernetes (pure)
 ``hand_in``  the file -> the job's id, and what to type next
 ===========  ============================================================
 
-The file is one that its user can read, change and keep. In it stands ``allranks run``, which starts the ranks on all
-hosts of the allocation.
+The ``Submission`` of a scheduler (``allranks._cluster.schedulers``) makes the file of a ``Job``. It is one that its
+user can read, change and keep. In it stands ``allranks run``, which starts the ranks on all hosts of the allocation.
 """
 
 from __future__ import annotations
@@ -30,11 +28,11 @@ def main(argv: Sequence[str]) -> int:
         The exit code: 2 where the arguments are wrong or the file cannot be handed in from here, else that of the
         system's own command.
     """
-    from allranks.tools.submit import files, hand_in, options
+    from allranks.tools.submit import hand_in, options
 
     try:
         wanted = options.parse(argv)
-        text = files.FILES[wanted.to](wanted.job)
+        text = wanted.submission.file(wanted.job)
         if wanted.file is not None:
             _write(wanted.file, text, 0o600 if wanted.job.secret else 0o666)
         if not wanted.now:

@@ -14,41 +14,16 @@ import sys
 
 from allranks._base.console import put
 from allranks._base.errors import ConfigError
-from allranks.tools.submit.job import Job
+from allranks._cluster.schedulers.interface import Job, Scheduler, Submission
 
-__all__ = ["COMMANDS", "describe", "hand_in", "id_in"]
-
-COMMANDS: dict[str, tuple[str, ...]] = {
-    "slurm": ("sbatch", "--parsable"),
-    "pbs": ("qsub",),
-    "lsf": ("bsub",),
-    "k8s": ("kubectl", "create", "-f", "-"),
-}
-_IDS = {
-    "slurm": r"^(\d+)(?:;.*)?$",  # and the cluster's name, where there are several
-    "pbs": r"^(\d+\S*)$",
-    "lsf": r"^Job <(\d+)>",
-    "k8s": r"^(job\.batch/\S+)",
-}
-_SYSTEMS = {"slurm": "SLURM", "pbs": "PBS", "lsf": "LSF", "k8s": "Kubernetes"}
-# How to see where it is, what it writes, and how to end it.
-_NEXT = {
-    "slurm": ("squeue --jobs {id}", "tail -F {name}-{id}.out", "scancel {id}"),
-    "pbs": ("qstat {id}", "cat {name}.o{number}  (there when it has ended)", "qdel {id}"),
-    "lsf": ("bjobs {id}", "bpeek -f {id}  (then {id}.out)", "bkill {id}"),
-    "k8s": (
-        "kubectl get{space} pods --selector job-name={name}",
-        "kubectl logs{space} --follow --prefix --max-log-requests {nodes} --selector job-name={name}",
-        "kubectl delete{space} job,service,secret {name}",
-    ),
-}
+__all__ = ["describe", "hand_in", "id_in"]
 
 
-def hand_in(to: str, text: str, job: Job, quiet: bool = False) -> int:
+def hand_in(to: Scheduler, text: str, job: Job, quiet: bool = False) -> int:
     """Gives the file to the system's command, and says what has become of it.
 
     Args:
-        to: the system.
+        to: the system, which has a submission.
         text: the file.
         job: what is in it.
         quiet: say the job's id only.
@@ -59,7 +34,8 @@ def hand_in(to: str, text: str, job: Job, quiet: bool = False) -> int:
     Raises:
         ConfigError: the command is not here, or what it says holds no id.
     """
-    command = COMMANDS[to]
+    assert to.submission is not None
+    command = to.submission.command
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"there is no {command[0]} on this host: run this where jobs are submitted, or leave out --now and take"
@@ -70,18 +46,18 @@ def hand_in(to: str, text: str, job: Job, quiet: bool = False) -> int:
         put(done.stdout)
         print(f"allranks submit: error: {command[0]} refused it (exit code {done.returncode})", file=sys.stderr)
         return done.returncode
-    name = id_in(to, done.stdout)
+    name = id_in(to.submission, done.stdout)
     put(name + "\n")
     if not quiet:
         print(describe(to, name, job), file=sys.stderr)
     return 0
 
 
-def describe(to: str, name: str, job: Job) -> str:
+def describe(to: Scheduler, name: str, job: Job) -> str:
     """What was submitted, and what to type next.
 
     Args:
-        to: the system.
+        to: the system, which has a submission.
         name: the job's id there.
         job: the job.
     """
@@ -89,19 +65,21 @@ def describe(to: str, name: str, job: Job) -> str:
     ranks, hosts = f"{size} rank{'s' * (size > 1)}", f"{job.nodes} host{'s' * (job.nodes > 1)}"
     space = f" --namespace {job.namespace}" if job.namespace else ""
     number = name.partition(".")[0]
-    said = [text.format(id=name, name=job.name, number=number, nodes=job.nodes, space=space) for text in _NEXT[to]]
-    lines = [f"submitted to {_SYSTEMS[to]}: {shlex.join(job.words)}, {ranks} on {hosts}"]
+    assert to.submission is not None
+    texts = (to.submission.state, to.submission.output, to.submission.stop)
+    said = [text.format(id=name, name=job.name, number=number, nodes=job.nodes, space=space) for text in texts]
+    lines = [f"submitted to {to.title}: {shlex.join(job.words)}, {ranks} on {hosts}"]
     lines += [f"  {what:8}{words}" for what, words in zip(("state:", "output:", "stop:"), said, strict=True)]
     return "allranks submit: " + "\n".join(lines)
 
 
-def id_in(to: str, said: str) -> str:
+def id_in(submission: Submission, said: str) -> str:
     """The job's id in what the command has printed.
 
     Raises:
         ConfigError: there is none.
     """
-    match = re.search(_IDS[to], said, re.MULTILINE)
+    match = re.search(submission.id, said, re.MULTILINE)
     if match is None:
-        raise ConfigError(f"{COMMANDS[to][0]} took the job, and said no id that is known here: {said.strip()!r}")
+        raise ConfigError(f"{submission.command[0]} took the job, and said no id that is known here: {said.strip()!r}")
     return match[1]

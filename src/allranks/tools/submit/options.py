@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from allranks._base.errors import ConfigError
+from allranks._cluster.schedulers import SCHEDULERS, scheduler_named
+from allranks._cluster.schedulers.interface import Job, Scheduler, Submission
 from allranks.launch.arguments.options import Parser
 from allranks.launch.ranks.target import check, read_target
-from allranks.tools.submit.job import Job
 
 __all__ = ["Options", "parse"]
 
-_SYSTEMS = ("slurm", "pbs", "lsf", "k8s")
 _USAGE = """allranks submit --to SYSTEM [options] script.py [args ...]
        allranks submit --to SYSTEM [options] -m module [args ...]
        allranks submit --to SYSTEM [options] -- command [args ...]"""
@@ -25,8 +25,6 @@ _UNITS_MIB = {"": 1, "M": 1, "G": 1 << 10, "T": 1 << 20}
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 # A directive ends at the end of its line, and no system says the same about quotes in it.
 _PLAIN = re.compile(r"[\w.,:/@+=%-]*", re.ASCII)
-_DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_LONGEST_LABEL = 56  # a pod's host name is the job's, a dash and a number, of 63 characters
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,15 @@ class Options:
 
     Attributes:
         to: the system.
+        submission: its way to submit.
         job: the job.
         file: where the file is written; None for stdout.
         now: hand it in.
         quiet: say nothing but the job's id then.
     """
 
-    to: str
+    to: Scheduler
+    submission: Submission
     job: Job
     file: str | None
     now: bool
@@ -57,22 +57,22 @@ def parse(argv: Sequence[str]) -> Options:
     """
     given = _parser().parse_args(argv)
     words = [*(["-m"] if given.module else []), *given.target]
-    k8s = given.to == "k8s"
-    name = given.name or _name_for(given.target, k8s)
+    to: Scheduler = given.to
+    assert to.submission is not None
+    submission = to.submission
+    name = given.name or (submission.name_for or _plain_name)(_stem(given.target))
     file = given.file
-    if given.folder and not k8s:
+    if given.folder and not submission.containers:
         file = file and os.path.abspath(file)
         try:
             os.chdir(given.folder)
         except OSError as error:
             raise ConfigError(f"cannot enter {given.folder!r} (--chdir): {error.strerror}") from None
     target = read_target(given.target, given.module, "allranks submit")
-    if not k8s:  # what an image holds cannot be seen from here
+    if not submission.containers:  # what an image holds cannot be seen from here
         check(target)
-    if k8s:
-        _check_k8s(given, name)
-    elif given.image or given.namespace:
-        raise ConfigError(f"--image and --namespace are Kubernetes': --to k8s, not --to {given.to}")
+    if not submission.containers and (given.image or given.namespace):
+        raise ConfigError(f"--image and --namespace are Kubernetes': --to k8s, not --to {to.name}")
     inside = sys.prefix != sys.base_prefix
     job = Job(
         name=name,
@@ -85,14 +85,15 @@ def parse(argv: Sequence[str]) -> Options:
         time_s=given.time,
         queue=given.queue,
         account=given.account,
-        folder=given.folder if k8s else os.getcwd(),
+        folder=given.folder if submission.containers else os.getcwd(),
         python=sys.executable,
         venv=sys.prefix if inside else "",
         image=given.image,
         namespace=given.namespace,
-        secret=secrets.token_hex(32) if k8s else "",
+        secret=secrets.token_hex(32) if submission.containers else "",
     )
-    return Options(given.to, job, file, given.now, given.quiet)
+    submission.check(job)
+    return Options(to, submission, job, file, given.now, given.quiet)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--to", choices=_SYSTEMS, required=True, help="sbatch's, qsub's or bsub's file, or Kubernetes' manifest")
+    names = ",".join(each.name for each in SCHEDULERS if each.submission is not None)
+    files = "sbatch's, qsub's or bsub's file, or Kubernetes' manifest"
+    add("--to", type=_system, required=True, metavar=f"{{{names}}}", help=files)
     add("-N", "--nodes", "--nnodes", type=_count, default=1, metavar="N", help="hosts (default 1)")
     add("-n", "--nproc", type=_count, metavar="N", help="ranks in all, as many on each host")
     add("--nproc-per-node", type=_count, metavar="N", help="ranks on each host (default: its GPUs, or 1)")
@@ -143,32 +146,21 @@ def _per_host(given: argparse.Namespace) -> int:
     return int(given.nproc) // int(given.nodes)
 
 
-def _check_k8s(given: argparse.Namespace, name: str) -> None:
-    if not given.image:
-        raise ConfigError("Kubernetes runs an image: give --image REGISTRY/NAME:TAG")
-    for option, value in (("--name", name), ("--namespace", given.namespace or "default")):
-        if len(value) > _LONGEST_LABEL or not _DNS_LABEL.fullmatch(value):
-            raise ConfigError(
-                f"{option} {value!r} is no name for Kubernetes. Expected a lower-case letter, then such, digits and"
-                f" dashes, at most {_LONGEST_LABEL}, for example train-7."
-            )
-    if given.folder and not given.folder.startswith("/"):
-        raise ConfigError(f"--chdir {given.folder!r}: expected a folder of the image, as /work/train")
-    if given.account:
-        raise ConfigError("Kubernetes has no accounts: leave out --account")
-    if given.queue:
-        raise ConfigError("Kubernetes has no queues of its own: leave out --queue")
-
-
-def _name_for(target: Sequence[str], label: bool) -> str:
+def _stem(target: Sequence[str]) -> str:
     words = [word for word in target if word != "--"]
-    stem = os.path.basename(words[0]).removesuffix(".py") if words else ""
-    if label:
-        name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).lstrip("-0123456789")
-        suffix = secrets.token_hex(3)  # a second job may be submitted while the first is still there
-        return f"{name[: _LONGEST_LABEL - len(suffix) - 1].strip('-') or 'job'}-{suffix}"
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem)
-    return name.strip("-._") or "job"
+    return os.path.basename(words[0]).removesuffix(".py") if words else ""
+
+
+def _plain_name(stem: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-._") or "job"
+
+
+def _system(name: str) -> Scheduler:
+    scheduler = scheduler_named(name)
+    if scheduler is None or scheduler.submission is None:
+        known = ", ".join(repr(each.name) for each in SCHEDULERS if each.submission is not None)
+        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {known})")
+    return scheduler
 
 
 def _count(text: str) -> int:

@@ -1,0 +1,34 @@
+"""Files in which a scheduler lists the hosts of an allocation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from allranks._base.errors import ConfigError
+from allranks._cluster.context import LaunchContext
+from allranks._cluster.hostlist import Slots, count_lines
+
+__all__ = ["counted_lines", "text_of"]
+
+
+def counted_lines(context: LaunchContext) -> tuple[Slots, ...]:
+    """The hosts of a file that has a line for each process.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not what it should be.
+    """
+    return count_lines(*text_of(context))
+
+
+def text_of(context: LaunchContext) -> tuple[str, str]:
+    """What the host file contains, and its path.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    _, _, path = context.hostfile.partition("=")
+    try:
+        return Path(path).read_text(), path
+    except OSError as error:
+        why = str(error.strerror or error).lower()
+        raise ConfigError(f"{context.hostfile}: the list of this job's hosts cannot be read: {why}.") from None

@@ -1,0 +1,72 @@
+"""MPI's launchers: Open MPI, MVAPICH, Cray PALS, and all that speak hydra's words (MPICH, Intel MPI).
+
+Source: the variables that Open MPI's prte, MPICH's and Intel MPI's hydra set; the manuals of MVAPICH2 and Cray PALS.
+Open MPI and MPICH are tried for real.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from allranks._cluster.context import LaunchContext
+from allranks._cluster.reading import Reader, TaskVariables, read_pmi
+from allranks._cluster.schedulers.files import counted_lines
+from allranks._cluster.schedulers.interface import Scheduler
+
+__all__ = ["SCHEDULER"]
+
+
+def _read_openmpi(read: Reader, context: LaunchContext) -> LaunchContext:
+    read.text("PMIX_HOSTNAME", "This host, as Open MPI calls it.")
+    job = read.text("PMIX_NAMESPACE", "The job; its PMIx server says where rank 0 is.")
+    return replace(context, job=job)
+
+
+def _read_pals(read: Reader, context: LaunchContext) -> LaunchContext:
+    hostfile = read.text("PBS_NODEFILE", "The nodes stand in this file.")
+    context = replace(context, hostfile=f"PBS_NODEFILE={hostfile}" if hostfile else "")
+    return read_pmi(read, replace(context, job=read.text("PALS_APID", "The job's name.")))
+
+
+_TASKS = (
+    TaskVariables(
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",  # OMPI_COMM_WORLD_NODE_RANK is no number of a node
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        more=_read_openmpi,
+        is_mpi=True,
+    ),
+    TaskVariables(
+        "mvapich",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        more=read_pmi,
+        is_mpi=True,
+    ),
+    TaskVariables(
+        "pals",
+        "PALS_RANKID",
+        "PMI_SIZE",
+        "PALS_LOCAL_RANKID",
+        "PMI_LOCAL_SIZE",
+        "PALS_NODEID",
+        proof="PALS_RANKID",
+        more=_read_pals,
+        is_mpi=True,
+    ),
+    TaskVariables("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", more=read_pmi, is_mpi=True),
+)
+
+SCHEDULER = Scheduler(
+    name="mpi",
+    title="MPI",
+    interface=1,
+    proof=f"one of {', '.join(row.rank for row in _TASKS)}",
+    kinds=tuple(row.kind for row in _TASKS),
+    tasks=_TASKS,
+    read_hosts=counted_lines,
+)

@@ -1,0 +1,176 @@
+"""SLURM: its steps, whose tasks are ranks, its allocations, srun, which starts agents in them, and sbatch.
+
+Source: srun(1) and sbatch(1). Tried for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from allranks._base.errors import ConfigError
+from allranks._cluster.context import LaunchContext
+from allranks._cluster.hostlist import Slots, expand_counts, expand_hosts, expand_numbers
+from allranks._cluster.reading import Environ, Reader, TaskVariables, allocation_of, read_pmi
+from allranks._cluster.schedulers.interface import Job, RemoteCommand, Scheduler, Submission
+from allranks._cluster.schedulers.script import NOTICE_S, clock, job_script
+
+__all__ = ["SCHEDULER"]
+
+_PER_TASK = ("SLURM_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
+"""What each of a job's tasks gets. Programs count their workers by it."""
+
+_SPECIAL_STEPS = 0xFFFFFFFA  # from here on: SLURM's interactive, batch, extern and pending step
+
+
+def _in_step(environ: Environ) -> bool:
+    """SLURM_PROCID alone proves nothing: a batch script and an interactive shell have it, too.
+
+    Nor does the step where sbatch was called in one: all its variables are then in the batch script, but those that the
+    batch script has, too, are its own.
+    """
+    step = environ.get("SLURM_STEP_ID", "").strip()
+    if not step.isdecimal() or int(step) >= _SPECIAL_STEPS:
+        return False
+    pairs = (("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), ("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"))
+    return all(environ.get(a, b_value) == b_value for a, b in pairs if (b_value := environ.get(b)))
+
+
+def _read_slurm(read: Reader, context: LaunchContext) -> LaunchContext:
+    step = read.text("SLURM_STEP_ID", "The step: srun started this process.")
+    nodelist = read.text("SLURM_STEP_NODELIST", "The nodes of this step.")
+    names = expand_hosts(nodelist, "SLURM_STEP_NODELIST") if nodelist else []
+    per_node = read.text("SLURM_STEP_TASKS_PER_NODE", "The number of tasks on each of them.")
+    counts = expand_counts(per_node, "SLURM_STEP_TASKS_PER_NODE") if per_node else []
+    ports = read.text("SLURM_STEP_RESV_PORTS", "Ports that SLURM has reserved for this step.")
+    if counts and names and (len(counts) != len(names) or sum(counts) != context.size):
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={nodelist}, SLURM_STEP_TASKS_PER_NODE={per_node} and"
+            f" SLURM_STEP_NUM_TASKS={context.size} contradict each other: some of"
+            " them are left over from another step.\n"
+            "  Start with srun --export=ALL from a fresh shell, or set RANK and WORLD_SIZE."
+        )
+    node = context.node
+    if node is not None and node < len(counts):
+        context = replace(context, local_size=counts[node])
+    slots: list[int | None] = [*counts] or [None] * len(names)
+    job = f"{read.text('SLURM_JOB_ID', 'The job.')}.{step}"
+    return read_pmi(
+        read,
+        replace(
+            context,
+            nodes=len(names) or context.nodes,
+            leader=names[0] if names else "",
+            hosts=tuple(Slots(name, count) for name, count in zip(names, slots, strict=True)),
+            ports=tuple(expand_numbers(ports, "SLURM_STEP_RESV_PORTS")) if ports else (),
+            job=job,
+        ),
+    )
+
+
+def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
+    read = Reader(environ, "slurm")
+    job = read.text("SLURM_JOB_ID", "The job.")
+    if not job:
+        return None
+    if not launcher:
+        return _alone(read, "SLURM_NTASKS", "srun python train.py, or allranks run train.py")
+    read.require("SLURM_JOB_ID", "SLURM_JOB_NODELIST")
+    names = expand_hosts(read.text("SLURM_JOB_NODELIST", "Its nodes."), "SLURM_JOB_NODELIST")
+    per_node = read.text("SLURM_TASKS_PER_NODE", "How many tasks each is meant for.")
+    counts: list[int | None] = [*expand_counts(per_node, "SLURM_TASKS_PER_NODE")] if per_node else []
+    if len(counts) != len(names):
+        counts = [None] * len(names)
+    hosts = tuple(Slots(name, count) for name, count in zip(names, counts, strict=True))
+    return allocation_of(read, "slurm", hosts=hosts, ways=("srun",), job=job)
+
+
+def _alone(read: Reader, tasks: str, instead: str) -> LaunchContext | None:
+    count = read.number(tasks, "The number of tasks that were asked for.")
+    if count is None or count < 2:
+        return None
+    hint = (
+        f"this process was not started by srun, and is alone, in a job of {count} tasks ({tasks}). Start with {instead}"
+    )
+    return LaunchContext(read.kind, "none", hint=hint, why=read.why)
+
+
+def _srun(hosts: Sequence[Slots], agent: Sequence[str]) -> list[list[str]]:
+    """The command that starts an agent on each of an allocation's hosts.
+
+    All CPUs and all memory of the allocation are the agent's to share out; a step that runs already, as that of an
+    interactive shell, does not count.
+    """
+    count, names = str(len(hosts)), ",".join(host.name for host in hosts)
+    options = ["--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--nodelist", names]
+    return [["srun", *options, "--overlap", "--cpu-bind=none", "--mem=0", "--input=none", "--quiet", *agent]]
+
+
+def _srun_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment for srun, which takes variables for options of its own.
+
+    To srun the agent is one task: it would get the CPUs of one rank.
+    """
+    return {n: v for n, v in environ.items() if not n.startswith("SRUN_") and n not in _PER_TASK}
+
+
+def _file(job: Job) -> str:
+    """For sbatch: a rank is a task. The signal goes to the batch shell, which ``exec`` makes the launcher."""
+    return job_script(
+        job,
+        "#SBATCH",
+        [
+            f"--job-name={job.name}",
+            f"--nodes={job.nodes}",
+            f"--ntasks-per-node={job.nproc}",
+            f"--cpus-per-task={job.cpus}",
+            f"--gres=gpu:{job.gpus}" if job.gpus else "",
+            f"--mem={job.memory_mib}M" if job.memory_mib else "",
+            f"--time={clock(job.time_s, days=True)}" if job.time_s else "",
+            f"--partition={job.queue}" if job.queue else "",
+            f"--account={job.account}" if job.account else "",
+            "--output=%x-%j.out",
+            f"--signal=B:TERM@{NOTICE_S}",
+        ],
+    )
+
+
+SCHEDULER = Scheduler(
+    name="slurm",
+    title="SLURM",
+    interface=1,
+    proof="SLURM_JOB_ID",
+    kinds=("slurm",),
+    tasks=(
+        TaskVariables(
+            "slurm",
+            "SLURM_PROCID",
+            "SLURM_STEP_NUM_TASKS",
+            "SLURM_LOCALID",
+            node="SLURM_NODEID",
+            nodes="SLURM_STEP_NUM_NODES",
+            proof="SLURM_STEP_ID",
+            more=_read_slurm,
+            applies=_in_step,
+        ),
+    ),
+    allocation=_find_allocation,
+    remote_commands=(
+        RemoteCommand(
+            "srun",
+            for_all=_srun,
+            environ=_srun_environ,
+            # CPUs are not bound, where it was asked that they should not be.
+            noise=(b"cluster configuration lacks support for cpu binding",),
+        ),
+    ),
+    submission=Submission(
+        file=_file,
+        command=("sbatch", "--parsable"),
+        id=r"^(\d+)(?:;.*)?$",  # and the cluster's name, where there are several
+        state="squeue --jobs {id}",
+        output="tail -F {name}-{id}.out",
+        stop="scancel {id}",
+    ),
+    carries=_PER_TASK,
+)

@@ -1,0 +1,46 @@
+"""ssh, which starts agents on any host that a user names. It detects nothing.
+
+Source: ssh(1). Tried for real.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+
+from allranks._cluster.schedulers.interface import RemoteCommand
+
+__all__ = ["SSH"]
+
+_OPTIONS = {
+    "BatchMode": "yes",  # nobody is there to type a password
+    "ConnectTimeout": "10",
+    "ServerAliveInterval": "5",
+    "ServerAliveCountMax": "4",
+    "LogLevel": "ERROR",
+}
+
+
+def _words(host: str, agent: Sequence[str], program: str) -> list[str]:
+    words = shlex.split(program) or ["ssh"]
+    options: list[str] = []
+    if os.path.basename(words[0]) == "ssh":
+        options = [word for name, value in _OPTIONS.items() for word in ("-o", f"{name}={value}")]
+        options.append("-T")
+    return [*words, *options, host, "exec " + shlex.join(agent)]
+
+
+def _explain(host: str, code: int | None, said: str) -> str:
+    if code != 255:
+        return ""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    hint = ""
+    if "Permission denied" in said:
+        hint = f" (ssh must get in without a password: ssh-copy-id {host}, or --ssh 'ssh -i KEY')"
+    elif "Host key verification failed" in said:
+        hint = f" (connect once by hand: ssh {host})"
+    return f"ssh cannot connect: {lines[-1] if lines else 'no reason given'}{hint}"
+
+
+SSH = RemoteCommand("ssh", per_host=_words, explain=_explain)
