@@ -68,7 +68,8 @@ def _load(point: Any) -> Scheduler:
         found = point.load()
     except Exception as error:
         raise ConfigError(
-            f"{source} cannot be loaded: {type(error).__name__}: {error}\n  Mend or remove that package."
+            f"{source} cannot be loaded: {type(error).__name__}: {error}\n"
+            f"  Mend or remove that package; this allranks has version {INTERFACE} of the interface of schedulers."
         ) from error
     if not isinstance(found, Scheduler) or found.name != point.name:
         raise ConfigError(f"{source}: expected a Scheduler of that name, got {found!r}")

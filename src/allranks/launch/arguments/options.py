@@ -382,8 +382,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def environment_kind(text: str) -> str:
     """The value of ``--env``: one of ``CHOICES``, or a scheduler that an installed package brings."""
-    if text in CHOICES or scheduler_named(text) is not None:
-        return text
+    try:
+        if text in CHOICES or scheduler_named(text) is not None:
+            return text
+    except ConfigError as error:  # a ValueError, which argparse would replace
+        raise argparse.ArgumentTypeError(str(error)) from error
     raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(map(repr, CHOICES))})")
 
 

@@ -156,7 +156,10 @@ def _plain_name(stem: str) -> str:
 
 
 def _system(name: str) -> Scheduler:
-    scheduler = scheduler_named(name)
+    try:
+        scheduler = scheduler_named(name)
+    except ConfigError as error:  # a ValueError, which argparse would replace
+        raise argparse.ArgumentTypeError(str(error)) from error
     if scheduler is None or scheduler.submission is None:
         known = ", ".join(repr(each.name) for each in SCHEDULERS if each.submission is not None)
         raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {known})")
