@@ -30,6 +30,7 @@ __all__ = ["RankError", "run_ranks"]
 
 R = TypeVar("R")
 _PR_SET_PDEATHSIG = 1
+_PRELOADED = ["torch", "allranks._api.world", "allranks._engines.native"]  # by the process from which ranks are forked
 
 
 def run_ranks(
@@ -63,7 +64,7 @@ def run_ranks(
         about 20 ms for each rank, and 1 s once, for the process from which they are forked.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "allranks._api.world", "allranks._engines.native"])
+    context.set_forkserver_preload(_PRELOADED)
     payload = cloudpickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="allranks-test-") as folder, contextlib.ExitStack() as stack:
         server = StoreServer.unix()
