@@ -40,7 +40,7 @@ format: $(VENV)/checkers
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(find core tests/core -name '*.cc' -o -name '*.h')
 
-# The figures of the README. BENCH_FLAGS="--budget 0.1" gives a quick look.
+# The figures of the README and of docs/. BENCH_FLAGS="--budget 0.1" gives a quick look.
 bench: $(VENV)/installed $(BENCH)/installed
 	$(BENCH_RUN) all -n 2 --against gloo,mpi --json benchmarks/verbs_2.json --plot benchmarks/verbs_2.png $(BENCH_FLAGS)
 	$(BENCH_RUN) all -n 4 --against gloo,mpi --json benchmarks/verbs_4.json --plot benchmarks/verbs_4.png $(BENCH_FLAGS)
@@ -77,7 +77,7 @@ $(BENCH)/installed $(MPICH)/installed: constraints.txt | $(VENV)/installed
 	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt 'mpi4py>=4' '$(MPI)'
 	touch $@
 
-# The plugin's tests and the programs of the README on the oldest torch that is promised and on the newest that is known.
+# The plugin's tests and the programs of the documents on the oldest torch that is promised and on the newest that is known.
 # PyPI has them with CUDA only, 7 GB each; with their tests that is ten minutes each, too much for every change. To be
 # run once a month, when torch has a new version (TORCHES="2.10.0 2.16.0"), and when src/allranks/_plugin changes.
 torch-versions: $(TORCHES:%=build/torch-%/tested)

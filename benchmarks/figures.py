@@ -1,4 +1,4 @@
-"""Writes the figures of README.md, docs/rendezvous.md and docs/master_worker.md from what the benchmarks wrote.
+"""Writes the figures of README.md and of the pages in docs/ from what the benchmarks wrote.
 
 python benchmarks/figures.py            # what `make bench` runs last
 python benchmarks/figures.py --check    # says whether they hold what the files say
@@ -107,7 +107,13 @@ def plugin_lines(report):
 
 
 def launch_lines(launch):
-    """From the command to the first line of the last rank; two hosts; many ranks."""
+    """A whole job; from the command to the first line of the last rank; two hosts; many ranks."""
+    yield (
+        f"A job of {launch['ranks']} ranks that imports torch and does one `all_reduce`: "
+        f"{launch['median_s']['allranks run']:.1f} s with `allranks run`, "
+        f"{launch['median_s']['torchrun']:.1f} s with torchrun and gloo ({launch['torchrun_over_allranks']:.1f}x)."
+    )
+    yield ""
     first = " and ".join(
         f"{medians['allranks run']:.1f} s with {n} ranks, where torchrun takes {medians['torchrun']:.1f} s"
         for n, medians in launch["first_line_s"].items()
@@ -124,64 +130,102 @@ def launch_lines(launch):
     )
 
 
-def render():
+def beginning(two):
+    """What an all_reduce is measured on, and beside what."""
+    return (
+        f"In-place float32 SUM `all_reduce` on {two['cpus']} CPUs ({two['processor']}), beside torch "
+        f"{two['versions']['torch']}'s gloo and {two['versions']['mpi']} (mpi4py {two['versions']['mpi4py']}). "
+        "Times are microseconds per call, ratios are the peer's time divided by ours:"
+    )
+
+
+def readme_lines():
+    """One table and one picture."""
+    two = load("verbs_2")
+    yield beginning(two)
+    yield ""
+    yield "| bytes | allranks, 2 ranks | gloo | Open MPI | gloo/allranks | MPI/allranks |"
+    yield "|---" * 6 + "|"
+    for row in next(table for table in two["tables"] if table["verb"] == "all_reduce")["rows"]:
+        if row["nbytes"] in (4, 1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 24, 1 << 26):
+            took = [f"{timing['median_s'] * 1e6:,.1f}" for timing in row["timings"].values()]
+            yield "| " + " | ".join([size(row["nbytes"]), *took, *map(times, row["ratios"].values())]) + " |"
+    yield ""
+    yield "![time per call over tensor size, a panel for each verb](benchmarks/verbs_2.png)"
+
+
+def performance_lines():
+    """Everything that is measured but what stands on pages of its own."""
     two, four = load("verbs_2"), load("verbs_4")
-    lines = [
-        f"In-place float32 SUM `all_reduce` on {two['cpus']} CPUs ({two['processor']}), microseconds per call, beside "
-        f"torch {two['versions']['torch']}'s gloo",
-        f"and {two['versions']['mpi']} (mpi4py {two['versions']['mpi4py']}), and how many times as long those take:",
-        "",
-        *all_reduce_table(two, four),
-        "",
-        "Every verb: how many times as long the others take, over all sizes from 4 B to 64 MB; median and worst:",
-        "",
-        *verb_table(two, four),
-        "",
-        "*fastest* is the median ratio of the fastest blocks: gloo's threads are sometimes woken quickly, mostly not.",
-        "Calls follow each other without a pause, and MPI's roots run ahead of the other ranks in `broadcast`,",
-        "`reduce`, `gather` and `scatter`, where our calls synchronise; `allranks bench --apart` measures one by one.",
-    ]
-    lines += [
-        "",
-        "With tensors that lie in memory which all ranks see nothing is copied; 2 ranks:",
-        "",
-        *shared_table(load("shared_2")),
-    ]
-    overlaps, share = load("overlap")["overlaps"], load("python")["share"]
+    yield "## Collectives within a host"
+    yield ""
+    yield beginning(two)
+    yield ""
+    yield from all_reduce_table(two, four)
+    yield ""
+    yield "Every verb: the ratios over all sizes from 4 B to 64 MB, as median and worst:"
+    yield ""
+    yield from verb_table(two, four)
+    yield ""
+    yield "*fastest* is the median ratio of the fastest blocks: gloo's threads are woken quickly in some blocks only."
+    yield "Calls follow each other without a pause. MPI's roots run ahead of the other ranks in `broadcast`, `reduce`,"
+    yield "`gather` and `scatter`, where our calls synchronise. `allranks bench --apart` measures calls one by one."
+    yield ""
+    yield "![time per call over tensor size, a panel for each verb, 2 ranks](../benchmarks/verbs_2.png)"
+    yield "![the same with 4 ranks](../benchmarks/verbs_4.png)"
+    yield ""
+    yield "`empty_shared` makes tensors in memory that all ranks map. `all_reduce` copies nothing there; 2 ranks:"
+    yield ""
+    yield from shared_table(load("shared_2"))
+    yield ""
+    yield from overlap_lines(load("overlap")["overlaps"])
+    yield ""
+    yield (
+        "Python's own share of a blocking call, above the core's binding (which reads the tensor itself): "
+        f"{load('python')['share']['python_s'] * 1e6:.2f} us."
+    )
+    yield ""
+    yield "## Collectives between hosts"
+    yield ""
+    yield from hosts_lines(load("hosts_1"), load("hosts_2"))
+    yield ""
+    yield "## Training"
+    yield ""
+    yield from plugin_lines(load("torch_plugin"))
+    yield ""
+    yield step_line(load("ddp_step"))
+    yield ""
+    yield "## Launching"
+    yield ""
+    yield from launch_lines(load("launch"))
+    yield ""
+    yield "## Master-worker mode"
+    yield ""
+    yield master_line()
+
+
+def overlap_lines(overlaps):
+    """How much of an asynchronous call a computation hides."""
     hidden = {
         call: ", ".join(f"{each['engine']} {each['hidden']:.0%}" for each in overlaps if each["call"] == call)
         for call in ("all_reduce", "late")
     }
-    lines += [
-        "",
-        f"Of an asynchronous `all_reduce` of {size(overlaps[0]['nbytes'])} to which a rank comes 10 ms late, this much "
-        f"is hidden behind a computation as long: {hidden['late']}. Where both CPUs compute nobody is free to move the "
-        f"bytes: {hidden['all_reduce']}.",
-        "",
-        "Python's own share of a blocking call, above the core's binding (which reads the tensor itself): "
-        f"{share['python_s'] * 1e6:.2f} us.",
-    ]
-    lines += ["", *hosts_lines(load("hosts_1"), load("hosts_2"))]
-    lines += ["", *plugin_lines(load("torch_plugin"))]
-    step, launch = load("ddp_step"), load("launch")
+    yield (
+        f"An asynchronous `all_reduce` of {size(overlaps[0]['nbytes'])}, to which a rank comes 10 ms late, beside a "
+        f"computation of equal length. Hidden behind the computation: {hidden['late']}."
+    )
+    yield f"Where the computation keeps both CPUs busy, no CPU is free to move the bytes: {hidden['all_reduce']}."
+
+
+def step_line(step):
+    """A training step under our DistributedDataParallel and torch's."""
     contenders = step["contenders"]
-    lines += [
-        "",
+    return (
         f"A training step of a {step['parameters'] / 1e6:.0f} M-parameter MLP on {step['ranks']} ranks: "
         f"{contenders['allranks']['median_s'] * 1e3:.0f} ms with our `DistributedDataParallel`, "
         f"{contenders['torch']['median_s'] * 1e3:.0f} ms with torch's on gloo "
-        f"({step['torch_over_allranks']:.2f}x), {contenders['no sync']['median_s'] * 1e3:.0f} ms with no sync.",
-        "",
-        f"A job of {launch['ranks']} ranks that imports torch and does one `all_reduce`: "
-        f"{launch['median_s']['allranks run']:.1f} s with `allranks run`, "
-        f"{launch['median_s']['torchrun']:.1f} s with torchrun and gloo ({launch['torchrun_over_allranks']:.1f}x).",
-        *launch_lines(launch),
-        "",
-        master_line(),
-        "",
-        "![time per call over tensor size, a panel for each verb](benchmarks/verbs_2.png)",
-    ]
-    return "\n".join(lines) + "\n"
+        f"({step['torch_over_allranks']:.2f}x), {contenders['no sync']['median_s'] * 1e3:.0f} ms with no sync."
+    )
 
 
 def rendezvous_table():
@@ -222,27 +266,28 @@ def amount(value, unit):
 
 
 def master_line():
-    """The same in a sentence, for the README."""
+    """The same in a sentence, for the page of figures."""
     found = {goal["name"]: goal for goal in load("master")["goals"]}
     add, step, item = found["queued add"], found["replayed step, call"], found["item(), p50"]
     return (
         f"Master-worker mode queues {add['value']:,.0f} operations a second ({times(add['ratio'])} as many as torch's "
         f"RPC), `.item()` takes {item['value'] * 1e6:.0f} us, and a captured training step costs the master "
-        f"{step['value'] * 1e6:.0f} us ([all of it](docs/master_worker.md#time-and-memory))."
+        f"{step['value'] * 1e6:.0f} us ([all figures](master_worker.md#time-and-memory))."
     )
 
 
 def main():
     pages = {
-        "README.md": render,
-        "docs/rendezvous.md": lambda: "\n".join(rendezvous_table()) + "\n",
-        "docs/master_worker.md": lambda: "\n".join(master_table()) + "\n",
+        "README.md": readme_lines,
+        "docs/performance.md": performance_lines,
+        "docs/rendezvous.md": rendezvous_table,
+        "docs/master_worker.md": master_table,
     }
-    for name, make in pages.items():
+    for name, lines in pages.items():
         page = ROOT / name
         head, rest = page.read_text().split(BEGIN)
         _, tail = rest.split(END)
-        text = head + BEGIN + make() + END + tail
+        text = head + BEGIN + "\n".join(lines()) + "\n" + END + tail
         if "--check" not in sys.argv:
             page.write_text(text)
         elif text != page.read_text():

@@ -22,11 +22,13 @@ WITH_EXAMPLES = sorted(
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 
 
-def readme_program(name: str) -> str:
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
-        if block.startswith(f"# {name}\n"):
-            return block
-    raise AssertionError(f"README.md has no program {name}")
+def page_program(name: str) -> str:
+    """The program of that name in the README or in the page on launching."""
+    for page in ("README.md", "docs/launching.md"):
+        for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+            if block.startswith(f"# {name}\n"):
+                return block
+    raise AssertionError(f"no page has a program {name}")
 
 
 class Written(doctest.DocTestFinder):
@@ -46,8 +48,8 @@ def test_examples_in_docstrings(module: str, monkeypatch: pytest.MonkeyPatch) ->
         assert doctest.DocTestRunner().run(test).failed == 0
 
 
-def test_readme_program_with_the_launcher(tmp_path: Path) -> None:
-    (tmp_path / "hello.py").write_text(readme_program("hello.py"))
+def test_program_with_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text(page_program("hello.py"))
     done = subprocess.run(
         [sys.executable, "-m", "allranks", "run", "-n", "2", "hello.py"],
         cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True,
@@ -60,8 +62,8 @@ def test_readme_program_with_the_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("master", ["apart", "together"])
-def test_readme_program_by_hand(tmp_path: Path, master: str) -> None:
-    (tmp_path / "hello.py").write_text(readme_program("hello.py"))
+def test_program_by_hand(tmp_path: Path, master: str) -> None:
+    (tmp_path / "hello.py").write_text(page_program("hello.py"))
     port = 29400 + os.getpid() % 1000
     where = (
         {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -82,13 +84,13 @@ def test_readme_program_by_hand(tmp_path: Path, master: str) -> None:
     assert outputs == [f"rank {r} of 2: [3.0, 3.0, 3.0]\n" for r in range(2)]
 
 
-def test_readme_program_from_python(tmp_path: Path) -> None:
-    (tmp_path / "called.py").write_text(readme_program("called.py"))
+def test_program_from_python(tmp_path: Path) -> None:
+    (tmp_path / "called.py").write_text(page_program("called.py"))
     called = subprocess.run(
         [sys.executable, "called.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
     assert (called.stdout, called.stderr) == ("[21, 21]\n", "")
-    (tmp_path / "spawned.py").write_text(readme_program("spawned.py"))
+    (tmp_path / "spawned.py").write_text(page_program("spawned.py"))
     done = subprocess.run(
         [sys.executable, "spawned.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True
     )
@@ -96,13 +98,39 @@ def test_readme_program_from_python(tmp_path: Path) -> None:
     assert done.stdout.count("rank 0 of 2") == done.stdout.count("rank 1 of 2") == 1
 
 
-def test_readme_program_with_workers(tmp_path: Path) -> None:
-    (tmp_path / "workers.py").write_text(readme_program("workers.py"))
+def test_program_with_workers(tmp_path: Path) -> None:
+    (tmp_path / "workers.py").write_text(page_program("workers.py"))
     alone = [sys.executable, "workers.py"]
     done = subprocess.run(alone, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert re.fullmatch(r"\d+ on worker:2\n", done.stdout)
     assert done.stderr == ""
 
 
-def test_readme_figures_are_those_that_the_benchmarks_wrote() -> None:
+def test_figures_are_those_that_the_benchmarks_wrote() -> None:
     subprocess.run([sys.executable, "benchmarks/figures.py", "--check"], cwd=ROOT, check=True)
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def slug(title: str) -> str:
+    """The anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        target, _, anchor = link.partition("#")
+        if "://" in target:
+            continue
+        led = (page.parent / target).resolve() if target else page
+        assert led.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", led.read_text(), re.MULTILINE)
+            assert anchor in map(slug, titles), link

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from test_docs import ENVIRONMENT, readme_program
+from test_docs import ENVIRONMENT, page_program
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(sysconfig.get_path("purelib"))
@@ -151,9 +151,9 @@ mw.shutdown()
 
 @pytest.mark.timeout(600)
 def test_what_is_declared_is_enough(bare: Path, tmp_path: Path) -> None:
-    """The README's programs and commands, and what else reads the bytes of tensors, without NumPy."""
+    """The programs and commands of the documents, and what else reads the bytes of tensors, without NumPy."""
     for name in ("hello.py", "called.py", "spawned.py", "workers.py"):
-        (tmp_path / name).write_text(readme_program(name))
+        (tmp_path / name).write_text(page_program(name))
     (tmp_path / "everything.py").write_text(EVERYTHING)
     (tmp_path / "handles.py").write_text(WORKERS)
 

@@ -1,8 +1,8 @@
 """Programs as users write them, under mypy and pyright: ``python tests/typing/check.py``.
 
-The programs are those of this folder, the README's and those of ``examples/first`` (the other examples use packages
-without types). Where a line ends in ``# expect:``, each checker must report one of the errors that stand there, and
-nowhere else any. pyright comes as basedpyright, whose package is complete.
+The programs are those of this folder, of the README, of docs/launching.md and of ``examples/first`` (the other examples
+use packages without types). Where a line ends in ``# expect:``, each checker must report one of the errors that stand
+there, and nowhere else any. pyright comes as basedpyright, whose package is complete.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def programs() -> dict[Path, Path]:
     shutil.rmtree(BUILD, ignore_errors=True)
     BUILD.mkdir(parents=True)
     copies = {}
-    for block, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
-        (BUILD / f"readme_{name}").write_text(block)
-        copies[BUILD / f"readme_{name}"] = ROOT / f"README.md ({name})"
+    for page in ("README.md", "docs/launching.md"):
+        for block, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", (ROOT / page).read_text(), re.DOTALL):
+            (BUILD / f"page_{name}").write_text(block)
+            copies[BUILD / f"page_{name}"] = ROOT / f"{page} ({name})"
     for path in (*(ROOT / "tests" / "typing").glob("*.py"), *(ROOT / "examples" / "first").glob("*.py")):
         if path != Path(__file__):
             copy = BUILD / "_".join(path.relative_to(ROOT).parts)
