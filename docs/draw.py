@@ -1,0 +1,169 @@
+"""Draws docs/rooms.svg, the picture of docs/architecture.md.
+
+The layers of the Python package are read from the contract in .importlinter, those of the core from the table in
+tests/house/test_core_rooms.py, so that the picture shows what is checked. Only the words in the boxes stand here.
+
+python docs/draw.py            # writes the picture
+python docs/draw.py --check    # says whether it is up to date
+"""
+
+from __future__ import annotations
+
+import configparser
+import runpy
+import sys
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs" / "rooms.svg"
+
+WORDS = {
+    "__main__": "the command allranks: finds the subcommand",
+    "tools": "allranks bench, doctor, env, submit",
+    "nn": "collectives with gradients; torch.nn's names",
+    "algorithms": "communication hooks",
+    "parallel": "DDP",
+    "testing": "run_ranks",
+    "data": "samplers",
+    "checkpoint": "save, load",
+    "logging": "log files",
+    "schedulers": "an interface",
+    "remote": "master-worker mode: the device worker:N",
+    "_plugin": "the backend of torch.distributed",
+    "_api": "the functions that users call: all_reduce, init_process_group, new_group",
+    "_group": "ProcessGroup: selects the engine of a call",
+    "_engines": "what moves tensors: native, gloo, nccl, mpi",
+    "launch": "allranks run, allranks.run",
+    "multiprocessing": "spawn",
+    "_call": "ReduceOp, Work, futures, call site",
+    "_rendezvous": "how ranks find each other",
+    "_store": "key-value stores: TCP, file, in memory",
+    "_cluster": "launcher, scheduler, host, network, environment variables",
+    "_base": "errors, forks, threads, console",
+}
+CORE_WORDS = {
+    "python": "the binding: all that knows Python",
+    "group": "one rank of one group",
+    "remote": "commands to workers",
+    "collective": "collectives",
+    "p2p": "messages",
+    "channel": "memory, TCP",
+    "base": "types, errors, waiting, Linux",
+}
+
+WIDTH, MARGIN, TOP = 1000, 20, 64
+LEFT, RIGHT = (MARGIN, 640), (700, WIDTH - MARGIN)  # the two columns, from where to where
+BOX, GAP = 46, 8
+NAME_PX, WORDS_PX = 14, 12
+STYLE = """
+  text { font-family: 'DejaVu Sans', Verdana, Arial, sans-serif; fill: #1c2733; }
+  .name { font-size: 14px; font-weight: bold; text-anchor: middle; }
+  .words { font-size: 12px; text-anchor: middle; }
+  .title { font-size: 15px; font-weight: bold; }
+  .note { font-size: 12px; }
+  .paper { fill: #ffffff; stroke: #b6c0ca; }
+  .public { fill: #d8e8fa; stroke: #4a7fb5; }
+  .private { fill: #eceff2; stroke: #8794a1; }
+  .core { fill: #dcf0df; stroke: #4f9560; }
+  .arrow { fill: none; stroke: #1c2733; stroke-width: 1.5; marker-end: url(#head); }
+"""
+
+
+def package_layers() -> list[list[str]]:
+    """The rooms of the package, from top to bottom."""
+    contracts = configparser.ConfigParser()
+    contracts.read(ROOT / ".importlinter")
+    lines = contracts["importlinter:contract:layers"]["layers"].split("\n")
+    return [[name.strip() for name in line.split("|")] for line in lines if line.strip()]
+
+
+def core_layers() -> list[list[str]]:
+    """The rooms of the core, from top to bottom: each as far down as what it includes allows."""
+    below: dict[str, set[str]] = runpy.run_path(str(ROOT / "tests" / "house" / "test_core_rooms.py"))["BELOW"]
+    height: dict[str, int] = {}
+    for room in below:  # each is listed after those that it includes
+        height[room] = 1 + max((height[other] for other in below[room]), default=-1)
+    return [[room for room in below if height[room] == level] for level in range(max(height.values()), -1, -1)]
+
+
+def text_width(text: str, size: int, bold: bool = False) -> float:
+    """About how wide a text is, on the safe side."""
+    return len(text) * size * (0.68 if bold else 0.6)
+
+
+def layer(names: list[str], words: dict[str, str], column: tuple[int, int], y: int, core: bool) -> Iterator[str]:
+    """The boxes of one layer, side by side. Their widths follow from their words."""
+    left, right = column
+    least = [max(text_width(name, NAME_PX, True), text_width(words[name], WORDS_PX)) + 12 for name in names]
+    room = right - left - GAP * (len(names) - 1)
+    if sum(least) > room:
+        raise SystemExit(f"docs/draw.py: the words of {', '.join(names)} do not fit side by side; shorten them")
+    x = float(left)
+    for name, need in zip(names, least, strict=True):
+        width = need + (room - sum(least)) / len(names)
+        kind = "core" if core else "private" if name.startswith("_") else "public"
+        middle = x + width / 2
+        yield f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BOX}" rx="5"/>'
+        yield f'<text class="name" x="{middle:.1f}" y="{y + 19}">{escape(name)}</text>'
+        yield f'<text class="words" x="{middle:.1f}" y="{y + 36}">{escape(words[name])}</text>'
+        x += width + GAP
+
+
+def draw() -> str:
+    """The picture."""
+    package, core = package_layers(), core_layers()
+    for names, words in ((package, WORDS), (core, CORE_WORDS)):
+        rooms = {name for each in names for name in each}
+        if wrong := rooms ^ words.keys():
+            raise SystemExit(f"docs/draw.py: words for the rooms there are, and for no others: {sorted(wrong)}")
+    rows = {name: TOP + (BOX + GAP) * i for i, names in enumerate(package) for name in names}
+    height = TOP + (BOX + GAP) * len(package) - GAP + MARGIN
+    begin = rows["_engines"]  # the binding stands beside its main user
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
+        "<title>The rooms of allranks: each uses only those below it</title>",
+        f"<style>{STYLE}</style>",
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        '<path d="M0 0 L8 4 L0 8 z" fill="#1c2733"/></marker></defs>',
+        f'<rect class="paper" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
+        f'<text class="title" x="{LEFT[0]}" y="30">src/allranks (Python)</text>',
+        f'<text class="note" x="{LEFT[0]}" y="50">A room imports only rooms below it.</text>',
+    ]
+    for names in package:
+        lines += layer(names, WORDS, LEFT, rows[names[0]], core=False)
+    for i, names in enumerate(core):
+        lines += layer(names, CORE_WORDS, RIGHT, begin + (BOX + GAP) * i, core=True)
+    end = begin + (BOX + GAP) * len(core)
+    lines += [
+        f'<text class="title" x="{RIGHT[0]}" y="{end + 16}">core (C++)</text>',
+        f'<text class="note" x="{RIGHT[0]}" y="{end + 34}">A room includes only rooms below it.</text>',
+    ]
+    for name, kind, words in (("public", "public", "users import it"), ("_private", "private", "only allranks does")):
+        y = TOP if kind == "public" else TOP + 34
+        lines += [
+            f'<rect class="{kind}" x="{RIGHT[0]}" y="{y}" width="26" height="20" rx="4"/>',
+            f'<text class="note" x="{RIGHT[0] + 36}" y="{y + 15}">{name}: {words}</text>',
+        ]
+    # The two main users of the core; the others use single functions of it.
+    middle, corner = begin + BOX / 2, (RIGHT[0] + RIGHT[1]) / 2
+    lines += [
+        f'<path class="arrow" d="M{LEFT[1]} {middle} H{RIGHT[0] - 2}"/>',
+        f'<path class="arrow" d="M{LEFT[1]} {rows["remote"] + BOX / 2} H{corner} V{begin - 2}"/>',
+        f'<text class="note" x="{corner + 10}" y="{rows["remote"] + BOX + 20}">allranks._core</text>',
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    picture = draw()
+    if "--check" not in sys.argv:
+        PICTURE.write_text(picture)
+    elif not PICTURE.exists() or PICTURE.read_text() != picture:
+        raise SystemExit("docs/rooms.svg does not show the layers that are checked: run python docs/draw.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""docs/architecture.md and CONTRIBUTING.md name rooms, files and definitions that exist; the picture is up to date."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+REFERENCE = re.compile(r"`([\w./-]+\.(?:py|pyi|cc|h|toml|txt|md|svg))(?::([\w.:]+))?`")
+REFERENCES = sorted(
+    {
+        (page.name, file, name)
+        for page in (PAGE, ROOT / "CONTRIBUTING.md")
+        if page.exists()
+        for file, name in REFERENCE.findall(page.read_text())
+    }
+)
+
+
+def test_the_picture_shows_the_layers_that_are_checked() -> None:
+    subprocess.run([sys.executable, "docs/draw.py", "--check"], cwd=ROOT, check=True)
+
+
+def test_every_room_is_described() -> None:
+    text = PAGE.read_text()
+    draw = runpy.run_path(str(ROOT / "docs" / "draw.py"))
+    for title, layers in (
+        ("### The Python package", draw["package_layers"]()),
+        ("### The core", draw["core_layers"]()),
+    ):
+        section = text.partition(title)[2].partition("\n#")[0]
+        first = re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE)
+        described = {name for cell in first for name in re.findall(r"`([^`]+)`", cell)}
+        assert {name for layer in layers for name in layer} == {name for name in described if "/" not in name}
+
+
+@pytest.mark.parametrize(("page", "file", "name"), REFERENCES)
+def test_a_reference_leads_to_a_definition(page: str, file: str, name: str) -> None:
+    found = [path for path in (ROOT / file, ROOT / "src" / "allranks" / file) if path.is_file()]
+    assert found, f"{page} names {file}, which does not exist"
+    text = found[0].read_text()
+    for part in filter(None, re.split(r"[.:]+", name)):
+        python = rf"^\s*(?:async )?(?:def|class) {part}\b|^{part}\b.*="
+        cpp = rf"\b{part}(?:::\w+)*\(|^(?:class|struct) {part}\b|\b{part}::"
+        pattern = python if file.endswith(".py") else cpp
+        assert re.search(pattern, text, re.MULTILINE), f"{page}: {file} does not define {part}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_commands_and_folders_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+    folders = set(re.findall(r"`((?:src|core|tests|docs|benchmarks)/[\w/]+)`", text))
+    assert not [folder for folder in folders if not (ROOT / folder).exists()]
