@@ -5,7 +5,7 @@
 //   lane    the bytes of collectives. Both sides know which bytes come when: calls are matched by order. So both find
 //   at
 //           once that they need it, and the higher rank asks for it.
-//   post    messages (mail.h). Who has one to send asks for it.
+//   post    messages (point_to_point.h). Who has one to send asks for it.
 // Who asks does not wait: somebody else connects (native_tcp.py) and hands over what both sides get (adopt); until then
 // the bytes wait as they do for a slow rank, with the same deadlines, verdicts and signals.
 //   pulse   between hosts, not ranks: the first rank of each, its leader, has them (pulse.h), from the beginning.
@@ -83,7 +83,7 @@ class Net final : public Elsewhere, public Pulse::Listener {
   // --- posts ---
 
   Stream& post(int rank) { return peer(rank).post; }
-  void need_post(int rank);  // with the mail's lock held
+  void need_post(int rank);  // with the lock of PointToPoint held
   bool doze(int timeout_ms) override;
   // The thread rings this rank's bell, once, when one of them has something, or can take something again.
   void watch_posts() override;

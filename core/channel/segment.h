@@ -139,10 +139,10 @@ struct alignas(kLine) Far {
 struct alignas(kLine) PipeControl {
   alignas(kLine) std::atomic<uint64_t> written;  // bytes, by the sender
   alignas(kLine) std::atomic<uint64_t> read;     // bytes, by the receiver
-  std::atomic<uint64_t> released;                // the same: of messages that have found their recv (Mail::cost)
+  std::atomic<uint64_t> released;  // the same: of messages that have found their recv (PointToPoint::cost)
 };
 
-// What stands in a pipe before each message, and by itself (mail.h).
+// What stands in a pipe before each message, and by itself (point_to_point.h).
 struct Frame {
   enum class Kind : uint8_t {
     message,  // its payload follows

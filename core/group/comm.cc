@@ -21,8 +21,8 @@ Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
       rank_(local_comm_.rank()),
       size_(local_comm_.size()),
       settings_(settings),
-      mail_(local_comm_.shm(), nullptr, static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
-            settings.spin_progress_ns, settings.eager) {}
+      p2p_(local_comm_.shm(), nullptr, static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
+           settings.spin_progress_ns, settings.eager) {}
 
 Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> pulses, Net::Opener opener,
            Settings settings)
@@ -32,8 +32,8 @@ Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd>
       rank_(rank),
       size_(net_->hosts().ranks()),
       settings_(settings),
-      mail_(local_comm_.shm(), net_.get(), static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
-            settings.spin_progress_ns, settings.eager) {}
+      p2p_(local_comm_.shm(), net_.get(), static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
+           settings.spin_progress_ns, settings.eager) {}
 
 void Comm::check_process() const {
   if (forked()) throw Error(Failure{.kind = Kind::forked, .peer = rank(), .reporter = rank()});
@@ -48,7 +48,7 @@ void Comm::close() {
     local_comm_.shm().leave();
     queue_changed_.notify_all();
   }
-  mail_.close();
+  p2p_.close();
   if (progress_.joinable()) progress_.join();
   std::unique_lock lock(queue_lock_);
   // A signal handler, called from within a collective of this thread, cannot wait for its end.
@@ -190,8 +190,8 @@ void Comm::progress() {
 
 void Comm::wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns) {
   check_process();
-  if (const auto parcel = std::dynamic_pointer_cast<Parcel>(request)) {
-    mail_.wait(parcel, caller, timeout_ns);
+  if (const auto message = std::dynamic_pointer_cast<Message>(request)) {
+    p2p_.wait(message, caller, timeout_ns);
   } else {
     wait_queued(static_cast<const Queued&>(*request), caller, timeout_ns);
   }
@@ -321,25 +321,25 @@ std::vector<std::pair<uint32_t, Fingerprint>> Comm::last_calls() {
 std::shared_ptr<Request> Comm::start_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
   check_process();
   reserve_pipe(to);
-  auto parcel = mail_.post_send(buffer, to, tag, caller);
-  if (!parcel->done.load(std::memory_order_acquire)) mail_.in_background(caller);
-  return parcel;
+  auto message = p2p_.post_send(buffer, to, tag, caller);
+  if (!message->done.load(std::memory_order_acquire)) p2p_.in_background(caller);
+  return message;
 }
 
 std::shared_ptr<Request> Comm::start_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
   check_process();
-  auto parcel = mail_.post_recv(buffer, from, tag, caller);
-  if (!parcel->done.load(std::memory_order_acquire)) mail_.in_background(caller);
-  return parcel;
+  auto message = p2p_.post_recv(buffer, from, tag, caller);
+  if (!message->done.load(std::memory_order_acquire)) p2p_.in_background(caller);
+  return message;
 }
 
 void Comm::send(Buffer buffer, int to, int32_t tag, Caller& caller) {
   check_process();
   reserve_pipe(to);
   const int64_t began = sys::now_ns();
-  if (!mail_.send_at_once(buffer, to, tag)) {
+  if (!p2p_.send_at_once(buffer, to, tag)) {
     if (buffer.nbytes() >= kReleaseBytes) caller.release();
-    mail_.wait(mail_.post_send(buffer, to, tag, caller), caller, -1);
+    p2p_.wait(p2p_.post_send(buffer, to, tag, caller), caller, -1);
   }
   count(buffer.nbytes(), began);
 }
@@ -347,11 +347,11 @@ void Comm::send(Buffer buffer, int to, int32_t tag, Caller& caller) {
 int Comm::recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
   check_process();
   const int64_t began = sys::now_ns();
-  if (from < 0 || !mail_.recv_at_once(buffer, from, tag)) {
+  if (from < 0 || !p2p_.recv_at_once(buffer, from, tag)) {
     if (buffer.nbytes() >= kReleaseBytes) caller.release();
-    const auto parcel = mail_.post_recv(buffer, from, tag, caller);
-    mail_.wait(parcel, caller, -1);
-    from = parcel->peer;
+    const auto message = p2p_.post_recv(buffer, from, tag, caller);
+    p2p_.wait(message, caller, -1);
+    from = message->peer;
   }
   count(buffer.nbytes(), began);
   return from;

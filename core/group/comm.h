@@ -4,7 +4,7 @@
 // by call number. A blocking collective runs in its caller's thread when nothing is queued. An
 // asynchronous one is queued for the progress thread, which is started by the first; whoever waits
 // for a request runs the head of the queue itself instead of waiting for that thread to be
-// scheduled. Messages (send, recv) are not numbered and go past the queue: see mail.h.
+// scheduled. Messages (send, recv) are not numbered and go past the queue: see point_to_point.h.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@
 #include "collective/inter_host_comm.h"
 #include "collective/local_comm.h"
 #include "collective/operation.h"
-#include "p2p/mail.h"
+#include "p2p/point_to_point.h"
 
 namespace allranks {
 
@@ -43,7 +43,7 @@ struct Settings {
   double timeout_s = 1800;
   int64_t spin_ns = 0;           // in the caller's thread
   int64_t spin_progress_ns = 0;  // in the progress thread, which competes with computation
-  size_t eager = 8 << 20;        // bytes of messages to one rank that may be under way without a recv (mail.h)
+  size_t eager = 8 << 20;  // bytes of messages to one rank that may be under way without a recv (point_to_point.h)
 };
 
 // Made by sys::make_owned. In a forked child every call throws Kind::forked, but for close, which does nothing.
@@ -119,7 +119,7 @@ class Comm {
   int rank_;
   int size_;
   Settings settings_;
-  Mail mail_;
+  PointToPoint p2p_;
   const uint32_t forks_ = sys::forks();
 
   std::mutex queue_lock_;

@@ -524,8 +524,8 @@ NB_MODULE(_core, m) {
       .def(
           "source",
           [](const Request& r) {
-            const auto* parcel = dynamic_cast<const Parcel*>(&r);
-            return parcel != nullptr ? parcel->peer.load() : -1;
+            const auto* message = dynamic_cast<const Message*>(&r);
+            return message != nullptr ? message->peer.load() : -1;
           },
           "The rank that sent, of a recv that is done.");
 

@@ -23,9 +23,9 @@
 //
 // A large message to another host is lent (stream.h): its send is done when the other side has read it.
 //
-// Nothing here blocks for a single message: whoever waits for any of them moves all of them
-// (`progress`), or else a rank that waits for its send while its peer does the same would hang. For
-// messages that nobody waits for yet there is a thread, started by the first of them.
+// No wait is for a single message: a rank that waits for any of them moves all of them (progress). Otherwise two ranks
+// that each wait for their own send would hang. A thread moves messages that nobody waits for yet. The first of them
+// starts it.
 #pragma once
 
 #include <array>
@@ -77,8 +77,8 @@ struct Request {
   std::atomic<uint64_t> ticket_ = 0;
 };
 
-// A send or a recv.
-struct Parcel : Request {
+// One side of a message: a send or a recv.
+struct Message : Request {
   Buffer buffer;
   std::atomic<int> peer = -1;  // recv: < 0 is any rank until one has sent; read by who waits, without the lock
   int32_t tag = 0;
@@ -96,21 +96,21 @@ class OutOfMemory final : public std::bad_alloc {
   std::array<char, 256> text_;
 };
 
-class Mail {
+class PointToPoint {
  public:
   // net: of a group that spans hosts; else nullptr.
-  Mail(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns, size_t eager);
-  ~Mail();
+  PointToPoint(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns, size_t eager);
+  ~PointToPoint();
 
-  std::shared_ptr<Parcel> post_send(Buffer buffer, int to, int32_t tag, Caller& caller);
-  std::shared_ptr<Parcel> post_recv(Buffer buffer, int from, int32_t tag, Caller& caller);
+  std::shared_ptr<Message> post_send(Buffer buffer, int to, int32_t tag, Caller& caller);
+  std::shared_ptr<Message> post_recv(Buffer buffer, int from, int32_t tag, Caller& caller);
 
   // The short way of a message that fits where nothing is under way. False: nothing was done.
   bool send_at_once(Buffer buffer, int to, int32_t tag);
   bool recv_at_once(Buffer buffer, int from, int32_t tag);
 
-  // Blocks until the parcel is done; throws its error. timeout_ns >= 0: a limit of this wait alone.
-  void wait(const std::shared_ptr<Parcel>& parcel, Caller& caller, int64_t timeout_ns);
+  // Blocks until the message is done; throws its error. timeout_ns >= 0: a limit of this wait alone.
+  void wait(const std::shared_ptr<Message>& message, Caller& caller, int64_t timeout_ns);
 
   // Lets the thread move what nobody waits for.
   void in_background(Caller& caller);
@@ -118,7 +118,7 @@ class Mail {
   void close();  // ends what is under way
 
  private:
-  using Parcels = std::list<std::shared_ptr<Parcel>>;
+  using Messages = std::list<std::shared_ptr<Message>>;
 
   // A message or an offer for which there is no recv yet.
   struct Kept {
@@ -132,7 +132,7 @@ class Mail {
   // What is being written into a stream.
   struct Outgoing {
     Frame frame;
-    Parcels parcel;     // one, of a message, an offer, a body
+    Messages message;   // one, of a message, an offer, a body
     size_t nbytes = 0;  // of frame and payload; 0: nothing is
     size_t moved = 0;
   };
@@ -142,30 +142,30 @@ class Mail {
     Frame frame;
     size_t header = 0;  // bytes of the frame that are there
     bool placed = false;
-    size_t nbytes = 0;               // of the payload
-    size_t payload = 0;              // of these, those that are there
-    std::byte* target = nullptr;     // nullptr: dropped
-    bool dropped = false;            // and there is a payload to drop
-    std::shared_ptr<Parcel> parcel;  // whose memory the target is
-    Kept* kept = nullptr;            // the same
-    std::list<Frame> receipt;        // to be given
+    size_t nbytes = 0;                 // of the payload
+    size_t payload = 0;                // of these, those that are there
+    std::byte* target = nullptr;       // nullptr: dropped
+    bool dropped = false;              // and there is a payload to drop
+    std::shared_ptr<Message> message;  // whose memory the target is
+    Kept* kept = nullptr;              // the same
+    std::list<Frame> receipt;          // to be given
   };
 
   struct Peer {
     std::list<Frame> answers;  // to be written before what follows
-    Parcels sends;             // messages or offers, as the credit allows when it is their turn
-    Parcels bodies;
+    Messages sends;            // messages or offers, as the credit allows when it is their turn
+    Messages bodies;
     Outgoing out;
-    std::unordered_map<uint64_t, std::shared_ptr<Parcel>> offered;  // by number
-    std::set<uint64_t> small;                                       // of these, those that may have enough credit yet
-    Parcels lent;                                                   // sent, and not known to have been read
+    std::unordered_map<uint64_t, std::shared_ptr<Message>> offered;  // by number
+    std::set<uint64_t> small;                                        // of these, those that may have enough credit yet
+    Messages lent;                                                   // sent, and not known to have been read
     uint64_t offers = 0;
     uint64_t used = 0;      // credit: bytes of messages
     uint64_t returned = 0;  // of these, between hosts
 
     Incoming in;
-    std::unordered_map<uint64_t, std::shared_ptr<Parcel>> accepted;  // recvs, by number of the offer
-    std::unordered_map<uint64_t, Kept*> open;                        // offers without a recv, by number
+    std::unordered_map<uint64_t, std::shared_ptr<Message>> accepted;  // recvs, by number of the offer
+    std::unordered_map<uint64_t, Kept*> open;                         // offers without a recv, by number
     uint64_t heard_offers = 0;
     uint64_t owed = 0;  // credit to return, between hosts
     size_t kept = 0;
@@ -186,7 +186,7 @@ class Mail {
   class Waiter;
 
   void move(Caller& caller, const std::atomic<bool>& enough);
-  void explain(Error& error, const Parcel& parcel, Caller& caller);
+  void explain(Error& error, const Message& message, Caller& caller);
 
   // All with lock_ held.
   bool progress(Caller& caller);  // true: there was more than one turn moves
@@ -206,17 +206,17 @@ class Mail {
   void arrive_late(int peer);
   void complete(int peer);
   void drop(int peer);
-  std::shared_ptr<Parcel> wanted(int peer, int32_t tag);
-  void take(Parcel& parcel);
+  std::shared_ptr<Message> wanted(int peer, int32_t tag);
+  void take(Message& message);
   void out_of_memory(int peer);
-  void give(int peer, Kept& kept, const std::shared_ptr<Parcel>& parcel, Turn& turn);
-  void answer(int peer, uint64_t offer, const std::shared_ptr<Parcel>& parcel);
+  void give(int peer, Kept& kept, const std::shared_ptr<Message>& message, Turn& turn);
+  void answer(int peer, uint64_t offer, const std::shared_ptr<Message>& message);
   void release(int peer, const Frame& frame);
   uint64_t credit(int peer);
-  void finish(Parcel& parcel, std::exception_ptr error = nullptr);
+  void finish(Message& message, std::exception_ptr error = nullptr);
   void fail_all(const std::exception_ptr& error);
   void rouse();  // the thread
-  bool idle() const { return parcels_ == 0 && answers_ == 0 && drops_ == 0; }
+  bool idle() const { return messages_ == 0 && answers_ == 0 && drops_ == 0; }
   int awaited() const;
 
   void run();
@@ -240,14 +240,14 @@ class Mail {
 
   std::mutex lock_;
   std::vector<Peer> peers_;
-  std::unordered_map<uint64_t, Parcels> recvs_;  // that have found no message; each in the order of posting
-  std::unordered_map<uint64_t, Keeping> kept_;   // each in the order of arrival
+  std::unordered_map<uint64_t, Messages> recvs_;  // recvs that no message has come for; each in the order of posting
+  std::unordered_map<uint64_t, Keeping> kept_;    // each in the order of arrival
   uint64_t posted_recvs_ = 0;
   uint64_t arrivals_ = 0;
-  size_t waiting_ = 0;  // parcels in recvs_
-  size_t parcels_ = 0;  // that are not done
-  size_t answers_ = 0;  // that are not written
-  size_t drops_ = 0;    // payloads that come and nobody wants
+  size_t waiting_ = 0;   // recvs in recvs_
+  size_t messages_ = 0;  // sends and recvs that are not done
+  size_t answers_ = 0;   // that are not written
+  size_t drops_ = 0;     // payloads that come and nobody wants
   Copier copier_;
   std::mutex waits_lock_;  // of what this rank says that it waits for
 

@@ -13,7 +13,7 @@ namespace {
 
 // One message of a program. Programs are lists of these, of which each rank carries out its own, in order: so that
 // they end whether sends wait for their recvs or not.
-struct Message {
+struct Planned {
   int from;
   int to;
   int32_t tag;
@@ -25,7 +25,7 @@ struct Message {
 };
 
 struct Program {
-  std::vector<Message> messages;
+  std::vector<Planned> messages;
   size_t eager;
   Sizes sizes;
 };
@@ -42,7 +42,7 @@ Program make_program(std::mt19937& random, int ranks) {
   const std::vector<size_t> counts = {0, 1, 10, 118, 119, 250, 1000, 5000, large ? size_t{700'000} : size_t{20'000}};
   const size_t n = large ? 12 : 20 + below(120);
   for (size_t i = 0; i < n; i++) {
-    Message m{};
+    Planned m{};
     m.from = static_cast<int>(below(static_cast<size_t>(ranks)));
     m.to = (m.from + 1 + static_cast<int>(below(static_cast<size_t>(ranks) - 1))) % ranks;
     m.any = below(5) == 0;
@@ -85,10 +85,10 @@ void run_program(const Program& program, const std::vector<int>& hosts, unsigned
         failed = true;
       }
       CHECK(failed == one.fails);
-      sources[i] = static_cast<const Parcel&>(*one.request).peer;
+      sources[i] = static_cast<const Message&>(*one.request).peer;
     };
     for (size_t i = 0; i < program.messages.size(); i++) {
-      const Message& m = program.messages[i];
+      const Planned& m = program.messages[i];
       const bool sends = m.from == comm.rank();
       if (!sends && m.to != comm.rank()) continue;
       memory[i] = sends ? contents(i, m.count) : std::vector<int32_t>(m.count + (m.wrong ? 1 : 0), -1);
@@ -107,7 +107,7 @@ void run_program(const Program& program, const std::vector<int>& hosts, unsigned
       if (random() % 6 == 0 && !pending.empty()) {
         auto it = pending.begin();
         std::advance(it, static_cast<long>(random() % pending.size()));
-        const Message& other = program.messages[it->first];
+        const Planned& other = program.messages[it->first];
         if (other.to == comm.rank() && !other.any) settle(it->first);
       }
     }
@@ -119,12 +119,12 @@ void run_program(const Program& program, const std::vector<int>& hosts, unsigned
     // In the order of the recvs, those from one rank with one tag hold its messages in the order of its sends.
     std::map<std::pair<int, int32_t>, std::vector<size_t>> sent;
     for (size_t i = 0; i < program.messages.size(); i++) {
-      const Message& m = program.messages[i];
+      const Planned& m = program.messages[i];
       if (m.to == comm.rank()) sent[{m.from, m.tag}].push_back(i);
     }
     std::map<std::pair<int, int32_t>, size_t> received;
     for (size_t i = 0; i < program.messages.size(); i++) {
-      const Message& m = program.messages[i];
+      const Planned& m = program.messages[i];
       if (m.to != comm.rank()) continue;
       const int from = m.any ? sources[i] : m.from;
       const size_t message = sent.at({from, m.tag}).at(received[{from, m.tag}]++);
@@ -223,8 +223,8 @@ TEST(who_moves_much_for_others_releases_its_callers_locks) {
   const auto zero = shm(0);
   const auto one = shm(1);
   constexpr int64_t kTimeoutNs = 20'000'000'000;
-  Mail sender(*zero, nullptr, kTimeoutNs, 0, 0, 8 << 20);
-  Mail receiver(*one, nullptr, kTimeoutNs, 0, 0, 8 << 20);
+  PointToPoint sender(*zero, nullptr, kTimeoutNs, 0, 0, 8 << 20);
+  PointToPoint receiver(*one, nullptr, kTimeoutNs, 0, 0, 8 << 20);
   for (const size_t count : {size_t{1000}, size_t{1 << 20}}) {
     std::vector<std::byte> sent(count);
     std::vector<std::byte> received(count);

@@ -1,4 +1,4 @@
-#include "p2p/mail.h"
+#include "p2p/point_to_point.h"
 
 #include <algorithm>
 #include <array>
@@ -44,7 +44,8 @@ OutOfMemory::OutOfMemory(int rank, const Frame& frame) {
                 payload_of(frame), frame.tag, rank);
 }
 
-Mail::Mail(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns, size_t eager)
+PointToPoint::PointToPoint(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns,
+                           size_t eager)
     : shm_(shm),
       net_(net),
       rank_(shm.number(shm.rank())),
@@ -55,18 +56,18 @@ Mail::Mail(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin
       eager_(eager),
       peers_(static_cast<size_t>(size_)) {}
 
-Mail::~Mail() {
+PointToPoint::~PointToPoint() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Mail::check_send(int to) {
+void PointToPoint::check_send(int to) {
   shm_.check_verdict();
   if (far(to) ? net_->presence(to) == Presence::left : shm_.has_left(shm_.local(to))) {
     throw Error(Failure{.kind = Kind::left, .peer = to, .reporter = rank_, .fingerprint = {.verb = Verb::send}});
   }
 }
 
-bool Mail::send_at_once(Buffer buffer, int to, int32_t tag) {
+bool PointToPoint::send_at_once(Buffer buffer, int to, int32_t tag) {
   if (far(to)) return false;
   const std::unique_lock lock(lock_, std::try_to_lock);
   if (!lock.owns_lock() || busy(at(to))) return false;
@@ -93,7 +94,7 @@ bool Mail::send_at_once(Buffer buffer, int to, int32_t tag) {
   return true;
 }
 
-bool Mail::recv_at_once(Buffer buffer, int from, int32_t tag) {
+bool PointToPoint::recv_at_once(Buffer buffer, int from, int32_t tag) {
   if (far(from)) return false;
   PipeControl& control = shm_.pipe_control(shm_.local(from), shm_.rank());
   const size_t n = buffer.nbytes();
@@ -130,16 +131,16 @@ bool Mail::recv_at_once(Buffer buffer, int from, int32_t tag) {
   return true;
 }
 
-std::shared_ptr<Parcel> Mail::post_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
+std::shared_ptr<Message> PointToPoint::post_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
   const auto lock = lock_politely(lock_, caller);
   check_send(to);
-  auto parcel = std::make_shared<Parcel>();
-  parcel->buffer = buffer;
-  parcel->peer = to;
-  parcel->tag = tag;
-  parcel->about = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count};
-  at(to).sends.push_back(parcel);
-  parcels_++;
+  auto message = std::make_shared<Message>();
+  message->buffer = buffer;
+  message->peer = to;
+  message->tag = tag;
+  message->about = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count};
+  at(to).sends.push_back(message);
+  messages_++;
   try {
     Turn turn{caller};
     push(to, turn);
@@ -147,18 +148,18 @@ std::shared_ptr<Parcel> Mail::post_send(Buffer buffer, int to, int32_t tag, Call
     fail_all(std::current_exception());  // or the tensor would be read when its owner has let it go
     throw;
   }
-  return parcel;
+  return message;
 }
 
-std::shared_ptr<Parcel> Mail::post_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
+std::shared_ptr<Message> PointToPoint::post_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
   const auto lock = lock_politely(lock_, caller);
   shm_.check_verdict();
-  auto parcel = std::make_shared<Parcel>();
-  parcel->buffer = buffer;
-  parcel->peer = from;
-  parcel->tag = tag;
-  parcel->number = posted_recvs_++;
-  parcel->about = {.verb = Verb::recv, .dtype = buffer.dtype, .count = buffer.count};
+  auto message = std::make_shared<Message>();
+  message->buffer = buffer;
+  message->peer = from;
+  message->tag = tag;
+  message->number = posted_recvs_++;
+  message->about = {.verb = Verb::recv, .dtype = buffer.dtype, .count = buffer.count};
   auto found = kept_.end();
   int sender = -1;
   for (int r = std::max(from, 0); r <= (from < 0 ? size_ - 1 : from); r++) {
@@ -171,15 +172,15 @@ std::shared_ptr<Parcel> Mail::post_recv(Buffer buffer, int from, int32_t tag, Ca
   }
   Turn turn{caller};
   if (found != kept_.end()) {
-    give(sender, found->second.front(), parcel, turn);
+    give(sender, found->second.front(), message, turn);
     found->second.pop_front();
     if (found->second.empty()) kept_.erase(found);
     at(sender).kept--;
   } else {
-    Parcels one{parcel};
-    Parcels& queue = recvs_[key(from, tag)];
+    Messages one{message};
+    Messages& queue = recvs_[key(from, tag)];
     queue.splice(queue.end(), one);
-    parcels_++;
+    messages_++;
     waiting_++;
     if (from >= 0) at(from).wanted++;
   }
@@ -193,12 +194,12 @@ std::shared_ptr<Parcel> Mail::post_recv(Buffer buffer, int from, int32_t tag, Ca
     fail_all(std::current_exception());
     throw;
   }
-  return parcel;
+  return message;
 }
 
-class Mail::Waiter final : public Caller {
+class PointToPoint::Waiter final : public Caller {
  public:
-  Waiter(Mail& mail, const Parcel& parcel, Caller& caller) : mail_(mail), parcel_(parcel), caller_(caller) {}
+  Waiter(PointToPoint& p2p, const Message& message, Caller& caller) : p2p_(p2p), message_(message), caller_(caller) {}
   void release() override { caller_.release(); }
   bool interrupted() override {
     publish();
@@ -211,9 +212,9 @@ class Mail::Waiter final : public Caller {
     const std::string site = where();
     const size_t n = std::min(site.size(), said_.site.size() - 1);
     std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n, said_.site.begin());  // its end tells more
-    said_.peer = parcel_.peer;
-    said_.tag = parcel_.tag;
-    said_.verb = parcel_.about.verb;
+    said_.peer = message_.peer;
+    said_.tag = message_.tag;
+    said_.verb = message_.about.verb;
     say(said_);
   }
   // Not where the wait has ended the group: the others are yet to read it.
@@ -223,18 +224,18 @@ class Mail::Waiter final : public Caller {
 
  private:
   void say(const Waits& waits) {
-    const std::lock_guard lock(mail_.waits_lock_);
-    mail_.shm_.waits(mail_.shm_.rank()).store(waits);
+    const std::lock_guard lock(p2p_.waits_lock_);
+    p2p_.shm_.waits(p2p_.shm_.rank()).store(waits);
   }
 
-  Mail& mail_;
-  const Parcel& parcel_;
+  PointToPoint& p2p_;
+  const Message& message_;
   Caller& caller_;
   Waits said_;
 };
 
 // Why a wait was in vain: who waits for whom, and which messages there are.
-void Mail::explain(Error& error, const Parcel& parcel, Caller& caller) {
+void PointToPoint::explain(Error& error, const Message& message, Caller& caller) {
   std::vector<bool> seen(static_cast<size_t>(size_));
   for (int r = rank_; r >= 0 && !seen[static_cast<size_t>(r)];) {
     const Waits waits = far(r) ? shm_.far(r).waits.load() : shm_.waits(shm_.local(r)).load();
@@ -243,36 +244,36 @@ void Mail::explain(Error& error, const Parcel& parcel, Caller& caller) {
     seen[static_cast<size_t>(r)] = true;
     r = waits.peer;
   }
-  if (parcel.about.verb != Verb::recv) return;
+  if (message.about.verb != Verb::recv) return;
   const auto lock = lock_politely(lock_, caller);
   for (const auto& [key, keeping] : kept_) {
     const int from = static_cast<int>(key >> 32);
     const Frame& first = keeping.front().frame;
-    if (parcel.peer >= 0 && parcel.peer != from) continue;
+    if (message.peer >= 0 && message.peer != from) continue;
     const Fingerprint about{.verb = Verb::send, .dtype = first.dtype, .count = first.count};
     error.unasked.push_back({from, first.tag, about, keeping.size()});
   }
 }
 
-void Mail::wait(const std::shared_ptr<Parcel>& parcel, Caller& caller, int64_t timeout_ns) {
-  if (!parcel->done.load(std::memory_order_acquire)) {
-    Waiter waiter(*this, *parcel, caller);
+void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller, int64_t timeout_ns) {
+  if (!message->done.load(std::memory_order_acquire)) {
+    Waiter waiter(*this, *message, caller);
     Patience patience{.caller = waiter,
                       .timeout_ns = timeout_ns >= 0 ? timeout_ns : timeout_ns_,
                       .spin_ns = spin_ns_,
                       .final = timeout_ns < 0};
-    const Failure about{.reporter = rank_, .fingerprint = parcel->about};
+    const Failure about{.reporter = rank_, .fingerprint = message->about};
     try {
       shm_.wait(shm_.bell(shm_.rank()), patience, about, [&] {
-        move(caller, parcel->done);
-        if (parcel->done.load(std::memory_order_acquire)) return -1;
-        const int from = parcel->peer;
+        move(caller, message->done);
+        if (message->done.load(std::memory_order_acquire)) return -1;
+        const int from = message->peer;
         return from < 0 ? Shm::kAnyRank : from;
       });
     } catch (Error& error) {
       if (error.failure.kind == Kind::timeout) {
         waiter.publish();
-        explain(error, *parcel, caller);
+        explain(error, *message, caller);
         if (!shm_.condemned()) waiter.withdraw();
         if (!patience.final) throw;
       }
@@ -288,21 +289,21 @@ void Mail::wait(const std::shared_ptr<Parcel>& parcel, Caller& caller, int64_t t
     waiter.withdraw();
     Shm::ring(shm_.bell(shm_.rank()));  // another thread may have to move what this one has left
   }
-  if (parcel->error == nullptr) return;
+  if (message->error == nullptr) return;
   try {
-    std::rethrow_exception(parcel->error);
+    std::rethrow_exception(message->error);
   } catch (const Error& error) {
     // Another thread may have found it.
     if (error.failure.kind != Kind::timeout || !error.waits.empty()) throw;
     Error told = error;
-    Waiter(*this, *parcel, caller).publish();
-    explain(told, *parcel, caller);
+    Waiter(*this, *message, caller).publish();
+    explain(told, *message, caller);
     throw told;
   }
 }
 
 // Moves everything that can be moved, until it is enough; the caller looks around in between.
-void Mail::move(Caller& caller, const std::atomic<bool>& enough) {
+void PointToPoint::move(Caller& caller, const std::atomic<bool>& enough) {
   for (int64_t began = 0; !enough.load(std::memory_order_acquire);) {
     {
       const std::unique_lock lock(lock_, std::try_to_lock);
@@ -316,18 +317,18 @@ void Mail::move(Caller& caller, const std::atomic<bool>& enough) {
   }
 }
 
-void Mail::in_background(Caller& caller) {
+void PointToPoint::in_background(Caller& caller) {
   const auto lock = lock_politely(lock_, caller);
   rouse();
 }
 
-void Mail::rouse() {
+void PointToPoint::rouse() {
   if (stopping_ || idle()) return;
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   posted_.notify_one();
 }
 
-void Mail::run() {
+void PointToPoint::run() {
   sys::leave_signals();
   Caller nobody;
   for (;;) {
@@ -346,7 +347,7 @@ void Mail::run() {
         return idle() ? -1 : awaited();
       });
     } catch (const Error& error) {
-      // Whoever waits for a parcel minds its deadline.
+      // Whoever waits for a message minds its deadline.
       if (error.failure.kind == Kind::timeout && !shm_.condemned()) continue;
       const std::lock_guard lock(lock_);
       fail_all(std::current_exception());
@@ -357,7 +358,7 @@ void Mail::run() {
   }
 }
 
-void Mail::close() {
+void PointToPoint::close() {
   {
     const std::lock_guard lock(lock_);
     stopping_ = true;
@@ -369,53 +370,53 @@ void Mail::close() {
   fail_all(std::make_exception_ptr(Error(failure)));
 }
 
-int Mail::awaited() const {
+int PointToPoint::awaited() const {
   for (int r = 0; r < size_; r++) {
     const Peer& p = peers_[static_cast<size_t>(r)];
-    if (busy(p) || !p.offered.empty() || !p.accepted.empty() || p.in.parcel != nullptr || p.wanted > 0) return r;
+    if (busy(p) || !p.offered.empty() || !p.accepted.empty() || p.in.message != nullptr || p.wanted > 0) return r;
   }
   return Shm::kAnyRank;
 }
 
-void Mail::finish(Parcel& parcel, std::exception_ptr error) {
-  parcels_--;
-  parcel.finish(std::move(error));
+void PointToPoint::finish(Message& message, std::exception_ptr error) {
+  messages_--;
+  message.finish(std::move(error));
   Shm::ring(shm_.bell(shm_.rank()));  // another thread of this process may wait for it
 }
 
-void Mail::fail_all(const std::exception_ptr& error) {
-  const auto fail = [&](Parcels& parcels) {
-    for (const auto& parcel : parcels) finish(*parcel, error);
-    parcels.clear();
+void PointToPoint::fail_all(const std::exception_ptr& error) {
+  const auto fail = [&](Messages& messages) {
+    for (const auto& message : messages) finish(*message, error);
+    messages.clear();
   };
   for (Peer& p : peers_) {
-    for (Parcels* parcels : {&p.sends, &p.bodies, &p.lent, &p.out.parcel}) {
+    for (Messages* messages : {&p.sends, &p.bodies, &p.lent, &p.out.message}) {
       // An offer that is being written is among those that have been made.
-      if (parcels != &p.out.parcel || p.out.frame.kind != Frame::Kind::offer) fail(*parcels);
+      if (messages != &p.out.message || p.out.frame.kind != Frame::Kind::offer) fail(*messages);
     }
-    for (const auto& [number, parcel] : p.offered) finish(*parcel, error);
+    for (const auto& [number, message] : p.offered) finish(*message, error);
     p.offered.clear();
     p.small.clear();
     p.out = {};
     p.answers.clear();
-    for (const auto& [number, parcel] : p.accepted) finish(*parcel, error);
+    for (const auto& [number, message] : p.accepted) finish(*message, error);
     p.accepted.clear();
-    if (p.in.parcel != nullptr) {
-      finish(*p.in.parcel, error);
-      p.in.parcel = nullptr;
+    if (p.in.message != nullptr) {
+      finish(*p.in.message, error);
+      p.in.message = nullptr;
       p.in.target = nullptr;
     }
     p.in.dropped = false;
     p.wanted = 0;
   }
-  for (auto& [key, parcels] : recvs_) fail(parcels);
+  for (auto& [key, messages] : recvs_) fail(messages);
   recvs_.clear();
   waiting_ = 0;
   answers_ = 0;
   drops_ = 0;
 }
 
-bool Mail::progress(Caller& caller) {
+bool PointToPoint::progress(Caller& caller) {
   Turn turn{caller};
   bool more = false;
   for (int r = 0; r < size_; r++) {
@@ -428,12 +429,12 @@ bool Mail::progress(Caller& caller) {
 
 // --- what goes out ---
 
-bool Mail::busy(const Peer& peer) {
+bool PointToPoint::busy(const Peer& peer) {
   return peer.out.nbytes > 0 || !peer.answers.empty() || !peer.bodies.empty() || !peer.sends.empty();
 }
 
 // Bytes of messages that may be sent to a rank.
-uint64_t Mail::credit(int peer) {
+uint64_t PointToPoint::credit(int peer) {
   const uint64_t returned =
       far(peer) ? at(peer).returned
                 : shm_.pipe_control(shm_.rank(), shm_.local(peer)).released.load(std::memory_order_seq_cst);
@@ -441,7 +442,7 @@ uint64_t Mail::credit(int peer) {
 }
 
 // Whether there is credit for the first offer that has waited for it.
-bool Mail::may_follow(int peer) {
+bool PointToPoint::may_follow(int peer) {
   const Peer& p = at(peer);
   if (p.small.empty()) return false;
   const Buffer& buffer = p.offered.at(*p.small.begin())->buffer;
@@ -449,7 +450,7 @@ bool Mail::may_follow(int peer) {
 }
 
 // Whether there is something to write: what `out` says.
-bool Mail::next(int peer) {
+bool PointToPoint::next(int peer) {
   Peer& p = at(peer);
   if (p.out.nbytes > 0) return true;
   if (!p.answers.empty()) {
@@ -467,14 +468,14 @@ bool Mail::next(int peer) {
     p.small.erase(p.small.begin());
   }
   const bool body = !p.bodies.empty();
-  Parcels& queue = body ? p.bodies : p.sends;
+  Messages& queue = body ? p.bodies : p.sends;
   if (queue.empty()) return false;
-  const Parcel& parcel = *queue.front();
-  const size_t payload = parcel.buffer.nbytes();
-  Frame frame{.count = parcel.buffer.count,
-              .number = parcel.number,
-              .tag = parcel.tag,
-              .dtype = parcel.buffer.dtype,
+  const Message& message = *queue.front();
+  const size_t payload = message.buffer.nbytes();
+  Frame frame{.count = message.buffer.count,
+              .number = message.number,
+              .tag = message.tag,
+              .dtype = message.buffer.dtype,
               .kind = late   ? Frame::Kind::late
                       : body ? Frame::Kind::body
                              : Frame::Kind::message,
@@ -490,25 +491,25 @@ bool Mail::next(int peer) {
   }
   p.out.frame = frame;
   p.out.nbytes = sizeof(Frame) + (frame.kind == Frame::Kind::offer ? 0 : payload);
-  p.out.parcel.splice(p.out.parcel.end(), queue, queue.begin());
+  p.out.message.splice(p.out.message.end(), queue, queue.begin());
   return true;
 }
 
 // All of `out` is in the stream.
-void Mail::written(int peer) {
+void PointToPoint::written(int peer) {
   Peer& p = at(peer);
   Outgoing out = std::exchange(p.out, Outgoing{});
-  if (out.parcel.empty()) {
+  if (out.message.empty()) {
     answers_--;
   } else if (out.frame.lent != 0) {
-    p.lent.splice(p.lent.end(), out.parcel);
+    p.lent.splice(p.lent.end(), out.message);
   } else if (out.frame.kind != Frame::Kind::offer) {
-    finish(*out.parcel.front());
+    finish(*out.message.front());
   }
 }
 
 // True: there is more than one turn moves.
-bool Mail::push(int peer, Turn& turn) {
+bool PointToPoint::push(int peer, Turn& turn) {
   Peer& p = at(peer);
   if (!busy(p) && p.lent.empty() && p.small.empty()) return false;
   bool more = false;
@@ -518,11 +519,11 @@ bool Mail::push(int peer, Turn& turn) {
     return false;  // for an offer; when there is memory again
   }
   // Who has received may make no other call.
-  if (!p.answers.empty() || (p.out.nbytes > 0 && p.out.parcel.empty())) rouse();
+  if (!p.answers.empty() || (p.out.nbytes > 0 && p.out.message.empty())) rouse();
   return more;
 }
 
-bool Mail::push_near(int peer, Turn& turn) {
+bool PointToPoint::push_near(int peer, Turn& turn) {
   Outgoing& out = at(peer).out;
   PipeControl& control = shm_.pipe_control(shm_.rank(), shm_.local(peer));
   std::byte* pipe = shm_.pipe(shm_.rank(), shm_.local(peer));
@@ -535,7 +536,7 @@ bool Mail::push_near(int peer, Turn& turn) {
       const size_t space = capacity - (written - control.read.load(std::memory_order_seq_cst));
       const bool header = out.moved < sizeof(Frame);
       const auto* from = header ? reinterpret_cast<const std::byte*>(&out.frame) + out.moved
-                                : out.parcel.front()->buffer.bytes() + (out.moved - sizeof(Frame));
+                                : out.message.front()->buffer.bytes() + (out.moved - sizeof(Frame));
       const size_t left = (header ? sizeof(Frame) : out.nbytes) - out.moved;
       const size_t n = std::min({left, space, capacity - written % capacity, burst_bytes(capacity)});
       if (n == 0) break;
@@ -554,7 +555,7 @@ bool Mail::push_near(int peer, Turn& turn) {
   return false;
 }
 
-bool Mail::push_far(int peer, Turn& turn) {
+bool PointToPoint::push_far(int peer, Turn& turn) {
   Stream& post = net_->post(peer);
   if (!post) {
     net_->need_post(peer);  // and comes back when it is there
@@ -566,7 +567,7 @@ bool Mail::push_far(int peer, Turn& turn) {
     const size_t header = std::min(out.moved, sizeof(Frame));
     const size_t payload = out.moved - header;
     const size_t burst = std::min(out.nbytes - sizeof(Frame) - payload, kFarBurst);
-    const std::byte* from = burst > 0 ? out.parcel.front()->buffer.bytes() + payload : nullptr;
+    const std::byte* from = burst > 0 ? out.message.front()->buffer.bytes() + payload : nullptr;
     const bool lent = out.frame.lent != 0;
     size_t taken = 0;
     turn.moves(burst);
@@ -592,9 +593,9 @@ bool Mail::push_far(int peer, Turn& turn) {
 // --- what comes in ---
 
 // True: there is more than one turn moves.
-bool Mail::pull(int peer, Turn& turn) { return far(peer) ? pull_far(peer, turn) : pull_near(peer, turn); }
+bool PointToPoint::pull(int peer, Turn& turn) { return far(peer) ? pull_far(peer, turn) : pull_near(peer, turn); }
 
-bool Mail::pull_near(int peer, Turn& turn) {
+bool PointToPoint::pull_near(int peer, Turn& turn) {
   PipeControl& control = shm_.pipe_control(shm_.local(peer), shm_.rank());
   const std::byte* pipe = shm_.pipe(shm_.local(peer), shm_.rank());
   const size_t capacity = shm_.sizes().pipe;
@@ -627,7 +628,7 @@ bool Mail::pull_near(int peer, Turn& turn) {
   }
 }
 
-bool Mail::pull_far(int peer, Turn& turn) {
+bool PointToPoint::pull_far(int peer, Turn& turn) {
   Stream& post = net_->post(peer);
   Incoming& in = at(peer).in;
   std::array<std::byte, 16 << 10> dropped;
@@ -653,7 +654,7 @@ bool Mail::pull_far(int peer, Turn& turn) {
 }
 
 // A frame is there. False: there is no memory for what it brings.
-bool Mail::place(int peer) {
+bool PointToPoint::place(int peer) {
   Peer& p = at(peer);
   Incoming& in = p.in;
   try {
@@ -700,7 +701,7 @@ bool Mail::place(int peer) {
 }
 
 // Its sender waits until all of it has been read, and this rank may make no other call.
-void Mail::drop(int peer) {
+void PointToPoint::drop(int peer) {
   at(peer).in.target = nullptr;
   at(peer).in.dropped = true;
   drops_++;
@@ -708,23 +709,23 @@ void Mail::drop(int peer) {
 }
 
 // All of a frame's payload is there.
-void Mail::complete(int peer) {
+void PointToPoint::complete(int peer) {
   Peer& p = at(peer);
   Incoming in = std::exchange(p.in, Incoming{});
   answers_ += in.receipt.size();
   p.answers.splice(p.answers.end(), in.receipt);
   if (in.dropped) drops_--;
-  if (in.parcel != nullptr) finish(*in.parcel);
+  if (in.message != nullptr) finish(*in.message);
 }
 
 // A message or an offer: who has asked for it? May throw, and then nothing has changed.
-void Mail::arrive(int peer) {
+void PointToPoint::arrive(int peer) {
   Peer& p = at(peer);
   Incoming& in = p.in;
   const bool offer = in.frame.kind == Frame::Kind::offer;
   const size_t nbytes = offer ? 0 : payload_of(in.frame);
-  const auto parcel = wanted(peer, in.frame.tag);
-  if (parcel == nullptr) {
+  const auto message = wanted(peer, in.frame.tag);
+  if (message == nullptr) {
     std::unique_ptr<std::byte[]> memory(nbytes > 0 ? new std::byte[nbytes] : nullptr);
     Keeping one;
     one.push_back({.frame = in.frame, .arrival = arrivals_, .offer = p.heard_offers, .payload = std::move(memory)});
@@ -742,18 +743,18 @@ void Mail::arrive(int peer) {
     p.kept++;
   } else {
     if (offer) {
-      answer(peer, p.heard_offers, fits(in.frame, parcel->buffer) ? parcel : nullptr);
+      answer(peer, p.heard_offers, fits(in.frame, message->buffer) ? message : nullptr);
     } else {
       release(peer, in.frame);
     }
-    take(*parcel);
-    parcel->peer = peer;
-    if (!fits(in.frame, parcel->buffer)) {
+    take(*message);
+    message->peer = peer;
+    if (!fits(in.frame, message->buffer)) {
       // Dropped, so that the next message is found.
-      finish(*parcel, refused(rank_, peer, in.frame, parcel->about));
+      finish(*message, refused(rank_, peer, in.frame, message->about));
     } else if (!offer) {
-      in.parcel = parcel;
-      in.target = parcel->buffer.bytes();
+      in.message = message;
+      in.target = message->buffer.bytes();
     }
   }
   in.nbytes = nbytes;
@@ -761,7 +762,7 @@ void Mail::arrive(int peer) {
 }
 
 // The payload of an offer. May throw, and then nothing has changed.
-void Mail::arrive_late(int peer) {
+void PointToPoint::arrive_late(int peer) {
   Peer& p = at(peer);
   Incoming& in = p.in;
   const bool on_credit = in.frame.kind == Frame::Kind::late;
@@ -777,8 +778,8 @@ void Mail::arrive_late(int peer) {
     if (on_credit) release(peer, in.frame);
     // Else it has been refused, or its recv has failed: dropped.
     if (const auto recv = p.accepted.find(in.frame.number); recv != p.accepted.end()) {
-      in.parcel = std::move(recv->second);
-      in.target = in.parcel->buffer.bytes();
+      in.message = std::move(recv->second);
+      in.target = in.message->buffer.bytes();
       p.accepted.erase(recv);
     }
   }
@@ -786,9 +787,9 @@ void Mail::arrive_late(int peer) {
 }
 
 // The recv that was posted first of those that a message with this tag is for.
-std::shared_ptr<Parcel> Mail::wanted(int peer, int32_t tag) {
+std::shared_ptr<Message> PointToPoint::wanted(int peer, int32_t tag) {
   if (waiting_ == 0) return nullptr;
-  std::shared_ptr<Parcel> found;
+  std::shared_ptr<Message> found;
   for (const int from : {peer, -1}) {
     const auto it = recvs_.find(key(from, tag));
     if (it == recvs_.end() || it->second.empty()) continue;
@@ -799,9 +800,9 @@ std::shared_ptr<Parcel> Mail::wanted(int peer, int32_t tag) {
 }
 
 // Out of those that have found no message: it is the first with its rank and tag.
-void Mail::take(Parcel& parcel) {
-  const int from = parcel.peer;
-  const auto it = recvs_.find(key(from, parcel.tag));
+void PointToPoint::take(Message& message) {
+  const int from = message.peer;
+  const auto it = recvs_.find(key(from, message.tag));
   it->second.pop_front();
   if (it->second.empty() && recvs_.size() > kQueues) recvs_.erase(it);
   waiting_--;
@@ -809,48 +810,48 @@ void Mail::take(Parcel& parcel) {
 }
 
 // A kept message has found its recv. May throw, and then nothing has changed.
-void Mail::give(int peer, Kept& kept, const std::shared_ptr<Parcel>& parcel, Turn& turn) {
+void PointToPoint::give(int peer, Kept& kept, const std::shared_ptr<Message>& message, Turn& turn) {
   Peer& p = at(peer);
   const bool offer = kept.frame.kind == Frame::Kind::offer;
-  const bool suits = fits(kept.frame, parcel->buffer);
+  const bool suits = fits(kept.frame, message->buffer);
   const size_t nbytes = payload_of(kept.frame);
   if (offer) {
-    answer(peer, kept.offer, suits ? parcel : nullptr);
+    answer(peer, kept.offer, suits ? message : nullptr);
     p.open.erase(kept.offer);
   } else {
     release(peer, kept.frame);
   }
-  parcels_++;
-  parcel->peer = peer;
+  messages_++;
+  message->peer = peer;
   const bool coming = p.in.kept == &kept;
   if (coming) p.in.kept = nullptr;
   if (coming && !suits) drop(peer);
   if (!suits) {
-    finish(*parcel, refused(rank_, peer, kept.frame, parcel->about));
+    finish(*message, refused(rank_, peer, kept.frame, message->about));
   } else if (!offer) {
     const size_t there = coming ? p.in.payload : nbytes;
     turn.moves(there);
-    if (there > 0) std::memcpy(parcel->buffer.data, kept.payload.get(), there);
+    if (there > 0) std::memcpy(message->buffer.data, kept.payload.get(), there);
     if (coming) {
-      p.in.parcel = parcel;
-      p.in.target = parcel->buffer.bytes();
+      p.in.message = message;
+      p.in.target = message->buffer.bytes();
     } else {
-      finish(*parcel);
+      finish(*message);
     }
   }
 }
 
 // Accepts an offer, or refuses it (nullptr). May throw, and then nothing has changed.
-void Mail::answer(int peer, uint64_t offer, const std::shared_ptr<Parcel>& parcel) {
+void PointToPoint::answer(int peer, uint64_t offer, const std::shared_ptr<Message>& message) {
   Peer& p = at(peer);
-  std::list<Frame> frame{{.number = offer, .kind = parcel != nullptr ? Frame::Kind::accept : Frame::Kind::refuse}};
-  if (parcel != nullptr) p.accepted.emplace(offer, parcel);
+  std::list<Frame> frame{{.number = offer, .kind = message != nullptr ? Frame::Kind::accept : Frame::Kind::refuse}};
+  if (message != nullptr) p.accepted.emplace(offer, message);
   p.answers.splice(p.answers.end(), frame);
   answers_++;
 }
 
 // A message has found its recv: its credit goes back. May throw, and then nothing has changed.
-void Mail::release(int peer, const Frame& frame) {
+void PointToPoint::release(int peer, const Frame& frame) {
   if (!far(peer)) {
     std::atomic<uint64_t>& released = shm_.pipe_control(shm_.local(peer), shm_.rank()).released;
     released.store(released.load(std::memory_order_relaxed) + cost(frame), std::memory_order_seq_cst);
@@ -868,7 +869,7 @@ void Mail::release(int peer, const Frame& frame) {
 }
 
 // Recvs that what lies behind the message may be for cannot be waited for.
-void Mail::out_of_memory(int peer) {
+void PointToPoint::out_of_memory(int peer) {
   const auto error = std::make_exception_ptr(OutOfMemory(peer, at(peer).in.frame));
   for (auto it = recvs_.begin(); it != recvs_.end();) {
     const int from = it->second.empty() ? peer : it->second.front()->peer.load();
@@ -876,7 +877,7 @@ void Mail::out_of_memory(int peer) {
       it++;
       continue;
     }
-    for (const auto& parcel : it->second) finish(*parcel, error);
+    for (const auto& message : it->second) finish(*message, error);
     waiting_ -= it->second.size();
     if (from >= 0) at(from).wanted -= it->second.size();
     it = recvs_.erase(it);
