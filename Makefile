@@ -101,7 +101,7 @@ build/core-%/passed: $(CORE) $(CORE_TESTS) | $(VENV)/installed
 	$(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release \
 	  -DALLRANKS_PYTHON=OFF -DALLRANKS_TESTS=ON -DALLRANKS_SANITIZE=$(filter-out plain,$*) --log-level=WARNING
 	$(BIN)/cmake --build $(@D)
-	$(if $(filter plain,$*),ALLRANKS_PULSE_SEEDS=5000) setarch -R $(@D)/core_tests
+	$(if $(filter plain,$*),ALLRANKS_HEARTBEAT_SEEDS=5000) setarch -R $(@D)/core_tests
 	touch $@
 
 # Which lines the tests run: of Python in all processes, of the core in those that are not killed. TESTS="tests/launch"

@@ -26,7 +26,7 @@ constexpr int64_t kAwakeNs = kMs / 10;      // without a byte, before a rank sle
 constexpr int64_t kBrokenNs = 1'000 * kMs;  // between the end of a lane and that of its rank, if that is what it means
 constexpr int64_t kTickNs = 50 * kMs;       // the leader looks what the ranks of its host do
 constexpr int64_t kNotesNs = 1'000 * kMs;
-constexpr int64_t kFarewellNs = 2'000 * kMs;
+constexpr int64_t kFinishNs = 2'000 * kMs;
 constexpr uint32_t kNearUs = 2'000;
 constexpr uint8_t kClosed = 7;  // TCP_CLOSE of netinet/tcp.h, whose tcp_info is the older one
 constexpr int kUnreachableMs = 7'000;
@@ -100,7 +100,7 @@ int unsent(int fd) {
 
 }  // namespace
 
-Net::Net(int rank, Hosts hosts, std::vector<sys::Fd> pulses, Opener opener, Shm& shm)
+Net::Net(int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Opener opener, Shm& shm)
     : rank_(rank),
       hosts_(std::move(hosts)),
       opener_(std::move(opener)),
@@ -112,12 +112,12 @@ Net::Net(int rank, Hosts hosts, std::vector<sys::Fd> pulses, Opener opener, Shm&
     peers_.push_back(std::make_unique<Peer>());
     if (hosts_.of(r) != here()) others_.push_back(r);
   }
-  if (!pulses.empty()) {
-    pulse_ = std::make_unique<Pulse>(here(), hosts_, *this);
+  if (!heartbeats.empty()) {
+    heartbeat_ = std::make_unique<Heartbeat>(here(), hosts_, *this);
     links_.resize(static_cast<size_t>(hosts_.count()));
-    mates_gone_.resize(hosts_.on(here()).size());
-    for (const int host : Pulse::neighbours(here(), hosts_.count())) {
-      sys::Fd& fd = pulses[static_cast<size_t>(hosts_.leader(host))];
+    local_gone_.resize(hosts_.on(here()).size());
+    for (const int host : Heartbeat::neighbours(here(), hosts_.count())) {
+      sys::Fd& fd = heartbeats[static_cast<size_t>(hosts_.leader(host))];
       set_up(fd.get());
       // Only here: a rank that computes, and does not take what others send, is not to be given up.
       set(fd.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, kUnreachableMs);
@@ -125,8 +125,8 @@ Net::Net(int rank, Hosts hosts, std::vector<sys::Fd> pulses, Opener opener, Shm&
       links_[static_cast<size_t>(host)]->open(std::move(fd));
     }
   }
-  shm_.set_elsewhere(this, hosts_.ranks());
-  if (pulse_) start_thread();
+  shm_.set_remote_ranks(this, hosts_.ranks());
+  if (heartbeat_) start_thread();
 }
 
 Net::~Net() {
@@ -379,7 +379,7 @@ void Net::clear() {
 
 // --- posts ---
 
-bool Net::doze(int timeout_ms) {
+bool Net::wait_for_messages(int timeout_ms) {
   std::vector<pollfd> polled;
   for (const int r : others_) {
     const Stream& post = peer(r).post;
@@ -400,7 +400,7 @@ void Net::watch_posts() {
 
 void Net::wake() { signal(wake_); }
 
-void Net::say(uint32_t call, const Fingerprint& fingerprint) {
+void Net::publish_call(uint32_t call, const Fingerprint& fingerprint) {
   shm_.step_line(shm_.rank()).begun.store(call, fingerprint);
 }
 
@@ -427,7 +427,7 @@ int Net::blame(int awaited, uint32_t call) {
 
 Presence Net::presence(int rank) {
   const auto heard = static_cast<Presence>(shm_.far(rank).presence.load(std::memory_order_acquire));
-  if (heard != Presence::left && heard != Presence::unspoken) return heard;
+  if (heard != Presence::left && heard != Presence::unreported) return heard;
   // Everything that it has sent is here when its connections have ended, too. Where nobody speaks for it, that is all
   // there is to be seen.
   const Peer& p = peer(rank);
@@ -438,9 +438,9 @@ Presence Net::presence(int rank) {
 std::vector<std::string> Net::exchange_notes(const Failure& about, Caller& caller,
                                              const std::vector<std::string>& here) {
   if (leads()) {
-    const auto& mates = hosts_.on(this->here());
-    for (size_t p = mates.size(); p-- > 0;) {  // its own last: that is where the thread looks
-      Far& far = shm_.far(mates[p]);
+    const auto& local_ranks = hosts_.on(this->here());
+    for (size_t p = local_ranks.size(); p-- > 0;) {  // its own last: that is where the thread looks
+      Far& far = shm_.far(local_ranks[p]);
       const size_t n = std::min(here[p].size(), far.note.size() - 1);
       std::copy_n(here[p].begin(), n, far.note.begin());
       far.note[n] = '\0';
@@ -473,7 +473,7 @@ void Net::close() {
     closed_ = true;
   }
   if (thread_.joinable()) thread_.join();
-  farewell();
+  finish();
   for (const int r : others_) {
     peer(r).lane.drop();
     peer(r).post.drop();
@@ -497,15 +497,16 @@ void Net::turn() {
     polled.push_back({.fd = fd, .events = static_cast<short>(events), .revents = 0});
   };
   std::vector<int> heard;
-  if (pulse_) {
+  if (heartbeat_) {
     for (int host = 0; host < hosts_.count(); host++) {
       const auto& link = links_[static_cast<size_t>(host)];
       if (!link || link->ended()) continue;
-      watch(link->fd(), POLLIN | (pulse_->outbox(host).empty() ? 0 : POLLOUT));
+      watch(link->fd(), POLLIN | (heartbeat_->outbox(host).empty() ? 0 : POLLOUT));
       heard.push_back(host);
     }
-    for (int mate = 0; mate < shm_.size(); mate++) {
-      if (mate != shm_.rank() && !mates_gone_[static_cast<size_t>(mate)]) watch(shm_.liveness(mate)->get(), POLLRDHUP);
+    for (int local = 0; local < shm_.size(); local++) {
+      if (local != shm_.rank() && !local_gone_[static_cast<size_t>(local)])
+        watch(shm_.liveness(local)->get(), POLLRDHUP);
     }
   }
   const size_t before_posts = polled.size();
@@ -515,93 +516,93 @@ void Net::turn() {
       if (post && !post.ended()) watch(post.fd(), POLLIN | (post.full() ? POLLOUT : 0));
     }
   }
-  poll(polled.data(), polled.size(), pulse_ ? static_cast<int>(kTickNs / kMs) : -1);
+  poll(polled.data(), polled.size(), heartbeat_ ? static_cast<int>(kTickNs / kMs) : -1);
   if (polled.front().revents != 0) drain(wake_);
   const auto stirred = [](const pollfd& p) { return p.revents != 0; };
   if (std::any_of(polled.begin() + static_cast<std::ptrdiff_t>(before_posts), polled.end(), stirred)) {
     watching_.store(false, std::memory_order_seq_cst);
     Shm::ring(shm_.bell(shm_.rank()));
   }
-  if (!pulse_) return;
+  if (!heartbeat_) return;
   for (size_t i = 0; i < heard.size(); i++) {
-    if ((polled[i + 1].revents & ~POLLOUT) != 0) listen_to(heard[i]);
+    if ((polled[i + 1].revents & ~POLLOUT) != 0) read_heartbeats(heard[i]);
     if (links_[static_cast<size_t>(heard[i])]->ended()) heard[i] = -1;
   }
-  mind_mates();
-  speak();
-  flush_pulses();
+  watch_local_ranks();
+  publish();
+  flush_heartbeats();
   for (const int host : heard) {
-    if (host >= 0 && links_[static_cast<size_t>(host)]->ended()) listen_to(host);  // a write has found it
+    if (host >= 0 && links_[static_cast<size_t>(host)]->ended()) read_heartbeats(host);  // a write has found it
   }
 }
 
-void Net::listen_to(int host) {
+void Net::read_heartbeats(int host) {
   Stream& link = *links_[static_cast<size_t>(host)];
   std::array<std::byte, 4096> some;
-  while (const size_t n = link.get(some.data(), some.size())) pulse_->hear(host, some.data(), n);
-  if (link.ended()) pulse_->ended(host, link.error());
+  while (const size_t n = link.get(some.data(), some.size())) heartbeat_->receive(host, some.data(), n);
+  if (link.ended()) heartbeat_->ended(host, link.error());
 }
 
 // The deaths of those for whom this rank speaks, which nobody else would notice while nobody waits for them.
-void Net::mind_mates() {
-  for (int mate = 0; mate < shm_.size(); mate++) {
-    const auto i = static_cast<size_t>(mate);
-    if (mate == shm_.rank() || mates_gone_[i] || !sys::hung_up(shm_.liveness(mate)->get())) continue;
-    mates_gone_[i] = true;
-    if (shm_.has_left(mate)) continue;
+void Net::watch_local_ranks() {
+  for (int local = 0; local < shm_.size(); local++) {
+    const auto i = static_cast<size_t>(local);
+    if (local == shm_.rank() || local_gone_[i] || !sys::hung_up(shm_.liveness(local)->get())) continue;
+    local_gone_[i] = true;
+    if (shm_.has_left(local)) continue;
     const auto [call, fingerprint] = last_call(rank_);
     shm_.condemn(
-        {.kind = Kind::died, .peer = shm_.number(mate), .reporter = rank_, .call = call, .fingerprint = fingerprint});
+        {.kind = Kind::died, .peer = shm_.number(local), .reporter = rank_, .call = call, .fingerprint = fingerprint});
   }
 }
 
-std::vector<Pulse::Status> Net::statuses() const {
-  std::vector<Pulse::Status> all;
-  for (int mate = 0; mate < shm_.size(); mate++) {
-    const auto [call, fingerprint] = shm_.step_line(mate).begun.load();
+std::vector<Heartbeat::Status> Net::statuses() const {
+  std::vector<Heartbeat::Status> all;
+  for (int local = 0; local < shm_.size(); local++) {
+    const auto [call, fingerprint] = shm_.step_line(local).begun.load();
     all.push_back({.call = call,
-                   .left = shm_.has_left(mate) ? 1U : 0U,
+                   .left = shm_.has_left(local) ? 1U : 0U,
                    .fingerprint = fingerprint,
-                   .waits = shm_.waits(mate).load()});
+                   .waits = shm_.waits(local).load()});
   }
   return all;
 }
 
-void Net::speak() {
+void Net::publish() {
   if (!announced_ && shm_.condemned()) {
     announced_ = true;
     try {
       shm_.check_verdict();
     } catch (const Error& error) {
-      pulse_->condemn(error.failure);
+      heartbeat_->condemn(error.failure);
     }
   }
-  pulse_->say(sys::now_ns(), statuses());
+  heartbeat_->publish(sys::now_ns(), statuses());
   const uint32_t noted = shm_.far(rank_).note_call.load(std::memory_order_acquire);
   if (noted == noted_) return;
   noted_ = noted;
   std::vector<std::string> texts;
   for (const int r : hosts_.on(here())) texts.emplace_back(shm_.far(r).note.data());
-  pulse_->say_notes(noted, texts);
+  heartbeat_->publish_notes(noted, texts);
 }
 
-void Net::flush_pulses() {
+void Net::flush_heartbeats() {
   for (int host = 0; host < hosts_.count(); host++) {
     const auto& link = links_[static_cast<size_t>(host)];
     if (!link || link->ended()) continue;
-    const auto& outbox = pulse_->outbox(host);
-    if (!outbox.empty()) pulse_->sent(host, link->put(outbox.data(), outbox.size()));
+    const auto& outbox = heartbeat_->outbox(host);
+    if (!outbox.empty()) heartbeat_->sent(host, link->put(outbox.data(), outbox.size()));
   }
 }
 
-void Net::heard_status(int rank, const Pulse::Status& status) {
+void Net::on_status(int rank, const Heartbeat::Status& status) {
   Far& far = shm_.far(rank);
   far.begun.store(status.call, status.fingerprint);
   if (far.waits.load() != status.waits) far.waits.store(status.waits);
   if (status.left != 0) far.presence.store(static_cast<uint32_t>(Presence::left), std::memory_order_release);
 }
 
-void Net::heard_note(int rank, uint32_t call, const std::string& text) {
+void Net::on_note(int rank, uint32_t call, const std::string& text) {
   Far& far = shm_.far(rank);
   const size_t n = std::min(text.size(), far.note.size() - 1);
   std::copy_n(text.begin(), n, far.note.begin());
@@ -610,14 +611,14 @@ void Net::heard_note(int rank, uint32_t call, const std::string& text) {
   Shm::ring(shm_.gate());
 }
 
-void Net::heard_close(int host) {
+void Net::on_close(int host) {
   for (const int r : hosts_.on(host)) {
     uint32_t here = static_cast<uint32_t>(Presence::here);
-    shm_.far(r).presence.compare_exchange_strong(here, static_cast<uint32_t>(Presence::unspoken));
+    shm_.far(r).presence.compare_exchange_strong(here, static_cast<uint32_t>(Presence::unreported));
   }
 }
 
-void Net::heard_end(int host, Kind how) {
+void Net::on_end(int host, Kind how) {
   for (const int r : hosts_.on(host)) {
     if (how == Kind::died && r != hosts_.leader(host)) continue;
     const Presence presence = how == Kind::died ? Presence::died : Presence::unreachable;
@@ -625,9 +626,9 @@ void Net::heard_end(int host, Kind how) {
   }
 }
 
-void Net::heard_verdict(const Failure& failure) { shm_.condemn(failure); }
+void Net::on_verdict(const Failure& failure) { shm_.condemn(failure); }
 
-void Net::farewell() {
+void Net::finish() {
   std::vector<Stream*> streams;
   for (const int r : others_) {
     const auto presence = static_cast<Presence>(shm_.far(r).presence.load(std::memory_order_acquire));
@@ -636,18 +637,18 @@ void Net::farewell() {
       if (*stream) streams.push_back(stream);
     }
   }
-  const int64_t until = sys::now_ns() + kFarewellNs;
-  if (pulse_) {
-    speak();
-    pulse_->leave(statuses());
+  const int64_t until = sys::now_ns() + kFinishNs;
+  if (heartbeat_) {
+    publish();
+    heartbeat_->leave(statuses());
     const auto owed = [&](int host) {
       const auto& link = links_[static_cast<size_t>(host)];
-      return link && !link->ended() && !pulse_->outbox(host).empty();
+      return link && !link->ended() && !heartbeat_->outbox(host).empty();
     };
-    const auto neighbours = Pulse::neighbours(here(), hosts_.count());
-    for (flush_pulses(); std::any_of(neighbours.begin(), neighbours.end(), owed) && sys::now_ns() < until;) {
+    const auto neighbours = Heartbeat::neighbours(here(), hosts_.count());
+    for (flush_heartbeats(); std::any_of(neighbours.begin(), neighbours.end(), owed) && sys::now_ns() < until;) {
       poll(nullptr, 0, 1);
-      flush_pulses();
+      flush_heartbeats();
     }
     for (const int host : neighbours) streams.push_back(links_[static_cast<size_t>(host)].get());
   }

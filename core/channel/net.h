@@ -8,7 +8,8 @@
 //   post    messages (point_to_point.h). Who has one to send asks for it.
 // Who asks does not wait: somebody else connects (native_tcp.py) and hands over what both sides get (adopt); until then
 // the bytes wait as they do for a slow rank, with the same deadlines, verdicts and signals.
-//   pulse   between hosts, not ranks: the first rank of each, its leader, has them (pulse.h), from the beginning.
+//   heartbeat   between hosts, not ranks: the first rank of each, its leader, has them (heartbeat.h), from the
+//   beginning.
 //
 // The leader's thread speaks for the ranks of its host, as what they do stands in their shared memory; and writes what
 // it hears of others there, into a table in its own segment (Far), where all of them read it. It makes a failure on
@@ -32,23 +33,23 @@
 #include <utility>
 #include <vector>
 
+#include "channel/heartbeat.h"
 #include "channel/hosts.h"
-#include "channel/pulse.h"
 #include "channel/shm.h"
 #include "channel/stream.h"
 
 namespace allranks {
 
-enum class Connection : uint32_t { lane, post, pulse };
+enum class Connection : uint32_t { lane, post, heartbeat };
 
-class Net final : public Elsewhere, public Pulse::Listener {
+class Net final : public RemoteRanks, public Heartbeat::Listener {
  public:
   // Has a connection made with a rank, some time: adopt() or give_up() follows on both sides, unless the group is
   // closed before. From any thread; does not block.
   using Opener = std::function<void(int rank, Connection kind)>;
 
-  // pulses: of a leader, by rank of the group, those with other leaders; else empty.
-  Net(int rank, Hosts hosts, std::vector<sys::Fd> pulses, Opener opener, Shm& shm);
+  // heartbeats: of a leader, by rank of the group, those with other leaders; else empty.
+  Net(int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Opener opener, Shm& shm);
   ~Net() override;
   Net(const Net&) = delete;
 
@@ -84,14 +85,14 @@ class Net final : public Elsewhere, public Pulse::Listener {
 
   Stream& post(int rank) { return peer(rank).post; }
   void need_post(int rank);  // with the lock of PointToPoint held
-  bool doze(int timeout_ms) override;
+  bool wait_for_messages(int timeout_ms) override;
   // The thread rings this rank's bell, once, when one of them has something, or can take something again.
   void watch_posts() override;
 
   // --- signs of life ---
 
   // What this rank does.
-  void say(uint32_t call, const Fingerprint& fingerprint);
+  void publish_call(uint32_t call, const Fingerprint& fingerprint);
   // What another has said.
   std::pair<uint32_t, Fingerprint> last_call(int rank);
   // The ranks, of any host, that have not begun that call, as far as is known here.
@@ -145,18 +146,18 @@ class Net final : public Elsewhere, public Pulse::Listener {
   // Of the thread; in the end of who closes.
   void run();
   void turn();
-  void mind_mates();
-  void speak();
-  void flush_pulses();
-  void listen_to(int host);
-  std::vector<Pulse::Status> statuses() const;
-  void farewell();
+  void watch_local_ranks();
+  void publish();
+  void flush_heartbeats();
+  void read_heartbeats(int host);
+  std::vector<Heartbeat::Status> statuses() const;
+  void finish();
 
-  void heard_status(int rank, const Pulse::Status& status) override;
-  void heard_note(int rank, uint32_t call, const std::string& text) override;
-  void heard_close(int host) override;
-  void heard_end(int host, Kind how) override;
-  void heard_verdict(const Failure& failure) override;
+  void on_status(int rank, const Heartbeat::Status& status) override;
+  void on_note(int rank, uint32_t call, const std::string& text) override;
+  void on_close(int host) override;
+  void on_end(int host, Kind how) override;
+  void on_verdict(const Failure& failure) override;
 
   bool leads() const { return hosts_.place(rank_) == 0; }
   int here() const { return hosts_.of(rank_); }
@@ -171,9 +172,9 @@ class Net final : public Elsewhere, public Pulse::Listener {
   std::byte heard_{};                         // that others have read what was lent
 
   // The thread's.
-  std::unique_ptr<Pulse> pulse_;                // of a leader
-  std::vector<std::unique_ptr<Stream>> links_;  // by host: the neighbours' pulses
-  std::vector<bool> mates_gone_;                // by place
+  std::unique_ptr<Heartbeat> heartbeat_;        // of a leader
+  std::vector<std::unique_ptr<Stream>> links_;  // by host: the neighbours' heartbeats
+  std::vector<bool> local_gone_;                // by place
   uint32_t noted_ = 0;
   bool announced_ = false;
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kSliceNs = 50'000'000;
 constexpr int64_t kAwakeNs = 100'000;  // about twice what a futex wake-up may cost
-constexpr int kDozeMs = 2;             // the other ranks of this host have to wait as long
+constexpr int kMessagesMs = 2;         // the other ranks of this host have to wait as long
 
 // Counted as one for whom the bell is rung; also where `ready` throws.
 class Sleeper {
@@ -79,7 +79,7 @@ Shm::Shm(int rank, Sizes sizes, Maps maps, Liveness liveness, std::vector<int> n
     numbers_.resize(maps_.size());
     std::iota(numbers_.begin(), numbers_.end(), 0);
   }
-  set_elsewhere(nullptr, size());
+  set_remote_ranks(nullptr, size());
   const Sizes& given = layout_.sizes();
   if (!std::has_single_bit(given.piece) || given.piece < 64 || given.ring % given.piece != 0 ||
       given.ring < 6 * given.piece) {
@@ -94,8 +94,8 @@ Shm::Shm(int rank, Sizes sizes, Maps maps, Liveness liveness, std::vector<int> n
   }
 }
 
-void Shm::set_elsewhere(Elsewhere* elsewhere, int ranks) {
-  elsewhere_ = elsewhere;
+void Shm::set_remote_ranks(RemoteRanks* remote_ranks, int ranks) {
+  remote_ranks_ = remote_ranks;
   locals_.assign(static_cast<size_t>(std::max(ranks, numbers_.back() + 1)), -1);
   for (int r = 0; r < size(); r++) locals_[static_cast<size_t>(number(r))] = r;
 }
@@ -130,7 +130,7 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
     }
   } while (sys::now_ns() - began < kAwakeNs);
   int64_t looked = began;
-  const bool posts = elsewhere_ != nullptr && &bell == &this->bell(rank_);
+  const bool posts = remote_ranks_ != nullptr && &bell == &this->bell(rank_);
   // Messages from other hosts ring no bell. Who waits for one looks for them itself as long as they come.
   for (int64_t stirred = began; posts && sys::now_ns() - stirred < kSliceNs;) {
     const int awaited = ready(context);
@@ -138,7 +138,7 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
     if (awaited != kAnyRank && local(awaited) >= 0) break;
     // As in Net::wait: no sleep as long as something comes all the time.
     const bool awake = sys::now_ns() - stirred < kAwakeNs;
-    if (elsewhere_->doze(awake ? 0 : kDozeMs)) {
+    if (remote_ranks_->wait_for_messages(awake ? 0 : kMessagesMs)) {
       stirred = sys::now_ns();
     } else if (awake) {
       sys::yield();
@@ -150,7 +150,7 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
   }
   if (ready(context) < 0) return;
   for (;;) {
-    if (posts) elsewhere_->watch_posts();
+    if (posts) remote_ranks_->watch_posts();
     bool rung = true;
     bool ended = false;
     {
@@ -204,8 +204,8 @@ void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, c
       if (failure.peer < 0) return;
       if (failure.peer == kAnyRank) {
         failure.peer = kAnyPeer;
-      } else if (elsewhere_ != nullptr) {
-        failure.peer = elsewhere_->blame(failure.peer, about.call);
+      } else if (remote_ranks_ != nullptr) {
+        failure.peer = remote_ranks_->blame(failure.peer, about.call);
       }
     } else {
       return;
@@ -223,7 +223,7 @@ void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, c
 
 Presence Shm::presence(int number) {
   const int r = local(number);
-  if (r < 0) return elsewhere_->presence(number);
+  if (r < 0) return remote_ranks_->presence(number);
   // Other groups may keep the socket open.
   if (leaving(r) == Leaving::gone) return Presence::left;
   const auto socket = liveness(r);
@@ -244,7 +244,7 @@ void Shm::condemn(const Failure& failure) {
     wake(gate());
     for (int r = 0; r < size(); r++) wake(bell(r));
   }
-  if (elsewhere_ != nullptr) elsewhere_->announce();
+  if (remote_ranks_ != nullptr) remote_ranks_->announce();
 }
 
 bool Shm::condemned() { return at<Verdict>(0, layout_.verdict()).state.load(std::memory_order_seq_cst) != 0; }

@@ -23,21 +23,21 @@ enum class Presence : uint32_t {
   left,
   died,
   unreachable,
-  unspoken,  // here, but whoever spoke for it has left (net.h)
+  unreported,  // here, but the leader of its host has left and reports nothing (net.h)
 };
 
 // The ranks of the group on other hosts, as far as waiting concerns them (net.h).
-class Elsewhere {
+class RemoteRanks {
  public:
-  virtual ~Elsewhere() = default;
-  // left: and nothing more will come from it. Never unspoken.
+  virtual ~RemoteRanks() = default;
+  // left: and nothing more will come from it. Never unreported.
   virtual Presence presence(int rank) = 0;
-  // The group is condemned: tell them.
+  // The group is condemned: sends them the verdict.
   virtual void announce() = 0;
-  // Whom a rank really waits for that waits, in this call, for what `awaited` is to pass on.
+  // Where `awaited` passes on what others send: the rank that is really late in this call.
   virtual int blame(int awaited, uint32_t call) = 0;
   // Sleeps until a message from another host can be moved, at most for some milliseconds. Whether one can.
-  virtual bool doze(int timeout_ms) = 0;
+  virtual bool wait_for_messages(int timeout_ms) = 0;
   // This rank is about to sleep for longer: its bell is to be rung for messages from other hosts, too.
   virtual void watch_posts() = 0;
 };
@@ -64,7 +64,7 @@ class Shm {
   int number(int rank) const { return numbers_[static_cast<size_t>(rank)]; }
   int local(int number) const { return locals_[static_cast<size_t>(number)]; }  // -1: on another host
   int ranks() const { return static_cast<int>(locals_.size()); }                // of the group
-  void set_elsewhere(Elsewhere* elsewhere, int ranks);
+  void set_remote_ranks(RemoteRanks* remote_ranks, int ranks);
   const Sizes& sizes() const { return layout_.sizes(); }
 
   CallLine& call_line(int rank, uint32_t call) { return at<CallLine>(rank, layout_.call(call)); }
@@ -150,7 +150,7 @@ class Shm {
   Liveness liveness_;
   std::vector<int> numbers_;  // by rank on this host
   std::vector<int> locals_;   // by rank of the group
-  Elsewhere* elsewhere_ = nullptr;
+  RemoteRanks* remote_ranks_ = nullptr;
   std::atomic<bool> closing_ = false;
   uint64_t ring_reserved_ = 0;
   std::vector<std::atomic<bool>> pipe_reserved_;

@@ -43,7 +43,7 @@ size_t length_of(const Opening& opening) { return head_of(opening) + opening.nby
 }  // namespace
 
 void InterHostComm::run(LocalComm::Call& call, const Operation& operation) {
-  net_.say(call.about.call, operation.fingerprint);
+  net_.publish_call(call.about.call, operation.fingerprint);
   try {
     dispatch(call, operation);
   } catch (Error& error) {

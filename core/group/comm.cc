@@ -24,10 +24,10 @@ Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
       p2p_(local_comm_.shm(), nullptr, static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
            settings.spin_progress_ns, settings.eager) {}
 
-Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> pulses, Net::Opener opener,
+Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Net::Opener opener,
            Settings settings)
     : local_comm_(std::move(shm)),
-      net_(std::make_unique<Net>(rank, std::move(hosts), std::move(pulses), std::move(opener), local_comm_.shm())),
+      net_(std::make_unique<Net>(rank, std::move(hosts), std::move(heartbeats), std::move(opener), local_comm_.shm())),
       inter_host_comm_(std::make_unique<InterHostComm>(local_comm_, *net_)),
       rank_(rank),
       size_(net_->hosts().ranks()),

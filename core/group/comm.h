@@ -52,7 +52,7 @@ class Comm {
   // A group of ranks that share this host.
   Comm(std::unique_ptr<Shm> shm, Settings settings);
   // A group that spans hosts: `shm` is of the ranks of this one.
-  Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> pulses, Net::Opener opener,
+  Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Net::Opener opener,
        Settings settings);
   ~Comm() { close(); }
   Comm(const Comm&) = delete;

@@ -481,7 +481,7 @@ NB_MODULE(_core, m) {
         const Hosts hosts(host_of);
         std::vector<int> ranks;
         if (hosts.place(rank) != 0) return ranks;
-        for (const int h : Pulse::neighbours(hosts.of(rank), hosts.count())) ranks.push_back(hosts.leader(h));
+        for (const int h : Heartbeat::neighbours(hosts.of(rank), hosts.count())) ranks.push_back(hosts.leader(h));
         return ranks;
       },
       nb::arg("rank"), nb::arg("host_of"),
@@ -552,11 +552,11 @@ NB_MODULE(_core, m) {
       .def_static(
           "across_hosts",
           [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
-             const Liveness& liveness, const std::vector<int>& pulses, int asking_pipe, uint32_t number,
+             const Liveness& liveness, const std::vector<int>& heartbeats, int asking_pipe, uint32_t number,
              double timeout_s, double spin_us, double spin_progress_us, size_t eager) {
             // Owned before anything can fail.
             auto memories = own(segments);
-            auto signs = own(pulses);
+            auto signs = own(heartbeats);
             const Hosts hosts(host_of);
             auto shm = std::make_unique<Shm>(hosts.place(rank), sizes, Shm::map(sizes, memories), liveness,
                                              hosts.on(hosts.of(rank)));
@@ -567,7 +567,7 @@ NB_MODULE(_core, m) {
                                                   .eager = eager});
           },
           nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
-          nb::arg("pulses"), nb::arg("asking_pipe"), nb::arg("number"), nb::arg("timeout_s"), nb::arg("spin_us"),
+          nb::arg("heartbeats"), nb::arg("asking_pipe"), nb::arg("number"), nb::arg("timeout_s"), nb::arg("spin_us"),
           nb::arg("spin_progress_us"), nb::arg("eager"),
           "Takes over the descriptors: of this host's ranks, and, of a host's first rank, by rank of the group those "
           "of "

@@ -56,7 +56,7 @@ class Comm:
         sizes: Sizes,
         segments: list[int],
         liveness: Liveness,
-        pulses: list[int],  # by rank, -1 where there is none; of ranks that are no leaders empty
+        heartbeats: list[int],  # by rank, -1 where there is none; of ranks that are no leaders empty
         asking_pipe: int,
         number: int,
         timeout_s: float,

@@ -57,8 +57,9 @@ struct Ranks {
       return rows;
     };
     std::vector<Row> near = square();
-    std::vector<Row> pulses(n);  // of leaders
-    for (int h = 0; h < hosts.count() && hosts.count() > 1; h++) pulses[static_cast<size_t>(hosts.leader(h))].resize(n);
+    std::vector<Row> heartbeats(n);  // of leaders
+    for (int h = 0; h < hosts.count() && hosts.count() > 1; h++)
+      heartbeats[static_cast<size_t>(hosts.leader(h))].resize(n);
     for (size_t a = 0; a < n; a++) {
       for (size_t b = 0; b < a; b++) {
         if (hosts.of(static_cast<int>(a)) == hosts.of(static_cast<int>(b))) {
@@ -70,11 +71,11 @@ struct Ranks {
       }
     }
     for (int h = 0; h < hosts.count(); h++) {
-      for (const int other : Pulse::neighbours(h, hosts.count())) {
+      for (const int other : Heartbeat::neighbours(h, hosts.count())) {
         if (other > h) continue;
         const auto a = static_cast<size_t>(hosts.leader(h));
         const auto b = static_cast<size_t>(hosts.leader(other));
-        std::tie(pulses[a][b], pulses[b][a]) = tcp_pair();
+        std::tie(heartbeats[a][b], heartbeats[b][a]) = tcp_pair();
       }
     }
     if (hosts.count() > 1) sizes.ranks = n;
@@ -98,7 +99,7 @@ struct Ranks {
       comms.push_back(hosts.count() == 1
                           ? sys::make_owned<Comm>(std::move(shm), settings)
                           : sys::make_owned<Comm>(
-                                std::move(shm), r, hosts, std::move(pulses[i]),
+                                std::move(shm), r, hosts, std::move(heartbeats[i]),
                                 [this, r](int peer, Connection kind) { open(r, peer, kind); }, settings));
     }
   }

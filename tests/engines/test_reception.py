@@ -151,9 +151,9 @@ def test_a_proof_is_worth_nothing_elsewhere(pair: Pair) -> None:
 def test_other_secrets_are_named() -> None:
     pair = Pair(secrets=(SECRET, b"another secret of the tests"))
     with pytest.raises(SecretError, match="ALLRANKS_SECRET"):
-        pair.circles[1].connect_pulses([0], 5)
+        pair.circles[1].connect_heartbeats([0], 5)
     with pytest.raises(JoinError, match=r"rank 1 \(host1\) did not connect(.|\n)*its secret differs"):
-        pair.circles[0].connect_pulses([1], 0.2)
+        pair.circles[0].connect_heartbeats([1], 0.2)
     pair.receptions[1].ask(pair.circles[1].number, 0, tcp.POST)
     _until(lambda: pair.comms[1].given_up == [0])
     assert "secret" in pair.circles[1].troubles[0]

@@ -110,13 +110,13 @@ class NativeEngine(Engine):
         eager = (_EAGER_MIB[0] if eager_mib is None else eager_mib) << 20
         try:
             with guard:
-                pulses = _numbers(made.pulses)
+                heartbeats = _numbers(made.heartbeats)
                 liveness = shared or _core.Liveness(_numbers(made.liveness))
                 if made.circle is None:
                     self.comm = _core.Comm(rank, sizes, made.segments, liveness, timeout_s, *spins, eager)
                 else:
                     self.comm = _core.Comm.across_hosts(
-                        rank, host_of, sizes, made.segments, liveness, pulses,
+                        rank, host_of, sizes, made.segments, liveness, heartbeats,
                         made.circle.asking_pipe, made.circle.number, timeout_s, *spins, eager,
                     )  # fmt: skip
                     made.circle.comm = self.comm

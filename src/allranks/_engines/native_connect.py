@@ -61,13 +61,13 @@ class Connections(NamedTuple):
     Attributes:
         segments: descriptors of the memories of this host's ranks, in order.
         liveness: the sockets to them that stay connected; None for this rank.
-        pulses: the connections for signs of life, by rank; None for others. Empty where this rank has none.
+        heartbeats: the connections for signs of life, by rank; None for others. Empty where this rank has none.
         circle: what makes the connections with other hosts that are needed later; None where all share this host.
     """
 
     segments: list[int]
     liveness: list[Socket | None]
-    pulses: list[Socket | None]
+    heartbeats: list[Socket | None]
     circle: Circle | None
 
 
@@ -106,7 +106,7 @@ def connect(
         secret = load_secret()
         reception = Reception.of((_LOOPBACK,) if local else members[rank].addresses)
         circle = None
-        pulses: list[Socket | None] = []
+        heartbeats: list[Socket | None] = []
         try:
             records = exchange(door.record + _PORT.pack(reception.port))
             targets: list[Target | None] = [
@@ -117,16 +117,18 @@ def connect(
             ]
             circle = Circle(reception, rank, members, targets, secret, records[0][_NAME_BYTES:DOOR_BYTES])
             # Before its host's ranks meet: they find a leader missing that has not reached the other hosts.
-            pulses = circle.connect_pulses(_core.neighbours(rank, list(host_of)), max(deadline - time.monotonic(), 0.1))
+            heartbeats = circle.connect_heartbeats(
+                _core.neighbours(rank, list(host_of)), max(deadline - time.monotonic(), 0.1)
+            )
             left_s = max(deadline - time.monotonic(), 0.1)
             segments, liveness = door.meet(near.index(rank), [records[r] for r in near], left_s, near)
         except BaseException:
-            for pulse in pulses:
-                if pulse is not None:
-                    pulse.close()
+            for heartbeat in heartbeats:
+                if heartbeat is not None:
+                    heartbeat.close()
             circle.close() if circle is not None else reception.let_go()
             raise
-    return Connections(segments, liveness, pulses, circle)
+    return Connections(segments, liveness, heartbeats, circle)
 
 
 def confirm(rank: int, sockets: Sequence[Socket | None], timeout_s: float) -> None:

@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from allranks import _core
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["LANE", "POST", "PULSE", "Circle", "Hello", "Reception", "circle_key", "circle_name", "greet", "proof"]
+__all__ = ["LANE", "POST", "HEARTBEAT", "Circle", "Hello", "Reception", "circle_key", "circle_name", "greet", "proof"]
 
-LANE, POST, PULSE = range(3)
+LANE, POST, HEARTBEAT = range(3)
 """What a connection is for (core/channel/net.h)."""
 
 PROTOCOL = b"allranks-channel/2|"
@@ -155,7 +155,7 @@ class Circle:
         self.key = circle_key(secret, token)
         self.name = circle_name(token)
         self.refusals: dict[str, str] = {}
-        self.pulses: dict[int, Socket] = {}
+        self.heartbeats: dict[int, Socket] = {}
         self.open: set[tuple[int, int]] = set()
         self.failed: AllranksError | None = None
         self.changed = threading.Condition()
@@ -166,7 +166,7 @@ class Circle:
         """Where the core writes which connections it needs."""
         return self._reception.asking_pipe
 
-    def connect_pulses(self, peers: Sequence[int], timeout_s: float) -> list[Socket | None]:
+    def connect_heartbeats(self, peers: Sequence[int], timeout_s: float) -> list[Socket | None]:
         """Connects with the leaders of other hosts.
 
         Returns:
@@ -181,16 +181,16 @@ class Circle:
         deadline = time.monotonic() + timeout_s
         for peer in peers:
             if peer < self.rank:
-                self._reception.ask(self.number, peer, PULSE)
+                self._reception.ask(self.number, peer, HEARTBEAT)
         with self.changed:
-            while (missing := [p for p in peers if p not in self.pulses]) and self.failed is None:
+            while (missing := [p for p in peers if p not in self.heartbeats]) and self.failed is None:
                 if not self.changed.wait(max(deadline - time.monotonic(), 0.001)) and time.monotonic() >= deadline:
                     break
             if self.failed is not None:
                 raise self.failed
             if missing:
                 raise JoinError(self._who_is_missing(missing, timeout_s))
-            return [self.pulses.pop(r) if r in peers else None for r in range(len(self._members))]
+            return [self.heartbeats.pop(r) if r in peers else None for r in range(len(self._members))]
 
     def _who_is_missing(self, missing: list[int], timeout_s: float) -> str:
         me = self._members[self.rank]
@@ -217,17 +217,19 @@ class Circle:
 
     def takes(self, peer: int, kind: int) -> bool:
         """Whether such a connection can be used now."""
-        return peer < len(self.targets) and self.targets[peer] is not None and (kind == PULSE or self.comm is not None)
+        return (
+            peer < len(self.targets) and self.targets[peer] is not None and (kind == HEARTBEAT or self.comm is not None)
+        )
 
     def give(self, peer: int, kind: int, connection: Socket, greeting: bytes) -> None:
         """Hands a connection over."""
         self.open.add((peer, kind))
-        if kind == PULSE:
+        if kind == HEARTBEAT:
             if greeting:
                 with suppress(OSError):  # it has ended: so its own end will say
                     connection.send(greeting)
             with self.changed:
-                self.pulses[peer] = connection
+                self.heartbeats[peer] = connection
                 self.changed.notify_all()
             return
         comm = self.comm
@@ -239,7 +241,7 @@ class Circle:
 
     def give_up(self, peer: int, kind: int, error: AllranksError | None) -> None:
         """There will be no connection with a rank."""
-        if kind == PULSE:
+        if kind == HEARTBEAT:
             with self.changed:
                 self.failed = error
                 self.changed.notify_all()
@@ -253,9 +255,9 @@ class Circle:
         """The group has ended, or was never made. Idempotent. A forked child does not call it."""
         self._reception.leave(self)
         self.comm = None
-        for connection in self.pulses.values():
+        for connection in self.heartbeats.values():
             connection.close()
-        self.pulses.clear()
+        self.heartbeats.clear()
 
 
 # --- connections on their way -------------------------------------------------------------------------------------
@@ -609,7 +611,7 @@ class Reception:
         self._hang_up(dial)
         dial.next += 1
         dial.circle.note_trouble(dial.peer, dial.port, dial.addresses, now - dial.began, dial.trouble)
-        if dial.kind != PULSE and now - dial.answered > _GIVE_UP_S and dial.next >= len(dial.addresses):
+        if dial.kind != HEARTBEAT and now - dial.answered > _GIVE_UP_S and dial.next >= len(dial.addresses):
             del self._dials[dial]
             dial.circle.give_up(dial.peer, dial.kind, None)
             return

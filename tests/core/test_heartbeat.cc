@@ -9,7 +9,7 @@
 #include <random>
 #include <set>
 
-#include "channel/pulse.h"
+#include "channel/heartbeat.h"
 #include "ranks.h"
 
 using namespace allranks;
@@ -24,23 +24,23 @@ constexpr int64_t kEndNs = 30'000 * kMs;
 
 struct Network;
 
-// One host: what its ranks do, and what its station has heard.
-struct Station final : Pulse::Listener {
-  Station(Network& network, int host, const Hosts& hosts)
-      : network(network), host(host), pulse(host, hosts, *this), own(hosts.on(host).size()) {}
+// One host: what its ranks do, and what its node has heard.
+struct Node final : Heartbeat::Listener {
+  Node(Network& network, int host, const Hosts& hosts)
+      : network(network), host(host), heartbeat(host, hosts, *this), own(hosts.on(host).size()) {}
 
-  void heard_status(int rank, const Pulse::Status& status) override { heard[rank] = status; }
-  void heard_note(int rank, uint32_t call, const std::string& text) override { notes[rank] = {call, text}; }
-  void heard_close(int closed) override { closes.insert(closed); }
-  void heard_end(int, Kind) override {}
-  void heard_verdict(const Failure& failure) override { condemn(failure); }
+  void on_status(int rank, const Heartbeat::Status& status) override { heard[rank] = status; }
+  void on_note(int rank, uint32_t call, const std::string& text) override { notes[rank] = {call, text}; }
+  void on_close(int closed) override { closes.insert(closed); }
+  void on_end(int, Kind) override {}
+  void on_verdict(const Failure& failure) override { condemn(failure); }
   void condemn(const Failure& failure);
 
   Network& network;
   int host;
-  Pulse pulse;
-  std::vector<Pulse::Status> own;
-  std::map<int, Pulse::Status> heard;
+  Heartbeat heartbeat;
+  std::vector<Heartbeat::Status> own;
+  std::map<int, Heartbeat::Status> heard;
   std::map<int, std::pair<uint32_t, std::string>> notes;
   std::set<int> closes;
   std::optional<Failure> verdict;
@@ -58,9 +58,9 @@ struct Network {
     for (int h = 0; h < count; h++) host_of.insert(host_of.end(), static_cast<size_t>(pick(1, 3)), h);
     std::shuffle(host_of.begin(), host_of.end(), random);
     hosts.emplace(host_of);
-    for (int h = 0; h < count; h++) stations.push_back(std::make_unique<Station>(*this, h, *hosts));
+    for (int h = 0; h < count; h++) nodes.push_back(std::make_unique<Node>(*this, h, *hosts));
     for (int h = 0; h < count; h++) {
-      neighbours.push_back(Pulse::neighbours(h, count));
+      neighbours.push_back(Heartbeat::neighbours(h, count));
       for (const int other : neighbours.back()) {
         links[{h, other}].delay = pick(0, 9) == 0 ? pick(100, 400) * kMs : pick(1, 2'000) * kMs / 1'000;
       }
@@ -81,8 +81,8 @@ struct Network {
   };
 
   int pick(int least, int most) { return std::uniform_int_distribution<>(least, most)(random); }
-  Station& station(int host) { return *stations[static_cast<size_t>(host)]; }
-  bool up(int a, int b) { return !station(a).cut && !station(b).cut; }
+  Node& node(int host) { return *nodes[static_cast<size_t>(host)]; }
+  bool up(int a, int b) { return !node(a).cut && !node(b).cut; }
 
   void close(int from, int to, int error) {
     Link& link = links[{from, to}];
@@ -92,21 +92,21 @@ struct Network {
   }
 
   // What the kernel of a host does when its leader's process has ended, if anybody hears it.
-  void close_all(Station& station) {
-    for (const int other : Pulse::neighbours(station.host, hosts->count())) {
-      if (up(station.host, other)) close(station.host, other, 0);
+  void close_all(Node& node) {
+    for (const int other : Heartbeat::neighbours(node.host, hosts->count())) {
+      if (up(node.host, other)) close(node.host, other, 0);
     }
   }
 
   void die(int host) {
-    station(host).gone = station(host).dead = true;
-    close_all(station(host));
+    node(host).gone = node(host).dead = true;
+    close_all(node(host));
     failed(hosts->leader(host));
   }
 
   void unplug(int host) {
-    station(host).cut = true;
-    for (const int other : Pulse::neighbours(host, hosts->count())) {
+    node(host).cut = true;
+    for (const int other : Heartbeat::neighbours(host, hosts->count())) {
       close(host, other, ETIMEDOUT);
       close(other, host, ETIMEDOUT);
     }
@@ -114,9 +114,9 @@ struct Network {
   }
 
   void leave(int host) {
-    Station& leaving = station(host);
+    Node& leaving = node(host);
     for (auto& status : leaving.own) status.left = 1;
-    leaving.pulse.leave(leaving.own);
+    leaving.heartbeat.leave(leaving.own);
     send(leaving);
     leaving.gone = true;
     close_all(leaving);
@@ -128,9 +128,9 @@ struct Network {
     if (failed_ns == 0) failed_ns = now;
   }
 
-  void send(Station& from) {
+  void send(Node& from) {
     for (const int to : neighbours[static_cast<size_t>(from.host)]) {
-      const auto& outbox = from.pulse.outbox(to);
+      const auto& outbox = from.heartbeat.outbox(to);
       if (outbox.empty()) continue;
       Link& link = links[{from.host, to}];
       if (link.closed) continue;
@@ -144,42 +144,42 @@ struct Network {
       }
       sent_bytes += outbox.size();
       backlog = std::max(backlog, outbox.size());
-      from.pulse.sent(to, outbox.size());
+      from.heartbeat.sent(to, outbox.size());
     }
   }
 
-  // One round: what has arrived by now, then what each station says.
+  // One round: what has arrived by now, then what each node sends.
   void turn() {
     for (auto& [ends, link] : links) {
-      Station& to = station(ends.second);
+      Node& to = node(ends.second);
       while (!link.packets.empty() && link.packets.front().due <= now && now >= to.stopped_until) {
         const Packet packet = std::move(link.packets.front());
         link.packets.pop_front();
         if (to.gone) continue;
         if (packet.end && packet.error != 0) {
-          to.pulse.ended(ends.first, packet.error);
+          to.heartbeat.ended(ends.first, packet.error);
         } else if (!up(ends.first, ends.second)) {
           continue;  // lost on the way
         } else if (packet.end) {
-          to.pulse.ended(ends.first, 0);
+          to.heartbeat.ended(ends.first, 0);
         } else {
-          to.pulse.hear(ends.first, packet.bytes.data(), packet.bytes.size());
+          to.heartbeat.receive(ends.first, packet.bytes.data(), packet.bytes.size());
         }
       }
     }
-    for (auto& station : stations) {
-      if (station->gone || now < station->stopped_until) continue;
+    for (auto& node : nodes) {
+      if (node->gone || now < node->stopped_until) continue;
       if (now < calls_until && pick(0, 3) == 0) {
-        station->own[static_cast<size_t>(pick(0, static_cast<int>(station->own.size()) - 1))].call++;
+        node->own[static_cast<size_t>(pick(0, static_cast<int>(node->own.size()) - 1))].call++;
       }
-      station->pulse.say(now, station->own);
-      send(*station);
+      node->heartbeat.publish(now, node->own);
+      send(*node);
     }
   }
 
   std::mt19937_64 random;
   std::optional<Hosts> hosts;
-  std::vector<std::unique_ptr<Station>> stations;
+  std::vector<std::unique_ptr<Node>> nodes;
   std::vector<std::vector<int>> neighbours;
   std::map<std::pair<int, int>, Link> links;
   int64_t now = kMs;
@@ -191,22 +191,22 @@ struct Network {
   size_t backlog = 0;
 };
 
-void Station::condemn(const Failure& failure) {
-  pulse.condemn(failure);
+void Node::condemn(const Failure& failure) {
+  heartbeat.condemn(failure);
   if (verdict) return;
   verdict = failure;
   condemned_ns = network.now;
 }
 
-// Stations that hear of each other, over those that live and are not stopped for ever.
+// Nodes that hear of each other, over those that live and are not stopped for ever.
 std::set<int> reached_from(Network& net, int first) {
   std::set<int> found{first};
   std::deque<int> ahead{first};
   while (!ahead.empty()) {
     const int host = ahead.front();
     ahead.pop_front();
-    for (const int other : Pulse::neighbours(host, net.hosts->count())) {
-      const Station& s = net.station(other);
+    for (const int other : Heartbeat::neighbours(host, net.hosts->count())) {
+      const Node& s = net.node(other);
       if (!s.gone && !s.cut && found.insert(other).second) ahead.push_back(other);
     }
   }
@@ -234,7 +234,7 @@ void run(uint64_t seed) {
   for (; net.now < kEndNs; net.now += kTickNs) {
     for (; !plan.empty() && plan.front().at <= net.now; plan.erase(plan.begin())) {
       const auto& [at, event, host] = plan.front();
-      Station& s = net.station(host);
+      Node& s = net.node(host);
       if (s.gone || s.cut) continue;
       events++;
       switch (event) {
@@ -262,7 +262,7 @@ void run(uint64_t seed) {
         case notes:
           if (net.now < s.stopped_until) break;
           noted++;
-          s.pulse.say_notes(noted, std::vector<std::string>(s.own.size(), "at " + std::to_string(noted)));
+          s.heartbeat.publish_notes(noted, std::vector<std::string>(s.own.size(), "at " + std::to_string(noted)));
           break;
         case nothing:
           break;
@@ -275,15 +275,15 @@ void run(uint64_t seed) {
   const size_t said = net.sent_bytes;
   for (int i = 0; i < 20; i++, net.now += kTickNs) net.turn();
   CHECK(net.sent_bytes == said);
-  // What a station may owe another at once: a status and notes of every host, and a few words.
+  // What a node may owe another at once: a status and notes of every host, and a few short messages.
   CHECK(net.backlog < static_cast<size_t>(net.hosts->ranks()) * 128 + static_cast<size_t>(count) * 128 + 512);
 
-  for (const auto& s : net.stations) {
+  for (const auto& s : net.nodes) {
     if (!s->verdict) continue;
     // Whoever is named is lost, or is so from here.
     const int peer = s->verdict->peer;
-    const Station& named = net.station(net.hosts->of(peer));
-    const bool from_cut = net.station(net.hosts->of(s->verdict->reporter)).cut;
+    const Node& named = net.node(net.hosts->of(peer));
+    const bool from_cut = net.node(net.hosts->of(s->verdict->reporter)).cut;
     CHECK(net.lost.contains(peer) || (from_cut && s->verdict->kind == Kind::unreachable));
     if (s->verdict->kind == Kind::unreachable) CHECK(named.cut || from_cut);
     if (s->verdict->kind == Kind::died) CHECK(net.lost.contains(peer));
@@ -291,14 +291,14 @@ void run(uint64_t seed) {
   }
   // Each of those that live and can be reached by a neighbour of the lost knows; in time.
   for (const int rank : net.lost) {
-    const Station& from = net.station(net.hosts->of(rank));
-    std::vector<int> witnesses = Pulse::neighbours(from.host, count);
+    const Node& from = net.node(net.hosts->of(rank));
+    std::vector<int> witnesses = Heartbeat::neighbours(from.host, count);
     if (!from.gone && !from.cut) witnesses = {from.host};
     for (const int witness : witnesses) {
-      const Station& w = net.station(witness);
+      const Node& w = net.node(witness);
       if (w.gone || w.cut) continue;
       for (const int host : reached_from(net, witness)) {
-        const Station& s = net.station(host);
+        const Node& s = net.node(host);
         CHECK(s.verdict.has_value());
         // Those that left on the way, and those that were stopped, excuse a delay.
         if (net.left.empty() && stop == 0 && net.lost.size() == 1) CHECK(s.condemned_ns - net.failed_ns < 10'000 * kMs);
@@ -307,7 +307,7 @@ void run(uint64_t seed) {
   }
   // Where nothing was lost everybody has heard the last of everybody.
   if (net.lost.empty()) {
-    for (const auto& s : net.stations) {
+    for (const auto& s : net.nodes) {
       CHECK(!s->verdict);
       if (s->gone) continue;
       for (const int host : reached_from(net, s->host)) {
@@ -315,10 +315,10 @@ void run(uint64_t seed) {
         const auto& ranks = net.hosts->on(host);
         for (size_t p = 0; p < ranks.size(); p++) {
           CHECK(s->heard.contains(ranks[p]));
-          CHECK(s->heard.at(ranks[p]).call == net.station(host).own[p].call);
+          CHECK(s->heard.at(ranks[p]).call == net.node(host).own[p].call);
         }
       }
-      for (const int host : Pulse::neighbours(s->host, count))
+      for (const int host : Heartbeat::neighbours(s->host, count))
         CHECK(s->closes.contains(host) == net.left.contains(host));
     }
   }
@@ -328,7 +328,7 @@ void run(uint64_t seed) {
 
 TEST(signs_of_life_on_any_network) {
   const char* only = std::getenv("ALLRANKS_PULSE_SEED");
-  const char* given = std::getenv("ALLRANKS_PULSE_SEEDS");
+  const char* given = std::getenv("ALLRANKS_HEARTBEAT_SEEDS");
   const uint64_t first = only != nullptr ? std::strtoull(only, nullptr, 10) : 1;
   const uint64_t last = only != nullptr ? first : given != nullptr ? std::strtoull(given, nullptr, 10) : 200;
   for (uint64_t seed = first; seed <= last; seed++) {
@@ -348,8 +348,8 @@ TEST(every_host_is_near_in_signs_of_life) {
     for (; static_cast<int>(seen.size()) < hosts; steps++) {
       std::vector<int> next;
       for (const int h : edge) {
-        for (const int other : Pulse::neighbours(h, hosts)) {
-          const auto theirs = Pulse::neighbours(other, hosts);
+        for (const int other : Heartbeat::neighbours(h, hosts)) {
+          const auto theirs = Heartbeat::neighbours(other, hosts);
           CHECK(std::find(theirs.begin(), theirs.end(), h) != theirs.end());
           if (seen.insert(other).second) next.push_back(other);
         }
@@ -357,7 +357,7 @@ TEST(every_host_is_near_in_signs_of_life) {
       CHECK(!next.empty());
       edge = next;
     }
-    CHECK(Pulse::neighbours(0, hosts).size() <= 18);
+    CHECK(Heartbeat::neighbours(0, hosts).size() <= 18);
     CHECK(steps <= (hosts <= 9 ? 2 : 5));
   }
 }
@@ -366,16 +366,16 @@ TEST(garbage_ends_a_sign_of_life_and_no_more) {
   const Hosts hosts(std::vector<int>{0, 1});
   std::mt19937_64 random(7);
   for (int round = 0; round < 2'000; round++) {
-    struct Quiet final : Pulse::Listener {
-      void heard_status(int rank, const Pulse::Status&) override { CHECK(rank == 1); }
-      void heard_note(int rank, uint32_t, const std::string&) override { CHECK(rank == 1); }
-      void heard_close(int) override {}
-      void heard_end(int host, Kind how) override { CHECK(host == 1 && how == Kind::unreachable); }
-      void heard_verdict(const Failure&) override {}
+    struct Quiet final : Heartbeat::Listener {
+      void on_status(int rank, const Heartbeat::Status&) override { CHECK(rank == 1); }
+      void on_note(int rank, uint32_t, const std::string&) override { CHECK(rank == 1); }
+      void on_close(int) override {}
+      void on_end(int host, Kind how) override { CHECK(host == 1 && how == Kind::unreachable); }
+      void on_verdict(const Failure&) override {}
     } quiet;
-    Pulse pulse(0, hosts, quiet);
+    Heartbeat heartbeat(0, hosts, quiet);
     std::vector<std::byte> bytes(200);
     for (auto& b : bytes) b = static_cast<std::byte>(random() % (round % 2 == 0 ? 256 : 4));
-    pulse.hear(1, bytes.data(), bytes.size());
+    heartbeat.receive(1, bytes.data(), bytes.size());
   }
 }

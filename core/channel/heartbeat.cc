@@ -1,4 +1,4 @@
-#include "channel/pulse.h"
+#include "channel/heartbeat.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -12,10 +12,10 @@ namespace {
 constexpr int kAllConnected = 8;  // hosts
 constexpr int64_t kPauseNs = 200'000'000;
 constexpr int64_t kPausePerHostNs = 10'000'000;
-constexpr size_t kLongestWord = 1 << 20;
+constexpr size_t kLongestMessage = 1 << 20;
 
-struct WordHead {
-  uint32_t word;
+struct MessageHead {
+  uint32_t type;
   uint32_t nbytes;
 };
 
@@ -41,13 +41,13 @@ T read_at(const std::byte* bytes) {
   return value;
 }
 
-bool same(const Pulse::Status& a, const Pulse::Status& b) {
+bool same(const Heartbeat::Status& a, const Heartbeat::Status& b) {
   return a.call == b.call && a.left == b.left && a.fingerprint.agrees(b.fingerprint) && a.waits == b.waits;
 }
 
 }  // namespace
 
-std::vector<int> Pulse::neighbours(int host, int hosts) {
+std::vector<int> Heartbeat::neighbours(int host, int hosts) {
   std::vector<int> found;
   for (int other = 0; other < hosts; other++) {
     const int ahead = (other - host + hosts) % hosts;
@@ -60,7 +60,7 @@ std::vector<int> Pulse::neighbours(int host, int hosts) {
   return found;
 }
 
-Pulse::Pulse(int host, const Hosts& hosts, Listener& listener)
+Heartbeat::Heartbeat(int host, const Hosts& hosts, Listener& listener)
     : host_(host),
       hosts_(hosts),
       listener_(listener),
@@ -75,102 +75,103 @@ Pulse::Pulse(int host, const Hosts& hosts, Listener& listener)
   }
 }
 
-const Pulse::Neighbour& Pulse::at(int host) const {
+const Heartbeat::Neighbour& Heartbeat::at(int host) const {
   return *std::find_if(neighbours_.begin(), neighbours_.end(), [host](const auto& n) { return n.host == host; });
 }
 
 // --- what is said ---
 
-void Pulse::add(Neighbour& to, Word word, const Bytes& body) {
-  append(to.outbox, WordHead{static_cast<uint32_t>(word), static_cast<uint32_t>(body.size())});
+void Heartbeat::add(Neighbour& to, MessageType type, const Bytes& body) {
+  append(to.outbox, MessageHead{static_cast<uint32_t>(type), static_cast<uint32_t>(body.size())});
   to.outbox.insert(to.outbox.end(), body.begin(), body.end());
 }
 
-void Pulse::learn(int host, Word word, const Bytes& body) {
+void Heartbeat::store(int host, MessageType type, const Bytes& body) {
   Host& known = known_[static_cast<size_t>(host)];
   const auto head = read_at<RecordHead>(body.data());
-  (word == Word::status ? known.status : known.notes) = {head.version, body};
+  (type == MessageType::status ? known.status : known.notes) = {head.version, body};
   known.closed = known.closed || head.closed != 0;
 }
 
-void Pulse::spread(const Neighbour* but) {
+void Heartbeat::spread(const Neighbour* but) {
   for (Neighbour& n : neighbours_) {
-    if (n.open && &n != but) pump(n);
+    if (n.open && &n != but) send_pending(n);
   }
 }
 
-// All that a neighbour has not been told, if it has answered.
-void Pulse::pump(Neighbour& to) {
-  if (!to.dirty || to.owes_tock) return;
+// Queues what a neighbour has not got yet, if it has answered the last ping.
+void Heartbeat::send_pending(Neighbour& to) {
+  if (!to.dirty || to.awaits_pong) return;
   for (size_t h = 0; h < known_.size(); h++) {
-    if (to.status_due[h]) add(to, Word::status, known_[h].status.body);
-    if (to.notes_due[h]) add(to, Word::notes, known_[h].notes.body);
+    if (to.status_due[h]) add(to, MessageType::status, known_[h].status.body);
+    if (to.notes_due[h]) add(to, MessageType::notes, known_[h].notes.body);
     to.status_due[h] = to.notes_due[h] = false;
   }
-  add(to, Word::tick, {});
+  add(to, MessageType::ping, {});
   to.dirty = false;
-  to.owes_tock = true;
+  to.awaits_pong = true;
 }
 
-void Pulse::say(int64_t now_ns, const std::vector<Status>& statuses) {
-  const bool first = said_.empty();
-  if (!first && now_ns - said_ns_ < pause_ns_) return;
-  if (!first && std::equal(said_.begin(), said_.end(), statuses.begin(), same)) return;
-  said_ = statuses;
-  said_ns_ = now_ns;
+void Heartbeat::publish(int64_t now_ns, const std::vector<Status>& statuses) {
+  const bool first = published_.empty();
+  if (!first && now_ns - published_ns_ < pause_ns_) return;
+  if (!first && std::equal(published_.begin(), published_.end(), statuses.begin(), same)) return;
+  published_ = statuses;
+  published_ns_ = now_ns;
   Bytes body;
   append(body, RecordHead{static_cast<uint32_t>(host_), known_[static_cast<size_t>(host_)].status.version + 1, 0, 0});
   for (const Status& status : statuses) append(body, status);
-  take(Word::status, body.data(), body.size(), nullptr);
+  accept(MessageType::status, body.data(), body.size(), nullptr);
 }
 
-void Pulse::say_notes(uint32_t call, const std::vector<std::string>& texts) {
+void Heartbeat::publish_notes(uint32_t call, const std::vector<std::string>& texts) {
   Bytes body;
   append(body, RecordHead{static_cast<uint32_t>(host_), known_[static_cast<size_t>(host_)].notes.version + 1, 0, call});
   for (const std::string& text : texts) {
     append(body, static_cast<uint32_t>(text.size()));
     for (const char c : text) append(body, c);
   }
-  take(Word::notes, body.data(), body.size(), nullptr);
+  accept(MessageType::notes, body.data(), body.size(), nullptr);
 }
 
-void Pulse::condemn(const Failure& failure) {
+void Heartbeat::condemn(const Failure& failure) {
   if (verdict_) return;
   verdict_ = failure;
   Bytes body;
   append(body, failure);
   for (Neighbour& n : neighbours_) {
-    if (n.open) add(n, Word::verdict, body);
+    if (n.open) add(n, MessageType::verdict, body);
   }
 }
 
-void Pulse::leave(const std::vector<Status>& statuses) {
+void Heartbeat::leave(const std::vector<Status>& statuses) {
   Bytes body;
   append(body, RecordHead{static_cast<uint32_t>(host_), known_[static_cast<size_t>(host_)].status.version + 1, 1, 0});
   for (const Status& status : statuses) append(body, status);
-  learn(host_, Word::status, body);
+  store(host_, MessageType::status, body);
   for (Neighbour& n : neighbours_) {
-    if (n.open) add(n, Word::status, body);  // whatever it owes: there is no later
+    if (n.open) add(n, MessageType::status, body);  // also where a pong is missing: nothing follows
   }
 }
 
-void Pulse::sent(int neighbour, size_t nbytes) {
+void Heartbeat::sent(int neighbour, size_t nbytes) {
   Bytes& outbox = at(neighbour).outbox;
   outbox.erase(outbox.begin(), outbox.begin() + static_cast<std::ptrdiff_t>(nbytes));
 }
 
-// --- what is heard ---
+// --- what is received ---
 
-void Pulse::hear(int neighbour, const std::byte* bytes, size_t nbytes) {
+void Heartbeat::receive(int neighbour, const std::byte* bytes, size_t nbytes) {
   Neighbour& from = at(neighbour);
   if (!from.open) return;
   from.inbox.insert(from.inbox.end(), bytes, bytes + nbytes);
   size_t at = 0;
-  while (from.inbox.size() - at >= sizeof(WordHead)) {
-    const auto head = read_at<WordHead>(from.inbox.data() + at);
-    if (head.nbytes > kLongestWord) return lose(from, Kind::unreachable);
+  while (from.inbox.size() - at >= sizeof(MessageHead)) {
+    const auto head = read_at<MessageHead>(from.inbox.data() + at);
+    if (head.nbytes > kLongestMessage) return lose(from, Kind::unreachable);
     if (from.inbox.size() - at < sizeof head + head.nbytes) break;
-    if (!hear_word(from, static_cast<Word>(head.word), from.inbox.data() + at + sizeof head, head.nbytes)) {
+    if (!receive_message(from, static_cast<MessageType>(head.type), from.inbox.data() + at + sizeof head,
+                         head.nbytes)) {
       return lose(from, Kind::unreachable);
     }
     at += sizeof head + head.nbytes;
@@ -178,33 +179,33 @@ void Pulse::hear(int neighbour, const std::byte* bytes, size_t nbytes) {
   from.inbox.erase(from.inbox.begin(), from.inbox.begin() + static_cast<std::ptrdiff_t>(at));
 }
 
-// False: nothing that a station says.
-bool Pulse::hear_word(Neighbour& from, Word word, const std::byte* body, size_t nbytes) {
-  switch (word) {
-    case Word::tick:
-      add(from, Word::tock, {});
+// False: not a valid message.
+bool Heartbeat::receive_message(Neighbour& from, MessageType type, const std::byte* body, size_t nbytes) {
+  switch (type) {
+    case MessageType::ping:
+      add(from, MessageType::pong, {});
       return true;
-    case Word::tock:
-      from.owes_tock = false;
-      pump(from);
+    case MessageType::pong:
+      from.awaits_pong = false;
+      send_pending(from);
       return true;
-    case Word::verdict:
+    case MessageType::verdict:
       if (nbytes != sizeof(Failure)) return false;
       if (!verdict_) {
         const auto failure = read_at<Failure>(body);
         condemn(failure);
-        listener_.heard_verdict(failure);
+        listener_.on_verdict(failure);
       }
       return true;
-    case Word::status:
-    case Word::notes:
-      return take(word, body, nbytes, &from);
+    case MessageType::status:
+    case MessageType::notes:
+      return accept(type, body, nbytes, &from);
   }
   return false;
 }
 
-// Takes what a host says, this one included, if it is newer than what is known, and passes it on.
-bool Pulse::take(Word word, const std::byte* body, size_t nbytes, const Neighbour* from) {
+// Stores the record of a host, this one included, if it is newer than the known one, and passes it on.
+bool Heartbeat::accept(MessageType type, const std::byte* body, size_t nbytes, const Neighbour* from) {
   if (nbytes < sizeof(RecordHead)) return false;
   const auto head = read_at<RecordHead>(body);
   if (head.host >= known_.size() || (from != nullptr && head.host == static_cast<uint32_t>(host_))) {
@@ -213,14 +214,14 @@ bool Pulse::take(Word word, const std::byte* body, size_t nbytes, const Neighbou
   const int host = static_cast<int>(head.host);
   const auto& ranks = hosts_.on(host);
   const Host& known = known_[head.host];
-  const Record& before = word == Word::status ? known.status : known.notes;
+  const Record& before = type == MessageType::status ? known.status : known.notes;
   if (static_cast<int32_t>(head.version - before.version) <= 0) return true;
   const std::byte* at = body + sizeof head;
   const std::byte* end = body + nbytes;
   std::vector<Status> statuses;
   std::vector<std::string> texts;
   for (size_t p = 0; p < ranks.size(); p++) {
-    if (word == Word::status) {
+    if (type == MessageType::status) {
       if (end - at < static_cast<std::ptrdiff_t>(sizeof(Status))) return false;
       statuses.push_back(read_at<Status>(at));
       at += sizeof(Status);
@@ -233,40 +234,40 @@ bool Pulse::take(Word word, const std::byte* body, size_t nbytes, const Neighbou
     texts.emplace_back(reinterpret_cast<const char*>(at), length);
     at += length;
   }
-  learn(host, word, Bytes(body, end));
+  store(host, type, Bytes(body, end));
   for (Neighbour& n : neighbours_) {
     if (!n.open || &n == from) continue;
-    (word == Word::status ? n.status_due : n.notes_due)[head.host] = true;
+    (type == MessageType::status ? n.status_due : n.notes_due)[head.host] = true;
     n.dirty = true;
   }
   if (host != host_) {
-    for (size_t p = 0; p < statuses.size(); p++) listener_.heard_status(ranks[p], statuses[p]);
-    for (size_t p = 0; p < texts.size(); p++) listener_.heard_note(ranks[p], head.call, texts[p]);
-    if (head.closed != 0 && word == Word::status) listener_.heard_close(host);
+    for (size_t p = 0; p < statuses.size(); p++) listener_.on_status(ranks[p], statuses[p]);
+    for (size_t p = 0; p < texts.size(); p++) listener_.on_note(ranks[p], head.call, texts[p]);
+    if (head.closed != 0 && type == MessageType::status) listener_.on_close(host);
   }
   spread(from);
   return true;
 }
 
-void Pulse::ended(int neighbour, int error) {
+void Heartbeat::ended(int neighbour, int error) {
   const bool silent = error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH;
   if (Neighbour& n = at(neighbour); n.open) lose(n, silent ? Kind::unreachable : Kind::died);
 }
 
-void Pulse::lose(Neighbour& neighbour, Kind how) {
+void Heartbeat::lose(Neighbour& neighbour, Kind how) {
   neighbour.open = false;
   neighbour.inbox.clear();
   neighbour.outbox.clear();
   if (known_[static_cast<size_t>(neighbour.host)].closed) return;
-  listener_.heard_end(neighbour.host, how);
+  listener_.on_end(neighbour.host, how);
   if (verdict_) return;
   Failure failure{.kind = how, .peer = hosts_.leader(neighbour.host), .reporter = hosts_.leader(host_)};
-  if (!said_.empty()) {
-    failure.call = said_.front().call;
-    failure.fingerprint = said_.front().fingerprint;
+  if (!published_.empty()) {
+    failure.call = published_.front().call;
+    failure.fingerprint = published_.front().fingerprint;
   }
   condemn(failure);
-  listener_.heard_verdict(failure);
+  listener_.on_verdict(failure);
 }
 
 }  // namespace allranks
