@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kMs = 1'000'000;
 constexpr int64_t kSliceNs = 50 * kMs;
 constexpr int64_t kAwakeNs = kMs / 10;      // without a byte, before a rank sleeps
-constexpr int64_t kBrokenNs = 1'000 * kMs;  // between the end of a lane and that of its rank, if that is what it means
+constexpr int64_t kBrokenNs = 1'000 * kMs;  // from the end of a stream to that of its rank, if that is what it means
 constexpr int64_t kTickNs = 50 * kMs;       // the leader looks what the ranks of its host do
 constexpr int64_t kNotesNs = 1'000 * kMs;
 constexpr int64_t kFinishNs = 2'000 * kMs;
@@ -148,14 +148,14 @@ void Net::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeti
   }
   {
     const std::lock_guard lock(lock_);
-    Stream& stream = kind == Connection::lane ? peer(rank).lane : peer(rank).post;
+    Stream& stream = kind == Connection::collective ? peer(rank).collective_stream : peer(rank).message_stream;
     if (closing_.load(std::memory_order_acquire) || stream) return;
     // The other side may go on, and even leave, as soon as it has this. Where it has ended meanwhile, that is found
     // when the connection is used.
     if (!greeting.empty()) send_greeting(fd.get(), greeting);
     stream.open(std::move(fd));
   }
-  if (kind == Connection::lane) {
+  if (kind == Connection::collective) {
     signal(opened_);
   } else {
     wake();
@@ -168,21 +168,21 @@ void Net::give_up(int rank) {
   shm_.condemn({.kind = Kind::unreachable, .peer = rank, .reporter = rank_, .call = call, .fingerprint = fingerprint});
 }
 
-void Net::need_lane(int rank) {
+void Net::need_collective_stream(int rank) {
   Peer& p = peer(rank);
-  if (p.lane_asked || p.lane || rank > rank_) return;  // the higher asks for both
-  p.lane_asked = true;
-  opener_(rank, Connection::lane);
+  if (p.collective_asked || p.collective_stream || rank > rank_) return;  // the higher asks for both
+  p.collective_asked = true;
+  opener_(rank, Connection::collective);
 }
 
-void Net::need_post(int rank) {
+void Net::need_message_stream(int rank) {
   Peer& p = peer(rank);
-  if (p.post_asked || p.post || closing_.load(std::memory_order_acquire)) return;
-  p.post_asked = true;
-  opener_(rank, Connection::post);
+  if (p.message_asked || p.message_stream || closing_.load(std::memory_order_acquire)) return;
+  p.message_asked = true;
+  opener_(rank, Connection::message);
 }
 
-// --- lanes ---
+// --- collective streams ---
 
 void Net::take_up(int rank) {
   Peer& p = peer(rank);
@@ -192,7 +192,7 @@ void Net::take_up(int rank) {
 
 void Net::send(int to, const void* data, size_t nbytes) {
   if (nbytes == 0) return;
-  need_lane(to);
+  need_collective_stream(to);
   peer(to).out.push_back({static_cast<const std::byte*>(data), nbytes});
   take_up(to);
 }
@@ -200,7 +200,7 @@ void Net::send(int to, const void* data, size_t nbytes) {
 uint64_t Net::receive(int from, void* data, size_t nbytes) {
   Peer& p = peer(from);
   if (nbytes == 0) return p.asked;
-  need_lane(from);
+  need_collective_stream(from);
   p.in.push_back({static_cast<std::byte*>(data), nbytes});
   take_up(from);
   return p.asked += nbytes;
@@ -208,7 +208,7 @@ uint64_t Net::receive(int from, void* data, size_t nbytes) {
 
 void Net::lend(int to, const void* data, size_t nbytes) {
   if (nbytes == 0) return;
-  need_lane(to);
+  need_collective_stream(to);
   Peer& p = peer(to);
   p.out.push_back({static_cast<const std::byte*>(data), nbytes, nbytes >= kLent});
   p.lends = p.lends || nbytes >= kLent;
@@ -228,7 +228,7 @@ bool Net::hand_over(Peer& p) {
     size_t tried = 0;
     if (p.out.front().lent) {
       tried = std::min(p.out.front().nbytes, kBurst - total);
-      taken = p.lane.lend(p.out.front().data, tried);
+      taken = p.collective_stream.lend(p.out.front().data, tried);
     } else {
       std::array<iovec, kParts> parts;
       size_t n = 0;
@@ -237,7 +237,7 @@ bool Net::hand_over(Peer& p) {
         parts[n] = {const_cast<std::byte*>(p.out[n].data), nbytes};
         tried += nbytes;
       }
-      taken = p.lane.put(parts.data(), n);
+      taken = p.collective_stream.put(parts.data(), n);
     }
     if (taken == 0) break;
     total += taken;
@@ -260,11 +260,11 @@ bool Net::move() {
     if (!p.out.empty()) {
       moved = hand_over(p) || moved;
     } else {
-      p.lane.drain();
+      p.collective_stream.drain();
     }
     for (size_t burst = 0; !p.in.empty() && burst < kBurst;) {
       In& first = p.in.front();
-      const size_t n = p.lane.get(first.data, std::min(first.nbytes, kBurst));
+      const size_t n = p.collective_stream.get(first.data, std::min(first.nbytes, kBurst));
       if (n == 0) break;
       moved = true;
       burst += n;
@@ -272,7 +272,7 @@ bool Net::move() {
       first = {first.data + n, first.nbytes - n};
       if (first.nbytes == 0) p.in.pop_front();
     }
-    if (p.out.empty() && p.in.empty() && p.lane.drained()) {
+    if (p.out.empty() && p.in.empty() && p.collective_stream.drained()) {
       p.busy = false;
       busy_[b] = busy_.back();
       busy_.pop_back();
@@ -307,7 +307,7 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
       stirred = now;
       patience.deadline_ns = std::max(patience.deadline_ns, now + patience.timeout_ns);
     }
-    const bool ended = peer(awaited).lane.ended();
+    const bool ended = peer(awaited).collective_stream.ended();
     if (ended && broken == 0) broken = now;
     if (ended || now - looked >= kSliceNs) {
       looked = now;
@@ -336,9 +336,9 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
     polled.assign({{.fd = opened_.get(), .events = POLLIN, .revents = 0}});
     for (const int r : busy_) {
       const Peer& p = peer(r);
-      if (p.lane.ended()) continue;
-      const auto events = (p.in.empty() ? 0 : POLLIN) | (p.out.empty() && p.lane.drained() ? 0 : POLLOUT);
-      polled.push_back({.fd = p.lane.fd(), .events = static_cast<short>(events), .revents = 0});
+      if (p.collective_stream.ended()) continue;
+      const auto events = (p.in.empty() ? 0 : POLLIN) | (p.out.empty() && p.collective_stream.drained() ? 0 : POLLOUT);
+      polled.push_back({.fd = p.collective_stream.fd(), .events = static_cast<short>(events), .revents = 0});
     }
     poll(polled.data(), polled.size(), ended ? 1 : static_cast<int>(kSliceNs / kMs));
     if (polled.front().revents != 0) drain(opened_);
@@ -377,20 +377,20 @@ void Net::clear() {
   busy_.clear();
 }
 
-// --- posts ---
+// --- message streams ---
 
 bool Net::wait_for_messages(int timeout_ms) {
   std::vector<pollfd> polled;
   for (const int r : others_) {
-    const Stream& post = peer(r).post;
-    if (!post || post.ended()) continue;
-    const auto events = static_cast<short>(POLLIN | (post.full() ? POLLOUT : 0));
-    polled.push_back({.fd = post.fd(), .events = events, .revents = 0});
+    const Stream& stream = peer(r).message_stream;
+    if (!stream || stream.ended()) continue;
+    const auto events = static_cast<short>(POLLIN | (stream.full() ? POLLOUT : 0));
+    polled.push_back({.fd = stream.fd(), .events = events, .revents = 0});
   }
   return poll(polled.data(), polled.size(), timeout_ms) > 0;
 }
 
-void Net::watch_posts() {
+void Net::watch_message_streams() {
   if (watching_.exchange(true, std::memory_order_seq_cst)) return;
   start_thread();
   wake();
@@ -431,8 +431,8 @@ Presence Net::presence(int rank) {
   // Everything that it has sent is here when its connections have ended, too. Where nobody speaks for it, that is all
   // there is to be seen.
   const Peer& p = peer(rank);
-  const bool known = heard == Presence::left || p.lane || p.post;
-  return known && over(p.lane) && over(p.post) ? Presence::left : Presence::here;
+  const bool known = heard == Presence::left || p.collective_stream || p.message_stream;
+  return known && over(p.collective_stream) && over(p.message_stream) ? Presence::left : Presence::here;
 }
 
 std::vector<std::string> Net::exchange_notes(const Failure& about, Caller& caller,
@@ -475,8 +475,8 @@ void Net::close() {
   if (thread_.joinable()) thread_.join();
   finish();
   for (const int r : others_) {
-    peer(r).lane.drop();
-    peer(r).post.drop();
+    peer(r).collective_stream.drop();
+    peer(r).message_stream.drop();
   }
   for (auto& link : links_) {
     if (link) link->drop();
@@ -509,17 +509,17 @@ void Net::turn() {
         watch(shm_.liveness(local)->get(), POLLRDHUP);
     }
   }
-  const size_t before_posts = polled.size();
+  const size_t before_messages = polled.size();
   if (watching) {
     for (const int r : others_) {
-      const Stream& post = peer(r).post;
-      if (post && !post.ended()) watch(post.fd(), POLLIN | (post.full() ? POLLOUT : 0));
+      const Stream& stream = peer(r).message_stream;
+      if (stream && !stream.ended()) watch(stream.fd(), POLLIN | (stream.full() ? POLLOUT : 0));
     }
   }
   poll(polled.data(), polled.size(), heartbeat_ ? static_cast<int>(kTickNs / kMs) : -1);
   if (polled.front().revents != 0) drain(wake_);
   const auto stirred = [](const pollfd& p) { return p.revents != 0; };
-  if (std::any_of(polled.begin() + static_cast<std::ptrdiff_t>(before_posts), polled.end(), stirred)) {
+  if (std::any_of(polled.begin() + static_cast<std::ptrdiff_t>(before_messages), polled.end(), stirred)) {
     watching_.store(false, std::memory_order_seq_cst);
     Shm::ring(shm_.bell(shm_.rank()));
   }
@@ -633,7 +633,7 @@ void Net::finish() {
   for (const int r : others_) {
     const auto presence = static_cast<Presence>(shm_.far(r).presence.load(std::memory_order_acquire));
     if (presence == Presence::died || presence == Presence::unreachable) continue;
-    for (Stream* stream : {&peer(r).lane, &peer(r).post}) {
+    for (Stream* stream : {&peer(r).collective_stream, &peer(r).message_stream}) {
       if (*stream) streams.push_back(stream);
     }
   }

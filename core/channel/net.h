@@ -1,25 +1,24 @@
 // The ranks of a group on other hosts: connected sockets, and signs of life.
 //
-// Between two ranks there are connections of two kinds, so that nothing has to be told apart in a stream; each is
-// there from when it is first needed:
-//   lane    the bytes of collectives. Both sides know which bytes come when: calls are matched by order. So both find
-//   at
-//           once that they need it, and the higher rank asks for it.
-//   post    messages (point_to_point.h). Who has one to send asks for it.
-// Who asks does not wait: somebody else connects (native_tcp.py) and hands over what both sides get (adopt); until then
-// the bytes wait as they do for a slow rank, with the same deadlines, verdicts and signals.
-//   heartbeat   between hosts, not ranks: the first rank of each, its leader, has them (heartbeat.h), from the
-//   beginning.
+// There are connections of three kinds, so that each stream carries one thing:
+// clang-format off
+//   collective  between two ranks: the bytes of collectives, without headers, as calls are matched by order. Both sides
+//               find at the same time that they need it, and the higher rank asks for it.
+//   message     between two ranks: messages (point_to_point.h). A rank that has one to send asks for it.
+//   heartbeat   between the first ranks of two hosts, their leaders (heartbeat.h). It exists from the beginning.
+// clang-format on
+// To ask does not block. native_tcp.py connects and hands the socket over on both sides (adopt). Until then the bytes
+// wait as they do for a slow rank, with the same deadlines, verdicts and signals.
 //
-// The leader's thread speaks for the ranks of its host, as what they do stands in their shared memory; and writes what
-// it hears of others there, into a table in its own segment (Far), where all of them read it. It makes a failure on
-// another host a verdict in the shared memory of this one, where whoever waits finds it, and tells the other hosts of
-// verdicts made here. Three states are told apart: a rank whose process has ended (its sockets are closed), one that
-// cannot be reached (the kernel of its host acknowledges nothing for 7 s), and one that is alive but not in this call.
-// A rank that is stopped is not dead, because its kernel still answers. When a leader has left, and other ranks of its
-// host have not, nobody speaks for those: that they go is seen by who is connected with them.
+// A thread of the leader reports for all ranks of its host, whose state it reads in their shared memory. What it
+// receives about other ranks it writes into a table in its own segment (Far), where all ranks of its host read it. It
+// makes a failure on another host a verdict in the shared memory of its own, and sends its host's verdicts to the other
+// hosts. Three states are told apart: a rank whose process has ended (its sockets are closed), one that cannot be
+// reached (the kernel of its host acknowledges nothing for 7 s), and one that is alive but not in this call. A rank
+// that is stopped is not dead, because its kernel still answers. When a leader has left and other ranks of its host
+// have not, nobody reports for those: their end is seen by the ranks that are connected with them.
 //
-// Other ranks have a thread from when they first sleep for messages: it rings their bell.
+// Other ranks start a thread when they first sleep for messages: it rings their bell.
 #pragma once
 
 #include <array>
@@ -40,7 +39,7 @@
 
 namespace allranks {
 
-enum class Connection : uint32_t { lane, post, heartbeat };
+enum class Connection : uint32_t { collective, message, heartbeat };
 
 class Net final : public RemoteRanks, public Heartbeat::Listener {
  public:
@@ -61,7 +60,7 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   const Hosts& hosts() const { return hosts_; }
   int rank() const { return rank_; }
 
-  // --- lanes: of one thread at a time ---
+  // --- collective streams: used by one thread at a time ---
 
   // Queues bytes for a rank. They must stay until all is flushed.
   void send(int to, const void* data, size_t nbytes);
@@ -81,13 +80,13 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   // Forgets what a failed call has queued.
   void clear();
 
-  // --- posts ---
+  // --- message streams ---
 
-  Stream& post(int rank) { return peer(rank).post; }
-  void need_post(int rank);  // with the lock of PointToPoint held
+  Stream& message_stream(int rank) { return peer(rank).message_stream; }
+  void need_message_stream(int rank);  // with the lock of PointToPoint held
   bool wait_for_messages(int timeout_ms) override;
   // The thread rings this rank's bell, once, when one of them has something, or can take something again.
-  void watch_posts() override;
+  void watch_message_streams() override;
 
   // --- signs of life ---
 
@@ -119,10 +118,10 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
     size_t nbytes;
   };
   struct Peer {
-    Stream lane;
-    Stream post;
-    bool lane_asked = false;
-    bool post_asked = false;
+    Stream collective_stream;
+    Stream message_stream;
+    bool collective_asked = false;
+    bool message_asked = false;
     std::deque<Out> out;
     std::deque<In> in;
     uint64_t asked = 0;  // bytes, since the beginning
@@ -139,7 +138,7 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   template <class Done>
   void wait(Patience& patience, const Failure& about, Done&& done);
 
-  void need_lane(int rank);
+  void need_collective_stream(int rank);
   void start_thread();
   void wake();
 
@@ -168,7 +167,7 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   Shm& shm_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; of those on this host never connected
   std::vector<int> others_;                   // the ranks on other hosts
-  std::vector<int> busy_;                     // of these, those with something queued on their lane
+  std::vector<int> busy_;                     // of these, those with something queued on their collective stream
   std::byte heard_{};                         // that others have read what was lent
 
   // The thread's.
@@ -181,7 +180,7 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   std::atomic<bool> watching_ = false;
   std::atomic<bool> closing_ = false;
   sys::Fd wake_;     // the thread, from poll
-  sys::Fd opened_;   // who waits on lanes, from poll
+  sys::Fd opened_;   // who waits on collective streams, from poll
   std::mutex lock_;  // of what follows, and of streams that are opened while others close all
   bool closed_ = false;
   std::thread thread_;

@@ -130,9 +130,9 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
     }
   } while (sys::now_ns() - began < kAwakeNs);
   int64_t looked = began;
-  const bool posts = remote_ranks_ != nullptr && &bell == &this->bell(rank_);
+  const bool messages = remote_ranks_ != nullptr && &bell == &this->bell(rank_);
   // Messages from other hosts ring no bell. Who waits for one looks for them itself as long as they come.
-  for (int64_t stirred = began; posts && sys::now_ns() - stirred < kSliceNs;) {
+  for (int64_t stirred = began; messages && sys::now_ns() - stirred < kSliceNs;) {
     const int awaited = ready(context);
     if (awaited < 0) return;
     if (awaited != kAnyRank && local(awaited) >= 0) break;
@@ -150,7 +150,7 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
   }
   if (ready(context) < 0) return;
   for (;;) {
-    if (posts) remote_ranks_->watch_posts();
+    if (messages) remote_ranks_->watch_message_streams();
     bool rung = true;
     bool ended = false;
     {

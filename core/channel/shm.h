@@ -39,7 +39,7 @@ class RemoteRanks {
   // Sleeps until a message from another host can be moved, at most for some milliseconds. Whether one can.
   virtual bool wait_for_messages(int timeout_ms) = 0;
   // This rank is about to sleep for longer: its bell is to be rung for messages from other hosts, too.
-  virtual void watch_posts() = 0;
+  virtual void watch_message_streams() = 0;
 };
 
 // Sockets that are connected with each other rank of the host, by rank there. Their end says that its process has died,

@@ -556,9 +556,9 @@ bool PointToPoint::push_near(int peer, Turn& turn) {
 }
 
 bool PointToPoint::push_far(int peer, Turn& turn) {
-  Stream& post = net_->post(peer);
-  if (!post) {
-    net_->need_post(peer);  // and comes back when it is there
+  Stream& stream = net_->message_stream(peer);
+  if (!stream) {
+    net_->need_message_stream(peer);  // and comes back when it is there
     return false;
   }
   Outgoing& out = at(peer).out;
@@ -572,21 +572,21 @@ bool PointToPoint::push_far(int peer, Turn& turn) {
     size_t taken = 0;
     turn.moves(burst);
     if (lent && header == sizeof(Frame)) {
-      taken = post.lend(from, burst);
+      taken = stream.lend(from, burst);
     } else {
       std::array<iovec, 2> parts{{{reinterpret_cast<std::byte*>(&out.frame) + header, sizeof(Frame) - header},
                                   {const_cast<std::byte*>(from), lent ? 0 : burst}}};
-      taken = post.put(parts.data(), parts.size());
+      taken = stream.put(parts.data(), parts.size());
     }
     out.moved += taken;
     moved += taken;
     if (out.moved == out.nbytes) {
       written(peer);
-    } else if (taken == 0 || post.full()) {
+    } else if (taken == 0 || stream.full()) {
       return false;
     }
   }
-  post.drain();
+  stream.drain();
   return false;
 }
 
@@ -629,12 +629,12 @@ bool PointToPoint::pull_near(int peer, Turn& turn) {
 }
 
 bool PointToPoint::pull_far(int peer, Turn& turn) {
-  Stream& post = net_->post(peer);
+  Stream& stream = net_->message_stream(peer);
   Incoming& in = at(peer).in;
   std::array<std::byte, 16 << 10> dropped;
   for (size_t moved = 0;;) {
     if (in.header < sizeof(Frame)) {
-      const size_t n = post.get(reinterpret_cast<std::byte*>(&in.frame) + in.header, sizeof(Frame) - in.header);
+      const size_t n = stream.get(reinterpret_cast<std::byte*>(&in.frame) + in.header, sizeof(Frame) - in.header);
       if (n == 0) return false;
       in.header += n;
       if (in.header < sizeof(Frame)) continue;
@@ -644,7 +644,7 @@ bool PointToPoint::pull_far(int peer, Turn& turn) {
       if (moved >= kTurn) return true;
       const size_t most = std::min(left, in.target != nullptr ? kFarBurst : dropped.size());
       turn.moves(most);
-      const size_t n = post.get(in.target != nullptr ? in.target + in.payload : dropped.data(), most);
+      const size_t n = stream.get(in.target != nullptr ? in.target + in.payload : dropped.data(), most);
       if (n == 0) return false;
       in.payload += n;
       moved += n;

@@ -1,7 +1,7 @@
 // send and recv between the ranks of a group: messages, tags, and those that are under way.
 //
 // Each ordered pair of ranks of one host has a byte ring in shared memory (a pipe), each pair of ranks of
-// different hosts a connection (a post): streams of frames (segment.h).
+// different hosts a connection (a message stream): both carry frames (segment.h).
 //
 // A message goes as a whole as long as its sender has credit: bytes of messages that may be under way to that rank
 // without a recv (Settings::eager). Its send is done when all of it has been copied into the stream, so that two ranks

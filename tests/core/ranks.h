@@ -49,7 +49,7 @@ struct Ranks {
                  size_t eager = Settings{}.eager) {
     const Hosts hosts(host_of);
     const size_t n = host_of.size();
-    // near[a][b], lanes[a][b], ...: the socket that rank a holds towards rank b.
+    // near[a][b], heartbeats[a][b]: the socket that rank a holds towards rank b.
     using Row = std::vector<sys::Fd>;
     const auto square = [n] {
       std::vector<Row> rows(n);

@@ -89,11 +89,11 @@ def test_who_both_connect_at_once_end_with_one_connection() -> None:
         pair = Pair(token=round_.to_bytes(16, "big"))
         askers = pick.choice([(0, 1), (1, 0), (0,), (1,)])
         for i in askers:
-            pair.receptions[i].ask(pair.circles[i].number, 1 - i, tcp.POST)
+            pair.receptions[i].ask(pair.circles[i].number, 1 - i, tcp.MESSAGE)
             time.sleep(pick.choice([0, 0, 0.0005, 0.002]))
         _until(lambda pair=pair: all(comm.adopted for comm in pair.comms))
         (from_0,), (from_1,) = (comm.adopted for comm in pair.comms)
-        assert (from_0[:2], from_1[:2]) == ((1, tcp.POST), (0, tcp.POST))
+        assert (from_0[:2], from_1[:2]) == ((1, tcp.MESSAGE), (0, tcp.MESSAGE))
         from_0[2].sendall(b"ping")
         assert from_1[2].recv(10) == b"ping"  # and no word of the greeting
         from_1[2].sendall(b"pong")
@@ -106,7 +106,7 @@ def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytes
     monkeypatch.setattr(tcp, "GREETING_S", 0.5)
     where = ("127.0.0.1", pair.receptions[0].port)
     pick = random.Random(2)
-    hello = tcp.Hello(pair.circles[0].name, 1, 0, tcp.LANE)
+    hello = tcp.Hello(pair.circles[0].name, 1, 0, tcp.COLLECTIVE)
     greeting = pack_frame(tcp.greet(hello, bytes(32)))
     idle = [socket.create_connection(where, 10) for _ in range(150)]
     said = [pick.randbytes(pick.randrange(1, 400)) for _ in range(50)]
@@ -116,7 +116,7 @@ def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytes
         with socket.create_connection(where, 10) as stranger:
             stranger.sendall(words)
     began = time.monotonic()
-    pair.receptions[1].ask(pair.circles[1].number, 0, tcp.LANE)
+    pair.receptions[1].ask(pair.circles[1].number, 0, tcp.COLLECTIVE)
     _until(lambda: pair.comms[0].adopted and pair.comms[1].adopted)
     assert time.monotonic() - began < 0.4
     for connection in idle:  # dropped, and told nothing
@@ -129,8 +129,8 @@ def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytes
 def test_a_proof_is_worth_nothing_elsewhere(pair: Pair) -> None:
     """A man in the middle passes on a rank's greeting and proof, with another purpose, or a second time."""
     target, dialer = pair.circles
-    honest = tcp.Hello(target.name, 1, 0, tcp.LANE)
-    for other in (honest._replace(kind=tcp.POST), honest._replace(from_=0), honest._replace(to=1)):
+    honest = tcp.Hello(target.name, 1, 0, tcp.COLLECTIVE)
+    for other in (honest._replace(kind=tcp.MESSAGE), honest._replace(from_=0), honest._replace(to=1)):
         nonces = bytes(64)
         assert tcp.proof(dialer.key, b"client", honest, nonces) != tcp.proof(dialer.key, b"client", other, nonces)
     assert tcp.proof(dialer.key, b"client", honest, bytes(64)) != tcp.proof(dialer.key, b"server", honest, bytes(64))
@@ -154,14 +154,14 @@ def test_other_secrets_are_named() -> None:
         pair.circles[1].connect_heartbeats([0], 5)
     with pytest.raises(JoinError, match=r"rank 1 \(host1\) did not connect(.|\n)*its secret differs"):
         pair.circles[0].connect_heartbeats([1], 0.2)
-    pair.receptions[1].ask(pair.circles[1].number, 0, tcp.POST)
+    pair.receptions[1].ask(pair.circles[1].number, 0, tcp.MESSAGE)
     _until(lambda: pair.comms[1].given_up == [0])
     assert "secret" in pair.circles[1].troubles[0]
     pair.close()
 
 
 def test_a_forked_child_has_none_of_it(pair: Pair) -> None:
-    pair.receptions[1].ask(pair.circles[1].number, 0, tcp.LANE)
+    pair.receptions[1].ask(pair.circles[1].number, 0, tcp.COLLECTIVE)
     _until(lambda: pair.comms[0].adopted and pair.comms[1].adopted)
     before = len(os.listdir("/proc/self/fd"))
     child = os.fork()
@@ -169,5 +169,5 @@ def test_a_forked_child_has_none_of_it(pair: Pair) -> None:
         held = len(os.listdir("/proc/self/fd"))
         os._exit(0 if held == before - 6 and not tcp.Reception._all else 1)  # 2 listeners, 2 pipes
     assert os.waitpid(child, 0)[1] == 0
-    pair.receptions[1].ask(pair.circles[1].number, 0, tcp.POST)  # the parent's goes on
+    pair.receptions[1].ask(pair.circles[1].number, 0, tcp.MESSAGE)  # the parent's goes on
     _until(lambda: len(pair.comms[0].adopted) == 2)

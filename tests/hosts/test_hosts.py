@@ -552,7 +552,7 @@ def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
             strangers = [socket.create_connection(where, 10) for _ in range(3)]
             strangers[1].sendall(b"GET / HTTP/1.0\r\n\r\n")
             assert strangers[1].recv(10) == b""
-            hello = tcp.Hello(circle.name, 1, 0, tcp.POST)
+            hello = tcp.Hello(circle.name, 1, 0, tcp.MESSAGE)
             strangers[2].sendall(tcp.pack_frame(tcp.greet(hello, bytes(32))))
             said = strangers[2].recv(1000)
             strangers[2].sendall(tcp.pack_frame(said[-32:]))

@@ -55,7 +55,8 @@ _MEETING_S = 20.0  # for ranks that are all there; those that give up earlier wa
 _PIPES_BYTES = 2 << 20
 _PIPE_BYTES = (16 << 10, 2 << 20)
 
-# What a rank keeps of each other's messages before they are asked for (core/p2p/point_to_point.h), in MiB; and the most.
+# What a rank keeps of each other's messages before a recv asks for them, in MiB; and the most. See
+# core/p2p/point_to_point.h.
 _EAGER_MIB = (8, 1 << 20)
 
 _on_host = partial(Operands, on_host=True)

@@ -47,9 +47,20 @@ if TYPE_CHECKING:
     from allranks import _core
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["LANE", "POST", "HEARTBEAT", "Circle", "Hello", "Reception", "circle_key", "circle_name", "greet", "proof"]
+__all__ = [
+    "COLLECTIVE",
+    "HEARTBEAT",
+    "MESSAGE",
+    "Circle",
+    "Hello",
+    "Reception",
+    "circle_key",
+    "circle_name",
+    "greet",
+    "proof",
+]
 
-LANE, POST, HEARTBEAT = range(3)
+COLLECTIVE, MESSAGE, HEARTBEAT = range(3)
 """What a connection is for (core/channel/net.h)."""
 
 PROTOCOL = b"allranks-channel/2|"
