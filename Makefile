@@ -16,7 +16,7 @@ INSTRUMENTED := --coverage -fprofile-update=atomic -O1
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
-.PHONY: train test check format coverage bench bench-mpi bench-programs mpi core-tests torch-versions clean
+.PHONY: train test quick check format coverage bench bench-mpi bench-programs mpi core-tests torch-versions clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -24,6 +24,12 @@ train: $(VENV)/installed
 # Two at a time, as many tests mostly wait. A file's tests stay together, which share what is dear to set up.
 test: $(VENV)/installed core-tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# Before a commit: the checks, the core's tests where they have been compiled once, and the Python tests that start few
+# ranks (tests/conftest.py lists their files). Two minutes at most.
+quick: check
+	$(if $(wildcard build/core-plain/core_tests),$(MAKE) core-tests SANITIZERS=plain)
+	$(BIN)/python -m pytest -q -m quick -n $(WORKERS) --dist loadfile
 
 # What a reader can be told by tools: format, lint, types, and who may import whom.
 check: $(VENV)/checkers
