@@ -143,7 +143,7 @@ _HOME = {
     "_call.types": ("ReduceOp", "Stats", "premul_sum", "reduce_op"),
     "_call.work": ("Work",),
     "_group.process_group": ("ProcessGroup",),
-    "_plugin.worlds": ("torch_group",),
+    "_plugin.torch_group": ("torch_group",),
     "_store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "data": ("DistributedSampler",),
     "launch.call": ("run",),

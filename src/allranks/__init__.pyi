@@ -120,7 +120,7 @@ from allranks._call.types import premul_sum as premul_sum
 from allranks._call.types import reduce_op as reduce_op
 from allranks._call.work import Work as Work
 from allranks._group.process_group import ProcessGroup as ProcessGroup
-from allranks._plugin.worlds import torch_group as torch_group
+from allranks._plugin.torch_group import torch_group as torch_group
 from allranks._store import FileStore as FileStore
 from allranks._store import HashStore as HashStore
 from allranks._store import PrefixStore as PrefixStore

@@ -119,7 +119,7 @@ def test_who_asks_first(tmp_path: Path) -> None:
 
     def body() -> None:
         rank = dist.get_rank()
-        assert "allranks._plugin.worlds" not in sys.modules, "nobody has asked yet"
+        assert "allranks._plugin.torch_group" not in sys.modules, "nobody has asked yet"
         if rank == 1:
             found: list[object] = []
             asking = [threading.Thread(target=lambda: found.append(td.group.WORLD)) for _ in range(8)]

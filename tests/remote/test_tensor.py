@@ -1603,7 +1603,7 @@ def test_what_autocast_does_is_what_torch_says() -> None:
 
 def test_generators_go_when_nobody_holds_them(mw: Master) -> None:
     def count() -> int:
-        return len(next(each.generators for each in gc.get_objects() if type(each).__name__ == "Shop"))
+        return len(next(each.generators for each in gc.get_objects() if type(each).__name__ == "Interpreter"))
 
     before = mw.remote(count, on=1)().result()
     several = [torch.Generator(device=W) for _ in range(20)]

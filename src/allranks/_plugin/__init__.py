@@ -3,11 +3,12 @@
 torch finds it by the entry points in pyproject.toml, with nothing imported by the user. What torch itself builds on its
 groups (DistributedDataParallel, FSDP, DTensor, DCP, ...) then runs on the native engine:
 
-    work     torch's Work around ours
-    group    torch's ProcessGroup around ours
-    worlds   making such groups, and torch_group
-    adapt    torch's functions that know only its own groups
-    gloo     making them where a program asks for gloo
+    work         torch's Work around ours
+    group        torch's ProcessGroup around ours
+    creation     torch's groups on the backend, each around one of ours
+    torch_group  the other way: a group of ours, made known to torch
+    adapt        torch's functions that know only its own groups
+    gloo         our groups where a program asks for gloo
 
 This file is loaded whenever torch is, and must cost nothing.
 """
@@ -18,10 +19,9 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["INSTEAD_OF_GLOO", "NAME", "register"]
+from allranks._plugin.names import INSTEAD_OF_GLOO, NAME
 
-NAME = "allranks"
-INSTEAD_OF_GLOO = "ALLRANKS_INSTEAD_OF_GLOO"
+__all__ = ["INSTEAD_OF_GLOO", "NAME", "register"]
 
 
 def register() -> None:
@@ -38,6 +38,6 @@ def register() -> None:
 
 
 def _create(about: Any, options: Any) -> Any:
-    from allranks._plugin.worlds import create, helper_of
+    from allranks._plugin.creation import create, helper_of
 
     return create(about, options, helper_of(sys._getframe(1)), NAME)

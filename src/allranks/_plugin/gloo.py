@@ -32,7 +32,7 @@ def stand_in() -> None:
 
 
 def _create(about: Any, options: Any) -> Any:
-    from allranks._plugin.worlds import create, helper_of
+    from allranks._plugin.creation import create, helper_of
 
     _say(about.group_rank, about.global_ranks_in_group)
     return create(about, options, helper_of(sys._getframe(1)), "gloo")
@@ -45,7 +45,7 @@ def _say(rank: int, ranks: Any) -> None:
 
 class _CalledByTorch(type):
     def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta = timedelta(minutes=30)) -> Any:
-        from allranks._plugin.worlds import create, helper_of
+        from allranks._plugin.creation import create, helper_of
 
         helper = helper_of(sys._getframe(1))
         if helper is None:  # a program that makes groups by hand

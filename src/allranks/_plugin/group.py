@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from allranks._base.errors import UsageError
-from allranks._plugin import NAME
 from allranks._plugin.calls import Calls, tensors_in
+from allranks._plugin.names import NAME
 from allranks._plugin.operators import BACKENDS_IN_PYTHON, Operator, install, make_backend
 from allranks._plugin.work import TorchWork
 

@@ -16,6 +16,6 @@ What torch sees, on the master:
 
 Between them:
 
-- master: queues and asks.  wire: in which words.  worker: runs and answers.  orders: what it does beside operators.
-- program: a captured step on a worker.  faults: what stands for a tensor that could not be made.
+- master: queues and asks.  wire: the messages.  worker: runs and answers (a package of its own).
+- faults: what stands for a tensor that could not be made.
 """

@@ -33,11 +33,11 @@ from allranks._base.public import publish
 from allranks.remote import tensor as handles
 from allranks.remote import wire
 from allranks.remote.lines import here, line_of
-from allranks.remote.orders import OPERATIONS
 from allranks.remote.signature import Signature
 from allranks.remote.tensor import Place, RemoteTensor, make
 from allranks.remote.watch import Reach, random_state
-from allranks.remote.worker import written_by
+from allranks.remote.worker.interpreter import written_by
+from allranks.remote.worker.orders import OPERATIONS
 
 if TYPE_CHECKING:
     from allranks.remote.master import Master

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Line", "Post", "Workers", "attend", "gather_workers", "serve_here"]
 
-SERVE = "allranks.remote.worker:serve"
+SERVE = "allranks.remote.worker.interpreter:serve"
 
 _TIMEOUT_S = 300.0
 _RESPAWN_S = 60.0

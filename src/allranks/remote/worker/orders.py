@@ -19,60 +19,25 @@ from allranks._cluster.host import processor
 from allranks.remote import wire
 from allranks.remote.faults import GIVEN, Given, Poison, Spoilt
 from allranks.remote.flags import apply
+from allranks.remote.worker.state import WorkerState, describe
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
-    from allranks.remote.meet import Post
-    from allranks.remote.worker import Interpreter
 
-__all__ = ["OPERATIONS", "ORDERS", "Shop"]
+__all__ = ["OPERATIONS", "ORDERS"]
 
 
-class Shop:
-    """What orders work with: the groups of this worker, its clocks, what it copies."""
-
-    def __init__(self, post: Post | None) -> None:
-        self.post = post
-        self.groups: dict[int, ProcessGroup | wire.Fault] = {}
-        self.functions: dict[int, Any] = {}
-        self.outcomes: dict[int, Any] = {}
-        self.afterwards: Callable[[], Any] | None = None  # what an order does when it has been answered
-        self.marks: dict[int, float] = {}
-        self.copies: dict[int, dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]] = {}
-        self.generators: dict[int, torch.Generator] = {}
-
-    def generator(self, number: int, device: torch.device) -> torch.Generator:
-        """A generator by its number; 0 is that of all operations that are given none."""
-        if number:
-            return self.generators[number]
-        if device.type == "cpu":
-            return torch.default_generator
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-
-    def link(self, number: int) -> ProcessGroup:
-        """A group by its number.
-
-        Raises:
-            Spoilt: it could not be made.
-        """
-        found = self.groups[number]
-        if isinstance(found, wire.Fault):
-            raise Spoilt(found)
-        return found
-
-
-def item(worker: Interpreter, data: memoryview, id: int) -> Any:
+def item(worker: WorkerState, data: memoryview, id: int) -> Any:
     value = worker.take(id).item()
     return [value.real, value.imag] if isinstance(value, complex) else value
 
 
-def fetch(worker: Interpreter, data: memoryview, id: int, link: int) -> bytes | None:
+def fetch(worker: WorkerState, data: memoryview, id: int, link: int) -> bytes | None:
     """A tensor's bytes; over a link, where there is one, after this answer."""
     plain = _flat(worker.take(id))
     if not link:
         return bytes_of(plain)
-    worker.shop.afterwards = lambda: worker.shop.link(link).send(plain, 0)
+    worker.afterwards = lambda: worker.link(link).send(plain, 0)
     return None
 
 
@@ -82,22 +47,22 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-def upload(worker: Interpreter, data: memoryview, outputs: list[int], meta: wire.Meta, link: int) -> None:
+def upload(worker: WorkerState, data: memoryview, outputs: list[int], meta: wire.Meta, link: int) -> None:
     """Makes room for a large tensor of the master's, and takes it when that is answered: it is sent only then."""
     dtype, shape, strides = meta[:3]
     made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
     there = made if worker.device.type == "cpu" else torch.empty_like(made, device=worker.device)
 
     def take() -> None:
-        worker.shop.link(link).recv(_flat(made), 0)
+        worker.link(link).recv(_flat(made), 0)
         worker.slots[outputs[0]] = there if there is made else there.copy_(made)
 
-    worker.shop.link(link)  # which may not have come about
-    worker.shop.afterwards = take
+    worker.link(link)  # which may not have come about
+    worker.afterwards = take
 
 
 def spread(
-    worker: Interpreter,
+    worker: WorkerState,
     data: memoryview,
     link: int,
     root: int,
@@ -113,7 +78,7 @@ def spread(
     if isinstance(held, torch.Tensor):
         made = held.clone()
     if link:
-        group = worker.shop.link(link)
+        group = worker.link(link)
         _agree(group, held)
         group.broadcast(_flat(made), root)
     elif type(held) is Poison:
@@ -122,69 +87,69 @@ def spread(
         worker.slots[each] = made.to(worker.device)
 
 
-def generator(worker: Interpreter, data: memoryview, name: int) -> None:
+def generator(worker: WorkerState, data: memoryview, name: int) -> None:
     """Makes a generator."""
-    worker.shop.generators[name] = torch.Generator(worker.device)
+    worker.generators[name] = torch.Generator(worker.device)
 
 
-def forget_generator(worker: Interpreter, data: memoryview, name: int) -> None:
-    worker.shop.generators.pop(name, None)
+def forget_generator(worker: WorkerState, data: memoryview, name: int) -> None:
+    worker.generators.pop(name, None)
 
 
-def seed(worker: Interpreter, data: memoryview, seed: int, generator: int = 0) -> None:
+def seed(worker: WorkerState, data: memoryview, seed: int, generator: int = 0) -> None:
     if generator:
-        worker.shop.generators[generator].manual_seed(seed)
+        worker.generators[generator].manual_seed(seed)
     else:
         torch.manual_seed(seed)  # also what is not of the worker's device, for functions of the user's
 
 
-def initial_seed(worker: Interpreter, data: memoryview, generator: int) -> int:
-    return worker.shop.generator(generator, worker.device).initial_seed()
+def initial_seed(worker: WorkerState, data: memoryview, generator: int) -> int:
+    return worker.generator(generator).initial_seed()
 
 
-def state(worker: Interpreter, data: memoryview, generator: int = 0) -> bytes:
+def state(worker: WorkerState, data: memoryview, generator: int = 0) -> bytes:
     """A random generator's state."""
-    return bytes_of(worker.shop.generator(generator, worker.device).get_state())
+    return bytes_of(worker.generator(generator).get_state())
 
 
-def set_state(worker: Interpreter, data: memoryview, state: bytes, generator: int = 0) -> None:
+def set_state(worker: WorkerState, data: memoryview, state: bytes, generator: int = 0) -> None:
     given = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    worker.shop.generator(generator, worker.device).set_state(given)
+    worker.generator(generator).set_state(given)
 
 
 def group(
-    worker: Interpreter, data: memoryview, number: int, name: str, ranks: Sequence[int], timeout_s: float
+    worker: WorkerState, data: memoryview, number: int, name: str, ranks: Sequence[int], timeout_s: float
 ) -> None:
     """Makes a native group, with which this worker meets others."""
-    assert worker.shop.post is not None
+    assert worker.post is not None
     try:
-        worker.shop.groups[number] = worker.shop.post.make_group(name, ranks, timeout_s)
+        worker.groups[number] = worker.post.make_group(name, ranks, timeout_s)
     except Exception as error:  # noqa: BLE001 - whatever uses the link raises it; the master may have given it up
-        worker.shop.groups[number] = worker.fault("a link between workers", error)
+        worker.groups[number] = worker.fault("a link between workers", error)
 
 
-def ungroup(worker: Interpreter, data: memoryview, number: int) -> None:
-    made = worker.shop.groups.pop(number, None)
+def ungroup(worker: WorkerState, data: memoryview, number: int) -> None:
+    made = worker.groups.pop(number, None)
     if made is not None and not isinstance(made, wire.Fault):
         made.close()
 
 
-def mark(worker: Interpreter, data: memoryview, event: int) -> None:
+def mark(worker: WorkerState, data: memoryview, event: int) -> None:
     """Notes the time, for `Event`."""
     if worker.device.type == "cuda":
         torch.cuda.synchronize(worker.device)
-    worker.shop.marks[event] = time.perf_counter()
+    worker.marks[event] = time.perf_counter()
 
 
-def marked(worker: Interpreter, data: memoryview, event: int) -> float:
-    return worker.shop.marks[event]
+def marked(worker: WorkerState, data: memoryview, event: int) -> float:
+    return worker.marks[event]
 
 
-def unmark(worker: Interpreter, data: memoryview, event: int) -> None:
-    worker.shop.marks.pop(event, None)
+def unmark(worker: WorkerState, data: memoryview, event: int) -> None:
+    worker.marks.pop(event, None)
 
 
-def memory(worker: Interpreter, data: memoryview) -> dict[str, int]:
+def memory(worker: WorkerState, data: memoryview) -> dict[str, int]:
     """Bytes of the tensors that live here, and of the whole process; on a GPU what its allocator counts, too."""
     storages = {
         held.untyped_storage()._cdata: held.untyped_storage().nbytes()
@@ -209,7 +174,7 @@ def _kernel_table(path: str) -> dict[str, int]:
     return {name: int(value.split()[0]) << 10 for name, _, value in rows if value.endswith(" kB")}
 
 
-def memory_info(worker: Interpreter, data: memoryview) -> tuple[int, int]:
+def memory_info(worker: WorkerState, data: memoryview) -> tuple[int, int]:
     """Bytes that are free, and all, of the GPU or the host."""
     if worker.device.type == "cuda":
         return torch.cuda.mem_get_info(worker.device)
@@ -217,19 +182,19 @@ def memory_info(worker: Interpreter, data: memoryview) -> tuple[int, int]:
     return host["MemAvailable"], host["MemTotal"]
 
 
-def reset_peak(worker: Interpreter, data: memoryview) -> None:
+def reset_peak(worker: WorkerState, data: memoryview) -> None:
     if worker.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(worker.device)
     else:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set
 
 
-def reset_accumulated(worker: Interpreter, data: memoryview) -> None:
+def reset_accumulated(worker: WorkerState, data: memoryview) -> None:
     if worker.device.type == "cuda":
         torch.cuda.reset_accumulated_memory_stats(worker.device)
 
 
-def empty_cache(worker: Interpreter, data: memoryview) -> None:
+def empty_cache(worker: WorkerState, data: memoryview) -> None:
     """Gives memory that no tensor uses back."""
     if worker.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -238,7 +203,7 @@ def empty_cache(worker: Interpreter, data: memoryview) -> None:
         trim(0)
 
 
-def properties(worker: Interpreter, data: memoryview) -> dict[str, Any]:
+def properties(worker: WorkerState, data: memoryview) -> dict[str, Any]:
     """What tensors here are computed on; see `torch_worker.Properties`."""
     found = {"type": worker.device.type, "host": socket.gethostname()}
     if worker.device.type == "cuda":
@@ -263,7 +228,7 @@ def properties(worker: Interpreter, data: memoryview) -> dict[str, Any]:
     }
 
 
-def storage(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) -> list[int]:
+def storage(worker: WorkerState, data: memoryview, id: int, outputs: list[int]) -> list[int]:
     """All of a tensor's memory as bytes: a name for it, which is no other's while a tensor is there, and how many."""
     held = worker.take(id)
     memory = held.untyped_storage()
@@ -271,11 +236,11 @@ def storage(worker: Interpreter, data: memoryview, id: int, outputs: list[int]) 
     return [memory._cdata, memory.nbytes()]
 
 
-def twin(worker: Interpreter, data: memoryview, copying: int, id: int, outputs: list[int]) -> None:
+def twin(worker: WorkerState, data: memoryview, copying: int, id: int, outputs: list[int]) -> None:
     """A copy of a tensor, in a copy of its memory that is one for all that are copied together."""
     held = worker.take(id)
     memory = held.untyped_storage()
-    copies = worker.shop.copies.setdefault(copying, {})
+    copies = worker.copies.setdefault(copying, {})
     if memory._cdata not in copies:
         own = memory.clone()  # type: ignore[no-untyped-call]
         copies[memory._cdata] = own, memory  # which is held, so that no other gets its name
@@ -284,44 +249,44 @@ def twin(worker: Interpreter, data: memoryview, copying: int, id: int, outputs: 
     worker.slots[outputs[0]] = made.set_(into, held.storage_offset(), held.shape, held.stride())
 
 
-def copied(worker: Interpreter, data: memoryview, copying: int) -> None:
+def copied(worker: WorkerState, data: memoryview, copying: int) -> None:
     """All that was to be copied together is."""
-    worker.shop.copies.pop(copying, None)
+    worker.copies.pop(copying, None)
 
 
-def kind(worker: Interpreter, data: memoryview) -> str:
+def kind(worker: WorkerState, data: memoryview) -> str:
     """The kind of device on which tensors live here."""
     return worker.device.type
 
 
-def function(worker: Interpreter, data: memoryview, name: int) -> None:
+def function(worker: WorkerState, data: memoryview, name: int) -> None:
     """A function of the user's."""
-    worker.shop.functions[name] = cloudpickle.loads(data)
+    worker.functions[name] = cloudpickle.loads(data)
 
 
-def start(worker: Interpreter, data: memoryview, call: int, function: int, tensors: list[int]) -> None:
+def start(worker: WorkerState, data: memoryview, call: int, function: int, tensors: list[int]) -> None:
     """Runs one. Its result, or what it raised, is kept for `result`."""
     try:
         GIVEN[:] = [worker.take(each) for each in tensors]
         args, kwargs = cloudpickle.loads(data)
         GIVEN.clear()
-        made = worker.shop.functions[function]
+        made = worker.functions[function]
         if isinstance(made, wire.Fault):
             raise Spoilt(made)
         with torch.enable_grad():
             outcome = made(*args, **kwargs)
-        worker.shop.outcomes[call] = (outcome,)
+        worker.outcomes[call] = (outcome,)
     except Spoilt as spoilt:
-        worker.shop.outcomes[call] = spoilt.fault
+        worker.outcomes[call] = spoilt.fault
     except Exception as error:  # noqa: BLE001 - whatever it is, who asks for the result is told
-        worker.shop.outcomes[call] = worker.fault("remote function", error)
+        worker.outcomes[call] = worker.fault("remote function", error)
 
 
-def result(worker: Interpreter, data: memoryview, call: int) -> Any:
+def result(worker: WorkerState, data: memoryview, call: int) -> Any:
     """What a function returned: the metas of tensors, which stay here, and the rest pickled."""
-    outcome = worker.shop.outcomes[call]
+    outcome = worker.outcomes[call]
     if isinstance(outcome, wire.Fault):
-        del worker.shop.outcomes[call]
+        del worker.outcomes[call]
         raise Spoilt(outcome)
     tensors: list[torch.Tensor] = []
 
@@ -333,18 +298,18 @@ def result(worker: Interpreter, data: memoryview, call: int) -> Any:
 
     pickled = cloudpickle.dumps(tree_map(stay, outcome[0]))
     worker.keep(tensors)
-    del worker.shop.outcomes[call]
-    return [[worker.describe(each) for each in tensors], pickled]
+    del worker.outcomes[call]
+    return [[describe(each) for each in tensors], pickled]
 
 
-def forget(worker: Interpreter, data: memoryview, function: int) -> None:
+def forget(worker: WorkerState, data: memoryview, function: int) -> None:
     """The master has no way left to call the function."""
-    worker.shop.functions.pop(function, None)
+    worker.functions.pop(function, None)
 
 
-def drop(worker: Interpreter, data: memoryview, call: int) -> None:
+def drop(worker: WorkerState, data: memoryview, call: int) -> None:
     """Nobody wants the result any more; if it is a fault, somebody should."""
-    outcome = worker.shop.outcomes.pop(call, None)
+    outcome = worker.outcomes.pop(call, None)
     if isinstance(outcome, wire.Fault):
         worker.unheard.append(outcome)
 
@@ -352,9 +317,9 @@ def drop(worker: Interpreter, data: memoryview, call: int) -> None:
 # Operations between workers. Whoever is to take part in one and has only poison says so first: the others would wait.
 
 
-def send(worker: Interpreter, tensors: Sequence[Any], link: int, peer: int) -> None:
+def send(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int) -> None:
     """Sends tensors without gaps to a link's other end."""
-    group = worker.shop.link(link)
+    group = worker.link(link)
     poison = next((each for each in tensors if type(each) is Poison), None)
     trouble = wire.pack_fault(poison.fault) if poison else b""
     group.send(torch.tensor([len(trouble)]), peer)
@@ -366,9 +331,9 @@ def send(worker: Interpreter, tensors: Sequence[Any], link: int, peer: int) -> N
             group.send(_flat(tensor), peer)
 
 
-def recv(worker: Interpreter, tensors: Sequence[Any], link: int, peer: int, metas: Sequence[Any]) -> Any:
+def recv(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int, metas: Sequence[Any]) -> Any:
     """Receives them: one, or a list."""
-    group = worker.shop.link(link)
+    group = worker.link(link)
     trouble = torch.empty(1, dtype=torch.int64)
     group.recv(trouble, peer)
     if trouble:
@@ -420,30 +385,30 @@ def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], An
             each.copy_(part.view(each.shape))
 
 
-def all_reduce(worker: Interpreter, tensors: Sequence[Any], link: int, op: str) -> None:
-    group = worker.shop.link(link)
+def all_reduce(worker: WorkerState, tensors: Sequence[Any], link: int, op: str) -> None:
+    group = worker.link(link)
     _agree(group, *tensors)
     _together(tensors, lambda tensor: group.all_reduce(tensor, getattr(ReduceOp, op)))
 
 
-def broadcast(worker: Interpreter, tensors: Sequence[Any], link: int, root: int) -> None:
-    group = worker.shop.link(link)
+def broadcast(worker: WorkerState, tensors: Sequence[Any], link: int, root: int) -> None:
+    group = worker.link(link)
     _agree(group, *tensors)
     _together(tensors, lambda tensor: group.broadcast(tensor, root))
 
 
-def all_gather(worker: Interpreter, tensors: Sequence[Any], link: int, dim: int) -> torch.Tensor:
+def all_gather(worker: WorkerState, tensors: Sequence[Any], link: int, dim: int) -> torch.Tensor:
     """The members' tensors, one behind the other along a dimension."""
-    group, (tensor,) = worker.shop.link(link), tensors
+    group, (tensor,) = worker.link(link), tensors
     _agree(group, tensor)
     parts = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size())]
     group.all_gather(parts, tensor.contiguous())
     return torch.cat(parts, dim)
 
 
-def reduce_scatter(worker: Interpreter, tensors: Sequence[Any], link: int, op: str, dim: int) -> torch.Tensor:
+def reduce_scatter(worker: WorkerState, tensors: Sequence[Any], link: int, op: str, dim: int) -> torch.Tensor:
     """Each member's part, along a dimension, of the sum."""
-    group, (tensor,) = worker.shop.link(link), tensors
+    group, (tensor,) = worker.link(link), tensors
     _agree(group, tensor)
     parts = [each.contiguous() for each in tensor.chunk(group.size(), dim)]
     made = torch.empty_like(parts[0])
@@ -451,7 +416,7 @@ def reduce_scatter(worker: Interpreter, tensors: Sequence[Any], link: int, op: s
     return made
 
 
-def flags(worker: Interpreter, tensors: Sequence[Any], link: int, changed: Sequence[Any]) -> None:
+def flags(worker: WorkerState, tensors: Sequence[Any], link: int, changed: Sequence[Any]) -> None:
     apply(changed)
 
 

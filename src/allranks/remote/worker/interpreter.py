@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import struct
-import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,28 +19,22 @@ import torch
 
 from allranks import _core
 from allranks._base.errors import PeerLostError
-from allranks.launch.ranks.function import pack_error
 from allranks.remote import wire
 from allranks.remote.faults import Poison, Spoilt
-from allranks.remote.orders import OPERATIONS, ORDERS, Shop
-from allranks.remote.program import Code, Slots, Template, compile_program
 from allranks.remote.wire import Answer, Ask, Define, Fault, Form, Hold, Meta, Order, Program
+from allranks.remote.worker.orders import OPERATIONS, ORDERS
+from allranks.remote.worker.program import compile_program
+from allranks.remote.worker.state import WorkerState, describe
+from allranks.remote.worker.template import Code, Slots, Template
 
 if TYPE_CHECKING:
     from allranks.remote.meet import Post
 
-__all__ = ["Interpreter", "describe", "serve", "written_by"]
+__all__ = ["Interpreter", "serve", "written_by"]
 
 _NUMBERS = {"f": "d", "i": "q", "g": "q"}
 _CHUNK = 1 << 18
 _WATCHED = {"mkldnn_rnn_layer"}
-
-
-def describe(tensor: torch.Tensor) -> Meta:
-    """A tensor without its data."""
-    wire.refuse_odd(tensor, "the result")
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return (dtype, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()), wire.bits_of(tensor))
 
 
 def _said(value: Any) -> Any:
@@ -60,37 +53,21 @@ def flatten(result: Any) -> list[Any]:
     return [result]
 
 
-class Interpreter:
-    """Runs frames.
+class Interpreter(WorkerState):
+    """Runs frames."""
 
-    Attributes:
-        rank: of this worker.
-        device: where its tensors live.
-        slots: tensors, and poison, by id.
-        unheard: faults that no answer has told of.
-        line: of the master's program that the next calls come from.
-    """
-
-    def __init__(self, rank: int, device: torch.device, say: Callable[[bytes], None], shop: Shop) -> None:
+    def __init__(self, rank: int, device: torch.device, say: Callable[[bytes], None], post: Post | None = None) -> None:
         """
         Args:
             rank: of this worker.
             device: where its tensors live.
             say: sends an encoded answer to the master.
-            shop: what orders work with.
+            post: where it meets other workers.
         """
-        self.rank = rank
-        self.device = device
-        self.slots: Slots = {}
-        self.unheard: list[Fault] = []
-        self.shop = shop
+        super().__init__(rank, device, post)
         self._say = say
-        self.line = 0
-        self._faults = 0
         self._last_ask = 0
         self._mended = 0
-        self._asked: dict[int, list[Any]] = {}
-        self._answering = 0
         self._table: dict[int, Template] = {}
 
     def execute(self, buffer: bytearray | bytes, start: int, end: int, slots: Slots) -> int:
@@ -146,55 +123,6 @@ class Interpreter:
         """Answers the master."""
         self._say(wire.frame(Answer(number, said, fault)))
 
-    def fault(self, name: str, error: BaseException) -> Fault:
-        """What went wrong, from an exception."""
-        frames = traceback.format_exception(error)
-        self._faults += 1
-        kind, pickled = type(error).__name__, pack_error(error) if name == "remote function" else b""
-        return Fault(self.rank, self._faults, name, self.line, kind, str(error), "".join(frames), pickled)
-
-    def take(self, id: int) -> torch.Tensor:
-        """A tensor by its id.
-
-        Raises:
-            Spoilt: it is poisoned.
-        """
-        held = self.slots[id]
-        if type(held) is Poison:
-            raise Spoilt(held.fault)
-        assert isinstance(held, torch.Tensor)
-        return held
-
-    def keep(self, results: list[Any]) -> None:
-        """Holds results, of what is being answered, until the master says under which ids."""
-        self._asked[self._answering] = results
-
-    describe = staticmethod(describe)
-
-    def spoil(self, tensors: Sequence[Any], slots: Slots, poison: Poison) -> None:
-        """Poisons whatever shares memory with tensors."""
-        storages = {each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)}
-        for where in {id(slots): slots, id(self.slots): self.slots}.values():
-            for number, held in where.items():
-                if isinstance(held, torch.Tensor) and held.untyped_storage()._cdata in storages:
-                    where[number] = poison
-
-    def fail(self, template: Template, slots: Slots, buffer: Any, at: int, error: Exception) -> None:
-        ids = struct.unpack_from(f"<{template.inputs + template.outputs}I", buffer, at)
-        inputs = [slots.get(each) for each in ids[: template.inputs]]
-        poison = next((each for each in inputs if type(each) is Poison), None)
-        if isinstance(error, Spoilt):
-            poison = Poison(error.fault)
-        if poison is None:
-            poison = Poison(self.fault(template.name, error))
-            self.unheard.append(poison.fault)
-        for each in ids[template.inputs :]:
-            slots[each] = poison
-        if template.changes:
-            self.spoil([inputs[each] for each in template.changes], slots, poison)
-            for each in template.changes:
-                slots[ids[each]] = poison
-
     def _echo(self, number: int) -> None:
         """All before is done: says the number back, and the faults that nobody has heard of."""
         if self.device.type == "cuda":
@@ -238,10 +166,10 @@ class Interpreter:
         line, self.line = self.line, said.pop("line", 0)
         try:
             if name == "keep":
-                kept = zip(said["ids"], self._asked.pop(said["of"]), strict=True)
+                kept = zip(said["ids"], self.kept.pop(said["of"]), strict=True)
                 self.slots.update((id, each) for id, each in kept if id is not None)
                 return
-            self._answering = number
+            self.answering = number
             result = ORDERS[name](self, data, **said)
         except Spoilt as spoilt:
             if number:
@@ -259,8 +187,8 @@ class Interpreter:
         else:
             if number:
                 self.answer(number, result)
-            if (afterwards := self.shop.afterwards) is not None:
-                self.shop.afterwards = None
+            if (afterwards := self.afterwards) is not None:
+                self.afterwards = None
                 with contextlib.suppress(PeerLostError):  # the master has given up, and dropped the link
                     afterwards()
         finally:
@@ -268,7 +196,7 @@ class Interpreter:
 
     def _ask(self, ask: Ask) -> None:
         """Runs an operator whose results only the data can tell."""
-        self._asked.pop(self._last_ask, None)  # the master has raised what another worker answered
+        self.kept.pop(self._last_ask, None)  # the master has raised what another worker answered
         self._last_ask = ask.number
         inputs: list[Any] = [self.slots.get(each) for each in ask.inputs]
         poison = next((each for each in inputs if type(each) is Poison), None)
@@ -287,7 +215,7 @@ class Interpreter:
                 results = flatten(result) if returns else []
                 metas = [_said(each) for each in results]
                 said = [metas, {each: describe(inputs[each]) for each in written_by(op, ask.args, ask.kwargs)}, counts]
-                self._asked[ask.number] = results
+                self.kept[ask.number] = results
             except Exception as error:  # noqa: BLE001 - the master raises it at once, where it was called
                 self.answer(ask.number, "now", self.fault(ask.op, error))
                 return
@@ -314,7 +242,7 @@ class Interpreter:
             return next(tensors)
         if form[0] in _NUMBERS:
             number = next(numbers)
-            return self.shop.generators[number] if form[0] == "g" else number
+            return self.generators[number] if form[0] == "g" else number
         if form[0] == "l":
             return [self._value(each, tensors, numbers) for each in form[1:]]
         return wire.decode(form, self.device)
@@ -326,7 +254,7 @@ class Interpreter:
             raise ValueError(f"{define.op}: {list(define.kwargs)} are no names")
         own = f"_{define.number}"
         space: dict[str, Any] = {f"op{own}": getattr(op, "_op", op), "settle": self._settle, "flatten": flatten}
-        space |= {f"R{own}": define.results, "generators": self.shop.generators}
+        space |= {f"R{own}": define.results, "generators": self.generators}
         inputs, codes = 0, ""
 
         def source(form: Form) -> str:
@@ -486,7 +414,7 @@ def serve(post: Post) -> None:
     device = torch.device(post.device)
     line = post.socket
 
-    interpreter = Interpreter(post.rank, device, line.sendall, Shop(post))
+    interpreter = Interpreter(post.rank, device, line.sendall, post)
     torch.set_grad_enabled(False)
     buffer, start, end = bytearray(_CHUNK), 0, 0
     while True:

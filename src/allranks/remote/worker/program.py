@@ -8,37 +8,13 @@ which it was, and from there on the frames are run one by one, as those that com
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from allranks.remote import wire
+from allranks.remote.worker.state import WorkerState
+from allranks.remote.worker.template import Code, Slots, Template
 
-if TYPE_CHECKING:
-    from allranks.remote.worker import Interpreter
-
-__all__ = ["Code", "Slots", "Template", "compile_program"]
-
-Slots = dict[int, Any]
-
-
-class Code(NamedTuple):
-    """A template's call as a line of Python, with gaps: ``{i[0]}`` tensors, ``{o[0]}`` results, ``{n[0]}`` numbers."""
-
-    text: str
-    layout: struct.Struct  # of the ids and numbers in a frame
-    space: dict[str, Any]
-
-
-class Template(NamedTuple):
-    """What a worker knows of a call."""
-
-    name: str
-    inputs: int
-    outputs: int
-    nbytes: int  # of a call's frame, without the template's number
-    changes: tuple[int, ...]  # which inputs the operator writes to
-    run: Callable[[Slots, Any, int], None]
-    code: Code | None = None  # None: it is a program itself
+__all__ = ["compile_program"]
 
 
 class _Step(NamedTuple):
@@ -48,7 +24,7 @@ class _Step(NamedTuple):
     frees: list[int]
 
 
-def compile_program(worker: Interpreter, program: wire.Program, table: dict[int, Template]) -> Template:
+def compile_program(worker: WorkerState, program: wire.Program, table: dict[int, Template]) -> Template:
     """A captured step as a template of its own.
 
     Args:
@@ -112,7 +88,7 @@ def _line(template: Template, code: Code, frames: bytes, at: int, space: dict[st
     return code.text.format(i=local[: template.inputs], o=local[template.inputs :], n=names)
 
 
-def _resume(worker: Interpreter, error: Exception, code: Any, before: int, steps: list[_Step], frames: bytes) -> Slots:
+def _resume(worker: WorkerState, error: Exception, code: Any, before: int, steps: list[_Step], frames: bytes) -> Slots:
     """Goes on behind an operation that has failed: the program's tensors, and poison, at its end."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:

@@ -1,17 +1,13 @@
-"""Making groups that both libraries know: one world, whichever of them made it.
+"""Groups of torch's on the backend: each is also the world, or a group, of ours.
 
-torch calls ``create`` for its default group and for each that new_group makes on the backend; what is made there is
-also the world, or a group, of ours. The other way, ``torch_group`` makes ours known to torch.
+torch calls ``create`` for its default group, and for each that new_group makes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
-import sys
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,29 +17,27 @@ from msgspec.structs import replace
 
 from allranks import _engines
 from allranks._api.groups import exchange_locally
-from allranks._api.world import destroy_process_group, establish, is_initialized, resolve_group, torch_store
-from allranks._api.world import register as register_group
+from allranks._api.world import destroy_process_group, establish, is_initialized, register, resolve_group, torch_store
 from allranks._base.errors import UsageError
 from allranks._base.forks import leak
-from allranks._base.public import publish
 from allranks._group.process_group import ProcessGroup
-from allranks._plugin import NAME, register
 from allranks._plugin.adapt import adapt
 from allranks._plugin.group import TorchGroup
+from allranks._plugin.names import NAME
 from allranks._rendezvous import rendezvous
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["create", "torch_group"]
+__all__ = ["MADE", "adopting", "create", "helper_of"]
 
 _c10d: Any = torch.distributed
 _ENGINE = "native"
-_KEEPS_ORDER = "sort_ranks" in inspect.signature(_c10d.new_group).parameters  # torch 2.10 sorts
-_FAR = 1 << 40  # beyond the number of torch's groups
 
-_made: dict[ProcessGroup, TorchGroup] = {}
+MADE: dict[ProcessGroup, TorchGroup] = {}
+"""torch's group around each of ours that has one."""
+
 _adopted: ProcessGroup | None = None  # while torch_group has torch make a group around it
 
 
@@ -64,10 +58,10 @@ def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str
         raise UsageError(f"pg_options {options!r} is not known to the {name} backend")
     adapt()
     ours = _adopted or (_sub_group(about) if about.global_ranks_in_group else _the_world(about))
-    if ours in _made:
+    if ours in MADE:
         raise UsageError(f"torch.distributed has group '{ours.name}' already")
     ours.closing = partial(_close, ours)
-    made = _made[ours] = TorchGroup(ours, name, _leave, {} if helper is None else _other_backends(helper, about, name))
+    made = MADE[ours] = TorchGroup(ours, name, _leave, {} if helper is None else _other_backends(helper, about, name))
     return made
 
 
@@ -78,80 +72,15 @@ def helper_of(caller: FrameType | None) -> Mapping[str, Any] | None:
     return caller.f_locals
 
 
-def torch_group(group: ProcessGroup | int | None = None) -> Any:
-    """The group as a ``torch.distributed.ProcessGroup``, for what PyTorch builds on one: its DDP, FSDP, DTensor, ...
-
-    With it torch.distributed is initialized, on this world: its functions, called without a group, mean the same ranks.
-    Of the world torch makes it by itself, when it is asked for its default group.
-
-    Args:
-        group: None: the world.
-
-    Returns:
-        torch's group; the same one in every call.
-
-    Raises:
-        NotInitializedError: there is no such group.
-        UsageError: torch.distributed is initialized with other ranks.
-
-    Example:
-        >>> import torch, allranks as dist
-        >>> dist.init_process_group()
-        >>> group = dist.torch_group(dist.new_group([0]))
-        >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
-        >>> dist.destroy_process_group()
-    """
-    ours = resolve_group(group)
-    world = resolve_group(None)
-    if _c10d.is_initialized():
-        if (_c10d.get_rank(), _c10d.get_world_size()) != (world.rank(), world.size()):
-            raise UsageError(
-                f"torch.distributed is initialized with rank {_c10d.get_rank()} of {_c10d.get_world_size()}, allranks "
-                f"with rank {world.rank()} of {world.size()}: they must be the same"
-            )
-    else:
-        register()
-        store = torch_store()
-        assert store is not None  # else torch has begun this world
-        store.serve()
-        timeout = timedelta(seconds=world.timeout_s)
-        excepthook = sys.excepthook  # torch's writes ranks before each line of a traceback
-        with _adopting(world):
-            _c10d.init_process_group(NAME, store=store, rank=world.rank(), world_size=world.size(), timeout=timeout)
-        sys.excepthook = excepthook
-    if ours not in _made:
-        with _adopting(ours), _uncounted():
-            made = _c10d.new_group(
-                list(ours.ranks),
-                timeout=timedelta(seconds=ours.timeout_s),
-                backend=NAME,
-                use_local_synchronization=True,
-                **({"sort_ranks": False} if _KEEPS_ORDER else {}),
-            )
-            _c10d.distributed_c10d._world.pg_group_ranks[made] = {r: i for i, r in enumerate(ours.ranks)}
-    return _made[ours]
-
-
 @contextlib.contextmanager
-def _adopting(ours: ProcessGroup) -> Iterator[None]:
+def adopting(ours: ProcessGroup) -> Iterator[None]:
+    """Has torch make its next group around one of ours."""
     global _adopted
     _adopted = ours
     try:
         yield
     finally:
         _adopted = None
-
-
-@contextlib.contextmanager
-def _uncounted() -> Iterator[None]:
-    """torch from 2.15 on counts a group that only some ranks ask for, too, and calls later groups by that number."""
-    torchs = _c10d.distributed_c10d._world
-    count = torchs.group_count
-    torchs.group_count = count + _FAR * (1 + len(_made))  # the name must be new all the same
-    try:
-        yield
-    finally:
-        torchs.group_count = count
 
 
 def _the_world(about: Any) -> ProcessGroup:
@@ -187,7 +116,7 @@ def _sub_group(about: Any) -> ProcessGroup:
     else:
         engine, members = _met(about, name)
     made = ProcessGroup(engine, name, rank, members, timeout_s)
-    register_group(made)
+    register(made)
     return made
 
 
@@ -208,14 +137,14 @@ def _met(about: Any, name: str) -> tuple[Engine, list[Member]]:
 
 def _leave(ours: ProcessGroup) -> None:
     """torch destroys the group."""
-    if _made.pop(ours, None) is not None:
+    if MADE.pop(ours, None) is not None:
         ours.closing = None
         destroy_process_group(ours)
 
 
 def _close(ours: ProcessGroup) -> None:
     """We destroy it."""
-    group = _made.pop(ours, None)
+    group = MADE.pop(ours, None)
     if group in _c10d.distributed_c10d._world.pg_map:  # else torch failed to make it
         _c10d.destroy_process_group(group)
 
@@ -262,5 +191,3 @@ def _leak_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_leak_in_child)
-
-publish(globals())

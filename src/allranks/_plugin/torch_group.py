@@ -1,0 +1,95 @@
+"""``torch_group``: a group of ours, made known to torch."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from allranks._api.world import resolve_group, torch_store
+from allranks._base.errors import UsageError
+from allranks._base.public import publish
+from allranks._group.process_group import ProcessGroup
+from allranks._plugin import register
+from allranks._plugin.creation import MADE, adopting
+from allranks._plugin.names import NAME
+
+__all__ = ["torch_group"]
+
+_c10d: Any = torch.distributed
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(_c10d.new_group).parameters  # torch 2.10 sorts
+_FAR = 1 << 40  # beyond the number of torch's groups
+
+
+def torch_group(group: ProcessGroup | int | None = None) -> Any:
+    """The group as a ``torch.distributed.ProcessGroup``, for what PyTorch builds on one: its DDP, FSDP, DTensor, ...
+
+    With it torch.distributed is initialized, on this world: its functions, called without a group, mean the same ranks.
+    Of the world torch makes it by itself, when it is asked for its default group.
+
+    Args:
+        group: None: the world.
+
+    Returns:
+        torch's group; the same one in every call.
+
+    Raises:
+        NotInitializedError: there is no such group.
+        UsageError: torch.distributed is initialized with other ranks.
+
+    Example:
+        >>> import torch, allranks as dist
+        >>> dist.init_process_group()
+        >>> group = dist.torch_group(dist.new_group([0]))
+        >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), process_group=group)
+        >>> dist.destroy_process_group()
+    """
+    ours = resolve_group(group)
+    world = resolve_group(None)
+    if _c10d.is_initialized():
+        if (_c10d.get_rank(), _c10d.get_world_size()) != (world.rank(), world.size()):
+            raise UsageError(
+                f"torch.distributed is initialized with rank {_c10d.get_rank()} of {_c10d.get_world_size()}, allranks "
+                f"with rank {world.rank()} of {world.size()}: they must be the same"
+            )
+    else:
+        register()
+        store = torch_store()
+        assert store is not None  # else torch has begun this world
+        store.serve()
+        timeout = timedelta(seconds=world.timeout_s)
+        excepthook = sys.excepthook  # torch's writes ranks before each line of a traceback
+        with adopting(world):
+            _c10d.init_process_group(NAME, store=store, rank=world.rank(), world_size=world.size(), timeout=timeout)
+        sys.excepthook = excepthook
+    if ours not in MADE:
+        with adopting(ours), _uncounted():
+            made = _c10d.new_group(
+                list(ours.ranks),
+                timeout=timedelta(seconds=ours.timeout_s),
+                backend=NAME,
+                use_local_synchronization=True,
+                **({"sort_ranks": False} if _KEEPS_ORDER else {}),
+            )
+            _c10d.distributed_c10d._world.pg_group_ranks[made] = {r: i for i, r in enumerate(ours.ranks)}
+    return MADE[ours]
+
+
+@contextlib.contextmanager
+def _uncounted() -> Iterator[None]:
+    """torch from 2.15 on counts a group that only some ranks ask for, too, and calls later groups by that number."""
+    torchs = _c10d.distributed_c10d._world
+    count = torchs.group_count
+    torchs.group_count = count + _FAR * (1 + len(MADE))  # the name must be new all the same
+    try:
+        yield
+    finally:
+        torchs.group_count = count
+
+
+publish(globals())

@@ -1,0 +1,137 @@
+"""What a worker holds: tensors, groups, functions, clocks, and the faults of operations that have failed."""
+
+from __future__ import annotations
+
+import struct
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allranks.launch.ranks.function import pack_error
+from allranks.remote import wire
+from allranks.remote.faults import Poison, Spoilt
+from allranks.remote.wire import Fault, Meta
+from allranks.remote.worker.template import Slots, Template
+
+if TYPE_CHECKING:
+    from allranks._group.process_group import ProcessGroup
+    from allranks.remote.meet import Post
+
+__all__ = ["WorkerState", "describe"]
+
+
+class WorkerState:
+    """What operations and orders read and change.
+
+    Attributes:
+        rank: of this worker.
+        device: where its tensors live.
+        post: where it meets other workers; None for one that never does.
+        slots: tensors, and poison, by id.
+        unheard: faults that no answer has reported.
+        line: of the master's program that the next calls come from.
+        answering: the number of the request that is being answered; 0 for none.
+        kept: the results of a request, by its number, until the master says under which ids.
+        groups: by number; a fault where the group could not be made.
+        functions: the user's, by number.
+        outcomes: what calls of these have returned, by number.
+        afterwards: what an order does when it has been answered.
+        marks: times, by the number of an event.
+        copies: copied storages by address, for each deep copy under way.
+        generators: random number generators, by number.
+    """
+
+    def __init__(self, rank: int, device: torch.device, post: Post | None = None) -> None:
+        self.rank = rank
+        self.device = device
+        self.post = post
+        self.slots: Slots = {}
+        self.unheard: list[Fault] = []
+        self.line = 0
+        self.answering = 0
+        self.kept: dict[int, list[Any]] = {}
+        self.groups: dict[int, ProcessGroup | Fault] = {}
+        self.functions: dict[int, Any] = {}
+        self.outcomes: dict[int, Any] = {}
+        self.afterwards: Callable[[], Any] | None = None
+        self.marks: dict[int, float] = {}
+        self.copies: dict[int, dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]] = {}
+        self.generators: dict[int, torch.Generator] = {}
+        self._faults = 0
+
+    def generator(self, number: int) -> torch.Generator:
+        """A generator by its number; 0 is that of all operations that are given none."""
+        if number:
+            return self.generators[number]
+        if self.device.type == "cpu":
+            return torch.default_generator
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        index = self.device.index
+        return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+
+    def link(self, number: int) -> ProcessGroup:
+        """A group by its number.
+
+        Raises:
+            Spoilt: it could not be made.
+        """
+        found = self.groups[number]
+        if isinstance(found, Fault):
+            raise Spoilt(found)
+        return found
+
+    def fault(self, name: str, error: BaseException) -> Fault:
+        """What went wrong, from an exception."""
+        frames = traceback.format_exception(error)
+        self._faults += 1
+        kind, pickled = type(error).__name__, pack_error(error) if name == "remote function" else b""
+        return Fault(self.rank, self._faults, name, self.line, kind, str(error), "".join(frames), pickled)
+
+    def take(self, id: int) -> torch.Tensor:
+        """A tensor by its id.
+
+        Raises:
+            Spoilt: it is poisoned.
+        """
+        held = self.slots[id]
+        if type(held) is Poison:
+            raise Spoilt(held.fault)
+        assert isinstance(held, torch.Tensor)
+        return held
+
+    def keep(self, results: list[Any]) -> None:
+        """Holds results, of what is being answered, until the master says under which ids."""
+        self.kept[self.answering] = results
+
+    def spoil(self, tensors: Sequence[Any], slots: Slots, poison: Poison) -> None:
+        """Poisons whatever shares memory with tensors."""
+        storages = {each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)}
+        for where in {id(slots): slots, id(self.slots): self.slots}.values():
+            for number, held in where.items():
+                if isinstance(held, torch.Tensor) and held.untyped_storage()._cdata in storages:
+                    where[number] = poison
+
+    def fail(self, template: Template, slots: Slots, buffer: Any, at: int, error: Exception) -> None:
+        ids = struct.unpack_from(f"<{template.inputs + template.outputs}I", buffer, at)
+        inputs = [slots.get(each) for each in ids[: template.inputs]]
+        poison = next((each for each in inputs if type(each) is Poison), None)
+        if isinstance(error, Spoilt):
+            poison = Poison(error.fault)
+        if poison is None:
+            poison = Poison(self.fault(template.name, error))
+            self.unheard.append(poison.fault)
+        for each in ids[template.inputs :]:
+            slots[each] = poison
+        if template.changes:
+            self.spoil([inputs[each] for each in template.changes], slots, poison)
+            for each in template.changes:
+                slots[ids[each]] = poison
+
+
+def describe(tensor: torch.Tensor) -> Meta:
+    """A tensor without its data."""
+    wire.refuse_odd(tensor, "the result")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return (dtype, list(tensor.shape), list(tensor.stride()), int(tensor.storage_offset()), wire.bits_of(tensor))
