@@ -106,12 +106,12 @@ def start_processes(
         started = torch_start(  # type: ignore[no-untyped-call]
             start, args, nprocs, join=False, daemon=daemon, start_method=start_method
         )
+        # Processes that outlive an interrupted join may still write theirs; multiprocessing joins them at exit.
+        clean = multiprocessing.util.Finalize(None, _unlink, (started.error_files,), exitpriority=-1)
         server.start()
     except BaseException:
         server.close()
         raise
-    # Processes that outlive an interrupted join may still write theirs; multiprocessing joins them at exit.
-    clean = multiprocessing.util.Finalize(None, _unlink, (started.error_files,), exitpriority=-1)
     context = Context(started.processes, started.error_files)  # type: ignore[no-untyped-call]
     if not join:
         return context

@@ -146,7 +146,10 @@ def sleep(number):
         if "late" in sys.argv: time.sleep(1); raise ValueError("late")
 
 if __name__ == "__main__":
-    mp.start_processes(sleep, nprocs=2, start_method=sys.argv[1])
+    context = mp.start_processes(sleep, nprocs=2, join=False, start_method=sys.argv[1])
+    Path("ready").touch()
+    while not context.join():
+        pass
 """
 
 
@@ -158,7 +161,7 @@ def sleepy(folder: Path, *words: str, ignore: bool) -> tuple[subprocess.Popen[by
         command = ["sh", "-c", "trap '' INT; exec \"$@\"", "-", *command]
     environ = {**os.environ, "TMPDIR": str(folder)}
     process = subprocess.Popen(command, cwd=folder, env=environ, stderr=subprocess.DEVNULL)
-    wait_for(lambda: len(list(folder.glob("ready*"))) == 2)
+    wait_for(lambda: len(list(folder.glob("ready*"))) == 3)  # both, and the parent, which may be the last
     return process, [int(path.read_text()) for path in folder.glob("pid*")]
 
 
