@@ -41,7 +41,7 @@ void set(int fd, int level, int option, int value) {
 }
 
 // BBR paces what it sends, with a timer for every few packets: between neighbours that costs more than it can bring. So
-// the sockets come without it (_engines/native_tcp.py); where the way is long they get it back, if it is the system's.
+// the sockets come without it (_engines/native/tcp.py); where the way is long they get it back, if it is the system's.
 void pace_on_long_ways(int fd) {
   tcp_info info{};
   socklen_t info_size = sizeof info;

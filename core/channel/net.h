@@ -7,7 +7,7 @@
 //   message     between two ranks: messages (point_to_point.h). A rank that has one to send asks for it.
 //   heartbeat   between the first ranks of two hosts, their leaders (heartbeat.h). It exists from the beginning.
 // clang-format on
-// To ask does not block. native_tcp.py connects and hands the socket over on both sides (adopt). Until then the bytes
+// To ask does not block. native/tcp.py connects and hands the socket over on both sides (adopt). Until then the bytes
 // wait as they do for a slow rank, with the same deadlines, verdicts and signals.
 //
 // A thread of the leader reports for all ranks of its host, whose state it reads in their shared memory. What it

@@ -1,6 +1,6 @@
 // The seam with Python (tensors.cc is its other half): addresses in, exceptions with facts out.
 //
-// Ordinary tensors are read through DLPack's table, others in Python (allranks/_engines/native.py), so
+// Ordinary tensors are read through DLPack's table, others in Python (allranks/_engines/native/engine.py), so
 // that this module links with no torch and one build works with every version of it.
 #include <fcntl.h>
 #include <nanobind/nanobind.h>
@@ -124,7 +124,7 @@ nb::tuple facts(const Error& error) {
 
 std::vector<sys::Fd> own(const std::vector<int>& fds) { return {fds.begin(), fds.end()}; }
 
-// Asks those who connect (native_tcp.py), whose thread reads this from a pipe.
+// Asks those who connect (native/tcp.py), whose thread reads this from a pipe.
 Net::Opener asking(int pipe, uint32_t number) {
   auto own = std::make_shared<sys::Fd>(fcntl(pipe, F_DUPFD_CLOEXEC, 0));
   if (own->get() < 0) throw Error(std::string("dup of a pipe: ") + std::strerror(errno));

@@ -30,7 +30,11 @@ __all__ = ["RankError", "run_ranks"]
 
 R = TypeVar("R")
 _PR_SET_PDEATHSIG = 1
-_PRELOADED = ["torch", "allranks._api.world", "allranks._engines.native"]  # by the process from which ranks are forked
+_PRELOADED = [
+    "torch",
+    "allranks._api.world",
+    "allranks._engines.native.engine",
+]  # by the process from which ranks are forked
 
 
 def run_ranks(

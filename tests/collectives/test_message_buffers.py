@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import allranks as dist
-from allranks._engines import native
+from allranks._engines.native import engine as native
 from allranks.testing import run_ranks
 
 MIB = 1 << 20

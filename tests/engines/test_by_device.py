@@ -7,8 +7,8 @@ import torch
 
 import allranks as dist
 from allranks import _engines
-from allranks._engines import mpi_job
 from allranks._engines.by_device import ByDevice
+from allranks._engines.mpi import job as mpi_job
 from allranks._group.process_group import ProcessGroup
 from allranks.testing import run_ranks
 

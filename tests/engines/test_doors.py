@@ -14,7 +14,7 @@ import pytest
 
 from allranks import _core
 from allranks._base.errors import JoinError
-from allranks._engines.native_connect import Door
+from allranks._engines.native.connect import Door
 
 NOBODY = 65534
 RANKS = 3

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import allranks as dist
-from allranks._engines.c10d import DTYPES, reduces
+from allranks._engines.c10d.engine import DTYPES, reduces
 from allranks.testing import run_ranks
 
 OPS = [op for op in dist.ReduceOp if op is not dist.ReduceOp.PREMUL_SUM]

@@ -56,7 +56,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_reduces_as_the_native_engine_does(job: Callable[..., list]) -> None:
     def body() -> None:
-        from allranks._engines.mpi import reduces
+        from allranks._engines.mpi.engine import reduces
 
         native = dist.new_group(backend="native")
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -157,7 +157,7 @@ def test_pieces_beyond_mpis_counts(job: Callable[..., list]) -> None:
     """With the limit at 1000 in place of 2^30."""
 
     def body() -> None:
-        from allranks._engines import mpi
+        from allranks._engines.mpi import engine as mpi
 
         rank, size, usual = dist.get_rank(), dist.get_world_size(), mpi._MOST
         mpi._MOST = 1000
@@ -744,7 +744,7 @@ def test_where_mpirun_has_not_started_the_ranks() -> None:
 
 
 def test_no_mpi4py_or_no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    from allranks._engines import mpi_job
+    from allranks._engines.mpi import job as mpi_job
 
     monkeypatch.setattr(mpi_job.importlib.util, "find_spec", lambda name: None)
     assert not dist.is_mpi_available()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from allranks._base.errors import JoinError, SecretError
-from allranks._engines import native_tcp as tcp
+from allranks._engines.native import tcp
 from allranks._rendezvous.rendezvous import Member
 from allranks._store.wire import GREETING_LIMIT, pack_frame
 

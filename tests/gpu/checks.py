@@ -557,7 +557,7 @@ def plugin_beside_nccl(device: torch.device) -> None:
 
 def of_nccl(device: torch.device) -> None:
     """What it reduces, and whom it cannot receive from."""
-    from allranks._engines.c10d import DTYPES, reduces
+    from allranks._engines.c10d.engine import DTYPES, reduces
 
     rank, size = dist.get_rank(), dist.get_world_size()
     for dtype in DTYPES:

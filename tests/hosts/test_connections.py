@@ -105,7 +105,7 @@ def test_a_death_before_the_first_connection_is_named(three_hosts: Cluster, vict
 
 def test_a_rank_that_cannot_be_reached_is_given_up(three_hosts: Cluster) -> None:
     def body() -> str:
-        from allranks._engines import native_tcp
+        from allranks._engines.native import tcp as native_tcp
 
         native_tcp._GIVE_UP_S = 0.5
         (reception,) = native_tcp.Reception._all.values()

@@ -542,7 +542,7 @@ def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
     def body() -> list[str]:
         import socket
 
-        from allranks._engines import native_tcp as tcp
+        from allranks._engines.native import tcp
 
         (reception,) = tcp.Reception._all.values()
         (circle,) = reception._circles.values()

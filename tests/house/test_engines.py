@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from allranks import ReduceOp, _core, _engines
+from allranks import ReduceOp, _core
+from allranks._engines import registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 MARK = "<!-- From here on written by tests/house/test_engines.py -->\n"
@@ -16,7 +17,8 @@ OPS = [op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM]
 
 
 def ops(engine: str, dtype: torch.dtype, name: str) -> str:
-    from allranks._engines import c10d, mpi  # which needs no MPI for this
+    from allranks._engines.c10d import engine as c10d
+    from allranks._engines.mpi import engine as mpi  # which needs no MPI for this
 
     if engine in ("native", "tcp"):
         known = [op.name for op in OPS if _core.reduces(_core.DTYPES[name], op)]
@@ -30,13 +32,13 @@ def ops(engine: str, dtype: torch.dtype, name: str) -> str:
 def table() -> str:
     lines = [
         "## What is reduced\n",
-        f"| | {' | '.join(f'`{engine}`' for engine in _engines.ENGINES)} |",
-        "|---|" + "---|" * len(_engines.ENGINES),
+        f"| | {' | '.join(f'`{engine}`' for engine in registry.BUILT_IN)} |",
+        "|---|" + "---|" * len(registry.BUILT_IN),
     ]
     rows: dict[str, list[str]] = {}
     for name in _core.DTYPES:
         if hasattr(torch, name):
-            cells = " | ".join(ops(engine, getattr(torch, name), name) for engine in _engines.ENGINES)
+            cells = " | ".join(ops(engine, getattr(torch, name), name) for engine in registry.BUILT_IN)
             rows.setdefault(cells, []).append(f"`{name}`")
     lines += [f"| {', '.join(names)} | {cells} |" for cells, names in rows.items()]
     lines.append("\n`premul_sum` is there where SUM is.")

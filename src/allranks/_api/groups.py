@@ -22,7 +22,7 @@ from allranks._call.bytes import bytes_of
 from allranks._call.purpose import part_of
 from allranks._call.work import seconds_of
 from allranks._cluster.detection import detect
-from allranks._engines.native_connect import RECORD_BYTES
+from allranks._engines.spec import RECORD_BYTES
 from allranks._group.process_group import ProcessGroup
 
 __all__ = [
@@ -305,9 +305,8 @@ def _make(
         wanted = mine or []
         return [rows[wanted.index(r) if local else parent.ranks.index(r)][:RECORD_BYTES] for r in wanted]
 
-    if not local:
-        met = 0 if mine is None else _engines.meetings(engine_name, len(mine))
-        for _ in range(len(_engines.engines_of(engine_name)) - met):
+    if not local and (mine is None or len(mine) == 1):
+        for _ in range(_engines.meetings(engine_name)):
             exchange(bytes(RECORD_BYTES))  # this rank takes part for the others' sake
     if mine is None:
         return None

@@ -15,6 +15,8 @@ from allranks._api import collectives, world
 from allranks._base.errors import ConfigError, UsageError
 from allranks._base.public import publish
 from allranks._call.types import ReduceOp, as_reduce_op
+from allranks._cluster.env import DEFAULT_BACKEND
+from allranks._engines import registry
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +69,9 @@ class Backend(str):
     MPI = "mpi"
 
     backend_list = (UNDEFINED, NATIVE, TCP, GLOO, NCCL, XCCL, UCC, MPI)
-    default_device_backend_map: ClassVar[dict[str, str]] = _engines.engines_of(_engines.DEFAULT)
+    default_device_backend_map: ClassVar[dict[str, str]] = _engines.engines_of(DEFAULT_BACKEND)
     backend_capability: ClassVar[dict[str, list[str]]] = {
-        name: [kind] if kind else ["cpu", "cuda"] for name, kind in _engines.ENGINES.items()
+        name: list(spec.devices or ("cpu", "cuda")) for name, spec in registry.BUILT_IN.items()
     }
 
     def __new__(cls, name: str) -> Backend:
@@ -144,7 +146,9 @@ def scatter_recv(tensor: Tensor, src: int, group: ProcessGroup | None = None) ->
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether the engine is here: gloo and nccl are where torch was built with them, mpi where mpi4py is installed."""
+    """Whether the engine is here: gloo and nccl are where torch was built with them, mpi where mpi4py is installed, one
+    of another package where that is installed and in order.
+    """
     return _engines.available(backend.lower())
 
 
@@ -194,7 +198,7 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
         ConfigError: this version has none for it.
     """
     kind = str(device).partition(":")[0]
-    usual = _engines.engines_of(_engines.DEFAULT)
+    usual = _engines.engines_of(DEFAULT_BACKEND)
     here = _engines.check_backend(None)
     if kind not in usual and not _engines.moves(here, kind):
         raise ConfigError(f"no engine of the default backend ({here}) moves tensors on {device}")

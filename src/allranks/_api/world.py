@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from allranks._call.types import Stats
-    from allranks._engines.c10d_store import GroupStore
-    from allranks._engines.mpi_job import MpiMeeting
+    from allranks._engines.c10d.store import GroupStore
+    from allranks._engines.spec import Meeting
 
 __all__ = [
     "GroupMember",
@@ -190,11 +190,10 @@ def init_process_group(
         _close_all()  # the parent's: of it and torch's groups around it this process knew the names
     name = group_name or "world"
     offers = torch_world.is_wanted()
-    meeting: rendezvous.Meeting | MpiMeeting
-    if "mpi" in _engines.engines_of(engine_name).values():
-        from allranks._engines import mpi_job
-
-        meeting = mpi_job.join(int(rank), int(world_size), timeout_s)
+    meeting: Meeting
+    meets_by = _engines.meets_by(engine_name)
+    if meets_by is not None:
+        meeting = meets_by(int(rank), int(world_size), timeout_s)
     else:
         meeting = rendezvous.join(
             init_method, rank=int(rank), world_size=int(world_size), timeout_s=timeout_s, store=store
@@ -222,7 +221,7 @@ def _refuse_workers() -> None:
 
 def establish(
     engine_name: str,
-    meeting: rendezvous.Meeting | MpiMeeting,
+    meeting: Meeting,
     name: str,
     timeout_s: float,
     torch_store: bool = False,
@@ -240,7 +239,7 @@ def establish(
     store, address = None, b""
     try:
         if torch_store:
-            from allranks._engines.c10d_store import GroupStore  # late: torch may be built without torch.distributed
+            from allranks._engines.c10d.store import GroupStore  # late: torch may be built without torch.distributed
 
             store = GroupStore(meeting.rank, meeting.members, timeout_s)
             address = store.record

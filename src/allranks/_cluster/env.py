@@ -20,14 +20,14 @@ from allranks._base.errors import ConfigError
 from allranks._cluster.context import LaunchContext
 from allranks._cluster.detection import CHOICES, detect
 
-__all__ = ["BACKENDS", "VARIABLES", "JobEnv", "Variable", "is_master", "read_env", "read_int", "split_host_port"]
+__all__ = ["DEFAULT_BACKEND", "VARIABLES", "JobEnv", "Variable", "is_master", "read_env", "read_int", "split_host_port"]
 
 
 _log = logging.getLogger("allranks")
 
 
-BACKENDS = ("native", "tcp", "gloo", "mpi", "nccl")
-"""The engines' names, for those who cannot ask ``_engines``, which imports torch."""
+DEFAULT_BACKEND = "cpu:native,cuda:nccl"
+"""The engines of a world for which nobody names any."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ VARIABLES: tuple[Variable, ...] = (
         "ALLRANKS_BACKEND",
         "by hand, --backend",
         "What init_process_group() without backend takes.",
-        "cpu:native,cuda:nccl",
+        DEFAULT_BACKEND,
     ),
     Variable("ALLRANKS_TORCH_WORLD", "by hand", "0: torch.distributed gets no default group around the world.", "1"),
     Variable(

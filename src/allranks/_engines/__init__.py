@@ -1,6 +1,7 @@
-"""The engines that move tensors: a name, and what makes one.
+"""The engines that move tensors, and what a backend's name means.
 
-An engine belongs to one group. To add one: a file beside this one, and an entry in each table below.
+An engine belongs to one group. To add one: a folder beside this file, and a row in `registry`; or an installed package
+(docs/extending.md).
 
 A group's backend is written as torch does, ``gloo`` or ``cpu:gloo,cuda:nccl``; ``check_backend`` brings it to one
 form, in which engines of devices that this process does not have are left out, and one engine is named alone.
@@ -9,74 +10,64 @@ form, in which engines of devices that this process does not have are left out, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from allranks._base.errors import ConfigError
+from allranks._cluster.env import DEFAULT_BACKEND
+from allranks._engines import registry
+from allranks._engines.spec import RECORD_BYTES, EngineSpec, Exchange, GroupSetup, Meeting
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine, Parent
-    from allranks._engines.native_connect import Exchange
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["DEFAULT", "ENGINES", "available", "check_backend", "engines_of", "make_engine", "meetings", "moves"]
+__all__ = ["available", "check_backend", "engines_of", "make_engine", "meetings", "meets_by", "moves"]
 
-ENGINES: dict[str, str | None] = {"native": None, "tcp": None, "gloo": "cpu", "mpi": None, "nccl": "cuda"}
-"""The engines, and the type of device whose tensors each moves; None: any."""
-
-DEFAULT = "cpu:native,cuda:nccl"
-_ALIASES = {"allranks": "native"}  # what torch.distributed calls it
-_MPI = "Install it with an MPI: pip install 'allranks[mpi]', or mpi4py beside the MPI that is here"
 _INSTEAD = (
     ".\n  Give backend='native', which moves tensors of CPUs and GPUs in every build of torch; or none, which means"
-    f" {DEFAULT!r} with those of the two that are here. For nccl install torch with CUDA."
+    f" {DEFAULT_BACKEND!r} with those of the two that are here."
 )
-_OURS = ("native", "tcp")
 _PLANNED = ("ucc", "xccl")
 
 
 def available(name: str) -> bool:
-    """Whether the engine is here: ours always, gloo and nccl where torch was built with them, mpi beside mpi4py."""
-    if name not in ENGINES or name in _OURS:
-        return name in ENGINES
-    if name == "mpi":
-        from allranks._engines import mpi_job
-
-        return mpi_job.installed()
-    import torch.distributed
-
-    return bool(getattr(torch.distributed, f"is_{name}_available")())
+    """Whether the engine is here: its library, and for those of packages the package, which must be in order."""
+    try:
+        spec = registry.find(name)
+        return spec is not None and registry.is_here(spec)
+    except ConfigError:  # init_process_group and the doctor report it
+        return False
 
 
 def check_backend(backend: str | None) -> str:
-    """What is meant by ``init_process_group(backend=...)``: a name of ENGINES, or ``cpu:NAME,cuda:NAME``.
+    """What is meant by ``init_process_group(backend=...)``: an engine's name, or ``cpu:NAME,cuda:NAME``.
 
     Raises:
         ConfigError: no such engine, or not here.
     """
-    given = (backend or DEFAULT).lower()
-    given = _ALIASES.get(given, given)
+    given = (backend or DEFAULT_BACKEND).lower()
+    given = registry.ALIASES.get(given, given)
     if ":" not in given:
-        _check_engine(given, backend)
-        if not available(given):
-            why = f"needs mpi4py. {_MPI}" if given == "mpi" else f"is not in this torch: it was built without {given}"
-            raise ConfigError(f"backend {backend!r} {why}{'' if given == 'mpi' else _INSTEAD}")
-        if not _has(ENGINES[given] or "cpu"):
-            raise ConfigError(f"backend {backend!r}: this process sees no {ENGINES[given]} device{_INSTEAD}")
+        spec = _known(given, backend)
+        if not registry.is_here(spec):
+            raise ConfigError(f"backend {backend!r} {spec.missing}{_INSTEAD}")
+        if not any(_has(device) for device in _devices(spec)):
+            raise ConfigError(f"backend {backend!r}: this process sees no {' or '.join(spec.devices)} device{_INSTEAD}")
         return given
-    chosen: dict[str, str] = {}
+    chosen: dict[str, EngineSpec] = {}
     for part in given.split(","):
         device, _, name = part.strip().partition(":")
-        name = _ALIASES.get(name, name)
-        _check_engine(name, backend)
-        if ENGINES[name] not in (None, device) or device in chosen or not _is_device(device):
-            known = ", ".join(f"{kind or 'any device'}:{engine}" for engine, kind in ENGINES.items())
+        spec = _known(registry.ALIASES.get(name, name), backend)
+        if (spec.devices and device not in spec.devices) or device in chosen or not _is_device(device):
+            known = ", ".join(
+                f"{kind}:{name}" for name, own in registry.BUILT_IN.items() for kind in own.devices or ["any device"]
+            )
             raise ConfigError(
                 f"backend {backend!r}: {part.strip()!r} is wrong there. Expected each type of device once, with an "
                 f"engine for it: {known}"
             )
-        chosen[device] = name
-    here = {device: name for device, name in chosen.items() if available(name) and _has(device)}
+        chosen[device] = spec
+    here = {device: spec.name for device, spec in chosen.items() if _has(device) and registry.is_here(spec)}
     if not here:
         raise ConfigError(f"backend {backend!r}: this process has neither the engine nor the device{_INSTEAD}")
     one, *others = dict.fromkeys(here.values())
@@ -88,18 +79,26 @@ def check_backend(backend: str | None) -> str:
 def engines_of(backend: str) -> dict[str, str]:
     """The engine by type of device, of what ``check_backend`` has returned; one that moves any stands for the CPU."""
     if ":" not in backend:
-        return {ENGINES[backend] or "cpu": backend}
+        return dict.fromkeys(_devices(_known(backend, backend)), backend)
     return {device: name for device, _, name in (part.partition(":") for part in backend.split(","))}
 
 
 def moves(backend: str, device: str) -> bool:
     """Whether a group on what ``check_backend`` has returned moves tensors of that type of device."""
-    return device in engines_of(backend) or (ENGINES.get(backend, "") is None and _is_device(device))
+    if device in engines_of(backend):
+        return True
+    return ":" not in backend and not _known(backend, backend).devices and _is_device(device)
 
 
-def meetings(backend: str, size: int) -> int:
-    """How many times making a group of that size calls its Exchange."""
-    return sum(1 for name in engines_of(backend).values() if name not in _OURS or size > 1)
+def meets_by(backend: str) -> Callable[[int, int, float], Meeting] | None:
+    """How the ranks of a world on what ``check_backend`` has returned meet; None: by ``init_method``."""
+    ways = (_known(name, backend).meets_by for name in engines_of(backend).values())
+    return next((way for way in ways if way is not None), None)
+
+
+def meetings(backend: str) -> int:
+    """How many times making a group of several ranks calls its Exchange. A group of one rank does not call it."""
+    return len(set(engines_of(backend).values()))
 
 
 def make_engine(
@@ -122,10 +121,14 @@ def make_engine(
         timeout_s: of the connecting and of every later call.
         parent: the group that ``exchange`` goes through, on every rank, or None.
     """
+    engines = engines_of(backend)
     made: dict[str, Engine] = {}
     try:
-        for device, name in engines_of(backend).items():
-            made[device] = _make_one(name, parent)(rank, members, exchange, group_name, timeout_s)
+        for name in dict.fromkeys(engines.values()):
+            once = _Once(name, exchange, alone=len(members) == 1)
+            setup = GroupSetup(rank, members, once, group_name, timeout_s, parent)
+            made[name] = _known(name, backend).make(setup)
+            once.call()
     except BaseException:
         for engine in made.values():
             engine.close()
@@ -134,27 +137,44 @@ def make_engine(
         return next(iter(made.values()))
     from allranks._engines.by_device import ByDevice
 
-    return ByDevice(backend, made, group_name)
+    return ByDevice(backend, {device: made[name] for device, name in engines.items()}, group_name)
 
 
-def _make_one(name: str, parent: Parent | None) -> Callable[[int, Sequence[Member], Exchange, str, float], Engine]:
-    if name in _OURS:
-        from allranks._engines.native import NativeEngine, TcpEngine
+class _Once:
+    """An Exchange that takes place once, whatever the engine does: other ranks may be in it for this one's sake."""
 
-        return partial(TcpEngine if name == "tcp" else NativeEngine, parent=parent)
-    if name == "mpi":
-        from allranks._engines.mpi import MpiEngine
+    def __init__(self, engine: str, exchange: Exchange, alone: bool) -> None:
+        self._engine = engine
+        self._exchange = exchange
+        self._alone = alone
+        self._called = False
 
-        return MpiEngine
-    from allranks._engines.c10d import C10dEngine
+    def __call__(self, record: bytes) -> list[bytes]:
+        if self._called:
+            raise ConfigError(f"the {self._engine} engine calls the exchange of a group twice. Expected one call")
+        if len(record) > RECORD_BYTES:
+            raise ConfigError(
+                f"the {self._engine} engine exchanges a record of {len(record)} bytes. Expected at most {RECORD_BYTES}"
+            )
+        self._called = True
+        record = record.ljust(RECORD_BYTES, b"\0")
+        return [record] if self._alone else self._exchange(record)
 
-    return partial(C10dEngine, name)
+    def call(self) -> None:
+        """Takes part, where the engine has not."""
+        if not self._called:
+            self(b"")
 
 
-def _check_engine(name: str, backend: str | None) -> None:
-    if name in ENGINES:
-        return
-    known = ", ".join(f"'{e}'" for e in ENGINES)
+def _devices(spec: EngineSpec) -> Sequence[str]:
+    return spec.devices or ("cpu",)
+
+
+def _known(name: str, backend: str | None) -> EngineSpec:
+    spec = registry.find(name)
+    if spec is not None:
+        return spec
+    known = ", ".join(f"'{each}'" for each in registry.names())
     if name in _PLANNED:
         raise ConfigError(f"backend {backend!r} is not in this version of allranks yet; it has {known}")
     raise ConfigError(f"unknown backend {backend!r}: expected {known}, 'cpu:gloo,cuda:nccl' or the like, or None")

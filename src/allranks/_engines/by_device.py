@@ -76,16 +76,20 @@ class ByDevice(Engine):
 
     def stats(self) -> Stats:
         """Of all engines together."""
-        return Stats(*map(sum, zip(*(engine.stats() for engine in self._engines.values()), strict=True)))
+        return Stats(*map(sum, zip(*(engine.stats() for engine in self._distinct()), strict=True)))
 
     def close(self) -> None:
         self.now = never
-        for engine in self._engines.values():
+        for engine in self._distinct():
             engine.close()
 
     def abandon(self) -> None:
-        for engine in self._engines.values():
+        for engine in self._distinct():
             engine.abandon()
+
+    def _distinct(self) -> list[Engine]:
+        """Each of the engines once; one may move tensors of several types of device."""
+        return list(dict.fromkeys(self._engines.values()))
 
     def _of(self, tensor: Tensor, verb: str) -> Engine:
         if not isinstance(tensor, Tensor):

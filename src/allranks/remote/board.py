@@ -1,7 +1,7 @@
 """Groups among any of a master and its workers, made at any time.
 
 A group's members hear of each other on a board, which is a store that the master serves: each writes who it is there
-when it comes; the members of a group give each other what its engine needs (``native_connect``) under the group's
+when it comes; the members of a group give each other what its engine needs (``native.connect``) under the group's
 name. Nobody else takes part, so that groups are independent of each other. Where a member dies meanwhile the master
 writes that there, and who waits for it hears of it at once.
 """

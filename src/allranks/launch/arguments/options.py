@@ -18,9 +18,9 @@ from typing import Any, Literal, NoReturn, get_args
 from allranks._base.console import ArgumentParser
 from allranks._base.errors import ConfigError
 from allranks._cluster.detection import CHOICES
-from allranks._cluster.env import BACKENDS
 from allranks._cluster.hostlist import Slots, parse_hostfile, parse_hosts
 from allranks._cluster.schedulers import scheduler_named
+from allranks._engines import registry
 from allranks.launch.arguments.meeting import Meeting, add_meeting, read_meeting
 from allranks.launch.hosts.agent_command import given
 from allranks.launch.ranks.target import Mode, Target, read_target
@@ -430,8 +430,8 @@ def _hosts(text: str | None, file: Path | None) -> tuple[Slots, ...]:
 
 def _backend(text: str) -> str:
     for part in text.lower().split(","):
-        if (name := part.rpartition(":")[2].strip()) not in (*BACKENDS, "allranks"):
-            known = ", ".join(BACKENDS)
+        if not registry.is_known(name := part.rpartition(":")[2].strip()):
+            known = ", ".join(registry.names())
             raise argparse.ArgumentTypeError(f"{name!r} is none of {known}; expected NAME, or cpu:NAME,cuda:NAME")
     return text
 

@@ -15,7 +15,7 @@ from allranks.launch.ranks.target import SERVE, Target
 
 __all__ = ["preload"]
 
-_OF_WORKERS = ("allranks.remote.meet", "allranks.remote.worker.interpreter", "allranks._engines.native")
+_OF_WORKERS = ("allranks.remote.meet", "allranks.remote.worker.interpreter", "allranks._engines.native.engine")
 
 # Importing by other means than a statement: what comes is not known before.
 _BY_NAME = {"importlib", "imp", "pkgutil", "runpy", "__import__", "eval", "exec"}

@@ -99,7 +99,7 @@ def join_by_mpi() -> tuple[Mpi, set[int]]:
     bound = os.sched_getaffinity(0)
     cpus = {int(cpu) for cpu in os.environ[_CPUS].split(",")} if _CPUS in os.environ else bound
     os.sched_setaffinity(0, cpus)  # before a library counts CPUs or starts threads
-    from allranks._engines import mpi_job
+    from allranks._engines.mpi import job as mpi_job
 
     mpi = mpi_job.start("funneled")
     comm = mpi.COMM_WORLD

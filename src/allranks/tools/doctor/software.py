@@ -109,14 +109,16 @@ def gpus() -> Finding:
 
 def engines() -> Finding:
     """What init_process_group(backend=...) takes here."""
-    from allranks._engines import ENGINES, available
+    from allranks._engines import registry
 
     if _trouble_with_torch():
         return ok("none, without torch")
-    here = {name: available(name) for name in ENGINES}
-    said = ", ".join(name for name, there in here.items() if there)
-    missing = ", ".join(name for name, there in here.items() if not there)
-    return ok(f"{said}{f' (not here: {missing})' if missing else ''}")
+    listing = registry.listing()
+    said = ", ".join(f"{each.name} ({each.package})" if each.package else each.name for each in listing if each.here)
+    missing = ", ".join(each.name for each in listing if not each.here and not each.error)
+    described = f"{said}{f' (not here: {missing})' if missing else ''}"
+    errors = [each.error for each in listing if each.error]
+    return warn(described, " ".join(" ".join(errors).split())) if errors else ok(described)
 
 
 def mpi() -> Finding:

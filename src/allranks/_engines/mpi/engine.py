@@ -1,7 +1,7 @@
 """The mpi engine: MPI through mpi4py, for jobs that mpirun has started.
 
 A group has a communicator of its own. Every call is one of MPI's that do not block, and whoever waits for it asks
-again and again (`mpi_job.poll`): so Ctrl-C is heard, a timeout ends the wait, and a blocking call on one rank meets an
+again and again (`job.poll`): so Ctrl-C is heard, a timeout ends the wait, and a blocking call on one rank meets an
 asynchronous one on another. What nobody waits for is moved by a thread (`_Mover`).
 
 What MPI does by itself, found with Open MPI 5.0 and MPICH 5.0, and what is done about it:
@@ -32,12 +32,12 @@ from allranks._base.errors import AllranksError, ConfigError, MismatchError, Pee
 from allranks._base.threads import Daemon
 from allranks._call.types import ReduceOp
 from allranks._cluster.host import usable_cpus
-from allranks._engines import mpi_job
 from allranks._engines.flat import FlatEngine, FlatWork, Progress
-from allranks._engines.mpi_job import lock, poll
-from allranks._engines.native_connect import RECORD_BYTES, Exchange
+from allranks._engines.mpi import job
+from allranks._engines.mpi.job import lock, poll
 from allranks._engines.operands import CODES, Operands
 from allranks._engines.presence import Presence
+from allranks._engines.spec import RECORD_BYTES, Exchange
 
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
@@ -92,7 +92,7 @@ class MpiEngine(FlatEngine):
         self, rank: int, members: Sequence[Member], exchange: Exchange, group_name: str, timeout_s: float
     ) -> None:
         super().__init__("mpi", rank, members, group_name, timeout_s)
-        self.mpi = mpi_job.start()
+        self.mpi = job.start()
         self._comm: Any = None
         self._types = {dtype: getattr(self.mpi, name) for dtype, name in _TYPES.items()}
         self._ops: dict[object, Any] = {op: getattr(self.mpi, name) for op, name in _OPS.items()}
@@ -103,7 +103,7 @@ class MpiEngine(FlatEngine):
         rows = [_RECORD.unpack(row) for row in exchange(mine)]
         ranks = [row[0] for row in rows]
         if world.size == 1 and len(rows) > 1:
-            raise mpi_job.not_launched(self.mpi, len(rows))
+            raise job.not_launched(self.mpi, len(rows))
         if len(set(ranks)) < len(ranks) or len({row[1] for row in rows}) > 1:
             raise ConfigError(f"group '{group_name}' on mpi: its ranks are not of one MPI job (there they are {ranks})")
         secret: bytes = rows[0][3]

@@ -30,10 +30,10 @@ from allranks._base.forks import leak
 from allranks._base.threads import Daemon
 from allranks._call.types import ReduceOp
 from allranks._cluster.network import interface_of
-from allranks._engines.c10d_store import GroupStore
+from allranks._engines.c10d.store import GroupStore
 from allranks._engines.flat import ON_BITS, ON_BOOLS, ON_NUMBERS, FlatEngine, Progress
-from allranks._engines.native_connect import Exchange
 from allranks._engines.presence import Presence
+from allranks._engines.spec import Exchange
 
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member

@@ -3,7 +3,7 @@
 Those of one host hand a piece of their memory to each other, over unix sockets in the abstract namespace, which leave
 no file behind. The sockets stay open as liveness sockets: the end of one says that its rank is gone. A group made from
 another uses that group's, and closes its own. Those of different hosts connect over TCP when they need it
-(`native_tcp`); from the beginning only the first ranks of hosts do, for signs of life. How the ranks hear of each
+(`tcp`); from the beginning only the first ranks of hosts do, for signs of life. How the ranks hear of each
 other's addresses is the caller's business (`Exchange`): a store for the world, the parent group for a group made later.
 
 Ranks are on one host where they see one running kernel and one network namespace (`_cluster.network.machine`). Their
@@ -21,22 +21,20 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from allranks import _core
 from allranks._base.errors import JoinError, rank_list
 from allranks._base.forks import Socket
-from allranks._engines.native_tcp import Circle, Reception, Target
+from allranks._engines.native.tcp import Circle, Reception, Target
+from allranks._engines.spec import RECORD_BYTES, Exchange
 from allranks._store import load_secret
 from allranks._store.client import credentials
 
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["DOOR_BYTES", "RECORD_BYTES", "Connections", "Door", "Exchange", "confirm", "connect"]
-
-Exchange: TypeAlias = Callable[[bytes], list[bytes]]
-"""Gives every rank of the group every rank's record, by rank."""
+__all__ = ["DOOR_BYTES", "Connections", "Door", "confirm", "connect"]
 
 # What opens a door: the address's random name, and a token. The name can be seen by everybody on the host
 # (/proc/net/unix); the token, that of the host's first rank, is what proves that a peer belongs to the group.
@@ -47,7 +45,7 @@ _HELLO = struct.Struct(f"!{_TOKEN_BYTES}sI")
 # A record: that, and the port for ranks of other hosts, 0 where there are none. The first rank's token goes into what
 # the ranks of different hosts prove to each other.
 _PORT = struct.Struct("!H")
-RECORD_BYTES = DOOR_BYTES + _PORT.size
+assert DOOR_BYTES + _PORT.size <= RECORD_BYTES
 
 # After an exchange all ranks are there. Who then dies before it has connected leaves others waiting, however long they
 # may wait for its calls.

@@ -20,7 +20,7 @@ from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 from allranks._base.errors import JoinError
 from allranks._base.forks import follow, forks
 from allranks._cluster.network import nearest_first
-from allranks._engines.native_connect import RECORD_BYTES, Exchange
+from allranks._engines.spec import RECORD_BYTES, Exchange
 from allranks._store import StoreClient, StoreServer
 
 if TYPE_CHECKING:

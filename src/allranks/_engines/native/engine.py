@@ -2,7 +2,7 @@
 
 The core (core/) moves bytes and knows neither Python nor torch. This file checks tensors and keeps them alive while the
 core uses them. Those whose elements do not lie in one piece, or not in the host's memory, are copied by `operands`. How
-the ranks are connected is `native_connect`'s business; how failures are worded, `native_errors`'.
+the ranks are connected is `connect`'s business; how failures are worded, `errors`'.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from allranks._call.work import Work, seconds_of
 from allranks._cluster.env import read_int
 from allranks._cluster.host import usable_cpus
 from allranks._engines.base import Engine, Parent, never
-from allranks._engines.native_connect import DOOR_BYTES, Door, Exchange, confirm, connect
-from allranks._engines.native_errors import explain
+from allranks._engines.native.connect import DOOR_BYTES, Door, confirm, connect
+from allranks._engines.native.errors import explain
 from allranks._engines.operands import CODES, Operands, OperandsWork, check_pieces
+from allranks._engines.spec import Exchange
 
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
