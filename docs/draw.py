@@ -22,7 +22,7 @@ PICTURE = ROOT / "docs" / "rooms.svg"
 WORDS = {
     "__main__": "the command allranks: finds the subcommand",
     "tools": "allranks bench, doctor, env, submit",
-    "nn": "collectives with gradients; torch.nn's names",
+    "nn": "gradients; torch.nn's names",
     "algorithms": "communication hooks",
     "parallel": "DDP",
     "testing": "run_ranks",
@@ -30,6 +30,7 @@ WORDS = {
     "checkpoint": "save, load",
     "logging": "log files",
     "schedulers": "an interface",
+    "engines": "an interface",
     "remote": "master-worker mode: the device worker:N",
     "_plugin": "the backend of torch.distributed",
     "_api": "the functions that users call: all_reduce, init_process_group, new_group",

@@ -113,7 +113,7 @@ def _serve(address: str, port: int, answer: Callable[[Any, Any], Any]) -> None:
     groups = {
         "peer": {"world": None, "some": peer.new_group(some, timeout=timeout)},
     }
-    for engine in ("native", "tcp", "gloo", "mpi"):
+    for engine in {"native": None, "tcp": None, "gloo": None, "mpi": None, allranks.get_backend(): None}:
         if engine == allranks.get_backend():
             groups[engine] = {"world": None, "some": allranks.new_group(some, timeout=timeout)}
         elif engine != "mpi":  # which is there in jobs of mpirun

@@ -13,6 +13,7 @@ meaning, over allranks' own channel. The map of the package:
     _base          errors, as a tree, and what else every room stands on
     _plugin        torch.distributed's plugin, torch_group
     data           DistributedSampler
+    engines        what a package imports that brings an engine; schedulers: a scheduler
     logging        configure: a log for each rank
     parallel, nn   DistributedDataParallel, DataParallel, collectives that autograd goes through
     algorithms     communication hooks for it

@@ -23,6 +23,7 @@ from allranks.__main__ import _COMMANDS, main
 
 MODULES = [
     "allranks", "allranks.algorithms.ddp_comm_hooks.default_hooks", "allranks.checkpoint", "allranks.data",
+    "allranks.engines",
     "allranks.logging", "allranks.multiprocessing", "allranks.nn.functional", "allranks.nn.parallel",
     "allranks.parallel", "allranks.testing",
 ]  # fmt: skip

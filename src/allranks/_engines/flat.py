@@ -2,7 +2,7 @@
 
 A call's tensors are made flat and contiguous here, and what is only moved travels as bytes: so every dtype and layout
 that the native engine takes is taken there too, and each verb has one way. What an engine cannot reduce is an error
-before anything is sent; docs/engines.md has the table. An engine begins a call on such tensors (``_begin_...``), says
+before anything is sent; docs/engines.md has the table. An engine begins a call on such tensors (``begin_...``), says
 whether it has ended (`Progress`), and puts its failures in our words (``explain``).
 
 In debug mode the ranks compare their calls before each of them, as these engines do not: other sizes on another rank
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from allranks import _core
-from allranks._base.errors import AllranksError, MismatchError, TimeoutError, UsageError, rank_list
+from allranks._base.errors import AllranksError, MismatchError, PeerLostError, TimeoutError, UsageError, rank_list
 from allranks._base.forks import forks, refusal
 from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.types import PremulSum, ReduceOp, Stats, is_integer
@@ -74,6 +74,10 @@ class FlatEngine(Engine):
     """Collectives and messages of an engine that takes flat tensors.
 
     Attributes:
+        rank: this process in the group.
+        members: who is in the group, by rank.
+        group_name: for errors.
+        timeout_s: how long a call waits for other ranks.
         on_host: it reaches only the host's memory; tensors of other devices are copied there and back.
         averages_integers: it has AVG of integers itself; else their sums are divided here.
     """
@@ -83,10 +87,10 @@ class FlatEngine(Engine):
 
     def __init__(self, name: str, rank: int, members: Sequence[Member], group_name: str, timeout_s: float) -> None:
         self.name = name
-        self._rank = rank
-        self._members = members
-        self._group_name = group_name
-        self._timeout_s = timeout_s
+        self.rank = rank
+        self.members = members
+        self.group_name = group_name
+        self.timeout_s = timeout_s
         # Works whose tensors the engine may still use, although the caller may have dropped all of them. Entered
         # before the engine hears of them, so that no exception in between can let a tensor go.
         self._pending: set[FlatWork] = set()
@@ -98,54 +102,59 @@ class FlatEngine(Engine):
     # --- what an engine does with flat tensors: of bytes, or of numbers where it reduces ---
 
     @abc.abstractmethod
-    def _reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
+    def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
         """Whether the engine has the reduce op for the dtype."""
 
     @abc.abstractmethod
-    def _begin_all_reduce(self, flat: Tensor, op: ReduceOp) -> Progress: ...
+    def begin_all_reduce(self, flat: Tensor, op: ReduceOp) -> Progress: ...
 
     @abc.abstractmethod
-    def _begin_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Progress:
+    def begin_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Progress:
         """Leaves ``flat`` as it is on other ranks than ``root``."""
 
     @abc.abstractmethod
-    def _begin_broadcast(self, flat: Tensor, root: int) -> Progress: ...
+    def begin_broadcast(self, flat: Tensor, root: int) -> Progress: ...
 
     @abc.abstractmethod
-    def _begin_all_gather(self, into: Tensor, given: Tensor) -> Progress: ...
+    def begin_all_gather(self, into: Tensor, given: Tensor) -> Progress: ...
 
     @abc.abstractmethod
-    def _begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress: ...
+    def begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress: ...
 
     @abc.abstractmethod
-    def _begin_scatter(self, into: Tensor, given: Tensor | None, root: int) -> Progress: ...
+    def begin_scatter(self, into: Tensor, given: Tensor | None, root: int) -> Progress: ...
 
     @abc.abstractmethod
-    def _begin_reduce_scatter(self, into: Tensor, given: Tensor, op: ReduceOp) -> Progress: ...
+    def begin_reduce_scatter(self, into: Tensor, given: Tensor, op: ReduceOp) -> Progress: ...
 
     @abc.abstractmethod
-    def _begin_all_to_all(self, into: Tensor, given: Tensor, gets: list[int], gives: list[int]) -> Progress:
+    def begin_all_to_all(self, into: Tensor, given: Tensor, gets: list[int], gives: list[int]) -> Progress:
         """``gets`` and ``gives``: the bytes from and for each rank."""
 
     @abc.abstractmethod
-    def _begin_barrier(self) -> Progress: ...
+    def begin_barrier(self) -> Progress: ...
 
     @abc.abstractmethod
-    def _begin_send(self, given: Tensor, to: int, tag: int) -> Progress: ...
+    def begin_send(self, given: Tensor, to: int, tag: int) -> Progress: ...
 
     @abc.abstractmethod
-    def _begin_recv(self, into: Tensor, source: int, tag: int) -> Progress: ...
-
-    @abc.abstractmethod
-    def explain(self, error: BaseException, verb: str) -> NoReturn:
-        """Raises our error for the engine's."""
+    def begin_recv(self, into: Tensor, source: int, tag: int) -> Progress: ...
 
     # --- what an engine may do besides ---
 
-    def _leave_running(self, work: FlatWork) -> None:
+    def explain(self, error: BaseException, verb: str) -> NoReturn:
+        """Raises our error for the engine's, which is a RuntimeError or an OSError; one of ours names the call then."""
+        here = self.here(verb)
+        if isinstance(error, PeerLostError):
+            raise PeerLostError(f"{here}: {error}", error.rank) from error
+        if isinstance(error, AllranksError):
+            raise type(error)(f"{here}: {error}") from error
+        raise AllranksError(f"{here}: {self.name}: {error}") from error
+
+    def leave_running(self, work: FlatWork) -> None:
         """An asynchronous call has begun; nobody waits for it."""
 
-    def _give_up(self, work: FlatWork) -> None:
+    def give_up(self, work: FlatWork) -> None:
         """A blocking call is left by an exception; the engine may still use its tensors."""
 
     # --- verbs ---
@@ -154,40 +163,40 @@ class FlatEngine(Engine):
         operands, op = self._reducing(tensor, op, "all_reduce")
         flat = _numbers(operands.update(tensor))
         on = self._op_on(operands, flat, tensor, op)
-        return self._call(operands, tensor.nbytes, async_op, (tensor, op), self._begin_all_reduce, flat, on)
+        return self._call(operands, tensor.nbytes, async_op, (tensor, op), self.begin_all_reduce, flat, on)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         operands, op = self._reducing(tensor, op, "reduce")
-        flat = _numbers(operands.update(tensor) if root == self._rank else operands.read(tensor))
-        on = self._op_on(operands, flat if root == self._rank else None, tensor, op)
-        return self._call(operands, tensor.nbytes, async_op, (tensor, op, root), self._begin_reduce, flat, root, on)
+        flat = _numbers(operands.update(tensor) if root == self.rank else operands.read(tensor))
+        on = self._op_on(operands, flat if root == self.rank else None, tensor, op)
+        return self._call(operands, tensor.nbytes, async_op, (tensor, op, root), self.begin_reduce, flat, root, on)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
         operands = self._moving(tensor, "broadcast")
-        flat = as_bytes(operands.read(tensor) if root == self._rank else operands.write(tensor))
-        return self._call(operands, tensor.nbytes, async_op, (tensor, None, root), self._begin_broadcast, flat, root)
+        flat = as_bytes(operands.read(tensor) if root == self.rank else operands.write(tensor))
+        return self._call(operands, tensor.nbytes, async_op, (tensor, None, root), self.begin_broadcast, flat, root)
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
         if not isinstance(outputs, Tensor) and len({t.numel() for t in outputs if isinstance(t, Tensor)}) > 1:
-            return self.all_to_all(outputs, [tensor] * len(self._members), async_op)  # pieces of uneven sizes
+            return self.all_to_all(outputs, [tensor] * len(self.members), async_op)  # pieces of uneven sizes
         operands = self._moving(tensor, "all_gather")
         results = self._filled(operands, outputs, tensor)
-        given, into = as_bytes(operands.read(tensor, (results,), self._rank)), as_bytes(results)
-        return self._call(operands, tensor.nbytes, async_op, (tensor,), self._begin_all_gather, into, given)
+        given, into = as_bytes(operands.read(tensor, (results,), self.rank)), as_bytes(results)
+        return self._call(operands, tensor.nbytes, async_op, (tensor,), self.begin_all_gather, into, given)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         operands = self._moving(tensor, "gather")
         given = as_bytes(operands.read(tensor))
         into = None if outputs is None else as_bytes(self._filled(operands, outputs, tensor))
         said = (tensor, None, root)
-        return self._call(operands, tensor.nbytes, async_op, said, self._begin_gather, into, given, root)
+        return self._call(operands, tensor.nbytes, async_op, said, self.begin_gather, into, given, root)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         operands = self._moving(tensor, "scatter")
         given = None if inputs is None else as_bytes(self._joined(operands, inputs, tensor))
         into = as_bytes(operands.write(tensor))
         said = (tensor, None, root)
-        return self._call(operands, tensor.nbytes, async_op, said, self._begin_scatter, into, given, root)
+        return self._call(operands, tensor.nbytes, async_op, said, self.begin_scatter, into, given, root)
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
@@ -197,17 +206,17 @@ class FlatEngine(Engine):
         given = _numbers(self._joined(operands, inputs, tensor, (result,)))
         into = _numbers(result)
         on = self._op_on(operands, into, tensor, op)
-        return self._call(operands, given.nbytes, async_op, (tensor, op), self._begin_reduce_scatter, into, given, on)
+        return self._call(operands, given.nbytes, async_op, (tensor, op), self.begin_reduce_scatter, into, given, on)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
         for tensor in (*inputs, *outputs):
             self._check(tensor, "all_to_all")
             if tensor.dtype != inputs[0].dtype:
                 raise UsageError(f"all_to_all: tensors of {inputs[0].dtype} and {tensor.dtype} together")
-        if outputs[self._rank].numel() != inputs[self._rank].numel():
+        if outputs[self.rank].numel() != inputs[self.rank].numel():
             raise UsageError(
-                f"all_to_all: the tensor for this rank ({self._rank}) has {outputs[self._rank].numel()} elements, "
-                f"what it gives has {inputs[self._rank].numel()}"
+                f"all_to_all: the tensor for this rank ({self.rank}) has {outputs[self.rank].numel()} elements, "
+                f"what it gives has {inputs[self.rank].numel()}"
             )
         operands = self._moving(inputs[0], "all_to_all")
         check_apart("all_to_all", outputs)
@@ -217,15 +226,15 @@ class FlatEngine(Engine):
         for tensor, part in zip(outputs, torch.split(into, gets), strict=True):
             operands.fill(tensor, part.view(tensor.dtype))
         operands.keep += [given, into]
-        return self._call(operands, given.nbytes, async_op, (), self._begin_all_to_all, into, given, gets, gives)
+        return self._call(operands, given.nbytes, async_op, (), self.begin_all_to_all, into, given, gets, gives)
 
     def barrier(self, async_op: bool) -> Work | None:
-        return self._call(Operands("barrier"), 0, async_op, (), self._begin_barrier)
+        return self._call(Operands("barrier"), 0, async_op, (), self.begin_barrier)
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
         operands = self._moving(tensor, "send")
         given = as_bytes(operands.read(tensor))
-        return self._call(operands, tensor.nbytes, async_op, (), self._begin_send, given, to, tag)
+        return self._call(operands, tensor.nbytes, async_op, (), self.begin_send, given, to, tag)
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> int:
         work = self._receiving(tensor, source, tag)
@@ -234,13 +243,13 @@ class FlatEngine(Engine):
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
         work = self._receiving(tensor, source, tag)
-        self._leave_running(work)
+        self.leave_running(work)
         return work
 
     def _receiving(self, tensor: Tensor, source: int, tag: int) -> FlatWork:
         operands = self._moving(tensor, "recv")
         into = as_bytes(operands.write(tensor))
-        return self._started(operands, tensor.nbytes, (), self._begin_recv, into, source, tag)
+        return self._started(operands, tensor.nbytes, (), self.begin_recv, into, source, tag)
 
     def stats(self) -> Stats:
         return self._stats
@@ -252,12 +261,12 @@ class FlatEngine(Engine):
             raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
         if tensor.is_meta and self.on_host:
             raise UsageError(
-                f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on meta, and so has a shape "
+                f"{verb} on group '{self.group_name}' (rank {self.rank}): the tensor is on meta, and so has a shape "
                 "but no elements"
             )
         if tensor.device.type != self.device and not self.on_host:
             raise UsageError(
-                f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on {tensor.device}, "
+                f"{verb} on group '{self.group_name}' (rank {self.rank}): the tensor is on {tensor.device}, "
                 f"but the {self.name} engine moves {self.device.upper()} tensors"
             )
         if tensor.layout is not torch.strided:
@@ -275,7 +284,7 @@ class FlatEngine(Engine):
             factor, op = op.factor, ReduceOp.SUM
         elif op is ReduceOp.PREMUL_SUM:
             raise UsageError(f"{verb}: PREMUL_SUM needs its factor: op=premul_sum(factor)")
-        if not self._reduces(tensor.dtype, op):
+        if not self.reduces(tensor.dtype, op):
             raise UsageError(f"{verb} on the {self.name} engine does not support {op.name} of {tensor.dtype} tensors")
         return Operands(verb, factor, self.on_host), op
 
@@ -286,7 +295,7 @@ class FlatEngine(Engine):
         if op is not ReduceOp.AVG or not is_integer(tensor.dtype) or self.averages_integers:
             return op
         if into is not None:
-            about = into.data_ptr(), into.numel(), CODES[into.dtype], len(self._members)
+            about = into.data_ptr(), into.numel(), CODES[into.dtype], len(self.members)
             operands.then = partial(_core.divide, *about)
         return ReduceOp.SUM
 
@@ -294,16 +303,16 @@ class FlatEngine(Engine):
         self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor, results: Sequence[Tensor] = ()
     ) -> Tensor:
         """One tensor with all pieces in turn, to be read while ``results`` are written."""
-        check_pieces(operands.verb, pieces, like, len(self._members), self._check)
+        check_pieces(operands.verb, pieces, like, len(self.members), self._check)
         if isinstance(pieces, Tensor):
-            return operands.read(pieces, results, self._rank).detach()
+            return operands.read(pieces, results, self.rank).detach()
         joined = torch.cat([_flat(operands.read(piece)) for piece in pieces])
         operands.keep.append(joined)
         return joined
 
     def _filled(self, operands: Operands, pieces: Sequence[Tensor] | Tensor, like: Tensor) -> Tensor:
         """One tensor with room for all pieces in turn, to be written."""
-        check_pieces(operands.verb, pieces, like, len(self._members), self._check)
+        check_pieces(operands.verb, pieces, like, len(self.members), self._check)
         if isinstance(pieces, Tensor):
             return operands.write(pieces)
         check_apart(operands.verb, pieces)
@@ -326,7 +335,7 @@ class FlatEngine(Engine):
     ) -> Work | None:
         work = self._started(operands, nbytes, said, begin, *args)
         if async_op:
-            self._leave_running(work)
+            self.leave_running(work)
             return work
         self._wait(work)
         return None
@@ -335,7 +344,7 @@ class FlatEngine(Engine):
         try:
             work.wait()
         except BaseException:
-            self._give_up(work)
+            self.give_up(work)
             raise
 
     def _started(
@@ -355,11 +364,12 @@ class FlatEngine(Engine):
             work.progress = begin(*args)
         except Exception as error:
             self._pending.discard(work)
-            if not isinstance(error, RuntimeError) or isinstance(error, AllranksError):
+            ours = isinstance(error, AllranksError) and not isinstance(error, PeerLostError)
+            if ours or not isinstance(error, RuntimeError | OSError):
                 raise
             self.explain(error, work.verb)
         except BaseException:  # Ctrl-C: whether the engine has the call is not known
-            self._give_up(work)
+            self.give_up(work)
             raise
         return work
 
@@ -371,15 +381,15 @@ class FlatEngine(Engine):
         if root >= 0:
             said += f", root {root}"
         mine = torch.tensor(list(said.encode().ljust(_SAID_BYTES)), dtype=torch.uint8, device=self.device)
-        everyones = mine.new_empty(len(self._members), _SAID_BYTES)
+        everyones = mine.new_empty(len(self.members), _SAID_BYTES)
         comparing = Operands(verb)
         comparing.keep += [mine, everyones]
-        self._wait(self._launched(FlatWork(self, comparing, 0), self._begin_all_gather, everyones.view(-1), mine))
+        self._wait(self._launched(FlatWork(self, comparing, 0), self.begin_all_gather, everyones.view(-1), mine))
         calls = [bytes(row).decode().rstrip() for row in everyones.tolist()]
         if len(set(calls)) > 1:
             ranks = {call: [rank for rank, other in enumerate(calls) if other == call] for call in calls}
             raise MismatchError(
-                f"call on group '{self._group_name}': "
+                f"call on group '{self.group_name}': "
                 + "; ".join(f"{rank_list(by)} called {call}" for call, by in ranks.items())
                 + ". No tensor was changed."
             )
@@ -397,14 +407,14 @@ class FlatEngine(Engine):
     def check_process(self, verb: str) -> None:
         """Raises in a forked child, where nothing can be waited for."""
         if self._forks != forks():
-            raise refusal(f"{verb} on group '{self._group_name}': the group")
+            raise refusal(f"{verb} on group '{self.group_name}': the group")
 
     def here(self, verb: str) -> str:
         """How errors begin."""
-        return f"{verb} on group '{self._group_name}' (rank {self._rank} of {len(self._members)})"
+        return f"{verb} on group '{self.group_name}' (rank {self.rank} of {len(self.members)})"
 
     def _who(self, rank: int) -> str:
-        return f"rank {rank} ({self._members[rank].host}, pid {self._members[rank].pid})"
+        return f"rank {rank} ({self.members[rank].host}, pid {self.members[rank].pid})"
 
 
 class FlatWork(OperandsWork):
@@ -440,7 +450,7 @@ class FlatWork(OperandsWork):
         assert self.progress is not None
         try:
             return self.progress.wait(seconds)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             self._engine.ended(self)
             try:
                 self._engine.explain(error, self._operands.verb)

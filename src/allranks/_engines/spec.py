@@ -82,18 +82,18 @@ class EngineSpec:
     Attributes:
         name: what ``init_process_group(backend=...)`` calls it: small letters, digits and underscores.
         make: connects an engine with the other members of a group. It imports what it needs when it is called.
+        interface: the version of the interface that it is written for. A package writes a number here.
         devices: the types of device whose tensors it moves; empty: any.
         available: whether it can be used here. It is asked often, and imports no more than it must.
         missing: why not, as the rest of the sentence "backend 'NAME' ...", and what to install.
         meets_by: how the ranks of a world on this engine meet, from rank, world size (-1: not given) and timeout in
             seconds; None: by ``init_method``.
-        interface: the version of the interface that it is written for, a literal.
     """
 
     name: str
     make: Callable[[GroupSetup], Engine]
+    interface: int
     devices: tuple[str, ...] = ()
     available: Callable[[], bool] = always
     missing: str = "is not available here"
     meets_by: Callable[[int, int, float], Meeting] | None = None
-    interface: int = 1

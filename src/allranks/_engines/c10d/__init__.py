@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from allranks._engines.spec import EngineSpec
+from allranks._engines.spec import INTERFACE, EngineSpec
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine
@@ -32,7 +32,7 @@ def _available(name: str) -> bool:
 
 def _spec(name: str, device: str, needs: str) -> EngineSpec:
     missing = f"needs a torch that is built {needs}; this one was built without {name}"
-    return EngineSpec(name, partial(_make, name), (device,), partial(_available, name), missing)
+    return EngineSpec(name, partial(_make, name), INTERFACE, (device,), partial(_available, name), missing)
 
 
 GLOO = _spec("gloo", "cpu", "with gloo")

@@ -80,61 +80,61 @@ class C10dEngine(FlatEngine):
                 f"{_first_line(error)}"
             ) from error
 
-    def _reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
+    def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
         return reduces(self.name, dtype, op)
 
-    def _begin_all_reduce(self, flat: Tensor, op: ReduceOp) -> Progress:
+    def begin_all_reduce(self, flat: Tensor, op: ReduceOp) -> Progress:
         options = _torch.AllreduceOptions()
         options.reduceOp = _op(op)
         return self._collective(self._backend.allreduce([flat], options))
 
-    def _begin_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Progress:
+    def begin_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Progress:
         options = _torch.ReduceOptions()
         options.reduceOp = _op(op)
         options.rootRank = root
         # gloo leaves intermediate sums in the tensors of the other ranks.
-        return self._collective(self._backend.reduce([flat if root == self._rank else flat.clone()], options))
+        return self._collective(self._backend.reduce([flat if root == self.rank else flat.clone()], options))
 
-    def _begin_broadcast(self, flat: Tensor, root: int) -> Progress:
+    def begin_broadcast(self, flat: Tensor, root: int) -> Progress:
         options = _torch.BroadcastOptions()
         options.rootRank = root
         return self._collective(self._backend.broadcast([flat], options))
 
-    def _begin_all_gather(self, into: Tensor, given: Tensor) -> Progress:
+    def begin_all_gather(self, into: Tensor, given: Tensor) -> Progress:
         return self._collective(self._backend._allgather_base(into, given))
 
-    def _begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress:
+    def begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress:
         options = _torch.GatherOptions()
         options.rootRank = root
         return self._collective(self._backend.gather([] if into is None else [self._cut(into)], [given], options))
 
-    def _begin_scatter(self, into: Tensor, given: Tensor | None, root: int) -> Progress:
+    def begin_scatter(self, into: Tensor, given: Tensor | None, root: int) -> Progress:
         options = _torch.ScatterOptions()
         options.rootRank = root
         return self._collective(self._backend.scatter([into], [] if given is None else [self._cut(given)], options))
 
-    def _begin_reduce_scatter(self, into: Tensor, given: Tensor, op: ReduceOp) -> Progress:
+    def begin_reduce_scatter(self, into: Tensor, given: Tensor, op: ReduceOp) -> Progress:
         options = _torch.ReduceScatterOptions()
         options.reduceOp = _op(op)
         return self._collective(self._backend._reduce_scatter_base(into, given, options))
 
-    def _begin_all_to_all(self, into: Tensor, given: Tensor, gets: list[int], gives: list[int]) -> Progress:
+    def begin_all_to_all(self, into: Tensor, given: Tensor, gets: list[int], gives: list[int]) -> Progress:
         return self._collective(self._backend.alltoall_base(into, given, gets, gives))
 
-    def _begin_barrier(self) -> Progress:
+    def begin_barrier(self) -> Progress:
         options = _torch.BarrierOptions()
         if self.device == "cuda":
             options.device = torch.device("cuda", torch.cuda.current_device())
         return self._collective(self._backend.barrier(options))
 
-    def _begin_send(self, given: Tensor, to: int, tag: int) -> Progress:
+    def begin_send(self, given: Tensor, to: int, tag: int) -> Progress:
         return self._message(self._backend.send([given], to, tag), to)
 
-    def _begin_recv(self, into: Tensor, source: int, tag: int) -> Progress:
+    def begin_recv(self, into: Tensor, source: int, tag: int) -> Progress:
         if source >= 0:
             return self._message(self._backend.recv([into], source, tag), source)
         if self.device == "cuda":
-            raise UsageError(f"recv on group '{self._group_name}': nccl receives from a given rank only, not from any")
+            raise UsageError(f"recv on group '{self.group_name}': nccl receives from a given rank only, not from any")
         return self._message(self._backend.recv_anysource([into], tag), source)
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class C10dEngine(FlatEngine):
             self._presence.close()
 
     def _cut(self, flat: Tensor) -> list[Tensor]:
-        size = len(self._members)
+        size = len(self.members)
         return list(torch.split(flat, flat.numel() // size)) if flat.numel() else [flat] * size
 
     def _collective(self, handle: Any) -> Progress:
@@ -181,7 +181,7 @@ class C10dEngine(FlatEngine):
             ) from error
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise TimeoutError(
-                f"{here}: a rank did not call within {self._timeout_s:g} s, or another rank gave up after that time. "
+                f"{here}: a rank did not call within {self.timeout_s:g} s, or another rank gave up after that time. "
                 f"{self.name} does not say which, and the group cannot be used any more.\n  {self.name}: {text}\n"
                 "  A longer timeout is given by init_process_group(timeout=...)"
             ) from error
@@ -191,7 +191,7 @@ class C10dEngine(FlatEngine):
         pending = [work for work in tuple(self._pending) if not work.done()]
         if pending:
             # A receive that times out ends everything that is pending, here and on the other ranks.
-            other = 1 if self._rank == 0 else 0
+            other = 1 if self.rank == 0 else 0
             nothing = [torch.empty(0, dtype=torch.uint8)]
             with contextlib.suppress(RuntimeError):  # the time is up
                 while True:  # a message of that tag may have come

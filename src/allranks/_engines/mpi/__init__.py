@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from allranks._engines.spec import EngineSpec
+from allranks._engines.spec import INTERFACE, EngineSpec
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine
@@ -38,6 +38,7 @@ def _join(rank: int, world_size: int, timeout_s: float) -> Meeting:
 MPI = EngineSpec(
     "mpi",
     _make,
+    INTERFACE,
     available=_available,
     missing="needs mpi4py. Install it with an MPI: pip install 'allranks[mpi]', or mpi4py beside the MPI that is here",
     meets_by=_join,

@@ -146,7 +146,7 @@ class MpiEngine(FlatEngine):
         except self.mpi.Exception as error:
             self.explain(error, verb)
         except BaseException:  # Ctrl-C
-            self._give_up(self._adopted(verb, nbytes, number, request, (tensor, pieces)))
+            self.give_up(self._adopted(verb, nbytes, number, request, (tensor, pieces)))
             raise
         self._wait(self._adopted(verb, nbytes, number, request, (tensor, pieces)))
         return True
@@ -162,7 +162,7 @@ class MpiEngine(FlatEngine):
 
     def _plain_call(self, verb: str, tensor: Any, pieces: Any, op: object, root: Any) -> tuple[Any, ...] | None:
         """What MPI is to be called with, where nothing is out of the ordinary."""
-        comm, size = self._comm, len(self._members)
+        comm, size = self._comm, len(self.members)
         if verb == "barrier":
             return (comm.Ibarrier,)
         if not _ordinary(tensor):
@@ -185,37 +185,37 @@ class MpiEngine(FlatEngine):
 
     # --- calls of MPI ---
 
-    def _reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
+    def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
         return reduces(dtype, op)
 
-    def _begin_all_reduce(self, flat: Tensor, op: ReduceOp) -> Progress:
+    def begin_all_reduce(self, flat: Tensor, op: ReduceOp) -> Progress:
         into, _, then = self._reducible(flat, flat, op)
         calls = [(self._comm.Iallreduce, self.mpi.IN_PLACE, part, self._op(op)) for part in self._parts(into)]
         return self._collective(calls, into, then)
 
-    def _begin_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Progress:
-        given, _, then = self._reducible(flat, flat if root == self._rank else None, op)
-        at_root = (self.mpi.IN_PLACE,) if root == self._rank else ()
-        after = () if root == self._rank else (None,)
+    def begin_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Progress:
+        given, _, then = self._reducible(flat, flat if root == self.rank else None, op)
+        at_root = (self.mpi.IN_PLACE,) if root == self.rank else ()
+        after = () if root == self.rank else (None,)
         calls = [(self._comm.Ireduce, *at_root, part, *after, self._op(op), root) for part in self._parts(given)]
         return self._collective(calls, given, then)
 
-    def _begin_broadcast(self, flat: Tensor, root: int) -> Progress:
+    def begin_broadcast(self, flat: Tensor, root: int) -> Progress:
         return self._collective([(self._comm.Ibcast, self._span(flat), root)])
 
-    def _begin_all_gather(self, into: Tensor, given: Tensor) -> Progress:
+    def begin_all_gather(self, into: Tensor, given: Tensor) -> Progress:
         given = given.clone() if _overlap(into, given) else given
         return self._collective([(self._comm.Iallgather, self._span(given), self._span(into, given.numel()))], given)
 
-    def _begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress:
+    def begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress:
         gets = None if into is None else self._span(into, given.numel())
         return self._collective([(self._comm.Igather, self._span(given), gets, root)])
 
-    def _begin_scatter(self, into: Tensor, given: Tensor | None, root: int) -> Progress:
+    def begin_scatter(self, into: Tensor, given: Tensor | None, root: int) -> Progress:
         gives = None if given is None else self._span(given, into.numel())
         return self._collective([(self._comm.Iscatter, gives, self._span(into), root)])
 
-    def _begin_reduce_scatter(self, into: Tensor, given: Tensor, op: ReduceOp) -> Progress:
+    def begin_reduce_scatter(self, into: Tensor, given: Tensor, op: ReduceOp) -> Progress:
         given = given.clone() if _overlap(into, given) else given
         gives, gets, then = self._reducible(given, into, op)
         assert gets is not None
@@ -226,10 +226,10 @@ class MpiEngine(FlatEngine):
         calls = []
         for root, piece in enumerate(torch.split(gives, count)):
             for part, kept in zip(self._parts(piece), self._parts(gets), strict=True):
-                calls.append((self._comm.Ireduce, part, kept if root == self._rank else None, on, root))
+                calls.append((self._comm.Ireduce, part, kept if root == self.rank else None, on, root))
         return self._collective(calls, (gives, gets), then)
 
-    def _begin_all_to_all(self, into: Tensor, given: Tensor, gets: list[int], gives: list[int]) -> Progress:
+    def begin_all_to_all(self, into: Tensor, given: Tensor, gets: list[int], gives: list[int]) -> Progress:
         if max(into.numel(), given.numel()) <= _MOST:
             gets_from, gives_to = (
                 [self._span(flat)[0], (sizes, [end - size for size, end in zip(sizes, accumulate(sizes), strict=True)])]
@@ -238,22 +238,22 @@ class MpiEngine(FlatEngine):
             byte = self.mpi.BYTE
             return self._collective([(self._comm.Ialltoallv, [*gives_to, byte], [*gets_from, byte])])
         arriving, leaving = torch.split(into, gets), torch.split(given, gives)
-        arriving[self._rank].copy_(leaving[self._rank])
+        arriving[self.rank].copy_(leaving[self.rank])
         calls: list[tuple[Any, ...]] = []
-        for peer in range(len(self._members)):
-            if peer != self._rank:
+        for peer in range(len(self.members)):
+            if peer != self.rank:
                 calls.append((self._comm.Irecv, self._span(arriving[peer]), peer, self._collective_tag))
                 calls.append((self._comm.Isend, self._span(leaving[peer]), peer, self._collective_tag))
         return self._collective(calls)
 
-    def _begin_barrier(self) -> Progress:
+    def begin_barrier(self) -> Progress:
         return self._collective([(self._comm.Ibarrier,)])
 
-    def _begin_send(self, given: Tensor, to: int, tag: int) -> Progress:
+    def begin_send(self, given: Tensor, to: int, tag: int) -> Progress:
         self._check_tag(tag, "send")
         return self._message((self._comm.Isend, self._span(given), to, tag), to, -1)
 
-    def _begin_recv(self, into: Tensor, source: int, tag: int) -> Progress:
+    def begin_recv(self, into: Tensor, source: int, tag: int) -> Progress:
         self._check_tag(tag, "recv")
         peer = self.mpi.ANY_SOURCE if source < 0 else source
         return self._message((self._comm.Irecv, self._span(into), peer, tag), source, into.numel())
@@ -282,14 +282,14 @@ class MpiEngine(FlatEngine):
 
     def _check_usable(self) -> None:
         if self.closed:
-            raise AllranksError(f"group '{self._group_name}' has been destroyed")
+            raise AllranksError(f"group '{self.group_name}' has been destroyed")
         if self._lost:
-            raise AllranksError(f"group '{self._group_name}' cannot be used any more: {self._lost}")
+            raise AllranksError(f"group '{self.group_name}' cannot be used any more: {self._lost}")
 
     def _check_tag(self, tag: int, verb: str) -> None:
         if tag > self.highest_tag:
             raise UsageError(
-                f"{verb} on group '{self._group_name}': tag={tag}, but this MPI takes tags up to {self.highest_tag}"
+                f"{verb} on group '{self.group_name}': tag={tag}, but this MPI takes tags up to {self.highest_tag}"
             )
 
     # --- what MPI takes ---
@@ -300,7 +300,7 @@ class MpiEngine(FlatEngine):
         """What MPI reduces and writes in place of the tensors, and what brings the result to ``into``."""
         if _as_is(given.dtype, op):
             return given, into, None
-        average = len(self._members) if op is ReduceOp.AVG else 1
+        average = len(self.members) if op is ReduceOp.AVG else 1
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             gives = _keys(given, op)
         elif given.dtype in _SUMMED_IN:
@@ -356,7 +356,7 @@ class MpiEngine(FlatEngine):
             progress.noticed = progress.noticed or time.monotonic()
             if time.monotonic() - progress.noticed >= _GRACE_S:
                 raise _Gone(gone)
-        if waited_s >= self._timeout_s:
+        if waited_s >= self.timeout_s:
             raise _Late
 
     def _gone(self, progress: _Requests) -> dict[int, str]:
@@ -368,7 +368,7 @@ class MpiEngine(FlatEngine):
             # Who has begun this call and left has done its part: MPI ends a call on a rank when it can.
             return {rank: fate for rank, fate in gone.items() if left.get(rank, -1) < progress.call}
         if progress.peer < 0:
-            return gone if len(gone) == len(self._members) - 1 else {}
+            return gone if len(gone) == len(self.members) - 1 else {}
         return {rank: fate for rank, fate in gone.items() if rank == progress.peer}
 
     def explain(self, error: BaseException, verb: str) -> NoReturn:
@@ -380,7 +380,7 @@ class MpiEngine(FlatEngine):
                 raise PeerLostError(f"{here}: {said}.", next(iter(error.ranks))) from None
             case _Late():
                 raise TimeoutError(
-                    f"{here}: another rank did not call within {self._timeout_s:g} s. MPI does not say which"
+                    f"{here}: another rank did not call within {self.timeout_s:g} s. MPI does not say which"
                     f"{', and the group cannot be used any more' if self._lost else ''}.\n"
                     "  A longer timeout is given by init_process_group(timeout=...)"
                 ) from None
@@ -397,12 +397,12 @@ class MpiEngine(FlatEngine):
                 ) from error
         raise AllranksError(f"{here}: MPI: {error}") from error
 
-    def _leave_running(self, work: FlatWork) -> None:
+    def leave_running(self, work: FlatWork) -> None:
         assert isinstance(work.progress, _Requests)
         if self._threads and not work.progress.done():
             _mover.add(work.progress)
 
-    def _give_up(self, work: FlatWork) -> None:
+    def give_up(self, work: FlatWork) -> None:
         if not _cancelled(work):
             self._lost = self._lost or f"{work.verb} was left before its end"
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from allranks._engines.spec import EngineSpec
+from allranks._engines.spec import INTERFACE, EngineSpec
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine
@@ -28,5 +28,5 @@ def _make_tcp(setup: GroupSetup) -> Engine:
     return TcpEngine(*setup)
 
 
-NATIVE = EngineSpec("native", _make_native)
-TCP = EngineSpec("tcp", _make_tcp)
+NATIVE = EngineSpec("native", _make_native, INTERFACE)
+TCP = EngineSpec("tcp", _make_tcp, INTERFACE)

@@ -1,0 +1,267 @@
+"""Collectives of an engine that can only exchange bytes between ranks: all that a new transport has to bring.
+
+A reduction sends the operands as they are to whoever needs the result, and each of those combines them in the order of
+the ranks. That is right for every op and gives the same bits on every rank. An engine that has something better for a
+verb overrides that ``begin_...`` method.
+
+Cost: an all_reduce of n bytes sends (P - 1) n bytes per rank, where a ring sends 2 (P - 1) / P n.
+"""
+
+from __future__ import annotations
+
+import abc
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from allranks._base.errors import AllranksError, TimeoutError
+from allranks._call.types import ReduceOp
+from allranks._engines.flat import ON_BITS, ON_BOOLS, ON_NUMBERS, FlatEngine, FlatWork, Progress, as_bytes
+
+if TYPE_CHECKING:
+    from allranks._engines.spec import GroupSetup
+
+__all__ = ["BytesEngine", "Pending"]
+
+_HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (torch.float32, torch.float64, *_HALVES)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+_COMPLEX = (torch.complex64, torch.complex128)
+
+Pieces = Sequence[Tensor | None]
+
+
+class Pending(Progress):
+    """A call whose end is reported by another thread, which calls ``finish`` or ``fail``."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._source = -1
+        self._error: BaseException | None = None
+
+    def finish(self, source: int = -1) -> None:
+        """The call has ended well.
+
+        Args:
+            source: of a message that was received: the sender.
+        """
+        self._source = source
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The call has ended with an error, which its caller gets."""
+        self._error = error
+        self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        if not self._ended.wait(seconds):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def source(self) -> int:
+        return self._source
+
+
+class BytesEngine(FlatEngine):
+    """An engine that exchanges bytes in the memory of the host; tensors of other devices are copied there and back.
+
+    A subclass implements ``exchange``, ``send_bytes``, ``receive_bytes``, ``close`` and ``abandon``. Tensors that it
+    gets are flat, contiguous and of bytes. It may use them until the call's Progress has ended.
+    """
+
+    on_host = True
+
+    def __init__(self, name: str, setup: GroupSetup) -> None:
+        super().__init__(name, setup.rank, setup.members, setup.group_name, setup.timeout_s)
+        self._lost = ""  # why the group cannot be used any more
+
+    # --- what an engine implements ---
+
+    @abc.abstractmethod
+    def exchange(self, gives: Pieces, gets: Pieces) -> Progress:
+        """Begins to send ``gives[r]`` to each rank r, and to receive ``gets[r]`` from it. Called by all ranks in the
+        same order. None: nothing goes that way, as both sides know. For this rank itself both are None.
+        """
+
+    @abc.abstractmethod
+    def send_bytes(self, given: Tensor, to: int, tag: int) -> Progress:
+        """Begins to send a message."""
+
+    @abc.abstractmethod
+    def receive_bytes(self, into: Tensor, source: int, tag: int) -> Progress:
+        """Begins to receive a message of that tag, from a rank or, where ``source`` is negative, from any."""
+
+    # --- what it gets ---
+
+    def reduces(self, dtype: torch.dtype, op: ReduceOp) -> bool:
+        if dtype in _COMPLEX:
+            return op in (ReduceOp.SUM, ReduceOp.AVG)
+        if dtype is torch.bool:
+            return op in ON_BOOLS
+        if dtype in _INTEGERS:
+            return op in (*ON_NUMBERS, *ON_BITS, ReduceOp.AVG)
+        return dtype in _FLOATS and op in (*ON_NUMBERS, ReduceOp.AVG)
+
+    def begin_all_reduce(self, flat: Tensor, op: ReduceOp) -> Progress:
+        return self._reduced([flat] * self._size, flat, flat, op)
+
+    def begin_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Progress:
+        gives: list[Tensor | None] = [None] * self._size
+        gives[root] = flat
+        return self._reduced(gives, flat, flat if root == self.rank else None, op)
+
+    def begin_reduce_scatter(self, into: Tensor, given: Tensor, op: ReduceOp) -> Progress:
+        pieces = self._cut(given)
+        return self._reduced(pieces, pieces[self.rank], into, op)
+
+    def begin_broadcast(self, flat: Tensor, root: int) -> Progress:
+        if root == self.rank:
+            return self._exchanged([flat] * self._size, [None] * self._size)
+        return self._exchanged([None] * self._size, self._only(root, flat))
+
+    def begin_all_gather(self, into: Tensor, given: Tensor) -> Progress:
+        return self._exchanged([given] * self._size, self._cut(into), given)
+
+    def begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress:
+        if into is not None:
+            return self._exchanged([None] * self._size, self._cut(into), given)
+        return self._exchanged(self._only(root, given), [None] * self._size)
+
+    def begin_scatter(self, into: Tensor, given: Tensor | None, root: int) -> Progress:
+        if given is None:
+            return self._exchanged([None] * self._size, self._only(root, into))
+        pieces = self._cut(given)
+        return self._exchanged(pieces, self._only(root, into), pieces[root])
+
+    def begin_all_to_all(self, into: Tensor, given: Tensor, gets: list[int], gives: list[int]) -> Progress:
+        pieces = torch.split(given, gives)
+        return self._exchanged(pieces, torch.split(into, gets), pieces[self.rank])
+
+    def begin_barrier(self) -> Progress:
+        return self._exchanged([torch.zeros(1, dtype=torch.uint8)] * self._size, self._cut(self._room(1)))
+
+    def begin_send(self, given: Tensor, to: int, tag: int) -> Progress:
+        self._check_usable()
+        return _Limited(self, self.send_bytes(given, to, tag))
+
+    def begin_recv(self, into: Tensor, source: int, tag: int) -> Progress:
+        self._check_usable()
+        return _Limited(self, self.receive_bytes(into, source, tag))
+
+    def explain(self, error: BaseException, verb: str) -> NoReturn:
+        if isinstance(error, _Late):
+            raise TimeoutError(
+                f"{self.here(verb)}: another rank did not call within {self.timeout_s:g} s"
+                f"{', and the group cannot be used any more' if self._lost else ''}.\n"
+                "  A longer timeout is given by init_process_group(timeout=...)"
+            ) from None
+        super().explain(error, verb)
+
+    def give_up(self, work: FlatWork) -> None:
+        if work.verb not in ("send", "recv"):
+            self._lost = self._lost or f"{work.verb} was left before its end"
+
+    @property
+    def _size(self) -> int:
+        return len(self.members)
+
+    def _cut(self, flat: Tensor) -> list[Tensor]:
+        return list(flat.view(self._size, -1).unbind()) if flat.numel() else [flat] * self._size
+
+    def _only(self, rank: int, piece: Tensor) -> list[Tensor | None]:
+        return [piece if other == rank else None for other in range(self._size)]
+
+    def _room(self, nbytes: int) -> Tensor:
+        return torch.zeros(self._size * nbytes, dtype=torch.uint8, device="cpu")
+
+    def _check_usable(self) -> None:
+        if self._lost:
+            raise AllranksError(f"group '{self.group_name}' cannot be used any more: {self._lost}")
+
+    def _exchanged(
+        self, gives: Pieces, gets: Pieces, own: Tensor | None = None, then: Callable[[], object] | None = None
+    ) -> Progress:
+        """Exchanges pieces. Where this rank gets one from itself, that is ``own``."""
+        self._check_usable()
+        mine = gets[self.rank]
+        if mine is not None and own is not None and mine.data_ptr() != own.data_ptr():
+            mine.copy_(own)
+        others = [
+            [None if rank == self.rank or piece is None else as_bytes(piece) for rank, piece in enumerate(pieces)]
+            for pieces in (gives, gets)
+        ]
+        return _Limited(self, self.exchange(*others), then)
+
+    def _reduced(self, gives: Pieces, own: Tensor, into: Tensor | None, op: ReduceOp) -> Progress:
+        """Sends operands; where ``into`` is given receives those of all ranks, and writes what they make together."""
+        if into is None:
+            return self._exchanged(gives, [None] * self._size)
+        rows, result = own.new_empty(self._size, own.numel()), into
+        return self._exchanged(gives, rows.unbind(), own, lambda: result.copy_(_combined(rows, op)))
+
+
+class _Late(RuntimeError):
+    """The group's timeout is over."""
+
+
+class _Limited(Progress):
+    """A call with the group's timeout, and with what is done on this rank when the bytes are there."""
+
+    def __init__(self, engine: BytesEngine, call: Progress, then: Callable[[], object] | None = None) -> None:
+        self._engine = engine
+        self._call = call
+        self._then = then
+        self._lock = threading.Lock()
+        self._waited_s = 0.0
+
+    def done(self) -> bool:
+        return self._call.done()
+
+    def wait(self, seconds: float) -> bool:
+        began = time.monotonic()
+        if not self._call.wait(seconds):
+            self._waited_s += time.monotonic() - began
+            if self._waited_s >= self._engine.timeout_s:
+                raise _Late
+            return False
+        with self._lock:  # of several threads that wait, one combines
+            then, self._then = self._then, None
+            if then is not None:
+                then()
+        return True
+
+    def source(self) -> int:
+        return self._call.source()
+
+
+def _combined(rows: Tensor, op: ReduceOp) -> Tensor:
+    """What the rows make together, in their order; halves are computed in float32 and rounded once."""
+    total = rows[0].to(torch.float32 if rows.dtype in _HALVES else rows.dtype, copy=True)
+    for row in rows[1:]:
+        match op:
+            case ReduceOp.SUM | ReduceOp.AVG:
+                total.add_(row)
+            case ReduceOp.PRODUCT:
+                total.mul_(row)
+            case ReduceOp.MIN:
+                total = torch.minimum(total, row.to(total.dtype))
+            case ReduceOp.MAX:
+                total = torch.maximum(total, row.to(total.dtype))
+            case ReduceOp.BAND:
+                total.bitwise_and_(row)
+            case ReduceOp.BOR:
+                total.bitwise_or_(row)
+            case ReduceOp.BXOR:
+                total.bitwise_xor_(row)
+            case _:
+                raise AssertionError(op)  # `reduces` has refused it
+    return total.div_(len(rows)) if op is ReduceOp.AVG else total

@@ -1,0 +1,137 @@
+"""Engines of installed packages: which are refused, in which words, and that they keep no other from working."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from own_engine import brought
+
+import allranks as dist
+from allranks._engines import registry
+from allranks.tools.doctor import software
+
+SPEC = "from allranks.engines import EngineSpec\nENGINE = EngineSpec({name!r}, make=None, interface={interface})\n"
+
+
+def spec(name: str = "mine", interface: int = 1) -> str:
+    return SPEC.format(name=name, interface=interface)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_loaded", {})
+    return tmp_path
+
+
+WRONG = {
+    "too new": (
+        "early", spec(interface=7), "mine = early:ENGINE",
+        r"backend 'mine': early 1.0 is made for version 7 of the engine interface; this allranks \(0\.1\.0\) takes "
+        r"version 1\.\n  Install a newer allranks, or an older early",
+    ),
+    "too old": (
+        "late", spec(interface=0), "mine = late:ENGINE",
+        r"late 1.0 is made for version 0 .* takes version 1\.\n  Install a newer late, or an older allranks",
+    ),
+    "cannot be imported": (
+        "broken", "import nothing_like_it\n", "mine = broken:ENGINE",
+        r"broken 1.0 cannot be loaded \(broken:ENGINE\): ModuleNotFoundError: No module named 'nothing_like_it'\.\n  "
+        r"Install a release of it for this allranks \(0\.1\.0, engine interface version 1\), or uninstall it",
+    ),
+    "names nothing": ("empty", "", "mine = empty:ENGINE", r"empty 1.0 cannot be loaded .*AttributeError"),
+    "names something else": (
+        "other", "ENGINE = 5\n", "mine = other:ENGINE", r"other 1.0 names other:ENGINE, which is a int\. Expected"
+    ),
+    "has another name": (
+        "twofold", spec("yours"), "mine = twofold:ENGINE", r"twofold 1.0 names .* name is 'yours'\. Expected 'mine'"
+    ),
+    "cannot say": (
+        "unsure", spec().replace("interface", "available=lambda: 1 / 0, interface"), "mine = unsure:ENGINE",
+        r"unsure 1.0 cannot say whether it is available: ZeroDivisionError",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "text", "point", "error"), WRONG.values(), ids=WRONG)
+def test_a_wrong_package_is_named(site: Path, module: str, text: str, point: str, error: str) -> None:
+    brought(site, module, text, point)
+    with pytest.raises(dist.ConfigError, match=error):
+        dist.init_process_group("mine")
+    assert not dist.is_backend_available("mine")
+    assert dist.is_backend_available("native")
+    finding = software.engines()
+    assert finding.verdict == "warn"
+    assert "native, tcp" in finding.measured
+    assert f"{module} 1.0" in finding.advice
+
+
+def test_own_names_stay_allranks_own(site: Path) -> None:
+    brought(site, "clash", spec("native"), "native = clash:ENGINE", "allranks = clash:ENGINE")
+    assert registry.find("native") is registry.BUILT_IN["native"]
+    finding = software.engines()
+    assert "backend 'native': clash 1.0 brings an engine of this name, which is allranks' own" in finding.advice
+    assert "backend 'allranks': clash 1.0 brings" in finding.advice
+
+
+def test_two_packages_with_one_name(site: Path) -> None:
+    for module in ("one", "two"):
+        brought(site, module, spec(), f"mine = {module}:ENGINE")
+    with pytest.raises(dist.ConfigError, match=r"(one 1.0 and two|two 1.0 and one) 1.0 bring an engine of this name"):
+        dist.init_process_group("mine")
+
+
+def test_a_name_that_no_backend_can_have(site: Path) -> None:
+    brought(site, "odd", spec("My-Engine"), "My-Engine = odd:ENGINE")
+    with pytest.raises(
+        dist.ConfigError, match=r"odd 1.0 brings an engine whose name is wrong\. Expected small letters"
+    ):
+        dist.init_process_group("My-Engine")
+
+
+def test_an_engine_that_is_not_here(site: Path) -> None:
+    text = spec().replace("interface", "available=lambda: False, missing='needs a wire', interface")
+    brought(site, "wired", text, "mine = wired:ENGINE")
+    with pytest.raises(dist.ConfigError, match=r"backend 'mine' needs a wire\.\n  Give backend='native'"):
+        dist.init_process_group("mine")
+    finding = software.engines()
+    assert finding.verdict == "ok"
+    assert "mine" in finding.measured.partition("not here: ")[2]
+
+
+def test_the_doctor_lists_it(site: Path) -> None:
+    brought(site, "good", spec(), "mine = good:ENGINE", version="2.5")
+    assert "mine (good 2.5)" in software.engines().measured
+
+
+def test_unknown_names_show_what_is_installed(site: Path) -> None:
+    brought(site, "good", spec(), "mine = good:ENGINE")
+    with pytest.raises(dist.ConfigError, match=r"unknown backend 'nine': expected 'native', .*'nccl', 'mine'"):
+        dist.init_process_group("nine")
+
+
+def test_own_engines_ask_for_no_entry_points(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never() -> None:
+        raise AssertionError("entry points were read")
+
+    monkeypatch.setattr(registry, "_entry_points", never)
+    dist.init_process_group("native")
+    dist.new_group(backend="gloo")
+    dist.destroy_process_group()
+    assert registry.is_known("nccl")
+    assert registry.is_known("allranks")
+
+
+def test_engines_are_listed_without_torch() -> None:
+    program = (
+        "import json, sys\n"
+        "from allranks._engines import registry\n"
+        "from allranks.engines import EngineSpec\n"
+        "print(json.dumps([registry.names(), 'torch' in sys.modules]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    names, torch = json.loads(done.stdout)
+    assert names[:5] == ["native", "tcp", "gloo", "mpi", "nccl"]
+    assert not torch
