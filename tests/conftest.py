@@ -20,7 +20,7 @@ testing._PRELOADED += ["pytest", "torch._dynamo"]
 # The files of `make quick` and of `pytest -m quick`: they start no ranks, or few, and end within a second or two.
 QUICK = {
     "conformance": ("bad_input", "signatures"),
-    "engines": ("by_device", "doors", "reception"),
+    "engines": ("by_device", "doors", "reception", "registry"),
     "house": ("api", "decisions", "differences", "engines", "errors", "exports", "host", "sites", "variables"),
     "launch": (
         "hostlist", "launch_blame", "launch_collapse", "launch_layout", "launch_options", "launch_outlet",

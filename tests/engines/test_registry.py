@@ -3,13 +3,17 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from own_engine import brought
 
 import allranks as dist
-from allranks._engines import registry
+from allranks._engines import check_backend, engines_of, make_engine, meetings, moves, registry
+from allranks._engines.spec import RECORD_BYTES
+from allranks.engines import EngineSpec, GroupSetup
 from allranks.tools.doctor import software
 
 SPEC = "from allranks.engines import EngineSpec\nENGINE = EngineSpec({name!r}, make=None, interface={interface})\n"
@@ -135,3 +139,44 @@ def test_engines_are_listed_without_torch() -> None:
     names, torch = json.loads(done.stdout)
     assert names[:5] == ["native", "tcp", "gloo", "mpi", "nccl"]
     assert not torch
+
+
+def make(monkeypatch: pytest.MonkeyPatch, calls: Sequence[bytes], size: int) -> tuple[list[bytes], list[list[bytes]]]:
+    """Makes an engine that exchanges these records: what other ranks get to see of it, and what it gets."""
+    seen: list[bytes] = []
+    got: list[list[bytes]] = []
+
+    def exchange(record: bytes) -> list[bytes]:
+        seen.append(record)
+        return [record] * size
+
+    def connect(setup: GroupSetup) -> Any:
+        got.extend(setup.exchange(record) for record in calls)
+        return object()
+
+    monkeypatch.setitem(registry._loaded, "mine", EngineSpec("mine", connect, 1, devices=("cpu", "cuda")))
+    make_engine("mine", 0, [object()] * size, exchange, "some", 1.0)
+    return seen, got
+
+
+def test_an_engine_exchanges_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it does: ranks that are not in the group take part in one exchange for each engine."""
+    full = b"me".ljust(RECORD_BYTES, b"\0")
+    assert make(monkeypatch, [b"me"], 2) == ([full], [[full, full]])
+    assert make(monkeypatch, [], 2) == ([bytes(RECORD_BYTES)], [])
+    assert make(monkeypatch, [b"me"], 1) == ([], [[full]])
+    with pytest.raises(dist.ConfigError, match="the mine engine calls the exchange of a group twice"):
+        make(monkeypatch, [b"me", b"me"], 2)
+    with pytest.raises(dist.ConfigError, match=r"the mine engine exchanges a record of 27 bytes\. Expected"):
+        make(monkeypatch, [bytes(27)], 2)
+
+
+def test_an_engine_of_several_devices_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    make(monkeypatch, [], 2)
+    assert check_backend("mine") == "mine"
+    assert engines_of("mine") == {"cpu": "mine", "cuda": "mine"}
+    assert meetings("mine") == 1
+    assert moves("mine", "cuda")
+    assert not moves("mine", "xpu")
+    with pytest.raises(dist.ConfigError, match="'xpu:mine' is wrong there"):
+        check_backend("xpu:mine")

@@ -53,7 +53,7 @@ class Backend(str):
     The names are torch's and ours; ``is_backend_available`` says which of them this version has.
 
     Attributes:
-        backend_list: all names.
+        backend_list: the names of allranks' engines, and torch's others.
         default_device_backend_map: the engine by device type.
         backend_capability: the device types by engine; of the native one, which moves any, the usual ones.
     """
@@ -68,7 +68,7 @@ class Backend(str):
     UCC = "ucc"
     MPI = "mpi"
 
-    backend_list = (UNDEFINED, NATIVE, TCP, GLOO, NCCL, XCCL, UCC, MPI)
+    backend_list = (UNDEFINED, *registry.BUILT_IN, XCCL, UCC)
     default_device_backend_map: ClassVar[dict[str, str]] = _engines.engines_of(DEFAULT_BACKEND)
     backend_capability: ClassVar[dict[str, list[str]]] = {
         name: list(spec.devices or ("cpu", "cuda")) for name, spec in registry.BUILT_IN.items()

@@ -126,6 +126,7 @@ def init_process_group(
         backend: the engine that moves tensors: ``"native"``, shared memory between the ranks of a host and TCP between
             hosts, where tensors of GPUs are copied to and from the host; ``"tcp"``, the same without shared memory;
             ``"gloo"`` and ``"nccl"``, those inside torch; ``"mpi"``, MPI by mpi4py, in a job that mpirun has started;
+            one that an installed package brings (docs/extending.md);
             or one by type of device, as in ``"cpu:gloo,cuda:nccl"``. None means ``"cpu:native,cuda:nccl"``. Of several,
             those whose device or library is not here are left out. docs/engines.md says what each can do. Where none is
             named, ALLRANKS_BACKEND (``allranks run --backend``) is taken if it is set.
