@@ -1,19 +1,9 @@
 #include "base/completions.h"
 
-#include <atomic>
 #include <chrono>
 #include <utility>
 
 namespace allranks {
-
-namespace {
-
-std::atomic<Completions*>& current() {
-  static std::atomic<Completions*> instance = new Completions;  // never deleted: threads may end after static objects
-  return instance;
-}
-
-}  // namespace
 
 void Completions::add(uint64_t ticket) {
   {
@@ -33,9 +23,5 @@ std::vector<uint64_t> Completions::take(int64_t timeout_ns) {
   }
   return std::exchange(tickets_, {});
 }
-
-Completions& completions() { return *current(); }
-
-void renew_completions() { current() = new Completions; }
 
 }  // namespace allranks

@@ -20,8 +20,4 @@ class Completions {
   std::vector<uint64_t> tickets_;
 };
 
-Completions& completions();  // the process'
-// In a forked child: it begins with none. The parent's, whose lock may be held, stays as it is.
-void renew_completions();
-
 }  // namespace allranks

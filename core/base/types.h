@@ -1,7 +1,7 @@
-// The words that every room of the core shares: element types, reduce ops, verbs, a buffer.
+// What every room of the core shares: element types, reduce ops, verbs, a buffer, a call's fingerprint.
 //
-// The numbers of the enums travel between processes in a call's fingerprint and are the
-// numbers that the Python side passes; both read them from here through bind.cc.
+// The numbers of the enums travel between processes in the fingerprint, and Python passes them. It gets them from
+// core/python/bind_types.cc.
 #pragma once
 
 #include <cstddef>

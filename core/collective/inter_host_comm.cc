@@ -403,62 +403,66 @@ InterHostComm::Bytes InterHostComm::compare_sizes(LocalComm::Call& call, const O
   return along;
 }
 
-// Where all sizes of all ranks are too many: the leaders exchange those between their hosts, every rank compares what
-// is sent to it, and a second exchange shows what each has found.
-// Cost: two exchanges, and between each two hosts the product of their ranks in numbers.
-void InterHostComm::compare_sizes_of_many(LocalComm::Call& call, const Operation& operation) {
-  exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
-  std::vector<uint64_t> row(operation.in_bytes.begin(), operation.in_bytes.end());
-  std::vector<uint64_t> column(ranks());  // what each rank sends to this one
+// Given what this rank sends to each, returns what each rank sends to this one: by way of the leaders.
+std::vector<uint64_t> InterHostComm::transpose_sizes(LocalComm::Call& call, const std::vector<size_t>& sizes) {
+  std::vector<uint64_t> row(sizes.begin(), sizes.end());
+  std::vector<uint64_t> column(ranks());
   const size_t line = ranks() * sizeof(uint64_t);
   const Buffer gives{row.data(), line, DType::u8};
   const Buffer gets{column.data(), line, DType::u8};
   if (place() != 0) {
     algorithms::gather(local_comm_, next(call), gives, {}, 0);
     algorithms::scatter(local_comm_, next(call), {}, gets, 0);
-  } else {
-    const auto here_ranks = local_ranks().size();
-    std::vector<std::vector<uint64_t>> rows(here_ranks, std::vector<uint64_t>(ranks()));
-    auto columns = rows;  // by rank here
-    const auto pieces = [](auto& lines) {
-      Pieces all;
-      for (auto& l : lines) all.push_back(reinterpret_cast<std::byte*>(l.data()));
-      return all;
-    };
-    if (local_comm_.size() == 1) {
-      rows[0] = row;
-    } else {
-      algorithms::gather(local_comm_, next(call), gives, pieces(rows), 0);
+    return column;
+  }
+  if (local_comm_.size() == 1) return transpose_between_leaders(call, {std::move(row)})[0];
+  Table rows(local_ranks().size(), std::vector<uint64_t>(ranks()));
+  const auto pieces = [](Table& lines) {
+    Pieces all;
+    for (auto& l : lines) all.push_back(reinterpret_cast<std::byte*>(l.data()));
+    return all;
+  };
+  algorithms::gather(local_comm_, next(call), gives, pieces(rows), 0);
+  Table columns = transpose_between_leaders(call, rows);
+  algorithms::scatter(local_comm_, next(call), pieces(columns), gets, 0);
+  return column;
+}
+
+// Given what each rank of this host sends to each, returns, for each rank of this host, what each sends to it.
+InterHostComm::Table InterHostComm::transpose_between_leaders(LocalComm::Call& call, const Table& rows) {
+  const auto count = static_cast<size_t>(hosts_.count());
+  Table out(count);
+  Table in(count);
+  for (int h = 0; h < hosts_.count(); h++) {
+    const auto i = static_cast<size_t>(h);
+    for (const auto& theirs : rows) {
+      for (const int r : hosts_.on(h)) out[i].push_back(theirs[static_cast<size_t>(r)]);
     }
-    const auto count = static_cast<size_t>(hosts_.count());
-    std::vector<std::vector<uint64_t>> out(count);
-    std::vector<std::vector<uint64_t>> in(count);
-    for (int h = 0; h < hosts_.count(); h++) {
-      const auto i = static_cast<size_t>(h);
-      for (const auto& theirs : rows) {
-        for (const int r : hosts_.on(h)) out[i].push_back(theirs[static_cast<size_t>(r)]);
-      }
-      in[i].resize(hosts_.on(h).size() * here_ranks);
-      if (h == here()) {
-        in[i] = out[i];
-        continue;
-      }
-      net_.send(hosts_.leader(h), out[i].data(), out[i].size() * sizeof(uint64_t));
-      net_.receive(hosts_.leader(h), in[i].data(), in[i].size() * sizeof(uint64_t));
+    in[i].resize(hosts_.on(h).size() * rows.size());
+    if (h == here()) {
+      in[i] = out[i];
+      continue;
     }
-    flush(call);
-    for (int r = 0; r < hosts_.ranks(); r++) {
-      const auto& from = in[static_cast<size_t>(hosts_.of(r))];
-      for (size_t p = 0; p < here_ranks; p++) {
-        columns[p][static_cast<size_t>(r)] = from[static_cast<size_t>(hosts_.place(r)) * here_ranks + p];
-      }
-    }
-    if (local_comm_.size() == 1) {
-      column = columns[0];
-    } else {
-      algorithms::scatter(local_comm_, next(call), pieces(columns), gets, 0);
+    net_.send(hosts_.leader(h), out[i].data(), out[i].size() * sizeof(uint64_t));
+    net_.receive(hosts_.leader(h), in[i].data(), in[i].size() * sizeof(uint64_t));
+  }
+  flush(call);
+  Table columns(rows.size(), std::vector<uint64_t>(ranks()));
+  for (int r = 0; r < hosts_.ranks(); r++) {
+    const auto& from = in[static_cast<size_t>(hosts_.of(r))];
+    for (size_t p = 0; p < rows.size(); p++) {
+      columns[p][static_cast<size_t>(r)] = from[static_cast<size_t>(hosts_.place(r)) * rows.size() + p];
     }
   }
+  return columns;
+}
+
+// Where all sizes of all ranks are too many: the leaders exchange those between their hosts, every rank compares what
+// is sent to it, and a second exchange shows what each has found.
+// Cost: two exchanges, and between each two hosts the product of their ranks in numbers.
+void InterHostComm::compare_sizes_of_many(LocalComm::Call& call, const Operation& operation) {
+  exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  const std::vector<uint64_t> column = transpose_sizes(call, operation.in_bytes);
   // From whom, how much, and what was expected; from nobody: as many as there are ranks.
   std::array<uint64_t, 3> found{ranks(), 0, 0};
   for (size_t from = ranks(); from-- > 0;) {

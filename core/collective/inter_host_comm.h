@@ -72,6 +72,9 @@ class InterHostComm {
   // that sends little sends it along. Returns, by rank, where what it sends to this one lies; nullptr: it is still to
   // come.
   Bytes compare_sizes(LocalComm::Call& call, const Operation& operation);
+  using Table = std::vector<std::vector<uint64_t>>;  // a row per rank of this host, or per host
+  std::vector<uint64_t> transpose_sizes(LocalComm::Call& call, const std::vector<size_t>& sizes);
+  Table transpose_between_leaders(LocalComm::Call& call, const Table& rows);
   void compare_sizes_of_many(LocalComm::Call& call, const Operation& operation);
   [[noreturn]] void refuse_sizes(LocalComm::Call& call, int from, int to, uint64_t sent, uint64_t expected);
 

@@ -62,8 +62,9 @@ struct Request {
     done.store(true);  // seq_cst: either this or watch() sees the other's store
     tell();
   }
-  // Adds the ticket (not 0) to completions() when the request has ended, once.
-  void watch(uint64_t ticket) {
+  // Adds the ticket (not 0) to `completions` when the request has ended, once.
+  void watch(uint64_t ticket, Completions& completions) {
+    completions_ = &completions;  // published by the ticket
     ticket_.store(ticket);
     if (done.load()) tell();
   }
@@ -71,10 +72,11 @@ struct Request {
  private:
   void tell() {
     if (ticket_.load() == 0) return;
-    if (const uint64_t ticket = ticket_.exchange(0)) completions().add(ticket);
+    if (const uint64_t ticket = ticket_.exchange(0)) completions_->add(ticket);
   }
 
   std::atomic<uint64_t> ticket_ = 0;
+  Completions* completions_ = nullptr;
 };
 
 // One side of a message: a send or a recv.

@@ -10,21 +10,22 @@
 #include <vector>
 
 #include "python/binding.h"
+#include "python/caller.h"
+#include "python/state.h"
 
 namespace nb = nanobind;
 using namespace allranks;  // NOLINT: this file is the seam
 
-namespace {
-
-// What Python tells once; it lives as long as the module.
-struct Python {
+// What Python gives once for handles, their places and the dispatcher. It lives as long as the module.
+struct allranks::Handles {
   PyObject *handle, *place, *make, *here, *dispatch;         // classes and functions
   PyObject *true_mark, *false_mark, *int_mark, *float_mark;  // what stands in a key for such a value
   PyObject *ref, *sig, *at, *off, *looks, *calls, *call, *target, *lazy, *brief, *build;  // names of attributes
   PyObject* one;
   std::vector<PyTypeObject*> plain;  // of values that are in a key as they are
 };
-Python* python = nullptr;
+
+namespace {
 
 // What is known of an operator.
 struct Operator {
@@ -34,7 +35,13 @@ struct Operator {
   uint64_t number_positions;  // a bit for each
   bool floats_matter;
 };
-std::unordered_map<PyObject*, Operator>* operators = nullptr;
+}  // namespace
+
+struct allranks::Operators {
+  std::unordered_map<PyObject*, Operator> known;
+};
+
+namespace {
 
 nb::object attribute(PyObject* object, PyObject* name) {
   PyObject* found = PyObject_GetAttr(object, name);
@@ -77,10 +84,10 @@ struct Scan {
   // False: the value is unusual.
   bool take(PyObject* value, bool is_number) {
     PyTypeObject* type = Py_TYPE(value);
-    if (reinterpret_cast<PyObject*>(type) == python->handle) {
-      key.add(attribute(value, python->sig));
-      refs.add(attribute(value, python->ref));
-      if (!place.is_valid()) place = attribute(value, python->at);
+    if (reinterpret_cast<PyObject*>(type) == state.handles->handle) {
+      key.add(attribute(value, state.handles->sig));
+      refs.add(attribute(value, state.handles->ref));
+      if (!place.is_valid()) place = attribute(value, state.handles->at);
     } else if (value == Py_None) {
       key.add(value);
     } else if (type == &PyLong_Type) {
@@ -90,19 +97,19 @@ struct Scan {
         int beyond = 0;
         const int64_t number = PyLong_AsLongLongAndOverflow(value, &beyond);
         if (beyond != 0) return false;
-        key.add(python->int_mark);
+        key.add(state.handles->int_mark);
         append(number);
       }
     } else if (type == &PyFloat_Type) {
       if (about.floats_matter) return false;
-      key.add(python->float_mark);
+      key.add(state.handles->float_mark);
       append(PyFloat_AsDouble(value));
     } else if (type == &PyBool_Type) {
-      key.add(value == Py_True ? python->true_mark : python->false_mark);
+      key.add(value == Py_True ? state.handles->true_mark : state.handles->false_mark);
     } else if (type == &PyList_Type || type == &PyTuple_Type) {
       return take_all(value, is_number);
     } else {
-      for (PyTypeObject* each : python->plain) {
+      for (PyTypeObject* each : state.handles->plain) {
         if (type != each) continue;
         key.add(value);
         return true;
@@ -135,23 +142,23 @@ struct Scan {
 nb::object make_handle(nb::handle place, nb::handle sig, nb::handle ref, nb::handle offset) {
   // What `_make_wrapper_subclass` takes, by position, which costs it less than names. Looks are all of it but the
   // class, the offset and the device.
-  const nb::object looks = attribute(sig.ptr(), python->looks);
-  const nb::object lazy = attribute(place.ptr(), python->lazy);
+  const nb::object looks = attribute(sig.ptr(), state.handles->looks);
+  const nb::object lazy = attribute(place.ptr(), state.handles->lazy);
   const Py_ssize_t count = PyTuple_Size(looks.ptr()) + 3;
   const nb::object given = nb::steal(PyTuple_New(count));
   if (!given.is_valid()) throw nb::python_error();
   for (Py_ssize_t at = 0, look = 0; at < count; at++) {
-    PyObject* each = at == 0   ? python->handle
+    PyObject* each = at == 0   ? state.handles->handle
                      : at == 3 ? offset.ptr()
                      : at == 7 ? lazy.ptr()
                                : PyTuple_GetItem(looks.ptr(), look++);
     PyTuple_SetItem(given.ptr(), at, Py_NewRef(each));
   }
-  nb::object made = nb::steal(PyObject_Call(python->make, given.ptr(), nullptr));
-  if (!made.is_valid() || PyObject_SetAttr(made.ptr(), python->ref, ref.ptr()) != 0 ||
-      PyObject_SetAttr(made.ptr(), python->sig, sig.ptr()) != 0 ||
-      PyObject_SetAttr(made.ptr(), python->at, place.ptr()) != 0 ||
-      PyObject_SetAttr(made.ptr(), python->off, offset.ptr()) != 0) {
+  nb::object made = nb::steal(PyObject_Call(state.handles->make, given.ptr(), nullptr));
+  if (!made.is_valid() || PyObject_SetAttr(made.ptr(), state.handles->ref, ref.ptr()) != 0 ||
+      PyObject_SetAttr(made.ptr(), state.handles->sig, sig.ptr()) != 0 ||
+      PyObject_SetAttr(made.ptr(), state.handles->at, place.ptr()) != 0 ||
+      PyObject_SetAttr(made.ptr(), state.handles->off, offset.ptr()) != 0) {
     throw nb::python_error();
   }
   return made;
@@ -173,8 +180,8 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
     }
   }
   PyObject* place = scan.place.ptr();
-  if (place == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(place)) != python->place) return {};
-  const nb::object calls = attribute(place, python->calls);
+  if (place == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(place)) != state.handles->place) return {};
+  const nb::object calls = attribute(place, state.handles->calls);
   if (!PyDict_CheckExact(calls.ptr())) return {};  // of a lost worker
   const nb::object key = scan.key.tuple();
   const nb::object known = nb::borrow(PyDict_GetItemWithError(calls.ptr(), key.ptr()));
@@ -182,19 +189,19 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     return {};
   }
-  const nb::object brief = attribute(known.ptr(), python->brief);
+  const nb::object brief = attribute(known.ptr(), state.handles->brief);
   if (brief.is_none()) return {};
   const auto told = [&](Py_ssize_t i) { return PyTuple_GetItem(brief.ptr(), i); };  // number, outputs, result, shift
 
-  const nb::object line = nb::steal(PyObject_CallFunctionObjArgs(python->here, python->one, nullptr));
+  const nb::object line = nb::steal(PyObject_CallFunctionObjArgs(state.handles->here, state.handles->one, nullptr));
   if (!line.is_valid()) throw nb::python_error();
   nb::object values = nb::none();
   if (!scan.values.empty()) {
     values = nb::steal(PyBytes_FromStringAndSize(scan.values.data(), static_cast<Py_ssize_t>(scan.values.size())));
   }
   const nb::object refs = scan.refs.tuple();
-  const nb::object target = attribute(place, python->target);
-  const nb::object call = attribute(place, python->call);
+  const nb::object target = attribute(place, state.handles->target);
+  const nb::object call = attribute(place, state.handles->call);
   const nb::object made = nb::steal(PyObject_CallFunctionObjArgs(call.ptr(), target.ptr(), line.ptr(), told(0),
                                                                  refs.ptr(), told(1), values.ptr(), nullptr));
   if (!made.is_valid()) {
@@ -210,7 +217,7 @@ nb::object queue(const Operator& about, PyObject* args, PyObject* kwargs) {
     return nb::borrow(PyTuple_GetItem(args, PyLong_AsSsize_t(result)));
   }
   if (!is_argument && result != Py_True) return make_handle(place, result, made, told(3));
-  const nb::object build = attribute(known.ptr(), python->build);
+  const nb::object build = attribute(known.ptr(), state.handles->build);
   const nb::object by_name = kwargs != Py_None ? nb::borrow(kwargs) : nb::steal(PyDict_New());
   nb::object built =
       nb::steal(PyObject_CallFunctionObjArgs(build.ptr(), place, made.ptr(), args, by_name.ptr(), nullptr));
@@ -233,13 +240,14 @@ void leave_out_frames() {
 // As `RemoteTensor.__torch_dispatch__`.
 nb::object dispatch(nb::handle op, nb::handle types, nb::handle args, nb::handle kwargs) {
   (void)types;
-  const auto found = operators->find(op.ptr());
-  if (found != operators->end() && PyTuple_CheckExact(args.ptr())) {
+  auto& operators = state.operators->known;
+  const auto found = operators.find(op.ptr());
+  if (found != operators.end() && PyTuple_CheckExact(args.ptr())) {
     const Operator& about = found->second;  // stays where it is, whatever is added meanwhile
     nb::object done = queue(about, args.ptr(), kwargs.ptr());
     if (done.is_valid()) return done;
   }
-  PyObject* done = PyObject_CallFunctionObjArgs(python->dispatch, op.ptr(), args.ptr(), kwargs.ptr(), nullptr);
+  PyObject* done = PyObject_CallFunctionObjArgs(state.handles->dispatch, op.ptr(), args.ptr(), kwargs.ptr(), nullptr);
   if (done == nullptr) {
     leave_out_frames();
     throw nb::python_error();
@@ -250,14 +258,14 @@ nb::object dispatch(nb::handle op, nb::handle types, nb::handle args, nb::handle
 }  // namespace
 
 void allranks::bind_calls(nb::module_& m) {
-  operators = new std::unordered_map<PyObject*, Operator>;  // lives as long as the module
+  state.operators = new Operators;
   m.def(
       "set_handles",
       [](nb::handle handle, nb::handle place, nb::handle make, nb::handle here, nb::handle dispatch, nb::tuple marks,
          const nb::list& plain) {
         const auto kept = [](nb::handle object) { return Py_NewRef(object.ptr()); };
         const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
-        auto* told = new Python{
+        auto* given = new Handles{
             .handle = kept(handle),
             .place = kept(place),
             .make = kept(make),
@@ -281,8 +289,8 @@ void allranks::bind_calls(nb::module_& m) {
             .one = PyLong_FromLong(1),
             .plain = {},
         };
-        for (const nb::handle type : plain) told->plain.push_back(reinterpret_cast<PyTypeObject*>(kept(type)));
-        python = told;  // of what was told before somebody may be in the middle
+        for (const nb::handle type : plain) given->plain.push_back(reinterpret_cast<PyTypeObject*>(kept(type)));
+        state.handles = given;  // a thread may still be using the ones before
       },
       nb::arg("handle"), nb::arg("place"), nb::arg("make"), nb::arg("here"), nb::arg("dispatch"), nb::arg("marks"),
       nb::arg("plain"), "The classes, functions and marks of allranks.remote.tensor.");
@@ -295,11 +303,12 @@ void allranks::bind_calls(nb::module_& m) {
           if (at >= 64) return;  // no operator of torch's has as many
           if (at >= 0) positions |= uint64_t{1} << at;
         }
-        (*operators)[op.ptr()] = {nb::borrow(op), nb::borrow(facts), nb::borrow(numbers), positions, floats_matter};
+        state.operators->known[op.ptr()] = {nb::borrow(op), nb::borrow(facts), nb::borrow(numbers), positions,
+                                            floats_matter};
       },
       nb::arg("op"), nb::arg("facts"), nb::arg("numbers"), nb::arg("floats_matter"),
       "From now on its calls need no Python, where they are known.");
-  m.def("forget_operators", [] { operators->clear(); }, "All that `know_operator` was told.");
+  m.def("forget_operators", [] { state.operators->known.clear(); }, "All that `know_operator` was told.");
   m.def("dispatch", dispatch, nb::arg("op"), nb::arg("types"), nb::arg("args") = nb::tuple(),
         nb::arg("kwargs").none() = nb::none(), "As `RemoteTensor.__torch_dispatch__`.");
   m.def("make_handle", make_handle, nb::arg("place"), nb::arg("sig"), nb::arg("ref"), nb::arg("offset"),

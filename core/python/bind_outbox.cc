@@ -19,6 +19,8 @@
 #include <vector>
 
 #include "python/binding.h"
+#include "python/caller.h"
+#include "python/state.h"
 #include "remote/inbox.h"
 #include "remote/outbox.h"
 
@@ -28,17 +30,16 @@ using namespace allranks;  // NOLINT: this file is the seam
 namespace {
 
 // What Python does while a caller waits for room: it hears the workers' answers, or both would wait for ever.
-PyObject* while_waiting = nullptr;
 
 class WaitingCaller final : public GilCaller {
  public:
   bool interrupted() override {
     if (GilCaller::interrupted()) return true;
-    if (while_waiting == nullptr) return false;
+    if (state.while_waiting == nullptr) return false;
     acquire();
     waited_++;
     try {
-      nb::borrow(while_waiting)(0.1 * waited_);
+      nb::borrow(state.while_waiting)(0.1 * waited_);
     } catch (nb::python_error& error) {
       error.restore();  // as the exception of a signal handler: it is raised where the call ends
       check_process();
@@ -62,14 +63,12 @@ struct Ref {
   int target;
 };
 
-PyTypeObject* ref_type = nullptr;  // lives as long as the module
-
-bool is_ref(PyObject* object) { return Py_TYPE(object) == ref_type; }
+bool is_ref(PyObject* object) { return Py_TYPE(object) == state.ref_type; }
 Ref* as_ref(PyObject* object) { return reinterpret_cast<Ref*>(object); }
 
 // Without an id, so that all that can fail is done before anything is queued.
 nb::object blank_ref() {
-  Ref* self = PyObject_New(Ref, ref_type);
+  Ref* self = PyObject_New(Ref, state.ref_type);
   if (self == nullptr) throw nb::python_error();
   self->weak = self->keeps = nullptr;
   return nb::steal(reinterpret_cast<PyObject*>(self));
@@ -123,8 +122,8 @@ void make_ref_type() {
                    .itemsize = 0,
                    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
                    .slots = slots.data()};
-  ref_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
-  if (ref_type == nullptr) throw nb::python_error();
+  state.ref_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  if (state.ref_type == nullptr) throw nb::python_error();
 }
 
 std::span<const std::byte> view(nb::handle object) {
@@ -223,30 +222,7 @@ nb::object view_as(nb::handle ref, int target) {
   return blank;
 }
 
-}  // namespace
-
-void allranks::bind_outbox(nb::module_& m) {
-  m.def(
-      "while_waiting",
-      [](nb::object function) {
-        PyObject* before = std::exchange(while_waiting, function.is_none() ? nullptr : function.release().ptr());
-        Py_XDECREF(before);
-      },
-      nb::arg("function").none(),
-      "Called with the seconds, ten times in each, while a caller waits for room; what it raises is raised.");
-  m.def(
-      "receive",
-      [](int fd, nb::bytearray buffer, size_t at, bool echoes) {
-        if (at >= buffer.size()) throw std::invalid_argument("there is no room in the buffer");
-        std::byte* room = static_cast<std::byte*>(buffer.data()) + at;
-        GilCaller caller;
-        return receive(fd, {room, buffer.size() - at}, echoes, caller);
-      },
-      nb::arg("fd"), nb::arg("buffer"), nb::arg("at"), nb::arg("echoes"),
-      "Waits for bytes, and puts them into the buffer: how many; 0 at the end. See core/remote/inbox.h.");
-  make_ref_type();
-  m.attr("Ref") = nb::borrow(reinterpret_cast<PyObject*>(ref_type));
-
+void bind_class(nb::module_& m) {
   nb::class_<Outbox>(m, "Outbox", "Frames for many workers, sent by a thread of its own: see core/remote/outbox.h.")
       .def(nb::new_([](double delay_us, size_t chunk_bytes, size_t limit_bytes) {
              return sys::make_owned<Outbox>(static_cast<int64_t>(delay_us * 1e3), chunk_bytes, limit_bytes);
@@ -289,4 +265,30 @@ void allranks::bind_outbox(nb::module_& m) {
             outbox.close();
           },
           "Ends the thread and drops what is pending.");
+}
+
+}  // namespace
+
+void allranks::bind_outbox(nb::module_& m) {
+  m.def(
+      "while_waiting",
+      [](nb::object function) {
+        PyObject* before = std::exchange(state.while_waiting, function.is_none() ? nullptr : function.release().ptr());
+        Py_XDECREF(before);
+      },
+      nb::arg("function").none(),
+      "Called with the seconds, ten times in each, while a caller waits for room; what it raises is raised.");
+  m.def(
+      "receive",
+      [](int fd, nb::bytearray buffer, size_t at, bool echoes) {
+        if (at >= buffer.size()) throw std::invalid_argument("there is no room in the buffer");
+        std::byte* room = static_cast<std::byte*>(buffer.data()) + at;
+        GilCaller caller;
+        return receive(fd, {room, buffer.size() - at}, echoes, caller);
+      },
+      nb::arg("fd"), nb::arg("buffer"), nb::arg("at"), nb::arg("echoes"),
+      "Waits for bytes, and puts them into the buffer: how many; 0 at the end. See core/remote/inbox.h.");
+  make_ref_type();
+  m.attr("Ref") = nb::borrow(reinterpret_cast<PyObject*>(state.ref_type));
+  bind_class(m);
 }

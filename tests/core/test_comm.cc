@@ -173,22 +173,23 @@ TEST_PLACED(watched_requests_are_told_of_once, 2) {
   constexpr int kCalls = 50;
   std::atomic<uint64_t> tickets = 1;
   std::multiset<uint64_t> told;
+  Completions completions;
   Ranks ranks(hosts, small_sizes());
   ranks.each([&](Comm& comm) {
     std::vector<std::vector<float>> operands(kCalls, operand(comm.rank(), 100));
     std::vector<std::shared_ptr<Request>> requests;
     for (auto& v : operands) {
       requests.push_back(comm.start(all_reduce(v)));
-      if (requests.size() % 2 == 0) requests.back()->watch(tickets++);
+      if (requests.size() % 2 == 0) requests.back()->watch(tickets++, completions);
     }
     Caller caller;
     for (auto& request : requests) comm.wait(request, caller, -1);
-    for (size_t i = 0; i < requests.size(); i += 2) requests[i]->watch(tickets++);  // which have ended
+    for (size_t i = 0; i < requests.size(); i += 2) requests[i]->watch(tickets++, completions);  // which have ended
   });
   while (told.size() < 2 * kCalls) {
-    for (const uint64_t ticket : completions().take(-1)) told.insert(ticket);
+    for (const uint64_t ticket : completions.take(-1)) told.insert(ticket);
   }
-  CHECK(completions().take(0).empty());
+  CHECK(completions.take(0).empty());
   for (uint64_t ticket = 1; ticket < tickets; ticket++) CHECK(told.count(ticket) == 1);
 }
 

@@ -1,4 +1,4 @@
-"""The rooms of the core: each includes only itself and rooms below it, and only core/python knows Python.
+"""The rooms of the core: each includes only itself and rooms below it, and only core/python knows Python and has state.
 
 The order is the one in which the core can be read. A room that would have to include one that is not below it shows
 that something stands in the wrong file.
@@ -66,3 +66,20 @@ def test_no_include_circle() -> None:
 
     for name in includes:
         visit(name, ())
+
+
+# A variable of a namespace, or of a function for all its calls, that is not constant.
+GLOBAL = re.compile(
+    r"^(?!.*\b(?:const|constexpr|using|return|class|struct|namespace|extern|friend)\b)"
+    r"(?:[A-Za-z][\w:<>, *&]*\s[*&]?\w+(?:::\w+)*(?:\s*=[^=].*|\{.*\})?;"
+    r"|\s+static\s[\w:<>, *&]+\s[*&]?\w+(?:\s*=.*|\{.*\}?);?)",
+    re.MULTILINE,
+)
+
+
+def test_mutable_globals_stand_in_two_files() -> None:
+    found = {str(path.relative_to(CORE)): [match[0] for match in GLOBAL.finditer(path.read_text())] for path in FILES}
+    found = {name: lines for name, lines in found.items() if lines}
+    # What a fork needs, and what Python gives to the module. CPython reads and keeps the tables of a type's members.
+    assert set(found) == {"base/forks.cc", "python/state.h", "python/bind_outbox.cc"}, found
+    assert all("PyMemberDef" in line or "PyGetSetDef" in line for line in found["python/bind_outbox.cc"]), found

@@ -36,6 +36,62 @@ class Head {
   size_t ranks_;
 };
 
+struct Compared {
+  bool all_fit = true;  // every rank's data follows its head
+  size_t largest = 0;   // of what goes from one rank to another
+};
+
+// Throws a mismatch, on every rank, unless every rank expects what it is sent.
+template <class HeadOf>
+Compared compare_sizes(LocalComm& comm, LocalComm::Call& call, HeadOf&& head) {
+  const auto ranks = static_cast<size_t>(comm.size());
+  Compared found;
+  for (size_t from = 0; from < ranks; from++) {
+    found.all_fit = found.all_fit && head(from).complete() == 1;
+    for (size_t to = 0; to < ranks; to++) {
+      const uint64_t sent = head(from).sends(to);
+      const uint64_t expected = head(to).expects(from);
+      if (sent != expected) {
+        Failure failure = call.about;
+        failure.kind = Kind::mismatch;
+        failure.peer = static_cast<int>(from);
+        Error error(failure);
+        error.text = "rank " + std::to_string(from) + " sends " + std::to_string(sent) + " bytes to rank " +
+                     std::to_string(to) + ", which expects " + std::to_string(expected);
+        error.sites = comm.exchange_notes(call);
+        throw error;
+      }
+      if (from != to) found.largest = std::max(found.largest, static_cast<size_t>(sent));
+    }
+  }
+  return found;
+}
+
+// Through pieces of the rings that are cut into one cell per rank, until the largest part is through.
+void exchange_in_cells(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const std::vector<size_t>& in_bytes,
+                       const Pieces& outs, const std::vector<size_t>& out_bytes, size_t largest) {
+  const auto ranks = static_cast<size_t>(comm.size());
+  const auto me = static_cast<size_t>(comm.rank());
+  const size_t piece = piece_of(comm, largest * ranks);
+  const size_t cell = cell_bytes(piece, comm.size());
+  const size_t steps = steps_for(largest, cell);
+  const auto ring = comm.take(piece, steps);
+  const auto bytes = [&](size_t whole, size_t s) { return whole > s * cell ? std::min(cell, whole - s * cell) : 0; };
+  pipeline(
+      comm, call, steps,
+      [&](size_t s) {
+        for (size_t r = 0; r < ranks; r++) {
+          if (r != me) comm.copier().copy(ring.at(comm.rank(), s) + r * cell, ins[r] + s * cell, bytes(in_bytes[r], s));
+        }
+      },
+      [&](size_t s) {
+        for (size_t r = 0; r < ranks; r++) {
+          if (r == me) continue;
+          move_bytes(outs[r] + s * cell, ring.at(static_cast<int>(r), s) + me * cell, bytes(out_bytes[r], s));
+        }
+      });
+}
+
 }  // namespace
 
 void all_to_all(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const std::vector<size_t>& in_bytes,
@@ -63,32 +119,13 @@ void all_to_all(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const
   const std::byte* whole = contiguous(ins, [&](size_t r) { return in_bytes[r]; });
   const size_t total = std::accumulate(in_bytes.begin(), in_bytes.end(), size_t{0});
   // Whether what comes from others overwrites what they read here.
-  bool spoilt = false;
-  for (size_t r = 0; r < ranks; r++) spoilt = spoilt || intersect(outs[r], out_bytes[r], whole, total);
-  const auto tensors = comm.arrive_at(call, spoilt ? nullptr : whole, total);
+  bool overwritten = false;
+  for (size_t r = 0; r < ranks; r++) overwritten = overwritten || intersect(outs[r], out_bytes[r], whole, total);
+  const auto tensors = comm.arrive_at(call, overwritten ? nullptr : whole, total);
 
-  bool all_fit = true;
-  size_t largest = 0;
-  for (size_t from = 0; from < ranks; from++) {
-    all_fit = all_fit && head(from).complete() == 1;
-    for (size_t to = 0; to < ranks; to++) {
-      const uint64_t sent = head(from).sends(to);
-      const uint64_t expected = head(to).expects(from);
-      if (sent != expected) {
-        Failure failure = call.about;
-        failure.kind = Kind::mismatch;
-        failure.peer = static_cast<int>(from);
-        Error error(failure);
-        error.text = "rank " + std::to_string(from) + " sends " + std::to_string(sent) + " bytes to rank " +
-                     std::to_string(to) + ", which expects " + std::to_string(expected);
-        error.sites = comm.exchange_notes(call);
-        throw error;
-      }
-      if (from != to) largest = std::max(largest, static_cast<size_t>(sent));
-    }
-  }
+  const Compared sizes = compare_sizes(comm, call, head);
   move_bytes(outs[me], ins[me], in_bytes[me]);
-  if (all_fit) {
+  if (sizes.all_fit) {
     for (size_t r = 0; r < ranks; r++) {
       if (r != me) move_bytes(outs[r], first.at(static_cast<int>(r)) + head(r).offset(me), out_bytes[r]);
     }
@@ -104,24 +141,7 @@ void all_to_all(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const
     comm.depart(call);
     return;
   }
-  const size_t piece = piece_of(comm, largest * ranks);
-  const size_t cell = cell_bytes(piece, comm.size());
-  const size_t steps = steps_for(largest, cell);
-  const auto ring = comm.take(piece, steps);
-  const auto bytes = [&](size_t whole, size_t s) { return whole > s * cell ? std::min(cell, whole - s * cell) : 0; };
-  pipeline(
-      comm, call, steps,
-      [&](size_t s) {
-        for (size_t r = 0; r < ranks; r++) {
-          if (r != me) comm.copier().copy(ring.at(comm.rank(), s) + r * cell, ins[r] + s * cell, bytes(in_bytes[r], s));
-        }
-      },
-      [&](size_t s) {
-        for (size_t r = 0; r < ranks; r++) {
-          if (r == me) continue;
-          move_bytes(outs[r] + s * cell, ring.at(static_cast<int>(r), s) + me * cell, bytes(out_bytes[r], s));
-        }
-      });
+  exchange_in_cells(comm, call, ins, in_bytes, outs, out_bytes, sizes.largest);
 }
 
 }  // namespace allranks::algorithms

@@ -1,0 +1,318 @@
+// A group: Comm and its requests. Addresses come in, and errors go out as facts (errors.h).
+#include <fcntl.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "group/comm.h"
+#include "python/binding.h"
+#include "python/caller.h"
+#include "python/errors.h"
+#include "python/now.h"
+#include "python/operations.h"
+#include "python/state.h"
+
+NB_MAKE_OPAQUE(allranks::Liveness)
+
+namespace nb = nanobind;
+
+namespace allranks {
+
+namespace {
+
+using MaybeRequest = std::shared_ptr<Request>;  // None where the call has blocked
+using Started = std::optional<std::string>;     // of an asynchronous call: where in the program it stands
+
+std::vector<sys::Fd> own(const std::vector<int>& fds) { return {fds.begin(), fds.end()}; }
+
+// Asks those who connect (native/tcp.py), whose thread reads this from a pipe.
+Net::Opener asking(int pipe, uint32_t number) {
+  auto own = std::make_shared<sys::Fd>(fcntl(pipe, F_DUPFD_CLOEXEC, 0));
+  if (own->get() < 0) throw Error(std::string("dup of a pipe: ") + std::strerror(errno));
+  return [own, number](int rank, Connection kind) {
+    const std::array<uint32_t, 3> wanted{number, static_cast<uint32_t>(rank), static_cast<uint32_t>(kind)};
+    if (write(own->get(), wanted.data(), sizeof wanted) != sizeof wanted) {
+      throw Error(std::string("cannot ask for a connection: ") + std::strerror(errno));
+    }
+  };
+}
+
+std::vector<std::byte*> pieces(const std::vector<Address>& addresses) {
+  std::vector<std::byte*> all;
+  for (const Address a : addresses) all.push_back(bytes(a));
+  return all;
+}
+
+MaybeRequest call(Comm& comm, Operation op, const Started& started) {
+  if (started) {
+    op.site = *started;
+    return comm.start(std::move(op));
+  }
+  PythonCaller caller;
+  comm.run(op, caller);
+  return nullptr;
+}
+
+MaybeRequest all_reduce(Comm& comm, Address data, size_t n, int dtype, Mark mark, int op, const Started& started) {
+  return call(comm, operation(Verb::all_reduce, buffer(data, n, dtype), mark, op), started);
+}
+
+MaybeRequest reduce(Comm& comm, Address data, size_t n, int dtype, Mark mark, int op, int root,
+                    const Started& started) {
+  return call(comm, operation(Verb::reduce, buffer(data, n, dtype), mark, op, root), started);
+}
+
+MaybeRequest broadcast(Comm& comm, Address data, size_t n, int dtype, Mark mark, int root, const Started& started) {
+  return call(comm, operation(Verb::broadcast, buffer(data, n, dtype), mark, 0, root), started);
+}
+
+MaybeRequest all_gather(Comm& comm, Address data, size_t n, int dtype, Mark mark, const std::vector<Address>& outs,
+                        const Started& started) {
+  Operation op = operation(Verb::all_gather, buffer(data, n, dtype), mark);
+  op.outs = pieces(outs);
+  return call(comm, std::move(op), started);
+}
+
+MaybeRequest gather(Comm& comm, Address data, size_t n, int dtype, Mark mark, const std::vector<Address>& outs,
+                    int root, const Started& started) {
+  Operation op = operation(Verb::gather, buffer(data, n, dtype), mark, 0, root);
+  op.outs = pieces(outs);
+  return call(comm, std::move(op), started);
+}
+
+MaybeRequest scatter(Comm& comm, Address data, size_t n, int dtype, Mark mark, const std::vector<Address>& ins,
+                     int root, const Started& started) {
+  Operation op = operation(Verb::scatter, buffer(data, n, dtype), mark, 0, root);
+  op.ins = pieces(ins);
+  return call(comm, std::move(op), started);
+}
+
+MaybeRequest reduce_scatter(Comm& comm, Address data, size_t n, int dtype, Mark mark, const std::vector<Address>& ins,
+                            int reduce_op, const Started& started) {
+  Operation op = operation(Verb::reduce_scatter, buffer(data, n, dtype), mark, reduce_op);
+  op.ins = pieces(ins);
+  return call(comm, std::move(op), started);
+}
+
+// The element counts may differ from rank to rank, so that they are no part of the fingerprint.
+MaybeRequest all_to_all(Comm& comm, int dtype, Mark mark, const std::vector<Address>& ins,
+                        const std::vector<size_t>& in_bytes, const std::vector<Address>& outs,
+                        const std::vector<size_t>& out_bytes, const Started& started) {
+  Operation op = operation(Verb::all_to_all, buffer(0, 0, dtype), mark);
+  op.ins = pieces(ins);
+  op.outs = pieces(outs);
+  op.in_bytes = in_bytes;
+  op.out_bytes = out_bytes;
+  for (const size_t given : {ins.size(), in_bytes.size(), outs.size(), out_bytes.size()}) {
+    if (given != static_cast<size_t>(comm.size())) throw Error("all_to_all: not one piece per rank");
+  }
+  return call(comm, std::move(op), started);
+}
+
+MaybeRequest barrier(Comm& comm, Mark mark, const Started& started) {
+  return call(comm, operation(Verb::barrier, {}, mark), started);
+}
+
+MaybeRequest send(Comm& comm, Address data, size_t n, int dtype, int to, int tag, bool async_op) {
+  PythonCaller caller;
+  if (async_op) return comm.start_send(buffer(data, n, dtype), to, tag, caller);
+  comm.send(buffer(data, n, dtype), to, tag, caller);
+  return nullptr;
+}
+
+void bind_making(nb::class_<Comm>& comm) {
+  comm.def(nb::new_([](int rank, const Sizes& sizes, const std::vector<int>& segments, const Liveness& liveness,
+                       double timeout_s, double spin_us, double spin_progress_us, size_t eager) {
+             auto shm = std::make_unique<Shm>(rank, sizes, Shm::map(sizes, own(segments)), liveness);
+             return sys::make_owned<Comm>(std::move(shm),
+                                          Settings{.timeout_s = timeout_s,
+                                                   .spin_ns = static_cast<int64_t>(spin_us * 1e3),
+                                                   .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3),
+                                                   .eager = eager});
+           }),
+           nb::arg("rank"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"), nb::arg("timeout_s"),
+           nb::arg("spin_us"), nb::arg("spin_progress_us"), nb::arg("eager"), "Takes over the descriptors.")
+      .def_static(
+          "across_hosts",
+          [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
+             const Liveness& liveness, const std::vector<int>& heartbeats, int asking_pipe, uint32_t number,
+             double timeout_s, double spin_us, double spin_progress_us, size_t eager) {
+            // Owned before anything can fail.
+            auto memories = own(segments);
+            auto signs = own(heartbeats);
+            const Hosts hosts(host_of);
+            auto shm = std::make_unique<Shm>(hosts.place(rank), sizes, Shm::map(sizes, memories), liveness,
+                                             hosts.on(hosts.of(rank)));
+            return sys::make_owned<Comm>(std::move(shm), rank, hosts, std::move(signs), asking(asking_pipe, number),
+                                         Settings{.timeout_s = timeout_s,
+                                                  .spin_ns = static_cast<int64_t>(spin_us * 1e3),
+                                                  .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3),
+                                                  .eager = eager});
+          },
+          nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
+          nb::arg("heartbeats"), nb::arg("asking_pipe"), nb::arg("number"), nb::arg("timeout_s"), nb::arg("spin_us"),
+          nb::arg("spin_progress_us"), nb::arg("eager"),
+          "Takes over the descriptors: of this host's ranks, and, of a host's first rank, by rank of the group those "
+          "of "
+          "`neighbours` (else -1). For other connections it writes the number, the rank and the kind into the pipe.");
+}
+
+void bind_connections(nb::class_<Comm>& comm) {
+  comm.def(
+          "adopt",
+          [](Comm& c, int rank, int kind, int fd, const std::string& greeting) {
+            c.adopt(rank, static_cast<Connection>(kind), sys::Fd(fd), greeting);
+          },
+          nb::arg("rank"), nb::arg("kind"), nb::arg("fd"), nb::arg("greeting"),
+          "Takes over a connection with a rank of another host, on which it first sends the greeting.")
+      .def(
+          "liveness",
+          [](Comm& c, const std::vector<int>& ranks) -> std::optional<Liveness> {
+            Liveness sockets = c.liveness(ranks);
+            return sockets.empty() ? std::nullopt : std::optional(std::move(sockets));
+          },
+          nb::arg("ranks"), nb::call_guard<nb::gil_scoped_release>(),
+          "The liveness sockets of these ranks. None where one is on another host, and where the group is closed.")
+      .def("give_up", &Comm::give_up, nb::arg("rank"),
+           "A rank of another host cannot be reached: the group has failed.");
+}
+
+void bind_collectives(nb::class_<Comm>& comm) {
+  comm.def("all_reduce", all_reduce)
+      .def("reduce", reduce)
+      .def("broadcast", broadcast)
+      .def("all_gather", all_gather)
+      .def("gather", gather)
+      .def("scatter", scatter)
+      .def("reduce_scatter", reduce_scatter)
+      .def("all_to_all", all_to_all)
+      .def("barrier", barrier)
+      .def(
+          "share",
+          [](Comm& c, uint64_t number, size_t bytes, const std::vector<int>& parts) {
+            const nb::gil_scoped_release release;
+            return c.share(number, bytes, own(parts));
+          },
+          "Takes over the descriptors.");
+}
+
+void bind_messages(nb::class_<Comm>& comm) {
+  comm.def("send", send)
+      .def("send_now", send_now, nb::arg().none(), nb::arg(), nb::arg())
+      .def("recv_now", recv_now, nb::arg().none(), nb::arg(), nb::arg())
+      .def("recv",
+           [](Comm& c, Address data, size_t n, int dtype, int from, int tag) {
+             PythonCaller caller;
+             return c.recv(buffer(data, n, dtype), from, tag, caller);
+           })
+      .def("start_recv", [](Comm& c, Address data, size_t n, int dtype, int from, int tag) {
+        PythonCaller caller;
+        return c.start_recv(buffer(data, n, dtype), from, tag, caller);
+      });
+}
+
+void bind_rest(nb::class_<Comm>& comm) {
+  comm.def("wait",
+           [](Comm& c, const std::shared_ptr<Request>& r, double timeout_s) {
+             PythonCaller caller;
+             c.wait(r, caller, timeout_s < 0 ? -1 : static_cast<int64_t>(timeout_s * 1e9));
+           })
+      .def("last_calls",
+           [](Comm& c) {
+             std::vector<std::pair<uint32_t, CallFacts>> calls;
+             for (const auto& [number, fingerprint] : c.last_calls()) calls.emplace_back(number, describe(fingerprint));
+             return calls;
+           })
+      .def("stats",
+           [](const Comm& c) {
+             const Stats s = c.stats();
+             return std::tuple(s.calls, s.bytes, s.seconds, s.shared);
+           })
+      .def("close", [](Comm& c) {
+        nb::gil_scoped_release release;
+        c.close();
+      });
+}
+
+void bind_completions(nb::module_& m) {
+  state.completions = new Completions;
+  m.def(
+      "take_completions",
+      [](double timeout_s) {
+        Completions& completions = *state.completions;
+        const nb::gil_scoped_release release;
+        return completions.take(timeout_s < 0 ? -1 : static_cast<int64_t>(timeout_s * 1e9));
+      },
+      nb::arg("timeout_s"),
+      "Waits so long (< 0: without limit) for watched requests to end. Returns the tickets of those that have.");
+  m.def(
+      "add_completion", [](uint64_t ticket) { state.completions->add(ticket); }, nb::arg("ticket"),
+      "Lets take_completions return it.");
+  // The parent's, whose lock may be held, stay as they are.
+  m.def("renew_completions", [] { state.completions = new Completions; }, "In a forked child: forgets the parent's.");
+}
+
+void bind_parts(nb::module_& m) {
+  nb::class_<SharedBlock>(m, "SharedBlock", "One part of memory per rank, mapped by all of them.")
+      .def_prop_ro("address", [](const SharedBlock& b) { return reinterpret_cast<Address>(b.mine()); });
+
+  nb::class_<Request>(m, "Request")
+      .def("done", [](const Request& r) { return r.done.load(std::memory_order_acquire); })
+      .def(
+          "watch", [](Request& r, uint64_t ticket) { r.watch(ticket, *state.completions); }, nb::arg("ticket"),
+          "take_completions() returns the ticket when it has ended.")
+      .def(
+          "source",
+          [](const Request& r) {
+            const auto* message = dynamic_cast<const Message*>(&r);
+            return message != nullptr ? message->peer.load() : -1;
+          },
+          "The rank that sent, of a recv that is done.");
+
+  nb::class_<Liveness>(m, "Liveness", "Sockets that end with the processes of a host's ranks; groups share them.")
+      .def(nb::new_([](const std::vector<int>& fds) {
+             Liveness sockets;
+             for (sys::Fd& fd : own(fds)) sockets.push_back(std::make_shared<const sys::Fd>(std::move(fd)));
+             return sockets;
+           }),
+           nb::arg("fds"), "Takes over the descriptors, by rank; -1 for this rank.");
+}
+
+}  // namespace
+
+void bind_comm(nb::module_& m) {
+  m.def(
+      "set_where",
+      [](const nb::object& function) {
+        PyObject* before = std::exchange(state.where, nb::object(function).release().ptr());
+        Py_XDECREF(before);
+      },
+      nb::arg("function"), "function(): where in the program the present call stands, for errors.");
+
+  bind_completions(m);
+  bind_parts(m);
+  nb::class_<Comm> comm(m, "Comm");
+  bind_making(comm);
+  bind_connections(comm);
+  bind_collectives(comm);
+  bind_messages(comm);
+  bind_rest(comm);
+}
+
+}  // namespace allranks

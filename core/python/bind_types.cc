@@ -1,0 +1,109 @@
+// Constants, sizes and memory: what Python needs of the core besides a group.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/sys.h"
+#include "channel/heartbeat.h"
+#include "channel/shm.h"
+#include "collective/reduce.h"
+#include "python/binding.h"
+#include "python/names.h"
+#include "python/operations.h"
+#include "python/state.h"
+
+namespace nb = nanobind;
+
+namespace allranks {
+
+namespace {
+
+void bind_names(nb::module_& m) {
+  nb::dict dtypes;
+  for (size_t i = 0; i < kDTypeNames.size(); i++) dtypes[kDTypeNames[i]] = i;
+  m.attr("DTYPES") = dtypes;
+  nb::dict ops;
+  for (size_t i = 0; i < kReduceOpNames.size(); i++) ops[kReduceOpNames[i]] = i;
+  m.attr("REDUCE_OPS") = ops;
+  m.attr("ISA") = kernel_isa();
+  nb::list purposes;
+  for (size_t i = 1; i < kPurposes.size(); i++) purposes.append(kPurposes[i]);
+  m.attr("PURPOSES") = nb::frozenset(purposes);
+}
+
+void bind_memory(nb::module_& m) {
+  nb::class_<Sizes>(m, "Sizes", "Bytes of the parts of a segment; all ranks must agree.")
+      .def(nb::init<>())
+      .def_rw("piece", &Sizes::piece)
+      .def_rw("ring", &Sizes::ring)
+      .def_rw("pipe", &Sizes::pipe)
+      .def_rw("ranks", &Sizes::ranks, "Of a group that spans hosts: how many it has.");
+
+  m.def(
+      "neighbours",
+      [](int rank, const std::vector<int>& host_of) {
+        const Hosts hosts(host_of);
+        std::vector<int> ranks;
+        if (hosts.place(rank) != 0) return ranks;
+        for (const int h : Heartbeat::neighbours(hosts.of(rank), hosts.count())) ranks.push_back(hosts.leader(h));
+        return ranks;
+      },
+      nb::arg("rank"), nb::arg("host_of"),
+      "The ranks of other hosts that a rank is connected with from the beginning.");
+
+  m.def(
+      "create_segment",
+      [](int rank, int size, const Sizes& sizes) { return Shm::create_segment(rank, size, sizes).release(); },
+      nb::arg("rank"), nb::arg("size"), nb::arg("sizes"), "A file descriptor of a new segment; the caller closes it.");
+
+  m.def(
+      "create_memory",
+      [](size_t bytes) {
+        const nb::gil_scoped_release release;
+        sys::Fd memory = sys::sealed_memory("allranks", bytes);
+        sys::allocate(memory, bytes);
+        return memory.release();
+      },
+      nb::arg("bytes"), "A file descriptor of new memory that other processes can map; the caller closes it.");
+}
+
+}  // namespace
+
+void bind_types(nb::module_& m) {
+  bind_names(m);
+  m.def(
+      "shape_hash", [](const std::vector<int64_t>& shape) { return shape_hash(shape.data(), shape.size()); },
+      nb::arg("shape"), "What ranks compare of a tensor's shape.");
+
+  m.def(
+      "reduces",
+      [](int dtype, int op) { return kernel_for(static_cast<DType>(dtype), static_cast<ReduceOp>(op)) != nullptr; },
+      nb::arg("dtype"), nb::arg("op"), "Whether all_reduce has a kernel for this pair.");
+
+  m.def(
+      "part_of",
+      [](const std::string& name) {
+        const auto found = std::find(kPurposes.begin(), kPurposes.end(), name);
+        if (found == kPurposes.end()) throw nb::value_error("part_of: this call has no number in Purpose");
+        const char* before = kPurposes.at(static_cast<size_t>(purpose));
+        purpose = static_cast<Purpose>(found - kPurposes.begin());
+        return before;
+      },
+      nb::arg("name"), "The call of the program that this thread's collectives are parts of; returns the one before.");
+  m.def(
+      "divide",
+      [](Address address, size_t count, int dtype, int parts) {
+        const void* sums[] = {bytes(address)};
+        kernel_for(static_cast<DType>(dtype), ReduceOp::avg)(bytes(address), sums, 1, count, parts);
+      },
+      nb::arg("address"), nb::arg("count"), nb::arg("dtype"), nb::arg("parts"),
+      nb::call_guard<nb::gil_scoped_release>(), "Makes sums the averages that all_reduce makes, in place.");
+  bind_memory(m);
+}
+
+}  // namespace allranks

@@ -1,0 +1,205 @@
+#include "python/now.h"
+
+#include <nanobind/stl/shared_ptr.h>
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "collective/algorithms/moves.h"
+#include "collective/reduce.h"
+#include "python/binding.h"
+#include "python/caller.h"
+#include "python/errors.h"
+#include "python/names.h"
+#include "python/operations.h"
+#include "python/state.h"
+
+namespace nb = nanobind;
+
+namespace allranks {
+
+namespace {
+
+// Whether a tensor overlaps no piece of its size, or lies exactly where one does.
+bool beside(const Buffer& tensor, const std::vector<std::byte*>& pieces) {
+  const size_t n = tensor.nbytes();
+  return std::all_of(pieces.begin(), pieces.end(), [&](const std::byte* piece) {
+    return piece == tensor.data || !algorithms::intersect(piece, n, tensor.bytes(), n);
+  });
+}
+
+// Whether pieces of `n` bytes share no memory.
+bool apart(const std::vector<std::byte*>& pieces, size_t n) {
+  const auto in_order = [n](const auto& all) {
+    const auto close = [n](const std::byte* a, const std::byte* b) { return b < a + n; };
+    return std::adjacent_find(all.begin(), all.end(), close) == all.end();
+  };
+  if (in_order(pieces)) return true;
+  auto sorted = pieces;
+  std::sort(sorted.begin(), sorted.end());
+  return in_order(sorted);
+}
+
+// The piece of each rank: of all_to_all, which has two tensors of equal pieces. False: out of the ordinary.
+bool pieces_of_all_to_all(Operation& op, const Shown& in, nb::handle output, size_t ranks) {
+  const auto out = state.ordinary->show(output);
+  const Buffer& b = in.buffer;
+  if (!out || out->buffer.dtype != b.dtype || out->buffer.count != b.count) return false;
+  const auto size = static_cast<int64_t>(ranks);
+  if (in.rows == 0 || in.rows % size != 0 || out->rows == 0 || out->rows % size != 0) return false;
+  if (out->buffer.data != b.data && algorithms::intersect(out->buffer.bytes(), b.nbytes(), b.bytes(), b.nbytes()))
+    return false;
+  const size_t each = b.nbytes() / ranks;
+  for (size_t r = 0; r < ranks; r++) {
+    op.ins.push_back(b.bytes() + r * each);
+    op.outs.push_back(out->buffer.bytes() + r * each);
+  }
+  op.in_bytes.assign(ranks, each);
+  op.out_bytes.assign(ranks, each);
+  op.buffer = {};
+  op.fingerprint.count = 0;  // as all_to_all's
+  op.fingerprint.shape = 0;
+  return true;
+}
+
+// The same of other verbs: `pieces` is one tensor of all pieces in turn, or a list by rank, whose tensors `keep` holds
+// because the list may change during the call.
+bool pieces_of_others(Operation& op, const Buffer& b, nb::handle pieces, size_t ranks, std::vector<nb::object>& keep) {
+  std::vector<std::byte*> addresses;
+  addresses.reserve(ranks);
+  if (nb::isinstance<nb::list>(pieces)) {
+    const auto list = nb::borrow<nb::list>(pieces);
+    if (list.size() != ranks) return false;
+    for (const nb::handle piece : list) {
+      const auto shown = state.ordinary->show(piece);
+      if (!shown || shown->buffer.dtype != b.dtype || shown->buffer.count != b.count) return false;
+      addresses.push_back(shown->buffer.bytes());
+      keep.push_back(nb::borrow(piece));
+    }
+  } else {
+    const auto whole = state.ordinary->show(pieces);
+    if (!whole || whole->buffer.dtype != b.dtype || whole->buffer.count != b.count * ranks) return false;
+    for (size_t r = 0; r < ranks; r++) addresses.push_back(whole->buffer.bytes() + r * b.nbytes());
+  }
+  const Verb verb = op.fingerprint.verb;
+  const bool gathers = verb == Verb::all_gather || verb == Verb::gather;
+  // What overlaps otherwise is copied, or refused.
+  if (!beside(b, addresses) || (gathers && !apart(addresses, b.nbytes()))) return false;
+  (gathers ? op.outs : op.ins) = std::move(addresses);
+  return true;
+}
+
+// A blocking collective with arguments as the user gave them, and errors as the user is to see them:
+// what explain(failure, verb) returns. False: nothing was done, because something is out of the
+// ordinary, or wrong. `pieces`: None, one tensor of all pieces in turn, or a
+// list by rank; of all_to_all: the output.
+bool try_now(Comm& comm, Verb verb, nb::handle tensor, nb::handle pieces, nb::handle op_object,
+             nb::handle root_object) {
+  if (verb == Verb::barrier) {
+    PythonCaller caller;
+    comm.run(operation(Verb::barrier, {}, 0), caller);
+    return true;
+  }
+  const auto mine = state.ordinary->show(tensor);
+  if (!mine || !PyLong_Check(root_object.ptr())) return false;
+  const auto ranks = static_cast<size_t>(comm.size());
+  const Buffer& b = mine->buffer;
+  const bool reduces = verb == Verb::all_reduce || verb == Verb::reduce || verb == Verb::reduce_scatter;
+  int op_code = 0;
+  if (reduces) {
+    if (op_object.type().ptr() != state.reduce_op_class) return false;
+    op_code = static_cast<int>(PyLong_AsLong(op_object.ptr()));
+    const auto reduce_op = static_cast<ReduceOp>(op_code);
+    if (reduce_op == ReduceOp::premul_sum || kernel_for(b.dtype, reduce_op) == nullptr) return false;
+  }
+  const long root = PyLong_AsLong(root_object.ptr());
+  if (root == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    return false;
+  }
+  const bool rooted = verb == Verb::reduce || verb == Verb::broadcast || verb == Verb::gather || verb == Verb::scatter;
+  if (rooted && (root < 0 || root >= comm.size())) return false;
+  if ((verb == Verb::gather || verb == Verb::scatter) && pieces.is_none() == (root == comm.rank())) return false;
+  if ((verb == Verb::all_gather || verb == Verb::reduce_scatter) && pieces.is_none()) return false;
+  std::vector<nb::object> keep;
+  Operation op = operation(verb, b, mine->shape, op_code, static_cast<int>(root));
+  if (verb == Verb::all_to_all) {
+    if (!pieces_of_all_to_all(op, *mine, pieces, ranks)) return false;
+  } else if (!pieces.is_none()) {
+    if (!pieces_of_others(op, b, pieces, ranks, keep)) return false;
+  }
+  PythonCaller caller;
+  comm.run(op, caller);
+  return true;
+}
+
+class Now {
+ public:
+  Now(std::shared_ptr<Comm> comm, nb::object explain) : comm_(std::move(comm)), explain_(std::move(explain)) {
+    for (const char* name : kVerbs) verbs_.push_back(nb::steal(PyUnicode_InternFromString(name)));
+  }
+
+  bool operator()(nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root) const {
+    size_t code = 0;
+    while (code < verbs_.size() && !verbs_[code].is(verb)) code++;  // literals of Python are interned
+    if (code == verbs_.size()) return false;
+    try {
+      return try_now(*comm_, static_cast<Verb>(code), tensor, pieces, op, root);
+    } catch (const Error& error) {
+      if (error.signalled) throw nb::python_error();
+      raise(error, verb);
+    } catch (const sys::Forked& forked) {
+      if (forked.signalled) throw nb::python_error();
+      raise(forked_error(), verb);
+    }
+  }
+
+ private:
+  [[noreturn]] void raise(const Error& error, nb::handle verb) const {
+    const nb::object failure = nb::borrow(state.failure_type)(*facts(error));
+    const nb::object explained = explain_(failure, verb);
+    PyErr_SetObject(explained.type().ptr(), explained.ptr());
+    throw nb::python_error();
+  }
+
+  std::shared_ptr<Comm> comm_;
+  nb::object explain_;
+  std::vector<nb::object> verbs_;
+};
+
+}  // namespace
+
+// A blocking message of an ordinary tensor, as `now`.
+bool send_now(Comm& comm, nb::handle tensor, int to, int tag) {
+  const auto shown = state.ordinary->show(tensor);
+  if (!shown) return false;
+  PythonCaller caller;
+  comm.send(shown->buffer, to, tag, caller);
+  return true;
+}
+
+// The sender, or -1 if nothing was done.
+int recv_now(Comm& comm, nb::handle tensor, int from, int tag) {
+  const auto shown = state.ordinary->show(tensor);
+  if (!shown) return -1;
+  PythonCaller caller;
+  return comm.recv(shown->buffer, from, tag, caller);
+}
+
+void bind_now(nb::module_& m) {
+  m.def(
+      "set_ordinary",
+      [](const nb::list& classes, const nb::object& reduce_op) {
+        delete std::exchange(state.ordinary, new Tensors(classes));
+        Py_XDECREF(std::exchange(state.reduce_op_class, nb::object(reduce_op).release().ptr()));
+      },
+      nb::arg("classes"), nb::arg("reduce_op"), "The classes of tensors that Now takes, and that of its op.");
+  nb::class_<Now>(m, "Now", "A blocking collective with arguments as the user gave them.")
+      .def(nb::init<std::shared_ptr<Comm>, nb::object>(), nb::arg("comm"), nb::arg("explain"))
+      .def("__call__", &Now::operator(), nb::arg("verb"), nb::arg("tensor").none(),
+           nb::arg("pieces").none() = nb::none(), nb::arg("op").none() = nb::none(), nb::arg("root").none() = -1);
+}
+
+}  // namespace allranks

@@ -1,0 +1,32 @@
+// Addresses and numbers of Python as buffers and operations of the core.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "base/types.h"
+#include "collective/operation.h"
+#include "python/state.h"
+
+namespace allranks {
+
+using Address = uintptr_t;
+inline std::byte* bytes(Address address) { return reinterpret_cast<std::byte*>(address); }
+
+inline Buffer buffer(Address data, size_t count, int dtype) { return {bytes(data), count, static_cast<DType>(dtype)}; }
+
+using Mark = uint64_t;  // a fingerprint's shape, and above it its site
+
+inline Operation operation(Verb verb, Buffer buffer, Mark mark, int op = 0, int root = -1) {
+  return {.fingerprint = {.verb = verb,
+                          .dtype = buffer.dtype,
+                          .op = static_cast<ReduceOp>(op),
+                          .purpose = purpose,
+                          .root = root,
+                          .count = buffer.count,
+                          .shape = static_cast<uint32_t>(mark),
+                          .site = static_cast<uint32_t>(mark >> 32)},
+          .buffer = buffer};
+}
+
+}  // namespace allranks
