@@ -1,5 +1,4 @@
-// What goes wrong in the core, as facts. The words for people are chosen in Python, which
-// knows the hosts and the names.
+// What goes wrong in the core, as facts. Python writes the text for users, with the names of hosts.
 #pragma once
 
 #include <exception>

@@ -1,4 +1,4 @@
-// The few things the core asks of Linux: a clock, futexes, sealed memory, owned descriptors.
+// What the core needs of Linux: a clock, futexes, sealed memory, owned descriptors.
 #pragma once
 
 #include <sched.h>

@@ -1,4 +1,4 @@
-// How a call waits: who is told, how long, and with how much spinning.
+// How a call waits: how long, with how much spinning, and which thread waits.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@ namespace allranks {
 // From this size on a copy takes long enough that other threads should run meanwhile.
 constexpr size_t kReleaseBytes = 32 << 10;
 
-// The thread that makes a call, seen from the core. The binding gives one that knows the GIL and
+// The thread that makes a call, seen from the core. The binding derives one for the GIL and
 // Python's signals; the progress thread and the core's tests need neither.
 class Caller {
  public:
@@ -22,7 +22,7 @@ class Caller {
 };
 
 // A lock may be held by a thread that needs the caller's own locks (the GIL) to go on.
-inline std::unique_lock<std::mutex> lock_politely(std::mutex& mutex, Caller& caller) {
+inline std::unique_lock<std::mutex> lock_releasing(std::mutex& mutex, Caller& caller) {
   std::unique_lock lock(mutex, std::try_to_lock);
   if (!lock.owns_lock()) {
     caller.release();

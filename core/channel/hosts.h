@@ -1,4 +1,4 @@
-// Which ranks of a group share a host.
+// Which ranks of a group share a host: shared memory serves those, connections the others.
 #pragma once
 
 #include <algorithm>

@@ -1,16 +1,15 @@
 // The shared memory of a group: one segment per rank, mapped by every rank of the host.
 //
 // Words used here and in the algorithms:
-//   call    one collective. Ranks number their calls 1, 2, 3, ... (wrapping). At its start every
-//           rank posts its fingerprint in its call line and waits for everybody's (arrive).
-//   step    one turn of the pipeline inside a large call; each rank counts the steps it has done.
-//   ring    where a rank puts what others are to read, round and round (Comm::take). Everybody knows the
-//           sizes of everybody's calls, so that nobody says where: positions are the same on all ranks. A
-//           rank that has seen everybody arrive in call n-1 knows that everybody is done with call n-2,
-//           and of call n-1 at most its last three pieces are unread: so what lies more than four
-//           pieces back may be overwritten with no acknowledgement. The same holds of call lines.
-//   pipe    a byte ring from this rank to one other: send and recv.
-//   bell    a futex word with the count of those that sleep on it.
+//   call    one collective. Ranks number their calls 1, 2, 3, ... (wrapping). At its start every rank writes its
+//           fingerprint into its call line and waits for those of all others (arrive).
+//   step    one turn of the pipeline inside a large call. Each rank counts the steps it has done.
+//   ring    where a rank writes what others are to read (LocalComm::take). Every rank knows the sizes of every call,
+//           so positions are the same on all ranks and are never sent. When a rank has seen all others arrive in call
+//           n-1, all are done with call n-2, and of call n-1 at most the last three pieces are unread. So what lies
+//           more than four pieces back may be overwritten without an acknowledgement. The same holds for call lines.
+//   pipe    a byte ring from this rank to one other, for messages.
+//   bell    a futex word with the count of the threads that sleep on it.
 //
 // Control lines are 128 bytes apart: x86 fetches lines in pairs.
 #pragma once
@@ -44,9 +43,9 @@ struct alignas(kLine) CallLine {
 };
 static_assert(sizeof(CallLine) == kLine);
 
-// A value that one thread at a time writes and any reads.
+// A value that one thread at a time writes and any reads (a sequence lock).
 template <class T>
-class Told {
+class SeqLocked {
  public:
   void store(const T& value) {
     // The version is odd while this writes: who reads a word of it then sees another version at the end.
@@ -75,10 +74,10 @@ class Told {
 // The collective that a rank has begun last, where the group spans hosts.
 class Begun {
  public:
-  void store(uint32_t call, const Fingerprint& fingerprint) { told_.store({call, 0, fingerprint}); }
-  uint32_t call() const { return told_.load().call; }
+  void store(uint32_t call, const Fingerprint& fingerprint) { value_.store({call, 0, fingerprint}); }
+  uint32_t call() const { return value_.load().call; }
   std::pair<uint32_t, Fingerprint> load() const {
-    const Call last = told_.load();
+    const Call last = value_.load();
     return {last.call, last.fingerprint};
   }
 
@@ -88,11 +87,10 @@ class Begun {
     uint32_t unused;
     Fingerprint fingerprint;
   };
-  Told<Call> told_;
+  SeqLocked<Call> value_;
 };
 
-// What a rank has waited for in a send, a recv or a wait for one of these, for a while: for errors, which say who waits
-// for whom.
+// The message that a rank has been waiting for. Errors name it: they list which rank waits for which.
 struct Waits {
   int32_t peer = -1;  // < 0: any rank
   int32_t tag = 0;
@@ -104,7 +102,7 @@ struct Waits {
 };
 
 struct alignas(kLine) WaitLine {
-  Told<Waits> waits;
+  SeqLocked<Waits> waits;
 };
 
 struct alignas(kLine) StepLine {
@@ -126,20 +124,20 @@ struct alignas(kLine) Note {
   std::array<char, 2 * kLine - sizeof(uint32_t)> text;
 };
 
-// What the leader of a host has heard of a rank on another one; of those here only the notes, by which it speaks for
-// them. See net.h.
+// What the leader of a host has received about a rank on another one. Of ranks here only the notes are used, which the
+// leader sends for them. See net.h.
 struct alignas(kLine) Far {
   Begun begun;
   std::atomic<uint32_t> presence;   // here, or what has become of it (shm.h)
   std::atomic<uint32_t> note_call;  // the group's number of the call that the note is about
   std::array<char, 2 * kLine - sizeof(uint32_t)> note;
-  Told<Waits> waits;
+  SeqLocked<Waits> waits;
 };
 
 struct alignas(kLine) PipeControl {
   alignas(kLine) std::atomic<uint64_t> written;  // bytes, by the sender
   alignas(kLine) std::atomic<uint64_t> read;     // bytes, by the receiver
-  std::atomic<uint64_t> released;  // the same: of messages that have found their recv (PointToPoint::cost)
+  std::atomic<uint64_t> released;  // the same: of messages that have found their recv (cost in point_to_point.cc)
 };
 
 // What stands in a pipe before each message, and by itself (point_to_point.h).
@@ -165,7 +163,7 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 24);
 
-// Between begun and gone a rank may still say its last words.
+// Between begun and gone a rank may still send its last status.
 enum class Leaving : uint32_t { no, begun, gone };
 
 struct alignas(kLine) Header {

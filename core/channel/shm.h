@@ -1,10 +1,10 @@
 // The shared-memory channel: the mapped segments of all ranks of a group on one host, and the one
-// way in which ranks wait for each other. It knows nothing of verbs or reductions.
+// way in which ranks wait for each other. Verbs and reductions are in collective/.
 //
 // Failures. Shared memory sends no reset, so a rank that waits looks, every 50 ms, at the verdict
-// (has anybody given up?), at the liveness socket of each peer, at its deadline and at its
+// (has any rank given up?), at the liveness socket of each peer, at its deadline and at its
 // caller's signals. The first rank that notices a failure writes it into the verdict and wakes
-// everybody: from then on every call of the group fails with the same facts, at once.
+// all others: from then on every call of the group fails with the same facts, at once.
 #pragma once
 
 #include <memory>
@@ -68,7 +68,7 @@ class Shm {
   const Sizes& sizes() const { return layout_.sizes(); }
 
   CallLine& call_line(int rank, uint32_t call) { return at<CallLine>(rank, layout_.call(call)); }
-  Told<Waits>& waits(int rank) { return at<WaitLine>(rank, layout_.wait()).waits; }
+  SeqLocked<Waits>& waits(int rank) { return at<WaitLine>(rank, layout_.wait()).waits; }
   Note& note(int rank) { return at<Note>(rank, layout_.note()); }
   StepLine& step_line(int rank) { return at<StepLine>(rank, layout_.step()); }
   Far& far(int number) { return at<Far>(0, layout_.far(number)); }  // of a rank of the group, where it spans hosts

@@ -1,9 +1,9 @@
-// A connected TCP socket of which nobody ever waits: bytes go in and come out as far as the kernel takes and has them.
+// A connected TCP socket that never blocks: bytes go in and come out as far as the kernel takes and has them.
 //
 // Small reads are served from a stage, so that a header and the few bytes behind it cost one system call. Large writes
 // may lend their memory instead of having it copied: the kernel sends from the pages themselves, which it gets by way
-// of a pipe (vmsplice, splice). Lent memory must not change until the peer has said that it has read all of it: that it
-// has been acknowledged is not enough, as between namespaces of one host the peer's kernel holds the same pages.
+// of a pipe (vmsplice, splice). Lent memory must not change until the peer has sent a receipt for all of it. TCP's
+// acknowledgement is not enough, as between namespaces of one host the peer's kernel holds the same pages.
 #pragma once
 
 #include <sys/uio.h>

@@ -1,5 +1,5 @@
-// Blocks: memory of the user's that all ranks of the group have mapped, so that collectives on it
-// read and write it where it lies, without going through the rings.
+// Blocks: memory of the user that all ranks of the group have mapped. Collectives read and write it in place, without
+// the rings.
 #pragma once
 
 #include <map>

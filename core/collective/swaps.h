@@ -1,10 +1,10 @@
 // Debug mode: notices that ranks make the same calls in a different order.
 //
 // Two calls that look alike (same verb, dtype, shape, ...) and are swapped on one rank give a wrong
-// number and no error, because each rank finds the others calling what it calls itself. What tells
-// them apart is where in the program they stand. Ranks may well make one call from different lines (a
-// branch on the rank), but then each line is one rank's: it is suspicious that rank i was at a line
-// when rank j was elsewhere and, in another such call, rank j was at that line when rank i was not.
+// number and no error, because all ranks make equal calls. Only their place in the program differs.
+// Ranks may make one call from different lines (a branch on the rank), but then each line belongs to one rank. It is
+// suspicious if rank i was at a line while rank j was not and, in another such call, rank j was at that line while
+// rank i was not.
 #pragma once
 
 #include <set>

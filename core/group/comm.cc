@@ -105,7 +105,7 @@ void Comm::count(size_t nbytes, int64_t began_ns) {
 void Comm::run(const Operation& operation, Caller& caller) {
   check_process();
   {
-    auto lock = lock_politely(queue_lock_, caller);
+    auto lock = lock_releasing(queue_lock_, caller);
     if (!running_ && queue_.empty() && !stopping_) {
       running_ = true;
       runner_ = std::this_thread::get_id();
@@ -115,11 +115,11 @@ void Comm::run(const Operation& operation, Caller& caller) {
       } catch (const sys::Forked&) {
         throw;
       } catch (...) {
-        lock = lock_politely(queue_lock_, caller);
+        lock = lock_releasing(queue_lock_, caller);
         finish();
         throw;
       }
-      lock = lock_politely(queue_lock_, caller);
+      lock = lock_releasing(queue_lock_, caller);
       finish();
       return;
     }
@@ -172,7 +172,7 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t 
     error = std::current_exception();
   }
   request->finish(error);
-  lock = lock_politely(queue_lock_, caller);
+  lock = lock_releasing(queue_lock_, caller);
   finish();
   if (signal) std::rethrow_exception(signal);
 }
@@ -201,7 +201,7 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
   const int64_t began = sys::now_ns();
   const auto done = [&request] { return request.done.load(std::memory_order_acquire); };
   if (!done()) {
-    auto lock = lock_politely(queue_lock_, caller);
+    auto lock = lock_releasing(queue_lock_, caller);
     while (!done()) {
       // With a deadline of its own the caller must not get stuck inside somebody else's call.
       if (!running_ && !queue_.empty() && !stopping_ && timeout_ns < 0) {

@@ -1,10 +1,10 @@
 // One rank of one group: its calls, in order.
 //
-// Collectives run one at a time, in the order in which they were issued, because ranks are matched
-// by call number. A blocking collective runs in its caller's thread when nothing is queued. An
-// asynchronous one is queued for the progress thread, which is started by the first; whoever waits
-// for a request runs the head of the queue itself instead of waiting for that thread to be
-// scheduled. Messages (send, recv) are not numbered and go past the queue: see point_to_point.h.
+// Collectives run one at a time, in the order in which they were issued, because ranks are matched by call number. A
+// blocking collective runs in its caller's thread when nothing is queued. An asynchronous one is queued for the
+// progress thread, which the first of them starts. A thread that waits for a request runs the head of the queue itself,
+// instead of waiting until the progress thread is scheduled. Messages (send, recv) are not numbered and do not use the
+// queue: see point_to_point.h.
 #pragma once
 
 #include <atomic>
@@ -125,7 +125,7 @@ class Comm {
   std::mutex queue_lock_;
   std::condition_variable queue_changed_;
   std::deque<std::shared_ptr<Queued>> queue_;
-  bool running_ = false;    // somebody runs a collective
+  bool running_ = false;    // some thread runs a collective
   std::thread::id runner_;  // who, while running_
   bool stopping_ = false;
   std::thread progress_;

@@ -132,7 +132,7 @@ bool PointToPoint::recv_at_once(Buffer buffer, int from, int32_t tag) {
 }
 
 std::shared_ptr<Message> PointToPoint::post_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
-  const auto lock = lock_politely(lock_, caller);
+  const auto lock = lock_releasing(lock_, caller);
   check_send(to);
   auto message = std::make_shared<Message>();
   message->buffer = buffer;
@@ -152,7 +152,7 @@ std::shared_ptr<Message> PointToPoint::post_send(Buffer buffer, int to, int32_t 
 }
 
 std::shared_ptr<Message> PointToPoint::post_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
-  const auto lock = lock_politely(lock_, caller);
+  const auto lock = lock_releasing(lock_, caller);
   shm_.check_verdict();
   auto message = std::make_shared<Message>();
   message->buffer = buffer;
@@ -245,7 +245,7 @@ void PointToPoint::explain(Error& error, const Message& message, Caller& caller)
     r = waits.peer;
   }
   if (message.about.verb != Verb::recv) return;
-  const auto lock = lock_politely(lock_, caller);
+  const auto lock = lock_releasing(lock_, caller);
   for (const auto& [key, keeping] : kept_) {
     const int from = static_cast<int>(key >> 32);
     const Frame& first = keeping.front().frame;
@@ -278,11 +278,11 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
         if (!patience.final) throw;
       }
       // The group has ended; tensors may vanish as soon as their owners hear of it.
-      const auto lock = lock_politely(lock_, caller);
+      const auto lock = lock_releasing(lock_, caller);
       fail_all(error.signalled ? std::make_exception_ptr(Error(error.failure)) : std::current_exception());
       throw;
     } catch (const std::exception&) {
-      const auto lock = lock_politely(lock_, caller);
+      const auto lock = lock_releasing(lock_, caller);
       fail_all(std::current_exception());
       throw;
     }
@@ -318,7 +318,7 @@ void PointToPoint::move(Caller& caller, const std::atomic<bool>& enough) {
 }
 
 void PointToPoint::in_background(Caller& caller) {
-  const auto lock = lock_politely(lock_, caller);
+  const auto lock = lock_releasing(lock_, caller);
   rouse();
 }
 

@@ -1,7 +1,7 @@
-// The worker's side of master-worker mode: what the master has sent.
+// The worker's side of master-worker mode: it receives what the master sends.
 //
-// An ECHO frame that comes alone, when all before it is done, is answered here and not in Python: with more workers
-// than cores the master waits for all of them to be woken, and each would touch some hundred cache lines of Python.
+// An ECHO frame that comes alone, when all before it is done, is answered here and not in Python. With more workers
+// than cores the master waits until each has run, and an answer in Python would touch some hundred cache lines in each.
 //
 //   answer to an ECHO: u32 0, u32 number
 #pragma once

@@ -5,7 +5,7 @@
 // when a frame for another target comes, when the memory is used up, or when its time has come. So each worker gets
 // its frames in the order of the program, whatever the targets were.
 //
-// Nobody waits in a system call for a worker: sockets are written without blocking, and one that is full is left to
+// No thread waits in a system call for a worker: sockets are written without blocking, and one that is full is left to
 // poll() while the others' frames go out. A full one may be waiting for a worker whose frames are still here.
 //
 // Frames, in little-endian order and unaligned:
@@ -18,7 +18,7 @@
 //   ECHO     u16 3, u32 number: see inbox.h
 // clang-format on
 //
-// What the frames mean is left to others.
+// allranks/remote/wire.py defines what the frames mean.
 #pragma once
 
 #include <condition_variable>
@@ -63,7 +63,7 @@ class Outbox {
   void free(int target, uint32_t id) noexcept;
   void put(int target, std::span<const std::byte> head, std::span<const std::byte> payload, Caller& caller);
 
-  // Asks each worker of the target to say the number back when it has done all before, and flushes.
+  // Asks each worker of the target to send the number back when it has done all before, and flushes.
   void echo(int target, uint32_t number, Caller& caller);
 
   void flush(Caller& caller);  // writes what the sockets take
@@ -93,7 +93,7 @@ class Outbox {
     int failure = 0;       // errno
     bool lost = false;     // by its owner's word
     bool full = false;     // its socket
-    bool sending = false;  // somebody writes from its queue, without the lock
+    bool sending = false;  // a thread writes from its queue, without the lock
     Memory memory;         // of its own, while its socket is full, for short pieces
     size_t end = 0;        // of what is used of it
     Piece copy(const Piece& piece);

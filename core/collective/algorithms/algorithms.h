@@ -1,5 +1,5 @@
-// The collectives. One file per verb, whose head says how it works, what it costs and where it
-// comes from. They see a LocalComm and raw bytes, nothing else.
+// The collectives of one host. There is one file per verb. Its head describes how it works, what it costs and where it
+// comes from. An algorithm sees a LocalComm and raw bytes, nothing else.
 #pragma once
 
 #include <vector>

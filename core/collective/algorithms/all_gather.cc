@@ -1,4 +1,4 @@
-// all_gather: everybody ends with everybody's bytes. gather: only those who have a place for them do.
+// all_gather: every rank ends with every rank's bytes. gather: only the ranks that have a place for them do.
 //
 //   up to 96 bytes    in the call lines
 //   up to 128 KiB     in one piece of each ring

@@ -1,4 +1,4 @@
-// all_reduce: everybody ends with the element-wise reduction of everybody's operand.
+// all_reduce: every rank ends with the element-wise reduction of all operands.
 // reduce: only the root does; the others' operands stay as they are.
 //
 //   one-shot    each rank puts its operand where all can read it (up to 96 bytes in its call line,

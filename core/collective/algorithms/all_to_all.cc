@@ -1,7 +1,7 @@
 // all_to_all: rank r's piece for rank q ends on rank q, as its piece from rank r. Sizes may all differ.
 //
 // Every rank posts, at the head of a piece of its ring, the sizes that it sends and that it expects;
-// everybody compares all of them, so that a disagreement between two ranks is an error on every rank.
+// every rank compares all of them, so that a disagreement between two ranks is an error on every rank.
 // The data follows in the same piece where a rank's fits there; if that of all ranks does, that was it.
 // Otherwise it is read where it lies, if that is a shared block on all ranks; or else further pieces
 // of the rings are cut into one cell per rank, until the largest part is through.

@@ -1,4 +1,4 @@
-// barrier: nobody leaves before everybody has come.
+// barrier: no rank leaves before every rank has arrived.
 //
 // Every rank writes one line that all others read (dissemination is for networks: in shared memory
 // one flag per rank costs a single one-way latency).

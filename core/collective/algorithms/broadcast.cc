@@ -1,4 +1,4 @@
-// broadcast: everybody ends with the root's bytes.
+// broadcast: every rank ends with the root's bytes.
 //
 //   up to 96 bytes    in the root's call line
 //   up to 16 KiB      in one piece of the root's ring
@@ -6,8 +6,8 @@
 //                     them only when the ring is full. Where all tensors lie in a shared block,
 //                     straight from the root's.
 //
-// Every rank waits for every rank's arrival, the root too: a broadcast is also a barrier, and a
-// rank that called something else is found by all, before anybody's memory is touched.
+// Every rank waits for every rank's arrival, the root too: a broadcast is also a barrier, and all
+// ranks detect one that called something else before any rank's memory is touched.
 // Cost: n bytes written once, n bytes read by each other rank, one latency (and one piece).
 #include "collective/algorithms/moves.h"
 

@@ -1,4 +1,4 @@
-// reduce_scatter: rank r ends with the reduction of everybody's piece r.
+// reduce_scatter: rank r ends with the reduction of all ranks' pieces r.
 //
 // Each rank puts its pieces for the others into cells of its ring, and reduces the cells that are meant
 // for it, in the order 0..P-1, its own piece where it lies.
