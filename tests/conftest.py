@@ -21,7 +21,9 @@ testing._PRELOADED += ["pytest", "torch._dynamo"]
 QUICK = {
     "conformance": ("bad_input", "signatures"),
     "engines": ("by_device", "doors", "reception", "registry"),
-    "house": ("api", "decisions", "differences", "engines", "errors", "exports", "host", "sites", "variables"),
+    "house": (
+        "api", "architecture", "decisions", "differences", "engines", "errors", "exports", "host", "sites", "variables",
+    ),
     "launch": (
         "hostlist", "launch_blame", "launch_collapse", "launch_layout", "launch_options", "launch_outlet",
         "launch_output", "launch_placement", "places", "torchruns_options",
