@@ -122,6 +122,7 @@ def draw() -> str:
     rows = {name: TOP + (BOX + GAP) * i for i, names in enumerate(package) for name in names}
     height = TOP + (BOX + GAP) * len(package) - GAP + MARGIN
     begin = rows["_engines"]  # the binding stands beside its main user
+    height = max(height, begin + (BOX + GAP) * len(core) - GAP + MARGIN)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
         "<title>The rooms of allranks: each uses only those below it</title>",
@@ -136,10 +137,9 @@ def draw() -> str:
         lines += layer(names, WORDS, LEFT, rows[names[0]], core=False)
     for i, names in enumerate(core):
         lines += layer(names, CORE_WORDS, RIGHT, begin + (BOX + GAP) * i, core=True)
-    end = begin + (BOX + GAP) * len(core)
     lines += [
-        f'<text class="title" x="{RIGHT[0]}" y="{end + 16}">core (C++)</text>',
-        f'<text class="note" x="{RIGHT[0]}" y="{end + 34}">A room includes only rooms below it.</text>',
+        f'<text class="title" x="{RIGHT[0]}" y="{begin - 30}">core (C++)</text>',
+        f'<text class="note" x="{RIGHT[0]}" y="{begin - 10}">A room includes only rooms below it.</text>',
     ]
     for name, kind, words in (("public", "public", "users import it"), ("_private", "private", "only allranks does")):
         y = TOP if kind == "public" else TOP + 34
@@ -148,11 +148,11 @@ def draw() -> str:
             f'<text class="note" x="{RIGHT[0] + 36}" y="{y + 15}">{name}: {words}</text>',
         ]
     # The two main users of the core; the others use single functions of it.
-    middle, corner = begin + BOX / 2, (RIGHT[0] + RIGHT[1]) / 2
+    middle, corner = begin + BOX / 2, RIGHT[1] - 24
     lines += [
         f'<path class="arrow" d="M{LEFT[1]} {middle} H{RIGHT[0] - 2}"/>',
         f'<path class="arrow" d="M{LEFT[1]} {rows["remote"] + BOX / 2} H{corner} V{begin - 2}"/>',
-        f'<text class="note" x="{corner + 10}" y="{rows["remote"] + BOX + 20}">allranks._core</text>',
+        f'<text class="note" x="{RIGHT[0]}" y="{rows["remote"] + BOX + 6}">both import allranks._core</text>',
         "</svg>",
     ]
     return "\n".join(lines) + "\n"
