@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "run": ("allranks.launch.cli", "run a program as N processes, here or on other hosts"),
-    "torchrun": ("allranks.launch.arguments.torchrun", "the same with torchrun's options"),
+    "torchrun": ("allranks.launch.torchrun", "the same with torchrun's options"),
     "launch": ("allranks.launch.__main__", "the same with torch.distributed.launch's options"),
     "env": ("allranks.tools.env", "say what started this process, and from which variables that follows"),
     "bench": ("allranks.tools.bench", "measure collectives"),

@@ -133,7 +133,7 @@ def test_an_agent_tries_the_addresses_of_its_own_network_first(job: Jobs) -> Non
     script = """
         import select
         from allranks._store import load_secret
-        from allranks.launch.hosts.door import Door
+        from allranks.launch.agents.door import Door
         door = Door(["0.0.0.0"], 0, load_secret())
         print(door.port, flush=True)
         select.select([door.wake], [], [])
@@ -147,7 +147,7 @@ def test_an_agent_tries_the_addresses_of_its_own_network_first(job: Jobs) -> Non
     try:
         began = time.monotonic()
         dialled = f"{','.join(far)},10.77.0.1:{port}"
-        agent = job.start_any(1, sys.executable, "-m", "allranks.launch.hosts.serve", "--dial", dialled)
+        agent = job.start_any(1, sys.executable, "-m", "allranks.launch.agents.serve", "--dial", dialled)
         assert read_until(leader, 1) == ["came"]
         assert time.monotonic() - began < 9  # each takes 3
         finish(leader)

@@ -28,7 +28,7 @@ SCRIPT = """
     time.sleep(100)
 """
 # What a victim's command line has. A rank that was forked looks like its agent or launcher.
-VICTIMS = ("-m allranks run", "ssh -F", "hosts.serve", "sshd: root@notty", "script.py")
+VICTIMS = ("-m allranks run", "ssh -F", "agents.serve", "sshd: root@notty", "script.py")
 
 
 @pytest.fixture

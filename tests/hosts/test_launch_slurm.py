@@ -132,7 +132,7 @@ def test_nothing_is_left_when_a_part_is_killed(job: Jobs, victim: str) -> None:
     script = job.write("import time; print('up', flush=True); time.sleep(100)")
     process = job.start_any(0, "salloc", "-N2", "-n2", *RUN, script)
     read_until(process, 2)
-    words = {"srun": "srun --nodes", "launcher": "-m allranks run", "agent": "hosts.serve --dial"}
+    words = {"srun": "srun --nodes", "launcher": "-m allranks run", "agent": "agents.serve --dial"}
     pids = [pid for pid in job.on(0 if victim != "agent" else 1, words[victim]) if "salloc" not in job.processes()[pid]]
     os.kill(min(pids), signal.SIGKILL)
     done = finish(process)

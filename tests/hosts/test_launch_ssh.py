@@ -132,7 +132,7 @@ def test_a_signal_stops_all_hosts(job: Jobs, number: int) -> None:
 def test_nothing_is_left_when_a_part_is_killed(job: Jobs, victim: str) -> None:
     process = job.start(2, "-n", "2", "-H", "node0,node1", job.write(WAIT))
     read_until(process, 2)
-    words = {"launcher": "-m allranks run", "ssh": "ssh -F", "agent": "hosts.serve", "sshd": "sshd: root@notty"}
+    words = {"launcher": "-m allranks run", "ssh": "ssh -F", "agent": "agents.serve", "sshd": "sshd: root@notty"}
     pids = job.on(2 if victim in ("launcher", "ssh") else 1, words[victim])
     os.kill(max(pids) if victim != "agent" else min(pids), signal.SIGKILL)
     done = finish(process)
@@ -209,7 +209,7 @@ def test_an_elastic_job_goes_on_with_fewer_hosts_and_takes_one_back(job: Jobs) -
     """
     process = job.start(2, "-N", "1:2", "-H", "node0,node1", "--grace", "2", job.write(script))
     assert sorted(read_until(process, 2)) == ["[node0:0] round 0 0 2", "[node1:1] round 0 1 2"]
-    os.kill(min(job.on(1, "hosts.serve")), signal.SIGKILL)
+    os.kill(min(job.on(1, "agents.serve")), signal.SIGKILL)
     assert read_until(process, 1) == ["[node0:0] round 1 0 1"]
     done = finish(process)
     assert done.code == 0, done.err
@@ -222,7 +222,7 @@ def test_a_host_that_does_not_answer_any_more_is_missed(job: Jobs) -> None:
     quick = "ssh -o ServerAliveInterval=1 -o ServerAliveCountMax=2"
     process = job.start(0, "-n", "2", "-H", "node0,node1", "--ssh", quick, job.write(WAIT))
     read_until(process, 2)
-    agents = job.on(1, "hosts.serve")
+    agents = job.on(1, "agents.serve")
     job.hosts.cut(1)
     try:
         done = finish(process)
@@ -279,8 +279,9 @@ def test_an_agent_that_is_frozen_does_not_hold_up_the_end(job: Jobs, why: str) -
     """Limits are shortened, as they are 13 s in all."""
     quick = """
         import sys
-        from allranks.launch import cli, supervise
-        from allranks.launch.hosts import fleet
+        from allranks.launch import cli
+        from allranks.launch.jobs import supervise
+        from allranks.launch.agents import fleet
         fleet._FINISH_S = supervise._KILLED_S = 0.5
         sys.exit(cli.main())
     """
@@ -294,7 +295,7 @@ def test_an_agent_that_is_frozen_does_not_hold_up_the_end(job: Jobs, why: str) -
     words = (job.write(quick, "quick.py"), "-H", "node0,node1", "--grace", "0.5", job.write(script))
     process = job.start_any(0, sys.executable, *words)
     read_until(process, 2)
-    agents = job.on(1, "hosts.serve")
+    agents = job.on(1, "agents.serve")
     agent = min(agents)
     os.kill(agent, signal.SIGSTOP)
     try:

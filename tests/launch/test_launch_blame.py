@@ -7,9 +7,9 @@ import signal
 import pytest
 
 from allranks._base.errors import PeerLostError
-from allranks.launch.blame import SETTLE_S, Blame, Failure, describe_failure, describe_interrupt
-from allranks.launch.messages import Report
+from allranks.launch.jobs.root_cause import SETTLE_S, Blame, Failure, describe_failure, describe_interrupt
 from allranks.launch.ranks.rank import is_echo
+from allranks.launch.spec.messages import Report
 from allranks.launch.voice import Voice
 
 

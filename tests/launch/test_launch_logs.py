@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from launcher_process import Launcher
 
-from allranks.launch.arguments.options import Display, Streams
-from allranks.launch.messages import Output
 from allranks.launch.output.logs import Logs
 from allranks.launch.output.screen import Screen
+from allranks.launch.spec.messages import Output
+from allranks.launch.spec.options import Display, Streams
 
 SCRIPT = """
 import os, sys

@@ -15,9 +15,10 @@ import pytest
 from launcher_process import Launcher
 
 from allranks._cluster.hostlist import Slots
-from allranks.launch.arguments.options import Options, parse
+from allranks.launch.arguments.options import parse
 from allranks.launch.ranks import environ
-from allranks.launch.ranks.target import Target
+from allranks.launch.spec.options import Options
+from allranks.launch.spec.target import Target
 from allranks.launch.voice import Voice
 
 
@@ -367,7 +368,7 @@ def test_help_is_fast_and_imports_no_torch() -> None:
     code = "import sys; from allranks.__main__ import main\ntry: main(['run', '--help'])\nfinally: print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "allranks.launch.arguments.options" in loaded
-    assert not {"torch", "numpy", "allranks.launch.job"} & set(loaded)
+    assert not {"torch", "numpy", "allranks.launch.jobs.job"} & set(loaded)
     times = []
     for _ in range(5):  # processor time, as others use this machine too
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -378,5 +379,5 @@ def test_help_is_fast_and_imports_no_torch() -> None:
 
 
 def test_running_a_job_imports_no_torch_into_the_launcher() -> None:
-    code = "import sys, allranks.launch.job, allranks.launch.ranks.rank; print('torch' in sys.modules)"
+    code = "import sys, allranks.launch.jobs.job, allranks.launch.ranks.rank; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

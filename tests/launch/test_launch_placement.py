@@ -13,10 +13,10 @@ from launcher_process import Launcher
 from allranks._base.errors import ConfigError
 from allranks._cluster import host
 from allranks._cluster.host import Gpu
-from allranks.launch.arguments.options import Bind
 from allranks.launch.ranks import placement
 from allranks.launch.ranks.environ import Share, common_environ
 from allranks.launch.ranks.placement import Core, Machine, Seat, describe, place
+from allranks.launch.spec.options import Bind
 
 
 def machine(cores: list[int], threads: int = 1, gpus: tuple[Gpu, ...] = (), quota: int | None = None) -> Machine:

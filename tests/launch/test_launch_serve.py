@@ -17,11 +17,11 @@ import pytest
 from launcher_process import Launcher
 
 from allranks._cluster.host import usable_cpus
-from allranks.launch.hosts.door import Door
-from allranks.launch.hosts.link import Link, to_agent
-from allranks.launch.messages import End, Exited, Finish, Finished, Hello, Message, Output, Prepare, Ready, Start
-from allranks.launch.ranks.target import Target
-from allranks.launch.ranks.wires import Stdio
+from allranks.launch.agents.door import Door
+from allranks.launch.agents.link import Link, to_agent
+from allranks.launch.spec.messages import End, Exited, Finish, Finished, Hello, Message, Output, Prepare, Ready, Start
+from allranks.launch.spec.stdio import Stdio
+from allranks.launch.spec.target import Target
 
 PATIENCE_S = 30.0
 PREPARE = Prepare(Target("command", "true"), 1, "fork", "", {}, None, b"", "", serves=True, spans=False)
@@ -68,7 +68,7 @@ class Leader:
 def leader(launcher: Launcher) -> Iterator[Leader]:
     secret = secrets.token_hex(32)
     door = Door(["127.0.0.1"], 0, secret.encode())
-    launcher.program = ("allranks.launch.hosts.serve",)
+    launcher.program = ("allranks.launch.agents.serve",)
     agent = launcher.start("--dial", f"127.0.0.1:{door.port}", environ={"ALLRANKS_SECRET": secret})
     try:
         assert select.select([door.wake], [], [], PATIENCE_S)[0]

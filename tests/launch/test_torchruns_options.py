@@ -14,9 +14,9 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from allranks._base.errors import ConfigError
 from allranks.launch.arguments import torchrun
-from allranks.launch.arguments.options import Options
 from allranks.launch.arguments.torchrun import parse_torchruns, read
-from allranks.launch.ranks.target import Target
+from allranks.launch.spec.options import Options
+from allranks.launch.spec.target import Target
 
 
 def read_torchruns(words: list[str]) -> argparse.Namespace:

@@ -38,8 +38,8 @@ from allranks._store.wire import (
     encode,
     pack_frame,
 )
-from allranks.launch.messages import Event, Exited, Output, Report
-from allranks.launch.messages import Failed as RankFailed
+from allranks.launch.spec.messages import Event, Exited, Output, Report
+from allranks.launch.spec.messages import Failed as RankFailed
 
 SECRET = b"0123456789abcdef"
 fuzz = settings(max_examples=400, deadline=None, database=None)

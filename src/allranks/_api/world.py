@@ -18,7 +18,7 @@ from allranks._call.work import seconds_of
 from allranks._group.process_group import ProcessGroup
 from allranks._rendezvous import rendezvous
 from allranks.launch.ranks.rank import this_rank
-from allranks.launch.ranks.target import SERVE, Target
+from allranks.launch.spec.target import SERVE, Target
 
 if TYPE_CHECKING:
     import torch

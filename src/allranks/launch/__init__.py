@@ -3,23 +3,18 @@
 The map, from words to processes. Nothing here imports torch: ``--help`` and errors are instant, and the launcher
 works where torch is broken. Only ``ranks.preload`` imports it, by name, in the process that ranks are forked from.
 
-- ``cli``         the command line -> an exit code
+- ``cli``, ``torchrun``  command lines -> an exit code
 - ``call``        ``allranks.run``: a function in the place of a command line
+- ``jobs``        what happens to a job when: started, watched, stopped, blamed, started again
 - ``arguments``   words -> ``Options``, ours and torchrun's; how many ranks that means for each host
-- ``job``         where a job runs: here, on other hosts, among callers, or in place
-- ``local``       a job on this host, forked from this process
-- ``spread``      a job on other hosts: agents are started or let in, and then rounds are run
-- ``supervise``   the loop of a round: events in, signals in; stops the job
-- ``blame``       which failure is the cause, and how it is told (pure)
-- ``stacks``      where ranks are, from what they say of it (pure)
-- ``error_file``  the cause, for whoever started torchrun
-- ``signals``     handlers of launcher and agents
-- ``job_control`` Ctrl-Z, and who may read the terminal
-- ``messages``    what launchers and agents say to each other
+- ``agents``      what starts and watches the ranks of other hosts, and the connections to them
 - ``output``      bytes of many ranks -> one screen and many files
 - ``ranks``       what runs on one host: an agent, its ranks, and all that is between them
-- ``hosts``       what reaches other hosts: lines to agents, how they are started there, all of them as one
+- ``spec``        a job as data: ``Options``, what is run, messages between launcher and agents
+- ``stacks``      where ranks are, from their tracebacks (pure)
+- ``signals``     handlers of launcher and agents
+- ``voice``       what the launcher reports to the user
 
-How ranks find each other is ``allranks._store``'s and ``allranks._rendezvous.rendezvous``'s business; the launcher only
-keeps a store server for them.
+``allranks._rendezvous`` and ``allranks._store`` decide how ranks find each other. The launcher only keeps a store
+server for them.
 """

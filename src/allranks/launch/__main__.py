@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from allranks._base.console import run_command
-from allranks.launch.arguments.torchrun import launch as main
+from allranks.launch.torchrun import launch as main
 
 __all__ = ["main"]
 

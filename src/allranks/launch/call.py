@@ -22,10 +22,10 @@ from allranks._cluster.hostlist import Slots, parse_hosts
 from allranks._cluster.schedulers.interface import RemoteCommand
 from allranks._cluster.schedulers.ssh import SSH
 from allranks.launch.arguments.layout import share_out
-from allranks.launch.arguments.options import Bind, Display, Options, Show
+from allranks.launch.jobs.spread import Job
 from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_result
-from allranks.launch.ranks.target import Target
-from allranks.launch.spread import Job
+from allranks.launch.spec.options import Bind, Display, Options, Show
+from allranks.launch.spec.target import Target
 from allranks.launch.voice import Voice
 
 __all__ = ["output_streams", "run"]

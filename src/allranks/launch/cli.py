@@ -11,7 +11,8 @@ from functools import partial
 
 from allranks._base.console import Program
 from allranks._base.errors import ConfigError
-from allranks.launch.arguments.options import Options, parse
+from allranks.launch.arguments.options import parse
+from allranks.launch.spec.options import Options
 
 __all__ = ["main", "run"]
 
@@ -41,7 +42,7 @@ def run(read: Callable[[], Options], name: str) -> int | Program:
     """
     try:
         options = read()
-        from allranks.launch.job import launch
+        from allranks.launch.jobs.job import launch
 
         return launch(options)
     except ConfigError as error:

@@ -16,11 +16,11 @@ from pathlib import Path
 from allranks._base.errors import ConfigError, TimeoutError
 from allranks._cluster.hostlist import Slots
 from allranks._cluster.schedulers.ssh import SSH
-from allranks.launch.arguments.options import Options
 from allranks.launch.call import output_streams
-from allranks.launch.messages import Again
-from allranks.launch.ranks.target import SERVE, Target
-from allranks.launch.spread import Job
+from allranks.launch.jobs.spread import Job
+from allranks.launch.spec.messages import Again
+from allranks.launch.spec.options import Options
+from allranks.launch.spec.target import SERVE, Target
 from allranks.launch.voice import Voice
 
 __all__ = ["Crew", "describe_end", "read_status"]

@@ -38,11 +38,11 @@ from allranks._cluster.network import machine, nearest_first, published_addresse
 from allranks._rendezvous import rendezvous
 from allranks._rendezvous.rendezvous import Member, this_member
 from allranks._store import Store, StoreClient, StoreServer, load_secret
-from allranks.launch.hosts.door import Door, dial, store_secret
-from allranks.launch.messages import Again, Ended
+from allranks.launch.agents.door import Door, dial, store_secret
+from allranks.launch.jobs.spread import is_here
 from allranks.launch.ranks.rank import this_rank
-from allranks.launch.ranks.target import MASTER
-from allranks.launch.spread import is_here
+from allranks.launch.spec.messages import Again, Ended
+from allranks.launch.spec.target import MASTER
 from allranks.remote.board import Board
 from allranks.remote.crew import Crew, describe_end, read_status
 

@@ -15,37 +15,23 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from allranks._base.console import Program
 from allranks._base.errors import ConfigError
 from allranks._cluster.host import visible_gpus
 from allranks.launch.arguments.meeting import C10D_PORT
-from allranks.launch.arguments.options import Options, Parser, parse
-from allranks.launch.cli import run
+from allranks.launch.arguments.options import Parser, parse
 from allranks.launch.ranks.environ import free_port
-from allranks.launch.ranks.target import find, set_first_path
+from allranks.launch.spec.options import Options
+from allranks.launch.spec.target import find, set_first_path
 
-__all__ = ["launch", "main", "parse_torchruns", "read"]
+__all__ = ["parse_torchruns", "read"]
 
 _PORT = 29500
 _GRACE_S = "30"
 _STOPPING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _BINDINGS = {"node": "numa", "socket": "numa", "exclusive": "core", "core-complex": "core"}
-
-
-def main(argv: Sequence[str] | None = None) -> int | Program:
-    """Runs ``allranks torchrun``; arguments and exit codes as ``cli.main``."""
-    words = sys.argv[1:] if argv is None else argv
-    return run(partial(read, words, os.environ), "allranks torchrun")
-
-
-def launch(argv: Sequence[str] | None = None) -> int | Program:
-    """Runs ``allranks launch``, likewise."""
-    words = sys.argv[1:] if argv is None else argv
-    return run(partial(read, words, os.environ, for_launch=True), "allranks launch")
 
 
 class _Option(NamedTuple):

@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 
 from allranks._base.errors import ConfigError
-from allranks.launch.arguments.options import Display
+from allranks.launch.spec.options import Display
 
 __all__ = ["Logs"]
 

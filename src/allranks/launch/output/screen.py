@@ -14,13 +14,13 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TextIO
 
-from allranks.launch.arguments.options import Display
-from allranks.launch.messages import Output
 from allranks.launch.output.collapse import Collapse, Through
 from allranks.launch.output.lines import Live, Names, Plain
 from allranks.launch.output.logs import Logs
 from allranks.launch.output.outlet import Outlet, TextOutlet
-from allranks.launch.ranks.wires import Stdio
+from allranks.launch.spec.messages import Output
+from allranks.launch.spec.options import Display
+from allranks.launch.spec.stdio import Stdio
 
 __all__ = ["Screen"]
 

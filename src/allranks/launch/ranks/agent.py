@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from allranks.launch.messages import Again, Begun, Event, Exited, Failed, Output, Report, Returned, Stacks
 from allranks.launch.ranks.environ import place_environ
 from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.placement import Seat
 from allranks.launch.ranks.rank import Rank, become_rank, decode_told
-from allranks.launch.ranks.target import Target
-from allranks.launch.ranks.wires import Stdio, Wires, resize
+from allranks.launch.ranks.wires import Wires, resize
+from allranks.launch.spec.messages import Again, Begun, Event, Exited, Failed, Output, Report, Returned, Stacks
+from allranks.launch.spec.stdio import Stdio
+from allranks.launch.spec.target import Target
 from allranks.launch.stacks import DUMP
 
 __all__ = ["Agent", "Plan"]

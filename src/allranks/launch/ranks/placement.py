@@ -17,7 +17,7 @@ from pathlib import Path
 
 from allranks._base.errors import ConfigError, spans
 from allranks._cluster.host import Gpu, read_numbers, usable_cpus, visible_gpus
-from allranks.launch.arguments.options import Bind
+from allranks.launch.spec.options import Bind
 
 __all__ = ["Core", "Machine", "Seat", "describe", "place", "read_machine", "seats"]
 

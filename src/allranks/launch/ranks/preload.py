@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 
-from allranks.launch.ranks.target import SERVE, Target
+from allranks.launch.spec.target import SERVE, Target
 
 __all__ = ["preload"]
 

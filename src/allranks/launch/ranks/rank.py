@@ -33,9 +33,10 @@ from typing import Any
 import msgspec
 
 from allranks._base.errors import AllranksError, PeerLostError, UsageError
-from allranks.launch.messages import Again, Report
-from allranks.launch.ranks.target import Kind, Target, set_first_path
-from allranks.launch.ranks.wires import Stdio, Wires
+from allranks.launch.ranks.wires import Wires
+from allranks.launch.spec.messages import Again, Report
+from allranks.launch.spec.stdio import Stdio
+from allranks.launch.spec.target import Kind, Target, set_first_path
 from allranks.launch.stacks import DUMP, describe, is_own
 
 __all__ = ["Rank", "become_rank", "decode_told", "is_echo", "this_rank"]

@@ -14,7 +14,7 @@ from allranks._base.errors import ConfigError
 from allranks._cluster.schedulers import SCHEDULERS, scheduler_named
 from allranks._cluster.schedulers.interface import Job, Scheduler, Submission
 from allranks.launch.arguments.options import Parser
-from allranks.launch.ranks.target import check, read_target
+from allranks.launch.spec.target import check, read_target
 
 __all__ = ["Options", "parse"]
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 from allranks._base.errors import ConfigError
 from allranks._store import StoreServer
-from allranks.launch.arguments.options import Options
-from allranks.launch.error_file import write_error_file
-from allranks.launch.job_control import SIGNALS, JobControl
+from allranks.launch.jobs.error_file import write_error_file
+from allranks.launch.jobs.job_control import SIGNALS, JobControl
+from allranks.launch.jobs.supervise import FORWARDED, Supervisor
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.agent import Agent, Plan
 from allranks.launch.ranks.environ import Share, common_environ, free_port
@@ -27,10 +27,10 @@ from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.placement import describe, seats
 from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
-from allranks.launch.ranks.target import check_size
 from allranks.launch.ranks.terminal import Terminal
 from allranks.launch.ranks.wires import reserve_descriptors
-from allranks.launch.supervise import FORWARDED, Supervisor
+from allranks.launch.spec.options import Options
+from allranks.launch.spec.target import check_size
 
 __all__ = ["run_here"]
 

@@ -11,9 +11,9 @@ from typing import Literal
 
 import msgspec
 
-from allranks.launch.arguments.options import Bind
-from allranks.launch.ranks.target import Target
-from allranks.launch.ranks.wires import Stdio
+from allranks.launch.spec.options import Bind
+from allranks.launch.spec.stdio import Stdio
+from allranks.launch.spec.target import Target
 
 __all__ = [
     "Again",

@@ -31,19 +31,19 @@ from allranks._cluster.network import published_addresses
 from allranks._cluster.schedulers.interface import PerHost, RemoteCommand
 from allranks._store import load_secret
 from allranks._store.address import addresses_of
+from allranks.launch.agents.agent_command import HERE, agent_words, carried
+from allranks.launch.agents.door import Door, dial, store_secret
+from allranks.launch.agents.fleet import Fleet, Host, wrong_version
+from allranks.launch.agents.link import LinkLost, to_launcher
+from allranks.launch.agents.serve import Station, hello
 from allranks.launch.arguments.layout import describe_plan, share_out
-from allranks.launch.arguments.options import Options
-from allranks.launch.error_file import write_error_file
-from allranks.launch.hosts.agent_command import HERE, agent_words, carried
-from allranks.launch.hosts.door import Door, dial, store_secret
-from allranks.launch.hosts.fleet import Fleet, Host, wrong_version
-from allranks.launch.hosts.link import LinkLost, to_launcher
-from allranks.launch.hosts.serve import Station, hello
-from allranks.launch.messages import Prepare, Ready, Start
+from allranks.launch.jobs.error_file import write_error_file
+from allranks.launch.jobs.supervise import FORWARDED, Supervisor
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.rank import Rank
-from allranks.launch.ranks.target import check_size
-from allranks.launch.supervise import FORWARDED, Supervisor
+from allranks.launch.spec.messages import Prepare, Ready, Start
+from allranks.launch.spec.options import Options
+from allranks.launch.spec.target import check_size
 
 _TELL_S = 10.0
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -21,12 +21,12 @@ from allranks._cluster.network import published_addresses
 from allranks._cluster.schedulers.ssh import SSH
 from allranks._store import load_secret
 from allranks.launch.arguments.layout import describe_plan, share_out
-from allranks.launch.arguments.options import Options
-from allranks.launch.local import run_here
+from allranks.launch.jobs.local import run_here
+from allranks.launch.jobs.spread import is_here, join_leader, lead, run_there
 from allranks.launch.ranks.placement import describe, seats
 from allranks.launch.ranks.rank import Rank
-from allranks.launch.ranks.target import check
-from allranks.launch.spread import is_here, join_leader, lead, run_there
+from allranks.launch.spec.options import Options
+from allranks.launch.spec.target import check
 
 __all__ = ["launch"]
 

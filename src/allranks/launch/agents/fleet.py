@@ -22,10 +22,10 @@ import msgspec
 from allranks import __version__
 from allranks._base.errors import ConfigError
 from allranks._cluster.schedulers.interface import RemoteCommand
-from allranks.launch.hosts.agent_command import CONNECTED, explain
-from allranks.launch.hosts.door import Door
-from allranks.launch.hosts.link import Garbled, Link, LinkLost, to_agent
-from allranks.launch.messages import (
+from allranks.launch.agents.agent_command import CONNECTED, explain
+from allranks.launch.agents.door import Door
+from allranks.launch.agents.link import Garbled, Link, LinkLost, to_agent
+from allranks.launch.spec.messages import (
     Again,
     Begun,
     Came,

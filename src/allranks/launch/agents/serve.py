@@ -1,6 +1,6 @@
 """An agent in a process of its own: starts ranks on its host as a launcher elsewhere says, and tells it what they do.
 
-``python -m allranks.launch.hosts.serve`` speaks on stdin and stdout (started by ssh, or on the launcher's own host);
+``python -m allranks.launch.agents.serve`` speaks on stdin and stdout (started by ssh, or on the launcher's own host);
 with ``--dial`` it goes to the launcher's door (started by srun). It decides nothing but this: when the launcher is
 gone, however it went, the ranks are killed at once.
 
@@ -29,9 +29,18 @@ from allranks._cluster.env import split_host_port
 from allranks._cluster.host import usable_cpus, visible_gpus
 from allranks._cluster.network import interface_of, nearest_first
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
-from allranks.launch.hosts.door import dial, store_secret
-from allranks.launch.hosts.link import Link, LinkLost, to_launcher
-from allranks.launch.messages import (
+from allranks.launch.agents.door import dial, store_secret
+from allranks.launch.agents.link import Link, LinkLost, to_launcher
+from allranks.launch.output.screen import Screen
+from allranks.launch.ranks.agent import Agent, Plan
+from allranks.launch.ranks.environ import Share, common_environ, free_port
+from allranks.launch.ranks.guard import Guard
+from allranks.launch.ranks.placement import Seat, seats
+from allranks.launch.ranks.preload import preload
+from allranks.launch.ranks.rank import Rank
+from allranks.launch.ranks.wires import reserve_descriptors
+from allranks.launch.signals import FORWARDED, handled
+from allranks.launch.spec.messages import (
     Again,
     Asked,
     Command,
@@ -52,16 +61,7 @@ from allranks.launch.messages import (
     Start,
     Unable,
 )
-from allranks.launch.output.screen import Screen
-from allranks.launch.ranks.agent import Agent, Plan
-from allranks.launch.ranks.environ import Share, common_environ, free_port
-from allranks.launch.ranks.guard import Guard
-from allranks.launch.ranks.placement import Seat, seats
-from allranks.launch.ranks.preload import preload
-from allranks.launch.ranks.rank import Rank
-from allranks.launch.ranks.target import check
-from allranks.launch.ranks.wires import reserve_descriptors
-from allranks.launch.signals import FORWARDED, handled
+from allranks.launch.spec.target import check
 from allranks.launch.voice import Voice
 
 __all__ = ["Station", "hello", "main"]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from allranks.launch.blame import Failure
+from allranks.launch.jobs.root_cause import Failure
 from allranks.launch.voice import Voice
 
 __all__ = ["write_error_file"]

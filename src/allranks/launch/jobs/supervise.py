@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 
 from allranks._base.errors import rank_list
 from allranks.launch import stacks
-from allranks.launch.blame import Blame, Failure, describe_failure, describe_interrupt
-from allranks.launch.hosts.fleet import Fleet
-from allranks.launch.job_control import SIGNALS, JobControl
-from allranks.launch.messages import Again, Asked, Begun, Came, Event, Exited, Failed, Lost, Noted, Output, Stacks
+from allranks.launch.agents.fleet import Fleet
+from allranks.launch.jobs.job_control import SIGNALS, JobControl
+from allranks.launch.jobs.root_cause import Blame, Failure, describe_failure, describe_interrupt
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.agent import Agent
 from allranks.launch.signals import FORWARDED, handled
+from allranks.launch.spec.messages import Again, Asked, Begun, Came, Event, Exited, Failed, Lost, Noted, Output, Stacks
 from allranks.launch.voice import Voice
 
 __all__ = ["FORWARDED", "Supervisor"]

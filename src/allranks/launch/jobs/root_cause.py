@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from allranks._base.errors import rank_list
-from allranks.launch.messages import Report
+from allranks.launch.spec.messages import Report
 from allranks.launch.voice import Voice
 
 __all__ = ["SETTLE_S", "Blame", "Failure", "describe_failure", "describe_interrupt"]

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 
 from allranks._cluster.schedulers import SCHEDULERS
 from allranks._cluster.schedulers.interface import RemoteCommand
+from allranks.launch.spec.options import given
 
-__all__ = ["CONNECTED", "HERE", "agent_words", "carried", "explain", "given"]
+__all__ = ["CONNECTED", "HERE", "agent_words", "carried", "explain"]
 
 HERE = RemoteCommand("agent")
 """The agent's command itself, on this host."""
@@ -37,7 +38,7 @@ def agent_words(python: str, flags: Sequence[str] = (), dial: str = "", count_gp
         count_gpus: it says how many GPUs there are.
     """
     words = [*(["--dial", dial] if dial else []), *(["--count-gpus"] if count_gpus else [])]
-    return [python, *flags, "-m", "allranks.launch.hosts.serve", *words]
+    return [python, *flags, "-m", "allranks.launch.agents.serve", *words]
 
 
 def carried(environ: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]:
@@ -53,12 +54,6 @@ def carried(environ: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]
             pattern = re.compile(".*".join(map(re.escape, word.split("*"))) + r"\Z")
             found |= {n: v for n, v in environ.items() if pattern.match(n)}
     return found | given(wanted)
-
-
-def given(wanted: Sequence[str]) -> dict[str, str]:
-    """The variables whose value ``-x`` says itself: NAME=VALUE. Others are in the launcher's environment already."""
-    pairs = (word.partition("=") for word in wanted)
-    return {name: value for name, said, value in pairs if said}
 
 
 def explain(command: RemoteCommand, host: str, python: str, code: int | None, said: str) -> str:

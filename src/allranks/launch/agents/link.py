@@ -15,7 +15,7 @@ import msgspec
 
 from allranks._base.forks import Descriptor
 from allranks._store.wire import FrameDecoder, WireError, pack_frame
-from allranks.launch.messages import Command, Message
+from allranks.launch.spec.messages import Command, Message
 
 __all__ = ["Garbled", "Link", "LinkLost", "to_agent", "to_launcher"]
 

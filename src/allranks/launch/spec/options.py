@@ -1,0 +1,150 @@
+"""What ``allranks run`` was asked for, whichever command line or call asked."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from allranks._cluster.hostlist import Slots
+from allranks.launch.spec.target import Target
+from allranks.launch.voice import Voice
+
+__all__ = ["Bind", "Display", "Options", "Show", "Streams", "given"]
+
+Show = Literal["0", "all", "none"]
+Bind = Literal["none", "core", "numa"]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """torchrun's words for output streams: 0 none, 1 stdout, 2 stderr, 3 both.
+
+    Attributes:
+        of_all: for all ranks.
+        of_some: local rank -> its own; the others then have none.
+    """
+
+    of_all: int = 0
+    of_some: Mapping[int, int] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.of_all or self.of_some)
+
+    def has(self, local_rank: int, stream: int) -> bool:
+        """True if it names a stream (1 or 2) of a rank."""
+        chosen = self.of_all if self.of_some is None else self.of_some.get(local_rank, 0)
+        return bool(chosen & stream)
+
+
+@dataclass(frozen=True)
+class Display:
+    """How the output of ranks is shown and kept.
+
+    Attributes:
+        show: whose output is shown.
+        only: of these local ranks only; None for all.
+        timestamps: put the time before each line.
+        collapse: show a line that many ranks write once; auto: from 8 ranks on.
+        logs: folder for one file per rank.
+        redirects: streams that go to torchrun's files and are not shown.
+        tee: streams that go to torchrun's files and are shown.
+        log_dir: folder for torchrun's files; None for a temporary one, if there are such files at all.
+    """
+
+    show: Show = "all"
+    only: frozenset[int] | None = None
+    timestamps: bool = False
+    collapse: Literal["auto", "always", "never"] = "auto"
+    logs: Path | None = None
+    redirects: Streams = Streams()
+    tee: Streams = Streams()
+    log_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``allranks run`` was asked for.
+
+    Attributes:
+        target: what to run.
+        nproc: number of ranks in the job; None if it follows from the hosts.
+        per_host: number of ranks on each host, "auto" (one for each CPU) or "gpu" (one for each GPU); None if it
+            follows from the above.
+        hosts: where to run; empty for where we are.
+        nodes: the least and the greatest number of hosts; None for those that are given.
+        node: number of this host, where the same command is started on each of them.
+        leader: host and port of host 0 in that case.
+        leads: this is host 0, or is not, in that case; None to find out by the leader's name.
+        run: name of the job, which all hosts must give in that case; "" for a random one.
+        role: name of what the ranks do.
+        env: what kind of place this is; "auto" to find out.
+        start: fork ranks from a process that has imported torch, or execute fresh interpreters.
+        display: how output is shown and kept.
+        grace_s: time that ranks get to end by themselves when the job is stopped.
+        threads: threads per rank; None to decide.
+        instead_of_gloo: give programs that ask torch.distributed for gloo our groups.
+        restarts: how often to start the job again when a rank fails.
+        join_timeout_s: how long to wait for hosts.
+        last_call_s: how long to wait for more hosts once there are enough.
+        exports: variables for ranks on other hosts: NAME, NAME=VALUE or a pattern.
+        folder: working directory of the ranks; None for the present one.
+        ssh: what to call in place of ssh, with options.
+        iface: which networks hosts use among each other.
+        dry_run: say what would be started, and where.
+        voice: how the launcher speaks.
+        backend: what the program's ``init_process_group()`` without backend takes; "" for the default.
+        idle_s: stop the job when no rank has written anything for so long; None: never.
+        signals: those that are passed on to the ranks and stop nothing.
+        bind: which CPUs a rank may use.
+        one_gpu_per_rank: let each rank see one GPU of its own.
+        virtual_local_rank: tell each rank that its local rank is 0, in that case.
+        stdin: the rank that has the launcher's stdin, or "none"; "auto": a single rank, or the master.
+    """
+
+    target: Target
+    nproc: int | None = None
+    per_host: int | Literal["auto", "gpu"] | None = None
+    hosts: tuple[Slots, ...] = ()
+    nodes: tuple[int, int] | None = None
+    node: int | None = None
+    leader: tuple[str, int | None] | None = None
+    leads: bool | None = None
+    run: str = ""
+    role: str = "default"
+    env: str = "auto"
+    start: Literal["fork", "spawn"] = "fork"
+    display: Display = Display()
+    grace_s: float = 10.0
+    threads: int | None = None
+    instead_of_gloo: bool = False
+    restarts: int = 0
+    join_timeout_s: float = 300.0
+    last_call_s: float = 10.0
+    exports: tuple[str, ...] = ()
+    folder: Path | None = None
+    ssh: str = ""
+    iface: str = ""
+    dry_run: bool = False
+    voice: Voice = field(default_factory=Voice)
+    backend: str = ""
+    idle_s: float | None = None
+    signals: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
+    bind: Bind = "none"
+    one_gpu_per_rank: bool = False
+    virtual_local_rank: bool = False
+    stdin: int | Literal["auto", "none"] = "auto"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variables that they ask for, which ranks get wherever they run."""
+        asked = {"ALLRANKS_INSTEAD_OF_GLOO": "1"} if self.instead_of_gloo else {}
+        return given(self.exports) | asked | ({"ALLRANKS_BACKEND": self.backend} if self.backend else {})
+
+
+def given(wanted: Sequence[str]) -> dict[str, str]:
+    """The variables whose value ``-x`` says itself: NAME=VALUE. Others are in the launcher's environment already."""
+    pairs = (word.partition("=") for word in wanted)
+    return {name: value for name, said, value in pairs if said}
