@@ -39,7 +39,7 @@ EXCLUDED = {
 # What every rank of every test would import again for its group: a tenth of a second of a core and more.
 IMPORTED = {
     "allranks": ("allranks._engines.native.engine", "allranks._engines.c10d.store"),
-    "plugin": ("allranks._plugin.creation", "allranks._plugin.operators", "allranks._engines.native"),
+    "plugin": ("allranks._plugin.creation", "allranks._plugin.operators", "allranks._engines.native.engine"),
 }
 
 
