@@ -102,16 +102,20 @@ def test_it_is_submitted_to(tmp_path: Path) -> None:
         (
             "interface=1",
             "interface=0",
-            "for version 0 of .* has version 1: upgrade that package",
+            "is made for version 0 of .* takes version 1.*Install a newer yard-for-allranks, or an older allranks",
         ),
         (
             "interface=1",
             "interface=7",
-            "for version 7 of .* has version 1: upgrade allranks",
+            "is made for version 7 of .* takes version 1.*Install a newer allranks, or an older yard-for-allranks",
         ),
-        ("kinds=", "sorts=", "cannot be loaded: TypeError: .*'sorts'"),
-        ("from allranks", "import a_module_that_is_not_there\nfrom allranks", "cannot be loaded: ModuleNotFoundError"),
-        ('name="yard"', 'name="shed"', "expected a Scheduler of that name"),
+        ("kinds=", "sorts=", r"cannot be loaded \(yard:SCHEDULER\): TypeError: .*'sorts'"),
+        (
+            "from allranks",
+            "import a_module_that_is_not_there\nfrom allranks",
+            r"cannot be loaded \(yard:SCHEDULER\): ModuleNotFoundError",
+        ),
+        ('name="yard"', 'name="shed"', "whose name is 'shed'. Expected 'yard'"),
     ],
 )
 def test_one_that_does_not_fit_is_refused_by_the_name_of_its_package(
@@ -122,7 +126,7 @@ def test_one_that_does_not_fit_is_refused_by_the_name_of_its_package(
         done = run(site, *words)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
-        assert re.search("scheduler 'yard' of yard-for-allranks 1.5 .*" + said, done.stderr, re.DOTALL), done.stderr
+        assert re.search("scheduler 'yard': yard-for-allranks 1.5 .*" + said, done.stderr, re.DOTALL), done.stderr
 
 
 def test_it_costs_nothing_where_nobody_names_it(tmp_path: Path) -> None:

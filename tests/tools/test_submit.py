@@ -169,7 +169,7 @@ def test_another_folder(folder: Path) -> None:
 def test_indexed_job(folder: Path) -> None:
     text = file_of(
         folder, "--to", "k8s", "-N", "3", "-n", "6", "--cpus", "4", "--gpus", "2", "--memory", "64G", "--time", "90m",
-        "--image", "registry.example/train:7", "--namespace", "team", "--name", "first", "--chdir", "/work/train",
+        "--image", "registry.example/train:7", "--namespace", "team", "--name", "first", "--chdir", "/srv/train",
         "show.py", *HARD,
     )  # fmt: skip
     secret, service, job = yaml.safe_load_all(text)
@@ -190,7 +190,7 @@ def test_indexed_job(folder: Path) -> None:
     assert pod["terminationGracePeriodSeconds"] == 60
     assert (pod["subdomain"], pod["restartPolicy"]) == ("first", "Never")
     (container,) = pod["containers"]
-    assert (container["image"], container["workingDir"]) == ("registry.example/train:7", "/work/train")
+    assert (container["image"], container["workingDir"]) == ("registry.example/train:7", "/srv/train")
     assert container["resources"] == {"limits": {"cpu": 8, "memory": "65536Mi", "nvidia.com/gpu": 2}}
     assert container["env"][0]["valueFrom"]["secretKeyRef"] == {"name": "first", "key": "ALLRANKS_SECRET"}
     assert container["volumeMounts"][0]["mountPath"] == "/dev/shm"

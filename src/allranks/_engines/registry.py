@@ -10,9 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import allranks
 from allranks._base.errors import ConfigError
-from allranks._base.forks import guard
+from allranks._base.extensions import described, entry_points, load, package_of
 from allranks._engines.c10d import GLOO, NCCL
 from allranks._engines.mpi import MPI
 from allranks._engines.native import NATIVE, TCP
@@ -78,9 +77,9 @@ def is_here(spec: EngineSpec) -> bool:
     try:
         return bool(spec.available())
     except Exception as error:
-        packages = ", ".join(_package(point) for point in _entry_points() if point.name == spec.name)
+        packages = ", ".join(package_of(point) for point in _entry_points() if point.name == spec.name)
         raise ConfigError(
-            f"backend {spec.name!r}: {packages} cannot say whether it is available: {_described(error)}"
+            f"backend {spec.name!r}: {packages} cannot say whether it is available: {described(error)}"
         ) from error
 
 
@@ -101,7 +100,7 @@ def listing() -> list[Listed]:
     for point in _entry_points():
         by_name.setdefault(point.name, []).append(point)
     for name, points in by_name.items():
-        packages = ", ".join(_package(point) for point in points)
+        packages = ", ".join(package_of(point) for point in points)
         try:
             spec = _loaded.get(name) or _load(points)
             lines.append(Listed(name, packages, is_here(spec), ""))
@@ -111,57 +110,21 @@ def listing() -> list[Listed]:
 
 
 def _entry_points() -> list[EntryPoint]:
-    from importlib.metadata import entry_points  # late: the launcher starts without it
-
-    return list(entry_points(group=ENTRY_POINTS))
+    return entry_points(ENTRY_POINTS)
 
 
 def _load(points: list[EntryPoint]) -> EngineSpec:
     """The spec that an entry point names; of several with one name none is taken."""
-    point = points[0]
-    name, package = point.name, _package(point)
-    here = f"backend {name!r}: {package}"
-    if len(points) > 1:
-        several = " and ".join(_package(each) for each in points)
-        raise ConfigError(f"backend {name!r}: {several} bring an engine of this name. Uninstall all but one of them")
-    if name in BUILT_IN or name in ALIASES:
+    name, package = points[0].name, package_of(points[0])
+    what = f"backend {name!r}"
+    if len(points) == 1 and (name in BUILT_IN or name in ALIASES):
         raise ConfigError(
-            f"{here} brings an engine of this name, which is allranks' own. The package's engine is not used: it must "
-            "have another name"
+            f"{what}: {package} brings an engine of this name, which is allranks' own. The package's engine is not "
+            "used: it must have another name"
         )
-    if not _NAME.fullmatch(name):
+    if len(points) == 1 and not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{here} brings an engine whose name is wrong. Expected small letters, digits and underscores, as in 'mine'"
+            f"{what}: {package} brings an engine whose name is wrong. Expected small letters, digits and underscores, "
+            "as in 'mine'"
         )
-    try:
-        with guard:  # Python's lock of a module would stay held in a child that is forked meanwhile
-            spec = point.load()
-    except Exception as error:
-        raise ConfigError(
-            f"{here} cannot be loaded ({point.value}): {_described(error)}.\n  Install a release of it for this "
-            f"allranks ({allranks.__version__}, engine interface {_versions()}), or uninstall it"
-        ) from error
-    if not isinstance(spec, EngineSpec):
-        raise ConfigError(f"{here} names {point.value}, which is a {type(spec).__name__}. Expected an EngineSpec")
-    if not OLDEST <= spec.interface <= INTERFACE:
-        newer, older = (package, "allranks") if spec.interface < OLDEST else ("allranks", package)
-        raise ConfigError(
-            f"{here} is made for version {spec.interface} of the engine interface; this allranks "
-            f"({allranks.__version__}) takes {_versions()}.\n  Install a newer {newer.partition(' ')[0]}, or an older "
-            f"{older.partition(' ')[0]}"
-        )
-    if spec.name != name:
-        raise ConfigError(f"{here} names {point.value}, whose name is {spec.name!r}. Expected {name!r}")
-    return spec
-
-
-def _package(point: EntryPoint) -> str:
-    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "a package without a name"
-
-
-def _versions() -> str:
-    return f"version {INTERFACE}" if OLDEST == INTERFACE else f"versions {OLDEST} to {INTERFACE}"
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return load(points, what, "engine", EngineSpec, (OLDEST, INTERFACE))

@@ -144,7 +144,7 @@ def _check(job: Job) -> None:
                 f" dashes, at most {_LONGEST_LABEL}, for example train-7."
             )
     if job.folder and not job.folder.startswith("/"):
-        raise ConfigError(f"--chdir {job.folder!r}: expected a folder of the image, as /work/train")
+        raise ConfigError(f"--chdir {job.folder!r}: expected a folder of the image, as /srv/train")
     if job.account:
         raise ConfigError("Kubernetes has no accounts: leave out --account")
     if job.queue:
