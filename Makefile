@@ -60,6 +60,7 @@ bench: $(VENV)/installed $(BENCH)/installed
 	$(BENCH)/bin/python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json $(BENCH_FLAGS)
 	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
 	taskset -c 0 $(BIN)/python benchmarks/rendezvous.py --json benchmarks/rendezvous.json
+	$(BIN)/python benchmarks/worker_calls.py --json benchmarks/worker_calls.json
 	$(BIN)/python benchmarks/figures.py
 
 # Environments with what .venv has, and an MPI each: of MPI there is one in an environment. Without them `make test`
@@ -106,8 +107,8 @@ core-tests: $(SANITIZERS:%=build/core-%/passed)
 build/core-%/passed: $(CORE) $(CORE_TESTS) | $(VENV)/installed
 	$(BIN)/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -DCMAKE_BUILD_TYPE=Release \
 	  -DALLRANKS_PYTHON=OFF -DALLRANKS_TESTS=ON -DALLRANKS_SANITIZE=$(filter-out plain,$*) --log-level=WARNING
-	$(BIN)/cmake --build $(@D)
-	$(if $(filter plain,$*),ALLRANKS_HEARTBEAT_SEEDS=5000) setarch -R $(@D)/core_tests
+	+$(BIN)/cmake --build $(@D)
+	$(if $(filter plain,$*),ALLRANKS_TEST_HEARTBEAT_SEEDS=5000) setarch -R $(@D)/core_tests
 	touch $@
 
 # Which lines the tests run: of Python in all processes, of the core in those that are not killed. TESTS="tests/launch"

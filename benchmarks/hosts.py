@@ -3,7 +3,7 @@
 python benchmarks/hosts.py --json benchmarks/hosts_1.json            # one rank on each of two hosts
 python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json
 
-The hosts are network namespaces of this machine (tests/hosts/cluster.py; root), joined by veth and a bridge: what is
+The hosts are network namespaces of this machine (tests/support/cluster.py; root), joined by veth and a bridge: what is
 compared is what the ends do, not a wire. As hosts do, each has CPUs of its own, half of this machine's: without, the
 system now and then puts both ranks on one CPU, which makes any of the libraries several times slower. Run it with the
 Python of build/bench-venv (`make mpi`), which has Open MPI. Further arguments go to `allranks bench`.
@@ -18,9 +18,9 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "hosts"))
+sys.path.insert(0, str(ROOT / "tests"))
 
-from cluster import cluster  # noqa: E402
+from support.cluster import cluster  # noqa: E402
 
 AGENT = """#!/bin/sh
 # What mpirun takes for ssh: HOST COMMAND...

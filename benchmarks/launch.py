@@ -19,9 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
-import cluster
-import sshd
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support import cluster, sshd
 
 PYTHON = [sys.executable, "-m"]
 WHOLE = """

@@ -22,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 
+from allranks._base.frames import pack_frame
 from allranks._rendezvous.join_protocol import (
     TABLE,
     Connect,
@@ -29,8 +30,8 @@ from allranks._rendezvous.join_protocol import (
     Leave,
     Lost,
     Member,
+    Notify,
     Pause,
-    Say,
     exchange,
     unpack_members,
 )
@@ -45,7 +46,6 @@ from allranks._store.wire import (
     answer_greeting,
     decode_reply,
     encode,
-    pack_frame,
 )
 
 SECRET = b"a secret of this benchmark"
@@ -93,7 +93,7 @@ class Rank:
             self.send(VERSION + self.nonce + KNOCK)
         elif isinstance(act, Leave):
             self.resume(None)
-        elif isinstance(act, Say):
+        elif isinstance(act, Notify):
             print(act.line)
             self.resume(None)
         elif isinstance(act, Pause):

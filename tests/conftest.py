@@ -1,4 +1,4 @@
-"""What tests of several folders use. This folder is on the path by it: `mpi_jobs` can be imported."""
+"""What holds for all tests. By this file the folder is on the path, so that `support` can be imported."""
 
 import os
 import sys
@@ -13,24 +13,29 @@ from allranks import testing
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Nearly every rank of a test's imports these: the first for the test's own module, the second in torch.manual_seed and
-# in optimizers, 2 s of a core. They are imported once in each fork server.
+# Nearly every rank imports these: pytest for the test's module, torch._dynamo in torch.manual_seed and in optimizers.
+# That takes 2 s of a core. Each fork server imports them once.
 testing._PRELOADED += ["pytest", "torch._dynamo"]
 
 # The files of `make quick` and of `pytest -m quick`: they start no ranks, or few, and end within a second or two.
 QUICK = {
+    "base": ("errors",),
+    "call": ("callsite",),
+    "cluster": ("env", "host", "hostlist", "network", "places"),
     "conformance": ("bad_input", "signatures"),
-    "engines": ("by_device", "doors", "reception", "registry"),
+    "engines": ("by_device", "connection_server", "registry", "segment_exchange"),
     "house": (
-        "api", "architecture", "decisions", "differences", "engines", "errors", "exports", "host", "sites", "variables",
+        "api", "architecture", "core_rooms", "decisions", "differences", "engines", "exports", "test_tree", "texts",
+        "variables",
     ),
     "launch": (
-        "hostlist", "launch_blame", "launch_collapse", "launch_layout", "launch_options", "launch_outlet",
-        "launch_output", "launch_placement", "places", "torchruns_options",
+        "launch_collapse", "launch_layout", "launch_options", "launch_outlet", "launch_output", "launch_placement",
+        "launch_simulation", "root_cause", "torchruns_options",
     ),
-    "parallel": ("data",),
-    "rendezvous": ("env", "init", "network", "store", "unlaunched"),
+    "rendezvous": ("init", "unlaunched"),
+    "store": ("store",),
     "tools": ("bench_parts", "env_command"),
+    ".": ("data",),
 }  # fmt: skip
 QUICK_FILES = {Path(__file__).parent / folder / f"test_{name}.py" for folder, names in QUICK.items() for name in names}
 if gone := [str(file) for file in QUICK_FILES if not file.exists()]:

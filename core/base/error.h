@@ -63,7 +63,7 @@ class Error : public std::exception {
   std::vector<Fingerprint> calls;  // mismatch: what each rank called (send, recv: the sender, the receiver)
   bool signalled = false;          // interrupted, and by this caller's own signal
   std::vector<int> waiting_for;    // timeout: every rank that had not come
-  std::vector<std::string> sites;  // mismatch of collectives: where each rank called; "" where it did not say
+  std::vector<std::string> sites;  // mismatch of collectives: where each rank called; "" where it is not known
   std::vector<Wait> waits;         // timeout of a message: who waits for whom, from this rank on
   std::vector<Unasked> unasked;    // the same, of a recv: messages with other tags
   std::string text;

@@ -62,7 +62,7 @@ class DefaultFloatMode {
 #endif
 };
 
-// A descriptor of this process. In a forked child it has been closed, whatever get() says.
+// A descriptor of this process. In a forked child it has been closed, whatever get() returns.
 class Fd {
  public:
   Fd() = default;

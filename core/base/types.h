@@ -79,7 +79,7 @@ struct Buffer {
   std::byte* bytes() const { return static_cast<std::byte*>(data); }
 };
 
-// Of a tensor's shape. 0 of one dimension, where the count says it all.
+// Of a tensor's shape. 0 of one dimension, where the count is enough.
 inline uint32_t shape_hash(const int64_t* shape, size_t ndim) {
   if (ndim == 1) return 0;
   uint64_t h = 0xcbf29ce484222325 ^ ndim;  // FNV-1a, by sizes
@@ -87,7 +87,7 @@ inline uint32_t shape_hash(const int64_t* shape, size_t ndim) {
   return static_cast<uint32_t>(h ^ (h >> 32)) | 1U;
 }
 
-// What a rank says it is calling. It travels beside the data of every call, so that ranks
+// What a rank is calling. It travels beside the data of every call, so that ranks
 // that call different things get an error instead of a wrong number.
 struct Fingerprint {
   Verb verb = Verb::none;

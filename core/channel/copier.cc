@@ -56,7 +56,7 @@ void Copier::copy(std::byte* to, const std::byte* from, size_t n) {
   turns_ = 0;
   const int64_t began = sys::now_ns();
   std::memcpy(to, from, n);
-  // Bounded, because a copy that was interrupted says nothing.
+  // Bounded, because a copy that was interrupted shows nothing.
   const float took = std::min(static_cast<float>(sys::now_ns() - began) / static_cast<float>(n), 2 * kSlow);
   ns_per_byte_ += (took - ns_per_byte_) / 4;
   past_caches_ = ns_per_byte_ > (past_caches_ ? kFast : kSlow);

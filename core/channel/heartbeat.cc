@@ -79,7 +79,7 @@ const Heartbeat::Neighbour& Heartbeat::at(int host) const {
   return *std::find_if(neighbours_.begin(), neighbours_.end(), [host](const auto& n) { return n.host == host; });
 }
 
-// --- what is said ---
+// --- messages ---
 
 void Heartbeat::add(Neighbour& to, MessageType type, const Bytes& body) {
   append(to.outbox, MessageHead{static_cast<uint32_t>(type), static_cast<uint32_t>(body.size())});

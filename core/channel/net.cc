@@ -144,7 +144,7 @@ void Net::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeti
   try {
     set_up(fd.get());
   } catch (const Error&) {
-    return give_up(rank);  // who has handed it over has nobody to tell
+    return give_up(rank);  // the caller has nobody to report to
   }
   {
     const std::lock_guard lock(lock_);
@@ -426,12 +426,12 @@ int Net::blame(int awaited, uint32_t call) {
 }
 
 Presence Net::presence(int rank) {
-  const auto heard = static_cast<Presence>(shm_.far(rank).presence.load(std::memory_order_acquire));
-  if (heard != Presence::left && heard != Presence::unreported) return heard;
+  const auto presence = static_cast<Presence>(shm_.far(rank).presence.load(std::memory_order_acquire));
+  if (presence != Presence::left && presence != Presence::unreported) return presence;
   // Everything that it has sent is here when its connections have ended, too. Where nobody speaks for it, that is all
   // there is to be seen.
   const Peer& p = peer(rank);
-  const bool known = heard == Presence::left || p.collective_stream || p.message_stream;
+  const bool known = presence == Presence::left || p.collective_stream || p.message_stream;
   return known && over(p.collective_stream) && over(p.message_stream) ? Presence::left : Presence::here;
 }
 
@@ -496,13 +496,13 @@ void Net::turn() {
   const auto watch = [&](int fd, int events) {
     polled.push_back({.fd = fd, .events = static_cast<short>(events), .revents = 0});
   };
-  std::vector<int> heard;
+  std::vector<int> watched;
   if (heartbeat_) {
     for (int host = 0; host < hosts_.count(); host++) {
       const auto& link = links_[static_cast<size_t>(host)];
       if (!link || link->ended()) continue;
       watch(link->fd(), POLLIN | (heartbeat_->outbox(host).empty() ? 0 : POLLOUT));
-      heard.push_back(host);
+      watched.push_back(host);
     }
     for (int local = 0; local < shm_.size(); local++) {
       if (local != shm_.rank() && !local_gone_[static_cast<size_t>(local)])
@@ -524,14 +524,14 @@ void Net::turn() {
     Shm::ring(shm_.bell(shm_.rank()));
   }
   if (!heartbeat_) return;
-  for (size_t i = 0; i < heard.size(); i++) {
-    if ((polled[i + 1].revents & ~POLLOUT) != 0) read_heartbeats(heard[i]);
-    if (links_[static_cast<size_t>(heard[i])]->ended()) heard[i] = -1;
+  for (size_t i = 0; i < watched.size(); i++) {
+    if ((polled[i + 1].revents & ~POLLOUT) != 0) read_heartbeats(watched[i]);
+    if (links_[static_cast<size_t>(watched[i])]->ended()) watched[i] = -1;
   }
   watch_local_ranks();
   publish();
   flush_heartbeats();
-  for (const int host : heard) {
+  for (const int host : watched) {
     if (host >= 0 && links_[static_cast<size_t>(host)]->ended()) read_heartbeats(host);  // a write has found it
   }
 }

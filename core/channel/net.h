@@ -13,7 +13,7 @@
 // A thread of the leader reports for all ranks of its host, whose state it reads in their shared memory. What it
 // receives about other ranks it writes into a table in its own segment (Far), where all ranks of its host read it. It
 // makes a failure on another host a verdict in the shared memory of its own, and sends its host's verdicts to the other
-// hosts. Three states are told apart: a rank whose process has ended (its sockets are closed), one that cannot be
+// hosts. Three states are distinguished: a rank whose process has ended (its sockets are closed), one that cannot be
 // reached (the kernel of its host acknowledges nothing for 7 s), and one that is alive but not in this call. A rank
 // that is stopped is not dead, because its kernel still answers. When a leader has left and other ranks of its host
 // have not, nobody reports for those: their end is seen by the ranks that are connected with them.
@@ -92,11 +92,11 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
 
   // What this rank does.
   void publish_call(uint32_t call, const Fingerprint& fingerprint);
-  // What another has said.
+  // What another rank has sent.
   std::pair<uint32_t, Fingerprint> last_call(int rank);
   // The ranks, of any host, that have not begun that call, as far as is known here.
   std::vector<int> behind(uint32_t call);
-  // After a mismatch that every rank has found: where each rank's call stands, as `here` says, by place, of this
+  // After a mismatch that every rank has found: where each rank's call stands, as `here` returns it, by place, of this
   // host's.
   // "" where nothing came in time.
   std::vector<std::string> exchange_notes(const Failure& about, Caller& caller, const std::vector<std::string>& here);
@@ -105,7 +105,7 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   void announce() override { wake(); }
   int blame(int awaited, uint32_t call) override;
 
-  void close();  // tells the others, and waits a little until the kernel has sent what it holds
+  void close();  // notifies the others, and waits a little until the kernel has sent what it holds
 
  private:
   struct Out {

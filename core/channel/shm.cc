@@ -184,7 +184,7 @@ void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, c
     const Presence found = r == number(rank_) ? Presence::here : presence(r);
     if (found == Presence::here) continue;
     gone++;
-    // Its last words may be what we wait for: look again, now that it cannot say more.
+    // Its last write may be what we wait for: look again, now that it cannot write more.
     const int missing = ready(context);
     if (missing < 0) return;
     // Who has left has done its part, unless it is the one that is waited for, or the last that could be.

@@ -42,8 +42,8 @@ class RemoteRanks {
   virtual void watch_message_streams() = 0;
 };
 
-// Sockets that are connected with each other rank of the host, by rank there. Their end says that its process has died,
-// as nobody writes into them. Several groups may use the same.
+// Sockets that are connected with each other rank of the host, by rank there. Their end shows that its process has
+// died, as nobody writes into them. Several groups may use the same.
 using Liveness = std::vector<std::shared_ptr<const sys::Fd>>;
 
 class Shm {
@@ -55,8 +55,8 @@ class Shm {
   static Maps map(Sizes sizes, const std::vector<sys::Fd>& segments);
 
   // maps[r]: rank r's segment. (Ranks that are threads of one process share the mappings: the thread
-  // sanitizer tells memory by its address.) liveness[rank] is unused. numbers: the ranks' numbers in the group, where
-  // it has ranks on other hosts too: these are what `ready` below and failures speak of.
+  // sanitizer identifies memory by its address.) liveness[rank] is unused. numbers: the ranks' numbers in the group,
+  // where it has ranks on other hosts too: these are what `ready` below and failures speak of.
   Shm(int rank, Sizes sizes, Maps maps, Liveness liveness, std::vector<int> numbers = {});
 
   int rank() const { return rank_; }
@@ -125,7 +125,7 @@ class Shm {
   }
 
   bool has_left(int rank) { return leaving(rank) != Leaving::no; }
-  void leave();  // tell the others that this rank goes on purpose; ends this rank's blocked calls
+  void leave();  // notifies the others that this rank leaves on purpose; ends this rank's blocked calls
   void gone();   // at the end, when nothing more comes from this rank
 
  private:

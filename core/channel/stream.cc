@@ -19,7 +19,7 @@ namespace {
 // What a pipe holds where nobody has asked for more: 16 pages. To fill it at once is to send whole segments.
 constexpr size_t kPipe = 64 << 10;
 
-// splice raises SIGPIPE where the connection has ended, and cannot be told not to. Python ignores the signal, but a
+// splice raises SIGPIPE where the connection has ended, and has no flag against it. Python ignores the signal, but a
 // program may have asked for its default, which is to end.
 class WithoutSigpipe {
  public:
@@ -57,7 +57,7 @@ void Stream::refused() {
   const bool full = errno == EAGAIN || errno == ENOBUFS;
   full_.store(full, std::memory_order_relaxed);
   if (full) return;
-  // The kernel tells once; who reads afterwards finds only that the connection is closed.
+  // The kernel reports it once; a later read finds only that the connection is closed.
   if (errno != EPIPE) error_.store(errno, std::memory_order_relaxed);
   ended_.store(true, std::memory_order_relaxed);
 }

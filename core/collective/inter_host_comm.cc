@@ -13,32 +13,30 @@ namespace allranks {
 
 namespace {
 
-constexpr int kDirectHosts = 8;            // hosts
 constexpr size_t kInExchange = 256 << 10;  // bytes that all hosts contribute to an exchange
 constexpr size_t kAlong = 1 << 10;         // bytes that a rank sends along with the sizes of its all_to_all
 constexpr size_t kAlongAlone = 16 << 10;   // the same, where every rank is alone on its host
 constexpr size_t kKept = 16 << 20;         // bytes of each scratch memory, between calls
-constexpr size_t kLongestMessage = 16 << 20;
-
-// The beginning of a leader's message.
-struct Opening {
-  uint32_t call;
-  uint32_t each;    // not 0: its ranks do not agree, or compare call sites; so many fingerprints follow
-  uint64_t nbytes;  // of what its ranks contribute, behind those
-  Fingerprint fingerprint;
-};
 
 size_t aligned(size_t nbytes) { return (nbytes + 63) / 64 * 64; }
 
-Opening opening_of(const std::byte* message) {
-  Opening opening;
-  std::memcpy(&opening, message, sizeof opening);
-  return opening;
-}
+// The collective streams of this rank, in a call.
+class StreamsOfCall final : public LeaderStreams {
+ public:
+  StreamsOfCall(Net& net, LocalComm::Call& call) : net_(net), call_(call) {}
+  void send(int host, const void* data, size_t nbytes) override { net_.send(leader(host), data, nbytes); }
+  uint64_t receive(int host, void* data, size_t nbytes) override { return net_.receive(leader(host), data, nbytes); }
+  void wait_received(int host, uint64_t until) override {
+    net_.wait_received(call_.patience, call_.about, leader(host), until);
+  }
+  void flush() override { net_.flush(call_.patience, call_.about); }
 
-size_t head_of(const Opening& opening) { return sizeof opening + opening.each * sizeof(Fingerprint); }
+ private:
+  int leader(int host) const { return net_.hosts().leader(host); }
 
-size_t length_of(const Opening& opening) { return head_of(opening) + opening.nbytes; }
+  Net& net_;
+  LocalComm::Call& call_;
+};
 
 }  // namespace
 
@@ -158,7 +156,7 @@ void InterHostComm::assemble(Exchange& e, size_t most) {
 }
 
 // Writes the message of this host into outgoing_.
-InterHostComm::LeaderMessage InterHostComm::write_message(const Exchange& e) {
+LeaderMessage InterHostComm::write_message(const Exchange& e) {
   const Fingerprint& own = e.call.about.fingerprint;
   Opening opening{
       .call = e.call.about.call, .each = 0, .nbytes = bytes_of_host(e.contribution, here()), .fingerprint = own};
@@ -169,7 +167,7 @@ InterHostComm::LeaderMessage InterHostComm::write_message(const Exchange& e) {
     // A rank that calls something else has contributed something else.
     if (!std::all_of(local.begin(), local.end(), [&](const auto& f) { return f.agrees(own); })) opening.nbytes = 0;
   }
-  const size_t head = head_of(opening);
+  const size_t head = opening.head_bytes();
   outgoing_.resize(head + (e.alone ? 0 : opening.nbytes));
   std::memcpy(outgoing_.data(), &opening, sizeof opening);
   if (!local.empty()) std::memcpy(outgoing_.data() + sizeof opening, local.data(), head - sizeof opening);
@@ -192,10 +190,10 @@ InterHostComm::LeaderMessage InterHostComm::write_message(const Exchange& e) {
 
 void InterHostComm::exchange_between_leaders(Exchange& e) {
   const LeaderMessage own = write_message(e);
-  const LeaderMessages messages =
-      hosts_.count() <= kDirectHosts ? exchange_directly(e.call, own, e.contribution) : disseminate(e.call, own);
+  StreamsOfCall streams(net_, e.call);
+  const std::vector<LeaderMessage> messages = leaders_.run(streams, own, e.contribution.into);
   for (size_t h = 0; h < messages.size(); h++) {
-    const Opening opening = opening_of(messages[h].head);
+    const Opening opening = Opening::of(messages[h].head);
     e.gathered[h] = messages[h].body;
     e.agree = e.agree && opening.each == 0 && opening.fingerprint.agrees(e.call.about.fingerprint);
   }
@@ -203,7 +201,7 @@ void InterHostComm::exchange_between_leaders(Exchange& e) {
   e.all.resize(ranks());
   for (int h = 0; h < hosts_.count(); h++) {
     const std::byte* head = messages[static_cast<size_t>(h)].head;
-    const Opening opening = opening_of(head);
+    const Opening opening = Opening::of(head);
     for (const int r : hosts_.on(h)) {
       Fingerprint& f = e.all[static_cast<size_t>(r)];
       f = opening.fingerprint;
@@ -251,103 +249,6 @@ void InterHostComm::distribute(Exchange& e) {
     e.gathered[static_cast<size_t>(h)] = at;
     at += aligned(bytes_of_host(e.contribution, h));
   }
-}
-
-void InterHostComm::check(const LocalComm::Call& call, int host, const std::byte* message) const {
-  const Opening theirs = opening_of(message);
-  if (theirs.call == call.about.call && theirs.each <= ranks() && theirs.nbytes <= kLongestMessage) return;
-  throw Error("rank " + std::to_string(hosts_.leader(host)) + " is at call " + std::to_string(theirs.call) +
-              ", this rank at call " + std::to_string(call.about.call) +
-              ": what came over the network is not what was sent");
-}
-
-InterHostComm::LeaderMessages InterHostComm::exchange_directly(LocalComm::Call& call, const LeaderMessage& own,
-                                                               const Contribution& contribution) {
-  const Opening ours = opening_of(own.head);
-  const auto count = static_cast<size_t>(hosts_.count());
-  incoming_.resize(count);
-  std::vector<uint64_t> tickets(count);
-  for (int h = 0; h < hosts_.count(); h++) {
-    if (h == here()) continue;
-    auto& buffer = incoming_[static_cast<size_t>(h)];
-    if (buffer.size() < sizeof(Opening)) buffer.resize(sizeof(Opening));
-    tickets[static_cast<size_t>(h)] = net_.receive(hosts_.leader(h), buffer.data(), sizeof(Opening));
-    net_.send(hosts_.leader(h), own.head, head_of(ours));
-    net_.send(hosts_.leader(h), own.body, ours.nbytes);
-  }
-  // Waits for the heads, not for the sends: these may need the other side to read first, for which it needs the head.
-  for (int h = 0; h < hosts_.count(); h++) {
-    if (h != here()) net_.wait_received(call.patience, call.about, hosts_.leader(h), tickets[static_cast<size_t>(h)]);
-  }
-  bool agree = ours.each == 0;
-  for (int h = 0; h < hosts_.count(); h++) {
-    if (h == here()) continue;
-    const std::byte* head = incoming_[static_cast<size_t>(h)].data();
-    check(call, h, head);
-    const Opening theirs = opening_of(head);
-    agree = agree && theirs.each == 0 && theirs.fingerprint.agrees(ours.fingerprint);
-  }
-  LeaderMessages messages(count, own);
-  for (int h = 0; h < hosts_.count(); h++) {
-    if (h == here()) continue;
-    auto& buffer = incoming_[static_cast<size_t>(h)];
-    const Opening theirs = opening_of(buffer.data());
-    const size_t head = head_of(theirs);
-    std::byte* body = agree && contribution.into ? contribution.into(h) : nullptr;
-    const size_t kept = head + (body == nullptr ? theirs.nbytes : 0);
-    if (buffer.size() < kept) buffer.resize(kept);
-    net_.receive(hosts_.leader(h), buffer.data() + sizeof(Opening), head - sizeof(Opening));
-    if (body == nullptr) body = buffer.data() + head;
-    net_.receive(hosts_.leader(h), body, theirs.nbytes);
-    messages[static_cast<size_t>(h)] = {buffer.data(), body};
-  }
-  flush(call);
-  return messages;
-}
-
-// In round k each gets, from the host 2^k further on, the messages of the 2^k hosts from there on.
-InterHostComm::LeaderMessages InterHostComm::disseminate(LocalComm::Call& call, const LeaderMessage& own) {
-  const int count = hosts_.count();
-  incoming_.resize(2);
-  auto& known = incoming_[0];  // the messages of this host and of those behind it
-  auto& come = incoming_[1];
-  const Opening ours = opening_of(own.head);
-  known.assign(own.head, own.head + head_of(ours));
-  if (ours.nbytes > 0) known.insert(known.end(), own.body, own.body + ours.nbytes);
-  std::vector<size_t> starts{0};
-  for (int distance = 1; distance < count; distance *= 2) {
-    const auto some = static_cast<size_t>(std::min(distance, count - distance));
-    const int to = hosts_.leader((here() - distance + count) % count);
-    const int from = hosts_.leader((here() + distance) % count);
-    const uint64_t given = some == starts.size() ? known.size() : starts[some];
-    uint64_t coming = 0;
-    net_.send(to, &given, sizeof given);
-    net_.send(to, known.data(), given);
-    net_.wait_received(call.patience, call.about, from, net_.receive(from, &coming, sizeof coming));
-    if (coming > some * (kLongestMessage + sizeof(Opening) + ranks() * sizeof(Fingerprint))) {
-      throw Error("rank " + std::to_string(from) + " announces " + std::to_string(coming) +
-                  " bytes: what came over the network is not what was sent");
-    }
-    come.resize(coming);
-    net_.receive(from, come.data(), coming);
-    flush(call);
-    size_t at = 0;
-    for (size_t i = 0; i < some; i++) {
-      const int host = (here() + distance + static_cast<int>(i)) % count;
-      if (coming - at < sizeof(Opening)) throw Error("the message of host " + std::to_string(host) + " is cut off");
-      check(call, host, come.data() + at);
-      starts.push_back(known.size() + at);
-      at += length_of(opening_of(come.data() + at));
-      if (at > coming) throw Error("the message of host " + std::to_string(host) + " is cut off");
-    }
-    known.insert(known.end(), come.begin(), come.end());
-  }
-  LeaderMessages messages(static_cast<size_t>(count));
-  for (int i = 0; i < count; i++) {
-    const std::byte* head = known.data() + starts[static_cast<size_t>(i)];
-    messages[static_cast<size_t>((here() + i) % count)] = {head, head + head_of(opening_of(head))};
-  }
-  return messages;
 }
 
 // --- the sizes of an all_to_all ---

@@ -3,14 +3,11 @@
 // The ranks of one host work in their shared memory (local_comm.h). Ranks of different hosts use their collective
 // streams (net.h). Every call begins with an exchange of what the ranks call:
 //   1. The ranks of each host compare their fingerprints in shared memory.
-//   2. The first rank of each host, its leader, sends a message to the other leaders: the fingerprint, and the operands
-//      of its host where these are small.
+//   2. The first rank of each host, its leader, sends a message to the other leaders (leader_exchange.h). It has the
+//      fingerprint, and the operands of its host where these are small.
 //   3. Each leader passes on to its host what it has received.
 // So every rank knows whether all ranks call the same before any tensor is touched. A small call ends with that. Larger
 // operands follow on every rank's own collective streams.
-//
-// Up to 8 hosts each leader sends to all others. Beyond, they use dissemination in log2(hosts) rounds (Bruck et al.,
-// 1997), so that a leader has few streams.
 //
 // Order of reduction: each host's operands by rank, then the hosts' results by the host's first rank. It is the same
 // for every size and on every rank. float16 and bfloat16 are rounded once per level: on the host, and between hosts.
@@ -20,6 +17,7 @@
 #include <vector>
 
 #include "channel/net.h"
+#include "collective/leader_exchange.h"
 #include "collective/local_comm.h"
 #include "collective/operation.h"
 #include "collective/reduce.h"
@@ -28,7 +26,8 @@ namespace allranks {
 
 class InterHostComm {
  public:
-  InterHostComm(LocalComm& local_comm, Net& net) : local_comm_(local_comm), net_(net), hosts_(net.hosts()) {}
+  InterHostComm(LocalComm& local_comm, Net& net)
+      : local_comm_(local_comm), net_(net), hosts_(net.hosts()), leaders_(hosts_, here()) {}
 
   void run(LocalComm::Call& call, const Operation& operation);
 
@@ -44,7 +43,7 @@ class InterHostComm {
     Kernel kernel = nullptr;            // reduces those of a host
     size_t count = 0;                   // elements of each
     // Where a rank that is alone on its host wants another host's contribution, once all agree; nullptr: anywhere.
-    std::function<std::byte*(int)> into = nullptr;
+    LeaderExchange::Into into = nullptr;
   };
   // Returns each host's contribution, by host. It lies there until the next call.
   Bytes exchange(LocalComm::Call& call, const void* mine, const Contribution& contribution);
@@ -55,18 +54,7 @@ class InterHostComm {
   const std::byte* operand_of(const Exchange& e, int place) const;
   size_t bytes_of_host(const Contribution& contribution, int host) const;
   // What a leader sends: an Opening with fingerprints, and the contribution of its host.
-  struct LeaderMessage {
-    const std::byte* head;
-    const std::byte* body;
-  };
-  using LeaderMessages = std::vector<LeaderMessage>;
   LeaderMessage write_message(const Exchange& e);
-  // Between the leaders: each gives its message, and gets those of all, by host.
-  LeaderMessages exchange_directly(LocalComm::Call& call, const LeaderMessage& own, const Contribution& contribution);
-  LeaderMessages disseminate(LocalComm::Call& call, const LeaderMessage& own);
-
-  // Throws unless it is of this call.
-  void check(const LocalComm::Call& call, int host, const std::byte* message) const;
 
   // The sizes of an all_to_all, which every rank compares, so that a disagreement is an error on all of them. A rank
   // that sends little sends it along. Returns, by rank, where what it sends to this one lies; nullptr: it is still to
@@ -115,8 +103,8 @@ class InterHostComm {
   LocalComm& local_comm_;
   Net& net_;
   const Hosts& hosts_;
-  std::vector<std::byte> outgoing_;               // the message of this host
-  std::vector<std::vector<std::byte>> incoming_;  // by host; or all messages, as they were passed on
+  LeaderExchange leaders_;
+  std::vector<std::byte> outgoing_;  // the message of this host
   std::vector<std::vector<std::byte>> scratch_;
 };
 

@@ -99,7 +99,7 @@ void InterHostComm::across(LocalComm::Call& call, const std::vector<int>& peers,
   settle(call);
 }
 
-// --- the verbs: the head of each file in algorithms/ says what they mean ---
+// --- the verbs: the head of each file in algorithms/ defines them ---
 
 // Small: every rank reduces what the hosts have contributed. Large, with as many ranks on every host: reduce-scatter
 // on each host, then every rank its shard with its counterparts, then all-gather. Else the leaders for all. Cost: one

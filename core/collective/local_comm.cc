@@ -8,7 +8,7 @@ namespace allranks {
 
 namespace {
 
-constexpr int64_t kNotesNs = 1'000'000'000;  // for the ranks to say where a call stands
+constexpr int64_t kNotesNs = 1'000'000'000;  // for the ranks to write where a call stands
 
 // Counters wrap: `a` has reached `b` when it is not behind it.
 bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; }
@@ -100,7 +100,7 @@ std::vector<std::string> LocalComm::exchange_notes(Call& call) {
   // Not from the middle of a character of UTF-8.
   while (n > 0 && (static_cast<unsigned char>(site[site.size() - n]) & 0xc0) == 0x80) n--;
   mine.number.store(0, std::memory_order_seq_cst);
-  std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n, mine.text.begin());  // its end tells more
+  std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n, mine.text.begin());  // its end identifies it better
   mine.text[n] = '\0';
   mine.number.store(call.number, std::memory_order_seq_cst);
   Shm::ring(shm_->gate());
@@ -127,12 +127,12 @@ std::vector<std::string> LocalComm::exchange_notes(Call& call) {
 }
 
 std::vector<std::byte*> LocalComm::arrive_at(Call& call, const void* data, size_t nbytes) {
-  struct Place {
+  struct BlockOffset {
     uint64_t block;  // 0: private memory
     uint64_t offset;
   };
   const SharedBlock* block = blocks_->find(data, nbytes);
-  Place mine{};
+  BlockOffset mine{};
   if (block != nullptr) {
     mine = {block->number(), static_cast<uint64_t>(static_cast<const std::byte*>(data) - block->mine())};
   }
@@ -140,7 +140,7 @@ std::vector<std::byte*> LocalComm::arrive_at(Call& call, const void* data, size_
   if (block == nullptr) return {};
   std::vector<std::byte*> addresses;
   for (int r = 0; r < size(); r++) {
-    Place theirs;
+    BlockOffset theirs;
     std::memcpy(&theirs, shm_->call_line(r, call.number).payload.data(), sizeof theirs);
     if (theirs.block != mine.block) return {};
     addresses.push_back(block->data(r) + theirs.offset);

@@ -84,6 +84,7 @@ class LocalComm {
   uint64_t shared_calls() const { return count_shared_.load(std::memory_order_relaxed); }
 
   Shm& shm() { return *shm_; }
+  const Shm& shm() const { return *shm_; }
   Copier& copier() { return copier_; }
   uint32_t base_step = 0;
 

@@ -17,7 +17,7 @@ struct Operation {
   // all_to_all: their sizes in bytes, which may all differ.
   std::vector<size_t> in_bytes = {};
   std::vector<size_t> out_bytes = {};
-  std::string site = {};  // where in the program an asynchronous call stands; of a blocking one the caller tells
+  std::string site = {};  // where in the program an asynchronous call stands; of a blocking one the caller has it
 };
 
 }  // namespace allranks

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <new>
 
-#include "collective/algorithms/algorithms.h"
+#include "collective/algorithms/table.h"
 
 namespace allranks {
 
@@ -273,39 +273,7 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) 
 
 void Comm::run_here(LocalComm::Call& call, const Operation& operation) {
   call.number = local_comm_.next();
-  switch (operation.fingerprint.verb) {
-    case Verb::all_reduce:
-      algorithms::all_reduce(local_comm_, call, operation.buffer, operation.fingerprint.op);
-      break;
-    case Verb::broadcast:
-      algorithms::broadcast(local_comm_, call, operation.buffer, operation.fingerprint.root);
-      break;
-    case Verb::barrier:
-      algorithms::barrier(local_comm_, call);
-      break;
-    case Verb::reduce:
-      algorithms::reduce(local_comm_, call, operation.buffer, operation.fingerprint.op, operation.fingerprint.root);
-      break;
-    case Verb::all_gather:
-      algorithms::all_gather(local_comm_, call, operation.buffer, operation.outs);
-      break;
-    case Verb::gather:
-      algorithms::gather(local_comm_, call, operation.buffer, operation.outs, operation.fingerprint.root);
-      break;
-    case Verb::scatter:
-      algorithms::scatter(local_comm_, call, operation.ins, operation.buffer, operation.fingerprint.root);
-      break;
-    case Verb::reduce_scatter:
-      algorithms::reduce_scatter(local_comm_, call, operation.ins, operation.buffer, operation.fingerprint.op);
-      break;
-    case Verb::all_to_all:
-      algorithms::all_to_all(local_comm_, call, operation.ins, operation.in_bytes, operation.outs, operation.out_bytes);
-      break;
-    case Verb::none:
-    case Verb::send:
-    case Verb::recv:
-      throw Error("not a collective");
-  }
+  algorithms::run_first<algorithms::kAlgorithms>(local_comm_, call, operation);
 }
 
 std::vector<std::pair<uint32_t, Fingerprint>> Comm::last_calls() {

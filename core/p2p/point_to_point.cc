@@ -9,7 +9,7 @@ namespace allranks {
 
 namespace {
 
-// What is copied before the other side hears of it: so little that it copies out what this side has copied
+// What is copied before the other side sees it: so little that it copies out what this side has copied
 // in, while this side goes on.
 size_t burst_bytes(size_t pipe) { return std::min<size_t>(pipe / 4, 64 << 10); }
 
@@ -208,22 +208,23 @@ class PointToPoint::Waiter final : public Caller {
   std::string where() override { return caller_.where(); }
 
   void publish() {
-    if (said_.verb != Verb::none) return;
+    if (published_.verb != Verb::none) return;
     const std::string site = where();
-    const size_t n = std::min(site.size(), said_.site.size() - 1);
-    std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n, said_.site.begin());  // its end tells more
-    said_.peer = message_.peer;
-    said_.tag = message_.tag;
-    said_.verb = message_.about.verb;
-    say(said_);
+    const size_t n = std::min(site.size(), published_.site.size() - 1);
+    std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n,
+                published_.site.begin());  // its end identifies it better
+    published_.peer = message_.peer;
+    published_.tag = message_.tag;
+    published_.verb = message_.about.verb;
+    publish(published_);
   }
   // Not where the wait has ended the group: the others are yet to read it.
   void withdraw() {
-    if (said_.verb != Verb::none) say({});
+    if (published_.verb != Verb::none) publish({});
   }
 
  private:
-  void say(const Waits& waits) {
+  void publish(const Waits& waits) {
     const std::lock_guard lock(p2p_.waits_lock_);
     p2p_.shm_.waits(p2p_.shm_.rank()).store(waits);
   }
@@ -231,7 +232,7 @@ class PointToPoint::Waiter final : public Caller {
   PointToPoint& p2p_;
   const Message& message_;
   Caller& caller_;
-  Waits said_;
+  Waits published_;
 };
 
 // Why a wait was in vain: who waits for whom, and which messages there are.
@@ -277,7 +278,7 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
         if (!shm_.condemned()) waiter.withdraw();
         if (!patience.final) throw;
       }
-      // The group has ended; tensors may vanish as soon as their owners hear of it.
+      // The group has ended; tensors may vanish as soon as their owners learn of it.
       const auto lock = lock_releasing(lock_, caller);
       fail_all(error.signalled ? std::make_exception_ptr(Error(error.failure)) : std::current_exception());
       throw;
@@ -295,10 +296,10 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
   } catch (const Error& error) {
     // Another thread may have found it.
     if (error.failure.kind != Kind::timeout || !error.waits.empty()) throw;
-    Error told = error;
+    Error explained = error;
     Waiter(*this, *message, caller).publish();
-    explain(told, *message, caller);
-    throw told;
+    explain(explained, *message, caller);
+    throw explained;
   }
 }
 
@@ -449,7 +450,7 @@ bool PointToPoint::may_follow(int peer) {
   return cost({.count = buffer.count, .dtype = buffer.dtype}) <= credit(peer);
 }
 
-// Whether there is something to write: what `out` says.
+// Whether there is something to write: what `out` contains.
 bool PointToPoint::next(int peer) {
   Peer& p = at(peer);
   if (p.out.nbytes > 0) return true;

@@ -60,17 +60,17 @@ struct Request {
   void finish(std::exception_ptr failure = nullptr) {
     error = std::move(failure);
     done.store(true);  // seq_cst: either this or watch() sees the other's store
-    tell();
+    notify();
   }
   // Adds the ticket (not 0) to `completions` when the request has ended, once.
   void watch(uint64_t ticket, Completions& completions) {
     completions_ = &completions;  // published by the ticket
     ticket_.store(ticket);
-    if (done.load()) tell();
+    if (done.load()) notify();
   }
 
  private:
-  void tell() {
+  void notify() {
     if (ticket_.load() == 0) return;
     if (const uint64_t ticket = ticket_.exchange(0)) completions_->add(ticket);
   }
@@ -251,7 +251,7 @@ class PointToPoint {
   size_t answers_ = 0;   // that are not written
   size_t drops_ = 0;     // payloads that come and nobody wants
   Copier copier_;
-  std::mutex waits_lock_;  // of what this rank says that it waits for
+  std::mutex waits_lock_;  // of what this rank publishes that it waits for
 
   std::condition_variable posted_;
   std::thread thread_;

@@ -1,7 +1,8 @@
 // The way of an operation on handles that its workers know, from torch's dispatcher to the outbox, without Python code
-// in between: what `run` of allranks/remote/tensor.py does, for all but the unusual. Whatever is unusual is left,
-// before anything is queued, to that function, which finds out what it is and says what is wrong with it.
+// in between: what `run` of allranks/remote/torch_device/dispatch.py does, for all but the unusual. Whatever is unusual
+// is left, before anything is queued, to that function, which handles it or raises an error.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <cstdint>
 #include <cstring>
@@ -22,7 +23,12 @@ struct allranks::Handles {
   PyObject *true_mark, *false_mark, *int_mark, *float_mark;  // what stands in a key for such a value
   PyObject *ref, *sig, *at, *off, *looks, *calls, *call, *target, *lazy, *brief, *build;  // names of attributes
   PyObject* one;
-  std::vector<PyTypeObject*> plain;  // of values that are in a key as they are
+  struct Kind {
+    PyTypeObject* type;
+    char code;
+  };
+  std::vector<Kind> kinds;               // those of allranks/remote/protocol/arguments.py that are taken here
+  char list_code, int_code, float_code;  // the others are in a key as they are
 };
 
 namespace {
@@ -71,7 +77,7 @@ class Objects {
   std::vector<PyObject*> all_;
 };
 
-// What a call's arguments amount to: as `_scan` in Python, in the same order.
+// What a call's arguments amount to: as `_scan` in Python, in the same order, by the same table of kinds.
 struct Scan {
   const Operator& about;
   Objects key;
@@ -83,43 +89,44 @@ struct Scan {
 
   // False: the value is unusual.
   bool take(PyObject* value, bool is_number) {
+    const Handles& known = *state.handles;
     PyTypeObject* type = Py_TYPE(value);
-    if (reinterpret_cast<PyObject*>(type) == state.handles->handle) {
-      key.add(attribute(value, state.handles->sig));
-      refs.add(attribute(value, state.handles->ref));
-      if (!place.is_valid()) place = attribute(value, state.handles->at);
-    } else if (value == Py_None) {
-      key.add(value);
-    } else if (type == &PyLong_Type) {
-      if (!is_number) {
-        key.add(value);
-      } else {
-        int beyond = 0;
-        const int64_t number = PyLong_AsLongLongAndOverflow(value, &beyond);
-        if (beyond != 0) return false;
-        key.add(state.handles->int_mark);
-        append(number);
-      }
-    } else if (type == &PyFloat_Type) {
+    if (reinterpret_cast<PyObject*>(type) == known.handle) {
+      key.add(attribute(value, known.sig));
+      refs.add(attribute(value, known.ref));
+      if (!place.is_valid()) place = attribute(value, known.at);
+      return true;
+    }
+    const char code = code_of(type);
+    if (code == 0) return false;
+    if (code == known.list_code) return take_all(value, is_number);
+    if (code == known.int_code && is_number) {
+      int beyond = 0;
+      const int64_t number = PyLong_AsLongLongAndOverflow(value, &beyond);
+      if (beyond != 0) return false;
+      key.add(known.int_mark);
+      append(number);
+    } else if (code == known.float_code) {
       if (about.floats_matter) return false;
-      key.add(state.handles->float_mark);
+      key.add(known.float_mark);
       append(PyFloat_AsDouble(value));
-    } else if (type == &PyBool_Type) {
-      key.add(value == Py_True ? state.handles->true_mark : state.handles->false_mark);
-    } else if (type == &PyList_Type || type == &PyTuple_Type) {
-      return take_all(value, is_number);
+    } else if (PyBool_Check(value)) {
+      key.add(value == Py_True ? known.true_mark : known.false_mark);
     } else {
-      for (PyTypeObject* each : state.handles->plain) {
-        if (type != each) continue;
-        key.add(value);
-        return true;
-      }
-      return false;
+      key.add(value);
     }
     return true;
   }
 
  private:
+  // 0: there is none.
+  static char code_of(PyTypeObject* type) {
+    for (const Handles::Kind& each : state.handles->kinds) {
+      if (each.type == type) return each.code;
+    }
+    return 0;
+  }
+
   bool take_all(PyObject* values_of, bool is_number) {
     const bool is_list = PyList_CheckExact(values_of);
     const Py_ssize_t count = is_list ? PyList_Size(values_of) : PyTuple_Size(values_of);
@@ -255,45 +262,57 @@ nb::object dispatch(nb::handle op, nb::handle types, nb::handle args, nb::handle
   return nb::steal(done);
 }
 
+void set_handles(nb::handle handle, nb::handle place, nb::handle make, nb::handle here, nb::handle dispatch,
+                 nb::tuple marks, const nb::dict& kinds, const nb::tuple& codes, const nb::dict& numbers) {
+  // Numbers are packed here as 64 bits, integers and IEEE floats.
+  if (nb::cast<std::string>(numbers[codes[1]]) != "q" || nb::cast<std::string>(numbers[codes[2]]) != "d") {
+    throw nb::value_error("integers are packed as q and floats as d");
+  }
+  const auto code = [](nb::handle text) { return nb::cast<std::string>(text).at(0); };
+  const auto kept = [](nb::handle object) { return Py_NewRef(object.ptr()); };
+  const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
+  auto* given = new Handles{
+      .handle = kept(handle),
+      .place = kept(place),
+      .make = kept(make),
+      .here = kept(here),
+      .dispatch = kept(dispatch),
+      .true_mark = kept(marks[0]),
+      .false_mark = kept(marks[1]),
+      .int_mark = kept(marks[2]),
+      .float_mark = kept(marks[3]),
+      .ref = name("_ref"),
+      .sig = name("_sig"),
+      .at = name("_place"),
+      .off = name("_off"),
+      .looks = name("looks"),
+      .calls = name("calls"),
+      .call = name("call"),
+      .target = name("target"),
+      .lazy = name("lazy"),
+      .brief = name("brief"),
+      .build = name("build"),
+      .one = PyLong_FromLong(1),
+      .kinds = {},
+      .list_code = code(codes[0]),
+      .int_code = code(codes[1]),
+      .float_code = code(codes[2]),
+  };
+  for (const auto& [type, kind] : kinds) {
+    given->kinds.push_back({reinterpret_cast<PyTypeObject*>(kept(type)), code(kind)});
+  }
+  state.handles = given;  // a thread may still be using the ones before
+}
+
 }  // namespace
 
 void allranks::bind_calls(nb::module_& m) {
   state.operators = new Operators;
-  m.def(
-      "set_handles",
-      [](nb::handle handle, nb::handle place, nb::handle make, nb::handle here, nb::handle dispatch, nb::tuple marks,
-         const nb::list& plain) {
-        const auto kept = [](nb::handle object) { return Py_NewRef(object.ptr()); };
-        const auto name = [](const char* text) { return PyUnicode_InternFromString(text); };
-        auto* given = new Handles{
-            .handle = kept(handle),
-            .place = kept(place),
-            .make = kept(make),
-            .here = kept(here),
-            .dispatch = kept(dispatch),
-            .true_mark = kept(marks[0]),
-            .false_mark = kept(marks[1]),
-            .int_mark = kept(marks[2]),
-            .float_mark = kept(marks[3]),
-            .ref = name("_ref"),
-            .sig = name("_sig"),
-            .at = name("_place"),
-            .off = name("_off"),
-            .looks = name("looks"),
-            .calls = name("calls"),
-            .call = name("call"),
-            .target = name("target"),
-            .lazy = name("lazy"),
-            .brief = name("brief"),
-            .build = name("build"),
-            .one = PyLong_FromLong(1),
-            .plain = {},
-        };
-        for (const nb::handle type : plain) given->plain.push_back(reinterpret_cast<PyTypeObject*>(kept(type)));
-        state.handles = given;  // a thread may still be using the ones before
-      },
-      nb::arg("handle"), nb::arg("place"), nb::arg("make"), nb::arg("here"), nb::arg("dispatch"), nb::arg("marks"),
-      nb::arg("plain"), "The classes, functions and marks of allranks.remote.tensor.");
+  m.def("set_handles", set_handles, nb::arg("handle"), nb::arg("place"), nb::arg("make"), nb::arg("here"),
+        nb::arg("dispatch"), nb::arg("marks"), nb::arg("kinds"), nb::arg("codes"), nb::arg("numbers"),
+        "The classes, functions and marks of allranks.remote.torch_device; from allranks.remote.protocol.arguments the "
+        "kinds\n"
+        "of values by type, the codes of lists, integers and floats, and how numbers are packed.");
   m.def(
       "know_operator",
       [](nb::handle op, nb::handle facts, nb::handle numbers, bool floats_matter) {

@@ -1,9 +1,9 @@
 // What a captured step reads from Python, compared with what it was when the step was recorded.
 //
-// A Watch is a tree that allranks/remote/watch.py describes: each node says what one value is expected to be, and how
-// its parts are found from it. It is walked at every replay, so nothing here makes an object unless it has to, and its
-// nodes lie in one array, in the order of the walk. It holds numbers, texts and weak references, and so keeps nothing
-// of the program alive.
+// A Watch is a tree that allranks/remote/capture/watch.py describes: each node says what one value is expected to be,
+// and how its parts are found from it. It is walked at every replay, so nothing here makes an object unless it has to,
+// and its nodes lie in one array, in the order of the walk. It holds numbers, texts and weak references, and so keeps
+// nothing of the program alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -257,7 +257,8 @@ class Watch {
 }  // namespace
 
 void allranks::bind_watch(nb::module_& m) {
-  nb::class_<Watch>(m, "Watch", "What a value, and what can be seen from it, was: see allranks/remote/watch.py.")
+  nb::class_<Watch>(m, "Watch",
+                    "What a value, and what can be seen from it, was: see allranks/remote/capture/watch.py.")
       .def(nb::init<nb::handle>(), nb::arg("description"))
       .def("same", &Watch::same, nb::arg("value"), "Whether it is still so.")
       .def("changes", &Watch::changes, nb::arg("value"), "What is not: where, what it was, what it is.");

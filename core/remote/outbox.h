@@ -18,7 +18,7 @@
 //   ECHO     u16 3, u32 number: see inbox.h
 // clang-format on
 //
-// allranks/remote/wire.py defines what the frames mean.
+// allranks/remote/protocol/wire.py defines what the frames mean.
 #pragma once
 
 #include <condition_variable>

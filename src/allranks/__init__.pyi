@@ -15,11 +15,13 @@ from torch.distributed.fsdp import fully_shard as fully_shard
 from allranks import algorithms as algorithms
 from allranks import checkpoint as checkpoint
 from allranks import data as data
+from allranks import engines as engines
 from allranks import launch as launch
 from allranks import multiprocessing as multiprocessing
 from allranks import nn as nn
 from allranks import parallel as parallel
 from allranks import remote as remote
+from allranks import schedulers as schedulers
 from allranks import testing as testing
 from allranks import tools as tools
 from allranks._api.collectives import P2POp as P2POp
@@ -121,6 +123,7 @@ from allranks._call.types import reduce_op as reduce_op
 from allranks._call.work import Work as Work
 from allranks._group.process_group import ProcessGroup as ProcessGroup
 from allranks._plugin.torch_group import torch_group as torch_group
+from allranks._rendezvous.finders import register_rendezvous_handler as register_rendezvous_handler
 from allranks._store import FileStore as FileStore
 from allranks._store import HashStore as HashStore
 from allranks._store import PrefixStore as PrefixStore
@@ -131,10 +134,10 @@ from allranks.launch.call import run as run
 from allranks.parallel import DataParallel as DataParallel
 from allranks.parallel import DistributedDataParallel as DistributedDataParallel
 from allranks.parallel import GradBucket as GradBucket
-from allranks.remote.capture import capture as capture
-from allranks.remote.groups import all_reduce_ as all_reduce_
-from allranks.remote.groups import broadcast_ as broadcast_
-from allranks.remote.start import init_master_worker as init_master_worker
+from allranks.remote.capture.capture import capture as capture
+from allranks.remote.master.groups import all_reduce_ as all_reduce_
+from allranks.remote.master.groups import broadcast_ as broadcast_
+from allranks.remote.master.start import init_master_worker as init_master_worker
 
 __version__: str
 __all__: list[str]

@@ -19,7 +19,7 @@ _COMMANDS = {
     "run": ("allranks.launch.cli", "run a program as N processes, here or on other hosts"),
     "torchrun": ("allranks.launch.torchrun", "the same with torchrun's options"),
     "launch": ("allranks.launch.__main__", "the same with torch.distributed.launch's options"),
-    "env": ("allranks.tools.env", "say what started this process, and from which variables that follows"),
+    "env": ("allranks.tools.env", "show what started this process, and from which variables that follows"),
     "bench": ("allranks.tools.bench", "measure collectives"),
     "submit": ("allranks.tools.submit", "write a job file for SLURM, PBS, LSF or Kubernetes"),
     "doctor": ("allranks.tools.doctor", "check this host, or all hosts of a job"),
@@ -66,7 +66,7 @@ def _run(name: str, words: Sequence[str]) -> int | Program:
 def _help() -> str:
     lines = ["usage: allranks [-V] COMMAND ...", "", "commands:"]
     lines += [f"  {name:8} {summary}" for name, (_, summary) in _COMMANDS.items()]
-    return "\n".join([*lines, "", "allranks help COMMAND, or allranks COMMAND --help, says more."])
+    return "\n".join([*lines, "", "allranks help COMMAND, or allranks COMMAND --help, describes a command."])
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def load(path: PathLike, map_location: Any = "cpu", weights_only: bool = True) -
 
     Args:
         path: The file.
-        map_location: Where tensors go, as in `torch.load`; the CPU unless told, because the rank
+        map_location: Where tensors go, as in `torch.load`; the CPU by default, because the rank
             that saved may have had another device than the rank that loads.
         weights_only: Accept only tensors and plain containers. False runs whatever code the file
             holds: only for files that you trust.
@@ -135,7 +135,7 @@ class _Sink(io.RawIOBase):
 def _create_locked(directory: str, name: str) -> tuple[int, str]:
     """Opens a new temporary file and locks it: the kernel drops the lock when its writer dies.
 
-    A pid in the name could not tell the dead from the living: pids come back (always the same
+    A pid in the name could not distinguish dead processes from living ones: pids come back (always the same
     ones after a container restarts) and mean nothing on another host of a shared folder.
     """
     while True:
@@ -171,7 +171,7 @@ def _remove_stale(directory: str, name: str) -> None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(leftover)
             except OSError as error:
-                # Its writer lives (EAGAIN), somebody else removed it, or nobody can tell here.
+                # Its writer lives (EAGAIN), somebody else removed it, or that cannot be determined here.
                 if error.errno not in (errno.EAGAIN, errno.EACCES, errno.ENOENT, *_NO_LOCKS):
                     raise
             finally:

@@ -37,7 +37,7 @@ def configure(
     """Logs to ``process_{rank}.log``, and rank 0 to the terminal, too. Called again, it replaces what it set up.
 
     Args:
-        rank: this process; a name for one that is no rank, ``"main"``. None: as the process group says, else the
+        rank: this process; a name for one that is no rank, ``"main"``. None: that of the process group, else the
             environment.
         level: what is logged: a name or number of ``logging``.
         folder: where the file is; it is made if it is not there. What the file holds is kept.
@@ -50,7 +50,7 @@ def configure(
 
     Raises:
         UsageError: the level or the choice of console is unknown.
-        ConfigError: rank is None, and the environment says half of who this process is.
+        ConfigError: rank is None, and the environment has only a part of what identifies this process.
         OSError: the file cannot be written.
 
     Example:

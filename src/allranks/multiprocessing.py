@@ -121,7 +121,7 @@ def start_processes(
 
 
 class _Start:
-    """What a new process calls: says in the environment who it is, then calls the user's function."""
+    """What a new process calls: sets its rank in the environment, then calls the user's function."""
 
     def __init__(self, fn: Callable[..., object], environ: dict[str, str], parent: int | None) -> None:
         self._fn = fn

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from workers import Workers
 
 import allranks
+from support.workers import Workers
 
 KINDS = (TypeError, ValueError, RuntimeError)  # our UsageError is the last two
 

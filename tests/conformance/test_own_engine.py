@@ -16,12 +16,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from own_engine import installed
 from test_programs import difference, steps, tries
-from workers import Workers
 
 import allranks as dist
 from allranks.testing import run_ranks
+from support.own_engine import installed
+from support.workers import Workers
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from mpi_jobs import python_with, run_by_mpi
 from torch import Tensor
-from workers import Workers
 
 import allranks
+from support.mpi_jobs import python_with, run_by_mpi
+from support.workers import Workers
 
 # What gloo reduces alike. It knows neither int16 nor gather of complex numbers, and adds up bools as bytes.
 NUMBERS = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")

@@ -19,7 +19,6 @@ MISSING = {
     "BackendConfig": "engines are named by strings",
     "GroupName": "a type alias of torch's",
     "rendezvous": "init_process_group meets by itself",
-    "register_rendezvous_handler": "init_process_group knows env://, tcp:// and file://, and takes a store",
     "BuiltinCommHookType": "names hooks in torch's C++; allranks.algorithms.ddp_comm_hooks has them as functions",
     "Reducer": "the inside of torch's DistributedDataParallel",
     "Logger": "the inside of torch's DistributedDataParallel",
@@ -34,7 +33,7 @@ MISSING = {
 DIFFERENT = {
     "init_process_group": {"_ranks": "torch's own, for groups that torch makes itself"},
 }
-_IN_DOCSTRINGS = "torch's are in docstrings only: tests/rendezvous/test_stores_as_torchs.py compares them"
+_IN_DOCSTRINGS = "torch's are in docstrings only: tests/store/test_stores_as_torchs.py compares them"
 _BUILT_IN = "made by the library alone: no program calls it"
 # Classes whose constructor is not compared, and why.
 MADE_OTHERWISE = {

@@ -1,7 +1,7 @@
 // Thousands of networks of simulated hosts: delays, slow links, stops, deaths, hosts that vanish, ranks that leave.
 //
 // A seed makes one network and what befalls it. The time is simulated, so that all of them take some seconds. A seed
-// that fails is printed; ALLRANKS_PULSE_SEED=n runs that one alone.
+// that fails is printed; ALLRANKS_TEST_HEARTBEAT_SEED=n runs that one alone.
 #include <cerrno>
 #include <cstdlib>
 #include <deque>
@@ -327,15 +327,16 @@ void run(uint64_t seed) {
 }  // namespace
 
 TEST(signs_of_life_on_any_network) {
-  const char* only = std::getenv("ALLRANKS_PULSE_SEED");
-  const char* given = std::getenv("ALLRANKS_HEARTBEAT_SEEDS");
+  const char* only = std::getenv("ALLRANKS_TEST_HEARTBEAT_SEED");
+  const char* given = std::getenv("ALLRANKS_TEST_HEARTBEAT_SEEDS");
   const uint64_t first = only != nullptr ? std::strtoull(only, nullptr, 10) : 1;
   const uint64_t last = only != nullptr ? first : given != nullptr ? std::strtoull(given, nullptr, 10) : 200;
   for (uint64_t seed = first; seed <= last; seed++) {
     try {
       run(seed);
     } catch (const std::exception& error) {
-      throw std::runtime_error(std::string(error.what()) + "; again: ALLRANKS_PULSE_SEED=" + std::to_string(seed));
+      throw std::runtime_error(std::string(error.what()) +
+                               "; again: ALLRANKS_TEST_HEARTBEAT_SEED=" + std::to_string(seed));
     }
   }
 }

@@ -134,7 +134,7 @@ void run_program(const Program& program, const std::vector<int>& hosts, unsigned
 }
 
 int seeds() {
-  const char* given = std::getenv("ALLRANKS_MAIL_SEEDS");
+  const char* given = std::getenv("ALLRANKS_TEST_MESSAGE_SEEDS");
   return given != nullptr ? std::atoi(given) : 40;
 }
 
@@ -142,7 +142,7 @@ int seeds() {
 
 TEST(random_programs_of_messages) {
   const std::vector<std::vector<int>> shapes = {{0, 0}, {0, 1}, {0, 0, 0}, {0, 1, 0}, {0, 0, 1, 1}, {0, 0, 0, 0}};
-  const char* from = std::getenv("ALLRANKS_MAIL_SEED");
+  const char* from = std::getenv("ALLRANKS_TEST_MESSAGE_SEED");
   for (int seed = from ? std::atoi(from) : 0; seed < seeds(); seed++) {
     std::mt19937 random(static_cast<unsigned>(seed));
     const auto& hosts = shapes[random() % shapes.size()];

@@ -230,7 +230,7 @@ def test_a_late_rank_is_a_timeout() -> None:
             return 0
         began = time.monotonic()
         work = dist.all_reduce(torch.ones(1), async_op=True)
-        with pytest.raises(dist.TimeoutError, match=r"not complete after 0.1 s.\n  The call goes on"):
+        with pytest.raises(dist.TimeoutError, match=r"has not completed after 0.1 s.\n  The call goes on"):
             work.wait(timedelta(seconds=0.1))
         with pytest.raises(dist.TimeoutError, match=r"did not call within 0.6 s"):
             work.wait()

@@ -17,11 +17,11 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
-from mpi_jobs import mpirun, python_with, run_by_mpi
-from workers import Workers
 
 import allranks as dist
 from allranks import _core
+from support.mpi_jobs import mpirun, python_with, run_by_mpi
+from support.workers import Workers
 
 OPS = [op for op in dist.ReduceOp if op is not dist.ReduceOp.PREMUL_SUM]
 DTYPES = {name: getattr(torch, name) for name in _core.DTYPES if hasattr(torch, name)}
@@ -517,10 +517,10 @@ def test_a_late_rank_is_a_timeout(job: Callable[..., list]) -> None:
         group = dist.new_group(timeout=0.6)
         began = time.monotonic()
         if dist.get_rank() == 0:
-            with pytest.raises(dist.TimeoutError, match=r"did not call within 0.6 s. MPI does not say which.\n"):
+            with pytest.raises(dist.TimeoutError, match=r"did not call within 0.6 s. MPI does not report which.\n"):
                 dist.recv(torch.ones(1), 1, group=group)
             work = dist.all_reduce(torch.ones(1), async_op=True, group=group)
-            with pytest.raises(dist.TimeoutError, match=r"not complete after 0.1 s.\n  The call goes on"):
+            with pytest.raises(dist.TimeoutError, match=r"has not completed after 0.1 s.\n  The call goes on"):
                 work.wait(0.1)
             with pytest.raises(dist.TimeoutError, match="and the group cannot be used any more"):
                 work.wait()

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from own_engine import brought
 
 import allranks as dist
 from allranks._engines import check_backend, engines_of, make_engine, meetings, moves, registry
 from allranks._engines.spec import RECORD_BYTES
 from allranks.engines import EngineSpec, GroupSetup
 from allranks.tools.doctor import software
+from support.own_engine import brought
 
 SPEC = "from allranks.engines import EngineSpec\nENGINE = EngineSpec({name!r}, make=None, interface={interface})\n"
 

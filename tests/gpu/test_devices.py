@@ -7,10 +7,10 @@ from pathlib import Path
 import checks
 import pytest
 import torch
-from mpi_jobs import run_by_mpi
 
 import allranks as dist
 from allranks.testing import run_ranks
+from support.mpi_jobs import run_by_mpi
 
 FOLDER = str(Path(__file__).parent)
 GPUS = torch.cuda.device_count()  # does not start CUDA

@@ -4,10 +4,10 @@ import os
 from collections.abc import Iterator
 from typing import NoReturn
 
-import cluster
 import pytest
-import slurm as slurms
-import sshd
+
+from support import cluster, sshd
+from support import slurm as slurms
 
 
 def _absent(reason: str) -> NoReturn:

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from sshd import Ssh
+from support.sshd import Ssh
 
 SCRIPT = """
 import json, os, socket, sys

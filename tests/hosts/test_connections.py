@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster import Cluster
 from test_hosts import on_hosts
 
 import allranks as dist
+from support.cluster import Cluster
 
 _ESTABLISHED, _LISTEN = "01", "0A"
 
@@ -108,13 +108,13 @@ def test_a_rank_that_cannot_be_reached_is_given_up(three_hosts: Cluster) -> None
         from allranks._engines.native import tcp as native_tcp
 
         native_tcp._GIVE_UP_S = 0.5
-        (reception,) = native_tcp.Reception._all.values()
+        (server,) = native_tcp.ConnectionServer._all.values()
         if dist.get_rank() == 0:
-            for listener in reception._listeners:
+            for listener in server._listeners:
                 listener.close()
         else:
-            (circle,) = reception._circles.values()
-            (address,), port = circle.targets[0]
+            (group,) = server._groups.values()
+            (address,), port = group.targets[0]
             listens = True
             while listens:
                 try:

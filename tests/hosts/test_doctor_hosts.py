@@ -8,8 +8,8 @@ import re
 import sys
 from pathlib import Path
 
-from cluster import Cluster
-from slurm import Slurm
+from support.cluster import Cluster
+from support.slurm import Slurm
 
 PLACES = (0, 0, 1)
 
@@ -56,7 +56,7 @@ def test_a_job_of_srun(slurm: Slurm, tmp_path: Path) -> None:
     for host, address in (("node0", "10.77.0.1"), ("node1", "10.77.0.2")):
         name = lines["host name", host]  # no two hosts say the same
         assert name["verdict"] == "warn"
-        assert name["measured"] == f"{host} is 127.0.1.1, which another host takes for itself"
+        assert name["measured"] == f"{host} is 127.0.1.1, which on another host means that host itself"
         assert "GLOO_SOCKET_IFNAME=eth0" in name["advice"]
         assert f"'{address} {host}'" in name["advice"]
     assert lines["torch", ""]["verdict"] == "ok"  # both do

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
-from jobs import Done, Jobs, finish, jobs
-from slurm import Slurm
+
+from support.cluster import Cluster
+from support.jobs import Done, Jobs, finish, jobs
+from support.slurm import Slurm
 
 GLOO = """
     import os

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import Cluster
-from overlaps import call_overlapping
 
 import allranks as dist
 from allranks.testing import run_ranks
+from support.cluster import Cluster
+from support.overlaps import call_overlapping
 
 SECRET = "a secret of the tests, long enough"
 PLACES = ([0, 1], [0, 0, 1, 1], [0, 1, 1, 2])
@@ -544,28 +544,28 @@ def test_the_ports_want_the_secret(three_hosts: Cluster) -> None:
 
         from allranks._engines.native import tcp
 
-        (reception,) = tcp.Reception._all.values()
-        (circle,) = reception._circles.values()
+        (server,) = tcp.ConnectionServer._all.values()
+        (group,) = server._groups.values()
         if dist.get_rank() == 0:
             # Strangers that come first: one is silent, one talks, one claims to be rank 1, and repeats our own proof.
-            where = reception._listeners[0].getsockname()
+            where = server._listeners[0].getsockname()
             strangers = [socket.create_connection(where, 10) for _ in range(3)]
             strangers[1].sendall(b"GET / HTTP/1.0\r\n\r\n")
             assert strangers[1].recv(10) == b""
-            hello = tcp.Hello(circle.name, 1, 0, tcp.MESSAGE)
+            hello = tcp.Hello(group.name, 1, 0, tcp.MESSAGE)
             strangers[2].sendall(tcp.pack_frame(tcp.greet(hello, bytes(32))))
             said = strangers[2].recv(1000)
             strangers[2].sendall(tcp.pack_frame(said[-32:]))
             assert strangers[2].recv(10) == b""
             nobody = socket.create_connection(where, 10)
-            nobody.sendall(tcp.pack_frame(tcp.greet(hello._replace(circle=bytes(16)), bytes(32))))
+            nobody.sendall(tcp.pack_frame(tcp.greet(hello._replace(group=bytes(16)), bytes(32))))
             assert nobody.recv(10) == b"?"
             for stranger in (*strangers, nobody):
                 stranger.close()
-            assert "secret" in str(circle.refusals)
+            assert "secret" in str(group.refusals)
         dist.barrier()
         dist.send(torch.ones(1), 1) if dist.get_rank() == 0 else dist.recv(torch.ones(1), 0)
-        return [listener.getsockname()[0] for listener in reception._listeners]
+        return [listener.getsockname()[0] for listener in server._listeners]
 
     for host, listened in zip(three_hosts.hosts, on_hosts(three_hosts, [0, 1], body), strict=False):
         assert listened == [host.address]

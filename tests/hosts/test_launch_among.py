@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
-from jobs import Done, Jobs, finish, jobs, read_until
+
+from support.cluster import Cluster
+from support.jobs import Done, Jobs, finish, jobs, read_until
 
 WAIT = """
     import os, time
@@ -133,8 +134,8 @@ def test_an_agent_tries_the_addresses_of_its_own_network_first(job: Jobs) -> Non
     script = """
         import select
         from allranks._store import load_secret
-        from allranks.launch.agents.door import Door
-        door = Door(["0.0.0.0"], 0, load_secret())
+        from allranks.launch.agents.listener import Listener
+        door = Listener(["0.0.0.0"], 0, load_secret())
         print(door.port, flush=True)
         select.select([door.wake], [], [])
         print("came", flush=True)

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import Jobs, finish, jobs
-from sshd import Ssh
+
+from support.jobs import Jobs, finish, jobs
+from support.sshd import Ssh
 
 KILLS = int(os.environ.get("ALLRANKS_TEST_KILLS", "10"))
 SEED = int(os.environ.get("ALLRANKS_TEST_KILLS_SEED", str(random.randrange(1_000_000))))

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import Jobs, finish, jobs
-from sshd import Ssh
+
+from support.jobs import Jobs, finish, jobs
+from support.sshd import Ssh
 
 SAY = """
     import os, socket

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import Done, Jobs, finish, jobs, read_until
-from slurm import Slurm
+
+from support.jobs import Done, Jobs, finish, jobs, read_until
+from support.slurm import Slurm
 
 RUN = (sys.executable, "-m", "allranks", "run")
 MEET = """

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import Jobs, finish, jobs, read_until
-from sshd import Ssh
+
+from support.jobs import Jobs, finish, jobs, read_until
+from support.sshd import Ssh
 
 SAY_WHERE = """
     import json, os, socket, sys
@@ -280,9 +281,9 @@ def test_an_agent_that_is_frozen_does_not_hold_up_the_end(job: Jobs, why: str) -
     quick = """
         import sys
         from allranks.launch import cli
-        from allranks.launch.jobs import supervise
-        from allranks.launch.agents import fleet
-        fleet._FINISH_S = supervise._KILLED_S = 0.5
+        from allranks.launch.agents import agent_pool
+        from allranks.launch.policy import round
+        agent_pool._FINISH_S = round.KILLED_S = 0.5
         sys.exit(cli.main())
     """
     script = """

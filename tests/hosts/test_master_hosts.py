@@ -8,21 +8,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import SOURCE, Jobs, finish, jobs, read_until
-from slurm import Slurm
-from sshd import Ssh
 
-REMOTE = Path(__file__).parents[1] / "remote"
-PATHS = {"PYTHONPATH": f"{SOURCE}:{REMOTE}"}
+from support.jobs import SOURCE, Jobs, finish, jobs, read_until
+from support.slurm import Slurm
+from support.sshd import Ssh
+
+SUPPORT = Path(__file__).parents[1] / "support"
+PATHS = {"PYTHONPATH": f"{SOURCE}:{SUPPORT}"}
 STAY = {"STAY_S": "1000"}
 
 MASTER = """
     import os, signal, sys, time
     import torch
-    from allranks.remote.meet import gather_workers
+    from allranks.remote.bootstrap.workers import gather_workers
 
     workers = gather_workers(hosts=(sys.argv[1:] or [None])[0], serve="stand_in:serve", timeout_s=60)
-    lines = workers.lines
+    lines = workers.connections
     print([(line.rank, line.host, line.socket.family.name) for line in lines])
 
     def group(name, *ranks):
@@ -86,7 +87,7 @@ TRAINING = """
     import allranks as ar
 
     mw = ar.init_master_worker(hosts="node0:1,node1:1,node2:1", timeout=60)
-    print([line.host for line in mw.lines.values()])
+    print([line.host for line in mw.connections.by_rank.values()])
 
     def train(first, second):
         torch.manual_seed(1)

@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from sshd import Ssh
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import mpi_jobs
+from support import mpi_jobs
+from support.sshd import Ssh
 
-MEET = str(Path(__file__).with_name("meet.py"))
+MEET = str(Path(__file__).parents[1] / "support" / "meet.py")
 SECRET = "a secret of the tests, long enough"
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 OPTIONS = {
@@ -95,7 +94,7 @@ def test_who_does_not_come(ssh: Ssh, mpi: str) -> None:
         assert "rank 0 (a server on host node0, at one of the ports " in said, said
         assert "did not answer for 1.5 s (last: host node0: connection refused)" in said, said
     else:
-        assert "rank 0 (whose address comes by PMI) did not answer for 1.5 s (last: not all ranks have come " in said, (
-            said
-        )
-        assert "Who prints no such line has not called init_process_group" in said, said
+        assert (
+            "rank 0 (whose address comes by PMI) did not answer for 1.5 s (last: not all ranks have connected " in said
+        ), said
+        assert "A rank that prints no such line has not called init_process_group" in said, said

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, Host, cluster, trouble
+
+from support.cluster import Cluster, Host, cluster, trouble
 
 SUM = """
 import torch, allranks as dist

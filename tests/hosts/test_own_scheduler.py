@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import Jobs, jobs
-from sshd import Ssh
 from test_launch_schedulers import SAY, WANTED, stand_in
+
+from support.jobs import Jobs, jobs
+from support.sshd import Ssh
 
 DOCS = Path(__file__).parents[2] / "docs"
 SOURCE = Path(__file__).parents[2] / "src"
@@ -70,7 +71,7 @@ def test_it_is_detected(tmp_path: Path) -> None:
     assert "starts the ranks on 2 nodes of this allocation" in done.stdout
     done = run(site, "run", "--env", "yard", "yard.py")
     assert done.returncode == 2
-    assert "this environment has nothing of it: expected YARD_HOSTS or YARD_RANK" in done.stderr
+    assert "no variable of it is set here: expected YARD_HOSTS or YARD_RANK" in done.stderr
 
 
 def test_it_is_launched_with(job: Jobs) -> None:

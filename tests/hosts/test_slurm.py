@@ -9,12 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from slurm import Slurm
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import mpi_jobs
+from support import mpi_jobs
+from support.slurm import Slurm
 
-MEET = str(Path(__file__).with_name("meet.py"))
+MEET = str(Path(__file__).parents[1] / "support" / "meet.py")
 SECRET = "a secret of the tests, long enough"
 MISSING = f'[ "$SLURM_PROCID" = "$ABSENT" ] && exit 0; exec {sys.executable} {MEET}'
 
@@ -83,7 +82,7 @@ def test_who_is_missing_is_named_with_its_host(slurm: Slurm) -> None:
     )  # fmt: skip
     assert done.returncode != 0
     assert "1 of 3 ranks did not join in 1.5 s: missing rank 2." in done.stderr, done.stderr
-    assert "Fewer came than were started: node1 (0 of 1)." in done.stderr, done.stderr
+    assert "Fewer ranks joined than were started: node1 (0 of 1)." in done.stderr, done.stderr
 
 
 def test_rank_0_is_missing(slurm: Slurm) -> None:

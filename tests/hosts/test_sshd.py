@@ -1,6 +1,6 @@
 """The hosts reach each other by ssh."""
 
-from sshd import Ssh
+from support.sshd import Ssh
 
 
 def test_each_host_is_another(ssh: Ssh) -> None:

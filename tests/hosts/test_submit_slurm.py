@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from slurm import Slurm
+from support.slurm import Slurm
 
 FIRST = Path(__file__).parents[2] / "examples" / "first"
 PROGRAM = """

@@ -28,8 +28,8 @@ MODULES = [
     "allranks.parallel", "allranks.testing",
 ]  # fmt: skip
 GIVEN = {
-    "init_master_worker() gives": "allranks.remote.master.Master",
-    "its group() gives": "allranks.remote.groups.Group",
+    "init_master_worker() gives": "allranks.remote.master.master.Master",
+    "its group() gives": "allranks.remote.master.groups.Group",
 }
 _SECTION = re.compile(
     r"^(Args|Attributes|Returns|Yields|Raises|Cost|Shape|Example|Examples|Note|Source):", re.MULTILINE
@@ -50,7 +50,7 @@ def describe() -> str:
     for title, where in GIVEN.items():
         module, _, name = where.rpartition(".")
         lines += ["", f"# {title}", "", *_thing(name, getattr(importlib.import_module(module), name))]
-    torch_worker = importlib.import_module("allranks.remote.torch_worker")
+    torch_worker = importlib.import_module("allranks.remote.torch_device.torch_worker")
     lines += ["", "# torch.worker", ""]
     for each in torch_worker.__all__:
         lines += _thing(each, getattr(torch_worker, each))

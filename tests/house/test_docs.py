@@ -15,11 +15,12 @@ import allranks
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "allranks"
 WITH_EXAMPLES = sorted(
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
     for path in PACKAGE.rglob("*.py")
     if ">>>" in path.read_text()
 )
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+_OTHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")  # unbuffered, ranks' words are mixed
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OTHERS}
 
 
 def page_program(name: str) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mpi_jobs import mpirun
+
+from support.mpi_jobs import mpirun
 
 FIRST = Path(__file__).parents[2] / "examples" / "first"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}

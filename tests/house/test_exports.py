@@ -8,11 +8,11 @@ import subprocess
 import sys
 import warnings
 
-import api
 import pytest
 import stub
 
 import allranks
+import api
 
 
 def test_every_export_is_there_and_documented() -> None:

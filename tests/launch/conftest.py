@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launcher_process import Launcher
+
+from support.launcher_process import Launcher
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ import cloudpickle
 import pytest
 import torch
 from jupyter_client.manager import start_new_kernel
-from launcher_process import Launcher
 
 import allranks
+from support.launcher_process import Launcher
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or ranks would import pytest and torch
 
@@ -238,8 +238,8 @@ import allranks
 print("once")
 
 def wait():
-    print("here", flush=True)
     try:
+        print("here", flush=True)
         time.sleep(60)
     finally:
         print("left", flush=True)

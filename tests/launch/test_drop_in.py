@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launcher_process import Done, Launcher
 
 from allranks.launch.ranks.environ import free_port
+from support.launcher_process import Done, Launcher
 
 SAY_ENVIRON = """
     import json, os

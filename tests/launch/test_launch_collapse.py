@@ -6,10 +6,10 @@ import re
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from terminal_model import Terminal
 
 from allranks.launch.output.collapse import WINDOW_S, Collapse
 from allranks.launch.output.lines import Live, Names, Plain
+from support.terminal_model import Terminal
 
 
 class Seen:

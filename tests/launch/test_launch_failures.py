@@ -8,7 +8,8 @@ import sys
 import time
 
 import pytest
-from launcher_process import Launcher
+
+from support.launcher_process import Launcher
 
 STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 PROLOGUE = """
@@ -230,8 +231,8 @@ allranks run: \S+ s: rank 0 \(pid \d+\) exited with code 0
         ),
     ):
         words = ["-n", "2", "--start", "spawn", *options, str(path)]
-        code = "import sys; from allranks.launch import cli; from allranks.launch.jobs import supervise; "
-        code += f"supervise._LINGER_S = 0.3; sys.exit(cli.main({words!r}))"
+        code = "import sys; from allranks.launch import cli; from allranks.launch.policy import round; "
+        code += f"round.LINGER_S = 0.3; sys.exit(cli.main({words!r}))"
         done = subprocess.run(
             [sys.executable, "-c", code],
             cwd=launcher.folder,

@@ -6,10 +6,10 @@ import signal
 import subprocess
 
 import pytest
-from launcher_process import Launcher
-from marked import wait_for
 
 from allranks.launch.stacks import main_place, parse, render
+from support.launcher_process import Launcher
+from support.marked import wait_for
 
 TEXT = """\
 Thread 0x00007f0000000001 [loader] (most recent call first):
@@ -111,7 +111,7 @@ def test_idle_command_and_rank_that_blocks_all_signals(launcher: Launcher) -> No
     body = "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.NSIG))\nprint()\ntime.sleep(60)"
     done = launcher.script(WAITING + body, "--idle-timeout", "2", "--grace", "0.1")
     assert done.code == 124
-    assert "rank 0 did not say where it is (blocked signals, or the kernel)" in done.err
+    assert "rank 0 did not report where it is (blocked signals, or the kernel)" in done.err
 
 
 def test_ranks_that_hang_in_a_collective(launcher: Launcher) -> None:

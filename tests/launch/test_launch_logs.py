@@ -9,12 +9,12 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from launcher_process import Launcher
 
 from allranks.launch.output.logs import Logs
 from allranks.launch.output.screen import Screen
-from allranks.launch.spec.messages import Output
+from allranks.launch.spec.events import Output
 from allranks.launch.spec.options import Display, Streams
+from support.launcher_process import Launcher
 
 SCRIPT = """
 import os, sys

@@ -7,35 +7,35 @@ import re
 import signal
 from pathlib import Path
 
-from launcher_process import Launcher
+from support.launcher_process import Launcher
 
-REMOTE = str(Path(__file__).parents[1] / "remote")
+SUPPORT = str(Path(__file__).parents[1] / "support")
 
 MASTER = """
     import os, signal, sys, time
-    from allranks.remote.meet import gather_workers
+    from allranks.remote.bootstrap.workers import gather_workers
 
     workers = gather_workers("env://", serve="stand_in:serve", timeout_s=60)
 
     def group(name, *ranks):
         for rank in ranks:
-            workers.lines[rank - 1].socket.sendall(f"group {name} {' '.join(map(str, ranks))}".encode())
-        return [workers.lines[rank - 1].socket.recv(100).decode() for rank in ranks]
+            workers.connections[rank - 1].socket.sendall(f"group {name} {' '.join(map(str, ranks))}".encode())
+        return [workers.connections[rank - 1].socket.recv(100).decode() for rank in ranks]
 
     assert group("all", 1, 2) == ["[3.0, 3.0]"] * 2
-    os.kill(workers.lines[0].pid, signal.SIGKILL)
+    os.kill(workers.connections[0].pid, signal.SIGKILL)
     print(workers.how_ended(1), flush=True)
     workers.respawn(1)
     assert group("new", 2, 1) == ["[3.0, 3.0]"] * 2
     print("here", os.environ["RANK"], sys.argv[1:], flush=True)
-    workers.lines[0].socket.sendall(b"sleep")
-    os.kill(workers.lines[1].pid, signal.SIGSTOP)
+    workers.connections[0].socket.sendall(b"sleep")
+    os.kill(workers.connections[1].pid, signal.SIGSTOP)
     time.sleep(1000)
 """
 
 
 def environ() -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2] / "src"), REMOTE])}
+    return {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2] / "src"), SUPPORT])}
 
 
 def test_workers_serve(launcher: Launcher) -> None:

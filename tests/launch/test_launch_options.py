@@ -5,34 +5,38 @@ from __future__ import annotations
 import json
 import os
 import pwd
-import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launcher_process import Launcher
 
 from allranks._cluster.hostlist import Slots
 from allranks.launch.arguments.options import parse
 from allranks.launch.ranks import environ
+from allranks.launch.reporter import Reporter
 from allranks.launch.spec.options import Options
 from allranks.launch.spec.target import Target
-from allranks.launch.voice import Voice
+from support.launcher_process import Launcher
 
 
 def test_defaults() -> None:
     options = parse(["train.py"])
     assert options.target == Target("script", "train.py")
     assert (options.nproc, options.start, options.display.show, options.display.logs) == (None, "fork", "all", None)
-    assert (options.grace_s, options.threads, options.voice, options.backend) == (10, None, Voice("allranks run"), "")
+    assert (options.grace_s, options.threads, options.reporter, options.backend) == (
+        10,
+        None,
+        Reporter("allranks run"),
+        "",
+    )
 
 
 def test_what_follows_the_script_is_its_own() -> None:
     options = parse(["-n", "2", "train.py", "-n", "3", "--", "-q", "--start=x"])
     assert options.target == Target("script", "train.py", ("-n", "3", "--", "-q", "--start=x"))
-    assert (options.nproc, options.voice.quiet) == (2, False)
+    assert (options.nproc, options.reporter.quiet) == (2, False)
 
 
 def test_module_and_command() -> None:
@@ -97,7 +101,7 @@ def test_backend_and_voice() -> None:
         "A",
         "ALLRANKS_INSTEAD_OF_GLOO",
     }
-    assert [parse([word, "x.py"]).voice for word in ("-q", "-v")] == [Voice(quiet=True), Voice(verbose=True)]
+    assert [parse([word, "x.py"]).reporter for word in ("-q", "-v")] == [Reporter(quiet=True), Reporter(verbose=True)]
 
 
 def test_times() -> None:
@@ -166,12 +170,12 @@ BAD = {
     "listed and alone": (["-H", "a,b", "--standalone", "plain.py"], "--standalone is for this host, and hosts were"),
     "fewer than asked for": (
         ["-N", "2", "-H", "a:2,b:2", "-n", "2", "plain.py"],
-        "2 hosts were asked for (-N), and 1 of them can take all 2 ranks: say --nproc-per-node, or how many",
+        "2 hosts were asked for (-N), and 1 of them can take all 2 ranks: use --nproc-per-node, or give the ranks",
     ),
-    "one of how many": (["--node-rank", "1", "plain.py"], "--node-rank 1: this is one of several hosts then; say how"),
+    "one of how many": (["--node-rank", "1", "plain.py"], "--node-rank 1: this is one of several hosts then; give the"),
     "one of one": (["-N", "1", "--node-rank", "1", "plain.py"], "--node-rank 1 is out of range; there is 1 host"),
     "host 0 elsewhere": (["--master-addr", "198.51.100.1", "plain.py"], "host 0 is 198.51.100.1, which is not here"),
-    "meeting elsewhere": (["--rdzv-endpoint", "198.51.100.1:7", "plain.py"], "several hosts then; say how many they"),
+    "meeting elsewhere": (["--rdzv-endpoint", "198.51.100.1:7", "plain.py"], "several hosts then; give the number"),
     "hosts without GPUs": (
         ["-N", "2", "--node-rank", "0", "--nproc-per-node", "gpu", "plain.py"],
         "this host has no GPU, and one rank for each was asked for",
@@ -182,7 +186,7 @@ BAD = {
     "both numbers": (["-n", "3", "--nproc-per-node", "2", "plain.py"], "3 ranks were asked for (-n), and 2 by"),
     "folder to be in": (["--chdir", "nowhere", "plain.py"], "cannot enter 'nowhere'"),
     "environment": (["--env", "venus", "plain.py"], "invalid choice: 'venus'"),
-    "not there": (["--env", "slurm", "plain.py"], "--env=slurm, but this environment has nothing of it"),
+    "not there": (["--env", "slurm", "plain.py"], "--env=slurm, but no variable of it is set here"),
     "etcd": (["--rdzv_backend=etcd-v2", "plain.py"], "hosts meet at one of themselves (--rdzv-backend c10d"),
     "rendezvous settings": (
         ["--rdzv-conf", "patience=3", "plain.py"],
@@ -190,7 +194,7 @@ BAD = {
     ),
     "rendezvous time": (["--rdzv-conf=timeout=1.5", "plain.py"], "timeout=1.5: expected a number of seconds"),
     "rendezvous words": (["--rdzv_conf", "is_host", "plain.py"], "expected KEY=VALUE,KEY=VALUE"),
-    "two meetings": (["--rdzv-endpoint", "a", "--master-port", "7", "plain.py"], "say the same; expected one of them"),
+    "two meetings": (["--rdzv-endpoint", "a", "--master-port", "7", "plain.py"], "mean the same; expected one of them"),
     "no port": (["-N", "2", "--rdzv-endpoint", "a:0", "plain.py"], "cannot meet on a port that is not known before"),
     "alone": (["-N", "2", "--standalone", "plain.py"], "--standalone is for one host"),
     "local address": (["--local-addr", "no.such.host", "plain.py"], "neither an address nor a name that resolves"),
@@ -276,7 +280,7 @@ def test_one_rank_on_each_host_of_a_launcher_that_does_not_say_where_host_0_is(l
     launcher.write("raise SystemExit('must not run')", "plain.py")
     done = launcher.run("plain.py", environ=RANK | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"})
     assert (done.code, done.out) == (2, "")
-    assert "mpich says that this is host 1 of 2, and not which is host 0: name it (--master-addr)" in done.err
+    assert "mpich reports that this is host 1 of 2, but not which is host 0: name it (--master-addr)" in done.err
 
 
 ONE_BY_ONE = """
@@ -364,18 +368,14 @@ def test_python_m_allranks_launch_is_allranks_launch() -> None:
     assert allranks("--help", module="allranks.launch").stdout == allranks("launch", "--help").stdout != ""
 
 
-def test_help_is_fast_and_imports_no_torch() -> None:
+def test_help_imports_little() -> None:
+    """Interpreters start in 20 ms, and each hundred modules take as long again: nobody waits for the help."""
     code = "import sys; from allranks.__main__ import main\ntry: main(['run', '--help'])\nfinally: print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
     assert "allranks.launch.arguments.options" in loaded
     assert not {"torch", "numpy", "allranks.launch.jobs.job"} & set(loaded)
-    times = []
-    for _ in range(5):  # processor time, as others use this machine too
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        allranks("run", "--help")
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(times) < 0.15
+    assert len(loaded) < 200
 
 
 def test_running_a_job_imports_no_torch_into_the_launcher() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from terminal_model import Terminal
 
 from allranks.launch.output.lines import Live, Names, Plain, Renderer
+from support.terminal_model import Terminal
 
 UP_AND_ERASE = b"\x1b[1A\x1b[2K"
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launcher_process import Launcher
 
 from allranks._base.errors import ConfigError
 from allranks._cluster import host
@@ -17,6 +16,7 @@ from allranks.launch.ranks import placement
 from allranks.launch.ranks.environ import Share, common_environ
 from allranks.launch.ranks.placement import Core, Machine, Seat, describe, place
 from allranks.launch.spec.options import Bind
+from support.launcher_process import Launcher
 
 
 def machine(cores: list[int], threads: int = 1, gpus: tuple[Gpu, ...] = (), quota: int | None = None) -> Machine:

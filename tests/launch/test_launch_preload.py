@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from launcher_process import Launcher
+
+from support.launcher_process import Launcher
 
 LOOK = "import sys\nprint('torch' in sys.modules)\n"
 

@@ -9,7 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launcher_process import Launcher
+
+from support.launcher_process import Launcher
 
 STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
 

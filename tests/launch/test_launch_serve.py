@@ -14,17 +14,19 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from launcher_process import Launcher
 
 from allranks._cluster.host import usable_cpus
-from allranks.launch.agents.door import Door
 from allranks.launch.agents.link import Link, to_agent
-from allranks.launch.spec.messages import End, Exited, Finish, Finished, Hello, Message, Output, Prepare, Ready, Start
+from allranks.launch.agents.listener import Listener
+from allranks.launch.spec.events import Exited, Output
+from allranks.launch.spec.messages import End, Finish, Finished, Hello, Message, Prepare, Ready, Start
+from allranks.launch.spec.options import RankOptions
 from allranks.launch.spec.stdio import Stdio
 from allranks.launch.spec.target import Target
+from support.launcher_process import Launcher
 
 PATIENCE_S = 30.0
-PREPARE = Prepare(Target("command", "true"), 1, "fork", "", {}, None, b"", "", serves=True, spans=False)
+PREPARE = Prepare(RankOptions(Target("command", "true")), 1, "", {}, b"", "", serves=True, spans=False)
 
 
 @dataclass
@@ -53,21 +55,21 @@ class Leader:
 
     def start(self, prepare: Prepare) -> None:
         """Starts a round of one rank."""
-        self.link.say(prepare)
+        self.link.send(prepare)
         self.hear(lambda message: isinstance(message, Ready))
-        self.link.say(Start(0, 1, 1, 0, 1, (), 29500, "run", 0, 0, 0, 1, (Stdio(),)))
+        self.link.send(Start(0, 1, 1, 0, 1, (), 29500, "run", 0, 0, 0, 1, (Stdio(),)))
 
     def finish(self) -> list[Message]:
         """Ends it. Returns what was heard of it."""
         events = self.hear(lambda message: isinstance(message, Exited))
-        self.link.say(Finish())
+        self.link.send(Finish())
         return events + self.hear(lambda message: isinstance(message, Finished))
 
 
 @pytest.fixture
 def leader(launcher: Launcher) -> Iterator[Leader]:
     secret = secrets.token_hex(32)
-    door = Door(["127.0.0.1"], 0, secret.encode())
+    door = Listener(["127.0.0.1"], 0, secret.encode())
     launcher.program = ("allranks.launch.agents.serve",)
     agent = launcher.start("--dial", f"127.0.0.1:{door.port}", environ={"ALLRANKS_SECRET": secret})
     try:
@@ -80,7 +82,7 @@ def leader(launcher: Launcher) -> Iterator[Leader]:
     made.hear(lambda message: isinstance(message, Hello))
     link.trust()
     yield made
-    link.say(End(7))
+    link.send(End(7))
     assert agent.wait(PATIENCE_S) == 7
     link.close()
 
@@ -102,8 +104,8 @@ def test_a_rank_that_writes_faster_than_the_launcher_reads_waits(leader: Leader)
     """On the one socket that the agent also listens to."""
     size = 30_000_000  # more than two sockets' buffers
     command = Target("command", "bash", ("-c", f"head -c {size} /dev/zero"))
-    leader.start(msgspec.structs.replace(PREPARE, target=command))
-    wait_until_full(leader.link.ear)
+    leader.start(msgspec.structs.replace(PREPARE, ranks=RankOptions(command)))
+    wait_until_full(leader.link.read_fd)
     events = leader.finish()
     assert len(output(events)) == size
     assert [event.status for event in events if isinstance(event, Exited)] == [0]
@@ -111,8 +113,8 @@ def test_a_rank_that_writes_faster_than_the_launcher_reads_waits(leader: Leader)
 
 def test_threads_of_a_round_are_not_those_of_the_next(leader: Leader, launcher: Launcher) -> None:
     script = launcher.write("import os\nprint(os.environ['OMP_NUM_THREADS'])\n")
-    prepare = msgspec.structs.replace(PREPARE, target=Target("script", str(script)))
-    leader.start(msgspec.structs.replace(prepare, threads=77))
+    target = Target("script", str(script))
+    leader.start(msgspec.structs.replace(PREPARE, ranks=RankOptions(target, threads=77)))
     assert output(leader.finish()) == b"77\n"
-    leader.start(prepare)
+    leader.start(msgspec.structs.replace(PREPARE, ranks=RankOptions(target)))
     assert output(leader.finish()) == b"%d\n" % usable_cpus()

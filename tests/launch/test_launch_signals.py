@@ -8,8 +8,9 @@ import subprocess
 import time
 
 import pytest
-from launcher_process import Launcher
-from marked import wait_for
+
+from support.launcher_process import Launcher
+from support.marked import wait_for
 
 WAITING = """
 import os, signal, sys, time

@@ -10,9 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from console import Console
-from launcher_process import Launcher
-from marked import wait_for
+
+from support.console import Console
+from support.launcher_process import Launcher
+from support.marked import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 BREAK = "x = 5\nbreakpoint()\nprint('after', x)"
@@ -45,14 +46,14 @@ def state(pid: int) -> str:
 
 
 def waits_for_a_key(pid: int) -> bool:
+    """A Ctrl-C before that has its effect with the next key, in any Python."""
     where = Path(f"/proc/{pid}/wchan").read_text()  # do_select, poll_schedule_timeout, as the kernel names it
     return "select" in where or "poll" in where
 
 
 def ranks(launcher: Launcher) -> list[int]:
-    """Pids of ranks, which have written them down."""
-    wait_for(lambda: all(file.read_text() for file in launcher.folder.glob("rank*")))
-    return [int(file.read_text()) for file in launcher.folder.glob("rank*")]
+    """Pids of the ranks that have written them to files. A file may be there before its content."""
+    return [int(text) for file in launcher.folder.glob("rank*") if (text := file.read_text())]
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -129,6 +130,7 @@ def test_lines_of_others_do_not_break_a_prompt(launcher: Launcher) -> None:
 def test_the_window_of_one_of_several(launcher: Launcher) -> None:
     script = """
         import os, readline, time
+        if os.environ["RANK"] == "0": open("rank0", "w").write(str(os.getpid()))
         while os.environ["RANK"] == "0": input(str(os.get_terminal_size()))
         time.sleep(60)
         """
@@ -137,6 +139,8 @@ def test_the_window_of_one_of_several(launcher: Launcher) -> None:
     console.resize(50, 104)
     # The launcher looks when there is something to show.
     wait_for(lambda: console.press("\n") or "columns=100, lines=50" in console.expect(r"columns=\d+, lines=\d+"))
+    (pid,) = ranks(launcher)
+    wait_for(lambda: waits_for_a_key(pid))
     console.press("\x03")
     assert console.end()[0] == 130
 
@@ -223,7 +227,7 @@ def test_ctrl_c_at_a_prompt_is_the_debuggers(launcher: Launcher) -> None:
     console.press("oops")
     console.expect("oops")
     (pid,) = ranks(launcher)
-    wait_for(lambda: waits_for_a_key(pid))  # a Ctrl-C before that waits for the next key, in any Python
+    wait_for(lambda: waits_for_a_key(pid))
     console.press("\x03")
     console.expect("--KeyboardInterrupt--", r"\(Pdb\) ")
     console.press("c\n")
@@ -273,6 +277,7 @@ def test_ctrl_z_and_a_shell(launcher: Launcher) -> None:
         console.expect("^42", r"\$ ")
         console.press("fg\n")
         console.expect("fg$", r"script\.py")
+        console.wait_for_foreground()
         console.press("p x * 100\n")
         console.expect("^500")
     console.press("c\n")
@@ -301,6 +306,7 @@ def test_ctrl_z_stops_all_ranks(launcher: Launcher) -> None:
     wait_for(lambda: [state(pid) for pid in pids] == ["S"] * 3)
     console.press("fg\n")
     console.expect("fg$", r"script\.py")
+    console.wait_for_foreground()
     console.press("\x03")
     console.expect("stopped by SIGINT", r"\$ ")
     console.press("exit\n")
@@ -313,6 +319,7 @@ def test_in_the_background_it_waits_for_the_terminal(launcher: Launcher) -> None
     wait_for(lambda: console.press("\n") or "Stopped" in console.expect(r"Stopped|\$ "))
     console.press("fg\n")
     console.expect("fg$", r"script\.py")
+    console.wait_for_foreground()
     console.press("p x * 100\n")
     console.expect("500$")
     console.press("c\n")

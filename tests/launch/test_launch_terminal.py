@@ -12,8 +12,9 @@ import termios
 from collections.abc import Callable
 
 import pytest
-from launcher_process import Launcher
-from terminal_model import Terminal
+
+from support.launcher_process import Launcher
+from support.terminal_model import Terminal
 
 ROWS, COLUMNS = 30, 60
 pytestmark = pytest.mark.timeout(40)

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from ddp_rules import torchs_world
 from torch import nn
 
 import allranks as dist
 from allranks.nn.parallel import DistributedDataParallel
 from allranks.testing import run_ranks
+from support.ddp_rules import torchs_world
 
 # Relative to the largest element: the ranks' sums round in another order than one process does.
 FLOAT64 = 1e-12

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from ddp_rules import assert_equal, assert_same_bits, state, torchs_world
 from torch import nn
 
 import allranks as dist
 from allranks.algorithms.ddp_comm_hooks import default_hooks
 from allranks.nn.parallel import DistributedDataParallel
 from allranks.testing import run_ranks
+from support.ddp_rules import assert_equal, assert_same_bits, state, torchs_world
 
 
 class Net(nn.Module):

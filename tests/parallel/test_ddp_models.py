@@ -5,12 +5,12 @@ import io
 
 import pytest
 import torch
-from ddp_rules import assert_equal, assert_same_bits, state, torchs_world
 from torch import nn
 
 import allranks as dist
 from allranks.nn.parallel import DistributedDataParallel
 from allranks.testing import run_ranks
+from support.ddp_rules import assert_equal, assert_same_bits, state, torchs_world
 
 
 class Mixed(nn.Module):

@@ -5,13 +5,13 @@ import re
 
 import pytest
 import torch
-from ddp_rules import assert_equal, assert_same_bits, state, torchs_world
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import allranks as dist
 from allranks.nn.parallel import DistributedDataParallel
 from allranks.testing import run_ranks
+from support.ddp_rules import assert_equal, assert_same_bits, state, torchs_world
 
 
 @dataclasses.dataclass

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as td
-from worlds import world
 
 import allranks as dist
 from allranks.testing import run_ranks
+from support.worlds import world
 
 TIMEOUT = timedelta(seconds=30)
 UNSORTED = {"sort_ranks": False} if "sort_ranks" in inspect.signature(td.new_group).parameters else {}

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from worlds import Job, programs
+
+from support.worlds import Job, programs
 
 FILES = {file.stem: file for file in sorted((Path(__file__).parent / "programs").glob("*.py"))}
 RANKS = {

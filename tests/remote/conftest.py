@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from allranks.remote.master import Master
-from allranks.remote.start import init_master_worker
+from allranks.remote.master.master import Master
+from allranks.remote.master.start import init_master_worker
 
 
 @pytest.fixture(scope="module")

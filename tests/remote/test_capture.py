@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import allranks
 from allranks import RemoteError, UsageError
-from allranks.remote.master import Master
+from allranks.remote.master.master import Master
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -116,11 +116,11 @@ def test_a_replay_is_one_small_frame(mw: Master) -> None:
     for _ in range(3):
         step(x)
     mw.synchronize()
-    sent, calls = mw.outbox.sent(0), mw.outbox.calls
+    sent, calls = mw.connections.outbox.sent(0), mw.connections.outbox.calls
     held = [step(x) for _ in range(10)]
-    mw.outbox.flush()
-    assert mw.outbox.calls == calls + 10
-    assert mw.outbox.sent(0) - sent <= 10 * (2 + 4 * 2) + 12  # and the line, once
+    mw.connections.outbox.flush()
+    assert mw.connections.outbox.calls == calls + 10
+    assert mw.connections.outbox.sent(0) - sent <= 10 * (2 + 4 * 2) + 12  # and the line, once
     assert len({each._ref.id for each in held}) == 10  # type: ignore[attr-defined]
     assert held[0].cpu().tolist() == [2.0] * 4
 
@@ -386,7 +386,7 @@ def test_memory_is_that_of_the_eager_step(mw: Master) -> None:
     step.reset()
     del step
     assert tensors() == before
-    numbers = len(mw.programs)
+    numbers = len(mw.operators.programs)
     for _ in range(3):
         captured = allranks.capture(lambda x: x + 1)
         x = torch.ones(1, device="worker:1")
@@ -394,7 +394,7 @@ def test_memory_is_that_of_the_eager_step(mw: Master) -> None:
             captured(x)
         del captured, x
     assert tensors() == before
-    assert len(mw.programs) == numbers
+    assert len(mw.operators.programs) == numbers
 
 
 def test_a_lost_worker_ends_its_replays(mw: Master) -> None:

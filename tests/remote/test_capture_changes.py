@@ -29,8 +29,8 @@ from torch import nn
 
 import allranks
 from allranks import UsageError
-from allranks.remote.master import Master
-from allranks.remote.watch import Reach
+from allranks.remote.capture.watch import Reach
+from allranks.remote.master.master import Master
 
 SETTINGS: dict[str, Any] = {"bias": 0.5, "nested": {"by": [1.0, (2.0, 3.0)]}}
 SCALE = 1.0
@@ -401,7 +401,7 @@ def test_a_step_that_changes_what_it_reads_is_not_replayed(mw: Master) -> None:
         (entry, r"it changes COUNTS\['n'\] \(\d, then \d\) at each call"),
         (grows, r"it changes COUNTS\['list'\] at each call"),
         (tensor, "it changes count at each call"),
-        (iterator, "it can see the iterator numbers"),
+        (iterator, "it uses the iterator numbers"),
         (draws, "it draws random numbers of the master's"),
         (draws_of_torch, "it draws random numbers of the master's"),
     ):

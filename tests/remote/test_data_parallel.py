@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import allranks
 from allranks.nn import parallel
-from allranks.remote import start
-from allranks.remote.master import Master
-from allranks.remote.tensor import RemoteTensor
+from allranks.remote.master import start
+from allranks.remote.master.master import Master
+from allranks.remote.torch_device.tensor import RemoteTensor
 
 pytestmark = pytest.mark.usefixtures("as_many_threads")
 
@@ -271,9 +271,9 @@ def test_saving_and_copying(mw: Master) -> None:
 def test_parameters_travel_as_one_command(mw: Master) -> None:
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(25))).to("worker:1")
     parallel.replicate(module, BOTH)
-    before = mw.outbox.calls
+    before = mw.connections.outbox.calls
     replicas = parallel.replicate(module, BOTH)
-    assert mw.outbox.calls - before == 2  # a send and a recv
+    assert mw.connections.outbox.calls - before == 2  # a send and a recv
     loss = replicas[0](x := torch.ones(1, 4, device="worker:1")) + replicas[1](x.to("worker:2")).to("worker:1")
     loss.sum().backward()
     assert all(isinstance(each.grad, RemoteTensor) for each in module.parameters())

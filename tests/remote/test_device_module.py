@@ -16,7 +16,7 @@ import torch
 
 import allranks as dist
 from allranks import NotInitializedError, UsageError
-from allranks.remote.master import Master
+from allranks.remote.master.master import Master
 
 pytestmark = pytest.mark.usefixtures("mw")
 

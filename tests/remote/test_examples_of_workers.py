@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.remote.master import Master
+from allranks.remote.master.master import Master
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGITS, PIPELINE = EXAMPLES / "one_script" / "digits.py", EXAMPLES / "pipeline" / "train.py"

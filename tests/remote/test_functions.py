@@ -11,7 +11,7 @@ import torch
 
 import allranks
 from allranks import RemoteError
-from allranks.remote.master import Master
+from allranks.remote.master.master import Master
 
 
 def test_a_function_runs_where_its_tensors_are(mw: Master) -> None:
@@ -21,7 +21,7 @@ def test_a_function_runs_where_its_tensors_are(mw: Master) -> None:
     x = torch.arange(3.0, device="worker:2")
     future = mw.remote(scale)(x, 2.0, names=["a"])
     result = future.result()
-    assert result["pid"] == mw.lines[2].pid
+    assert result["pid"] == mw.connections.by_rank[2].pid
     assert (result["names"], result["grad"]) == (["a", "scaled"], True)
     assert result["x"].device == torch.device("worker:2")
     assert torch.equal(result["x"].cpu(), torch.tensor([0.0, 2.0, 4.0]))
@@ -31,7 +31,7 @@ def test_a_function_runs_where_its_tensors_are(mw: Master) -> None:
 
 
 def test_where_a_function_runs(mw: Master) -> None:
-    pids = {rank: line.pid for rank, line in mw.lines.items()}
+    pids = {rank: line.pid for rank, line in mw.connections.by_rank.items()}
     assert mw.remote(os.getpid, on=2)().result() == pids[2]
     assert mw.remote(os.getpid, on="worker:1")().result() == pids[1]
     assert mw.remote(os.getpid, on=mw.group([2, 1]))().result() == [pids[2], pids[1]]

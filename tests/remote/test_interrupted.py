@@ -16,7 +16,7 @@ from torch import nn
 
 import allranks
 from allranks import RemoteError, UsageError
-from allranks.remote.master import Master
+from allranks.remote.master.master import Master
 
 
 @contextmanager
@@ -162,11 +162,11 @@ def test_numbers_beside_tensors_make_no_templates(mw: Master) -> None:
     x = torch.arange(4, device="worker:1")
     for _ in range(2):
         (x + 1, x * 2)
-    before = mw._templates
+    before = mw.operators._next
     for number in range(50):
         assert (x + number).cpu().tolist() == [each + number for each in range(4)]
         x * number
-    assert mw._templates == before
+    assert mw.operators._next == before
     for value in (1, True, 1.0, -0.0, float("nan"), 1 << 40):
         local = torch.arange(4) * value
         found = (torch.arange(4, device="worker:1") * value).cpu()

@@ -17,7 +17,7 @@ import pytest
 import torch
 from operators import DTYPES, ERROR, PASS, ROUNDED, UNDEFINED, judge_operator, op_db
 
-from allranks.remote.master import Master
+from allranks.remote.master.master import Master
 
 _ASKED = os.environ.get("ALLRANKS_TEST_OPS", "")
 _BY_NAME = {str(each).removeprefix("torch."): each for each in DTYPES}

@@ -31,8 +31,8 @@ from torch.utils.checkpoint import checkpoint
 
 import allranks as dist
 from allranks import RemoteError, UsageError
-from allranks.remote.autocast import POLICIES
-from allranks.remote.master import Master
+from allranks.remote.master.master import Master
+from allranks.remote.torch_device.autocast import POLICIES
 
 pytestmark = [
     pytest.mark.usefixtures("mw"),
@@ -1687,7 +1687,7 @@ def test_rank_0_is_no_worker() -> None:
 
 def test_what_workers_know_is_queued_without_python_code() -> None:
     x = torch.ones(4, device=W)
-    mine = os.path.dirname(dist.remote.tensor.__file__)
+    mine = os.path.dirname(dist.remote.__file__)
 
     def functions_of(operation: Callable[[], Any]) -> set[str]:
         found = set()

@@ -20,8 +20,8 @@ import torch
 
 import allranks
 from allranks import RemoteError, UsageError, WorkerLost
-from allranks.remote.flags import read
-from allranks.remote.master import Master
+from allranks.remote.master.master import Master
+from allranks.remote.protocol.flags import read
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -41,7 +41,7 @@ def healed(mw: Master) -> Iterator[Master]:
 
 
 def kill(mw: Master, rank: int) -> None:
-    os.kill(mw.lines[rank].pid, signal.SIGKILL)
+    os.kill(mw.connections.by_rank[rank].pid, signal.SIGKILL)
 
 
 def test_a_failed_operation_poisons_what_depends_on_it(mw: Master) -> None:
@@ -145,7 +145,7 @@ def test_a_worker_that_is_killed_amid_queued_work(healed: Master) -> None:
     group = mw.group([1, 2])
     kept, lost = torch.ones(3, device="worker:1"), torch.ones(300, 300, device="worker:2")
     both, generator = group.scatter(torch.zeros(4)), torch.Generator(device="worker:2")
-    pid = mw.lines[2].pid
+    pid = mw.connections.by_rank[2].pid
     for _ in range(300):
         lost = lost @ lost.t() / 300
     torch.manual_seed(6)
@@ -166,7 +166,7 @@ def test_a_worker_that_is_killed_amid_queued_work(healed: Master) -> None:
     mw.synchronize()
     assert mw.ranks == [1]
     mw.respawn(2)
-    assert mw.lines[2].pid != pid
+    assert mw.connections.by_rank[2].pid != pid
     assert torch.equal(torch.rand(3, device="worker:2").cpu(), torch.rand(3))  # from the seed on
     assert mw.remote(torch.are_deterministic_algorithms_enabled, on=2)().result()
     torch.use_deterministic_algorithms(False)
@@ -191,7 +191,7 @@ def test_a_worker_that_is_killed_while_others_wait_for_it(healed: Master) -> Non
     group.all_reduce_(ones)
     mine = ones.shard(1)
     here = torch.ones(1, device="worker:1")
-    until(lambda: mw.outbox.pending(0) == 0)
+    until(lambda: mw.connections.outbox.pending(0) == 0)
     kill(mw, 2)
     with pytest.raises(WorkerLost):
         slow.result()
@@ -203,21 +203,21 @@ def test_a_worker_that_is_killed_while_others_wait_for_it(healed: Master) -> Non
 def test_a_worker_that_stops(healed: Master) -> None:
     mw = healed
     waiting = mw.remote(os.getpid, on=2)
-    assert waiting().result() == mw.lines[2].pid
-    os.kill(mw.lines[2].pid, signal.SIGSTOP)
+    assert waiting().result() == mw.connections.by_rank[2].pid
+    os.kill(mw.connections.by_rank[2].pid, signal.SIGSTOP)
     try:
         with pytest.raises(allranks.TimeoutError, match=r"worker 2 .* has not answered for 0\.5 s; it is stopped"):
             waiting().result(timeout=0.5)
         assert torch.ones(2, device="worker:1").sum().item() == 2
     finally:
-        os.kill(mw.lines[2].pid, signal.SIGCONT)
-    assert waiting().result() == mw.lines[2].pid
-    os.kill(mw.lines[2].pid, signal.SIGSTOP)
-    stopped = mw.lines[2].pid
+        os.kill(mw.connections.by_rank[2].pid, signal.SIGCONT)
+    assert waiting().result() == mw.connections.by_rank[2].pid
+    os.kill(mw.connections.by_rank[2].pid, signal.SIGSTOP)
+    stopped = mw.connections.by_rank[2].pid
     with pytest.raises(UsageError, match=r"worker 2 lives, and what is on it would be lost.*respawn\(2, force=True\)"):
         mw.respawn(2)
     mw.respawn(2, force=True)
-    assert mw.lines[2].pid != stopped
+    assert mw.connections.by_rank[2].pid != stopped
     assert torch.ones(2, device="worker:2").sum().item() == 2
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import allranks
-from allranks.remote.groups import Group
-from allranks.remote.master import Master
-from allranks.remote.start import init_master_worker
+from allranks.remote.master.groups import Group
+from allranks.remote.master.master import Master
+from allranks.remote.master.start import init_master_worker
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def close_to_local(remote: torch.Tensor, local: torch.Tensor) -> None:
 def test_a_copy_goes_from_worker_to_worker(mw: Master, dtype: torch.dtype) -> None:
     local = torch.arange(24).reshape(2, 3, 4).to(dtype)
     there = local.to("worker:1")
-    sent = mw.outbox.sent(0), mw.outbox.sent(1)
+    sent = mw.connections.outbox.sent(0), mw.connections.outbox.sent(1)
     copied = there.to("worker:2")
     assert copied.device == torch.device("worker:2")
     close_to_local(copied, local)
@@ -43,17 +43,17 @@ def test_a_copy_goes_from_worker_to_worker(mw: Master, dtype: torch.dtype) -> No
     close_to_local(there[:, 1].to("worker:2"), local[:, 1].clone())
     close_to_local(there[:0].to("worker:2"), local[:0])
     close_to_local(there[0, 0, 0].to("worker:2"), local[0, 0, 0])
-    assert mw.outbox.sent(0) - sent[0] < 3000 > mw.outbox.sent(1) - sent[1]
+    assert mw.connections.outbox.sent(0) - sent[0] < 3000 > mw.connections.outbox.sent(1) - sent[1]
 
 
 def test_large_tensors_go_past_the_master(mw: Master) -> None:
     local = torch.randn(1 << 20)
     there = local.to("worker:1")
     mw.synchronize()
-    sent = mw.outbox.sent(0) + mw.outbox.sent(1)
+    sent = mw.connections.outbox.sent(0) + mw.connections.outbox.sent(1)
     back = there.to("worker:2").to("worker:1")
     close_to_local(back, local)
-    assert mw.outbox.sent(0) + mw.outbox.sent(1) - sent < 4096
+    assert mw.connections.outbox.sent(0) + mw.connections.outbox.sent(1) - sent < 4096
 
 
 def test_copies_convert_and_assign(mw: Master) -> None:
@@ -409,4 +409,6 @@ def test_groups_end(mw: Master) -> None:
     assert counts[1] == counts[-1]
     assert any(each[1] for each in counts[-1])  # else nothing has been counted
     with pytest.raises(allranks.UsageError, match=r"a group's device ends with it: hold what group\(\) returned"):
-        torch.zeros(2, device=next(each for each in devices if each.index not in {p.index for p in mw.places.values()}))
+        torch.zeros(
+            2, device=next(each for each in devices if each.index not in {p.index for p in mw.devices.groups.values()})
+        )

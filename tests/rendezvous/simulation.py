@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from allranks._base.errors import AllranksError, ConfigError, JoinError, SecretError
+from allranks._base.frames import pack_frame
 from allranks._rendezvous.join_protocol import (
     GRACE_S,
     TABLE,
@@ -27,8 +28,8 @@ from allranks._rendezvous.join_protocol import (
     Leave,
     Lost,
     Member,
+    Notify,
     Pause,
-    Say,
     Steps,
     unpack_members,
 )
@@ -50,7 +51,6 @@ from allranks._store.wire import (
     decode_reply,
     decode_request,
     encode,
-    pack_frame,
 )
 
 SECRET, ANOTHER = b"the secret of this job", b"the secret of another job"
@@ -338,7 +338,7 @@ class Process(Dialer):
                 self._resume(None)
             case Pause(seconds):
                 job.at(job.now + max(seconds, 0.0), self._answered, self._turn, None)
-            case Say(line):
+            case Notify(line):
                 job.log("%s says %s", self, line)
                 self.said.append(line)
                 self._resume(None)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from allranks._base.errors import ConfigError
+from allranks._base.frames import pack_frame
 from allranks._rendezvous.join_protocol import Member, _pack_members, unpack_members
 from allranks._store.wire import (
     FRAME_LIMIT,
@@ -36,10 +37,9 @@ from allranks._store.wire import (
     decode_reply,
     decode_request,
     encode,
-    pack_frame,
 )
-from allranks.launch.spec.messages import Event, Exited, Output, Report
-from allranks.launch.spec.messages import Failed as RankFailed
+from allranks.launch.spec.events import Event, Exited, Output, Report
+from allranks.launch.spec.events import Failed as RankFailed
 
 SECRET = b"0123456789abcdef"
 fuzz = settings(max_examples=400, deadline=None, database=None)

@@ -24,71 +24,7 @@ from allranks._base.errors import ConfigError, JoinError, UsageError
 from allranks._rendezvous import rendezvous
 from allranks._rendezvous.rendezvous import Meeting, join
 from allranks._store import HashStore, PrefixStore, StoreClient, StoreServer, address
-
-SECRET = "0123456789abcdef"
-SRC = str(Path(rendezvous.__file__).parents[2])
-
-RANK = """
-import json, os, sys, time
-from allranks._rendezvous.rendezvous import join
-url, rank, size, timeout_s, rounds = json.loads(sys.argv[1])
-began = time.monotonic()
-answer = {"pid": os.getpid()}
-try:
-    for _ in range(rounds):
-        meeting = join(url, rank=rank, world_size=size, timeout_s=timeout_s)
-        assert meeting.store.add("n", 1) <= meeting.world_size, "keys of an earlier meeting"
-        answer |= {"rank": meeting.rank, "size": meeting.world_size, "members": [m.pid for m in meeting.members]}
-        answer |= {"local": [meeting.local_rank, meeting.local_world_size]}
-        meeting.close()
-except Exception as error:
-    answer |= {"error": type(error).__name__, "text": str(error)}
-answer["took"] = time.monotonic() - began
-print(json.dumps(answer))
-"""
-
-
-class Rank:
-    """A process that joins and leaves, ``rounds`` times, and says how it went."""
-
-    def __init__(
-        self,
-        url: str | None,
-        rank: int = -1,
-        size: int = -1,
-        timeout_s: float = 20.0,
-        rounds: int = 1,
-        **environ: object,
-    ) -> None:
-        kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        given = {"ALLRANKS_SECRET": SECRET, "PYTHONPATH": SRC} | {name: str(value) for name, value in environ.items()}
-        self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", RANK, json.dumps([url, rank, size, timeout_s, rounds])],
-            env=kept | given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def answer(self) -> dict[str, Any]:
-        out, err = self.process.communicate(timeout=60.0)
-        assert out, err
-        return {**json.loads(out), "stderr": err}
-
-
-def answers(*ranks: Rank) -> list[dict[str, Any]]:
-    return [rank.answer() for rank in ranks]
-
-
-def assert_met(*ranks: Rank) -> None:
-    told = answers(*ranks)
-    for number, answer in enumerate(told):
-        assert "error" not in answer, answer
-        assert answer["rank"] == number
-        assert answer["size"] == len(ranks)
-        assert answer["members"] == [other["pid"] for other in told]
-        assert answer["local"] == [number, len(ranks)]
-        assert answer["stderr"] == ""
+from support.joining import SECRET, SRC, Rank, answers, assert_met
 
 
 @pytest.fixture(autouse=True)
@@ -257,8 +193,8 @@ def test_local_rank_is_the_launchers_where_it_says_so(launcher: dict[str, str]) 
         ("tcp://localhost:29500?rank=1", {}, "WORLD_SIZE is not set (rank 1)"),
         ("tcp://localhost:29500?rank=x&world_size=2", {}, "rank='x' is not a number"),
         ("file://relative/path", {"rank": 0, "world_size": 2}, "has no absolute path"),
-        ("file:///no/such/folder/x", {"rank": 0, "world_size": 2}, "in a folder that is"),
-        ("file:///no/such/folder/x", {"rank": 1, "world_size": 2}, "in a folder that is"),
+        ("file:///no/such/folder/x", {"rank": 0, "world_size": 2}, "in a folder that does"),
+        ("file:///no/such/folder/x", {"rank": 1, "world_size": 2}, "in a folder that does"),
         ("file:///proc/nothing", {"rank": 0, "world_size": 2}, "cannot be written"),
         ("env://", {"rank": 1, "world_size": 2}, "MASTER_ADDR and MASTER_PORT are not set (rank 1 of 2)"),
     ],

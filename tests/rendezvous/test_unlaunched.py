@@ -15,7 +15,8 @@ import pytest
 
 from allranks._base.errors import ConfigError, JoinError
 from allranks._cluster.env import JobEnv, read_env
-from allranks._rendezvous import pmi, rendezvous
+from allranks._rendezvous import pmi
+from allranks._rendezvous.finders import scheduler
 from allranks._rendezvous.rendezvous import Meeting, join
 from allranks._store import StoreServer
 
@@ -106,7 +107,7 @@ def few_ports(monkeypatch: pytest.MonkeyPatch) -> range:
             for probe in probes:
                 probe.close()
         break
-    monkeypatch.setattr(rendezvous, "job_ports", lambda secret: list(ports))
+    monkeypatch.setattr(scheduler, "job_ports", lambda secret: list(ports))
     return ports
 
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from mpi_jobs import python_with
+
+from support.mpi_jobs import python_with
 
 VERBS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "send",

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mpi_jobs import python_with
 
 from allranks.tools import quiet
 from allranks.tools.doctor import check, job, limits, network, pairs, ranks, report, software, text
 from allranks.tools.doctor.check import Check
+from support.mpi_jobs import python_with
 
 SOURCE = Path(__file__).parents[2] / "src"
 NAMES = [look.__name__.replace("_", " ") for m in (software, limits, network, job) for look in m.CHECKS]
@@ -204,12 +204,12 @@ def test_a_check_that_raises() -> None:
     ("addresses", "published", "verdict", "says"),
     [
         (["10.0.0.5"], ["10.0.0.5"], "ok", ""),
-        (["127.0.1.1"], ["10.0.0.5"], "warn", "which another host takes for itself"),
-        (["::1", "127.0.0.1"], ["10.0.0.5"], "warn", "which another host takes for itself"),
+        (["127.0.1.1"], ["10.0.0.5"], "warn", "which on another host means that host itself"),
+        (["::1", "127.0.0.1"], ["10.0.0.5"], "warn", "which on another host means that host itself"),
         (["127.0.1.1", "10.0.0.5"], ["10.0.0.5"], "ok", ""),
         (["203.0.113.9"], ["10.0.0.5"], "warn", "no address of this host"),
         ([], ["10.0.0.5"], "warn", "unknown"),
-        (["127.0.1.1"], [], "ok", "there is no network"),
+        (["127.0.1.1"], [], "ok", "without a network"),
     ],
 )
 def test_names(addresses: list[str], published: list[str], verdict: str, says: str) -> None:
@@ -390,7 +390,7 @@ def test_pairs_that_stand_out() -> None:
 
 
 def test_clocks() -> None:
-    assert ranks.judge_clock("node1", -0.02, 0.0001).measured == "20.00 ms behind rank 0's, give or take 0.10 ms"
+    assert ranks.judge_clock("node1", -0.02, 0.0001).measured == "20.00 ms behind rank 0's, +- 0.10 ms"
     assert ranks.judge_clock("node1", -0.02, 0.0001).verdict == "ok"
     assert ranks.judge_clock("node1", 3.0, 0.0001).verdict == "warn"
     assert ranks.judge_clock("node1", 0.2, 0.15).verdict == "ok"  # nothing is known so well

@@ -60,16 +60,16 @@ Also set:
 
 
 def test_nothing() -> None:
-    assert said({}) == "A program here is alone: rank 0 of 1\n\nallranks run here starts all ranks on this host"
+    assert said({}) == "A program here runs alone, as rank 0 of 1\n\nallranks run here starts all ranks on this host"
 
 
 def test_an_allocation() -> None:
     batch = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1-20]", "SLURM_NTASKS": "20"}
     text = said(batch)
-    assert "A program here is alone: rank 0 of 1" in text
+    assert "A program here runs alone, as rank 0 of 1" in text
     assert "allranks run here starts the ranks on 20 nodes of this allocation, by " in text
     assert "  hosts      node1, node2, node3, node4, node5, node6, node7, node8, and 12 more" in text
-    assert "\nPerhaps an oversight: this process was not started by srun" in text
+    assert "\nPossibly a mistake: this process was not started by srun" in text
 
 
 def test_what_is_wrong() -> None:

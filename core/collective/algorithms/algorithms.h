@@ -1,5 +1,7 @@
-// The collectives of one host. There is one file per verb. Its head describes how it works, what it costs and where it
-// comes from. An algorithm sees a LocalComm and raw bytes, nothing else.
+// The collectives of one host as functions of their operands: groups that span hosts use them within each host.
+//
+// There is one file per verb. Its head describes how it works, what it costs and where it comes from. An algorithm sees
+// a LocalComm and raw bytes, nothing else. What a group on one host runs is in table.h.
 #pragma once
 
 #include <vector>
@@ -19,6 +21,5 @@ void scatter(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, Buffer o
 void reduce_scatter(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
 void all_to_all(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const std::vector<size_t>& in_bytes,
                 const Pieces& outs, const std::vector<size_t>& out_bytes);
-void barrier(LocalComm& comm, LocalComm::Call& call);
 
 }  // namespace allranks::algorithms

@@ -72,4 +72,12 @@ void gather(LocalComm& comm, LocalComm::Call& call, Buffer in, const Pieces& out
   collect_all(comm, call, in, outs, root);
 }
 
+void all_gather(LocalComm& comm, LocalComm::Call& call, const Operation& operation) {
+  all_gather(comm, call, operation.buffer, operation.outs);
+}
+
+void gather(LocalComm& comm, LocalComm::Call& call, const Operation& operation) {
+  gather(comm, call, operation.buffer, operation.outs, operation.fingerprint.root);
+}
+
 }  // namespace allranks::algorithms

@@ -188,4 +188,12 @@ void reduce(LocalComm& comm, LocalComm::Call& call, Buffer buffer, ReduceOp op, 
   choose(comm, call, buffer, op, root);
 }
 
+void all_reduce(LocalComm& comm, LocalComm::Call& call, const Operation& operation) {
+  all_reduce(comm, call, operation.buffer, operation.fingerprint.op);
+}
+
+void reduce(LocalComm& comm, LocalComm::Call& call, const Operation& operation) {
+  reduce(comm, call, operation.buffer, operation.fingerprint.op, operation.fingerprint.root);
+}
+
 }  // namespace allranks::algorithms

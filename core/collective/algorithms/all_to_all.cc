@@ -144,4 +144,8 @@ void all_to_all(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, const
   exchange_in_cells(comm, call, ins, in_bytes, outs, out_bytes, sizes.largest);
 }
 
+void all_to_all(LocalComm& comm, LocalComm::Call& call, const Operation& operation) {
+  all_to_all(comm, call, operation.ins, operation.in_bytes, operation.outs, operation.out_bytes);
+}
+
 }  // namespace allranks::algorithms

@@ -3,10 +3,10 @@
 // Every rank writes one line that all others read (dissemination is for networks: in shared memory
 // one flag per rank costs a single one-way latency).
 // Cost: one cache line per rank, one latency.
-#include "collective/algorithms/algorithms.h"
+#include "collective/algorithms/table.h"
 
 namespace allranks::algorithms {
 
-void barrier(LocalComm& comm, LocalComm::Call& call) { comm.arrive(call); }
+void barrier(LocalComm& comm, LocalComm::Call& call, const Operation&) { comm.arrive(call); }
 
 }  // namespace allranks::algorithms

@@ -63,4 +63,8 @@ void broadcast(LocalComm& comm, LocalComm::Call& call, Buffer buffer, int root) 
   }
 }
 
+void broadcast(LocalComm& comm, LocalComm::Call& call, const Operation& operation) {
+  broadcast(comm, call, operation.buffer, operation.fingerprint.root);
+}
+
 }  // namespace allranks::algorithms

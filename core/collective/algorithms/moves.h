@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "collective/algorithms/algorithms.h"
+#include "collective/algorithms/table.h"
 
 namespace allranks::algorithms {
 

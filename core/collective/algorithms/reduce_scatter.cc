@@ -51,4 +51,8 @@ void reduce_scatter(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, B
   }
 }
 
+void reduce_scatter(LocalComm& comm, LocalComm::Call& call, const Operation& operation) {
+  reduce_scatter(comm, call, operation.ins, operation.buffer, operation.fingerprint.op);
+}
+
 }  // namespace allranks::algorithms

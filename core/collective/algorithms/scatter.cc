@@ -50,4 +50,8 @@ void scatter(LocalComm& comm, LocalComm::Call& call, const Pieces& ins, Buffer o
   if (is_root) move_bytes(out.bytes(), ins[me], n);
 }
 
+void scatter(LocalComm& comm, LocalComm::Call& call, const Operation& operation) {
+  scatter(comm, call, operation.ins, operation.buffer, operation.fingerprint.root);
+}
+
 }  // namespace allranks::algorithms

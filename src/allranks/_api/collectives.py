@@ -25,7 +25,7 @@ from allranks._base.errors import UsageError
 from allranks._base.public import publish
 from allranks._call.types import ReduceOp
 from allranks._call.work import Together, Work
-from allranks._engines.operands import check_apart
+from allranks._engines.checks import check_apart, check_tensor
 
 if TYPE_CHECKING:
     from allranks._call.types import PremulSum
@@ -310,7 +310,7 @@ def all_gather_single(
     """
     if group is not None and outside(group, "all_gather_single"):
         return None
-    return resolve_group(group).all_gather(_tensor(output_tensor, "output_tensor"), input_tensor, async_op)
+    return resolve_group(group).all_gather(check_tensor("output_tensor", output_tensor), input_tensor, async_op)
 
 
 @overload
@@ -545,7 +545,7 @@ def reduce_scatter_single(
     """
     if group is not None and outside(group, "reduce_scatter_single"):
         return None
-    return resolve_group(group).reduce_scatter(output, _tensor(input, "input"), op, async_op)
+    return resolve_group(group).reduce_scatter(output, check_tensor("input", input), op, async_op)
 
 
 @overload
@@ -686,7 +686,7 @@ def all_to_all_single(
     """
     if group is not None and outside(group, "all_to_all_single"):
         return None
-    output, input = _tensor(output, "output"), _tensor(input, "input")
+    output, input = check_tensor("output", output), check_tensor("input", input)
     return resolve_group(group).all_to_all_single(output, input, output_split_sizes, input_split_sizes, async_op)
 
 
@@ -859,7 +859,7 @@ def irecv(
 
     Args:
         tensor: overwritten.
-        src: the sending rank, of the world; None: whoever sends first (``Work.source_rank`` tells).
+        src: the sending rank, of the world; None: whoever sends first (``Work.source_rank`` is which).
         group: None is the world.
         tag: must equal the sender's.
         group_src: the sending rank, of the group, in place of ``src``.
@@ -1035,7 +1035,7 @@ def _together(works: Sequence[Work | None], async_op: bool) -> Work | None:
 
 
 def outside(group: ProcessGroup | int | None, verb: str) -> bool:
-    """Whether this rank is not a member of the group; then it says so, as torch does."""
+    """Whether this rank is not a member of the group; then it warns, as torch does."""
     if group is None or isinstance(group, type) or group != GroupMember.NON_GROUP_MEMBER:
         return False
     warnings.warn(f"{verb}: this rank is not in the given process group; nothing is done", stacklevel=3)
@@ -1070,12 +1070,6 @@ def root_of(
 def source_of(group: ProcessGroup, src: int | None, group_src: int | None) -> int | None:
     """The sending rank in the group; None: any."""
     return None if src is None and group_src is None else root_of(group, src, group_src, "src")
-
-
-def _tensor(tensor: Tensor, what: str) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{what}: expected a torch.Tensor, not {type(tensor).__name__}")
-    return tensor
 
 
 def _list(tensors: Sequence[Tensor], what: str) -> Sequence[Tensor]:

@@ -1,6 +1,6 @@
 """Groups of some of the ranks: new_group and its kin, and who is who in them.
 
-The members of a new group hear of each other through a group that exists: all of its ranks take part in one small
+The members of a new group get each other's records through a group that exists: all of its ranks take part in one small
 all_gather, which also compares what they ask for. No store and no port is needed after init_process_group.
 """
 
@@ -255,9 +255,9 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
     """
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    told = detect(os.environ, launcher=False).local_rank
-    if told is not None:
-        return told
+    local_rank = detect(os.environ, launcher=False).local_rank
+    if local_rank is not None:
+        return local_rank
     if fallback_rank is None:
         raise ConfigError("LOCAL_RANK is not set: start with `allranks run`, or pass fallback_rank")
     return int(fallback_rank)
@@ -271,7 +271,7 @@ def _checked(ranks: Sequence[int], size: int, what: str) -> list[int]:
     if not members:
         raise UsageError(f"{what}: a group needs at least one member")
     if len(set(members)) < len(members):
-        raise UsageError(f"{what}: a rank stands twice in {members}")
+        raise UsageError(f"{what}: a rank is listed twice in {members}")
     return members
 
 

@@ -50,7 +50,7 @@ default_pg_timeout = timedelta(seconds=world.DEFAULT_TIMEOUT_S)
 class Backend(str):
     """A name of an engine, in small letters: ``Backend("NATIVE") == Backend.NATIVE == "native"``.
 
-    The names are torch's and ours; ``is_backend_available`` says which of them this version has.
+    The names are torch's and ours; ``is_backend_available`` tests which of them this version has.
 
     Attributes:
         backend_list: the names of allranks' engines, and torch's others.

@@ -17,7 +17,8 @@ from allranks._base.errors import UsageError
 from allranks._base.public import publish
 from allranks._call.types import PremulSum, ReduceOp, as_reduce_op, is_integer, scaled
 from allranks._call.work import Then, Work
-from allranks._engines.operands import check_apart, different
+from allranks._engines.checks import check_apart
+from allranks._engines.operands import different
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -392,7 +393,7 @@ def _share_out(op: ReduceOp, averages: Tensor, tensors: int) -> None:
 
 
 def _counted(combined: Tensor, ours: Sequence[Tensor]) -> Tensor:
-    """The operand in a shape that tells the length of the list: ranks whose lists differ in it get an error."""
+    """The operand in a shape that contains the length of the list: ranks whose lists differ in it get an error."""
     return combined.view((1,) * (_MOST_DIMENSIONS * (len(ours) - 1)) + combined.shape)
 
 

@@ -267,7 +267,7 @@ def _unpack(data: Tensor, group: ProcessGroup, sender: int) -> Any:
         try:
             return _decode(packed[1:])
         except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, KeyError, RuntimeError) as error:
-            raise MismatchError(f"what rank {sender} sent is no object in msgpack: {error}") from None
+            raise MismatchError(f"the object of rank {sender} is not valid msgpack: {error}") from None
     if not _pickles():
         raise MismatchError(
             f"rank {sender} sent a pickle (group '{group.name}'), and ALLRANKS_PICKLE=0 refuses them on rank"
@@ -305,7 +305,7 @@ def _as_plain(obj: Any) -> Any:
         row = [str(obj.dtype), list(obj.shape), obj.requires_grad, bytes_of(obj.resolve_conj().resolve_neg())]
         return msgspec.msgpack.Ext(_TENSOR, _encode(row))
     raise UsageError(
-        f"ALLRANKS_PICKLE=0 is set, and msgpack cannot say {kind.__name__}. Expected None, bool, int, float, str,"
+        f"ALLRANKS_PICKLE=0 is set, and msgpack cannot carry {kind.__name__}. Expected None, bool, int, float, str,"
         " bytes, list, tuple, dict, set or dense tensors; or allow pickles, ALLRANKS_PICKLE=1, on all ranks."
     )
 

@@ -128,9 +128,9 @@ def init_process_group(
             ``"gloo"`` and ``"nccl"``, those inside torch; ``"mpi"``, MPI by mpi4py, in a job that mpirun has started;
             one that an installed package brings (docs/extending.md);
             or one by type of device, as in ``"cpu:gloo,cuda:nccl"``. None means ``"cpu:native,cuda:nccl"``. Of several,
-            those whose device or library is not here are left out. docs/engines.md says what each can do. Where none is
+            those whose device or library is not here are left out. docs/engines.md has what each can do. Where none is
             named, ALLRANKS_BACKEND (``allranks run --backend``) is taken if it is set.
-        init_method: how the ranks find each other (with mpi by MPI itself, whatever this says):
+        init_method: how the ranks find each other (with mpi by MPI itself, whatever this is):
 
             - ``env://`` (the default): the launcher's store, or the variables RANK, WORLD_SIZE,
               MASTER_ADDR and MASTER_PORT. MASTER_ADDR may be ``host:port``. With none of them set,
@@ -138,6 +138,7 @@ def init_process_group(
               that either, the world is this process alone.
             - ``tcp://host:port``: rank 0 listens there.
             - ``file:///path``: rank 0 leaves its address in that file.
+            - a URL whose scheme ``register_rendezvous_handler`` has added.
         timeout: how long this call and every later one waits for other ranks: a timedelta or
             seconds; 30 minutes if None.
         world_size: the number of ranks; -1: from the environment, or MPI's.
@@ -149,7 +150,7 @@ def init_process_group(
         device_id: the device that this rank works on, an index or a device: it becomes the current one.
 
     Raises:
-        ConfigError: a setting is missing or wrong; says which and gives an example.
+        ConfigError: a setting is missing or wrong; the message names it and gives an example.
         JoinError: ranks are missing, doubled or disagree, when the timeout ends; names them.
         UsageError: the process group exists already. (In a forked child it may still be the parent's: a new one then
             takes its place.)
@@ -252,11 +253,11 @@ def establish(
             if store is not None:
                 store.record = tails[0][2]
             if len(set(names)) > 1:
-                said = "; ".join(
+                wishes = "; ".join(
                     f"{rank_list([r for r, n in enumerate(names) if n == name])} for '{name}'"
                     for name in dict.fromkeys(names)
                 )
-                raise MismatchError(f"init_process_group: the ranks ask for different backends: {said}")
+                raise MismatchError(f"init_process_group: the ranks ask for different backends: {wishes}")
             return [row[: len(record)] for row in rows]
 
         engine = _engines.make_engine(engine_name, meeting.rank, meeting.members, exchange, name, timeout_s)
@@ -343,11 +344,11 @@ def stats(group: ProcessGroup | None = None) -> Stats:
 
 
 def _check_backend(backend: str | None) -> str:
-    told = None if backend else os.environ.get("ALLRANKS_BACKEND")
+    configured = None if backend else os.environ.get("ALLRANKS_BACKEND")
     try:
-        return _engines.check_backend(told or backend)
+        return _engines.check_backend(configured or backend)
     except ConfigError as error:
-        raise (ConfigError(f"ALLRANKS_BACKEND: {error}") if told else error) from None
+        raise (ConfigError(f"ALLRANKS_BACKEND: {error}") if configured else error) from None
 
 
 def _make_current(device_id: torch.device | int, engine_name: str) -> None:
@@ -386,7 +387,7 @@ def _at_exit() -> None:
     end_futures()
 
 
-# A process that just ends leaves on purpose: the others are told so, rather than that it died.
+# A process that just ends leaves on purpose: the others see that, rather than a death.
 atexit.register(_at_exit)
 # The world stays, so that a data loader's worker can ask for its parent's rank, as with torch.
 os.register_at_fork(after_in_child=_groups.clear)

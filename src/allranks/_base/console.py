@@ -56,7 +56,7 @@ def run_command(name: str, command: Callable[[], int | Program]) -> int:
 
 
 class _Unwritable(Exception):
-    """Stdout cannot be written to; says why."""
+    """Stdout cannot be written to; the message has the reason."""
 
 
 def put(text: str) -> None:

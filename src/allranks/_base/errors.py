@@ -1,6 +1,6 @@
 """Every error that allranks raises by intent.
 
-A message says which call, what was seen against what was expected (rank, host, pid,
+A message names the call, what was seen against what was expected (rank, host, pid,
 bytes, seconds) and what to do next. The tree::
 
     AllranksError(RuntimeError)
@@ -11,12 +11,12 @@ bytes, seconds) and what to do next. The tree::
     |-- TimeoutError(builtins.TimeoutError)
     |   |-- JoinError                 ranks did not meet in time: names those that are missing
     |   |-- QueueEmptyError           a queue of a store holds nothing, and the call does not wait
-    |-- PeerLostError                 a rank died, left or broke off; `.rank` says which
+    |-- PeerLostError                 a rank died, left or broke off; `.rank` is which
     |-- StoreLostError                the connection to the store broke: its server ended
     |-- MismatchError                 ranks disagree on what they call
-    |-- RankError                     a rank of a job started from Python failed; `.rank` says which
-    |-- RemoteError                   an operation on a worker failed (master-worker mode); says which, and its line
-    |-- WorkerLost                    a worker is gone, and its tensors (master-worker mode); `.rank` says which
+    |-- RankError                     a rank of a job started from Python failed; `.rank` is which
+    |-- RemoteError                   an operation on a worker failed (master-worker mode); names it and its line
+    |-- WorkerLost                    a worker is gone, and its tensors (master-worker mode); `.rank` is which
 
 torch's names for what programs catch are aliases: DistError is AllranksError, DistBackendError (a collective broke)
 PeerLostError, DistNetworkError (a connection did) StoreLostError, DistStoreError (a wait in a store did) TimeoutError.

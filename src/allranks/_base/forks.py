@@ -5,7 +5,7 @@ child therefore leaves its copies alone:
 
 - Sockets and other descriptors are closed in the child when it is forked. Otherwise it would hide its parent's end.
   They are closed and never shut down, which the parent would see.
-- Objects that know of their process (``follow``) are told. A store connects anew; a group refuses.
+- Objects that depend on their process (``follow``) are notified. A store connects anew; a group refuses.
 - Nothing here takes a lock in the child.
 """
 
@@ -48,7 +48,7 @@ def forks() -> int:
 
 
 def follow(made: Follower) -> None:
-    """Has an object told, in each forked child, that it is the parent's."""
+    """Notifies an object, in each forked child, that it is the parent's."""
     _followers.add(made)
 
 

@@ -1,7 +1,7 @@
 """Where in the user's program a call stands: for errors, and for the debug mode's comparison of call sites.
 
 The program is what is neither this package, torch nor Python's own library: DistributedDataParallel's calls come from
-the middle of torch's, and are looked for at the line that says ``loss.backward()``.
+the middle of torch's, and are attributed to the line ``loss.backward()``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DEEPEST = 32  # frames
 _NOWHERE = "(no line of the program)"  # "" would be taken for a question by the core
 
-# How the core is told the files of frames; "" if they are not the program's. Every asynchronous call looks here.
+# The files of frames as the core gets them; "" if they are not the program's. Every asynchronous call looks here.
 _names: dict[str, str] = {}
 _MOST_FILES = 10_000  # a program may make up names for what it compiles
 
@@ -63,7 +63,7 @@ def _program(frame: FrameType | None) -> tuple[FrameType | None, str]:
 
 
 def site() -> str:
-    """``file:line`` of the innermost frame of the program; where there is none (a thread of ours) words that say so."""
+    """``file:line`` of the innermost frame of the program; where there is none (a thread of ours) a text instead."""
     frame, name = _program(sys._getframe(1))
     return f"{name}:{frame.f_lineno}" if frame else _NOWHERE
 

@@ -1,4 +1,4 @@
-"""The debug level: how much the ranks check and tell beyond what they always do.
+"""The debug level: how much the ranks check and report beyond what they always do.
 
 ``ALLRANKS_DEBUG`` or torch's ``TORCH_DISTRIBUTED_DEBUG`` set it; ours wins where both are set.
 """

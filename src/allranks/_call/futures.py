@@ -2,11 +2,11 @@
 
 One thread learns of the ends of all calls that have a future. Another completes the futures, in the order in which the
 calls have ended, and thereby runs their callbacks. A thread that waits for a future before that completes it itself: it
-hears Ctrl-C, and a callback may wait for the future of a call that it has made. Where a callback takes long while other
-futures are due, a further thread goes on with these. So there are two threads, and one more for each callback that
-blocks.
+notices Ctrl-C, and a callback may wait for the future of a call that it has made. Where a callback takes long while
+other futures are due, a further thread goes on with these. So there are two threads, and one more for each callback
+that blocks.
 
-The core tells of the ends of its requests. Calls of other engines are asked, the less often the more there are.
+The core reports the ends of its requests. Calls of other engines are polled, the less often the more there are.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class End(enum.Enum):
     PAST = 0
     """It has ended."""
     TOLD = 1
-    """The core tells of it."""
+    """The core reports it."""
     ASKED = 2
     """It must be asked."""
 
@@ -46,7 +46,7 @@ class Call(Protocol):
     """What has a future: a ``Work``."""
 
     def end(self, ticket: int) -> End:
-        """How the end of the call is noticed; where the core tells of it, by this ticket."""
+        """How the end of the call is noticed; where the core reports it, by this ticket."""
         ...
 
     def result(self) -> Any:
@@ -147,7 +147,7 @@ class _Completer:
         while (due := self._take()) is not None:
             try:
                 due.complete()
-            except BaseException:  # noqa: BLE001 - a callback's, which nobody else is told of
+            except BaseException:  # noqa: BLE001 - a callback's, which nobody else sees
                 threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
             del due
 

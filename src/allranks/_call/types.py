@@ -26,7 +26,7 @@ class ReduceOp(enum.IntEnum):
     float32 and rounded once. Elements are combined in the order of the ranks, 0 to P - 1.
     """
 
-    # The numbers are the core's (core/base/types.h); tests/collectives holds them to it.
+    # The numbers are the core's (core/base/types.h); tests/api holds them to it.
     SUM = 0
     AVG = 1
     PRODUCT = 2

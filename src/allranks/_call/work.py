@@ -77,7 +77,7 @@ class Work(abc.ABC):
         return list(self.shown() if callable(self.shown) else self.shown)
 
     def end(self, ticket: int) -> End:
-        """How the end of the call is noticed; where the core tells of it, by this ticket."""
+        """How the end of the call is noticed; where the core reports it, by this ticket."""
         return End.PAST if self.is_completed() else End.ASKED
 
     def result(self) -> list[torch.Tensor]:
@@ -127,7 +127,7 @@ class Then(Work):
         if self._then is None:
             return True
         if self._forks != forks():
-            raise refusal("a work of the parent's: it")
+            raise refusal("a work of the parent process: it")
         with self._lock:
             if self._then is not None:
                 self._then()

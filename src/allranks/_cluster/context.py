@@ -1,4 +1,4 @@
-"""Who this process is in its job, as its environment says: the result of ``detection``.
+"""Who this process is in its job, from its environment: the result of ``detection``.
 
 A context comes with the variables that led to it, so that ``allranks env`` and errors can show them.
 """
@@ -50,15 +50,15 @@ class LaunchContext:
             "none": alone.
         rank: number of this process (role "rank").
         size: number of processes.
-        local_rank: its number on its node; None where nobody says.
+        local_rank: its number on its node; None where it is not known.
         local_size: the number of processes on its node.
         node: number of this node.
-        nodes: number of nodes; None where nobody says.
-        leader: host of node 0, which is rank 0's; "" where nobody says.
+        nodes: number of nodes; None where it is not known.
+        leader: host of node 0, which is rank 0's; "" where it is not known.
         ports: reserved for this job.
         hosts: its nodes, in order, and how many processes each is meant for.
         hostfile: where they stand in a file, as NAME=PATH: ``detection.read_hosts`` reads it.
-        ways: the commands that start a process on the nodes of the allocation, best first.
+        remote_commands: the names of the commands that start a process on the nodes of the allocation, best first.
         job: text that no other job of this scheduler has; "" where there is none.
         pmi: the descriptor of a PMI-1 server; None where there is none.
         hint: what looks like an oversight, as a sentence; "" where nothing does.
@@ -77,7 +77,7 @@ class LaunchContext:
     ports: tuple[int, ...] = ()
     hosts: tuple[Slots, ...] = ()
     hostfile: str = ""
-    ways: tuple[str, ...] = ()
+    remote_commands: tuple[str, ...] = ()
     job: str = ""
     pmi: int | None = None
     hint: str = ""
@@ -106,9 +106,9 @@ def job_secret(context: LaunchContext, secret: bytes) -> bytes:
 
 
 def job_ports(secret: bytes) -> list[int]:
-    """Where to look for the first process of a job, if nobody says: the same ports for all who know the job's secret.
+    """The ports at which a job's first process is looked for. They follow from the job's secret.
 
-    Others may hold some of them; who answers there must prove that it is of the job.
+    Other programs may hold some of them: a server there must prove that it is of the job.
     """
     digest = hashlib.sha256(b"allranks-ports|" + secret).digest()
     numbers = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * PORTS_TRIED, 4))

@@ -57,7 +57,7 @@ def detect(environ: Mapping[str, str], override: str = "auto", *, launcher: bool
     context = _find(environ, launcher, schedulers)
     if context is None and override != "auto" and launcher:
         raise ConfigError(
-            f"{source}={override}, but this environment has nothing of it: expected {schedulers[0].proof}.\n"
+            f"{source}={override}, but no variable of it is set here: expected {schedulers[0].proof}.\n"
             "  Start this where that scheduler has set them, or leave the choice to allranks: --env auto"
         )
     return context or LaunchContext("local", "none")
@@ -79,7 +79,7 @@ def read_hosts(context: LaunchContext) -> tuple[Slots, ...]:
 
 def command_for(context: LaunchContext) -> RemoteCommand:
     """How agents are started on the nodes of an allocation: by the first of its commands that is here, else ssh."""
-    commands = (remote_command(way) for way in context.ways)
+    commands = (remote_command(name) for name in context.remote_commands)
     return next((command for command in commands if shutil.which(command.name)), SSH)
 
 

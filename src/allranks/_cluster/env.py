@@ -1,7 +1,7 @@
-"""The environment variables of a job: which ones exist, and what they say about this process.
+"""The environment variables of a job: which ones exist, and what follows from them for this process.
 
-Every launcher (torchrun, mpirun with exports, a person with three shells, ``allranks run``) tells a process
-who it is through the environment, and most failed starts are a variable that is missing or wrong. So all of
+Every launcher (torchrun, mpirun with exports, a person with three shells, ``allranks run``) gives a process
+its rank through the environment, and most failed starts are a variable that is missing or wrong. So all of
 them stand in one table, are read in one place, and an error shows the value seen, the value expected and an
 example. Where none of them is set, the variables of launchers and schedulers (mpirun, srun, ...) count:
 ``_cluster.detection`` has the list. Reading and checking the secret belongs to ``_store``.
@@ -120,7 +120,7 @@ _EXPECTED = {
 
 @dataclass(frozen=True)
 class JobEnv:
-    """What arguments and environment together say about this process.
+    """Who this process is, from arguments and environment together.
 
     Attributes:
         rank: number of this process.
@@ -128,9 +128,9 @@ class JobEnv:
         master: host and port of rank 0's store. None where it is not needed: one process, or a launcher's
             store. An empty host (rank 0 only) means every interface.
         store: address of the launcher's store, or "".
-        local_rank: number of this process on its host, if the launcher said so.
-        local_world_size: number of processes on this host, if the launcher said so.
-        node_rank: number of this host, if the launcher said so.
+        local_rank: number of this process on its host, if the launcher has set it.
+        local_world_size: number of processes on this host, if the launcher has set it.
+        node_rank: number of this host, if the launcher has set it.
         agent: where torchrun's agent serves a store at ``master``: what this job's keys there begin with. Else "".
         place: what else started this process as one of several ranks, where they have to meet by what that knows.
     """
@@ -149,13 +149,13 @@ class JobEnv:
 def read_env(
     rank: int = -1, world_size: int = -1, environ: Mapping[str, str] | None = None, *, by_env: bool = True
 ) -> JobEnv:
-    """Says who this process is, from arguments and, where they are not given, the environment.
+    """Who this process is, from arguments and, where they are not given, the environment.
 
     Args:
         rank: rank as an argument; -1 if not given.
         world_size: world size as an argument; -1 if not given.
         environ: the environment; ``os.environ`` if None.
-        by_env: the ranks meet by what the environment says (``env://``). Otherwise no address is read, and
+        by_env: the ranks meet by the environment (``env://``). Otherwise no address is read, and
             rank and world size must be given somewhere.
 
     Returns:
@@ -246,12 +246,12 @@ def split_host_port(text: str, source: str) -> tuple[str, int | None]:
 
 
 def _read_place(rank: int, world_size: int, env: Mapping[str, str], meets: bool) -> LaunchContext | None:
-    """Which rank this is by what started it, where neither arguments nor torch's variables say so.
+    """Which rank this is by what started it, where neither arguments nor torch's variables give it.
 
-    Where both arguments do, and only nobody says where the ranks meet (``meets``), they may mean the same.
+    Where both arguments do, and only where the ranks meet is not given (``meets``), they may mean the same.
     """
-    told = any(env.get(n) for n in ("RANK", "WORLD_SIZE")) or (-1 not in (rank, world_size) and not meets)
-    if told or world_size == 1:
+    given = any(env.get(n) for n in ("RANK", "WORLD_SIZE")) or (-1 not in (rank, world_size) and not meets)
+    if given or world_size == 1:
         return None
     place = detect(env, launcher=False)
     if place.role == "none" and rank == world_size == -1 and meets and place.hint:

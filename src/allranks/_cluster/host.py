@@ -2,7 +2,7 @@
 
 Everything that starts threads, ranks or a busy wait asks here, so that all agree. A quota counts for its whole
 CPUs only: one thread more than those is stopped in the middle of a step, and all ranks wait for it. GPUs are asked
-for without CUDA, which would keep forked children from using it: the driver and NVIDIA's tool say what there is.
+for without CUDA, which would keep forked children from using it: the driver and NVIDIA's tool list what there is.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Gpu:
 def usable_cpus() -> int:
     """The CPUs that this process may keep busy: its affinity, cut by its cgroup's quota; at least 1.
 
-    A launcher that has given each rank CPUs of its own says in ALLRANKS_CPUS how many its ranks have together.
+    A launcher that has given each rank CPUs of its own sets ALLRANKS_CPUS to the number that its ranks have together.
     """
     if (together := os.environ.get("ALLRANKS_CPUS", "")).isdigit():
         return max(1, int(together))

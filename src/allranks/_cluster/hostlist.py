@@ -40,7 +40,7 @@ class Slots:
 
     Attributes:
         name: its name or address.
-        count: how many; None where the list does not say so.
+        count: how many; None where the list does not give it.
     """
 
     name: str
@@ -229,8 +229,8 @@ def _checked(name: str, text: str, source: str) -> str:
 
 def _lines(text: str, source: str) -> Iterable[tuple[str, str]]:
     for number, line in enumerate(text.splitlines(), 1):
-        if said := line.partition("#")[0].strip():
-            yield f"{source}, line {number}", said
+        if entry := line.partition("#")[0].strip():
+            yield f"{source}, line {number}", entry
 
 
 def _merged(found: list[Slots]) -> tuple[Slots, ...]:

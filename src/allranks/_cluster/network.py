@@ -1,6 +1,6 @@
 """Where other hosts can reach this one, and whether two processes are on one host.
 
-A host's own name says little: on many it resolves to 127.0.1.1, or to an address of a container's bridge. So each
+A host's own name is of little use: on many it resolves to 127.0.1.1, or to an address of a container's bridge. So each
 process publishes the addresses of its network interfaces, and who wants to reach it tries them in turn.
 
 Source: Linux' netdevice(7) for the calls, proc(5) and the kernel's if_inet6 for the files.
@@ -181,5 +181,5 @@ def _interfaces() -> list[_Interface]:
 
 
 def _ask(probe: socket.socket, request: int, name: str) -> bytes:
-    """What the kernel says about an interface, behind its name."""
+    """What the kernel returns of an interface, behind its name."""
     return fcntl.ioctl(probe, request, _IFREQ.pack(name.encode(), b""))[16:]

@@ -119,8 +119,8 @@ def node_or_hint(context: LaunchContext, launcher: bool) -> LaunchContext | None
     if context.nodes != 1:
         many = f"{context.nodes} nodes" if context.nodes else "several nodes"
         hint = (
-            f"{context.kind} started one process on each of {many}, and here it is the program itself, with no rank."
-            " Start it there with: allranks run train.py"
+            f"{context.kind} started one process on each of {many}. Here that process is the program itself, which has"
+            " no rank. Start it there with: allranks run train.py"
         )
     return LaunchContext(context.kind, "none", hint=hint, why=context.why)
 

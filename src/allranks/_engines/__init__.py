@@ -116,7 +116,7 @@ def make_engine(
         backend: what ``check_backend`` has returned.
         rank: this process in the group.
         members: who is in the group, by rank.
-        exchange: how they hear of each other.
+        exchange: gives every rank the records of all.
         group_name: for errors.
         timeout_s: of the connecting and of every later call.
         parent: the group that ``exchange`` goes through, on every rank, or None.

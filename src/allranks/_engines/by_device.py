@@ -10,6 +10,7 @@ from torch import Tensor
 from allranks._base.errors import UsageError
 from allranks._call.types import Stats
 from allranks._engines.base import Engine, never
+from allranks._engines.checks import check_tensor
 
 if TYPE_CHECKING:
     from allranks import _core
@@ -92,9 +93,7 @@ class ByDevice(Engine):
         return list(dict.fromkeys(self._engines.values()))
 
     def _of(self, tensor: Tensor, verb: str) -> Engine:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
-        engine = self._engines.get(tensor.device.type)
+        engine = self._engines.get(check_tensor(verb, tensor).device.type)
         if engine is None:
             raise UsageError(
                 f"{verb} on group '{self._group_name}': the tensor is on {tensor.device}, for which the group has no "

@@ -28,7 +28,18 @@ from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.types import PremulSum, ReduceOp, Stats, is_integer
 from allranks._call.work import Work, seconds_of
 from allranks._engines.base import Engine
-from allranks._engines.operands import CODES, Operands, OperandsWork, check_apart, check_pieces
+from allranks._engines.checks import (
+    CODES,
+    check_apart,
+    check_has_elements,
+    check_own_piece,
+    check_pieces,
+    check_same_dtype,
+    check_tensor,
+    factor_of,
+    not_taken,
+)
+from allranks._engines.operands import Operands, OperandsWork
 from allranks._engines.presence import Presence
 
 if TYPE_CHECKING:
@@ -36,9 +47,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ON_BITS", "ON_BOOLS", "ON_NUMBERS", "FlatEngine", "FlatWork", "Progress", "as_bytes"]
 
-_SLICE_S = 0.1  # a wait in an engine may hear no signal: Ctrl-C is looked for so often
+_SLICE_S = 0.1  # a wait in an engine may notice no signal: Ctrl-C is looked for so often
 _MANY_PENDING = 64  # finished works that nobody has waited for are looked for then
-_SAID_BYTES = 80  # of a call, in debug mode
+_TEXT_BYTES = 80  # of a call, in debug mode
 
 ON_NUMBERS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 ON_BITS = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
@@ -63,7 +74,7 @@ class Progress(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, seconds: float) -> bool:
-        """Waits for so long; says whether the call has ended. Raises the engine's error."""
+        """Waits for so long; returns whether the call has ended. Raises the engine's error."""
 
     @abc.abstractmethod
     def source(self) -> int:
@@ -92,7 +103,7 @@ class FlatEngine(Engine):
         self.group_name = group_name
         self.timeout_s = timeout_s
         # Works whose tensors the engine may still use, although the caller may have dropped all of them. Entered
-        # before the engine hears of them, so that no exception in between can let a tensor go.
+        # before the engine gets them, so that no exception in between can let a tensor go.
         self._pending: set[FlatWork] = set()
         self._presence: Presence | None = None
         self._stats = Stats(0, 0, 0.0, 0)
@@ -188,15 +199,15 @@ class FlatEngine(Engine):
         operands = self._moving(tensor, "gather")
         given = as_bytes(operands.read(tensor))
         into = None if outputs is None else as_bytes(self._filled(operands, outputs, tensor))
-        said = (tensor, None, root)
-        return self._call(operands, tensor.nbytes, async_op, said, self.begin_gather, into, given, root)
+        compared = (tensor, None, root)
+        return self._call(operands, tensor.nbytes, async_op, compared, self.begin_gather, into, given, root)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         operands = self._moving(tensor, "scatter")
         given = None if inputs is None else as_bytes(self._joined(operands, inputs, tensor))
         into = as_bytes(operands.write(tensor))
-        said = (tensor, None, root)
-        return self._call(operands, tensor.nbytes, async_op, said, self.begin_scatter, into, given, root)
+        compared = (tensor, None, root)
+        return self._call(operands, tensor.nbytes, async_op, compared, self.begin_scatter, into, given, root)
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
@@ -211,13 +222,8 @@ class FlatEngine(Engine):
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
         for tensor in (*inputs, *outputs):
             self._check(tensor, "all_to_all")
-            if tensor.dtype != inputs[0].dtype:
-                raise UsageError(f"all_to_all: tensors of {inputs[0].dtype} and {tensor.dtype} together")
-        if outputs[self.rank].numel() != inputs[self.rank].numel():
-            raise UsageError(
-                f"all_to_all: the tensor for this rank ({self.rank}) has {outputs[self.rank].numel()} elements, "
-                f"what it gives has {inputs[self.rank].numel()}"
-            )
+            check_same_dtype("all_to_all", inputs[0], tensor)
+        check_own_piece("all_to_all", outputs[self.rank], inputs[self.rank], self.rank)
         operands = self._moving(inputs[0], "all_to_all")
         check_apart("all_to_all", outputs)
         given = torch.cat([as_bytes(operands.read(tensor)) for tensor in inputs])
@@ -257,33 +263,26 @@ class FlatEngine(Engine):
     # --- tensors ---
 
     def _check(self, tensor: Tensor, verb: str) -> None:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
-        if tensor.is_meta and self.on_host:
-            raise UsageError(
-                f"{verb} on group '{self.group_name}' (rank {self.rank}): the tensor is on meta, and so has a shape "
-                "but no elements"
-            )
+        check_tensor(verb, tensor)
+        if self.on_host:
+            check_has_elements(verb, tensor, self.group_name, self.rank)
         if tensor.device.type != self.device and not self.on_host:
             raise UsageError(
                 f"{verb} on group '{self.group_name}' (rank {self.rank}): the tensor is on {tensor.device}, "
                 f"but the {self.name} engine moves {self.device.upper()} tensors"
             )
         if tensor.layout is not torch.strided:
-            raise UsageError(f"{verb}: cannot take a tensor of {tensor.dtype}, {tensor.layout}")
+            raise not_taken(verb, tensor)
 
     def _moving(self, tensor: Tensor, verb: str) -> Operands:
         self._check(tensor, verb)
         return Operands(verb, on_host=self.on_host)
 
     def _reducing(self, tensor: Tensor, op: ReduceOp | PremulSum, verb: str) -> tuple[Operands, ReduceOp]:
-        """The call's operands, which are multiplied as ``op`` says, and the op that is left."""
+        """The call's operands, which are multiplied as ``op`` requires, and the op that is left."""
         self._check(tensor, verb)
-        factor: float | Tensor | None = None
-        if isinstance(op, PremulSum):
-            factor, op = op.factor, ReduceOp.SUM
-        elif op is ReduceOp.PREMUL_SUM:
-            raise UsageError(f"{verb}: PREMUL_SUM needs its factor: op=premul_sum(factor)")
+        factor = factor_of(verb, op)
+        op = ReduceOp.SUM if isinstance(op, PremulSum) else op
         if not self.reduces(tensor.dtype, op):
             raise UsageError(f"{verb} on the {self.name} engine does not support {op.name} of {tensor.dtype} tensors")
         return Operands(verb, factor, self.on_host), op
@@ -329,11 +328,11 @@ class FlatEngine(Engine):
         operands: Operands,
         nbytes: int,
         async_op: bool,
-        said: tuple[Any, ...],
+        compared: tuple[Any, ...],
         begin: Callable[..., Progress],
         *args: Any,
     ) -> Work | None:
-        work = self._started(operands, nbytes, said, begin, *args)
+        work = self._started(operands, nbytes, compared, begin, *args)
         if async_op:
             self.leave_running(work)
             return work
@@ -348,11 +347,11 @@ class FlatEngine(Engine):
             raise
 
     def _started(
-        self, operands: Operands, nbytes: int, said: tuple[Any, ...], begin: Callable[..., Progress], *args: Any
+        self, operands: Operands, nbytes: int, compared: tuple[Any, ...], begin: Callable[..., Progress], *args: Any
     ) -> FlatWork:
-        """Begins a call. ``said`` is what the ranks compare beside the verb: tensor, op, root."""
+        """Begins a call. ``compared`` is what the ranks compare beside the verb: tensor, op, root."""
         if self._debug and operands.verb not in ("send", "recv"):
-            self._compare(operands.verb, *said)
+            self._compare(operands.verb, *compared)
         if len(self._pending) > _MANY_PENDING:
             for other in tuple(self._pending):
                 other.is_completed()
@@ -375,13 +374,13 @@ class FlatEngine(Engine):
 
     def _compare(self, verb: str, tensor: Tensor | None = None, op: ReduceOp | None = None, root: int = -1) -> None:
         """Raises where the ranks are about to call different things."""
-        said = verb if tensor is None else f"{verb} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+        text = verb if tensor is None else f"{verb} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
         if op is not None:
-            said += f", {op.name}"
+            text += f", {op.name}"
         if root >= 0:
-            said += f", root {root}"
-        mine = torch.tensor(list(said.encode().ljust(_SAID_BYTES)), dtype=torch.uint8, device=self.device)
-        everyones = mine.new_empty(len(self.members), _SAID_BYTES)
+            text += f", root {root}"
+        mine = torch.tensor(list(text.encode().ljust(_TEXT_BYTES)), dtype=torch.uint8, device=self.device)
+        everyones = mine.new_empty(len(self.members), _TEXT_BYTES)
         comparing = Operands(verb)
         comparing.keep += [mine, everyones]
         self._wait(self._launched(FlatWork(self, comparing, 0), self.begin_all_gather, everyones.view(-1), mine))
@@ -439,7 +438,7 @@ class FlatWork(OperandsWork):
         while not self._ended_within(_SLICE_S if deadline is None else min(_SLICE_S, deadline - time.monotonic())):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(
-                    f"{self._engine.here(verb)}: not complete after {limit_s:.1f} s.\n"
+                    f"{self._engine.here(verb)}: has not completed after {limit_s:.1f} s.\n"
                     "  The call goes on: wait() may be called again."
                 )
         self._finish()

@@ -16,22 +16,18 @@ import contextlib
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from allranks import _core
 from allranks._base.errors import AllranksError, UsageError
 from allranks._base.forks import forks, refusal
 from allranks._call.futures import End
 from allranks._call.types import scaled
 from allranks._call.work import Work
+from allranks._engines.checks import check_apart, check_distinct
 
-__all__ = ["CODES", "Operands", "OperandsWork", "check_apart", "check_pieces", "different"]
-
-CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
-"""The core's numbers of dtypes."""
+__all__ = ["Operands", "OperandsWork", "different"]
 
 
 class Operands:
@@ -112,7 +108,7 @@ class Operands:
     def fill(self, tensor: Tensor, part: Tensor) -> None:
         """Lets ``finish`` bring ``part``, which the engine writes, to ``tensor``."""
         self._check_device(tensor)
-        _check_distinct(self.verb, tensor)
+        check_distinct(self.verb, tensor)
         self._back.append((tensor, part.view(tensor.shape)))
 
     def finish(self) -> None:
@@ -147,7 +143,7 @@ class Operands:
         return self._room(tensor).copy_(elements if self._factor is None else scaled(elements, self._factor))
 
     def _brought_back(self, tensor: Tensor, work: Tensor) -> Tensor:
-        _check_distinct(self.verb, tensor)
+        check_distinct(self.verb, tensor)
         self._back.append((tensor, work))
         self.keep.append(work)
         return work
@@ -192,61 +188,6 @@ class OperandsWork(Work):
         return End.PAST if self.done() else End.ASKED
 
 
-def check_pieces(verb: str, pieces: object, like: Tensor, size: int, check: Callable[[Tensor, str], object]) -> None:
-    """Raises unless there is one piece per rank, each like ``like``: in a list, or in turn in one tensor.
-
-    Args:
-        verb: for errors.
-        pieces: what the caller gave.
-        like: this rank's tensor.
-        size: the number of ranks.
-        check: the engine's own check of a tensor.
-
-    Raises:
-        TypeError: not a tensor or a list.
-        UsageError: another number, dtype or size.
-    """
-    if isinstance(pieces, Tensor):
-        check(pieces, verb)
-        if pieces.dtype != like.dtype or pieces.numel() != size * like.numel():
-            raise UsageError(
-                f"{verb}: expected {size} x {like.numel()} elements of {like.dtype} in one tensor, "
-                f"not {pieces.numel()} of {pieces.dtype}"
-            )
-        return
-    if not isinstance(pieces, (list, tuple)):
-        raise TypeError(f"{verb}: expected a tensor or a list of tensors, not {type(pieces).__name__}")
-    if len(pieces) != size:
-        raise UsageError(f"{verb}: expected a list of {size} tensors, one per rank, not {len(pieces)}")
-    for rank, piece in enumerate(pieces):
-        check(piece, verb)
-        if piece.dtype != like.dtype or piece.numel() != like.numel():
-            raise UsageError(
-                f"{verb}: expected {like.numel()} elements of {like.dtype} in the tensor for rank {rank}, "
-                f"not {piece.numel()} of {piece.dtype}"
-            )
-
-
-def check_apart(verb: str, results: Sequence[Tensor]) -> None:
-    """Raises where results share memory. Of those whose elements do not lie in one piece only the first is looked at:
-    they are written one after the other when the call has ended.
-
-    Raises:
-        UsageError: they do.
-    """
-    spans = sorted(
-        (tensor.data_ptr(), tensor.nbytes if tensor.is_contiguous() else tensor.element_size(), index)
-        for index, tensor in enumerate(results)
-        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel()
-    )
-    for (begin, nbytes, first), (after, _, second) in pairwise(spans):
-        if begin and after < begin + nbytes:
-            raise UsageError(
-                f"{verb}: results {min(first, second)} and {max(first, second)} share memory, so that one would "
-                "overwrite the other. Give each a tensor of its own"
-            )
-
-
 def different(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Without those that come again."""
     return list({id(tensor): tensor for tensor in tensors}.values())
@@ -288,32 +229,6 @@ def _clashes(reads: Sequence[Tensor], writes: Sequence[Tensor], own: int) -> lis
 def _plain(tensor: Tensor) -> bool:
     # A lazily conjugated or negated tensor has a flag, not other bytes.
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-
-
-def _check_distinct(verb: str, tensor: Tensor) -> None:
-    if _overlaps(tensor):
-        raise UsageError(
-            f"{verb}: several elements of the tensor share memory (shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}: an expanded or overlapping view), so that no result can be written to it. "
-            "Call .contiguous() first"
-        )
-
-
-def _overlaps(tensor: Tensor) -> bool:
-    """Whether two elements lie at one place."""
-    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
-    reach = 0  # the furthest element of the dimensions so far
-    for stride, size in dims:
-        if stride <= reach:
-            break
-        reach += stride * (size - 1)
-    else:
-        return False
-    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
-    for stride, size in dims:
-        offsets = (offsets.unsqueeze(1) + stride * torch.arange(size, device="cpu")).flatten()
-    distinct: Tensor = torch.unique(offsets)
-    return distinct.numel() < offsets.numel()
 
 
 def _let_finish(device: torch.device) -> None:

@@ -1,7 +1,7 @@
-"""Which members of a group are still there: for engines that say that a connection broke, but not whose.
+"""Which members of a group are still there: for engines that report that a connection broke, but not whose.
 
 Each member binds an abstract unix datagram socket that others can name; the kernel closes it with its process. Who
-leaves says so to the others, which tells it from one that died. Members on other hosts cannot be asked.
+leaves reports it to the others, which distinguishes it from one that died. Members on other hosts cannot be asked.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Presence:
         while not (missing := [rank for rank in self._near if not self._there(rank)]) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
         if missing and self._hear() >= _QUEUE:
-            # More may have said goodbye than the queue can hold. Whoever is missing may be one of them.
+            # More may have sent a goodbye than the queue can hold. Whoever is missing may be one of them.
             self._left = dict.fromkeys(missing, _UNKNOWN) | self._left
         left = {rank: self._left[rank] for rank in missing if rank in self._left}
         return [rank for rank in missing if rank not in left], left
@@ -58,7 +58,7 @@ class Presence:
     def leave(self, calls: int = 0) -> None:
         """Says to the others that this rank leaves, after so many collectives, and takes the sign down."""
         for rank in self._near:
-            # It is gone itself, or hears nobody: it will find the sign missing.
+            # It has ended itself, or reads nothing: it will find the socket missing.
             with contextlib.suppress(ConnectionRefusedError, BlockingIOError):
                 self._sign.sendto(_GOODBYE.pack(self._rank, calls), self._name(rank))
         self.close()
@@ -68,12 +68,12 @@ class Presence:
         self._sign.close()
 
     def _hear(self) -> int:
-        heard = 0
+        count = 0
         with contextlib.suppress(BlockingIOError):  # no more of them
             while True:
                 self._left.update([_GOODBYE.unpack(self._sign.recv(_GOODBYE.size))])
-                heard += 1
-        return heard
+                count += 1
+        return count
 
     def _there(self, rank: int) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:

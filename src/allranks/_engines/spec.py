@@ -34,7 +34,7 @@ class GroupSetup(NamedTuple):
     Attributes:
         rank: this process in the group.
         members: who is in the group, by rank: ``machine``, ``host``, ``pid``, ``addresses``, and ``rank`` in the world.
-        exchange: how the members hear of each other's addresses. It takes a record of at most 26 bytes, and returns
+        exchange: gives the members each other's addresses. It takes a record of at most 26 bytes, and returns
             those of all members by rank, each filled up to 26 bytes with zeros. It is called at most once.
         group_name: for errors.
         timeout_s: of the connecting and of every later call.

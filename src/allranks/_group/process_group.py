@@ -317,7 +317,7 @@ class ProcessGroup:
     def allgather(
         self, output_tensors: Sequence[Sequence[Tensor]], input_tensors: Sequence[Tensor] | Tensor, opts: Any = None
     ) -> Work:
-        """``all_gather`` of a tensor into a list, or of lists of one; ``opts`` says nothing here."""
+        """``all_gather`` of a tensor into a list, or of lists of one; ``opts`` has no effect here."""
         outputs: Any = (
             _only(output_tensors, "allgather") if isinstance(input_tensors, (list, tuple)) else output_tensors
         )
@@ -326,7 +326,7 @@ class ProcessGroup:
         return work
 
     def alltoall(self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        """``all_to_all``; ``opts`` says nothing here."""
+        """``all_to_all``; ``opts`` has no effect here."""
         work = self.all_to_all(output_tensors, input_tensors, True)
         assert work is not None
         return work
@@ -415,15 +415,15 @@ class ProcessGroup:
             raise UsageError(f"{name} must not be given on rank {self._rank}: {role} is rank {root}")
 
     def _in_torchs_words(self, missing: Sequence[int], seconds: float, all_of_them: bool) -> str:
-        """What torch's monitored_barrier says, for programs that look for it."""
+        """The text of torch's monitored_barrier, for programs that look for it."""
         if self._rank:
             return (
                 f"Rank {self._rank} successfully reached monitoredBarrier, "
                 "but received errors while waiting for send/recv from rank 0"
             )
-        said = f"Rank 0 timed out in monitoredBarrier after {seconds * 1000:.0f} ms"
+        text = f"Rank 0 timed out in monitoredBarrier after {seconds * 1000:.0f} ms"
         named = ", ".join(map(str, missing if all_of_them else missing[:1]))
-        return f"{said}: Rank{'s' if ',' in named else ''} {named} failed to pass monitoredBarrier" if named else said
+        return f"{text}: Rank{'s' if ',' in named else ''} {named} failed to pass monitoredBarrier" if named else text
 
     def _split(self, tensor: Tensor, sizes: Sequence[int] | None, what: str) -> list[Tensor]:
         """One piece of ``tensor`` per rank, along its first dimension."""

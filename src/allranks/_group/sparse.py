@@ -1,6 +1,6 @@
 """``all_reduce`` of sparse tensors: made of dense calls, because every rank's elements lie elsewhere.
 
-The ranks tell each other how many elements they have, then where and what those are, and each adds up all of them in
+The ranks exchange how many elements they have, then where and what those are, and each adds up all of them in
 the order of the ranks, so that every rank ends with the same bits.
 """
 
@@ -71,7 +71,7 @@ def all_reduce(group: Dense, tensor: Tensor, op: ReduceOp | PremulSum, async_op:
 
 
 def _gather(group: Dense, rows: Tensor, counts: list[int] | None = None) -> list[Tensor]:
-    """Every rank's rows; ``counts`` says how many each has, if not all have as many."""
+    """Every rank's rows; ``counts`` is how many each has, if not all have as many."""
     counts = counts or [rows.shape[0]] * group.size()
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: rows.shape[0]] = rows

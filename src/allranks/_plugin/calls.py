@@ -17,7 +17,8 @@ from torch import Tensor
 from allranks._base.errors import UsageError
 from allranks._call.types import PremulSum, ReduceOp, premul_sum
 from allranks._call.work import Complete, Then, Together, Work, seconds_of
-from allranks._engines.operands import check_apart, different
+from allranks._engines.checks import check_apart
+from allranks._engines.operands import different
 from allranks._plugin.work import DONE, TorchWork
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ class Calls:
             return DONE if work is None else self._started(work)
         except UsageError as error:
             if words := _in_gloos_words(self.group.size(), opts, args):
-                error.args = (f"{error}\n  As gloo says it: {words}",)
+                error.args = (f"{error}\n  In gloo's words: {words}",)
             raise
 
     def _call_now(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> None:
@@ -327,7 +328,7 @@ def _check_coalesced(tensors: Sequence[Tensor]) -> None:
 
 
 def _in_gloos_words(size: int, opts: Any, args: Sequence[Any]) -> str:
-    """What gloo says to such arguments, for programs that look for it; empty if it says nothing."""
+    """The text of gloo's error for such arguments, for programs that look for it; empty if gloo takes them."""
     root, op = getattr(opts, "rootRank", 0), getattr(opts, "reduceOp", None)
     if not 0 <= root < size:
         return f"invalid root rank: {root}"

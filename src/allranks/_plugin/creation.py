@@ -66,7 +66,7 @@ def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str
 
 
 def helper_of(caller: FrameType | None) -> Mapping[str, Any] | None:
-    """What torch's function that makes groups knows, if that is the caller; it does not tell all of it."""
+    """What torch's function that makes groups knows, if that is the caller; it passes only a part of it."""
     if caller is None or caller.f_code is not _c10d.distributed_c10d._new_process_group_helper.__code__:
         return None
     return caller.f_locals

@@ -1,8 +1,8 @@
 """torch's Work around ours.
 
 torch's C++ asks a Work for two things, ``wait`` and ``get_future``. DistributedDataParallel waits for futures at the
-end of backward, in C++, where an error of ours would become a RuntimeError and Ctrl-C would not be heard. Futures that
-are asked for within a backward are therefore completed here, in a callback of that backward, which comes before
+end of backward, in C++, where an error of ours would become a RuntimeError and Ctrl-C would not be noticed. Futures
+that are requested within a backward are therefore completed here, in a callback of that backward, which comes before
 DistributedDataParallel's own.
 """
 
@@ -114,7 +114,7 @@ class _AtEndOfBackward(torch.futures.Future):  # type: ignore[type-arg]
         def run(done: Any) -> None:
             try:
                 following.set_result(callback(done))
-            except Exception as error:  # noqa: BLE001 - whatever it is, who waits is told
+            except Exception as error:  # noqa: BLE001 - whatever it is, the waiting thread gets it
                 self._first._failure = error
                 following.set_exception(error)
 

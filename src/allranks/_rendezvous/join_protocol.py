@@ -1,11 +1,11 @@
-"""How a rank joins a job, as a pure state machine: what it asks of a store, and what it makes of each answer.
+"""How a rank joins a job, as a pure state machine: what it requests of a store, and what follows from each reply.
 
-No socket, no clock and no thread: a generator yields what is to be done (connect, a request to the store, pause, say
-something) and is sent the time and the answer. ``_rendezvous`` drives it with real stores; the tests drive thousands
+No socket, no clock and no thread: a generator yields what is to be done (connect, a request to the store, pause, print
+a notice) and is sent the time and the answer. ``rendezvous`` drives it with real stores; the tests drive thousands
 of whole jobs with simulated links, deaths and restarts, each from a seed.
 
 All that must be decided once is decided by ``CompareSet``, one step that no death can cut in two: who comes first
-and so says how many ranks there are, who has a rank, and the verdict: all are here, or what is wrong.
+and so sets how many ranks there are, who has a rank, and the verdict: all are here, or what is wrong.
 
 What a rank asks and gets does not grow with the number of ranks; whoever comes last reads all and writes one table
 of them, packed. So the whole job moves O(n) bytes, and n times the table (6 bytes per rank or so) where every rank
@@ -37,7 +37,7 @@ __all__ = [
     "Member",
     "NOTICE_S",
     "Pause",
-    "Say",
+    "Notify",
     "Steps",
     "TABLE",
     "exchange",
@@ -45,10 +45,10 @@ __all__ = [
 ]
 
 GRACE_S = 0.5
-"""How long after the timeout a rank may still hear and say what was missing."""
+"""How long after the timeout a rank may still learn and report what was missing."""
 
 NOTICE_S = 5.0
-"""A rank that waits longer says so, once: the timeout may be half an hour away."""
+"""A rank that waits longer prints so, once: the timeout may be half an hour away."""
 
 TABLE = "join/members"
 """The key of the table of all members, behind the prefix that ``Joining`` returns, and a slash."""
@@ -97,28 +97,28 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Say:
-    """Tell the user."""
+class Notify:
+    """Print a line for the user."""
 
     line: str
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The store did not answer, or is not there: what the system said, and the error, if there was one."""
+    """The store did not answer, or is not there: the system's text, and the error, if there was one."""
 
     text: str
     cause: Exception | None = None
 
 
-Act: TypeAlias = Connect | Leave | Pause | Say | Request
+Act: TypeAlias = Connect | Leave | Pause | Notify | Request
 Answer: TypeAlias = Reply | Lost | None
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[Act, tuple[float, Answer], _T]
 
 
 class _Claim(msgspec.Struct, frozen=True):
-    """Who takes a rank. ``process`` tells two processes apart that call themselves the same, in two containers."""
+    """Who takes a rank. ``process`` distinguishes two processes with the same host name and pid, in two containers."""
 
     process: str
     member: Member
@@ -144,8 +144,8 @@ class Joining:
         fresh: rank 0 serves the store for this meeting only.
         listens: asked where the meeting fails: where this process listens, if it serves the store.
         refusals: and whom it refused.
-        notice_s: when to say who is missing.
-        started: how many ranks were started on which host, where a scheduler says so.
+        notice_s: when to print who is missing.
+        started: how many ranks were started on which host, where a scheduler has set it.
     """
 
     me: Member
@@ -202,7 +202,7 @@ class Joining:
                 case Done(number) if number == 1 or not self.fresh:
                     return number
                 case Done():
-                    trouble = Lost("it still serves the last meeting")
+                    trouble = Lost("it still serves the previous rendezvous")
                 case Lost():
                     trouble = answer
                 case _:
@@ -251,7 +251,7 @@ class Joining:
             raise JoinError(_twice(holder.member, self.me))
         joined = yield from self._ask(Add(f"{self._board}joined", 1))
         assert isinstance(joined, Done)
-        # Whoever comes last tells all; nobody has to read all the others.
+        # The last rank writes the verdict for all; nobody else has to read all the others.
         verdict = (yield from self._roll_call()) if joined.number == self.me.world_size else None
         if verdict is None:
             verdict = yield from self._await_verdict()
@@ -262,33 +262,33 @@ class Joining:
     def _await_verdict(self) -> Steps[_Verdict]:
         calm_s = self.began + self.notice_s - self._now
         if calm_s < self._left():
-            verdict = yield from self._hear(max(calm_s, 0.0))
+            verdict = yield from self._wait_verdict(max(calm_s, 0.0))
             if verdict is None:
                 verdict = yield from self._look_around()
             if verdict is not None:
                 return verdict
-        verdict = yield from self._hear(max(self._left(), 0.0))
+        verdict = yield from self._wait_verdict(max(self._left(), 0.0))
         if verdict is None and not (yield from self._first_to("settle")):
             # One reads the list for all, as n ranks that read n records would be slow. It may die over it.
-            verdict = yield from self._hear(GRACE_S / 2)
+            verdict = yield from self._wait_verdict(GRACE_S / 2)
         if verdict is None:
             verdict = yield from self._roll_call(give_up=True)
         assert verdict is not None
         return verdict
 
-    def _hear(self, timeout_s: float) -> Steps[_Verdict | None]:
+    def _wait_verdict(self, timeout_s: float) -> Steps[_Verdict | None]:
         answer = yield from self._ask(Wait([f"{self._board}verdict"], min(timeout_s, LONGEST_S), True))
         return _verdict(answer) if isinstance(answer, Found) else None
 
     def _look_around(self) -> Steps[_Verdict | None]:
-        # One rank speaks for all that wait: rank 0, which knows where it listens, or the first to ask.
+        # One rank prints for all that wait: rank 0, which knows where it listens, or the first to ask.
         if self.me.rank:
             zero = yield from self._ask(Peek([f"{self._board}member/0"]))
-            if zero != Found([None]) or not (yield from self._first_to("speak")):
+            if zero != Found([None]) or not (yield from self._first_to("notice")):
                 return None
         found = yield from self._everyone("member")
         missing = [rank for rank, claim in enumerate(found) if claim is None]
-        if not missing:  # the last to come died before it could say so
+        if not missing:  # the last to come died before it wrote the verdict
             return (yield from self._roll_call())
         listens = self.listens()
         where = f"(it listens {listens})" if listens else f"on {self.where}"
@@ -327,7 +327,7 @@ class Joining:
             for host, count in self.started.items()
             if came[name := host.partition(".")[0]] < count
         ]
-        return [f"Fewer came than were started: {', '.join(fewer)}."] if fewer else []
+        return [f"Fewer ranks joined than were started: {', '.join(fewer)}."] if fewer else []
 
     def _settle(self, verdict: _Verdict) -> Steps[_Verdict]:
         # The first verdict counts, so that no rank goes on where another one has given up.
@@ -378,14 +378,14 @@ class Joining:
     def _first_to(self, what: str) -> Steps[bool]:
         return (yield from self._ask(Add(self._board + what, 1))) == Done(1)
 
-    # Words.
+    # Texts.
 
     def _notice(self, facts: str) -> Steps[None]:
         if not self._noticed:
             self._noticed = True
             waited_s = self._now - self.began
             yield from self._do(
-                Say(
+                Notify(
                     f"allranks: rank {self.me.rank} has waited {waited_s:.0f} s {facts};"
                     f" it gives up after {self.timeout_s:.0f} s, see init_process_group(timeout=...)"
                 )

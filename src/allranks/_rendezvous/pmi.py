@@ -1,4 +1,4 @@
-"""How rank 0 tells the other ranks one text over PMI-1, which MPICH's, Intel MPI's and SLURM's launchers speak.
+"""How rank 0 sends the other ranks one text over PMI-1, which MPICH's, Intel MPI's and SLURM's launchers speak.
 
 ``mpiexec`` and ``srun --mpi=pmi2`` hand each process a connection to their own daemon (PMI_FD), so that ranks can
 exchange addresses with no port, no shared folder and no secret that anybody has set up. Lines of ``name=value`` go both
@@ -7,7 +7,7 @@ ways: put, barrier_in, get.
 The connection is the process's, once: it is opened for the first meeting and kept until the process ends. A second
 "init" would hang SLURM's daemon, and hydra hangs up after "finalize". Hydra ends the whole job where a process goes
 without that: so one that an exception ends does. MPI may be started later, and then takes its leave itself; once it
-runs, the connection is its own, and nobody comes here. PMI cannot say who is missing: its barrier ends when all are in.
+runs, the connection is its own, and nobody comes here. PMI cannot name missing ranks: its barrier ends when all are in.
 
 Source: P. Balaji et al., PMI: A Scalable Parallel Process-Management Interface for Extreme-Scale Systems (2010), and
 what MPICH 5.0's hydra and SLURM 22.05's pmi2 plugin answer.
@@ -141,10 +141,10 @@ class _Server:
 
 
 def _checked(line: str, reply: str, request: str) -> dict[str, str]:
-    said = dict(word.split("=", 1) for word in line.split() if "=" in word)
-    if said.get("cmd") != reply or said.get("rc", "0") != "0":
+    answer = dict(word.split("=", 1) for word in line.split() if "=" in word)
+    if answer.get("cmd") != reply or answer.get("rc", "0") != "0":
         raise _trouble(f"it answered {line!r} to {request!r}")
-    return said
+    return answer
 
 
 def _trouble(why: str) -> ConfigError:

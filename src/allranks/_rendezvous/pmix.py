@@ -1,7 +1,7 @@
 """Which host rank 0 is on, by PMIx, which Open MPI's launcher serves.
 
-Open MPI tells a rank its own host only, and no variable says more. PMIx has no protocol that is written down, only a
-library, libpmix; mpirun's own daemon, an ancestor of this process, has the right one loaded, and ``/proc`` says where
+Open MPI gives a rank its own host only, and no variable has more. PMIx has no protocol that is written down, only a
+library, libpmix; mpirun's own daemon, an ancestor of this process, has the right one loaded, and ``/proc`` shows where
 it lies. A process that has used it cannot start Open MPI any more, and one that has not taken its leave of it is taken
 for a crash. So a small process of its own uses it, in the place of the rank, for a moment (20 ms). This file is what
 that process runs, too, alone: it imports nothing of the package at its head.
@@ -35,7 +35,7 @@ def host_of_rank_0() -> str:
     """The name of the host that rank 0 of this job of Open MPI runs on.
 
     Raises:
-        ConfigError: PMIx does not say so.
+        ConfigError: PMIx does not give it.
     """
     # Isolated: this file's folder, of which the package consists, is not searched for modules.
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
@@ -90,16 +90,16 @@ def _main(parent: int) -> None:
     nothing = (None, ctypes.c_size_t(0))
     _check("PMIx_Init", pmix.PMIx_Init(ctypes.byref(me), *nothing))
     root = _Proc(me.nspace, 0)
-    said = pmix.PMIx_Get(ctypes.byref(root), b"pmix.hname", *nothing, ctypes.byref(found))
-    if said == 0 and found.contents.type == _STRING:
+    status = pmix.PMIx_Get(ctypes.byref(root), b"pmix.hname", *nothing, ctypes.byref(found))
+    if status == 0 and found.contents.type == _STRING:
         print(f"{_ANSWER}{found.contents.string.decode()}", flush=True)
     _check("PMIx_Finalize", pmix.PMIx_Finalize(*nothing))
-    _check("PMIx_Get", said)
+    _check("PMIx_Get", status)
 
 
-def _check(call: str, said: int) -> None:
-    if said != 0:
-        sys.exit(f"{call} returned {said}")
+def _check(call: str, status: int) -> None:
+    if status != 0:
+        sys.exit(f"{call} returned {status}")
 
 
 if __name__ == "__main__":

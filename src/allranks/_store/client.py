@@ -2,7 +2,7 @@
 
 A request that waits keeps its connection to itself, so each thread that asks at the same time gets its own.
 Whatever answers is checked before it is believed: on a unix socket the kernel vouches for the peer's user, on TCP
-the handshake does; a stranger on the port is told apart from a server that is not there yet.
+the handshake does; a stranger on the port is distinguished from a server that is not there yet.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import msgspec
 
 from allranks._base.errors import ConfigError, JoinError, SecretError, StoreLostError, TimeoutError, UsageError
 from allranks._base.forks import Socket, follow
+from allranks._base.frames import pack_frame
 from allranks._cluster.env import split_host_port
 from allranks._store.stores import Store
 from allranks._store.tls import Tls, tls_context
@@ -46,7 +47,6 @@ from allranks._store.wire import (
     answer_greeting,
     decode_reply,
     encode,
-    pack_frame,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreClient", "credentials", "reason"]
 
-_GRACE_S = 0.5  # the server ends a wait first; a client that hears nothing gives up this much later
+_GRACE_S = 0.5  # the server ends a wait first; a client that receives nothing gives up this much later
 
 
 class _Line:
@@ -74,7 +74,7 @@ class _Line:
         nonce = os.urandom(NONCE)
         frame = self.ask(VERSION + nonce + KNOCK, deadline)
         proof, right = answer_greeting(secret, nonce, frame)
-        self._send(pack_frame(proof))  # also where it is wrong, so that the server can say why, too
+        self._send(pack_frame(proof))  # also where it is wrong, so that the server can report why, too
         if not right:
             raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
         self._decoder.limit = FRAME_LIMIT
@@ -93,14 +93,14 @@ class _Line:
 
     def _unseal(self, tls: Tls, data: bytes) -> bytes:
         try:
-            said = tls.receive(data)
+            plain = tls.receive(data)
         except TlsError:
-            with suppress(OSError):  # the peer is told why, if it still listens
+            with suppress(OSError):  # the peer gets the reason, if it still reads
                 self.sock.sendall(tls.due())
             raise
         if due := tls.due():
             self.sock.sendall(due)
-        return said
+        return plain
 
     def _patience(self, deadline: float) -> None:
         self.sock.settimeout(min(max(deadline - time.monotonic(), 0.001), LONGEST_S))
@@ -111,7 +111,7 @@ class StoreClient(Store):
 
     Attributes:
         address: where the server is.
-        timeout_s: how long to wait for keys where nothing else is said, and the longest time any other request may
+        timeout_s: how long to wait for keys where no other time is given, and the longest time any other request may
             take.
         deadline: a moment (``time.monotonic``) that no request outlasts, however long its own timeout.
     """
@@ -149,7 +149,7 @@ class StoreClient(Store):
             secret: what the server was given; may be empty for a unix socket.
             timeout_s: how long to try, and the longest time any single request may take.
             retry: whether to try again.
-            on_failure: told after each attempt that failed, before the next one, what the system said.
+            on_failure: called after each attempt that failed, before the next one, with the system's text.
 
         Raises:
             JoinError: nobody answered in time.
@@ -281,7 +281,7 @@ class StoreClient(Store):
 
 
 def reason(error: BaseException) -> str:
-    """Says in a few words what the system said."""
+    """The system's text of an error, in a few words."""
     if isinstance(error, builtins.TimeoutError):
         return "no answer"
     return str(getattr(error, "strerror", None) or error).lower()

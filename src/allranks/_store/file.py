@@ -2,13 +2,13 @@
 
 The file is a log of the requests that changed something. Each process replays what others have written into a
 ``KeyTable`` of its own, does its request there and writes it behind the rest, all of it under the file's lock. A
-record says its length and checksum: what a process that was killed in the middle of writing leaves behind is no
+record has its length and checksum: what a process that was killed in the middle of writing leaves behind is no
 record, so nobody reads it, and the next one who writes cuts it off.
 
 The lock is flock's, which Linux carries to NFS servers as a lock on the whole file. It ends when the last copy of its
 descriptor is closed, so a forked child closes those that threads of its parent's have at that moment: else it would
 hold their lock, and wait for itself. Everybody opens the file anew for each request, which also makes NFS show what
-others have written. Who waits looks for it, every 1 to 20 ms: a kernel tells of changes on its own host only.
+others have written. Who waits looks for it, every 1 to 20 ms: a kernel reports changes on its own host only.
 
 Source: the last one who leaves removes the file, by torch's FileStore; flock(2), fcntl(2), nfs(5).
 """
@@ -170,7 +170,7 @@ class _Log:
             with open(self._path, "rb", buffering=0) as file:  # NFS asks its server when a file is opened
                 return os.fstat(file.fileno()).st_size != seen
         except OSError:
-            return True  # the next request says what is wrong
+            return True  # the next request reports what is wrong
 
     def leave(self, world_size: int) -> None:
         """Says that this user is gone; removes the file if it was the last."""

@@ -23,6 +23,7 @@ import msgspec
 
 from allranks._base.errors import ConfigError, SecretError, UsageError
 from allranks._base.forks import Descriptor, Socket, forks
+from allranks._base.frames import pack_frame
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen, published_addresses
 from allranks._store.address import addresses_of, trouble_with
@@ -44,7 +45,6 @@ from allranks._store.wire import (
     WireError,
     decode_request,
     encode,
-    pack_frame,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class _Peer:
 
     @property
     def stage(self) -> int:
-        """How far it has come: 0 it has said nothing that makes sense, 1 TLS, 2 our greeting, 3 its proof."""
+        """How far it has come: 0 it has sent nothing valid, 1 TLS, 2 our greeting, 3 its proof."""
         if self.greeting is None:
             return 3
         return 2 if self.greeting.begun else int(self.tls is not None and self.tls.begun)
@@ -130,7 +130,7 @@ class StoreServer:
 
         Args:
             secret: what clients on TCP must know, if it listens to other hosts later.
-            name: the socket's, where clients know it without being told; else one that nobody can guess.
+            name: the socket's, where clients know it; else one that nobody can guess.
 
         Raises:
             ConfigError: the name is taken.
@@ -308,7 +308,7 @@ class StoreServer:
         ]
         first = min((d for d in deadlines if d is not None), default=None)
         ready = self._selector.select(None if first is None else max(0.0, first - time.monotonic()))
-        # Whoever comes new may push out others that have not proved themselves yet: they are heard before.
+        # Whoever comes new may push out others that have not proved themselves yet: they are read before.
         for key, events in sorted(ready, key=lambda item: item[0].data in self._listeners):
             peer = key.data
             if peer is None:
@@ -328,11 +328,11 @@ class StoreServer:
                 self._listen_to_strangers(True)
         self._reply(self._table.expire(now))
         for peer in [p for p in self._strangers if p.since + GREETING_S <= now]:
-            self._drop(peer, "said nothing that makes sense in time")
+            self._drop(peer, "sent no valid greeting in time")
 
     def _accept(self, listener: socket.socket) -> None:
         for number in range(_GREETING_PEERS):
-            # Nobody makes room before the selector has said that somebody waits for it.
+            # Nobody makes room before the selector has reported that a peer waits for it.
             if len(self._strangers) >= _GREETING_PEERS and (number or not self._evict()):
                 return
             try:
@@ -409,7 +409,7 @@ class StoreServer:
         except SecretError:
             raise
         except ConfigError:
-            self._send(peer, pack_frame(VERSION))  # so that the other side can say so, too
+            self._send(peer, pack_frame(VERSION))  # so that the other side can report it, too
             raise
         if answer is not None:
             self._send(peer, pack_frame(answer))
@@ -463,7 +463,7 @@ class StoreServer:
         except OSError as error:
             self._drop(peer, str(error))
             return
-        # A peer that does not take its replies is not heard either: it cannot make the server hoard them.
+        # A peer that does not take its replies is not read either, so that replies do not pile up in the server.
         events = selectors.EVENT_WRITE if peer.out else selectors.EVENT_READ
         if events != peer.events:
             peer.events = events

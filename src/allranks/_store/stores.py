@@ -5,7 +5,7 @@ connection: ``HashStore`` in this process; ``PrefixStore``, which gives each use
 ``ForeignStore``, whatever a user hands to ``init_process_group(store=...)``. The kind that asks a server is
 ``client``'s, the kind in a file is ``file``'s.
 
-Source: the methods, their arguments and what they answer are torch.distributed.Store's; tests/rendezvous compares.
+Source: the methods, their arguments and what they answer are torch.distributed.Store's; tests/store compares.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Store(abc.ABC):
 
     @property
     def timeout(self) -> timedelta:
-        """How long ``get``, ``wait`` and their kin wait where they are not told."""
+        """How long ``get``, ``wait`` and their kin wait where no timeout is given."""
         return timedelta(seconds=self.timeout_s)
 
     def set_timeout(self, timeout: Timeout) -> None:
@@ -177,7 +177,7 @@ class Store(abc.ABC):
         return self._reply(request, Found).values[0] or b""
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key; says whether it was there."""
+        """Removes a key; returns whether it was there."""
         return bool(self._reply(Delete(_key(key)), Done).number)
 
     def num_keys(self) -> int:

@@ -1,7 +1,7 @@
 """torch's TCPStore, on our server and client: whoever has no secret gets nothing from its port.
 
 The master serves from a thread; every one, the master too, is a client. ``_rendezvous`` uses server and client
-directly, as it says itself who is missing.
+directly, as it reports itself who is missing.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TCPStore(Store):
 
     Args:
         host_name: where the server is: a name or an address.
-        port: its port; 0, for the master alone: a free one, which ``port`` says.
+        port: its port; 0, for the master alone: a free one, which ``port`` has.
         world_size: how many stores there will be, the master's included; None: any number.
         is_master: whether to serve, too.
         timeout: how long to wait for the server, and for keys.
@@ -144,7 +144,7 @@ class TCPStore(Store):
         return f"make it in the other process, too, as TCPStore({self.host!r}, {self.port}), without is_master"
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Sets how long ``get``, ``wait`` and their kin wait where they are not told, and how long the server may take.
+        """Sets how long ``get``, ``wait`` and others wait where no timeout is given, and how long the server may take.
 
         Raises:
             UsageError: not a time.

@@ -1,7 +1,8 @@
 """TLS for a store's TCP connections: optional, mutual, and under the handshake of ``wire``.
 
-Who can listen to the network sees what the ranks tell each other when they meet. With ALLRANKS_TLS_CERT,
-ALLRANKS_TLS_KEY and ALLRANKS_TLS_CA he sees nothing, and nobody is heard whom the authority has given no certificate.
+Without TLS, anybody who can read the network sees what the ranks send each other when they meet. With
+ALLRANKS_TLS_CERT, ALLRANKS_TLS_KEY and ALLRANKS_TLS_CA it is encrypted, and a peer without a certificate of the
+authority is refused.
 Host names are not compared: ranks dial addresses that no certificate names, the authority is the job's or the site's
 own, and both sides still prove the secret inside.
 
@@ -17,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks._base.errors import ConfigError
-from allranks._store.wire import SET_TLS, WANTS_TLS, TlsError, WireError, pack_frame
+from allranks._base.frames import pack_frame
+from allranks._store.wire import SET_TLS, WANTS_TLS, TlsError, WireError
 
 if TYPE_CHECKING:
     import ssl
@@ -122,7 +124,7 @@ class Tls:
         return self.due()
 
     def receive(self, data: bytes) -> bytes:
-        """Takes the next bytes from the peer; returns what they say. Call ``due`` then, also where this raises.
+        """Takes the next bytes from the peer; returns what they decrypt to. Call ``due`` then, also where this raises.
 
         Raises:
             TlsError: the peer speaks without TLS, or the two do not accept each other.
@@ -131,19 +133,19 @@ class Tls:
         if not self.begun:
             if data.startswith(b"\0"):  # a frame as ``wire`` makes it
                 self._answer = pack_frame(WANTS_TLS)
-                raise TlsError(f"it speaks without TLS, and we with it; {SET_TLS}")
+                raise TlsError(f"it does not use TLS, this process does; {SET_TLS}")
             if not data.startswith(_RECORDS):
                 raise WireError(f"neither TLS nor allranks: {data[:40]!r}")
             self.begun = True
         self._in.write(data)
         self._advance()
-        said = b""
+        plain = b""
         while self._shaken and (part := self._read()):
-            said += part
-        return said
+            plain += part
+        return plain
 
     def due(self) -> bytes:
-        """Returns what the handshake, or an alert, has to tell the peer."""
+        """Returns what is to be sent to the peer: of the handshake, or an alert."""
         answer, self._answer = self._answer, b""
         return self._out.read() + answer
 

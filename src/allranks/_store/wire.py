@@ -2,22 +2,22 @@
 
 Bytes in, bytes out: no socket and no clock, so that all of it can be tested on any input.
 
-Every frame is a 4-byte big-endian length and a payload. The first three are the handshake: version and nonce;
-version, nonce and the server's proof; the client's proof. A proof is an HMAC-SHA256 over the version, the
-prover's role and both nonces, so neither a replayed nor a reflected one is worth anything. After it come typed
-msgspec structs.
+The first three frames (``_base.frames``) are the handshake: version and nonce; version, nonce and the server's proof;
+the client's proof. A proof is an HMAC-SHA256 over the version, the prover's role and both nonces, so that neither a
+replayed nor a reflected one is worth anything. Typed msgspec structs follow.
 """
 
 from __future__ import annotations
 
 import hmac
-import struct
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from allranks._base import frames
 from allranks._base.errors import ConfigError, SecretError
+from allranks._base.frames import FrameError
 
 __all__ = [
     "Add",
@@ -57,7 +57,6 @@ __all__ = [
     "decode_reply",
     "decode_request",
     "encode",
-    "pack_frame",
 ]
 
 FRAME_LIMIT = 16 << 20
@@ -90,59 +89,24 @@ SET_TLS = (
 )
 
 
-class WireError(Exception):
+class WireError(FrameError):
     """A peer broke the protocol. Internal: its connection is dropped."""
 
 
 class TlsError(WireError):
-    """A peer speaks TLS where we do not, or not as we do. Both sides say so."""
+    """A peer speaks TLS where we do not, or not as we do. Both sides report it."""
 
 
 # --- frames and the handshake: pure ---------------------------------------------------------------------------
 
 
-def pack_frame(payload: bytes) -> bytes:
-    """Puts the length in front."""
-    return struct.pack(">I", len(payload)) + payload
+class FrameDecoder(frames.FrameDecoder):
+    """The frames of a peer that may be a stranger. Raises WireError, or TlsError where the peer begins with TLS."""
 
-
-class FrameDecoder:
-    """Turns bytes, cut anywhere, into frames. Keeps no more than it was fed, whatever length a peer announces."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> None:
-        """Takes the next bytes of the stream."""
-        self._buffer += data
-
-    def next(self) -> bytes | None:
-        """Returns the next whole frame, or None until more is fed.
-
-        Raises:
-            WireError: a frame longer than the limit is announced.
-        """
-        if len(self._buffer) < 4:
-            return None
-        (length,) = struct.unpack_from(">I", self._buffer)
-        if length > self.limit:
-            if self._buffer.startswith(b"\x16\x03"):
-                raise TlsError(f"it speaks TLS, and we do not; {SET_TLS}")
-            raise WireError(_what_says(bytes(self._buffer[:80]), length, self.limit))
-        if len(self._buffer) < 4 + length:
-            return None
-        frame = bytes(self._buffer[4 : 4 + length])
-        del self._buffer[: 4 + length]
-        return frame
-
-
-def _what_says(head: bytes, length: int, limit: int) -> str:
-    # A length beyond every limit is mostly the first four letters of another protocol.
-    if not all(0x20 <= byte < 0x7F for byte in head[:4]):
-        return f"a frame of {length} bytes is announced, the limit is {limit}"
-    line = head.splitlines()[0].decode("ascii", "replace")
-    return f"{'it looks like HTTP' if line.startswith(('HTTP', '<')) else 'it speaks text'}: {line!r}"
+    def _refusal(self, head: bytes, length: int) -> WireError:
+        if head.startswith(b"\x16\x03"):
+            return TlsError(f"it uses TLS, this process does not; {SET_TLS}")
+        return WireError(str(super()._refusal(head, length)))
 
 
 def _proof(secret: bytes, role: bytes, client_nonce: bytes, server_nonce: bytes) -> bytes:
@@ -159,7 +123,7 @@ class Greeting:
 
     @property
     def begun(self) -> bool:
-        """Whether the peer has said something that makes sense."""
+        """Whether the peer has sent a valid greeting."""
         return bool(self._expected)
 
     def step(self, frame: bytes) -> bytes | None:
@@ -177,7 +141,7 @@ class Greeting:
         if not version.startswith(_PROTOCOL):
             raise WireError("not an allranks client")
         if version != VERSION:
-            raise ConfigError(f"it speaks {version!r}, we speak {VERSION!r}; install one version on all hosts")
+            raise ConfigError(f"it uses {version!r}, this process {VERSION!r}; install one version on all hosts")
         self._expected = _proof(self._secret, b"client", nonce, self._nonce)
         return VERSION + self._nonce + _proof(self._secret, b"server", nonce, self._nonce)
 
@@ -185,12 +149,12 @@ class Greeting:
 def answer_greeting(secret: bytes, nonce: bytes, frame: bytes) -> tuple[bytes, bool]:
     """The client's half: returns its proof, and whether the server's was right."""
     if not frame.startswith(_PROTOCOL):
-        raise WireError("what it says is not allranks")
+        raise WireError("its answer is not of allranks' protocol")
     if frame == WANTS_TLS:
-        raise TlsError(f"it speaks TLS, and we do not; {SET_TLS}")
+        raise TlsError(f"it uses TLS, this process does not; {SET_TLS}")
     version, server_nonce, proof = frame[: -2 * NONCE], frame[-2 * NONCE : -NONCE], frame[-NONCE:]
     if version != VERSION:
-        raise ConfigError(f"speaks another version ({frame[:24]!r}, we speak {VERSION!r}): install one on all hosts")
+        raise ConfigError(f"uses another version ({frame[:24]!r}, this process {VERSION!r}): install one on all hosts")
     right = hmac.compare_digest(proof, _proof(secret, b"server", nonce, server_nonce))
     return _proof(secret, b"client", nonce, server_nonce), right
 

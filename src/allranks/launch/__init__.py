@@ -13,7 +13,7 @@ works where torch is broken. Only ``ranks.preload`` imports it, by name, in the 
 - ``spec``        a job as data: ``Options``, what is run, messages between launcher and agents
 - ``stacks``      where ranks are, from their tracebacks (pure)
 - ``signals``     handlers of launcher and agents
-- ``voice``       what the launcher reports to the user
+- ``reporter``       what the launcher reports to the user
 
 ``allranks._rendezvous`` and ``allranks._store`` decide how ranks find each other. The launcher only keeps a store
 server for them.

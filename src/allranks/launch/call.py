@@ -24,9 +24,9 @@ from allranks._cluster.schedulers.ssh import SSH
 from allranks.launch.arguments.layout import share_out
 from allranks.launch.jobs.spread import Job
 from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_result
+from allranks.launch.reporter import Reporter
 from allranks.launch.spec.options import Bind, Display, Options, Show
 from allranks.launch.spec.target import Target
-from allranks.launch.voice import Voice
 
 __all__ = ["output_streams", "run"]
 
@@ -61,8 +61,8 @@ def run(
         fn: the function. The ranks get copies of it, of its arguments and of the globals that it uses.
         args: its arguments.
         kwargs: its keyword arguments.
-        n: ranks in all. If None, what ``hosts`` or the allocation say; without them one for each GPU of this host, or
-            for each CPU that may be used where there is no GPU.
+        n: ranks in all. If None, as many as ``hosts`` or the allocation have; without them one for each GPU of this
+            host, or for each CPU that may be used where there is no GPU.
         hosts: where to run: ``"node0:2,node1"`` or ``["node0:2", "node1"]``, at most so many ranks on each, reached by
             ssh. If None, the hosts of the allocation that this process is in, where there are several; else this host.
         timeout: seconds for all of it, starting included; None for no limit. Ranks that do not end by a
@@ -80,7 +80,7 @@ def run(
         Exception: what ``fn`` raised on the rank that failed first, if it can be pickled; its ``__cause__`` is a
             RankError with rank, host and traceback.
         RankError: that rank raised something else, or exited, or was killed; or its host was lost.
-        TimeoutError: not all ranks ended in time; says where they were.
+        TimeoutError: not all ranks ended in time; with the lines where they were.
         ConfigError: a host or the number of ranks cannot be had.
         UsageError: ``fn`` or an argument cannot be pickled, or what it returned.
         OSError: what ranks print cannot be written.
@@ -124,7 +124,7 @@ def run(
         threads=threads,
         exports=tuple(f"{name}={value}" for name, value in (env or {}).items()),
         join_timeout_s=_JOIN_S if timeout is None else min(timeout, _JOIN_S),
-        voice=Voice("allranks.run", quiet),
+        reporter=Reporter("allranks.run", quiet),
         signals=(),  # others than those that stop the job are the caller's own
         bind=bind,
     )
@@ -152,18 +152,18 @@ def _outcome(job: Job, code: int, timeout: float | None) -> list[Any]:
         places = "".join(f"\n  {rank_list(ranks)}: at {where}" for where, ranks in supervisor.places.items())
         raise TimeoutError(f"{name} did not end on all ranks within {timeout:g} s{places}")
     if supervisor.caught is not None:
-        signal.raise_signal(supervisor.caught)  # to whoever handled it before; mostly that does not return
+        signal.raise_signal(supervisor.caught)  # to the handler before ours; this mostly does not return
     if supervisor.signalled == signal.SIGPIPE:
-        raise BrokenPipeError(f"nobody reads what the ranks of {name} print")
+        raise BrokenPipeError(f"the output of the ranks of {name} is not read any more")
     if supervisor.signalled is not None:
         raise KeyboardInterrupt(f"{name} was stopped by {signal.Signals(supervisor.signalled).name}")
     if (cause := supervisor.cause) is not None:
         lines = supervisor.last_words.decode(errors="replace").split("\n")
-        told = RankError("\n".join(line.removeprefix(job.options.voice.line("")) for line in lines), cause.rank)
+        reason = RankError("\n".join(line.removeprefix(job.options.reporter.line("")) for line in lines), cause.rank)
         error = unpack_error(cause.report.error) if cause.report is not None else None
         if error is None:
-            raise told
-        raise error from told
+            raise reason
+        raise error from reason
     if code:
         raise OSError(f"what the ranks of {name} print could not be written; they were stopped")
     results = []

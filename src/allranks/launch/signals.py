@@ -1,4 +1,4 @@
-"""Signals to a process whose loop sleeps in a selector: each is handed to the loop, which a byte wakes."""
+"""Signals to a process whose loop sleeps in a selector: each is passed to the loop, which a byte wakes up."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def handled(numbers: Iterable[int], receive: Callable[[int], object], wake: int, mask: Set[int]) -> Iterator[None]:
     """Has signals handled until the block is left.
 
-    One that was ignored when we came stays so: nohup, a shell's background job. Outside of the main thread, where
-    python lets nobody handle signals, none is.
+    One that was ignored before stays so: nohup, a shell's background job. Outside of the main thread, where
+    python allows no handlers, none is.
 
     Args:
         numbers: the signals. The caller has blocked them, so that none is lost before the handlers stand.
@@ -31,8 +31,8 @@ def handled(numbers: Iterable[int], receive: Callable[[int], object], wake: int,
         yield
         return
     wakeup = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, frame: receive(number)) for number in heard}
+    chosen = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: receive(number)) for number in chosen}
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Where ranks are: the stacks of their threads, told by ``faulthandler`` from a signal handler. Pure.
+"""Where ranks are: the stacks of their threads, written by ``faulthandler`` from a signal handler. Pure.
 
-A rank that hangs, in our C++ or in anybody's, runs no python code any more; but it takes signals, and ``faulthandler``
-writes what it finds without the interpreter's help. What comes is text, made for people; here it is taken apart, so
-that many ranks at the same place are one line.
+A rank that hangs in C++ code runs no python code any more. But it takes signals, and ``faulthandler`` writes the stacks
+without the help of the interpreter. The result is text for people. It is parsed here, so that many ranks at the same
+place are one line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 __all__ = ["DUMP", "Frame", "describe", "is_own", "main_place", "parse", "render"]
 
 DUMP = signal.SIGRTMAX - 2
-"""The signal that asks for stacks. Not SIGUSR1 or 2, which are the program's; few programs know of this one."""
+"""The signal that asks for stacks. Not SIGUSR1 or 2, which are the program's; few programs use this one."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB = os.path.dirname(os.__file__) + os.sep
@@ -61,7 +61,7 @@ def parse(text: str) -> list[tuple[str, list[Frame]]]:
         elif threads and line.strip():
             frame = _FRAME.fullmatch(line)
             threads[-1][1].append(Frame(*frame.groups()) if frame else Frame("", "", line))
-    threads.reverse()  # the interpreter knows its threads youngest first
+    threads.reverse()  # the interpreter lists its threads youngest first
     for number, (name, frames) in enumerate(threads):
         launcher = next((n for n, frame in enumerate(frames) if frame.file == _RANK), len(frames))
         while launcher < len(frames) and launcher and "runpy" in frames[launcher - 1].file:

@@ -127,7 +127,7 @@ def scatter(tensors: Sequence[Tensor], src: int = 0, group: ProcessGroup | None 
     """This rank's tensor of rank ``src``'s list.
 
     Args:
-        tensors: one per rank, all of one shape. The other ranks' lists only tell the shape.
+        tensors: one per rank, all of one shape. Of the other ranks' lists only the shape is used.
         src: whose list it is, as a rank of the world.
         group: None is the world.
 

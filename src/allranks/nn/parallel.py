@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from allranks.parallel import DataParallel, DistributedDataParallel
-from allranks.parallel.data_parallel import data_parallel, gather, parallel_apply, replicate, scatter
+from allranks.remote.data_parallel import data_parallel, gather, parallel_apply, replicate, scatter
 
 __all__ = [
     "DataParallel",

@@ -152,15 +152,12 @@ class DistributedDataParallel(nn.Module):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        refused = {
-            "delay_all_reduce_named_params": delay_all_reduce_named_params,
-            "param_to_hook_all_reduce": param_to_hook_all_reduce,
-            "mixed_precision": mixed_precision,
-            "device_mesh": device_mesh,
-        }
-        for name, value in refused.items():
-            if value is not None:
-                raise UsageError(f"{_WHO}: {name} is not supported by allranks; leave it out")
+        _refuse(
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+        )
         caps = [25 if bucket_cap_mb is None else bucket_cap_mb]
         caps = [*bucket_cap_mb_list, *caps] if bucket_cap_mb_list else [min(_FIRST_BUCKET_MB, *caps), *caps]
         if min(caps) <= 0:
@@ -228,7 +225,7 @@ class DistributedDataParallel(nn.Module):
         source = 0
         take_buffers = self.will_sync_module_buffers()
         if self._uneven is not None:
-            _, active = self._uneven.tell(Act.FORWARD_WITH_BUFFERS if take_buffers else Act.FORWARD)
+            _, active = self._uneven.announce(Act.FORWARD_WITH_BUFFERS if take_buffers else Act.FORWARD)
             source = active[-1]  # rank 0's buffers may be old; torch, too, takes the highest rank's
         if take_buffers:
             self._take_buffers(source)
@@ -306,9 +303,9 @@ class DistributedDataParallel(nn.Module):
         try:
             yield
             to_the_end = True
-            while (heard := uneven.tell(Act.LISTEN))[0] is not Act.LISTEN:
+            while (announced := uneven.announce(Act.LISTEN))[0] is not Act.LISTEN:
                 to_the_end = False
-                act, active = heard
+                act, active = announced
                 if act is Act.FORWARD_WITH_BUFFERS:
                     self._take_buffers(active[-1])
                 elif act is Act.BACKWARD:
@@ -445,6 +442,12 @@ class DistributedDataParallel(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = world.resolve_group(None)
         self._connect(shared=False)  # one rank may make a copy alone
+
+
+def _refuse(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UsageError(f"{_WHO}: {name} is not supported by allranks; leave it out")
 
 
 def _check_module(

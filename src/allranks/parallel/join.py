@@ -1,11 +1,11 @@
 """Uneven inputs: ranks that have run out of inputs go along with those that have not.
 
-Before everything that they do together within `DistributedDataParallel.join` the ranks *tell* each other what
+Before everything that they do together within `DistributedDataParallel.join` the ranks *announce* to each other what
 they are about to do. A rank without inputs listens, and does its part of it with nothing of its own, until nobody
 has inputs any more.
 
 torch's join guesses at each forward what will follow (one backward); here each forward and each backward that is
-reduced is told, so that several forwards before a backward, or a forward without one, may be.
+reduced is announced, so that several forwards before a backward, or a forward without one, may be.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _joins = _Joins()
 def alone() -> Iterator[None]:
     """One join at a time.
 
-    A rank that left the inner one of two would answer what the others tell in the outer one.
+    A rank that left the inner one of two would answer what the others announce in the outer one.
 
     Raises:
         UsageError: This thread is in a join.
@@ -65,7 +65,7 @@ class Act(enum.IntEnum):
 
 
 class UnevenInputs:
-    """What the ranks tell each other in one ``join``.
+    """What the ranks announce to each other in one ``join``.
 
     Args:
         group: Who takes part.
@@ -79,7 +79,7 @@ class UnevenInputs:
         self._divide_by_all = divide_by_initial_world_size
         self._throw = throw
 
-    def tell(self, act: Act) -> tuple[Act, list[int]]:
+    def announce(self, act: Act) -> tuple[Act, list[int]]:
         """Hears what is done next.
 
         Returns:
@@ -110,7 +110,7 @@ class UnevenInputs:
 
     def announce_backward(self) -> int:
         """Tells that gradients are reduced next; returns by how much their sum is divided."""
-        _, active = self.tell(Act.BACKWARD)
+        _, active = self.announce(Act.BACKWARD)
         return self._group.size() if self._divide_by_all else len(active)
 
     def last(self, mine: bool) -> int:

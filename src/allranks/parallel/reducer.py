@@ -12,9 +12,9 @@ backward, which re-entrant ones (activation checkpoints) run inside.
   rank, whatever the order of the hooks. Where all CPUs are busy computing, nothing is started
   before the backward has ended. The last bucket is kept until then: behind its gradients each rank puts a
   mark if its backward did not go as expected. A rank that lacks gradients sends zeros for them, so that
-  nobody waits for it, and all can say who lacks what.
+  nobody waits for it, and every rank can report which gradients are missing where.
 - **not known** (unused parameters are to be found, or a static graph's first backward): at the end of
-  backward the ranks tell each other whose gradients they have, and reduce the buckets in which
+  backward the ranks exchange which gradients they have, and reduce the buckets in which
   anybody has one. Nothing need be searched in the graph, but nothing overlaps either.
 """
 
@@ -47,8 +47,8 @@ __all__ = ["Reducer"]
 _CONVERTED = -1
 
 _TOO_EARLY = (
-    "DistributedDataParallel: {name} got its gradient in a backward within a backward (a re-entrant checkpoint), "
-    "of which no output of the forward told, so that gradients were reduced before all were there. What is in .grad "
+    "DistributedDataParallel: {name} got its gradient in a backward within a backward (a re-entrant checkpoint). "
+    "No output of the forward leads to it, so that gradients were reduced before all were there. What is in .grad "
     "now is not the mean over the ranks. Return tensors, or lists, tuples, dicts, dataclasses or plain objects of "
     "them, or use checkpoint(..., use_reentrant=False)."
 )
@@ -292,7 +292,7 @@ class Reducer:
         """The buckets that are reduced, in order."""
         return [n for n, bucket in enumerate(self._buckets) if any(index in used for index in bucket.indices)]
 
-    # --- what the ranks tell each other ---
+    # --- what the ranks exchange ---
 
     def _agree_on_used(self, mine: Iterable[int]) -> Collection[int]:
         """Whose gradient any rank has. Raises on every rank if on any rank one was converted."""

@@ -81,7 +81,7 @@ def render(report: Report) -> str:
     lines += _table("Because of:", clues)
     known = {clue.name for clue in clues}
     lines += _table("Also set:", [clue for clue in report.variables if clue.name not in known])
-    lines += [line for place in places if place.hint for line in ("", f"Perhaps an oversight: {place.hint}.")]
+    lines += [line for place in places if place.hint for line in ("", f"Possibly a mistake: {place.hint}.")]
     lines += [line for text in report.trouble for line in ("", f"Error: {text}")]
     return "\n".join(lines)
 
@@ -126,7 +126,7 @@ def _summary(place: LaunchContext, program: bool) -> str:
     if place.role == "allocation":
         nodes = f"on {place.nodes} nodes" if place.nodes else "on its nodes"
         return f"starts the ranks {nodes} of this allocation, by {command_for(place).name} ({place.kind})"
-    return "is alone: rank 0 of 1" if program else "starts all ranks on this host"
+    return "runs alone, as rank 0 of 1" if program else "starts all ranks on this host"
 
 
 def _facts(place: LaunchContext) -> list[tuple[str, str]]:

@@ -28,7 +28,7 @@ class Conditions:
     Attributes:
         cpus: those that this process may use.
         load: processes that ran or waited, on the whole host, in the last minute before.
-        waited: the share of that minute in which one of them had to wait for a CPU; None where the kernel does not say.
+        waited: the share of that minute in which one of them had to wait for a CPU; None where that is not known.
         governor: how the CPUs' frequency is chosen; "" where that is not shown.
         busy: how many of the CPUs others kept busy while it was measured; None before.
         steal: the share of the CPUs' time that the hypervisor gave to others; None before.

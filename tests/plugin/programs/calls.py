@@ -6,7 +6,8 @@ import torch
 import torch.distributed as td
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import init_device_mesh
-from worlds import refusal
+
+from support.worlds import refusal
 
 
 def _mine(*shape):

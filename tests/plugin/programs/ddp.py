@@ -16,7 +16,8 @@ from torch.distributed.algorithms.model_averaging import averagers, hierarchical
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from worlds import refusal
+
+from support.worlds import refusal
 
 
 class _Branches(nn.Module):

@@ -26,7 +26,7 @@ def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
     read = Reader(environ, "flux")
     if not read.text("FLUX_URI", "A Flux instance, whose nodes are ours.") or not launcher:
         return None
-    return allocation_of(read, "flux", ways=("flux",))
+    return allocation_of(read, "flux", remote_commands=("flux",))
 
 
 def _read_hosts(context: LaunchContext) -> tuple[Slots, ...]:

@@ -51,7 +51,7 @@ class RemoteCommand:
     environ: Callable[[Mapping[str, str]], dict[str, str]] = dict
     carries_environ: bool = True
     takes_names: bool = True
-    explain: Callable[[str, int | None, str], str] = lambda host, code, said: ""
+    explain: Callable[[str, int | None, str], str] = lambda host, code, stderr: ""
     noise: tuple[bytes, ...] = ()
 
 
@@ -70,7 +70,7 @@ class Job:
         time_s: how long it may take; None for the queue's default.
         queue: partition or queue.
         account: account or project.
-        folder: where it runs; "" where the image says.
+        folder: where it runs; "" where the image sets it.
         python: the interpreter.
         venv: the virtual environment that this is of, or "".
         image: of containers: the image.

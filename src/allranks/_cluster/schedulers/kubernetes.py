@@ -60,7 +60,7 @@ def _find_pytorchjob(environ: Environ, launcher: bool) -> LaunchContext | None:
         return None
     read = Reader(environ, "pytorchjob")
     read.require("RANK", "WORLD_SIZE", "MASTER_ADDR")
-    nodes = read.number("WORLD_SIZE", "The number of pods, as nobody says LOCAL_RANK.", 1)
+    nodes = read.number("WORLD_SIZE", "The number of pods, as LOCAL_RANK is not set.", 1)
     assert nodes is not None
     context = LaunchContext(
         "pytorchjob",
@@ -104,7 +104,7 @@ def _file(job: Job) -> str:
     limits += [f"memory: {job.memory_mib}Mi"] if job.memory_mib else []
     limits += [f"nvidia.com/gpu: {job.gpus}"] if job.gpus else []
     ours = [f"name: {_quoted(job.name)}"] + ([f"namespace: {_quoted(job.namespace)}"] if job.namespace else [])
-    # At the deadline pods are told, and have the grace period then.
+    # At the deadline pods are signalled, and have the grace period then.
     deadline = [f"activeDeadlineSeconds: {noticed_after(job) or job.time_s}"] if job.time_s else []
     template = (Path(__file__).parent / "indexed_job.yaml").read_text()
     return template.format(

@@ -19,21 +19,21 @@ __all__ = ["SCHEDULER"]
 
 
 def _read_jsrun(read: Reader, context: LaunchContext) -> LaunchContext:
-    hostfile = read.text("LSB_DJOB_RANKFILE", "The nodes stand in this file, behind the launch host.")
+    hostfile = read.text("LSB_DJOB_RANKFILE", "This file lists the nodes, after the launch host.")
     job = read.text("LSB_JOBID", "The job.")
     return replace(context, hostfile=f"LSB_DJOB_RANKFILE={hostfile}" if hostfile else "", job=job)
 
 
 def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
     read = Reader(environ, "lsf")
-    path = read.text("LSB_DJOB_HOSTFILE", "Its hosts stand in this file.")
+    path = read.text("LSB_DJOB_HOSTFILE", "This file lists its hosts.")
     pairs = read.text("LSB_MCPU_HOSTS", "Its hosts, and how many processes each is meant for.")
     job = read.text("LSB_JOBID", "The job.")
     if not (path or pairs) or not launcher:
         return None
     hosts = parse_pairs(pairs, "LSB_MCPU_HOSTS") if pairs else ()
     hostfile = f"LSB_DJOB_HOSTFILE={path}" if path else ""
-    return allocation_of(read, "lsf", hosts=hosts, hostfile=hostfile, ways=("blaunch",), job=job)
+    return allocation_of(read, "lsf", hosts=hosts, hostfile=hostfile, remote_commands=("blaunch",), job=job)
 
 
 def _read_hosts(context: LaunchContext) -> tuple[Slots, ...]:

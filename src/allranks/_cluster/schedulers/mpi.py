@@ -23,7 +23,7 @@ def _read_openmpi(read: Reader, context: LaunchContext) -> LaunchContext:
 
 
 def _read_pals(read: Reader, context: LaunchContext) -> LaunchContext:
-    hostfile = read.text("PBS_NODEFILE", "The nodes stand in this file.")
+    hostfile = read.text("PBS_NODEFILE", "This file lists the nodes.")
     context = replace(context, hostfile=f"PBS_NODEFILE={hostfile}" if hostfile else "")
     return read_pmi(read, replace(context, job=read.text("PALS_APID", "The job's name.")))
 

@@ -20,11 +20,11 @@ __all__ = ["SCHEDULER"]
 
 def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
     read = Reader(environ, "pbs")
-    path = read.text("PBS_NODEFILE", "Its nodes stand in this file.")
+    path = read.text("PBS_NODEFILE", "This file lists its nodes.")
     job = read.text("PBS_JOBID", "The job.")
     if not path or not launcher:
         return None
-    return allocation_of(read, "pbs", hostfile=f"PBS_NODEFILE={path}", ways=("pbsdsh",), job=job)
+    return allocation_of(read, "pbs", hostfile=f"PBS_NODEFILE={path}", remote_commands=("pbsdsh",), job=job)
 
 
 def _pbsdsh(hosts: Sequence[Slots], agent: Sequence[str]) -> list[list[str]]:

@@ -45,7 +45,7 @@ def job_script(job: Job, mark: str, directives: Sequence[str], before: Sequence[
 
 
 def noticed_after(job: Job) -> int | None:
-    """After how many seconds a job is told to end; None if it is to have no notice."""
+    """After how many seconds a job is signalled to end; None if it is to have no notice."""
     return job.time_s - NOTICE_S if job.time_s is not None and job.time_s > NOTICE_S else None
 
 

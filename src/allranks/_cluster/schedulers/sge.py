@@ -18,11 +18,11 @@ __all__ = ["SCHEDULER"]
 
 def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
     read = Reader(environ, "sge")
-    path = read.text("PE_HOSTFILE", "Its hosts stand in this file.")
+    path = read.text("PE_HOSTFILE", "This file lists its hosts.")
     job = read.text("JOB_ID", "The job.")
     if not path or not launcher:
         return None
-    return allocation_of(read, "sge", hostfile=f"PE_HOSTFILE={path}", ways=("qrsh",), job=job)
+    return allocation_of(read, "sge", hostfile=f"PE_HOSTFILE={path}", remote_commands=("qrsh",), job=job)
 
 
 def _read_hosts(context: LaunchContext) -> tuple[Slots, ...]:

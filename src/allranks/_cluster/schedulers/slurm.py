@@ -82,7 +82,7 @@ def _find_allocation(environ: Environ, launcher: bool) -> LaunchContext | None:
     if len(counts) != len(names):
         counts = [None] * len(names)
     hosts = tuple(Slots(name, count) for name, count in zip(names, counts, strict=True))
-    return allocation_of(read, "slurm", hosts=hosts, ways=("srun",), job=job)
+    return allocation_of(read, "slurm", hosts=hosts, remote_commands=("srun",), job=job)
 
 
 def _alone(read: Reader, tasks: str, instead: str) -> LaunchContext | None:

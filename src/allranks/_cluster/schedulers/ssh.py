@@ -31,14 +31,14 @@ def _words(host: str, agent: Sequence[str], program: str) -> list[str]:
     return [*words, *options, host, "exec " + shlex.join(agent)]
 
 
-def _explain(host: str, code: int | None, said: str) -> str:
+def _explain(host: str, code: int | None, stderr: str) -> str:
     if code != 255:
         return ""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     hint = ""
-    if "Permission denied" in said:
+    if "Permission denied" in stderr:
         hint = f" (ssh must get in without a password: ssh-copy-id {host}, or --ssh 'ssh -i KEY')"
-    elif "Host key verification failed" in said:
+    elif "Host key verification failed" in stderr:
         hint = f" (connect once by hand: ssh {host})"
     return f"ssh cannot connect: {lines[-1] if lines else 'no reason given'}{hint}"
 

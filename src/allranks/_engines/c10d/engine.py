@@ -171,8 +171,8 @@ class C10dEngine(FlatEngine):
             raise AllranksError(f"{here}: the group was destroyed while the call was pending") from error
         died, left = ([], {}) if self._presence is None else self._presence.gone()
         if died or left:
-            said = [f"{self._who(rank)} died" for rank in died] + [f"{self._who(rank)} has left" for rank in left]
-            raise PeerLostError(f"{here}: {', '.join(said)}.\n  {self.name}: {text}", [*died, *left][0]) from error
+            fates = [f"{self._who(rank)} died" for rank in died] + [f"{self._who(rank)} has left" for rank in left]
+            raise PeerLostError(f"{here}: {', '.join(fates)}.\n  {self.name}: {text}", [*died, *left][0]) from error
         if "Duplicate GPU" in str(error):
             raise UsageError(
                 f"{here}: two ranks of it are on one GPU, and nccl wants one for each. Choose with "
@@ -182,7 +182,7 @@ class C10dEngine(FlatEngine):
         if "timed out" in text.lower() or "timeout" in text.lower():
             raise TimeoutError(
                 f"{here}: a rank did not call within {self.timeout_s:g} s, or another rank gave up after that time. "
-                f"{self.name} does not say which, and the group cannot be used any more.\n  {self.name}: {text}\n"
+                f"{self.name} does not report which, and the group cannot be used any more.\n  {self.name}: {text}\n"
                 "  A longer timeout is given by init_process_group(timeout=...)"
             ) from error
         raise AllranksError(f"{here}: {self.name}: {text}") from error
@@ -314,12 +314,12 @@ def _op(op: ReduceOp) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    """What torch says, without the place in its source."""
+    """The text of torch's error, without the place in its source."""
     return re.sub(r"^\[\S+:\d+\] ", "", str(error).partition("\n")[0]).partition(" This is typically")[0]
 
 
 def _within(seconds: float, done: Callable[[], bool]) -> bool:
-    """Waits for so long until something is done; says whether it is."""
+    """Waits for so long until something is done; returns whether it is."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
 """The mpi engine: MPI through mpi4py, for jobs that mpirun has started.
 
 A group has a communicator of its own. Every call is one of MPI's that do not block, and whoever waits for it asks
-again and again (`job.poll`): so Ctrl-C is heard, a timeout ends the wait, and a blocking call on one rank meets an
+again and again (`job.poll`): so Ctrl-C is noticed, a timeout ends the wait, and a blocking call on one rank meets an
 asynchronous one on another. What nobody waits for is moved by a thread (`_Mover`).
 
 What MPI does by itself, found with Open MPI 5.0 and MPICH 5.0, and what is done about it:
@@ -9,7 +9,7 @@ What MPI does by itself, found with Open MPI 5.0 and MPICH 5.0, and what is done
 - MIN and MAX lose NaN. Floating-point numbers are compared as integers that have their order (`_keys`).
 - Open MPI's SUM of 8 and 16 bits saturates. They are summed in 32 bits, as are halves, which MPI does not know.
 - Counts end at 2^31 - 1 in many MPIs. A larger piece travels as one element of a type of its own (`_span`).
-- A rank that leaves is not noticed by those that wait for it. `Presence` tells them.
+- A rank that leaves is not noticed by those that wait for it. `Presence` notifies them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from allranks._base.errors import AllranksError, ConfigError, MismatchError, Pee
 from allranks._base.threads import Daemon
 from allranks._call.types import ReduceOp
 from allranks._cluster.host import usable_cpus
+from allranks._engines.checks import CODES
 from allranks._engines.flat import FlatEngine, FlatWork, Progress
 from allranks._engines.mpi import job
 from allranks._engines.mpi.job import lock, poll
-from allranks._engines.operands import CODES, Operands
+from allranks._engines.operands import Operands
 from allranks._engines.presence import Presence
 from allranks._engines.spec import RECORD_BYTES, Exchange
 
@@ -105,9 +106,11 @@ class MpiEngine(FlatEngine):
         if world.size == 1 and len(rows) > 1:
             raise job.not_launched(self.mpi, len(rows))
         if len(set(ranks)) < len(ranks) or len({row[1] for row in rows}) > 1:
-            raise ConfigError(f"group '{group_name}' on mpi: its ranks are not of one MPI job (there they are {ranks})")
+            raise ConfigError(
+                f"group '{group_name}' on mpi: its ranks are not of one MPI job (their ranks in MPI: {ranks})"
+            )
         secret: bytes = rows[0][3]
-        self._presence = Presence(rank, members, secret)  # before they meet: then all hear of who leaves at once
+        self._presence = Presence(rank, members, secret)  # before they meet: then all learn at once which rank leaves
         self._threads = self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
         # It waits for the others, whose other threads may wait for ours: not with the lock, if MPI does without.
         with nullcontext() if self._threads else lock:
@@ -376,11 +379,11 @@ class MpiEngine(FlatEngine):
         here = self.here(verb)
         match error:
             case _Gone():
-                said = ", ".join(f"{self._who(rank)} {fate}" for rank, fate in error.ranks.items())
-                raise PeerLostError(f"{here}: {said}.", next(iter(error.ranks))) from None
+                fates = ", ".join(f"{self._who(rank)} {fate}" for rank, fate in error.ranks.items())
+                raise PeerLostError(f"{here}: {fates}.", next(iter(error.ranks))) from None
             case _Late():
                 raise TimeoutError(
-                    f"{here}: another rank did not call within {self.timeout_s:g} s. MPI does not say which"
+                    f"{here}: another rank did not call within {self.timeout_s:g} s. MPI does not report which"
                     f"{', and the group cannot be used any more' if self._lost else ''}.\n"
                     "  A longer timeout is given by init_process_group(timeout=...)"
                 ) from None
@@ -432,7 +435,7 @@ class MpiEngine(FlatEngine):
 
 
 def _cancelled(work: FlatWork) -> bool:
-    """Ends a call if that can be done; says whether it has ended."""
+    """Ends a call if that can be done; returns whether it has ended."""
     return isinstance(work.progress, _Requests) and work.progress.cancel()
 
 

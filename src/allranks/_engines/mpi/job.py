@@ -39,9 +39,9 @@ _STARTED_BY = {
 }
 
 _TAG = 24_934  # of the messages of a first meeting, which go over MPI's own world beside the program's own
-_FRAME_BYTES = 512  # of what a rank says in a meeting
+_FRAME_BYTES = 512  # of what a rank sends in a meeting
 _NAMED = 100  # so many missing ranks are named
-_GRACE_S = 0.5  # to hear from rank 0 at the end who is missing
+_GRACE_S = 0.5  # to receive from rank 0 at the end which ranks are missing
 
 _SPIN_S = 50e-6
 _YIELD_S = 5e-3
@@ -132,7 +132,7 @@ def join(rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str
     """Meets the other ranks of the job.
 
     Args:
-        rank: what the program takes itself for; -1: what MPI says.
+        rank: as the program gives it; -1: MPI's.
         world_size: how many it expects; -1: as many as there are.
         timeout_s: how long to wait for the others.
         environ: the environment.
@@ -143,9 +143,9 @@ def join(rank: int, world_size: int, timeout_s: float, environ: Mapping[str, str
     """
     mpi = start()
     world = mpi.COMM_WORLD
-    told = read_int(environ, "WORLD_SIZE", 1) if world_size == -1 else world_size
-    if world.size == 1 and told is not None and told > 1:
-        raise not_launched(mpi, told)
+    expected = read_int(environ, "WORLD_SIZE", 1) if world_size == -1 else world_size
+    if world.size == 1 and expected is not None and expected > 1:
+        raise not_launched(mpi, expected)
     for name, given, real in (("world_size", world_size, world.size), ("rank", rank, world.rank)):
         if given not in (-1, real):
             raise ConfigError(
@@ -169,7 +169,7 @@ def not_launched(mpi: Any, processes: int) -> ConfigError:
 
 
 def poll(ended: Callable[[], bool], seconds: float, waited_s: float = 0.0, spin: bool = True) -> bool:
-    """Asks until it is so, or the time is over; says which.
+    """Asks until it is so, or the time is over; returns which.
 
     Spins, then yields its CPU, then sleeps: MPI moves nothing for a rank that sleeps, and so it is asked several times
     after each nap.
@@ -197,33 +197,37 @@ def poll(ended: Callable[[], bool], seconds: float, waited_s: float = 0.0, spin:
 
 
 def _meet(mpi: Any, deadline: float, timeout_s: float) -> None:
-    """Returns when all ranks are here; rank 0 tells the others who is not."""
+    """Returns when all ranks are here; rank 0 sends the others the ranks that are not."""
     global _comm, _failed
     if _failed:
         raise JoinError(f"The ranks of this MPI job cannot meet again: {_failed}. Start the job anew.")
     comm = mpi.COMM_WORLD if _comm is None else _comm
-    others, said = range(1, comm.size), bytearray(_FRAME_BYTES)
-    heard = {rank: comm.Irecv([bytearray(1), mpi.BYTE], rank, _TAG) for rank in others} if comm.rank == 0 else {}
+    others, frame_of_missing = range(1, comm.size), bytearray(_FRAME_BYTES)
+    receives = {rank: comm.Irecv([bytearray(1), mpi.BYTE], rank, _TAG) for rank in others} if comm.rank == 0 else {}
     missing: list[int] = []
     try:
         if comm.rank == 0:
-            _within(lambda: _all_end(heard.values()), deadline)
-            missing = [rank for rank in others if not heard[rank].Test()]
-            said[:] = _framed(msgspec.msgpack.encode(missing[:_NAMED]))
-            telling = [comm.Isend([said, mpi.BYTE], rank, _TAG) for rank in others if rank not in missing]
-            _within(lambda: _all_end(telling), deadline + _GRACE_S)
+            _within(lambda: _all_end(receives.values()), deadline)
+            missing = [rank for rank in others if not receives[rank].Test()]
+            frame_of_missing[:] = _framed(msgspec.msgpack.encode(missing[:_NAMED]))
+            sends = [comm.Isend([frame_of_missing, mpi.BYTE], rank, _TAG) for rank in others if rank not in missing]
+            _within(lambda: _all_end(sends), deadline + _GRACE_S)
         else:
             comm.Isend([bytearray(1), mpi.BYTE], 0, _TAG)
-            hearing = comm.Irecv([said, mpi.BYTE], 0, _TAG)
-            heard[0] = hearing
-            missing = msgspec.msgpack.decode(_unframed(said)) if _within(hearing.Test, deadline + _GRACE_S) else [0]
+            receive = comm.Irecv([frame_of_missing, mpi.BYTE], 0, _TAG)
+            receives[0] = receive
+            missing = (
+                msgspec.msgpack.decode(_unframed(frame_of_missing))
+                if _within(receive.Test, deadline + _GRACE_S)
+                else [0]
+            )
     except BaseException:
         missing = missing or [comm.rank]
         raise
     finally:
         if missing:
             _failed = f"{rank_list(missing)} did not join before"
-            for request in heard.values():
+            for request in receives.values():
                 if not request.Test():
                     request.Cancel()
     if missing:
@@ -275,11 +279,11 @@ def _check_launcher(mpi: Any) -> None:
     if started and mpi.COMM_WORLD.size > 1:
         return
     for name, starter in _STARTED_BY.items():
-        told = os.environ.get(name, "")
+        count = os.environ.get(name, "")
         strange = started or (name == "OMPI_COMM_WORLD_SIZE" and mpi.get_vendor()[0] != "Open MPI")
-        if strange and told.isdecimal() and int(told) > 1:
+        if strange and count.isdecimal() and int(count) > 1:
             raise ConfigError(
-                f"backend 'mpi': {starter} started {told} processes ({name}={told}), but mpi4py's MPI is "
+                f"backend 'mpi': {starter} started {count} processes ({name}={count}), but mpi4py's MPI is "
                 f"{_library(mpi)}, for which each of them is alone: they are not of the same MPI.\n  Start with the "
                 "mpirun of that MPI, or install mpi4py beside the MPI of this mpirun; one MPI per environment. "
                 "With srun: srun --mpi=pmix"

@@ -1,10 +1,10 @@
-"""Connects the native engine's ranks.
+"""Connects the ranks of the native engine.
 
-Those of one host hand a piece of their memory to each other, over unix sockets in the abstract namespace, which leave
-no file behind. The sockets stay open as liveness sockets: the end of one says that its rank is gone. A group made from
-another uses that group's, and closes its own. Those of different hosts connect over TCP when they need it
-(`tcp`); from the beginning only the first ranks of hosts do, for signs of life. How the ranks hear of each
-other's addresses is the caller's business (`Exchange`): a store for the world, the parent group for a group made later.
+Ranks of one host exchange descriptors of their memory over unix sockets in the abstract namespace, which leave no file
+behind. The sockets stay open as liveness sockets: the end of one means that its rank has ended. A group made from
+another uses that group's, and closes its own. Ranks of different hosts connect over TCP when they need it (`tcp`). At
+the start only the first ranks of hosts do, for heartbeats. The caller gives the ranks each other's addresses
+(`Exchange`): by a store for the world, by the parent group for a group made later.
 
 Ranks are on one host where they see one running kernel and one network namespace (`_cluster.network.machine`). Their
 unix sockets must then connect: no host name and no number of local ranks is trusted.
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from allranks import _core
 from allranks._base.errors import JoinError, rank_list
 from allranks._base.forks import Socket
-from allranks._engines.native.tcp import Circle, Reception, Target
+from allranks._engines.native.tcp import ConnectionServer, PeerConnections, Target
 from allranks._engines.spec import RECORD_BYTES, Exchange
 from allranks._store import load_secret
 from allranks._store.client import credentials
@@ -34,39 +34,39 @@ from allranks._store.client import credentials
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["DOOR_BYTES", "Connections", "Door", "confirm", "connect"]
+__all__ = ["OFFER_BYTES", "Connections", "SegmentExchange", "confirm", "connect"]
 
-# What opens a door: the address's random name, and a token. The name can be seen by everybody on the host
-# (/proc/net/unix); the token, that of the host's first rank, is what proves that a peer belongs to the group.
+# What a rank publishes of its SegmentExchange: the address's random name, and a token. Everybody on the host can see
+# the name (/proc/net/unix). The token of the host's first rank proves that a peer belongs to the group.
 _NAME_BYTES, _TOKEN_BYTES = 8, 16
-DOOR_BYTES = _NAME_BYTES + _TOKEN_BYTES
+OFFER_BYTES = _NAME_BYTES + _TOKEN_BYTES
 _HELLO = struct.Struct(f"!{_TOKEN_BYTES}sI")
 
-# A record: that, and the port for ranks of other hosts, 0 where there are none. The first rank's token goes into what
-# the ranks of different hosts prove to each other.
+# A record: that, and the port for ranks of other hosts, 0 where there are none. The first rank's token is part of what
+# ranks of different hosts prove to each other.
 _PORT = struct.Struct("!H")
-assert DOOR_BYTES + _PORT.size <= RECORD_BYTES
+assert OFFER_BYTES + _PORT.size <= RECORD_BYTES
 
-# After an exchange all ranks are there. Who then dies before it has connected leaves others waiting, however long they
-# may wait for its calls.
+# After an exchange all ranks are there. A rank that dies before it has connected keeps others waiting, and the timeout
+# of their calls may be long.
 _THERE_S = 60.0
 _LOOPBACK = "127.0.0.1"
 
 
 class Connections(NamedTuple):
-    """What a rank holds of the others.
+    """The connections of a rank with the others.
 
     Attributes:
         segments: descriptors of the memories of this host's ranks, in order.
         liveness: the sockets to them that stay connected; None for this rank.
-        heartbeats: the connections for signs of life, by rank; None for others. Empty where this rank has none.
-        circle: what makes the connections with other hosts that are needed later; None where all share this host.
+        heartbeats: the connections for heartbeats, by rank; None for others. Empty where this rank has none.
+        peers: what makes the connections with other hosts that are needed later; None where all share this host.
     """
 
     segments: list[int]
     liveness: list[Socket | None]
     heartbeats: list[Socket | None]
-    circle: Circle | None
+    peers: PeerConnections | None
 
 
 def connect(
@@ -83,7 +83,7 @@ def connect(
         rank: this process in the group.
         members: who is in the group, by rank.
         host_of: which ranks are to share memory: those with the same number.
-        exchange: how they hear of each other.
+        exchange: gives every rank the records of all.
         create: makes this rank's memory.
         timeout_s: for all of it.
 
@@ -97,36 +97,36 @@ def connect(
     deadline = time.monotonic() + timeout_s
     near = [r for r, host in enumerate(host_of) if host == host_of[rank]]
     local = len({member.machine for member in members}) == 1  # and so is the network
-    with Door(memory) as door:
+    with SegmentExchange(memory) as offer:
         if len(near) == len(members):
-            records = exchange(door.record + _PORT.pack(0))
-            return Connections(*door.meet(rank, records, min(timeout_s, _THERE_S)), [], None)
+            records = exchange(offer.record + _PORT.pack(0))
+            return Connections(*offer.meet(rank, records, min(timeout_s, _THERE_S)), [], None)
         secret = load_secret()
-        reception = Reception.of((_LOOPBACK,) if local else members[rank].addresses)
-        circle = None
+        server = ConnectionServer.of((_LOOPBACK,) if local else members[rank].addresses)
+        peers = None
         heartbeats: list[Socket | None] = []
         try:
-            records = exchange(door.record + _PORT.pack(reception.port))
+            records = exchange(offer.record + _PORT.pack(server.port))
             targets: list[Target | None] = [
                 None
                 if r in near
-                else ((_LOOPBACK,) if local else members[r].addresses, _PORT.unpack(record[DOOR_BYTES:])[0])
+                else ((_LOOPBACK,) if local else members[r].addresses, _PORT.unpack(record[OFFER_BYTES:])[0])
                 for r, record in enumerate(records)
             ]
-            circle = Circle(reception, rank, members, targets, secret, records[0][_NAME_BYTES:DOOR_BYTES])
-            # Before its host's ranks meet: they find a leader missing that has not reached the other hosts.
-            heartbeats = circle.connect_heartbeats(
+            peers = PeerConnections(server, rank, members, targets, secret, records[0][_NAME_BYTES:OFFER_BYTES])
+            # Before the ranks of the host connect, which then miss a leader that has not reached the other hosts.
+            heartbeats = peers.connect_heartbeats(
                 _core.neighbours(rank, list(host_of)), max(deadline - time.monotonic(), 0.1)
             )
             left_s = max(deadline - time.monotonic(), 0.1)
-            segments, liveness = door.meet(near.index(rank), [records[r] for r in near], left_s, near)
+            segments, liveness = offer.meet(near.index(rank), [records[r] for r in near], left_s, near)
         except BaseException:
             for heartbeat in heartbeats:
                 if heartbeat is not None:
                     heartbeat.close()
-            circle.close() if circle is not None else reception.let_go()
+            peers.close() if peers is not None else server.let_go()
             raise
-    return Connections(segments, liveness, heartbeats, circle)
+    return Connections(segments, liveness, heartbeats, peers)
 
 
 def confirm(rank: int, sockets: Sequence[Socket | None], timeout_s: float) -> None:
@@ -149,8 +149,8 @@ def confirm(rank: int, sockets: Sequence[Socket | None], timeout_s: float) -> No
             connection.close()
 
 
-class Door:
-    """Where a rank hands out its piece of memory and gets the others': opened, announced by its record, used once.
+class SegmentExchange:
+    """Gives a rank's memory to the other ranks of its host, and gets theirs. Used once.
 
     Args:
         memory: this rank's; taken over.
@@ -174,7 +174,7 @@ class Door:
             raise
         self.record = name + secrets.token_bytes(_TOKEN_BYTES)
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> SegmentExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -229,7 +229,7 @@ def _meet(
     numbers: Sequence[int],
 ) -> None:
     size = len(records)
-    token = records[0][_NAME_BYTES:DOOR_BYTES]
+    token = records[0][_NAME_BYTES:OFFER_BYTES]
 
     def left() -> float:
         return max(0.001, deadline - time.monotonic())
@@ -259,12 +259,12 @@ def _meet(
                 socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
         for peer in range(rank):
             sockets[peer].settimeout(left())
-            heard, segments[peer] = _hear(sockets[peer], token)
-            if heard != peer:
+            other, segments[peer] = _receive(sockets[peer], token)
+            if other != peer:
                 raise JoinError(
                     f"rank {numbers[rank]}: what answers at the address of rank {numbers[peer]} is not that rank"
                 )
-        # Nobody goes on before everybody is connected: the way they heard of each other may then go away.
+        # No rank returns before all are connected: the store of the exchange may end then.
         _agree(numbers[rank], sockets.values(), deadline)
     except JoinError:  # an OSError, too
         raise
@@ -288,9 +288,9 @@ def _agree(number: int, sockets: Collection[Socket], deadline: float) -> None:
 
 
 def _callers(listener: Socket, token: bytes, deadline: float) -> Generator[tuple[Socket, int, int], None, None]:
-    """Who connects and knows the token: the connection, the rank and the segment.
+    """The peers that connect and have the token: the connection, the rank and the segment.
 
-    Others are dropped: those of another user at once, those that are silent at the end. None holds up another.
+    Others are dropped: those of another user at once, those that send nothing at the end. None delays another.
 
     Raises:
         TimeoutError: at the deadline.
@@ -311,7 +311,7 @@ def _callers(listener: Socket, token: bytes, deadline: float) -> Generator[tuple
                     continue
                 selector.unregister(connection)
                 silent.remove(connection)
-                peer, segment = _hear(connection, token)
+                peer, segment = _receive(connection, token)
                 if peer >= 0:
                     yield connection, peer, segment
                 else:
@@ -335,15 +335,15 @@ def _accepted(listener: Socket) -> Socket | None:
     return connection
 
 
-def _hear(connection: socket.socket, token: bytes) -> tuple[int, int]:
-    """The rank and the segment of a peer that knows the token; (-1, -1) for anybody else."""
+def _receive(connection: socket.socket, token: bytes) -> tuple[int, int]:
+    """The rank and the segment of a peer that has the token; (-1, -1) of any other."""
     try:
         message, fds, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
     except (BlockingIOError, ConnectionError):
         return -1, -1
     if len(message) == _HELLO.size and len(fds) == 1:
-        said, rank = _HELLO.unpack(message)
-        if secrets.compare_digest(said, token):
+        given, rank = _HELLO.unpack(message)
+        if secrets.compare_digest(given, token):
             return rank, fds[0]
     for fd in fds:
         os.close(fd)

@@ -31,9 +31,19 @@ from allranks._call.work import Work, seconds_of
 from allranks._cluster.env import read_int
 from allranks._cluster.host import usable_cpus
 from allranks._engines.base import Engine, Parent, never
-from allranks._engines.native.connect import DOOR_BYTES, Door, confirm, connect
+from allranks._engines.checks import (
+    CODES,
+    check_has_elements,
+    check_own_piece,
+    check_pieces,
+    check_same_dtype,
+    check_tensor,
+    factor_of,
+    not_taken,
+)
+from allranks._engines.native.connect import OFFER_BYTES, Connections, SegmentExchange, confirm, connect
 from allranks._engines.native.errors import explain
-from allranks._engines.operands import CODES, Operands, OperandsWork, check_pieces
+from allranks._engines.operands import Operands, OperandsWork
 from allranks._engines.spec import Exchange
 
 if TYPE_CHECKING:
@@ -86,7 +96,7 @@ class NativeEngine(Engine):
         self._members = members
         self._group_name = group_name
         # Works whose tensors the core may still use, although the caller may have dropped all of them. Entered
-        # before the core hears of them, so that no exception in between can let a tensor go.
+        # before the core gets them, so that no exception in between can let a tensor go.
         self._pending: set[NativeWork] = set()
         self._many = _MANY_PENDING
         self._timeout_s = timeout_s
@@ -95,39 +105,24 @@ class NativeEngine(Engine):
         host_of = [hosts.index(host) for host in hosts]
         self._spans_hosts = len(set(host_of)) > 1
         size = host_of.count(host_of[rank])
-        sizes = _core.Sizes()
-        sizes.pipe = min(max(_PIPES_BYTES // size // 4096 * 4096, _PIPE_BYTES[0]), _PIPE_BYTES[1])
-        place = host_of[:rank].count(host_of[rank])
-        if self._spans_hosts:
-            sizes.ranks = len(members)
+        sizes = _sizes(size, len(members), self._spans_hosts)
+        local_rank = host_of[:rank].count(host_of[rank])
         shared = None
-        if parent is not None:  # and closed: the exchange says so
+        if parent is not None:  # if it is closed, the exchange raises
             shared = parent.engine.liveness([parent.ranks[r] for r, host in enumerate(hosts) if host == hosts[rank]])
-        made = connect(rank, members, host_of, exchange, lambda: _core.create_segment(place, size, sizes), timeout_s)
-        self._circle = made.circle
-        self._troubles = made.circle.troubles if made.circle is not None else {}
-        spare = usable_cpus() - size
-        spins = _SPIN_US if spare >= 0 else 0.0, _SPIN_US if spare >= size else 0.0
-        eager_mib = read_int(os.environ, "ALLRANKS_MESSAGE_BUFFER", 0, _EAGER_MIB[1])
-        eager = (_EAGER_MIB[0] if eager_mib is None else eager_mib) << 20
+        made = connect(
+            rank, members, host_of, exchange, lambda: _core.create_segment(local_rank, size, sizes), timeout_s
+        )
+        self._peers = made.peers
+        self._troubles = made.peers.troubles if made.peers is not None else {}
         try:
-            with guard:
-                heartbeats = _numbers(made.heartbeats)
-                liveness = shared or _core.Liveness(_numbers(made.liveness))
-                if made.circle is None:
-                    self.comm = _core.Comm(rank, sizes, made.segments, liveness, timeout_s, *spins, eager)
-                else:
-                    self.comm = _core.Comm.across_hosts(
-                        rank, host_of, sizes, made.segments, liveness, heartbeats,
-                        made.circle.asking_pipe, made.circle.number, timeout_s, *spins, eager,
-                    )  # fmt: skip
-                    made.circle.comm = self.comm
+            self.comm = _make_comm(rank, host_of, sizes, made, shared, timeout_s)
         except BaseException as error:
             for socket in made.liveness:
                 if socket is not None:
                     socket.close()  # else the others would wait for this rank
-            if made.circle is not None:
-                made.circle.close()
+            if made.peers is not None:
+                made.peers.close()
             if isinstance(error, _core.Failure):
                 words = explain(error, "", group=group_name, rank=rank, members=members, last_calls=[], troubles={})
                 raise JoinError(f"group '{group_name}' (rank {rank}) could not be made: {words}") from None
@@ -178,11 +173,7 @@ class NativeEngine(Engine):
             and all(isinstance(output, Tensor) for output in outputs)
             and len({output.numel() for output in outputs}) > 1
         ):
-            if outputs[self._rank].numel() != tensor.numel():
-                raise UsageError(
-                    f"all_gather: the tensor for this rank ({self._rank}) has {outputs[self._rank].numel()} elements, "
-                    f"what it gives has {tensor.numel()}"
-                )
+            check_own_piece("all_gather", outputs[self._rank], tensor, self._rank)
             return self._exchange("all_gather", outputs, [tensor] * len(self._members), async_op)  # uneven pieces
         self._check(tensor, "all_gather")
         operands = _on_host("all_gather")
@@ -222,8 +213,8 @@ class NativeEngine(Engine):
     def _exchange(self, verb: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
         code = self._check(inputs[0], verb)
         for tensor in (*inputs, *outputs):
-            if self._check(tensor, verb) != code:
-                raise UsageError(f"{verb}: tensors of {inputs[0].dtype} and {tensor.dtype} together")
+            self._check(tensor, verb)
+            check_same_dtype(verb, inputs[0], tensor)
         operands = _on_host(verb)
         ins, outs = operands.exchange(inputs, outputs, self._rank)
         return self._call(
@@ -289,19 +280,19 @@ class NativeEngine(Engine):
         if self._spans_hosts:
             self._vote(nbytes, b"", "")
             return super().empty_shared(nbytes)
-        # Whatever fails on one rank, all take part in both votes, so that all hear of it.
-        door, refused = None, ""
+        # Whatever fails on one rank, all take part in both votes, so that all learn of it.
+        offer, refused = None, ""
         try:
-            door = Door(_core.create_memory(nbytes)) if nbytes else None
+            offer = SegmentExchange(_core.create_memory(nbytes)) if nbytes else None
         except (OSError, _core.Failure) as error:
             refused = self._in_words(error)
-        records = self._vote(nbytes, door.record if door else bytes(DOOR_BYTES), refused)
-        if door is None:
+        records = self._vote(nbytes, offer.record if offer else bytes(OFFER_BYTES), refused)
+        if offer is None:
             return super().empty_shared(0)
         block = None
         try:
-            with door:
-                parts, sockets = door.meet(self._rank, records, min(self._timeout_s / 2, _MEETING_S))
+            with offer:
+                parts, sockets = offer.meet(self._rank, records, min(self._timeout_s / 2, _MEETING_S))
             for socket in sockets:
                 if socket is not None:
                     socket.close()
@@ -344,9 +335,9 @@ class NativeEngine(Engine):
 
     def close(self) -> None:
         self.comm.close()
-        if self._circle is not None:
-            self._circle.close()
-            self._circle = None
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
         self.now = never
         self._pending.clear()
 
@@ -369,16 +360,11 @@ class NativeEngine(Engine):
 
     def _check(self, tensor: Tensor, verb: str) -> int:
         """The core's code of the dtype, of a tensor whose elements can be had."""
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
-        if tensor.is_meta:
-            raise UsageError(
-                f"{verb} on group '{self._group_name}' (rank {self._rank}): the tensor is on meta, and so has a shape "
-                "but no elements"
-            )
+        check_tensor(verb, tensor)
+        check_has_elements(verb, tensor, self._group_name, self._rank)
         code = CODES.get(tensor.dtype)
         if code is None or tensor.layout is not torch.strided:
-            raise UsageError(f"{verb}: cannot take a tensor of {tensor.dtype}, {tensor.layout}")
+            raise not_taken(verb, tensor)
         if type(tensor) is not Tensor and tensor.is_cpu and tensor.numel() and not tensor.data_ptr():
             raise UsageError(
                 f"{verb}: a {type(tensor).__name__} has no memory of its own. Give what is in it: "
@@ -391,11 +377,8 @@ class NativeEngine(Engine):
     ) -> tuple[int, ReduceOp, float | Tensor | None]:
         """The core's codes of dtype and op, and what to multiply the operand with before."""
         code = self._check(tensor, verb)
-        factor: float | Tensor | None = None
-        if isinstance(op, PremulSum):
-            factor, op = op.factor, ReduceOp.PREMUL_SUM
-        elif op is ReduceOp.PREMUL_SUM:
-            raise UsageError(f"{verb}: PREMUL_SUM needs its factor: op=premul_sum(factor)")
+        factor = factor_of(verb, op)
+        op = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
         if not _core.reduces(code, op):
             raise UsageError(f"{verb} does not support {op.name} of {tensor.dtype} tensors")
         return code, op, factor
@@ -468,6 +451,41 @@ class NativeEngine(Engine):
         finally:
             if work.done():
                 self._pending.discard(work)
+
+
+def _sizes(size: int, ranks: int, spans_hosts: bool) -> _core.Sizes:
+    """The sizes of a segment of one of ``size`` ranks of a host."""
+    sizes = _core.Sizes()
+    sizes.pipe = min(max(_PIPES_BYTES // size // 4096 * 4096, _PIPE_BYTES[0]), _PIPE_BYTES[1])
+    if spans_hosts:
+        sizes.ranks = ranks
+    return sizes
+
+
+def _make_comm(
+    rank: int,
+    host_of: list[int],
+    sizes: _core.Sizes,
+    made: Connections,
+    shared: _core.Liveness | None,
+    timeout_s: float,
+) -> _core.Comm:
+    """Gives what has been connected to the core. ``shared``: the parent's liveness sockets."""
+    size = host_of.count(host_of[rank])
+    spare = usable_cpus() - size
+    spins = _SPIN_US if spare >= 0 else 0.0, _SPIN_US if spare >= size else 0.0
+    eager_mib = read_int(os.environ, "ALLRANKS_MESSAGE_BUFFER", 0, _EAGER_MIB[1])
+    eager = (_EAGER_MIB[0] if eager_mib is None else eager_mib) << 20
+    with guard:
+        heartbeats = _numbers(made.heartbeats)
+        liveness = shared or _core.Liveness(_numbers(made.liveness))
+        if made.peers is None:
+            return _core.Comm(rank, sizes, made.segments, liveness, timeout_s, *spins, eager)
+        made.peers.comm = _core.Comm.across_hosts(
+            rank, host_of, sizes, made.segments, liveness, heartbeats,
+            made.peers.asking_pipe, made.peers.number, timeout_s, *spins, eager,
+        )  # fmt: skip
+        return made.peers.comm
 
 
 def _numbers(sockets: Sequence[Socket | None]) -> list[int]:

@@ -1,9 +1,9 @@
-"""The native engine's failures in words: the core's facts, with hosts and names, for people."""
+"""The errors of the native engine: the facts of the core, with the names and hosts of ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from allranks import _core
 from allranks._base.errors import AllranksError, MismatchError, PeerLostError, TimeoutError, UsageError, rank_list
@@ -37,84 +37,115 @@ def explain(
         troubles: why this rank could not be connected with others.
     """
     kind, peer, reporter, call, theirs, seconds, calls, waiting_for, sites, text, waits, unasked = failure.args
-
-    def who(other: int) -> str:
-        return f"rank {other} ({members[other].host}, pid {members[other].pid})" if other >= 0 else "any rank"
-
-    def last_call(other: int) -> str:
-        number, (last, *_) = last_calls[other]
-        said = f"last called {last} #{number}" if number else "had not called any collective"
-        return f"  rank {other} {said}."
-
     if reporter == rank and theirs[0] in _core.PURPOSES:
         verb = theirs[0]
     if kind == "system":
         return AllranksError(text)
     if kind == "forked":
         return refusal(f"{verb} on group '{group}': the group")
+    ranks = _Ranks(rank, members, last_calls)
     number, noticed = "", ""
     if reporter == rank:
         number = f" #{call}" if call else ""
     elif reporter >= 0:
-        noticed = f"\n  noticed by {who(reporter)} in {theirs[0]}{f' #{call}' if call else ''}"
+        noticed = f"\n  noticed by {ranks.name(reporter)} in {theirs[0]}{f' #{call}' if call else ''}"
     here = f"{verb}{number} on group '{group}' (rank {rank} of {len(members)})"
     if kind == "mismatch":
-        return MismatchError(_mismatch(verb if text else theirs[0], call, peer, calls, sites, text, group, rank, who))
+        return MismatchError(_mismatch(verb if text else theirs[0], call, peer, calls, sites, text, group, ranks))
     if kind == "timeout":
-        missing = waiting_for or [peer]
-        hint = "  A longer timeout is given by init_process_group(timeout=...)"
-        if peer == -1:  # a wait with a timeout of its own: who is behind in its calls?
-            begun = last_calls[rank][0]
-            missing = [
-                other for other, (number, _) in enumerate(last_calls) if 0 < (begun - number) % (1 << 32) < 1 << 31
-            ]
-            hint = "  The call goes on: wait() may be called again."
-        lines = [f"{here}: no data from {', '.join(map(who, missing)) or 'other ranks'} for {seconds:.1f} s."]
-        circle = _circle(waits)
-        if circle:
-            missing = circle
-            hint = "  Each of them waits for another: let one of them send first, or start with isend or irecv"
-            lines = [f"{here}: {rank_list(sorted(circle))} wait for each other, for {seconds:.1f} s."]
-        if len(waits) > 1:
-            lines.append(_chain(waits))
-        else:
-            lines += [last_call(other) for other in missing[:4] if other >= 0]
-        if unasked:
-            lines.append(_unasked(unasked))
-        error = TimeoutError("\n".join([*lines, hint]) + noticed)
-        error.ranks = tuple(missing)
-        return error
+        return _timeout(
+            f"{here}: ", noticed, ranks, None if peer == -1 else waiting_for or [peer], seconds, waits, unasked
+        )
     if kind == "closed":
         return UsageError(f"{here}: the group was destroyed while the call was pending")
-    if kind == "interrupted":
-        return PeerLostError(f"{here}: {who(peer)} was interrupted (Ctrl-C).{noticed}", peer)
+    who = ranks.name(peer)
     if kind == "memory":
         return AllranksError(
-            f"{here}: {who(peer)} ran out of memory in the middle of the call, so that the group cannot go on.{noticed}"
+            f"{here}: {who} ran out of memory in the middle of the call, so that the group cannot go on.{noticed}"
         )
+    return PeerLostError(f"{here}: {who} {_loss(kind, ranks.last_call(peer), noticed, troubles.get(peer))}", peer)
+
+
+class _Ranks(NamedTuple):
+    """The ranks of the group, in words.
+
+    Attributes:
+        rank: this one.
+        members: as in `explain`, as is the next.
+    """
+
+    rank: int
+    members: Sequence[Member]
+    last_calls: Sequence[tuple[int, _core.Call]]
+
+    def name(self, other: int) -> str:
+        return f"rank {other} ({self.members[other].host}, pid {self.members[other].pid})" if other >= 0 else "any rank"
+
+    def last_call(self, other: int) -> str:
+        if not 0 <= other < len(self.last_calls):
+            return ""
+        number, (last, *_) = self.last_calls[other]
+        return f"  rank {other} {f'last called {last} #{number}' if number else 'had not called any collective'}."
+
+    def behind(self) -> list[int]:
+        """Those that have begun fewer collectives than this one."""
+        begun = self.last_calls[self.rank][0]
+        return [
+            other for other, (number, _) in enumerate(self.last_calls) if 0 < (begun - number) % (1 << 32) < 1 << 31
+        ]
+
+
+def _timeout(
+    here: str,
+    noticed: str,
+    ranks: _Ranks,
+    missing: Sequence[int] | None,
+    seconds: float,
+    waits: Sequence[tuple[int, int, str, str]],
+    unasked: Sequence[tuple[int, int, _core.Call, int]],
+) -> TimeoutError:
+    hint = "  A longer timeout is given by init_process_group(timeout=...)"
+    if missing is None:  # a wait with a timeout of its own: who is behind in its calls?
+        missing = ranks.behind()
+        hint = "  The call goes on: wait() may be called again."
+    lines = [f"{here}no data from {', '.join(map(ranks.name, missing)) or 'other ranks'} for {seconds:.1f} s."]
+    cycle = _cycle(waits)
+    if cycle:
+        missing = cycle
+        hint = "  Each of them waits for another: let one of them send first, or start with isend or irecv"
+        lines = [f"{here}{rank_list(sorted(cycle))} wait for each other, for {seconds:.1f} s."]
+    if len(waits) > 1:
+        lines.append(_chain(waits))
+    else:
+        lines += [ranks.last_call(other) for other in missing[:4] if other >= 0]
+    if unasked:
+        lines.append(_unasked(unasked))
+    error = TimeoutError("\n".join([*lines, hint]) + noticed)
+    error.ranks = tuple(missing)
+    return error
+
+
+def _loss(kind: str, last_call: str, noticed: str, trouble: str | None) -> str:
+    """What has become of a rank, after its name."""
+    if kind == "interrupted":
+        return f"was interrupted (Ctrl-C).{noticed}"
     if kind == "left":
-        return PeerLostError(
-            f"{here}: {who(peer)} has left the group: it called destroy_process_group or its process ended."
-            f"\n{last_call(peer)}{noticed}",
-            peer,
-        )
-    if kind == "unreachable" and peer in troubles:
-        return PeerLostError(f"{here}: {who(peer)} cannot be reached: {troubles[peer]}{noticed}", peer)
+        return f"has left the group: it called destroy_process_group or its process ended.\n{last_call}{noticed}"
+    if kind == "unreachable" and trouble is not None:
+        return f"cannot be reached: {trouble}{noticed}"
     if kind == "unreachable":
-        return PeerLostError(
-            f"{here}: {who(peer)} cannot be reached: its host has not answered for some seconds, or the connection"
-            f" broke.\n{last_call(peer)}{noticed}\n  Is the host up, and the network between? allranks does not connect"
-            " again: start the job anew.",
-            peer,
+        return (
+            f"cannot be reached: its host has not answered for some seconds, or the connection broke.\n{last_call}"
+            f"{noticed}\n  Is the host up, and the network between? allranks does not connect again: start the job"
+            " anew."
         )
-    return PeerLostError(
-        f"{here}: {who(peer)} died.\n{last_call(peer)}{noticed}"
-        "\n  Look at its output and exit code; a SIGKILL that nobody sent is often the kernel, out of memory.",
-        peer,
+    return (
+        f"died.\n{last_call}{noticed}"
+        "\n  Look at its output and exit code; a SIGKILL that nobody sent is often the kernel, out of memory."
     )
 
 
-def _circle(waits: Sequence[tuple[int, int, str, str]]) -> list[int]:
+def _cycle(waits: Sequence[tuple[int, int, str, str]]) -> list[int]:
     """The ranks that wait for each other; empty if none do."""
     ranks = [rank for rank, *_ in waits]
     last = waits[-1][1] if waits else -1
@@ -123,11 +154,11 @@ def _circle(waits: Sequence[tuple[int, int, str, str]]) -> list[int]:
 
 def _chain(waits: Sequence[tuple[int, int, str, str]]) -> str:
     """Who waits for whom, and where."""
-    said = []
+    links = []
     for _, peer, verb, site in waits:
         awaited = f"rank {peer}" if peer >= 0 else "any rank"
-        said.append(f"waits for {awaited} ({verb}, {_line(site)})")
-    return f"  rank {waits[0][0]} {', which '.join(said)}."
+        links.append(f"waits for {awaited} ({verb}, {_line(site)})")
+    return f"  rank {waits[0][0]} {', which '.join(links)}."
 
 
 def _unasked(unasked: Sequence[tuple[int, int, _core.Call, int]]) -> str:
@@ -148,13 +179,12 @@ def _mismatch(
     sites: list[str],
     text: str,
     group: str,
-    rank: int,
-    who: object,
+    ranks: _Ranks,
 ) -> str:
     if verb == "recv":
         sent, wanted = calls
         return (
-            f"recv on group '{group}' (rank {rank}): {who(peer)} sent {_amount(sent)}, "  # type: ignore[operator]
+            f"recv on group '{group}' (rank {ranks.rank}): {ranks.name(peer)} sent {_amount(sent)}, "
             f"but the tensor to receive into holds {_amount(wanted)}. The message was dropped."
         )
     here = f"call #{call} on group '{group}'"
@@ -170,11 +200,11 @@ def _mismatch(
         ranks_of.setdefault(fingerprint, []).append(other)
     if len(ranks_of) > 1:
         alike = len({_call(fingerprint) for fingerprint in ranks_of}) < len(ranks_of)  # other parts of one call
-        said = [
-            f"{rank_list(ranks)} called {_call(fingerprint)}{f' ({_amount(fingerprint)})' if alike else ''}"
-            for fingerprint, ranks in ranks_of.items()
+        parts = [
+            f"{rank_list(callers)} called {_call(fingerprint)}{f' ({_amount(fingerprint)})' if alike else ''}"
+            for fingerprint, callers in ranks_of.items()
         ]
-        return f"{here}: {', '.join(said)}. No tensor was changed.{where}"
+        return f"{here}: {', '.join(parts)}. No tensor was changed.{where}"
     if peer >= 0:
         return (
             f"{here}: the ranks make their calls of {_call(calls[0])} in different orders: each of two places in the "
@@ -197,9 +227,9 @@ def _call(fingerprint: _core.Call) -> str:
     verb, dtype, op, root, _ = fingerprint
     if verb == "barrier" or verb in _core.PURPOSES:
         return verb
-    said = [dtype if verb == "all_to_all" else _amount(fingerprint)]
+    arguments = [dtype if verb == "all_to_all" else _amount(fingerprint)]
     if verb in ("all_reduce", "reduce", "reduce_scatter"):
-        said.append(op)
+        arguments.append(op)
     if root >= 0:
-        said.append(f"{'dst' if verb in ('reduce', 'gather') else 'src'}={root}")
-    return f"{verb}({', '.join(said)})"
+        arguments.append(f"{'dst' if verb in ('reduce', 'gather') else 'src'}={root}")
+    return f"{verb}({', '.join(arguments)})"

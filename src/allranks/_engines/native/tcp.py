@@ -1,13 +1,13 @@
-"""Connects the native engine's ranks of different hosts.
+"""Connects ranks of the native engine that are on different hosts.
 
-A process that is in groups which span hosts has one reception for all of them: a thread that listens on the
-addresses which its host publishes, and on no others, and makes the connections that the core asks for. Both sides
-prove that they know the job's secret; what they prove names the group, the two ranks and the purpose, so that no
-connection can be taken for another. A stranger can neither hold up those who belong here nor make a rank keep much: at
-most 64 at a time, for 5 s, with a quarter of a kilobyte each.
+A process that is in groups which span hosts has one `ConnectionServer` for all of them: a thread that listens on the
+addresses which its host publishes, and on no others. It also makes the connections that the core requests. Both sides
+prove that they have the job's secret. The proof names the group, the two ranks and the purpose, so that no connection
+can be taken for another. Strangers neither delay a rank nor use much of its memory: at most 64 are served at a time,
+for 5 s, with a quarter of a kilobyte each.
 
-Either side may connect. If both do at once, the higher rank's connection is taken, and the lower one's turned down.
-A rank that is stopped is waited for; one whose host does not answer, or where nobody listens, is given up.
+Either side may connect. If both do at once, the connection of the higher rank is taken and the other one is refused.
+A rank that is stopped is waited for. One whose host does not answer, or where nobody listens, is given up.
 
 What is sent afterwards is not encrypted.
 """
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from allranks._base.errors import AllranksError, ConfigError, JoinError, SecretError, rank_list
 from allranks._base.forks import Descriptor, Socket, guard
+from allranks._base.frames import pack_frame
 from allranks._base.threads import Daemon
 from allranks._cluster.network import listen, nearest_first
 from allranks._store import reason
@@ -40,7 +41,6 @@ from allranks._store.wire import (
     SHARE_SECRET,
     FrameDecoder,
     WireError,
-    pack_frame,
 )
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ __all__ = [
     "COLLECTIVE",
     "HEARTBEAT",
     "MESSAGE",
-    "Circle",
+    "PeerConnections",
     "Hello",
-    "Reception",
-    "circle_key",
-    "circle_name",
+    "ConnectionServer",
+    "group_key",
+    "group_id",
     "greet",
     "proof",
 ]
@@ -85,33 +85,33 @@ Target = tuple[tuple[str, ...], int]
 
 
 class Hello(NamedTuple):
-    """What a connection is to be: said first, and part of what both sides prove.
+    """What a connection is for. It is sent first, and is part of what both sides prove.
 
     Attributes:
-        circle: the group, see ``circle_name``.
+        group: the group, see ``group_id``.
         from_: the rank that connects.
         to: the rank that is meant.
         kind: what for.
     """
 
-    circle: bytes
+    group: bytes
     from_: int
     to: int
     kind: int
 
 
-def circle_key(secret: bytes, token: bytes) -> bytes:
-    """What the ranks of one group prove to each other to know."""
+def group_key(secret: bytes, token: bytes) -> bytes:
+    """The key that the ranks of one group prove to have."""
     return hmac.digest(secret, b"allranks-channel|" + token, "sha256")
 
 
-def circle_name(token: bytes) -> bytes:
-    """How they name it before they have."""
+def group_id(token: bytes) -> bytes:
+    """The identifier of the group, which is sent before anything is proved."""
     return hashlib.sha256(b"allranks-circle|" + token).digest()[:_NAME]
 
 
 def greet(hello: Hello, nonce: bytes) -> bytes:
-    """The first frame, of who connects. The second is a nonce and a proof, the third a proof."""
+    """The first frame, of the side that connects. The second is a nonce and a proof, the third a proof."""
     return PROTOCOL + _HELLO.pack(*hello) + nonce + KNOCK
 
 
@@ -132,25 +132,25 @@ def read_greeting(frame: bytes) -> tuple[Hello, bytes]:
 
 
 def proof(key: bytes, role: bytes, hello: Hello, nonces: bytes) -> bytes:
-    """That one knows the key: of this connection, for this role, and worth nothing elsewhere."""
+    """Proves that one has the key. It holds for this connection and this role only."""
     return hmac.digest(key, PROTOCOL + role + b"|" + _HELLO.pack(*hello) + nonces, "sha256")
 
 
 # --- a group ---------------------------------------------------------------------------------------------------
 
 
-class Circle:
-    """A group's connections with other hosts, as this process sees them.
+class PeerConnections:
+    """The connections of a group with other hosts, in this process.
 
     Attributes:
-        number: what the core names it by.
+        number: of the group in the core.
         comm: what takes over its connections; None while the group is made.
         troubles: why there is no connection with a rank that was given up.
     """
 
     def __init__(
         self,
-        reception: Reception,
+        server: ConnectionServer,
         rank: int,
         members: Sequence[Member],
         targets: Sequence[Target | None],
@@ -159,23 +159,23 @@ class Circle:
     ) -> None:
         self.comm: _core.Comm | None = None
         self.troubles: dict[int, str] = {}
-        self._reception = reception
+        self._server = server
         self.rank = rank
         self._members = members
         self.targets = targets
-        self.key = circle_key(secret, token)
-        self.name = circle_name(token)
+        self.key = group_key(secret, token)
+        self.name = group_id(token)
         self.refusals: dict[str, str] = {}
         self.heartbeats: dict[int, Socket] = {}
         self.open: set[tuple[int, int]] = set()
         self.failed: AllranksError | None = None
         self.changed = threading.Condition()
-        self.number = reception.enter(self)
+        self.number = server.enter(self)
 
     @property
     def asking_pipe(self) -> int:
         """Where the core writes which connections it needs."""
-        return self._reception.asking_pipe
+        return self._server.asking_pipe
 
     def connect_heartbeats(self, peers: Sequence[int], timeout_s: float) -> list[Socket | None]:
         """Connects with the leaders of other hosts.
@@ -192,7 +192,7 @@ class Circle:
         deadline = time.monotonic() + timeout_s
         for peer in peers:
             if peer < self.rank:
-                self._reception.ask(self.number, peer, HEARTBEAT)
+                self._server.ask(self.number, peer, HEARTBEAT)
         with self.changed:
             while (missing := [p for p in peers if p not in self.heartbeats]) and self.failed is None:
                 if not self.changed.wait(max(deadline - time.monotonic(), 0.001)) and time.monotonic() >= deadline:
@@ -210,7 +210,7 @@ class Circle:
         return (
             f"rank {self.rank} (host {me.host}): {rank_list(missing)}"
             f" ({', '.join(self._members[p].host for p in missing[:4])}) did not connect in {timeout_s:.1f} s. It"
-            f" listened on port {self._reception.port} of {', '.join(me.addresses)}.{tried}{refused}\n"
+            f" listened on port {self._server.port} of {', '.join(me.addresses)}.{tried}{refused}\n"
             "  Can they reach one of these addresses? A firewall between the hosts must let ranks connect;"
             " ALLRANKS_IFACE names the interface to use."
         )
@@ -224,7 +224,7 @@ class Circle:
             " ALLRANKS_IFACE names the interface to use."
         )
 
-    # Of the reception's thread.
+    # Of the server's thread.
 
     def takes(self, peer: int, kind: int) -> bool:
         """Whether such a connection can be used now."""
@@ -237,7 +237,7 @@ class Circle:
         self.open.add((peer, kind))
         if kind == HEARTBEAT:
             if greeting:
-                with suppress(OSError):  # it has ended: so its own end will say
+                with suppress(OSError):  # it has ended, which the core detects
                     connection.send(greeting)
             with self.changed:
                 self.heartbeats[peer] = connection
@@ -264,7 +264,7 @@ class Circle:
 
     def close(self) -> None:
         """The group has ended, or was never made. Idempotent. A forked child does not call it."""
-        self._reception.leave(self)
+        self._server.leave(self)
         self.comm = None
         for connection in self.heartbeats.values():
             connection.close()
@@ -275,9 +275,9 @@ class Circle:
 
 
 class _Caller:
-    """A connection that has not said yet, or not proved, whose it is."""
+    """A connection whose rank is not known yet, or not proved."""
 
-    circle: Circle | None = None
+    group: PeerConnections | None = None
     hello: Hello
     expected: bytes
 
@@ -295,10 +295,10 @@ class _Dial:
     nonce: bytes
     decoder: FrameDecoder
 
-    def __init__(self, circle: Circle, peer: int, kind: int) -> None:
-        target = circle.targets[peer]
+    def __init__(self, group: PeerConnections, peer: int, kind: int) -> None:
+        target = group.targets[peer]
         assert target is not None
-        self.circle, self.peer, self.kind = circle, peer, kind
+        self.group, self.peer, self.kind = group, peer, kind
         self.addresses, self.port = nearest_first(target[0]), target[1]
         self.began = self.answered = time.monotonic()
         self.next = 0  # which address
@@ -312,22 +312,22 @@ class _Dial:
         return self.addresses[self.next % len(self.addresses)]
 
 
-# --- the reception ---------------------------------------------------------------------------------------------
+# --- the server ------------------------------------------------------------------------------------------------
 
 
-class Reception:
-    """Where the ranks of other hosts find this process, and what connects it with them.
+class ConnectionServer:
+    """Accepts connections of ranks on other hosts, and makes connections with them.
 
     Attributes:
         port: the same on all addresses.
     """
 
-    _all: ClassVar[dict[tuple[str, ...], Reception]] = {}
+    _all: ClassVar[dict[tuple[str, ...], ConnectionServer]] = {}
     _guard = threading.RLock()  # a signal handler may leave a group while its thread enters one
 
     @classmethod
-    def of(cls, addresses: Sequence[str]) -> Reception:
-        """The reception on these addresses, which is opened if there is none. To be let go of.
+    def of(cls, addresses: Sequence[str]) -> ConnectionServer:
+        """The server on these addresses, which is opened if there is none. The caller calls ``let_go``.
 
         Raises:
             ConfigError: there is no address, or none can be listened on.
@@ -347,19 +347,19 @@ class Reception:
             )
         self._addresses = addresses
         self._users = 0
-        self._circles: dict[int, Circle] = {}
+        self._groups: dict[int, PeerConnections] = {}
         self._made = 0
         self._callers: dict[_Caller, None] = {}
         self._dials: dict[_Dial, None] = {}
         self._stopping = False
         self._listeners = _listen(addresses)
         self.port: int = self._listeners[0].getsockname()[1]
-        self._heard, self._asking = map(Descriptor, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
+        self._requests, self._asking = map(Descriptor, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK))
         self._selector = selectors.PollSelector()
         for listener in self._listeners:
             self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._heard, selectors.EVENT_READ, self._take_orders)
-        self._thread = Daemon(target=self._run, name="allranks-reception")
+        self._selector.register(self._requests, selectors.EVENT_READ, self._take_requests)
+        self._thread = Daemon(target=self._run, name="allranks-connections")
         self._thread.start()
 
     def let_go(self) -> None:
@@ -388,22 +388,22 @@ class Reception:
     def _close_descriptors(self) -> None:
         for listener in self._listeners:
             listener.close()
-        self._heard.close()
+        self._requests.close()
         self._asking.close()
 
-    def enter(self, circle: Circle) -> int:
+    def enter(self, group: PeerConnections) -> int:
         """A group is to be known here from now on. Returns its number."""
         with self._guard:
             self._made += 1
-            self._circles[self._made] = circle
+            self._groups[self._made] = group
             return self._made
 
-    def leave(self, circle: Circle) -> None:
+    def leave(self, group: PeerConnections) -> None:
         """A group is no longer known here."""
         with self._guard:
-            known = self._circles.pop(circle.number, None)
+            known = self._groups.pop(group.number, None)
         if known is not None:
-            self.ask(circle.number, 0, _CLOSE)
+            self.ask(group.number, 0, _CLOSE)
             self.let_go()
 
     def ask(self, number: int, peer: int, kind: int) -> None:
@@ -432,21 +432,21 @@ class Reception:
         for dial in list(self._dials):
             self._end(dial)
 
-    def _take_orders(self, _: object) -> None:
-        data = os.read(self._heard.fileno(), 512 * _ASK.size)
+    def _take_requests(self, _: object) -> None:
+        data = os.read(self._requests.fileno(), 512 * _ASK.size)
         for number, peer, kind in _ASK.iter_unpack(data):
             if kind == _CLOSE:
-                for dial in [d for d in self._dials if d.circle.number == number]:
+                for dial in [d for d in self._dials if d.group.number == number]:
                     self._end(dial)
                 continue
-            circle = self._circles.get(number)
-            if circle is not None and (peer, kind) not in circle.open and self._dial_of(circle, peer, kind) is None:
-                dial = _Dial(circle, peer, kind)
+            group = self._groups.get(number)
+            if group is not None and (peer, kind) not in group.open and self._dial_of(group, peer, kind) is None:
+                dial = _Dial(group, peer, kind)
                 self._dials[dial] = None
                 self._start(dial)
 
-    def _dial_of(self, circle: Circle, peer: int, kind: int) -> _Dial | None:
-        return next((d for d in self._dials if d.circle is circle and (d.peer, d.kind) == (peer, kind)), None)
+    def _dial_of(self, group: PeerConnections, peer: int, kind: int) -> _Dial | None:
+        return next((d for d in self._dials if d.group is group and (d.peer, d.kind) == (peer, kind)), None)
 
     # Who connects to this process.
 
@@ -470,49 +470,49 @@ class Reception:
         try:
             caller.decoder.feed(_some(caller.connection))
             while caller in self._callers and (frame := caller.decoder.next()) is not None:
-                if caller.circle is None:
+                if caller.group is None:
                     self._answer(caller, frame)
                 else:
-                    self._check(caller, caller.circle, frame)
+                    self._check(caller, caller.group, frame)
         except BlockingIOError:
             return
         except ConfigError as error:  # another secret or version
-            for circle in [caller.circle] if caller.circle else list(self._circles.values()):
-                circle.refusals[caller.name] = f"{caller.name} was refused: {error}"
+            for group in [caller.group] if caller.group else list(self._groups.values()):
+                group.refusals[caller.name] = f"{caller.name} was refused: {error}"
             self._drop(caller)
         except (OSError, WireError):
             self._drop(caller)
 
     def _answer(self, caller: _Caller, frame: bytes) -> None:
         hello, nonce = read_greeting(frame)
-        for circle in list(self._circles.values()):
-            if circle.name == hello.circle and circle.rank == hello.to and circle.takes(hello.from_, hello.kind):
+        for group in list(self._groups.values()):
+            if group.name == hello.group and group.rank == hello.to and group.takes(hello.from_, hello.kind):
                 break
         else:  # not made yet, or left
             caller.connection.sendall(_UNKNOWN)
             self._drop(caller)
             return
         mine = os.urandom(NONCE)
-        caller.circle, caller.hello = circle, hello
-        caller.expected = proof(circle.key, b"client", hello, nonce + mine)
-        caller.connection.sendall(pack_frame(PROTOCOL + mine + proof(circle.key, b"server", hello, nonce + mine)))
+        caller.group, caller.hello = group, hello
+        caller.expected = proof(group.key, b"client", hello, nonce + mine)
+        caller.connection.sendall(pack_frame(PROTOCOL + mine + proof(group.key, b"server", hello, nonce + mine)))
 
-    def _check(self, caller: _Caller, circle: Circle, frame: bytes) -> None:
+    def _check(self, caller: _Caller, group: PeerConnections, frame: bytes) -> None:
         if not hmac.compare_digest(frame, caller.expected):
             raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
         peer, kind = caller.hello.from_, caller.hello.kind
-        own = self._dial_of(circle, peer, kind)
-        if (peer, kind) in circle.open or (own is not None and circle.rank > peer):
+        own = self._dial_of(group, peer, kind)
+        if (peer, kind) in group.open or (own is not None and group.rank > peer):
             caller.connection.sendall(_TURNED_DOWN)
             self._drop(caller)
             return
         if own is not None:
             self._end(own)
         self._forget(caller)
-        if self._circles.get(circle.number) is not circle:  # left meanwhile
+        if self._groups.get(group.number) is not group:  # left meanwhile
             caller.connection.close()
             return
-        circle.give(peer, kind, caller.connection, _TAKEN)
+        group.give(peer, kind, caller.connection, _TAKEN)
 
     def _forget(self, caller: _Caller) -> None:
         self._selector.unregister(caller.connection)
@@ -552,14 +552,14 @@ class Reception:
         connection = dial.connection
         if dial not in self._dials or connection is None:
             return
-        hello = Hello(dial.circle.name, dial.circle.rank, dial.peer, dial.kind)
+        hello = Hello(dial.group.name, dial.group.rank, dial.peer, dial.kind)
         try:
             if not dial.connected:
                 if trouble := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     raise OSError(trouble, os.strerror(trouble))
                 if connection.getsockname() == connection.getpeername():  # TCP's simultaneous open, with itself
                     raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there")
-                # From here on no clock: it may be stopped, and the end of the connection says enough.
+                # From here on no clock: it may be stopped, and the end of the connection is enough.
                 _keep_alive(connection)
                 dial.connected, dial.until = True, None
                 dial.nonce, dial.decoder = os.urandom(NONCE), FrameDecoder(GREETING_LIMIT)
@@ -567,7 +567,9 @@ class Reception:
                 self._selector.modify(connection, selectors.EVENT_READ, lambda _: self._go_on(dial))
                 return
             if dial.proved:
-                self._hear_verdict(dial, connection, _some(connection, 1))  # and no more: the core's words may be next
+                self._receive_verdict(
+                    dial, connection, _some(connection, 1)
+                )  # and no more: the core's words may be next
                 return
             data = _some(connection)
             if data == _UNKNOWN:
@@ -582,35 +584,35 @@ class Reception:
             return
         except ConfigError as error:
             self._end(dial)
-            who = f"rank {dial.circle.rank}: rank {dial.peer} ({dial.address})"
-            dial.circle.give_up(dial.peer, dial.kind, type(error)(f"{who}: {error}"))
+            who = f"rank {dial.group.rank}: rank {dial.peer} ({dial.address})"
+            dial.group.give_up(dial.peer, dial.kind, type(error)(f"{who}: {error}"))
         except (OSError, WireError) as error:
             self._fail(dial, reason(error))
 
     def _prove(self, dial: _Dial, connection: Socket, hello: Hello, frame: bytes) -> None:
         if not frame.startswith(PROTOCOL[:-2]):
-            raise WireError("what it says is not allranks")
-        theirs, said = frame[len(PROTOCOL) : len(PROTOCOL) + NONCE], frame[len(PROTOCOL) + NONCE :]
+            raise WireError("its answer is not of allranks' protocol")
+        theirs, their_proof = frame[len(PROTOCOL) : len(PROTOCOL) + NONCE], frame[len(PROTOCOL) + NONCE :]
         nonces = dial.nonce + theirs
-        right = hmac.compare_digest(said, proof(dial.circle.key, b"server", hello, nonces))
-        # Even to one that has another secret, which can then say so.
-        connection.sendall(pack_frame(proof(dial.circle.key, b"client", hello, nonces)))
+        right = hmac.compare_digest(their_proof, proof(dial.group.key, b"server", hello, nonces))
+        # Even to one that has another secret, which can then report it.
+        connection.sendall(pack_frame(proof(dial.group.key, b"client", hello, nonces)))
         if not right:
             raise SecretError(f"its secret differs from ours; {SHARE_SECRET}")
         dial.proved = True
 
-    def _hear_verdict(self, dial: _Dial, connection: Socket, said: bytes) -> None:
-        if said == _TURNED_DOWN:  # the other side's own connection is there or on its way
+    def _receive_verdict(self, dial: _Dial, connection: Socket, answer: bytes) -> None:
+        if answer == _TURNED_DOWN:  # the other side's own connection is there or on its way
             self._end(dial)
             return
-        if said != _TAKEN:
-            raise WireError("what it says is not allranks")
+        if answer != _TAKEN:
+            raise WireError("its answer is not of allranks' protocol")
         self._selector.unregister(connection)
         del self._dials[dial]
-        if self._circles.get(dial.circle.number) is not dial.circle:
+        if self._groups.get(dial.group.number) is not dial.group:
             connection.close()
             return
-        dial.circle.give(dial.peer, dial.kind, connection, b"")
+        dial.group.give(dial.peer, dial.kind, connection, b"")
 
     def _fail(self, dial: _Dial, trouble: str) -> None:
         """One attempt has failed: another follows, after a pause, or none."""
@@ -621,10 +623,10 @@ class Reception:
             dial.answered = now
         self._hang_up(dial)
         dial.next += 1
-        dial.circle.note_trouble(dial.peer, dial.port, dial.addresses, now - dial.began, dial.trouble)
+        dial.group.note_trouble(dial.peer, dial.port, dial.addresses, now - dial.began, dial.trouble)
         if dial.kind != HEARTBEAT and now - dial.answered > _GIVE_UP_S and dial.next >= len(dial.addresses):
             del self._dials[dial]
-            dial.circle.give_up(dial.peer, dial.kind, None)
+            dial.group.give_up(dial.peer, dial.kind, None)
             return
         whole_round = not dial.addresses or dial.next % len(dial.addresses) == 0
         dial.until = now + (dial.pause_s if whole_round else 0.0)
@@ -667,7 +669,7 @@ def _some(connection: socket.socket, most: int = GREETING_LIMIT) -> bytes:
     return data
 
 
-os.register_at_fork(after_in_child=Reception.forget_all)
+os.register_at_fork(after_in_child=ConnectionServer.forget_all)
 
 
 def _do_without_pacing(connection: socket.socket) -> None:

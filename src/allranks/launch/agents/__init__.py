@@ -1,8 +1,8 @@
 """What starts and watches the ranks of other hosts: an agent on each.
 
 - ``link``           messages over a pair of descriptors
-- ``door``           where agents connect to the launcher, and how
+- ``listener``           where agents connect to the launcher, and how
 - ``agent_command``  the command of an agent, and why it did not come up (pure)
 - ``serve``          an agent in a process of its own
-- ``fleet``          all agents of a job, as one
+- ``pool``          all agents of a job, as one
 """

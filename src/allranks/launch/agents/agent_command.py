@@ -34,8 +34,8 @@ def agent_words(python: str, flags: Sequence[str] = (), dial: str = "", count_gp
     Args:
         python: the interpreter, by the path that it has on all hosts.
         flags: its options.
-        dial: where the launcher listens, ``host,host:port``; "" for an agent that speaks on stdin and stdout.
-        count_gpus: it says how many GPUs there are.
+        dial: where the launcher listens, ``host,host:port``; "" for an agent that uses stdin and stdout.
+        count_gpus: it reports how many GPUs there are.
     """
     words = [*(["--dial", dial] if dial else []), *(["--count-gpus"] if count_gpus else [])]
     return [python, *flags, "-m", "allranks.launch.agents.serve", *words]
@@ -56,7 +56,7 @@ def carried(environ: Mapping[str, str], wanted: Sequence[str]) -> dict[str, str]
     return found | given(wanted)
 
 
-def explain(command: RemoteCommand, host: str, python: str, code: int | None, said: str) -> str:
+def explain(command: RemoteCommand, host: str, python: str, code: int | None, stderr: str) -> str:
     """Why no agent came up on a host.
 
     Args:
@@ -64,15 +64,15 @@ def explain(command: RemoteCommand, host: str, python: str, code: int | None, sa
         host: where.
         python: the interpreter.
         code: the exit code of the command; None if it still runs.
-        said: what it wrote on stderr.
+        stderr: what it wrote on stderr.
     """
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    if "No module named allranks" in said or "No module named 'allranks" in said:
+    if "No module named allranks" in stderr or "No module named 'allranks" in stderr:
         return f"{host}: allranks is not installed in {python} there: {last}"
     if code in (126, 127) or "No such file or directory" in last or "not found" in last:
         return f"{host}: there is no interpreter {python}: {last or f'exit code {code}'}"
-    if why := command.explain(host, code, said):
+    if why := command.explain(host, code, stderr):
         return f"{host}: {why}"
     state = "did not answer in time" if code is None else f"{command.name} ended with exit code {code}"
     return f"{host}: {state}{': ' + last if last else ''}"

@@ -1,7 +1,7 @@
 """Messages between a launcher and an agent, over a pair of descriptors: ssh's pipes, or a TCP connection.
 
-Never blocks while a job runs: what the other side does not take waits here, and whoever fills it looks at
-``backlog``. The end of the stream is how either side learns that the other is gone, however it went.
+A link never blocks while a job runs. What the other side does not read is queued here, and the sender watches
+``backlog``. The end of the stream shows either side that the other is gone, however it ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from allranks._base.forks import Descriptor
-from allranks._store.wire import FrameDecoder, WireError, pack_frame
+from allranks._base.frames import pack_frame
+from allranks._store.wire import FrameDecoder, WireError
 from allranks.launch.spec.messages import Command, Message
 
 __all__ = ["Garbled", "Link", "LinkLost", "to_agent", "to_launcher"]
@@ -31,22 +32,22 @@ class LinkLost(Exception):
 
 
 class Garbled(LinkLost):
-    """What comes is no message."""
+    """The bytes that came are no message."""
 
 
 class Link(Generic[_In]):
     """One end.
 
     Args:
-        ear: the descriptor to read from. The link closes both.
-        mouth: the one to write to; may be the same.
+        read_fd: the descriptor to read from. The link closes both.
+        write_fd: the one to write to; may be the same.
         kind: what comes in.
     """
 
-    def __init__(self, ear: int, mouth: int, kind: Any) -> None:
-        self.ear, self.mouth = ear, mouth
-        self._held = [Descriptor(fd) for fd in {ear, mouth}]  # or a forked child would hide this process' end
-        for fd in (ear, mouth):
+    def __init__(self, read_fd: int, write_fd: int, kind: Any) -> None:
+        self.read_fd, self.write_fd = read_fd, write_fd
+        self._held = [Descriptor(fd) for fd in {read_fd, write_fd}]  # or a forked child would hide this process' end
+        for fd in (read_fd, write_fd):
             os.set_blocking(fd, False)
             os.set_inheritable(fd, False)
         self._decoder: msgspec.msgpack.Decoder[_In] = msgspec.msgpack.Decoder(kind)
@@ -54,7 +55,7 @@ class Link(Generic[_In]):
         self._due = bytearray()
 
     def trust(self) -> None:
-        """Takes messages of any size from here on: the other side has said hello."""
+        """Takes messages of any size from here on: the other side has identified itself."""
         self._frames.limit = _FRAME_LIMIT
 
     @property
@@ -62,11 +63,11 @@ class Link(Generic[_In]):
         """Bytes that the other side has not taken yet."""
         return len(self._due)
 
-    def say(self, message: Message | Command) -> None:
-        """Takes a message, and writes as much as is possible at once.
+    def send(self, message: Message | Command) -> None:
+        """Queues a message, and writes as much as is possible at once.
 
         Raises:
-            LinkLost: nobody is there to read it.
+            LinkLost: the other side is gone.
         """
         self._due += pack_frame(msgspec.msgpack.encode(message))
         self.flush()
@@ -75,26 +76,26 @@ class Link(Generic[_In]):
         """Writes as much as is possible at once.
 
         Raises:
-            LinkLost: nobody is there to read it.
+            LinkLost: the other side is gone.
         """
         try:
             while self._due:
                 with memoryview(self._due) as view:
-                    count = os.write(self.mouth, view[: 1 << 20])
+                    count = os.write(self.write_fd, view[: 1 << 20])
                 del self._due[:count]
         except BlockingIOError:
             pass
         except OSError as error:
             raise LinkLost(str(error.strerror).lower()) from error
 
-    def hear(self) -> list[_In]:
-        """What has come, without waiting.
+    def receive(self) -> list[_In]:
+        """The messages that have come, without waiting.
 
         Raises:
             LinkLost: the stream has ended, or what comes is no message.
         """
         try:
-            data = os.read(self.ear, _CHUNK)
+            data = os.read(self.read_fd, _CHUNK)
         except BlockingIOError:
             data = None
         except OSError as error:
@@ -107,7 +108,7 @@ class Link(Generic[_In]):
             while (frame := self._frames.next()) is not None:
                 messages.append(self._decoder.decode(frame))
         except (WireError, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise Garbled(f"what it says is no message of allranks ({error})") from error
+            raise Garbled(f"what it sent is no message of allranks ({error})") from error
         return messages
 
     def await_one(self, until: float) -> list[_In]:
@@ -119,15 +120,15 @@ class Link(Generic[_In]):
         """
         poll = select.poll()
         while True:
-            poll.register(self.ear, select.POLLIN)
+            poll.register(self.read_fd, select.POLLIN)
             if self._due:
-                poll.register(self.mouth, select.POLLOUT | (select.POLLIN if self.mouth == self.ear else 0))
+                poll.register(self.write_fd, select.POLLOUT | (select.POLLIN if self.write_fd == self.read_fd else 0))
             left = until - time.monotonic()
             if left <= 0:
                 raise TimeoutError
             poll.poll(min(left, 3600.0) * 1000)
             self.flush()
-            if messages := self.hear():
+            if messages := self.receive():
                 return messages
 
     def close(self) -> None:
@@ -136,11 +137,11 @@ class Link(Generic[_In]):
             descriptor.close()
 
 
-def to_agent(ear: int, mouth: int) -> Link[Message]:
+def to_agent(read_fd: int, write_fd: int) -> Link[Message]:
     """A launcher's end."""
-    return Link(ear, mouth, Message)
+    return Link(read_fd, write_fd, Message)
 
 
-def to_launcher(ear: int, mouth: int) -> Link[Command]:
+def to_launcher(read_fd: int, write_fd: int) -> Link[Command]:
     """An agent's end."""
-    return Link(ear, mouth, Command)
+    return Link(read_fd, write_fd, Command)

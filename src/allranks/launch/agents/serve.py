@@ -1,8 +1,8 @@
-"""An agent in a process of its own: starts ranks on its host as a launcher elsewhere says, and tells it what they do.
+"""An agent in a process of its own: starts ranks on its host as a launcher commands, and reports events of the ranks.
 
-``python -m allranks.launch.agents.serve`` speaks on stdin and stdout (started by ssh, or on the launcher's own host);
-with ``--dial`` it goes to the launcher's door (started by srun). It decides nothing but this: when the launcher is
-gone, however it went, the ranks are killed at once.
+``python -m allranks.launch.agents.serve`` uses stdin and stdout (started by ssh, or on the launcher's own host). With
+``--dial`` it connects to the launcher's listener (started by srun). It decides one thing only: when the launcher is
+gone, for whatever reason, the ranks are killed at once.
 
 As in ``job``, the store's socket is bound before ranks are forked, and its thread starts after; each round of a job
 that is started again has a store of its own, and so no thread when ranks are forked.
@@ -11,6 +11,7 @@ that is started again has a store of its own, and so no thread when ranks are fo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
 import select
@@ -29,32 +30,29 @@ from allranks._cluster.env import split_host_port
 from allranks._cluster.host import usable_cpus, visible_gpus
 from allranks._cluster.network import interface_of, nearest_first
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
-from allranks.launch.agents.door import dial, store_secret
 from allranks.launch.agents.link import Link, LinkLost, to_launcher
+from allranks.launch.agents.listener import dial, store_secret
 from allranks.launch.output.screen import Screen
 from allranks.launch.ranks.agent import Agent, Plan
 from allranks.launch.ranks.environ import Share, common_environ, free_port
 from allranks.launch.ranks.guard import Guard
+from allranks.launch.ranks.pipes import reserve_descriptors
 from allranks.launch.ranks.placement import Seat, seats
 from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
-from allranks.launch.ranks.wires import reserve_descriptors
+from allranks.launch.reporter import Reporter
 from allranks.launch.signals import FORWARDED, handled
+from allranks.launch.spec.events import Event, Exited, Output, RestartRank, StopRequested
 from allranks.launch.spec.messages import (
-    Again,
-    Asked,
     Command,
     Dump,
     End,
     Ended,
-    Event,
-    Exited,
     Finish,
     Finished,
     Hello,
-    Listen,
-    Output,
     Prepare,
+    ReadOutput,
     Ready,
     Resize,
     Signal,
@@ -62,9 +60,8 @@ from allranks.launch.spec.messages import (
     Unable,
 )
 from allranks.launch.spec.target import check
-from allranks.launch.voice import Voice
 
-__all__ = ["Station", "hello", "main"]
+__all__ = ["AgentServer", "hello", "main"]
 
 _BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
 _STRAGGLERS_S = 0.5
@@ -77,22 +74,22 @@ _REACH_S = 3.0
 def hello(
     node: int | None = None, nproc: int | None = None, run: str = "", role: str = "", *, count_gpus: bool = False
 ) -> Hello:
-    """What this process says first. GPUs are counted where that is wanted: NVIDIA's tool may take a second."""
+    """The first message of this process. GPUs are counted only on request, as NVIDIA's tool may take a second."""
     name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     python = ".".join(map(str, sys.version_info[:3]))
     gpus = len(visible_gpus(os.environ)) if count_gpus else None
     return Hello(name, __version__, python, node, nproc, usable_cpus(), gpus, time.monotonic(), run, role)
 
 
-class Station:
+class AgentServer:
     """The agent of one host, through all rounds of a job.
 
     Args:
         link: to the launcher. Closed at the end.
         key: the secret that was proved where the agent has dialled; empty elsewhere.
-        own: what this host's own command line says, which counts here more than the launcher's; None if it has none.
+        own: the options of this host's own command line, which override the launcher's; None if it has none.
         show: makes the screen that shows this host's ranks; None to send what they write to the launcher.
-        voice: says what is wrong with that screen.
+        reporter: reports errors of that screen.
     """
 
     def __init__(
@@ -101,13 +98,13 @@ class Station:
         key: bytes = b"",
         own: Prepare | None = None,
         show: Callable[[Start], Screen] | None = None,
-        voice: Voice | None = None,
+        reporter: Reporter | None = None,
     ) -> None:
         self._link = link
         self._key = key
         self._own = own
         self._show = show
-        self._voice = voice or Voice()
+        self._reporter = reporter or Reporter()
         self._screen: Screen | None = None
         self._prepared: Prepare | None = None
         self._guard: Guard | None = None
@@ -117,7 +114,7 @@ class Station:
         self._seats: tuple[Seat, ...] = ()
         self._commands: deque[Command] = deque()
         self._received: deque[int] = deque()
-        self._listening = True
+        self._reading = True
         self._next_sign = 0.0
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # before anything is blocked
 
@@ -125,14 +122,14 @@ class Station:
         """Serves until the job is over.
 
         Returns:
-            The launcher's last word; or, in each of the forked ranks, the rank, which the caller must let ``run``.
+            The last command; or, in each of the forked ranks, the rank, which the caller must let ``run``.
 
         Raises:
             LinkLost: the launcher is gone; so are the ranks.
         """
         rank: Rank | None = None
         try:
-            self._link.say(first)
+            self._link.send(first)
             while True:
                 match self._next():
                     case Prepare() as command:
@@ -145,7 +142,7 @@ class Station:
                         return command
                     case Finish():  # of a round that could not start here
                         self._clear()
-                        self._link.say(Finished())
+                        self._link.send(Finished())
         finally:
             if rank is None:
                 self._clear()
@@ -163,47 +160,42 @@ class Station:
         if (own := self._own) is not None:
             command = msgspec.structs.replace(
                 command,
-                target=own.target,
-                start=own.start,
+                ranks=own.ranks,
                 folder=own.folder,
                 environ=own.environ,
-                threads=own.threads,
-                bind=own.bind,
-                one_gpu_per_rank=own.one_gpu_per_rank,
-                role=own.role,
-                virtual_local_rank=own.virtual_local_rank,
-                signals=own.signals,
                 master=own.master if command.master else "",
             )
+        ranks = command.ranks
         try:
             if command.folder:
                 _enter(command.folder)
             os.environ.update(command.environ)
-            signal.pthread_sigmask(signal.SIG_BLOCK, command.signals)  # until there are ranks that they are meant for
+            signal.pthread_sigmask(signal.SIG_BLOCK, ranks.signals)  # until there are ranks that they are meant for
             _activate()
-            check(command.target)
+            check(ranks.target)
             self._guard = Guard()  # while this process is small
             if command.serves:
                 self._server = StoreServer.tcp("", 0, command.secret) if command.spans else StoreServer.unix()
-            self._seats = seats(command.nproc, command.bind, command.one_gpu_per_rank, os.environ)
+            self._seats = seats(command.nproc, ranks.bind, ranks.one_gpu_per_rank, os.environ)
             self._prepared = command
-            if command.start == "fork" and command.target.is_python:
+            if ranks.start == "fork" and ranks.target.is_python:
                 share = Share(command.nproc, command.nproc, masters=_masters(command))
-                environ = common_environ(os.environ, share, command.threads, "", ("", 0), self._seats)
-                if command.target.kind == "function":
+                environ = common_environ(os.environ, share, ranks.threads, "", ("", 0), self._seats)
+                if ranks.target.kind == "function":
                     importlib.import_module(
                         "allranks.launch.ranks.function"
                     )  # for all ranks, and only where it is needed
-                loaded = preload(command.target, environ["OMP_NUM_THREADS"])
-                if not loaded and command.target.kind != "function":
-                    self._prepared = msgspec.structs.replace(command, start="spawn")
+                loaded = preload(ranks.target, environ["OMP_NUM_THREADS"])
+                if not loaded and ranks.target.kind != "function":
+                    spawned = dataclasses.replace(ranks, start="spawn")
+                    self._prepared = msgspec.structs.replace(command, ranks=spawned)
         except ConfigError as error:
             self._clear()
-            self._link.say(Unable(str(error)))
+            self._link.send(Unable(str(error)))
             return
         server = self._server
         stores = (server.published() or (server.here,)) if server is not None and command.spans else ()
-        self._link.say(Ready(stores, free_port() if server is not None else 0, time.monotonic()))
+        self._link.send(Ready(stores, free_port() if server is not None else 0, time.monotonic()))
 
     def _start(self, command: Start) -> Rank | None:
         prepared, guard = self._prepared, self._guard
@@ -213,14 +205,13 @@ class Station:
             environ = self._environ(prepared, command)
             files = reserve_descriptors(prepared.nproc)
         except ConfigError as error:
-            self._link.say(Unable(str(error)))
+            self._link.send(Unable(str(error)))
             return None
         screen = self._show(command) if self._show is not None else None
         stdio = command.stdio if screen is None else screen.stdio()
         plan = Plan(
-            *(prepared.nproc, prepared.target, prepared.start, environ, stdio, command.first, self._seats),
+            *(prepared.nproc, prepared.ranks, environ, stdio, command.first, self._seats),
             role_first=command.role_first,
-            virtual=prepared.virtual_local_rank,
         )
         agent = Agent(plan, guard)
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -230,7 +221,7 @@ class Station:
             self._guard = None
             agent.close()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-            self._link.say(Unable(f"cannot start {prepared.nproc} ranks: {error.strerror}"))
+            self._link.send(Unable(f"cannot start {prepared.nproc} ranks: {error.strerror}"))
             return None
         if rank is not None:
             return rank
@@ -239,7 +230,7 @@ class Station:
             screen.open()
         if self._server is not None:
             self._server.start()
-        self._watch(agent, prepared.signals)
+        self._watch(agent, prepared.ranks.signals)
         return None
 
     def _environ(self, prepared: Prepare, command: Start) -> dict[str, str]:
@@ -251,16 +242,16 @@ class Station:
             command.run,
             command.restart,
             command.restarts,
-            prepared.role,
+            prepared.ranks.role,
             command.role_size,
             _masters(prepared),
         )
-        if self._server is None and not command.stores:  # the ranks meet elsewhere, by what they have been told
-            return common_environ(os.environ, share, prepared.threads, "", ("", 0), self._seats)
+        if self._server is None and not command.stores:  # the ranks meet elsewhere, at an address that they have
+            return common_environ(os.environ, share, prepared.ranks.threads, "", ("", 0), self._seats)
         if not prepared.spans:
             assert self._server is not None
             master = "127.0.0.1", command.port
-            return common_environ(os.environ, share, prepared.threads, self._server.here, master, self._seats)
+            return common_environ(os.environ, share, prepared.ranks.threads, self._server.here, master, self._seats)
         if self._server is not None:
             own = _host_of(command.stores[0])
             store, host = self._server.here, own
@@ -268,9 +259,9 @@ class Station:
             store, own = _reach(command.stores, prepared.secret)
             host = _host_of(store)
         host = prepared.master or host
-        environ = common_environ(os.environ, share, prepared.threads, store, (host, command.port), self._seats)
+        environ = common_environ(os.environ, share, prepared.ranks.threads, store, (host, command.port), self._seats)
         environ["ALLRANKS_SECRET"] = prepared.secret.decode()
-        environ.pop("ALLRANKS_INSECURE", None)  # this job has a secret, whatever its user has not
+        environ.pop("ALLRANKS_INSECURE", None)  # this job has a secret, even if its user has none
         if interface := interface_of(own):  # or engines take what the host's own name resolves to: often 127.0.1.1
             for engine in ("GLOO", "NCCL"):
                 environ.setdefault(f"{engine}_SOCKET_IFNAME", interface)
@@ -278,8 +269,8 @@ class Station:
 
     def _watch(self, agent: Agent, passed_on: Sequence[int]) -> None:
         """Relays until the round is over."""
-        agent.watch(self._link.ear)
-        self._listening = True
+        agent.watch(self._link.read_fd)
+        self._reading = True
         numbers = {*FORWARDED, *passed_on} | ({signal.SIGWINCH} if self._screen is not None else set())
         try:
             with handled(numbers, self._received.append, agent.wake, self._mask):
@@ -302,50 +293,50 @@ class Station:
                 if time.monotonic() < self._next_sign:
                     continue
                 self._next_sign = time.monotonic() + _SIGN_S
-                event = Output(event.rank, event.stream, b"")  # the launcher counts on hearing that ranks do something
+                event = Output(event.rank, event.stream, b"")  # the launcher must know that ranks write
             if screen is not None and isinstance(event, Exited):
                 screen.end(event.rank)
                 event = msgspec.structs.replace(event, tail=tuple(screen.tail(event.rank)))
-            self._link.say(event)
+            self._link.send(event)
         while self._received:
             number = self._received.popleft()
             if number == signal.SIGWINCH and screen is not None:
                 screen.resized()
                 agent.resize(*screen.size())
             elif number in FORWARDED:
-                self._link.say(Asked(number))
+                self._link.send(StopRequested(number))
             else:
                 agent.signal(number, agent.running, alone=True)
         if screen is not None:
             for name, error in screen.flush():
-                self._voice.through(screen.note).say(f"cannot write to {name}: {error.strerror}")
+                self._reporter.through(screen.note).report(f"cannot write to {name}: {error.strerror}")
 
     def _obey(self, agent: Agent) -> None:
         self._link.flush()
-        self._commands += self._link.hear()
+        self._commands += self._link.receive()
         while self._commands:
             match self._commands[0]:
                 case Signal(number, ranks, alone):
                     agent.signal(number, ranks, alone)
-                case Again() as again:
-                    agent.again(again)
+                case RestartRank() as command:
+                    agent.restart(command)
                 case Ended() as ended:
                     self._keep(ended)
                 case Dump(ranks):
                     agent.dump(ranks)
-                case Listen(on):
-                    self._listening = on
+                case ReadOutput(on):
+                    self._reading = on
                 case Resize(rows, columns):
                     agent.resize(rows, columns)
                 case _:
                     break
             self._commands.popleft()
         blocked, backlog = (set(), 0) if self._screen is None else (self._screen.blocked, self._screen.backlog)
-        agent.heed(blocked | ({self._link.mouth} if self._link.backlog else set()))
-        agent.listen(self._listening and max(backlog, self._link.backlog) < _BACKLOG)
+        agent.watch_writable(blocked | ({self._link.write_fd} if self._link.backlog else set()))
+        agent.read_output(self._reading and max(backlog, self._link.backlog) < _BACKLOG)
 
     def _keep(self, ended: Ended) -> None:
-        """Puts it where the master, a rank of this host, finds it."""
+        """Puts it into the store, where the master, a rank of this host, finds it."""
         assert self._server is not None
         assert self._prepared is not None
         try:
@@ -353,19 +344,19 @@ class Station:
                 self._store = StoreClient.connect(self._server.here, self._prepared.secret, _REACH_S)
             self._store.set(Ended.key(ended.rank), msgspec.json.encode(ended))
         except (JoinError, StoreLostError, TimeoutError) as error:
-            print(f"the master is not told how rank {ended.rank} ended: {error}", file=sys.stderr, flush=True)
+            print(f"the master gets no message of how rank {ended.rank} ended: {error}", file=sys.stderr, flush=True)
 
     def _finish(self, agent: Agent) -> None:
         until = time.monotonic() + _STRAGGLERS_S
-        agent.listen(True)
-        while not agent.running and agent.heard and (left := until - time.monotonic()) > 0:
+        agent.read_output(True)
+        while not agent.running and agent.output_open and (left := until - time.monotonic()) > 0:
             self._relay(agent, agent.poll(left))
             self._link.flush()
         self._relay(agent, agent.finish())
-        self._link.say(Finished())
+        self._link.send(Finished())
 
     def _clear(self) -> None:
-        """Gives back what a round had."""
+        """Frees what a round used."""
         agent, guard, server, screen, store = self._agent, self._guard, self._server, self._screen, self._store
         self._agent = self._guard = self._server = self._screen = self._store = None
         if store is not None:
@@ -382,11 +373,11 @@ class Station:
 
 
 def _masters(prepared: Prepare) -> int:
-    return int(prepared.serves and prepared.target.mode == "master")
+    return int(prepared.serves and prepared.ranks.target.mode == "master")
 
 
 def _drain(screen: Screen) -> None:
-    """Shows what is left, as long as somebody reads it."""
+    """Shows what is left, as long as it is read."""
     for rank in screen.ranks:
         screen.end(rank)
     screen.settle()
@@ -440,7 +431,7 @@ def _reach(stores: Sequence[str], secret: bytes) -> tuple[str, str]:
 
 
 def main(argv: Sequence[str]) -> int | Rank:
-    """Serves a launcher on stdin and stdout, or where ``--dial`` says."""
+    """Serves a launcher on stdin and stdout, or at the address of ``--dial``."""
     parser = argparse.ArgumentParser(prog="allranks agent", allow_abbrev=False)
     parser.add_argument("--dial", metavar="HOST,...:PORT")
     parser.add_argument("--count-gpus", action="store_true")
@@ -448,7 +439,7 @@ def main(argv: Sequence[str]) -> int | Rank:
     try:
         key = b""
         if args.dial is None:
-            ear, mouth = os.dup(0), os.dup(1)
+            read_fd, write_fd = os.dup(0), os.dup(1)
             null = os.open(os.devnull, os.O_RDONLY)
             os.dup2(null, 0)
             os.close(null)
@@ -458,10 +449,10 @@ def main(argv: Sequence[str]) -> int | Rank:
             targets = [(host, int(port)) for host in nearest_first(tuple(hosts.split(",")))]
             key = load_secret()
             sock = dial(targets, key, time.monotonic() + _DIAL_S)
-            ear = mouth = sock.detach()
-        last = Station(to_launcher(ear, mouth), key).run(hello(count_gpus=args.count_gpus))
+            read_fd = write_fd = sock.detach()
+        last = AgentServer(to_launcher(read_fd, write_fd), key).run(hello(count_gpus=args.count_gpus))
     except ConfigError as error:
-        print(f"{socket.gethostname()}: {error}", file=sys.stderr)  # for whoever started it
+        print(f"{socket.gethostname()}: {error}", file=sys.stderr)  # for the process that started it
         return 2
     except LinkLost:
         return 1

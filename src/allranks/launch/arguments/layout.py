@@ -24,7 +24,7 @@ def share_out(
     *,
     strict: bool = True,
 ) -> list[int]:
-    """Says how many ranks each host gets.
+    """Computes how many ranks each host gets.
 
     Args:
         hosts: the hosts, in the order of their ranks.
@@ -63,15 +63,7 @@ def share_out(
         least, more = divmod(nproc, len(hosts))
         return [least + (number < more) for number in range(len(hosts))]
     else:
-        found, left = [], nproc
-        for slot in slots:
-            fitting = min(left, 1 if slot is None else slot)
-            found.append(fitting)
-            left -= fitting
-        if left:
-            said = ", ".join(f"{h.name} has {_slots(1 if h.count is None else h.count)}" for h in hosts)
-            raise ConfigError(f"{nproc} ranks do not fit: {said} (more: {hosts[0].name}:{nproc})")
-        return found
+        return _fill(hosts, slots, nproc)
     if nproc is not None and nproc != sum(found):
         raise ConfigError(
             f"{nproc} ranks were asked for (-n), and {sum(found)} by {_words(per_host)} on {len(hosts)} host(s)"
@@ -85,6 +77,19 @@ def _slots(count: int) -> str:
 
 def _words(per_host: int | str) -> str:
     return f"--nproc-per-node {per_host}"
+
+
+def _fill(hosts: Sequence[Slots], slots: Sequence[int | None], nproc: int) -> list[int]:
+    """Fills the slots of one host after the other."""
+    found, left = [], nproc
+    for slot in slots:
+        fitting = min(left, 1 if slot is None else slot)
+        found.append(fitting)
+        left -= fitting
+    if left:
+        listed = ", ".join(f"{h.name} has {_slots(1 if h.count is None else h.count)}" for h in hosts)
+        raise ConfigError(f"{nproc} ranks do not fit: {listed} (more: {hosts[0].name}:{nproc})")
+    return found
 
 
 def describe_plan(hosts: Sequence[str], counts: Sequence[int | str], how: str, what: str) -> str:

@@ -45,7 +45,7 @@ class Meeting:
     """How hosts meet.
 
     Attributes:
-        leader: host and port of host 0; None if nobody says. A port of None is the usual one, 0 any.
+        leader: host and port of host 0; None if it is not given. A port of None is the usual one, 0 any.
         leads: this is host 0, or is not; None to find out by the leader's name.
         run: name of the job, which all must give; "" for none.
         join_timeout_s: how long to wait for hosts; None for the usual time.
@@ -62,7 +62,7 @@ class Meeting:
 
 
 def add_meeting(parser: argparse.ArgumentParser) -> None:
-    """Adds the options. They are in the help as one line, as ``--master-addr`` says the same."""
+    """Adds the options. They are in the help as one line, as ``--master-addr`` means the same."""
     add = parser.add_argument
     for words, dest, kind, metavar, shown in (
         ("master addr", "master_addr", str, "HOST[:PORT]", "host 0, in that case"),
@@ -82,7 +82,7 @@ def read_meeting(args: argparse.Namespace) -> Meeting:
     """Reads what ``add_meeting`` added.
 
     Raises:
-        ConfigError: they contradict each other, or say what cannot be.
+        ConfigError: they contradict each other, or are impossible.
     """
     settings = _split(args.rdzv_conf or "")
     if settings.pop("store_type", "tcp") != "tcp":
@@ -107,7 +107,7 @@ def _leader(args: argparse.Namespace) -> tuple[str, int | None] | None:
     port: int | None = args.master_port
     if args.rdzv_endpoint:
         if args.master_addr is not None or port is not None:
-            raise ConfigError("--rdzv-endpoint and --master-addr or --master-port say the same; expected one of them")
+            raise ConfigError("--rdzv-endpoint and --master-addr or --master-port mean the same; expected one of them")
         host, inner = _host_port(args.rdzv_endpoint, "--rdzv-endpoint")
         return host, C10D_PORT if inner is None and args.rdzv_backend == "c10d" else inner
     if args.master_addr is None:

@@ -21,9 +21,9 @@ from allranks._cluster.hostlist import Slots, parse_hostfile, parse_hosts
 from allranks._cluster.schedulers import scheduler_named
 from allranks._engines import registry
 from allranks.launch.arguments.meeting import Meeting, add_meeting, read_meeting
+from allranks.launch.reporter import Reporter
 from allranks.launch.spec.options import Display, Options, Streams
 from allranks.launch.spec.target import Mode, read_target
-from allranks.launch.voice import Voice
 
 __all__ = ["Parser", "environment_kind", "parse"]
 
@@ -34,7 +34,7 @@ _USAGE = """allranks run [options] script.py [args ...]
        allranks run [options] -- command [args ...]"""
 
 
-# torchrun's options that are not here; the value that asks for what is so anyway, or None where the option has none.
+# torchrun's options that are not here; the value that requests what is always so, or None where the option has none.
 _TORCHRUNS = {
     "--start-method": "",
     "--no-python": None,
@@ -44,7 +44,7 @@ _INSTEAD = {"--no-python": "-- command", "--start-method": "--start"}
 
 
 class _Elsewhere(argparse.Action):
-    """An option of torchrun's that asks for what is not there."""
+    """An option of torchrun's that requests what is not here."""
 
     def __call__(
         self,
@@ -122,7 +122,7 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
         ssh=args.ssh,
         iface=args.iface or meeting.own,
         dry_run=args.dry_run,
-        voice=Voice(program, args.quiet, args.verbose),
+        reporter=Reporter(program, args.quiet, args.verbose),
         backend=args.backend or "",
         idle_s=args.idle_timeout,
         signals=args.signals,
@@ -133,10 +133,10 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
 
 
 def _refuse_contradictions(args: argparse.Namespace, meeting: Meeting, listed: bool) -> None:
-    """Raises where two options say different things about where the job runs.
+    """Raises if two options contradict each other about where the job runs.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: with their names.
     """
     if args.standalone and args.nodes is not None and args.nodes[1] > 1:
         raise ConfigError("--standalone is for one host, and more were asked for (-N)")
@@ -144,25 +144,18 @@ def _refuse_contradictions(args: argparse.Namespace, meeting: Meeting, listed: b
         return
     if args.standalone:
         raise ConfigError("--standalone is for this host, and hosts were listed (--hosts or --hostfile)")
-    for said, option in (
+    for given, option in (
         (args.node is not None, "--node-rank"),
         (meeting.leader is not None, "--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr and --master-port"),
     ):
-        if said:
+        if given:
             raise ConfigError(
                 f"{option}: for hosts on which the same command is started, and --hosts or --hostfile starts them all"
                 " from here; expected one of both"
             )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="allranks run",
-        usage=_USAGE,
-        description="Runs a program as N processes (ranks), here or on other hosts; all stop when one fails.",
-        epilog="A single rank has this terminal, or other stdin, for breakpoint() and input(); of several, --stdin's.",
-        allow_abbrev=False,
-    )
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-n", "--nproc", type=_count, metavar="N", help="ranks in all; auto: one per CPU; gpu: one per GPU (default 1)")
     add("-np", dest="nproc", type=_count, default=argparse.SUPPRESS, help=_HIDE)
@@ -178,25 +171,10 @@ def _parser() -> argparse.ArgumentParser:
         add(name, dest="node", type=_whole, metavar="I", help=shown if "-r" in name else _HIDE)
     add_meeting(parser)
     add("--role", default="default", help=_HIDE)
-    kinds = f"what has started this process: {', '.join(CHOICES)}"
-    add("--env", default="auto", type=environment_kind, metavar="KIND", help=kinds)
-    for name in ("--restarts", "--max-restarts", "--max_restarts"):
-        shown = "start the job again when a rank fails, up to K times (default 0)"
-        add(name, dest="restarts", type=_whole, default=0, metavar="K", help=shown if name == "--restarts" else _HIDE)
-    add("--join-timeout", type=_seconds, default=300.0, metavar="TIME", help="how long to wait for hosts (default 5m)")
-    add(
-        *("-x", "--export"),
-        dest="exports",
-        action="append",
-        default=[],
-        metavar="VAR[=V]",
-        help="pass a variable on to other hosts, or all that match a pattern such as WANDB_*",
-    )
-    for name in ("--chdir", "--wdir"):
-        add(name, dest="folder", type=Path, metavar="DIR", help="working directory" if name == "--chdir" else _HIDE)
-    add("--ssh", default="", metavar="COMMAND", help="call this in place of ssh, for example 'ssh -i key'")
-    add("--iface", default="", metavar="NAME|CIDR", help="interfaces or networks that hosts use among each other")
-    add("--dry-run", action="store_true", help="say what would be started where, and start nothing")
+
+
+def _add_program(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("-m", "--module", action="store_true", help="run a python module, as python -m does")
     add(
         "--mode",
@@ -230,15 +208,49 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="what init_process_group() takes where the program names none, as native, gloo or cpu:gloo,cuda:nccl",
     )
-    aloud = parser.add_mutually_exclusive_group()
-    aloud.add_argument(
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="allranks run",
+        usage=_USAGE,
+        description="Runs a program as N processes (ranks), here or on other hosts; all stop when one fails.",
+        epilog="A single rank has this terminal, or other stdin, for breakpoint() and input(); of several, --stdin's.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    _add_hosts(parser)
+    kinds = f"what has started this process: {', '.join(CHOICES)}"
+    add("--env", default="auto", type=environment_kind, metavar="KIND", help=kinds)
+    for name in ("--restarts", "--max-restarts", "--max_restarts"):
+        shown = "start the job again when a rank fails, up to K times (default 0)"
+        add(name, dest="restarts", type=_whole, default=0, metavar="K", help=shown if name == "--restarts" else _HIDE)
+    add("--join-timeout", type=_seconds, default=300.0, metavar="TIME", help="how long to wait for hosts (default 5m)")
+    add(
+        *("-x", "--export"),
+        dest="exports",
+        action="append",
+        default=[],
+        metavar="VAR[=V]",
+        help="pass a variable on to other hosts, or all that match a pattern such as WANDB_*",
+    )
+    for name in ("--chdir", "--wdir"):
+        add(name, dest="folder", type=Path, metavar="DIR", help="working directory" if name == "--chdir" else _HIDE)
+    add("--ssh", default="", metavar="COMMAND", help="call this in place of ssh, for example 'ssh -i key'")
+    add("--iface", default="", metavar="NAME|CIDR", help="interfaces or networks that hosts use among each other")
+    add("--dry-run", action="store_true", help="print what would be started where, and start nothing")
+    _add_program(parser)
+    loudness = parser.add_mutually_exclusive_group()
+    loudness.add_argument(
         "-q", "--quiet", action="store_true", help="of the launcher's own lines, print only the cause of a failure"
     )
-    aloud.add_argument("-v", "--verbose", action="store_true", help="tell what is found, started and stopped, and when")
+    loudness.add_argument(
+        "-v", "--verbose", action="store_true", help="print what is found, started and stopped, and when"
+    )
     _add_display(parser)
     _add_placement(parser)
     _add_watch(parser)
-    # What they ask for is so anyway.
+    # Accepted without an effect: what they request is always so.
     for name in ("--use-env", "--use_env", "--standalone"):
         add(name, action="store_true", help=argparse.SUPPRESS)
     for name in ("--monitor-interval", "--monitor_interval"):  # a rank's end is an event here

@@ -1,8 +1,8 @@
 """torchrun's and torch.distributed.launch's command lines, in terms of ``allranks run``'s.
 
-``allranks torchrun`` takes each of torchrun's options, in both spellings, with PET_* variables for what is not said,
-and says in words of ``allranks run`` what they ask for; an option that cannot be honoured is an error that says what to
-do. Like torchrun it starts ranks on this host only, whatever scheduler it finds itself under.
+``allranks torchrun`` takes each of torchrun's options, in both spellings, with PET_* variables for missing ones,
+and translates them to options of ``allranks run``. An option without an equivalent is an error with what to do instead.
+Like torchrun it starts ranks on this host only, whatever scheduler it finds itself under.
 ``allranks launch`` is torch.distributed.launch: the same, and scripts get ``--local-rank=I`` unless ``--use-env``.
 
 Source: torch.distributed.run and torch.distributed.launch of torch 2.13, whose parsers the tests compare with.
@@ -120,7 +120,7 @@ def _parser(environ: Mapping[str, str], for_launch: bool) -> argparse.ArgumentPa
         parser.add_argument(*short, *spellings, action="store_true", default=default, help=text)
     if for_launch:
         parser.add_argument(
-            *("--use-env", "--use_env"), action="store_true", help="do not pass --local-rank=I; LOCAL_RANK says it"
+            *("--use-env", "--use_env"), action="store_true", help="do not pass --local-rank=I; LOCAL_RANK has it"
         )
     parser.add_argument("training_script", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -150,7 +150,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = 
     """What a command line of torchrun's asks for. Arguments as ``parse_torchruns``.
 
     Raises:
-        ConfigError: it is wrong, or asks for what is not here.
+        ConfigError: it is wrong, or needs what is not here.
         SystemExit: help was asked for, and given.
     """
     asked = parse_torchruns(argv, environ, for_launch=for_launch)
@@ -158,8 +158,10 @@ def read(argv: Sequence[str], environ: Mapping[str, str], *, for_launch: bool = 
     words = ["--env", "local", *_meeting(asked, for_launch), *_ranks(asked), *_output(asked)]
     grace = asked.shutdown_timeout
     words += ["--grace", environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _GRACE_S) if grace is None else str(grace)]
-    told = [f"{_spelling(asked)}=${{local_rank}}"] if for_launch and not asked.use_env else []
-    options = parse([*words, *_target(asked, told, environ)], "allranks launch" if for_launch else "allranks torchrun")
+    local_rank = [f"{_spelling(asked)}=${{local_rank}}"] if for_launch and not asked.use_env else []
+    options = parse(
+        [*words, *_target(asked, local_rank, environ)], "allranks launch" if for_launch else "allranks torchrun"
+    )
     target = replace(options.target, macros=True)
     return replace(options, target=target, virtual_local_rank=asked.virtual_local_rank)
 
@@ -168,7 +170,7 @@ def _refuse(asked: argparse.Namespace) -> None:
     """Raises where something is asked for that is not here.
 
     Raises:
-        ConfigError: says what to do instead.
+        ConfigError: with what to do instead.
     """
     if asked.no_python and asked.module and not asked.run_path:
         raise ConfigError("--no-python and --module exclude each other")
@@ -198,7 +200,7 @@ def _meeting(asked: argparse.Namespace, for_launch: bool) -> list[str]:
     by_c10d = asked.rdzv_backend == "c10d"
     several = asked.nnodes not in ("1", "1:1")
     usual = f"timeout={600 if by_c10d else 900},last_call_timeout=30"
-    words += ["--rdzv-conf", f"{usual},{asked.rdzv_conf}"]  # what is said later wins
+    words += ["--rdzv-conf", f"{usual},{asked.rdzv_conf}"]  # a later one overrides
     if by_c10d:
         return [*words, "--rdzv-endpoint", asked.rdzv_endpoint or f"localhost:{C10D_PORT}"] if several else words
     if asked.rdzv_endpoint:
@@ -236,8 +238,8 @@ def _output(asked: argparse.Namespace) -> list[str]:
     return words
 
 
-def _target(asked: argparse.Namespace, told: list[str], environ: Mapping[str, str]) -> list[str]:
-    words = [asked.training_script, *told, *asked.training_script_args]
+def _target(asked: argparse.Namespace, local_rank: list[str], environ: Mapping[str, str]) -> list[str]:
+    words = [asked.training_script, *local_rank, *asked.training_script_args]
     if asked.run_path:
         return words
     if asked.no_python:
@@ -249,7 +251,7 @@ def _target(asked: argparse.Namespace, told: list[str], environ: Mapping[str, st
 
 
 def _spelling(asked: argparse.Namespace) -> str:
-    """How a script wants to be told its local rank: torch's way, unless it only knows the one before torch 2."""
+    """How a script expects its local rank: torch's way, unless it only has the option of torch before 2."""
     path = Path(asked.training_script)
     if asked.module and not asked.run_path:
         set_first_path(os.getcwd())

@@ -1,4 +1,4 @@
-"""The file in which whoever started torchrun wants to find why a job failed: TORCHELASTIC_ERROR_FILE.
+"""The file in which the caller of torchrun expects the reason of a failure: TORCHELASTIC_ERROR_FILE.
 
 torchrun copies into it what a rank wrote whose main function is decorated by ``record``. Ranks report their failures
 here anyway, so it is written for each job that fails.
@@ -13,19 +13,19 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from allranks.launch.jobs.root_cause import Failure
-from allranks.launch.voice import Voice
+from allranks.launch.policy.root_cause import Failure
+from allranks.launch.reporter import Reporter
 
 __all__ = ["write_error_file"]
 
 
-def write_error_file(cause: Failure | None, environ: Mapping[str, str], voice: Voice) -> None:
+def write_error_file(cause: Failure | None, environ: Mapping[str, str], reporter: Reporter) -> None:
     """Writes the file, if one is wanted and a rank failed.
 
     Args:
         cause: the first failure; None if there is none.
         environ: the launcher's own.
-        voice: says why it cannot be written.
+        reporter: reports why it cannot be written.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or cause is None:
@@ -37,4 +37,4 @@ def write_error_file(cause: Failure | None, environ: Mapping[str, str], voice: V
     try:
         Path(path).write_text(json.dumps(error))
     except OSError as trouble:
-        voice.say(f"cannot write TORCHELASTIC_ERROR_FILE={path}: {trouble.strerror}")
+        reporter.report(f"cannot write TORCHELASTIC_ERROR_FILE={path}: {trouble.strerror}")

@@ -1,5 +1,5 @@
 """Where a job runs, from the options and the place: here, on the hosts of a list or of an allocation, or on each host
-where the same command was typed; or in place, where this process is a rank of somebody else's job already."""
+where the same command was typed; or in place, where this process is already a rank of another launcher's job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LAUNCHED = ("allranks", "torchrun")  # a rank of ours may start jobs of its own
 _PORT = 29500
 # What is the same, or can be had, where the program runs in place of this process.
 _IN_PLACE = (
-    *("target", "env", "start", "exports", "threads", "instead_of_gloo", "folder", "iface", "dry_run", "voice"),
+    *("target", "env", "start", "exports", "threads", "instead_of_gloo", "folder", "iface", "dry_run", "reporter"),
     "backend",
     "display",  # part by part
 )
@@ -65,18 +65,20 @@ def launch(options: Options) -> int | Rank:
             os.chdir(options.folder)
         except OSError as error:
             raise ConfigError(f"cannot enter {str(options.folder)!r} (--chdir): {error.strerror}") from None
-    check(options.target, "--" if options.voice.name == "allranks run" else "--no-python")
+    check(options.target, "--" if options.reporter.name == "allranks run" else "--no-python")
     if options.iface:
         os.environ["ALLRANKS_IFACE"] = options.iface
-        if not options.hosts:  # other hosts have others
+        if not options.hosts:  # other hosts have other interfaces
             published_addresses()
     try:
         place = detect(os.environ, options.env, launcher=True)
         because = ", ".join(f"{clue.name}={clue.value}" for clue in place.why)
-        options.voice.tell(f"found {place.kind}: {because}" if because else "found no scheduler and no other launcher")
+        options.reporter.detail(
+            f"found {place.kind}: {because}" if because else "found no scheduler and no other launcher"
+        )
         return _launch(options, place)
     except KeyboardInterrupt:  # while hosts were being reached
-        options.voice.say("stopped by SIGINT")
+        options.reporter.report("stopped by SIGINT")
         return 128 + signal.SIGINT
 
 
@@ -86,7 +88,7 @@ def _launch(options: Options, place: LaunchContext) -> int | Rank:
             return _run_in_place(options, place)
         raise ConfigError(
             f"this process is rank {place.rank} of {place.size} already, started by {place.kind}; -n would start ranks"
-            " in each of them. Leave it out to run the program as that rank, or say --env local"
+            " in each of them. Leave it out to run the program as that rank, or use --env local"
         )
     if options.hosts or (place.role == "allocation" and options.node is None):
         command = command_for(place) if place.role == "allocation" else SSH
@@ -95,7 +97,7 @@ def _launch(options: Options, place: LaunchContext) -> int | Rank:
         hosts = options.hosts or read_hosts(place)
         if not hosts:
             raise ConfigError(f"this is an allocation of {place.kind}, which lists no hosts; name them (--hosts)")
-        options.voice.tell(f"hosts: {', '.join(map(str, hosts))}, by {command.name}")
+        options.reporter.detail(f"hosts: {', '.join(map(str, hosts))}, by {command.name}")
         if not (len(hosts) == 1 and is_here(hosts[0].name)):
             _refuse_stdin(options)
             with interruptible():
@@ -114,7 +116,7 @@ def _refuse_stdin(options: Options) -> None:
     """Raises where a rank that another process starts would need our stdin.
 
     Raises:
-        ConfigError: says what to do instead.
+        ConfigError: with what to do instead.
     """
     if isinstance(options.stdin, int):
         raise ConfigError(
@@ -131,8 +133,8 @@ def _check_number(options: Options, nodes: tuple[int, int] | None) -> None:
     """
     leader = options.leader[0] if options.leader is not None else ""
     if nodes is None and (options.node is not None or (leader and not is_here(leader))):
-        said = f"--node-rank {options.node}" if options.node is not None else f"host 0 is {leader}, which is not here"
-        raise ConfigError(f"{said}: this is one of several hosts then; say how many they are (-N)")
+        reason = f"--node-rank {options.node}" if options.node is not None else f"host 0 is {leader}, which is not here"
+        raise ConfigError(f"{reason}: this is one of several hosts then; give the number of hosts (-N)")
     if nodes is not None and options.node is not None and options.node >= nodes[1]:
         count = "is 1 host" if nodes[1] == 1 else f"are {nodes[1]} hosts"
         raise ConfigError(f"--node-rank {options.node} is out of range; there {count}, numbered from 0")
@@ -156,13 +158,13 @@ def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -
     name, port = options.leader or (place.leader, None)
     if options.node is None and node is not None and not name:
         raise ConfigError(
-            f"{place.kind} says that this is host {node} of {nodes[1]}, and not which is host 0:"
+            f"{place.kind} reports that this is host {node} of {nodes[1]}, but not which is host 0:"
             " name it (--master-addr)"
         )
     if node is None and not name:
         raise ConfigError(
             f"{nodes[1]} hosts were asked for (-N), and neither which they are (--hosts), nor which of them this is"
-            " (--node-rank), nor a scheduler says more"
+            " (--node-rank), nor does a scheduler report more"
         )
     if options.per_host == "gpu" and not visible_gpus(os.environ):
         raise ConfigError("this host has no GPU, and one rank for each was asked for (-n gpu)")
@@ -179,7 +181,7 @@ def _run_among(options: Options, place: LaunchContext, nodes: tuple[int, int]) -
         raise ConfigError(
             "hosts cannot meet on a port that is not known before (0); expected one that is free on host 0"
         )
-    options.voice.tell(f"hosts: {nodes[1]} that meet on {name or 'this host'}, port {', '.join(map(str, ports))}")
+    options.reporter.detail(f"hosts: {nodes[1]} that meet on {name or 'this host'}, port {', '.join(map(str, ports))}")
     sure = node == 0 or (node is None and options.leads is True)
     if sure or (node is None and options.leads is None and is_here(name)):
         try:
@@ -201,14 +203,14 @@ def _run_in_place(options: Options, place: LaunchContext) -> int:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         words = [sys.executable, *flags, *(["-m"] if target.kind == "module" else []), *words]
     if not options.dry_run:
-        options.voice.tell(f"runs {target.words()} in place, as rank {place.rank} of {place.size}")
+        options.reporter.detail(f"runs {target.words()} in place, as rank {place.rank} of {place.size}")
         os.execvpe(words[0], words, {**os.environ, **environ})
     put(f"{target.words()}, in place of this process, which is rank {place.rank} of {place.size} of {place.kind}\n")
     return 0
 
 
 def _environ_in_place(options: Options, kind: str) -> dict[str, str]:
-    """What the options ask for, of what variables can do.
+    """The options that variables can express, as variables.
 
     Args:
         options: what was asked for.

@@ -1,4 +1,7 @@
-"""The keys of a terminal, for a job on this host: Ctrl-Z stops the ranks with the launcher, and a rank can read."""
+"""The terminal of a job on this host: performs what ``policy/round`` decides about Ctrl-Z and the rank that reads.
+
+It lends the terminal to that rank, takes it back, and stops the launcher's own process group.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ SIGNALS = (signal.SIGTSTP, signal.SIGCHLD)
 
 
 class JobControl:
-    """Stops and continues the ranks, and lends the terminal to the rank that reads it.
+    """Lends the terminal to the rank that reads it, and stops the launcher.
 
     Args:
         agent: the ranks, started.
@@ -21,53 +24,34 @@ class JobControl:
         rank: whose stdin it is.
 
     Attributes:
+        reader: the rank that may read the terminal; None if none may.
         borrower: the rank that has the terminal's keys; None while the launcher has them.
     """
 
     def __init__(self, agent: Agent, terminal: Terminal | None, rank: int | None) -> None:
         self._agent = agent
         self._terminal = terminal
-        self._rank = rank
+        self.reader = rank if terminal is not None else None
         self.borrower: int | None = None
 
-    def take(self, number: int) -> str:
-        """Takes one of ``SIGNALS``. Returns why the job cannot go on, or ""."""
-        if number == signal.SIGTSTP:
-            self._suspend(number)
-        elif self._terminal is not None and self._rank is not None:
-            stopped = self._agent.stopped_by(self._rank)
-            if stopped == signal.SIGTSTP:
-                self._suspend(stopped)
-            elif stopped in (signal.SIGTTIN, signal.SIGTTOU):
-                if self._lend():
-                    self._agent.signal(signal.SIGCONT, [self._rank])
-                elif not self._suspend(stopped):
-                    return f"rank {self._rank} waits for a terminal that another job has"
-        return ""
+    def stopped_by(self) -> int | None:
+        """The signal that has stopped the reader since the last call; None if none has."""
+        return None if self.reader is None else self._agent.stopped_by(self.reader)
+
+    def lend(self, rank: int) -> bool:
+        """Gives a rank the keys. Returns False if another job has the terminal."""
+        assert self._terminal is not None
+        if not self._terminal.lend(self._agent.group_of(rank)):
+            return False
+        self.borrower = rank
+        return True
 
     def reclaim(self, restore: bool = False) -> None:
-        """Takes the terminal back; with ``restore`` as it was, as the rank was killed."""
+        """Takes the terminal back; with ``restore`` also its modes, as the rank was killed."""
         if self._terminal is not None and self.borrower is not None:
             self._terminal.reclaim(self._agent.group_of(self.borrower), restore)
         self.borrower = None
 
-    def _lend(self) -> bool:
-        assert self._terminal is not None
-        assert self._rank is not None
-        if not self._terminal.lend(self._agent.group_of(self._rank)):
-            return False
-        self.borrower = self._rank
-        return True
-
-    def _suspend(self, number: int) -> bool:
-        """Stops the ranks and the launcher. Returns once it is continued; False if it could not be stopped."""
-        lent = self.borrower is not None
-        self.reclaim()
-        running = self._agent.running
-        self._agent.signal(signal.SIGSTOP, running)  # SIGTSTP has no effect in a session of a rank's own
-        stopped = stop_this_group(number)
-        if lent:
-            self._lend()
-        if stopped or number == signal.SIGTSTP:
-            self._agent.signal(signal.SIGCONT, running)
-        return stopped
+    def stop_launcher(self, number: int) -> bool:
+        """Stops this process. Returns once it is continued; False if it could not be stopped."""
+        return stop_this_group(number)

@@ -1,7 +1,7 @@
 """A job on this host, whose ranks are forked from this process: the order in which things must happen.
 
 The guard is forked while this process is small. Threads per rank are decided before torch is imported, as its
-libraries read them then. The store's socket is bound before ranks are forked, as they are told its address; its
+libraries read them then. The store's socket is bound before ranks are forked, as their environment has its address; its
 thread starts after, as a process with threads cannot be forked safely; and it has ended before a next round.
 """
 
@@ -21,14 +21,26 @@ from allranks.launch.jobs.error_file import write_error_file
 from allranks.launch.jobs.job_control import SIGNALS, JobControl
 from allranks.launch.jobs.supervise import FORWARDED, Supervisor
 from allranks.launch.output.screen import Screen
+from allranks.launch.policy.job import (
+    AwaitHosts,
+    CountHosts,
+    EndJob,
+    HostsCounted,
+    Job,
+    JobRules,
+    JobStarted,
+    RoundEnded,
+    StartRound,
+    step,
+)
 from allranks.launch.ranks.agent import Agent, Plan
 from allranks.launch.ranks.environ import Share, common_environ, free_port
 from allranks.launch.ranks.guard import Guard
+from allranks.launch.ranks.pipes import reserve_descriptors
 from allranks.launch.ranks.placement import describe, seats
 from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.ranks.terminal import Terminal
-from allranks.launch.ranks.wires import reserve_descriptors
 from allranks.launch.spec.options import Options
 from allranks.launch.spec.target import check_size
 
@@ -45,21 +57,29 @@ def run_here(options: Options, nproc: int) -> int | Rank:
     Raises:
         ConfigError: the job cannot be started as asked.
     """
-    run = options.run or secrets.token_hex(8)
-    restart = 0
     check_size(options.target, nproc)
     masters = int(options.target.mode == "master")
+    share = Share(nproc, nproc, run=options.run or secrets.token_hex(8), restarts=options.restarts, role=options.role)
+    job = Job(JobRules(options.restarts))
+    event: JobStarted | RoundEnded | HostsCounted = JobStarted()
+    supervisor: Supervisor | None = None
     while True:
-        share = Share(nproc, nproc, run=run, restart=restart, restarts=options.restarts, role=options.role)
-        round_ = _prepare(options, replace(share, masters=masters))
-        if isinstance(round_, Rank):
-            return round_
-        code, supervisor = round_.run()
-        if not supervisor.failed or restart == options.restarts:
-            write_error_file(supervisor.cause, os.environ, options.voice)
-            return code
-        restart += 1
-        options.voice.say(f"starting again ({restart} of {options.restarts})")
+        action = step(job, event)
+        match action:
+            case StartRound(restart):
+                if restart:
+                    options.reporter.report(f"starting again ({restart} of {options.restarts})")
+                prepared = _prepare(options, replace(share, restart=restart, masters=masters))
+                if isinstance(prepared, Rank):
+                    return prepared
+                code, supervisor = prepared.run()
+                event = RoundEnded(code, supervisor.failed)
+            case CountHosts() | AwaitHosts():
+                event = HostsCounted(1)
+            case EndJob(code):
+                assert supervisor is not None
+                write_error_file(supervisor.cause, os.environ, options.reporter)
+                return code
 
 
 @dataclass(frozen=True)
@@ -80,7 +100,7 @@ class _Round:
             self.agent,
             self.screen,
             options.grace_s,
-            options.voice,
+            options.reporter,
             idle_s=options.idle_s,
             signals=options.signals,
             master=0 if options.target.mode == "master" else None,
@@ -117,19 +137,17 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
     os.environ.update(options.environ)  # some are read when torch is imported, here or in the ranks
     master = ("127.0.0.1", (options.leader[1] if options.leader else None) or free_port())
     environ = common_environ(os.environ, share, options.threads, server.address, master, places)
-    start = options.start
-    target = options.target
+    ranks = options.for_ranks()
     for line in describe(places):
-        options.voice.tell(line)
-    options.voice.tell(f"the store is at {server.address}, OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}")
-    if start == "fork" and target.is_python:
-        start = "fork" if preload(target, environ["OMP_NUM_THREADS"]) else "spawn"
+        options.reporter.detail(line)
+    options.reporter.detail(f"the store is at {server.address}, OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}")
+    if ranks.start == "fork" and ranks.target.is_python:
+        ranks = replace(ranks, start="fork" if preload(ranks.target, environ["OMP_NUM_THREADS"]) else "spawn")
         forked = "with torch imported" if "torch" in sys.modules else "without torch, which the script does not import"
-        options.voice.tell(f"ranks are forked {forked}" if start == "fork" else "torch cannot be imported: no forking")
-    agent = Agent(
-        Plan(nproc, options.target, start, environ, screen.stdio(), seats=places, virtual=options.virtual_local_rank),
-        guard,
-    )
+        options.reporter.detail(
+            f"ranks are forked {forked}" if ranks.start == "fork" else "torch cannot be imported: no forking"
+        )
+    agent = Agent(Plan(nproc, ranks, environ, screen.stdio(), seats=places), guard)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals, *SIGNALS))
     try:
         rank = agent.start(mask, files)

@@ -1,9 +1,9 @@
 """The same line from many ranks, shown once. Pure: time is an argument.
 
-Eight ranks that load a model say the same eight times; what differs drowns. So a whole line waits for a moment for
-others to say it too, and is then shown once, with all their numbers. Each rank's own lines stay in their order, so
-that the output, told apart again by rank, is what each rank wrote. What is no plain line (a progress bar, a cursor
-that moves) does not wait and passes to the renderer, after all that its rank said before.
+Eight ranks that load a model print the same lines eight times, and lines that differ are lost among them. So a whole
+line waits for a moment for the same line of other ranks, and is then shown once, with all their numbers. The lines of
+each rank stay in their order, so that the output, separated again by rank, is what each rank wrote. What is no plain
+line (a progress bar, a moving cursor) does not wait. It passes to the renderer after the earlier output of its rank.
 
 Unterminated text waits too, as many programs write a line in parts; then it passes, and so does the rest of its line.
 """
@@ -29,8 +29,8 @@ _MOVES = re.compile(rb"\r(?!\n)|\x1b(?!\[[0-9;]*m)")  # all but colours and line
 
 
 @dataclass
-class _Said:
-    """A line that waits, and who said it."""
+class _WaitingLine:
+    """A line that waits, and the ranks that wrote it."""
 
     number: int
     line: bytes
@@ -83,7 +83,7 @@ class Through:
         return None
 
     def tick(self, now: float) -> bytes:
-        """Returns what has waited long enough, or for nobody any more."""
+        """Returns what has waited long enough, or for no other rank any more."""
         return b""
 
     def flush(self) -> bytes:
@@ -114,16 +114,16 @@ class Collapse(Through):
         super().__init__(renderer, names)
         self._window_s = window_s
         self._rests = {rank: _Rest() for rank in ranks}
-        self._begun: dict[int, float] = {}  # whose text waits since when, oldest first
-        self._waiting: deque[_Said] = deque()
+        self._since: dict[int, float] = {}  # whose text waits since when, oldest first
+        self._waiting: deque[_WaitingLine] = deque()
         self._alike: dict[bytes, list[int]] = {}  # line -> numbers of those of _waiting, ascending
-        self._by_number: dict[int, _Said] = {}
+        self._by_number: dict[int, _WaitingLine] = {}
         self._count = 0
 
     def feed(self, rank: int, data: bytes, now: float) -> bytes:
         """See ``Through``."""
         rest = self._rests[rank]
-        since = self._begun.get(rank, now)
+        since = self._since.get(rank, now)
         text = self._take(rank) + data
         if _MOVES.search(text) or (text.find(b"\n", 0, _LIMIT) < 0 and len(text) > _LIMIT):
             return self._pass(rank, text) + self.tick(now)
@@ -136,7 +136,7 @@ class Collapse(Through):
         for line in lines:
             self._say(rank, line, now)
         if rest.text:
-            self._begun[rank] = now if lines else since
+            self._since[rank] = now if lines else since
         return out + self.tick(now)
 
     def line(self, rank: int, line: bytes, now: float) -> bytes:
@@ -153,7 +153,7 @@ class Collapse(Through):
 
     def due(self) -> float | None:
         """See ``Through``."""
-        times = [said.at for said in islice(self._waiting, 1)] + list(islice(self._begun.values(), 1))
+        times = [waiting.at for waiting in islice(self._waiting, 1)] + list(islice(self._since.values(), 1))
         return min(times) + self._window_s if times else None
 
     def tick(self, now: float) -> bytes:
@@ -164,46 +164,46 @@ class Collapse(Through):
             if first.at + self._window_s > now and len(first.ranks) < len(self._rests):
                 break
             out += self._show()
-        for rank in [rank for rank, at in self._begun.items() if at + self._window_s <= now]:
+        for rank in [rank for rank, at in self._since.items() if at + self._window_s <= now]:
             out += self._pass(rank, self._take(rank))
         return bytes(out)
 
     def _take(self, rank: int) -> bytes:
-        self._begun.pop(rank, None)
+        self._since.pop(rank, None)
         text, self._rests[rank].text = self._rests[rank].text, b""
         return text
 
     def _say(self, rank: int, line: bytes, now: float) -> None:
         rest = self._rests[rank]
         alike = self._alike.setdefault(line, [])
-        place = bisect_right(alike, rest.last)  # not before what this rank said last
+        place = bisect_right(alike, rest.last)  # not before the last line of this rank
         if place == len(alike):
-            said = _Said(self._count, line, now, self.renderer.stamp, [])
+            waiting = _WaitingLine(self._count, line, now, self.renderer.stamp, [])
             self._count += 1
-            self._waiting.append(said)
-            self._by_number[said.number] = said
-            alike.append(said.number)
+            self._waiting.append(waiting)
+            self._by_number[waiting.number] = waiting
+            alike.append(waiting.number)
         rest.last = alike[place]
         self._by_number[rest.last].ranks.append(rank)
 
     def _show(self) -> bytes:
         """Takes the first of those that wait."""
-        said = self._waiting.popleft()
-        del self._by_number[said.number]
-        alike = self._alike[said.line]
+        waiting = self._waiting.popleft()
+        del self._by_number[waiting.number]
+        alike = self._alike[waiting.line]
         del alike[0]
         if not alike:
-            del self._alike[said.line]
-        stamp, self.renderer.stamp = self.renderer.stamp, said.stamp
-        if len(said.ranks) == 1 and not self._rests[said.ranks[0]].passing:
-            out = self.renderer.feed(said.ranks[0], said.line + b"\n")
+            del self._alike[waiting.line]
+        stamp, self.renderer.stamp = self.renderer.stamp, waiting.stamp
+        if len(waiting.ranks) == 1 and not self._rests[waiting.ranks[0]].passing:
+            out = self.renderer.feed(waiting.ranks[0], waiting.line + b"\n")
         else:
-            out = self._show_line(sorted(said.ranks), said.line)
+            out = self._show_line(sorted(waiting.ranks), waiting.line)
         self.renderer.stamp = stamp
         return out
 
     def _pass(self, rank: int, text: bytes) -> bytes:
-        """Lets text through to the renderer, after all that its rank said before."""
+        """Lets text through to the renderer, after all that its rank wrote before."""
         rest = self._rests[rank]
         out = bytearray()
         while self._waiting and self._waiting[0].number <= rest.last:

@@ -5,7 +5,7 @@ unchanged, whether or not they are UTF-8. Two kinds:
 
 - ``Plain`` for pipes and files. A line that was overwritten by carriage returns is shown as it ended.
 - ``Live`` for terminals. The bottom row belongs to one rank's open (unterminated) line, and that rank writes to
-  the terminal as if it were alone: its progress bar moves. When another rank has a line to say, the bar is wiped,
+  the terminal as if it were alone: its progress bar moves. When another rank writes a line, the bar is wiped,
   the line printed, the bar drawn again. Open lines of the other ranks wait; the lowest rank with one is shown.
 
 A rank may move the cursor up (bars of several rows) only over rows of its own that still stand directly above;
@@ -312,7 +312,7 @@ class Live:
         return rank != self._first, rank
 
     def _wipe(self) -> bytes:
-        """Empties the bottom row, which is nobody's then."""
+        """Empties the bottom row, which belongs to no rank then."""
         if self._owner is None:
             return b""
         rank, self._owner = self._owner, None

@@ -37,7 +37,7 @@ class Logs:
         attempt: how often the job has been started again.
 
     Attributes:
-        temporary: folder that nobody has named and that is kept; None if there is none.
+        temporary: folder that was not named and that is kept; None if there is none.
 
     Raises:
         ConfigError: a file cannot be made.

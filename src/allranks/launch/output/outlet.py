@@ -1,9 +1,9 @@
-"""One of this process's output descriptors, written without ever waiting for whoever reads it.
+"""One of this process's output descriptors, written without ever waiting for its reader.
 
-A pipe that nobody reads, a terminal held by Ctrl-S, ``| less``: a blocking write there would make the launcher deaf
+A pipe that is not read, a terminal held by Ctrl-S, ``| less``: a blocking write there would block the launcher
 to Ctrl-C and blind to a failed rank. ``O_NONBLOCK`` must not be set on the descriptor itself, which belongs to the
 shell and to others too; so the file is opened once more, which gives a description of its own. Where that is not
-possible (sockets, somebody else's terminal), it writes only when poll says so, and no more at once than a pipe then
+possible (sockets, another session's terminal), it writes only when poll allows it, and no more at once than a pipe then
 takes without blocking.
 """
 

@@ -1,7 +1,7 @@
 """This process's stdout and stderr, and the log files: where the ranks' output goes.
 
-Asks what the two are (terminal, pipe, the same file), which also says what the ranks' own are to be, and picks a
-renderer for each. How lines are put together is ``lines``' business.
+It finds out what the two are (terminal, pipe, the same file). From this follow the streams of the ranks, and a renderer
+for each of the two. ``lines`` puts lines together.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from allranks.launch.output.collapse import Collapse, Through
 from allranks.launch.output.lines import Live, Names, Plain
 from allranks.launch.output.logs import Logs
 from allranks.launch.output.outlet import Outlet, TextOutlet
-from allranks.launch.spec.messages import Output
+from allranks.launch.spec.events import Output
 from allranks.launch.spec.options import Display
 from allranks.launch.spec.stdio import Stdio
 
 __all__ = ["Screen"]
 
 _TAIL_LINES = 20
-_MANY = 8  # ranks whose lines are collapsed if the user does not say
+_MANY = 8  # so many ranks or more: lines are collapsed by default
 
 
 class Screen:
@@ -88,19 +88,19 @@ class Screen:
         self._capable = streams is None and environ.get("TERM", "dumb") != "dumb"
         colour = self._capable and not environ.get("NO_COLOR")
         self._merged = streams is None and os.path.sameopenfile(1, 2)
-        # One rank's output alone needs no telling apart: it passes as that rank writes it.
+        # The output of a single rank needs no prefix: it passes as that rank writes it.
         alone = display.show == "0"
         names = Names(world_size or len(self.ranks), hosts)
         self._names = names
         self._prefix_width = (0 if alone else names.width) + len(self._stamp())
         collapse = {"auto": len(self._shown) >= _MANY, "always": len(self._shown) > 1, "never": False}[display.collapse]
-        self._ways: dict[int, Through] = {}
+        self._collapsers: dict[int, Through] = {}
         for fd in (1,) if self._merged else (1, 2):
             names = replace(names, colour=colour and os.isatty(fd))
             prefixes = dict.fromkeys(self.ranks, b"") if alone else names.each(self.ranks)
             renderer = Live(prefixes, _window(fd)[1], stdin) if self._live(fd) else Plain(prefixes)
             of = (lambda ranks: b"") if alone else names.of
-            self._ways[fd] = Collapse(renderer, of, self._shown) if collapse else Through(renderer, of)
+            self._collapsers[fd] = Collapse(renderer, of, self._shown) if collapse else Through(renderer, of)
         self._outlets: dict[int, Outlet | TextOutlet] = {}
         self._tails: dict[int, deque[bytes]] = {rank: deque(maxlen=_TAIL_LINES) for rank, _ in self._hidden_streams}
         self._bare = {stream: Plain(dict.fromkeys(self.ranks, b"")) for stream in (1, 2)}  # lines for files and tails
@@ -109,7 +109,7 @@ class Screen:
     def open(self) -> None:
         """Makes ready to write. After the ranks are forked, so that none keeps our reader waiting for its end."""
         streams = self._streams
-        self._outlets = {fd: Outlet(fd) if streams is None else TextOutlet(streams[fd - 1]) for fd in self._ways}
+        self._outlets = {fd: Outlet(fd) if streams is None else TextOutlet(streams[fd - 1]) for fd in self._collapsers}
 
     def stdio(self) -> tuple[Stdio, ...]:
         """What the ranks' stdout and stderr are to be, so that the ranks behave as if they wrote here themselves."""
@@ -144,8 +144,8 @@ class Screen:
         return rows, max(10, columns - self._prefix_width)
 
     def resized(self) -> None:
-        """Takes it that the terminal's size has changed."""
-        for fd, way in self._ways.items():
+        """The size of the terminal has changed."""
+        for fd, way in self._collapsers.items():
             if isinstance(way.renderer, Live):
                 way.renderer.columns = _window(fd)[1]
 
@@ -157,21 +157,21 @@ class Screen:
             self.logs.put_bytes(rank, stream, data)
         hidden = (rank, stream) in self._hidden_streams
         if not hidden:
-            if stream in self._ways:
-                self._put(stream, self._ways[stream].feed(rank, data, now))
+            if stream in self._collapsers:
+                self._put(stream, self._collapsers[stream].feed(rank, data, now))
             else:
                 self._put_apart(rank, self._apart.feed(rank, data), now)
         if hidden or self.logs.has_lines(rank) or self._display.timestamps:
             self._keep(rank, stream, self._bare[stream].feed(rank, data))
 
     def end(self, rank: int) -> None:
-        """Takes it that a rank writes no more. One that is shown elsewhere does not count, here and below."""
+        """A rank writes no more. Ranks that are shown elsewhere are ignored, here and below."""
         if rank not in self._mine:
             return
         now = self._set_time()
         self._put_apart(rank, self._apart.end(rank), now)
         if rank in self._shown:
-            for fd, way in self._ways.items():
+            for fd, way in self._collapsers.items():
                 self._put(fd, way.end(rank, now))
         for stream, bare in self._bare.items():
             self._keep(rank, stream, bare.end(rank))
@@ -180,25 +180,25 @@ class Screen:
         """Takes lines of the launcher's own, for stderr, after all that was taken before."""
         self.settle()
         fd = 1 if self._merged else 2
-        self._put(fd, self._ways[fd].renderer.note(text))
+        self._put(fd, self._collapsers[fd].renderer.note(text))
 
-    def say(self, ranks: Sequence[int], lines: Sequence[bytes]) -> None:
+    def print_lines(self, ranks: Sequence[int], lines: Sequence[bytes]) -> None:
         """Takes lines about ranks, for stderr and for their log files, whether or not the ranks' output is shown."""
         self._set_time()
         fd = 1 if self._merged else 2
         for line in lines:
-            self.note(self._ways[fd].renderer.stamp + self._names.of(ranks) + line)
+            self.note(self._collapsers[fd].renderer.stamp + self._names.of(ranks) + line)
         for rank in self._mine.intersection(ranks):
             self.logs.put_lines(rank, b"".join(self._bare[2].stamp + line + b"\n" for line in lines))
 
     def settle(self) -> None:
-        """Shows all that waits for others to say it too."""
-        for fd, way in self._ways.items():
+        """Shows all lines that wait for the same line of other ranks."""
+        for fd, way in self._collapsers.items():
             self._put(fd, way.flush())
 
     def due(self) -> float | None:
         """When to call ``flush`` even if nothing is taken any more (``time.monotonic``); None for never."""
-        return min((due for way in self._ways.values() if (due := way.due()) is not None), default=None)
+        return min((due for way in self._collapsers.values() if (due := way.due()) is not None), default=None)
 
     def log(self, rank: int, text: str) -> None:
         """Adds to a rank's log file only."""
@@ -218,7 +218,7 @@ class Screen:
         lost = self.logs.flush()
         now = time.monotonic()
         for fd, outlet in self._outlets.items():
-            self._put(fd, self._ways[fd].tick(now))
+            self._put(fd, self._collapsers[fd].tick(now))
             try:
                 outlet.flush()
             except OSError as error:
@@ -232,7 +232,7 @@ class Screen:
 
     @property
     def backlog(self) -> int:
-        """Bytes that wait for somebody to read what is before them."""
+        """Bytes that cannot be written before earlier ones are read."""
         return sum(outlet.backlog for outlet in self._outlets.values())
 
     def close(self) -> None:
@@ -246,7 +246,7 @@ class Screen:
 
     def _put_apart(self, rank: int, lines: bytes, now: float) -> None:
         for line in lines.split(b"\n")[:-1]:
-            self._put(1, self._ways[1].line(rank, line, now))
+            self._put(1, self._collapsers[1].line(rank, line, now))
 
     def _keep(self, rank: int, stream: int, lines: bytes) -> None:
         self.logs.put_lines(rank, lines)
@@ -257,7 +257,7 @@ class Screen:
 
     def _set_time(self) -> float:
         stamp = self._stamp()
-        for renderer in (*(way.renderer for way in self._ways.values()), *self._bare.values()):
+        for renderer in (*(way.renderer for way in self._collapsers.values()), *self._bare.values()):
             renderer.stamp = stamp
         return time.monotonic()
 

@@ -1,10 +1,10 @@
 """What runs on one host.
 
 - ``target``     what to run (script, module, command, function), checked before anything starts
-- ``environ``    what a rank's environment says
+- ``environ``    the environment of a rank
 - ``placement``  which CPUs and which GPU each rank gets
 - ``preload``    imports torch into the process that ranks are forked from
-- ``wires``      the pipes and terminals between a rank and its agent
+- ``pipes``      the pipes and terminals between a rank and its agent
 - ``terminal``   the launcher's terminal, and who may read it
 - ``guard``      kills the ranks' process groups when their agent is killed
 - ``rank``       what a rank does before, around and after the user's program

@@ -1,10 +1,10 @@
-"""Starts the ranks of this host and tells what they do: what they write, why they fail, that they are gone.
+"""Starts the ranks of this host and reports events: what they write, why they fail, that they have ended.
 
-One thread, one selector: pipes, terminals, and a pidfd for each rank. It decides nothing; when to stop the job, and
-what to make of a failure, is ``supervise``'s and ``blame``'s business.
+One thread and one selector serve the pipes, the terminals, and a pidfd for each rank. It decides nothing: ``policy``
+decides when to stop the job, and what a failure means.
 
-An exited rank stays unreaped until the end, so that its pid, which is also its process group, cannot become a
-stranger's while the group may still be signalled.
+An exited rank stays unreaped until the end, so that its pid, which is also its process group, cannot be
+reused while the group may still be signalled.
 """
 
 from __future__ import annotations
@@ -18,16 +18,26 @@ import traceback
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
+from allranks._base.frames import LARGEST, FrameDecoder
 from allranks.launch.ranks.environ import place_environ
 from allranks.launch.ranks.guard import Guard
+from allranks.launch.ranks.pipes import Pipes, resize
 from allranks.launch.ranks.placement import Seat
-from allranks.launch.ranks.rank import Rank, become_rank, decode_told
-from allranks.launch.ranks.wires import Wires, resize
-from allranks.launch.spec.messages import Again, Begun, Event, Exited, Failed, Output, Report, Returned, Stacks
+from allranks.launch.ranks.rank import Rank, become_rank, decode_status
+from allranks.launch.spec.events import (
+    Event,
+    Exited,
+    Failed,
+    Output,
+    RankRestarted,
+    Report,
+    RestartRank,
+    Returned,
+    Stacks,
+)
+from allranks.launch.spec.options import RankOptions
 from allranks.launch.spec.stdio import Stdio
-from allranks.launch.spec.target import Target
 from allranks.launch.stacks import DUMP
 
 __all__ = ["Agent", "Plan"]
@@ -43,24 +53,21 @@ class Plan:
     Attributes:
         nproc: number of ranks.
         first: number of the first in the job; the others follow.
-        target: what they run.
-        start: "fork" continues in a copy of this process; "spawn" executes a fresh interpreter.
+        ranks: what they run, and how they are started: "fork" continues in a copy of this process, "spawn" executes a
+            fresh interpreter.
         environ: the environment that all share.
         stdio: what the standard streams of each rank are.
         seats: CPUs and GPU of each rank; empty where all have all.
         role_first: number of the first among the ranks of its role; None: as in the job.
-        virtual: LOCAL_RANK is 0 for all, as each sees one GPU.
     """
 
     nproc: int
-    target: Target
-    start: Literal["fork", "spawn"]
+    ranks: RankOptions
     environ: dict[str, str]
     stdio: tuple[Stdio, ...]
     first: int = 0
     seats: tuple[Seat, ...] = ()
     role_first: int | None = None
-    virtual: bool = False
 
 
 @dataclass
@@ -68,8 +75,8 @@ class _Process:
     rank: int  # in the job
     pid: int
     pidfd: int
-    wires: Wires
-    told: bytearray = field(default_factory=bytearray)
+    pipes: Pipes
+    status_frames: FrameDecoder = field(default_factory=lambda: FrameDecoder(LARGEST))
     exited: bool = False
 
 
@@ -88,17 +95,17 @@ class Agent:
         self._plan = plan
         self._guard = guard
         self._processes: list[_Process] = []
-        self._ear, self.wake = os.pipe()
-        os.set_blocking(self._ear, False)
+        self._wake_read_fd, self.wake = os.pipe()
+        os.set_blocking(self._wake_read_fd, False)
         os.set_blocking(self.wake, False)
         self._selector: selectors.BaseSelector | None = None
         self._open: set[int] = set()  # our ends that are not read to their end, and which the selector may not watch
         self._watched: set[int] = set()
-        self._heeded: set[int] = set()
-        self._listening = True
+        self._writable: set[int] = set()
+        self._reading = True
         self._finished = False
         self._due: list[Event] = []  # for the next poll
-        self._again: dict[int, Again] = {}  # to be started when its process has ended
+        self._to_restart: dict[int, RestartRank] = {}  # to be started when its process has ended
         self._limits: tuple[Set[int], tuple[int, int]] = set(), (0, 0)
 
     def start(self, mask: Set[int], files: tuple[int, int]) -> Rank | None:
@@ -122,58 +129,60 @@ class Agent:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or each rank would write what is buffered once more
         for local_rank in range(self._plan.nproc):
-            wires = Wires.open(self._plan.stdio[local_rank])
+            pipes = Pipes.open(self._plan.stdio[local_rank])
             pid = os.fork()
             if pid == 0:
                 try:
                     self._guard.protect(os.getpid())  # by the rank, as we may be killed right here
-                    inherited = {fd for p in self._processes for fd in (p.pidfd, *p.wires.near())}
-                    inherited |= {self._guard.fd, self._ear, self.wake, *wires.near()}
-                    become_rank(parent, wires, self._plan.stdio[local_rank], tuple(inherited), mask, files)
-                    child = self._become(local_rank, wires)
+                    inherited = {fd for p in self._processes for fd in (p.pidfd, *p.pipes.own_fds())}
+                    inherited |= {self._guard.fd, self._wake_read_fd, self.wake, *pipes.own_fds()}
+                    become_rank(parent, pipes, self._plan.stdio[local_rank], tuple(inherited), mask, files)
+                    child = self._become(local_rank, pipes)
                 finally:
                     if child is None:  # an error must not go up into the launcher's code, of which this is a copy
                         traceback.print_exc()
                         os._exit(1)
                 return child
-            wires.close_far()
+            pipes.close_rank_ends()
             rank = self._plan.first + local_rank
-            self._processes.append(_Process(rank, pid, os.pidfd_open(pid), wires))
-        self._listen()
+            self._processes.append(_Process(rank, pid, os.pidfd_open(pid), pipes))
+        self._open_selector()
         return None
 
-    def again(self, wanted: Again) -> None:
+    def restart(self, wanted: RestartRank) -> None:
         """Starts a rank in a fresh interpreter, once its process, which is killed, has ended."""
         for process in self._processes:
             if process.rank == wanted.rank and not process.exited:
-                self._again[wanted.rank] = wanted
+                self._to_restart[wanted.rank] = wanted
                 os.killpg(process.pid, signal.SIGKILL)
                 return
         local_rank, parent = wanted.rank - self._plan.first, os.getpid()
-        wires = Wires.open(self._plan.stdio[local_rank])
+        pipes = Pipes.open(self._plan.stdio[local_rank])
         pid = os.fork()  # threads or not: all that it does is to execute
         if pid == 0:
             try:
                 self._guard.protect(os.getpid())
-                become_rank(parent, wires, self._plan.stdio[local_rank], (), *self._limits)
-                self._become(local_rank, wires, wanted.environ)
+                become_rank(parent, pipes, self._plan.stdio[local_rank], (), *self._limits)
+                self._become(local_rank, pipes, wanted.environ)
             finally:
                 traceback.print_exc()
                 os._exit(1)
-        wires.close_far()
-        process = _Process(wanted.rank, pid, os.pidfd_open(pid), wires)
+        pipes.close_rank_ends()
+        process = _Process(wanted.rank, pid, os.pidfd_open(pid), pipes)
         self._processes.append(process)
         self._attend(process)
-        self._due.append(Begun(wanted.rank))
+        self._due.append(RankRestarted(wanted.rank))
 
-    def _become(self, local_rank: int, wires: Wires, more: Mapping[str, str] | None = None) -> Rank:
+    def _become(self, local_rank: int, pipes: Pipes, more: Mapping[str, str] | None = None) -> Rank:
         plan = self._plan
-        target = plan.target.on(local_rank, plan.first + local_rank)
-        rank = Rank(target, wires.status, wires.stacks, os.getpid())
+        target = plan.ranks.target.on(local_rank, plan.first + local_rank)
+        rank = Rank(target, pipes.status, pipes.stacks, os.getpid())
         role_first = plan.first if plan.role_first is None else plan.role_first
-        told = 0 if plan.virtual else local_rank
-        environ = plan.environ | place_environ(plan.first + local_rank, told, role_first + local_rank)
-        if target.mode == "master":  # nobody would come to a group of torch's own: its env:// says so at once
+        shown = 0 if plan.ranks.virtual_local_rank else local_rank
+        environ = plan.environ | place_environ(plan.first + local_rank, shown, role_first + local_rank)
+        if (
+            target.mode == "master"
+        ):  # a group of torch's own would wait for ever: without these its env:// fails at once
             environ = {name: value for name, value in environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT")}
         if plan.seats:
             seat = plan.seats[local_rank]
@@ -188,51 +197,52 @@ class Agent:
             environ |= {name: str(value) for name, value in size.items() if name in environ}
         if more is not None:
             rank.execute({**environ, **more}, fresh=True)
-        elif plan.start == "fork" and plan.target.is_python:
+        elif plan.ranks.start == "fork" and plan.ranks.target.is_python:
             rank.adopt(environ)
         else:
-            rank.execute(environ, fresh=plan.target.is_python)
+            rank.execute(environ, fresh=plan.ranks.target.is_python)
         return rank
 
-    def _listen(self) -> None:
+    def _open_selector(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._ear, selectors.EVENT_READ, partial(self._awake))
+        self._selector.register(self._wake_read_fd, selectors.EVENT_READ, partial(self._awake))
         for process in self._processes:
             self._attend(process)
 
     def _attend(self, process: _Process) -> None:
         assert self._selector is not None
-        self._open |= {*process.wires.near()}
-        self._hear(process)
-        stacks = process.wires.stacks_ear
+        self._open |= {*process.pipes.own_fds()}
+        self._watch_output(process)
+        stacks = process.pipes.stacks_read_fd
         self._selector.register(stacks, selectors.EVENT_READ, partial(self._read_stacks, process))
         self._selector.register(process.pidfd, selectors.EVENT_READ, partial(self._read_exit, process))
 
-    def _hear(self, process: _Process) -> None:
+    def _watch_output(self, process: _Process) -> None:
         assert self._selector is not None
-        for stream, fd in process.wires.ears.items():
+        for stream, fd in process.pipes.read_fds.items():
             if fd in self._open:
                 self._selector.register(fd, selectors.EVENT_READ, partial(self._read_output, process, stream, fd))
-        status = process.wires.status_ear
+        status = process.pipes.status_read_fd
         if status in self._open and status not in self._selector.get_map():
             self._selector.register(status, selectors.EVENT_READ, partial(self._read_status, process))
 
-    def listen(self, on: bool) -> None:
-        """Reads what ranks write, or lets it wait in their pipes until they wait too. Exits are heard, and reports.
+    def read_output(self, on: bool) -> None:
+        """Reads what ranks write, or lets it wait in their pipes until the ranks wait too.
 
-        What functions return waits, too, which may be large; a report then comes with the exit at the latest.
+        Exits and reports are read in any case. The results of functions, which may be large, wait. A report of such a
+        rank then comes with its exit at the latest.
         """
-        if on == self._listening or self._selector is None:
+        if on == self._reading or self._selector is None:
             return
-        self._listening = on
+        self._reading = on
         for process in self._processes:
             if on:
-                self._hear(process)
+                self._watch_output(process)
             else:
-                ears = {*process.wires.ears.values()}
-                if self._plan.target.kind == "function":
-                    ears.add(process.wires.status_ear)
-                for fd in self._open & ears:
+                read_fds = {*process.pipes.read_fds.values()}
+                if self._plan.ranks.target.kind == "function":
+                    read_fds.add(process.pipes.status_read_fd)
+                for fd in self._open & read_fds:
                     self._selector.unregister(fd)
 
     def watch(self, fd: int) -> None:
@@ -240,17 +250,17 @@ class Agent:
         self._watched.add(fd)
         self._await(fd)
 
-    def heed(self, fds: Set[int]) -> None:
+    def watch_writable(self, fds: Set[int]) -> None:
         """Makes ``poll`` return when one of these descriptors can be written to. Replaces those of the last call."""
-        before, self._heeded = self._heeded, set(fds)
-        for fd in before ^ self._heeded:
+        before, self._writable = self._writable, set(fds)
+        for fd in before ^ self._writable:
             self._await(fd)
 
     def _await(self, fd: int) -> None:
         """Watches and heeds: a socket may be both."""
         assert self._selector is not None
         events = selectors.EVENT_READ if fd in self._watched else 0
-        events |= selectors.EVENT_WRITE if fd in self._heeded else 0
+        events |= selectors.EVENT_WRITE if fd in self._writable else 0
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
         if events:
@@ -278,11 +288,11 @@ class Agent:
         Args:
             number: the signal.
             ranks: whose.
-            alone: spare the children of python ranks, which may not know what to do with it.
+            alone: not to the children of python ranks, which may not handle it.
         """
         for process in self._processes:
             if process.rank in ranks and not process.exited:
-                if alone and self._plan.target.is_python:
+                if alone and self._plan.ranks.target.is_python:
                     os.kill(process.pid, number)
                     continue
                 try:
@@ -313,17 +323,17 @@ class Agent:
                 os.kill(process.pid, DUMP)
 
     def resize(self, rows: int, columns: int) -> None:
-        """Sets the size of all ranks' terminals, and tells them."""
+        """Sets the size of all ranks' terminals, and sends them SIGWINCH."""
         for process in self._processes:
-            for fd in process.wires.terminals:
+            for fd in process.pipes.terminals:
                 if fd in self._open:
                     resize(fd, rows, columns)
         self.signal(signal.SIGWINCH, self.running)
 
     @property
-    def heard(self) -> bool:
-        """True if somebody may still write: ranks, or processes that they left behind."""
-        return any(fd in self._open for process in self._processes for fd in process.wires.ears.values())
+    def output_open(self) -> bool:
+        """True if a process may still write: a rank, or one that it left behind."""
+        return any(fd in self._open for process in self._processes for fd in process.pipes.read_fds.values())
 
     def finish(self) -> list[Event]:
         """Kills all that is left of the ranks, reads what is left of their output. Idempotent."""
@@ -343,7 +353,7 @@ class Agent:
             if self._selector is not None and process.pidfd in self._selector.get_map():
                 self._selector.unregister(process.pidfd)
             os.close(process.pidfd)
-            for fd in process.wires.near():
+            for fd in process.pipes.own_fds():
                 self._forget(fd)
         return events
 
@@ -352,11 +362,11 @@ class Agent:
         self.finish()
         if self._selector is not None:
             self._selector.close()
-        os.close(self._ear)
+        os.close(self._wake_read_fd)
         os.close(self.wake)
 
     def _awake(self, events: list[Event]) -> None:
-        os.read(self._ear, _CHUNK)
+        os.read(self._wake_read_fd, _CHUNK)
 
     def _read_output(self, process: _Process, stream: int, fd: int, events: list[Event]) -> int:
         """Reads once. Returns the number of bytes; 0 if there are none now, or none will come."""
@@ -375,31 +385,31 @@ class Agent:
     def _read_status(self, process: _Process, events: list[Event]) -> int:
         """As ``_read_output``, for reports and results."""
         try:
-            data = os.read(process.wires.status_ear, _CHUNK)
+            data = os.read(process.pipes.status_read_fd, _CHUNK)
         except BlockingIOError:
             return 0
         if not data:
-            self._forget(process.wires.status_ear)
-        process.told += data
-        for told in decode_told(process.told):
-            if isinstance(told, Again):
-                events.append(told)
-            elif isinstance(told, Report):
-                events.append(Failed(process.rank, process.pid, told))
+            self._forget(process.pipes.status_read_fd)
+        process.status_frames.feed(data)
+        for message in decode_status(process.status_frames):
+            if isinstance(message, RestartRank):
+                events.append(message)
+            elif isinstance(message, Report):
+                events.append(Failed(process.rank, process.pid, message))
             else:
-                events.append(Returned(process.rank, told))
+                events.append(Returned(process.rank, message))
         return len(data)
 
     def _read_stacks(self, process: _Process, events: list[Event]) -> int:
         """As ``_read_output``, for stacks."""
         try:
-            data = os.read(process.wires.stacks_ear, _CHUNK)
+            data = os.read(process.pipes.stacks_read_fd, _CHUNK)
         except BlockingIOError:
             return 0
         if data:
             events.append(Stacks(process.rank, data))
         else:
-            self._forget(process.wires.stacks_ear)
+            self._forget(process.pipes.stacks_read_fd)
         return len(data)
 
     def _read_exit(self, process: _Process, events: list[Event]) -> None:
@@ -411,16 +421,16 @@ class Agent:
         process.exited = True
         status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         events.append(Exited(process.rank, process.pid, status))
-        if process.rank in self._again:
-            self.again(self._again.pop(process.rank))
+        if process.rank in self._to_restart:
+            self.restart(self._to_restart.pop(process.rank))
 
     def _read_rest(self, process: _Process, events: list[Event]) -> None:
         """Reads what a rank wrote before it ended."""
         if self._selector is None:
             return
-        readers = {process.wires.status_ear: partial(self._read_status, process)}
-        readers[process.wires.stacks_ear] = partial(self._read_stacks, process)
-        readers |= {fd: partial(self._read_output, process, n, fd) for n, fd in process.wires.ears.items()}
+        readers = {process.pipes.status_read_fd: partial(self._read_status, process)}
+        readers[process.pipes.stacks_read_fd] = partial(self._read_stacks, process)
+        readers |= {fd: partial(self._read_output, process, n, fd) for n, fd in process.pipes.read_fds.items()}
         for fd, read in readers.items():
             left = _LAST_BYTES
             while left > 0 and fd in self._open and (count := read(events)):
@@ -442,7 +452,7 @@ def _why_mute(pid: int) -> str:
     with open(f"/proc/{pid}/status") as file:
         status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
     if status["State"].startswith(("T", "t")):
-        return f"is stopped (pid {pid}: SIGSTOP, a terminal or a debugger) and cannot say where it is"
+        return f"is stopped (pid {pid}: SIGSTOP, a terminal or a debugger) and cannot report where it is"
     if not int(status.get("SigCgt", "0"), 16) >> (DUMP - 1) & 1:  # it would be ended by the question
-        return f"runs no python script (pid {pid}: a command, or not begun) and cannot say where it is"
+        return f"runs no python script (pid {pid}: a command, or not begun) and cannot report where it is"
     return ""

@@ -1,4 +1,4 @@
-"""What a rank's environment says: who it is, as torchrun says it, and how many threads it may use.
+"""The environment of a rank: its number, in the variables of torchrun, and how many threads it may use.
 
 ``allranks._cluster.env`` reads these variables. A port is only named here, never held: nothing of ours listens on TCP;
 an unmodified torch.distributed script on rank 0 binds it.
@@ -80,7 +80,7 @@ def common_environ(
         seats: what CPUs ranks are bound to; empty where they are not.
     """
     bound = {cpu for seat in seats for cpu in seat.cpus}
-    # Who is bound sees its own CPUs only, and cannot tell whether all ranks together have enough.
+    # A rank that is bound sees its own CPUs only, so it cannot check whether all ranks together have enough.
     cpus = {"ALLRANKS_CPUS": str(min(len(bound), usable_cpus()))} if bound else {}
     return (
         cpus

@@ -105,7 +105,7 @@ def pack_error(error: BaseException) -> bytes:
     try:
         data = bytes(cloudpickle.dumps(error))
         cloudpickle.loads(data)
-    except Exception:  # noqa: BLE001 - an exception of the user's may do anything; its text is told in any case
+    except Exception:  # noqa: BLE001 - an exception of the user's may do anything; its text is reported in any case
         return b""
     return data
 
@@ -120,7 +120,7 @@ def unpack_error(data: bytes) -> Exception | None:
 
 
 def pieces(data: memoryview) -> Iterator[bytes]:
-    """Cuts it, so that nobody on its way must hold all of it twice."""
+    """Cuts it, so that no process on its way holds all of it twice."""
     return (bytes(data[begin : begin + _PIECE]) for begin in range(0, len(data), _PIECE))
 
 

@@ -2,7 +2,7 @@
 
 The kernel kills a rank with its launcher (PR_SET_PDEATHSIG), but not the rank's own children: the python inside
 ``-- bash -c 'python train.py'``, data loader workers, an ``ssh``. So a small process, forked before torch is
-imported, holds one end of a pipe: when it reads the end of file, nobody is left who could clean up but itself.
+imported, holds one end of a pipe: when it reads the end of file, no other process is left to clean up.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ class Guard:
     """
 
     def __init__(self, terminal: Terminal | None = None) -> None:
-        ear, self.fd = os.pipe()
+        read_fd, self.fd = os.pipe()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # what is sent to all is not for it
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.close(self.fd)
-                _watch(ear, terminal)
+                _watch(read_fd, terminal)
             finally:
                 os._exit(0)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.close(ear)
+        os.close(read_fd)
 
     def protect(self, pid: int) -> None:
         """Adds a process group, which must exist when the caller closes ``fd``."""
         os.write(self.fd, b"%d\n" % pid)
 
     def dismiss(self) -> None:
-        """Ends the guard. To be called before the ranks are reaped: a pid that is free again may be a stranger's."""
+        """Ends the guard. To be called before the ranks are reaped: a free pid may be reused."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         os.close(self.fd)
 
 
-def _watch(ear: int, terminal: Terminal | None) -> None:
+def _watch(read_fd: int, terminal: Terminal | None) -> None:
     if terminal is None:
         os.setsid()
     else:
         os.setpgid(0, 0)  # only who is of its session may hand the terminal on
     null = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1, 2)[terminal is not None :]:  # whoever reads the launcher's output must not wait for the guard
+    for fd in (0, 1, 2)[terminal is not None :]:  # a reader of the launcher's output must not wait for the guard
         os.dup2(null, fd)
-    with open(ear, "rb") as pipe:
+    with open(read_fd, "rb") as pipe:
         groups = [int(line) for line in pipe]
     for group in groups:
         with contextlib.suppress(ProcessLookupError):

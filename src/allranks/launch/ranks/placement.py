@@ -2,9 +2,9 @@
 
 A rank that wanders between NUMA nodes loses half of its memory's bandwidth, and two ranks on the two threads of one
 core share that core. So with ``--bind core`` each rank has whole cores of its own, with ``--bind numa`` the cores of
-one NUMA node, which it may share; next to its GPU, where it has one and the machine says where that is.
+one NUMA node, which it may share; next to its GPU, if it has one and its place is known.
 
-The first half is pure: a machine comes in as data. The second half asks the kernel what it is; ``_cluster.host`` finds
+The first half is pure: a machine comes in as data. The second half reads it from the kernel; ``_cluster.host`` finds
 the GPUs.
 """
 
@@ -65,7 +65,7 @@ class Seat:
     threads: int
 
     def environ(self) -> dict[str, str]:
-        """The variables that say so."""
+        """The variables for it."""
         return {} if self.gpu is None else {"CUDA_VISIBLE_DEVICES": self.gpu}
 
 
@@ -100,7 +100,7 @@ def place(machine: Machine, nproc: int, bind: Bind, one_gpu_per_rank: bool) -> t
     if bind == "core" and nproc > len(machine.cores):
         raise ConfigError(
             f"{nproc} ranks cannot have a core each: this host lets us use {len(machine.cores)} cores"
-            f" ({machine.cpus} CPUs); start fewer ranks, or say --bind numa or --bind none"
+            f" ({machine.cpus} CPUs); start fewer ranks, or use --bind numa or --bind none"
         )
     shares = _share(machine, [None if gpu is None else gpu.node for gpu in gpus], bind)
     seats = []
@@ -164,7 +164,7 @@ def read_machine(environ: Mapping[str, str], with_gpus: bool, root: Path = Path(
 
     Args:
         environ: with CUDA_VISIBLE_DEVICES.
-        with_gpus: ask about GPUs, too.
+        with_gpus: find GPUs, too.
         root: where /sys and /proc are.
     """
     cores = _read_cores(root / "sys/devices/system", os.sched_getaffinity(0))

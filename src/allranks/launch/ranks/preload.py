@@ -15,7 +15,11 @@ from allranks.launch.spec.target import SERVE, Target
 
 __all__ = ["preload"]
 
-_OF_WORKERS = ("allranks.remote.meet", "allranks.remote.worker.interpreter", "allranks._engines.native.engine")
+_OF_WORKERS = (
+    "allranks.remote.bootstrap.worker_context",
+    "allranks.remote.worker.interpreter",
+    "allranks._engines.native.engine",
+)
 
 # Importing by other means than a statement: what comes is not known before.
 _BY_NAME = {"importlib", "imp", "pkgutil", "runpy", "__import__", "eval", "exec"}
@@ -63,7 +67,7 @@ def _is_useful(target: Target) -> bool:
     try:
         with open(target.name, "rb") as source:
             tree = ast.parse(source.read())
-    except (OSError, SyntaxError, ValueError):  # the ranks will tell
+    except (OSError, SyntaxError, ValueError):  # the ranks will report it
         return False
     names = set[str]()
     for node in ast.walk(tree):

@@ -5,7 +5,7 @@ signals, standard streams, ``sys.argv``, ``sys.path``, ``__main__``. Then the pr
 run it, and the interpreter itself ends the process: exit codes, ``atexit``, threads, flushed files are python's own.
 ``--start spawn`` executes this module in a fresh interpreter instead and comes to the same ``Rank.run``.
 
-Added to a plain python: an uncaught exception is told to the agent at once, before ``atexit`` handlers (which may
+Added to a plain python: an uncaught exception is reported to the agent at once, before ``atexit`` handlers (which may
 take long, or make other ranks fail) run. The agent prints it, so the rank does not.
 """
 
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
@@ -33,18 +33,19 @@ from typing import Any
 import msgspec
 
 from allranks._base.errors import AllranksError, PeerLostError, UsageError
-from allranks.launch.ranks.wires import Wires
-from allranks.launch.spec.messages import Again, Report
+from allranks._base.frames import FrameDecoder, pack_frame
+from allranks.launch.ranks.pipes import Pipes
+from allranks.launch.spec.events import Report, RestartRank
 from allranks.launch.spec.stdio import Stdio
 from allranks.launch.spec.target import Kind, Target, set_first_path
 from allranks.launch.stacks import DUMP, describe, is_own
 
-__all__ = ["Rank", "become_rank", "decode_told", "is_echo", "this_rank"]
+__all__ = ["Rank", "become_rank", "decode_status", "is_echo", "this_rank"]
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_decode: Callable[[bytearray], Report | Again | bytes] = msgspec.msgpack.Decoder(Report | Again | bytes).decode
+_decode: Callable[[bytes], Report | RestartRank | bytes] = msgspec.msgpack.Decoder(Report | RestartRank | bytes).decode
 _this: Rank | None = None
 _DEFAULT = (
     *(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH),
@@ -53,13 +54,13 @@ _DEFAULT = (
 
 
 def become_rank(
-    parent: int, wires: Wires, stdio: Stdio, close: tuple[int, ...], mask: Set[int], files: tuple[int, int]
+    parent: int, pipes: Pipes, stdio: Stdio, close: tuple[int, ...], mask: Set[int], files: tuple[int, int]
 ) -> None:
     """Turns a fresh fork of the launcher into a process of its own.
 
     Args:
         parent: the launcher's pid.
-        wires: to the launcher.
+        pipes: to the launcher.
         stdio: what its standard streams are to be.
         close: the launcher's descriptors.
         mask: the signal mask to restore.
@@ -74,7 +75,7 @@ def become_rank(
     if os.getppid() != parent:  # it died before the line above
         os._exit(1)
     stdin = os.dup(0) if stdio.stdin else os.open(os.devnull, os.O_RDONLY)
-    streams = (stdin, wires.out, wires.err)
+    streams = (stdin, pipes.out, pipes.err)
     for number, fd in enumerate(streams):
         os.dup2(fd, number)
     for fd in {*streams, *close}:
@@ -87,7 +88,7 @@ def become_rank(
 
 
 def this_rank() -> Rank | None:
-    """This process, where it runs as a rank that an agent has started, and can hear."""
+    """This process, where it runs as a rank that an agent has started, and that is connected to it."""
     return _this if _this is not None and _this.pid == os.getpid() else None
 
 
@@ -127,7 +128,7 @@ class Rank:
             os.execvpe(argv[0], argv, environ)
         except OSError as error:
             text = _printable(f"cannot execute {argv[0]!r}: {error.strerror}\n")
-            self._tell(Report(126, text=text, at=time.monotonic()))
+            self._send(Report(126, text=text, at=time.monotonic()))
             os._exit(126)
 
     def adopt(self, environ: Mapping[str, str]) -> None:
@@ -166,9 +167,9 @@ class Rank:
             raise
         return 0
 
-    def want(self, again: Again) -> None:
+    def request_restart(self, request: RestartRank) -> None:
         """Asks the launcher to start a worker of this master's again."""
-        self._tell(again)
+        self._send(request)
 
     def _call(self) -> None:
         from allranks.launch.ranks import function  # not where a script is run
@@ -181,43 +182,39 @@ class Rank:
                 raise UsageError(f"{self.target.name} ended by sys.exit(0) and returned nothing") from None
             raise
         for piece in function.pieces(function.pack_result(result)):
-            self._tell(piece)
+            self._send(piece)
 
     def _failed(self, error: BaseException) -> None:
         ours = os.getpid() == self.pid
         hook, trace = sys.excepthook, _own_frames(error.__traceback__)
         if hint := _needs_stdin(error, self.target.kind):
-            told: BaseException = UsageError(hint)
+            shown: BaseException = UsageError(hint)
             error.__traceback__ = trace = _without_debugger(trace)
         else:
-            told = error
+            shown = error
         torchs = getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d"  # it only adds a prefix
         plain = torchs or hook is sys.__excepthook__
-        if ours and (report := _report(told, trace, with_text=plain)).code:
+        if ours and (report := _report(shown, trace, with_text=plain)).code:
             if self.target.kind == "function":
                 from allranks.launch.ranks import function
 
                 report = msgspec.structs.replace(report, error=function.pack_error(error))
-            self._tell(report)
+            self._send(report)
         if ours and plain:
-            sys.excepthook = _say_nothing
+            sys.excepthook = _print_nothing
         else:
-            sys.excepthook = functools.partial(_say, hook, error, told, trace)
+            sys.excepthook = functools.partial(_call_hook, hook, error, shown, trace)
 
-    def _tell(self, told: Report | Again | bytes) -> None:
-        payload = msgspec.msgpack.encode(told)
-        data = memoryview(len(payload).to_bytes(4, "big") + payload)
+    def _send(self, message: Report | RestartRank | bytes) -> None:
+        data = memoryview(pack_frame(msgspec.msgpack.encode(message)))
         while data:
             data = data[os.write(self.status, data) :]
 
 
-def decode_told(data: bytearray) -> list[Report | Again | bytes]:
-    """Takes the complete reports, and pieces of a result, off the front of what came from a rank."""
-    told: list[Report | Again | bytes] = []
-    while len(data) >= 4 and len(data) >= (end := 4 + int.from_bytes(data[:4], "big")):
-        told.append(_decode(data[4:end]))
-        del data[:end]
-    return told
+def decode_status(frames: FrameDecoder) -> Iterator[Report | RestartRank | bytes]:
+    """The complete reports, and pieces of a result, of what came from a rank."""
+    while (frame := frames.next()) is not None:
+        yield _decode(frame)
 
 
 def is_echo(error: BaseException) -> bool:
@@ -320,18 +317,18 @@ def _trim(error: BaseException, summary: traceback.TracebackException) -> None:
     """Leaves out where in this package errors are raised on purpose: it is the user's last line that helps."""
     todo, seen = [(error, summary)], set()
     while todo:
-        current, told = todo.pop()
-        if id(told) in seen:
+        current, part = todo.pop()
+        if id(part) in seen:
             continue
-        seen.add(id(told))
-        stack = told.stack
+        seen.add(id(part))
+        stack = part.stack
         ours = next((n for n, frame in enumerate(reversed(stack)) if not frame.filename.startswith(_PACKAGE)), 0)
         if ours and (isinstance(current, AllranksError) or _is_raised(current.__traceback__)):
             del stack[-ours:]
         for link in ("__cause__", "__context__"):
-            other, other_told = getattr(current, link), getattr(told, link)
-            if other is not None and other_told is not None:
-                todo.append((other, other_told))
+            other, other_summary = getattr(current, link), getattr(part, link)
+            if other is not None and other_summary is not None:
+                todo.append((other, other_summary))
 
 
 def _is_raised(trace: TracebackType | None) -> bool:
@@ -353,14 +350,14 @@ def _place(trace: TracebackType | None) -> str:
     return _printable(describe(frame.filename, frame.lineno, frame.name))
 
 
-def _say_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_nothing(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Stands in for ``sys.excepthook``: the agent prints the traceback."""
 
 
-def _say(
+def _call_hook(
     hook: Callable[..., Any],
     known: BaseException,
-    told: BaseException,
+    shown: BaseException,
     own: TracebackType | None,
     kind: type[BaseException],
     error: BaseException,
@@ -368,7 +365,7 @@ def _say(
 ) -> None:
     """Calls the program's own ``sys.excepthook`` with the program's own frames."""
     if error is known:
-        hook(type(told), told, own)
+        hook(type(shown), shown, own)
     else:
         hook(kind, error, trace)
 

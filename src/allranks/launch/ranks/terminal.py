@@ -36,7 +36,7 @@ class Terminal:
         return cls()
 
     def lend(self, group: int) -> bool:
-        """Makes a process group the one that may read. False if the terminal is a stranger's at present."""
+        """Makes a process group the one that may read. False if another job has the terminal."""
         with _unstopped():
             if os.tcgetpgrp(0) not in (self._group, group):
                 return False
@@ -70,10 +70,10 @@ def _unstopped() -> Iterator[None]:
 
 
 def stop_this_group(number: int) -> bool:
-    """Stops this process group by a signal, until somebody continues it.
+    """Stops this process group by a signal, until it is continued.
 
     Returns:
-        False if it did not stop: nobody could continue it (an orphaned group, as a container's first process).
+        False if it did not stop: no process could continue it (an orphaned group, as a container's first process).
     """
     handler = signal.signal(number, signal.SIG_DFL)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCONT,))

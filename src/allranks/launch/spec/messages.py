@@ -1,143 +1,35 @@
-"""What an agent and its launcher say to each other.
+"""The messages between an agent and its launcher.
 
-Typed and free of objects of this process, as an agent may sit on another host. Upwards goes what ranks write, why
-they fail, that they are gone; downwards what to start and whom to signal. What it means for the job is decided in
-``supervise`` and ``blame``.
+Typed and free of objects of this process, as an agent may run on another host. An agent sends the events of
+``events`` and its answers. The launcher sends commands: what to start and which ranks to signal. ``launch/policy``
+decides what an event means for the job.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-from allranks.launch.spec.options import Bind
+from allranks.launch.spec.events import Event, RestartRank
+from allranks.launch.spec.options import RankOptions
 from allranks.launch.spec.stdio import Stdio
-from allranks.launch.spec.target import Target
 
 __all__ = [
-    "Again",
-    "Asked",
-    "Begun",
-    "Came",
     "Command",
     "Dump",
     "End",
     "Ended",
-    "Event",
-    "Exited",
-    "Failed",
     "Finish",
     "Finished",
     "Hello",
-    "Listen",
-    "Lost",
+    "ReadOutput",
     "Message",
-    "Noted",
-    "Output",
     "Prepare",
     "Ready",
-    "Report",
     "Resize",
-    "Returned",
     "Signal",
-    "Stacks",
     "Start",
     "Unable",
 ]
-
-
-class Report(msgspec.Struct, frozen=True, tag=True):
-    """How a python rank failed, told by the rank itself at the moment it happens.
-
-    Attributes:
-        code: the exit code that the interpreter will end with.
-        title: the last line of the traceback, for example ``ValueError: boom``; "" for ``sys.exit(3)``.
-        text: the formatted traceback; "" if there is none, or if the rank prints it by a hook of its own.
-        where: the innermost line of the user's own code, for example ``train.py:12 in step``.
-        echo: the failure only tells of another rank's: a ``PeerLostError`` or what came of one.
-        interrupted: it is a KeyboardInterrupt.
-        at: when, on the clock that all processes of a host share (``time.monotonic``).
-        error: what a function raised, pickled, where it can be.
-    """
-
-    code: int
-    title: str = ""
-    text: str = ""
-    where: str = ""
-    echo: bool = False
-    interrupted: bool = False
-    at: float = 0.0
-    error: bytes = b""
-
-
-class Output(msgspec.Struct, frozen=True, tag=True):
-    """Bytes that a rank wrote. ``stream`` is 1 or 2; a rank with one channel for both says 1."""
-
-    rank: int
-    stream: int
-    data: bytes
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A rank reported its failure. Its process is still on its way out."""
-
-    rank: int
-    pid: int
-    report: Report
-
-
-class Exited(msgspec.Struct, frozen=True, tag=True):
-    """A rank's process is gone.
-
-    Attributes:
-        status: its exit code, or minus the signal that killed it.
-        tail: its last lines, where its agent shows what ranks write, and has not shown them.
-    """
-
-    rank: int
-    pid: int
-    status: int
-    tail: tuple[bytes, ...] = ()
-
-
-class Stacks(msgspec.Struct, frozen=True, tag=True):
-    """More of the stacks that ``Dump`` asked for. ``why``: there are none, and the reason."""
-
-    rank: int
-    text: bytes = b""
-    why: str = ""
-
-
-class Returned(msgspec.Struct, frozen=True, tag=True):
-    """A rank that ran a function is through with it. ``piece``: more of what it returned, pickled."""
-
-    rank: int
-    piece: bytes
-
-
-class Asked(msgspec.Struct, frozen=True, tag=True):
-    """An agent was sent a signal, by a batch system for example, that is meant for the whole job."""
-
-    signal: int
-
-
-class Again(msgspec.Struct, frozen=True, tag=True):
-    """Start a rank again, alone; what is left of its process is killed first. A master asks for it, of a worker.
-
-    Attributes:
-        rank: the rank.
-        environ: variables on top of the rank's own.
-    """
-
-    rank: int
-    environ: dict[str, str]
-
-
-class Begun(msgspec.Struct, frozen=True, tag=True):
-    """A rank has been started again. All that was told of its last process came before."""
-
-    rank: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
@@ -159,31 +51,6 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
         return f"ended/{rank}"
 
 
-class Lost(msgspec.Struct, frozen=True, tag=True):
-    """A host is gone, with all its ranks: its agent ended, or the connection to it."""
-
-    host: str
-    ranks: tuple[int, ...]
-    why: str
-
-
-class Came(msgspec.Struct, frozen=True, tag=True):
-    """A host is there that could take part. Told by a fleet, not by an agent."""
-
-    host: str
-
-
-class Noted(msgspec.Struct, frozen=True, tag=True):
-    """A line that is no rank's: what ssh or an agent itself says on stderr."""
-
-    host: str
-    text: bytes
-
-
-Event = Output | Failed | Exited | Stacks | Returned | Again | Begun | Asked | Lost | Came | Noted
-"""What happens while ranks run."""
-
-
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """An agent is there.
 
@@ -191,12 +58,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
         host: the name that its host has for itself, or that a scheduler has for it.
         version: of allranks.
         python: of the interpreter.
-        node: its number, where whoever started it said so.
-        nproc: ranks that are wanted there, where whoever started it said so.
+        node: its number, if its command line has it.
+        nproc: ranks that are wanted there, if its command line has that.
         cpus: how many it may use.
-        gpus: how many it has; None where nobody asked.
+        gpus: how many it has; None if it was not requested.
         now: its clock.
-        run: name of the job that it wants to take part in, where whoever started it said so; else "".
+        run: name of the job that it wants to take part in, if its command line has it; else "".
         role: name of what its ranks do, likewise.
     """
 
@@ -238,47 +105,33 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = Event | Hello | Ready | Unable | Finished
-"""What an agent says."""
+"""What an agent sends."""
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """All that an agent can do before it knows the other hosts.
+    """All that an agent can do before the other hosts are known.
 
     Attributes:
-        target: what its ranks run.
+        ranks: what it starts, and how.
         nproc: how many it will start.
-        start: fork or spawn.
         folder: the working directory; "" for the agent's own.
         environ: variables on top of the agent's own.
-        threads: threads per rank; None to decide.
-        secret: guards the job's store; empty where the agent has dialled, and makes it from ``salt``.
-        salt: see ``door.store_secret``.
+        secret: guards the job's store; empty where the agent has connected, and makes it from ``salt``.
+        salt: see ``listener.store_secret``.
         serves: rank 0 is there, and the store with it.
         spans: other hosts have ranks, too.
-        bind: what CPUs a rank is bound to.
-        one_gpu_per_rank: each rank sees one GPU only.
-        role: name of what the ranks do.
-        virtual_local_rank: LOCAL_RANK is 0 for all, as each sees one GPU.
         master: what rank 0's host is called, for programs that use torch.distributed; "" for its address.
-        signals: those that an agent passes on to its ranks; they stop nothing.
     """
 
-    target: Target
+    ranks: RankOptions
     nproc: int
-    start: Literal["fork", "spawn"]
     folder: str
     environ: dict[str, str]
-    threads: int | None
     secret: bytes
     salt: str
     serves: bool
     spans: bool
-    bind: Bind = "none"
-    one_gpu_per_rank: bool = False
-    role: str = "default"
-    virtual_local_rank: bool = False
     master: str = ""
-    signals: tuple[int, ...] = ()
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -329,7 +182,7 @@ class Dump(msgspec.Struct, frozen=True, tag=True):
     ranks: list[int]
 
 
-class Listen(msgspec.Struct, frozen=True, tag=True):
+class ReadOutput(msgspec.Struct, frozen=True, tag=True):
     """Read what ranks write, or let it wait."""
 
     on: bool
@@ -358,5 +211,5 @@ class End(msgspec.Struct, frozen=True, tag=True):
     text: bytes = b""
 
 
-Command = Prepare | Start | Signal | Again | Ended | Dump | Listen | Resize | Finish | End
-"""What a launcher says to an agent."""
+Command = Prepare | Start | Signal | RestartRank | Ended | Dump | ReadOutput | Resize | Finish | End
+"""What a launcher sends to an agent."""

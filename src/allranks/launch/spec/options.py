@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 from allranks._cluster.hostlist import Slots
+from allranks.launch.reporter import Reporter
 from allranks.launch.spec.target import Target
-from allranks.launch.voice import Voice
 
-__all__ = ["Bind", "Display", "Options", "Show", "Streams", "given"]
+__all__ = ["Bind", "Display", "Options", "RankOptions", "Show", "Streams", "given"]
 
 Show = Literal["0", "all", "none"]
 Bind = Literal["none", "core", "numa"]
@@ -65,11 +65,35 @@ class Display:
 
 
 @dataclass(frozen=True)
-class Options:
-    """What ``allranks run`` was asked for.
+class RankOptions:
+    """Those options that the agent of each host needs: they travel to it whole (``Prepare``).
 
     Attributes:
         target: what to run.
+        start: fork ranks from a process that has imported torch, or execute fresh interpreters.
+        threads: threads per rank; None to decide.
+        bind: which CPUs a rank may use.
+        one_gpu_per_rank: let each rank see one GPU of its own.
+        virtual_local_rank: in that case LOCAL_RANK is 0 for each rank.
+        role: name of what the ranks do.
+        signals: those that are passed on to the ranks and stop nothing.
+    """
+
+    target: Target
+    start: Literal["fork", "spawn"] = "fork"
+    threads: int | None = None
+    bind: Bind = "none"
+    one_gpu_per_rank: bool = False
+    virtual_local_rank: bool = False
+    role: str = "default"
+    signals: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@dataclass(frozen=True)
+class Options(RankOptions):
+    """What ``allranks run`` was asked for.
+
+    Attributes:
         nproc: number of ranks in the job; None if it follows from the hosts.
         per_host: number of ranks on each host, "auto" (one for each CPU) or "gpu" (one for each GPU); None if it
             follows from the above.
@@ -79,13 +103,10 @@ class Options:
         leader: host and port of host 0 in that case.
         leads: this is host 0, or is not, in that case; None to find out by the leader's name.
         run: name of the job, which all hosts must give in that case; "" for a random one.
-        role: name of what the ranks do.
         env: what kind of place this is; "auto" to find out.
-        start: fork ranks from a process that has imported torch, or execute fresh interpreters.
         display: how output is shown and kept.
         grace_s: time that ranks get to end by themselves when the job is stopped.
-        threads: threads per rank; None to decide.
-        instead_of_gloo: give programs that ask torch.distributed for gloo our groups.
+        instead_of_gloo: give programs that request gloo from torch.distributed our groups.
         restarts: how often to start the job again when a rank fails.
         join_timeout_s: how long to wait for hosts.
         last_call_s: how long to wait for more hosts once there are enough.
@@ -93,18 +114,13 @@ class Options:
         folder: working directory of the ranks; None for the present one.
         ssh: what to call in place of ssh, with options.
         iface: which networks hosts use among each other.
-        dry_run: say what would be started, and where.
-        voice: how the launcher speaks.
+        dry_run: print what would be started, and where.
+        reporter: prints the launcher's own lines.
         backend: what the program's ``init_process_group()`` without backend takes; "" for the default.
         idle_s: stop the job when no rank has written anything for so long; None: never.
-        signals: those that are passed on to the ranks and stop nothing.
-        bind: which CPUs a rank may use.
-        one_gpu_per_rank: let each rank see one GPU of its own.
-        virtual_local_rank: tell each rank that its local rank is 0, in that case.
         stdin: the rank that has the launcher's stdin, or "none"; "auto": a single rank, or the master.
     """
 
-    target: Target
     nproc: int | None = None
     per_host: int | Literal["auto", "gpu"] | None = None
     hosts: tuple[Slots, ...] = ()
@@ -113,12 +129,9 @@ class Options:
     leader: tuple[str, int | None] | None = None
     leads: bool | None = None
     run: str = ""
-    role: str = "default"
     env: str = "auto"
-    start: Literal["fork", "spawn"] = "fork"
     display: Display = Display()
     grace_s: float = 10.0
-    threads: int | None = None
     instead_of_gloo: bool = False
     restarts: int = 0
     join_timeout_s: float = 300.0
@@ -128,23 +141,23 @@ class Options:
     ssh: str = ""
     iface: str = ""
     dry_run: bool = False
-    voice: Voice = field(default_factory=Voice)
+    reporter: Reporter = field(default_factory=Reporter)
     backend: str = ""
     idle_s: float | None = None
-    signals: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
-    bind: Bind = "none"
-    one_gpu_per_rank: bool = False
-    virtual_local_rank: bool = False
     stdin: int | Literal["auto", "none"] = "auto"
+
+    def for_ranks(self) -> RankOptions:
+        """Those that every agent gets."""
+        return RankOptions(**{each.name: getattr(self, each.name) for each in fields(RankOptions)})
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables that they ask for, which ranks get wherever they run."""
+        """The variables that they set for all ranks, wherever these run."""
         asked = {"ALLRANKS_INSTEAD_OF_GLOO": "1"} if self.instead_of_gloo else {}
         return given(self.exports) | asked | ({"ALLRANKS_BACKEND": self.backend} if self.backend else {})
 
 
 def given(wanted: Sequence[str]) -> dict[str, str]:
-    """The variables whose value ``-x`` says itself: NAME=VALUE. Others are in the launcher's environment already."""
+    """The variables whose value is in ``-x``: NAME=VALUE. Others are in the launcher's environment already."""
     pairs = (word.partition("=") for word in wanted)
-    return {name: value for name, said, value in pairs if said}
+    return {name: value for name, given, value in pairs if given}

@@ -21,11 +21,11 @@ from allranks._base.errors import ConfigError
 
 __all__ = ["MASTER", "SERVE", "Kind", "Mode", "Target", "check", "check_size", "find", "read_target", "set_first_path"]
 
-SERVE = "allranks.remote.serve"
+SERVE = "allranks.remote.worker.main"
 """The module that workers of master-worker mode run."""
 
 MASTER = "ALLRANKS_MASTER"
-"""The variable that tells workers where a master is that has started them."""
+"""The variable that has the address of the master, for workers that it has started."""
 
 Mode = Literal["group", "master"]
 Kind = Literal["script", "module", "command", "function"]
@@ -117,7 +117,7 @@ def check(target: Target, as_command: str = "--") -> None:
         as_command: what the user types before a command.
 
     Raises:
-        ConfigError: it does not exist, or is not of the kind it is said to be.
+        ConfigError: it does not exist, or is of another kind.
     """
     if target.kind == "script":
         _check_script(target.name, as_command)
@@ -157,7 +157,7 @@ def _check_script(name: str, as_command: str) -> None:
 
 
 def _may_be_another(name: str, head: bytes) -> bool:
-    """Whether neither a file's name nor its first line says that it is python."""
+    """Whether neither the name of a file nor its first line shows that it is python."""
     return not name.endswith((".py", ".pyw")) and not (head.startswith(b"#!") and b"python" in head)
 
 
@@ -179,7 +179,7 @@ def _check_module(name: str) -> None:
 
 
 def set_first_path(folder: str) -> None:
-    """Puts the program's folder where python puts it, unless it was told not to (``-P``, ``-I``)."""
+    """Puts the program's folder where python puts it, unless an option prevents it (``-P``, ``-I``)."""
     if not getattr(sys.flags, "safe_path", bool(sys.flags.isolated)):
         sys.path[0] = folder
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import struct
 from typing import Any, NamedTuple
 
-from allranks.remote import wire
+from allranks.remote.protocol import wire
+from allranks.remote.worker.generated import program_function
 from allranks.remote.worker.state import WorkerState
 from allranks.remote.worker.template import Code, Slots, Template
 
@@ -61,9 +62,7 @@ def compile_program(worker: WorkerState, program: wire.Program, table: dict[int,
             lines.append(_line(template, template.code, frames, at + 2, space, len(steps)))
             at += 2 + template.nbytes
     results = "".join(f"v{each}, " for each in (*program.outputs, *program.kept))
-    body = "\n  ".join([*lines, f"return ({results})"])
-    exec(f"def run({', '.join(['S', *(f'v{each}' for each in program.inputs)])}):\n  {body}", space)
-    fast = space["run"]
+    fast = program_function(program.inputs, lines, results, space)
     layout = struct.Struct(f"<{len(program.inputs) + len(program.outputs)}I")
     inputs, kept = len(program.inputs), tuple(program.kept.values())
 

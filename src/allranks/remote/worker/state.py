@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from allranks.launch.ranks.function import pack_error
-from allranks.remote import wire
-from allranks.remote.faults import Poison, Spoilt
-from allranks.remote.wire import Fault, Meta
+from allranks.remote.protocol import wire
+from allranks.remote.protocol.faults import Poison, Poisoned
+from allranks.remote.protocol.wire import Fault, Meta
 from allranks.remote.worker.template import Slots, Template
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
-    from allranks.remote.meet import Post
+    from allranks.remote.bootstrap.worker_context import WorkerContext
 
 __all__ = ["WorkerState", "describe"]
 
@@ -28,9 +28,9 @@ class WorkerState:
     Attributes:
         rank: of this worker.
         device: where its tensors live.
-        post: where it meets other workers; None for one that never does.
+        context: its connection with the master, and its groups; None for a worker without any.
         slots: tensors, and poison, by id.
-        unheard: faults that no answer has reported.
+        unreported: faults that no answer has reported.
         line: of the master's program that the next calls come from.
         answering: the number of the request that is being answered; 0 for none.
         kept: the results of a request, by its number, until the master says under which ids.
@@ -43,12 +43,12 @@ class WorkerState:
         generators: random number generators, by number.
     """
 
-    def __init__(self, rank: int, device: torch.device, post: Post | None = None) -> None:
+    def __init__(self, rank: int, device: torch.device, context: WorkerContext | None = None) -> None:
         self.rank = rank
         self.device = device
-        self.post = post
+        self.context = context
         self.slots: Slots = {}
-        self.unheard: list[Fault] = []
+        self.unreported: list[Fault] = []
         self.line = 0
         self.answering = 0
         self.kept: dict[int, list[Any]] = {}
@@ -75,11 +75,11 @@ class WorkerState:
         """A group by its number.
 
         Raises:
-            Spoilt: it could not be made.
+            Poisoned: it could not be made.
         """
         found = self.groups[number]
         if isinstance(found, Fault):
-            raise Spoilt(found)
+            raise Poisoned(found)
         return found
 
     def fault(self, name: str, error: BaseException) -> Fault:
@@ -93,11 +93,11 @@ class WorkerState:
         """A tensor by its id.
 
         Raises:
-            Spoilt: it is poisoned.
+            Poisoned: it is poisoned.
         """
         held = self.slots[id]
         if type(held) is Poison:
-            raise Spoilt(held.fault)
+            raise Poisoned(held.fault)
         assert isinstance(held, torch.Tensor)
         return held
 
@@ -105,7 +105,7 @@ class WorkerState:
         """Holds results, of what is being answered, until the master says under which ids."""
         self.kept[self.answering] = results
 
-    def spoil(self, tensors: Sequence[Any], slots: Slots, poison: Poison) -> None:
+    def poison_memory(self, tensors: Sequence[Any], slots: Slots, poison: Poison) -> None:
         """Poisons whatever shares memory with tensors."""
         storages = {each.untyped_storage()._cdata for each in tensors if isinstance(each, torch.Tensor)}
         for where in {id(slots): slots, id(self.slots): self.slots}.values():
@@ -117,15 +117,15 @@ class WorkerState:
         ids = struct.unpack_from(f"<{template.inputs + template.outputs}I", buffer, at)
         inputs = [slots.get(each) for each in ids[: template.inputs]]
         poison = next((each for each in inputs if type(each) is Poison), None)
-        if isinstance(error, Spoilt):
+        if isinstance(error, Poisoned):
             poison = Poison(error.fault)
         if poison is None:
             poison = Poison(self.fault(template.name, error))
-            self.unheard.append(poison.fault)
+            self.unreported.append(poison.fault)
         for each in ids[template.inputs :]:
             slots[each] = poison
         if template.changes:
-            self.spoil([inputs[each] for each in template.changes], slots, poison)
+            self.poison_memory([inputs[each] for each in template.changes], slots, poison)
             for each in template.changes:
                 slots[ids[each]] = poison
 

@@ -96,8 +96,8 @@ def of(
 def write(report: MasterReport, file: Path) -> None:
     """Writes JSON."""
     found = asdict(report)
-    for said, goal in zip(found["goals"], report.goals, strict=True):
-        said["met"] = goal.met
+    for entry, goal in zip(found["goals"], report.goals, strict=True):
+        entry["met"] = goal.met
     file.write_text(json.dumps(found, indent=1) + "\n")
 
 

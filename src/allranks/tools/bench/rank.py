@@ -70,21 +70,21 @@ def _run(engines: list[Engine], plan: Plan, options: argparse.Namespace) -> Repo
         settings={engine.name: engine.settings for engine in engines},
     )
 
-    def say(words: str) -> None:
+    def show(words: str) -> None:
         if plan.rank == 0:
             print(words, flush=True)
 
     here = _neighbours(plan.ranks)
     window = Window()
-    say(text.preface(report))
-    say(text.conditions(before(), len(here), cores(plan.cpus)))
+    show(text.preface(report))
+    show(text.conditions(before(), len(here), cores(plan.cpus)))
     began_s = time.process_time()
-    _measure(engines, plan, options, report, say)
+    _measure(engines, plan, options, report, show)
     spent: list[float] = [0.0] * plan.ranks
     allranks.all_gather_object(spent, time.process_time() - began_s)
     report.conditions = window.end(sum(spent[rank] for rank in here))
-    say(f"\n{text.conditions(report.conditions, len(here), cores(plan.cpus))}")
-    say(f"# wrong elements: {report.wrong}")
+    show(f"\n{text.conditions(report.conditions, len(here), cores(plan.cpus))}")
+    show(f"# wrong elements: {report.wrong}")
     return report
 
 
@@ -96,42 +96,42 @@ def _neighbours(ranks: int) -> list[int]:
 
 
 def _measure(
-    engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, say: Callable[[str], None]
+    engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, show: Callable[[str], None]
 ) -> None:
     if options.verb == "python":
         report.share = measure_python(plan)
-        say(text.share_text(report.share))
+        show(text.share_text(report.share))
     elif options.verb == "overlap":
-        _overlaps(engines, plan, options.sizes, report, say)
+        _overlaps(engines, plan, options.sizes, report, show)
     else:
-        _tables(engines, plan, options, report, say)
+        _tables(engines, plan, options, report, show)
 
 
 def _tables(
-    engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, say: Callable[[str], None]
+    engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, show: Callable[[str], None]
 ) -> None:
     for name in options.verbs:
         verb = VERBS[name]
         table = Table(name, plan.op if verb.reduces else "", verb.in_place)
         report.tables.append(table)
-        say(text.table_head(report, table))
+        show(text.table_head(report, table))
         for nbytes in options.sizes if name != "barrier" else (0,):
             if table.rows and verb.count(nbytes, plan.dtype.itemsize, plan.ranks) == table.rows[-1].count:
                 continue  # both round to as many elements
             table.rows.append(measure(engines, verb, nbytes, plan))
-            say(text.row_line(table.rows[-1], report.dtype))
+            show(text.row_line(table.rows[-1], report.dtype))
     if len(engines) > 1:
-        say(text.summary(report))
+        show(text.summary(report))
 
 
-def _overlaps(engines: list[Engine], plan: Plan, sizes: list[int], report: Report, say: Callable[[str], None]) -> None:
+def _overlaps(engines: list[Engine], plan: Plan, sizes: list[int], report: Report, show: Callable[[str], None]) -> None:
     torch.set_num_threads(1)
-    say(text.overlap_head())
+    show(text.overlap_head())
     for nbytes in sizes:
         for call in STARTS:
             found = measure_overlap(engines, call, nbytes, plan)
             report.overlaps += found
-            say("\n".join(map(text.overlap_line, found)))
+            show("\n".join(map(text.overlap_line, found)))
 
 
 if __name__ == "__main__":

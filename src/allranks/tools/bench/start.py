@@ -1,7 +1,7 @@
 """How the ranks of a bench come up.
 
 Without MPI, ``allranks run`` starts them. The ranks of an MPI job must be children of ``mpirun``, so that with MPI it
-starts them, and ours meet where they hear of by MPI.
+starts them, and ours meet at an address that they get by MPI.
 
 Open MPI is used as it sets itself up: on one host shared memory (the ``sm`` BTL, single copies by CMA where the kernel
 allows them), between hosts TCP (the ``tcp`` BTL), its own choice of algorithms, its own binding, and its own yielding
@@ -40,14 +40,14 @@ _FLAGS = "ALLRANKS_BENCH_MPIRUN"
 
 
 class MpiMissing(Exception):
-    """There is no MPI to measure against; says what to install."""
+    """There is no MPI to measure against; the message names what to install."""
 
 
 def start(nproc: int, argv: Sequence[str]) -> int | Program:
     """Runs the ranks with our launcher; returns the exit code, or in a forked rank the rank."""
     from allranks.launch import cli
 
-    # Rank 0 prints; the other ranks have nothing to say.
+    # Rank 0 prints; the other ranks print nothing.
     return cli.main(["-n", str(nproc), "--show", "0", "-q", "-m", _RANK, *argv])
 
 

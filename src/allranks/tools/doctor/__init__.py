@@ -2,12 +2,12 @@
 
 ============  =================================================================
 ``options``   the command line
-``check``     what a check says, and how checks are run
+``check``     the result of a check, and how checks are run
 ``software``  what is installed: Python, the core, torch, GPUs, engines, MPI
 ``limits``    what the host gives: CPUs, memory, files, processes
 ``network``   the host's name, its interfaces and ports
 ``job``       what a job finds: variables, the secret, what dead jobs left
-``ranks``     in a job: what every rank's checks say, and each pair's messages
+``ranks``     in a job: the results of every rank's checks, and each pair's messages
 ``pairs``     who measures with whom, and what stands out (pure)
 ``report``    what was found: data, JSON
 ``text``      and text
@@ -48,10 +48,10 @@ def main(argv: Sequence[str]) -> int | Program:
     checks = [check.run(each) for each in every]
     try:
         found = ranks.examine(checks, wanted)
-    except ConfigError:  # the check of the variables has said so
+    except ConfigError:  # the check of the variables has reported it
         found = report.Report(report.merge([ranks.facts(checks)]))
     if found is None:
-        return 0  # rank 0 says it
+        return 0  # rank 0 prints it
     first = job.job_here().rank == 0  # where the ranks have not met, each comes here, and the file is one
     if wanted.json is not None and first:
         report.write(found, wanted.json)

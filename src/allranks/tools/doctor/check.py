@@ -58,7 +58,7 @@ def run(look: Callable[[], Finding]) -> Check:
     try:
         return Check(name, *look())
     except Exception as error:  # noqa: BLE001 - a broken library may raise anything, and that is the finding
-        said = " ".join(str(error).split()) or "no message"
+        text = " ".join(str(error).split()) or "no message"
         return Check(
-            name, "FAIL", f"{type(error).__name__}: {said}", "What the check asked for raised this: mend that."
+            name, "FAIL", f"{type(error).__name__}: {text}", "What the check asked for raised this: mend that."
         )

@@ -17,7 +17,7 @@ from allranks.tools.doctor.check import Finding, fail, ok, warn
 __all__ = ["CHECKS", "job_here", "judge_variables", "orphans", "unused_files"]
 
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE")
-_OF_TESTS = ("ALLRANKS_TEST_", "ALLRANKS_PULSE_")
+_OF_TESTS = "ALLRANKS_TEST_"
 # Of torch's DataLoader and multiprocessing, Open MPI, MPICH, NCCL.
 _SHARED = ("torch_*", "psm_*", "sem.mp-*", "sm_segment.*", "vader_segment.*", "mpich_shm_*", "nccl-*")
 _SETTLED_S = 60.0
@@ -25,7 +25,7 @@ _LAUNCHERS = ("allranks", "torchrun", "torch.distributed", "mpirun", "mpiexec")
 
 
 def job_here() -> JobEnv:
-    """Which rank this process is, for checks for which it does not matter that half of it is said wrongly."""
+    """Which rank this process is, for checks for which it does not matter that half of it is set wrongly."""
     try:
         return read_env()
     except ConfigError:
@@ -33,7 +33,7 @@ def job_here() -> JobEnv:
 
 
 def variables() -> Finding:
-    """What the environment tells init_process_group, and variables of ours that nobody reads."""
+    """What init_process_group reads in the environment, and variables of ours that nobody reads."""
     return judge_variables(os.environ)
 
 
@@ -75,8 +75,8 @@ def secret() -> Finding:
     try:
         load_secret(environ)
     except ConfigError as error:
-        said, _, advice = str(error).partition("\n")
-        return fail(said, advice.strip() or "Make one: openssl rand -hex 32")
+        problem, _, advice = str(error).partition("\n")
+        return fail(problem, advice.strip() or "Make one: openssl rand -hex 32")
     return ok(f"from {given}")
 
 
@@ -87,15 +87,15 @@ def leftovers() -> Finding:
     if not lost and not files:
         return ok("none")
     advice = []
-    said = []
+    findings = []
     if lost:
-        said.append("ranks without a launcher: " + ", ".join(f"{pid} ({command})" for pid, command in lost.items()))
+        findings.append("ranks without a launcher: " + ", ".join(f"{pid} ({command})" for pid, command in lost.items()))
         advice.append(f"If no job of yours needs them: kill {' '.join(map(str, lost))}.")
     if files:
         size = sum(file.stat().st_size for file in files if file.exists())
-        said.append(f"{len(files)} files in /dev/shm that no process uses, {size / (1 << 20):.0f} MiB")
+        findings.append(f"{len(files)} files in /dev/shm that no process uses, {size / (1 << 20):.0f} MiB")
         advice.append(f"rm {' '.join(str(file) for file in files[:5])}{' ...' if len(files) > 5 else ''}")
-    return warn("; ".join(said), " ".join(advice))
+    return warn("; ".join(findings), " ".join(advice))
 
 
 def orphans(proc: Path) -> Iterator[tuple[int, str]]:

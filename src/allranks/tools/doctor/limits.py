@@ -51,7 +51,7 @@ def judge_quiet(found: Conditions) -> Finding:
     described = f"load {_round(found.load)} in the last minute{waited}; steal {_share(found.steal or 0.0)}"
     described += f"; governor {found.governor}" if found.governor else ""
     if judge(found):
-        return warn(described, f"Not quiet: {READING}. Measure again, or elsewhere; allranks bench says both.")
+        return warn(described, f"Not quiet: {READING}. Measure again, or elsewhere; allranks bench reports both.")
     return ok(described)
 
 
@@ -60,7 +60,7 @@ def _round(load: float) -> str:
 
 
 def _share(part: float) -> str:
-    """Coarse, so that ranks of one host say the same."""
+    """Coarse, so that ranks of one host report the same."""
     return "less than 5%" if part < 0.05 else f"{round(part * 10) * 10}%"
 
 
@@ -71,7 +71,7 @@ def judge_cpus(usable: int, all_cpus: int, ranks: int, threads: int | None, whol
         usable: the CPUs that this process may keep busy.
         all_cpus: those of the host.
         ranks: how many are on this host.
-        threads: how many each starts; None where nobody says.
+        threads: how many each starts; None where it is not known.
         whole: how many cores the CPUs are; None: as many.
     """
     described = f"{usable} of {all_cpus} usable" if usable != all_cpus else f"{usable}"
@@ -182,7 +182,7 @@ def judge_shm(total: int, free: int) -> Finding:
             "emptyDir with medium: Memory at /dev/shm. allranks itself does without.",
         )
     if free < total / 10:
-        return warn(described, "Others' files fill it: ls -l /dev/shm, and remove those that nobody uses.")
+        return warn(described, "Files fill it: ls -l /dev/shm, and remove those that no process uses.")
     return ok(described)
 
 
@@ -270,7 +270,7 @@ def _limit(value: int, unit: str = "bytes") -> str:
 
 
 def _size(nbytes: int) -> str:
-    """Two or three digits, so that ranks of one host say the same."""
+    """Two or three digits, so that ranks of one host report the same."""
     value, unit = (nbytes / _GB, "GiB") if nbytes >= _GB else (nbytes / _MB, "MiB")
     return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 

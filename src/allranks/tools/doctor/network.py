@@ -25,7 +25,7 @@ _CHOICES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def host_name() -> Finding:
-    """What this host's own name resolves to, which programs tell others as its address."""
+    """What this host's own name resolves to, which programs publish as its address."""
     name = socket.gethostname()
     began = time.monotonic()
     nothing: tuple[list[str], str] = ([], f"no answer in {_PATIENCE_S:g} s")
@@ -47,17 +47,17 @@ def judge_name(
     """
     described = f"{name} is {', '.join(addresses) or f'unknown ({trouble})'}"
     if not published:
-        return ok(f"{described}; there is no network, and so nobody else to use it")
+        return ok(f"{described}; without a network no other host uses it")
     line = f"write the line '{published[0]} {name}' into /etc/hosts"
     others = (
-        "Of no matter on one host, nor to allranks. gloo, torchrun and some MPIs do and then cannot connect: "
+        "allranks does not connect to it. gloo, torchrun and some MPIs do, and fail between hosts: "
         f"set GLOO_SOCKET_IFNAME={interface_of(published[0]) or 'eth0'}, or {line}."
     )
     if not addresses:
         return warn(described, others)
     loopback = [address for address in addresses if ipaddress.ip_address(address.partition("%")[0]).is_loopback]
     if len(loopback) == len(addresses):
-        return warn(f"{described}, which another host takes for itself", others)
+        return warn(f"{described}, which on another host means that host itself", others)
     foreign = [address for address in addresses if address not in published and address not in loopback]
     if foreign and len(foreign) + len(loopback) == len(addresses):
         return warn(f"{described}, which is no address of this host ({', '.join(published)})", others)
@@ -67,7 +67,7 @@ def judge_name(
 
 
 def interfaces() -> Finding:
-    """The addresses that other hosts are told, and variables that name interfaces."""
+    """The addresses that this host publishes, and variables that name interfaces."""
     published = published_addresses()  # raises where ALLRANKS_IFACE is wrong, and says what is here
     here = {name for _, name in socket.if_nameindex()}
     wrong = [f"{name}={os.environ[name]}" for name in _CHOICES if not _names_one(os.environ.get(name, ""), here)]
@@ -97,7 +97,7 @@ def ports() -> Finding:
                     with accepted:
                         client.sendall(b"here")
                         accepted.settimeout(_PATIENCE_S)
-                        heard = accepted.recv(4)
+                        answer = accepted.recv(4)
             except OSError as error:
                 return fail(
                     f"{address}: not even this host reaches a port of its own: {error}",
@@ -105,8 +105,11 @@ def ports() -> Finding:
                     if error.errno == errno.ENETUNREACH
                     else "A firewall stands between: nft list ruleset, or iptables -L.",
                 )
-        if heard != b"here":
-            return fail(f"{address}: sent b'here', got {heard!r}", "Something answers in this host's place: a proxy?")
+        if answer != b"here":
+            return fail(
+                f"{address}: sent b'here', got {answer!r}",
+                "Another program answers at this host's address. Is there a proxy?",
+            )
         reached.append(address)
     return ok(f"one each bound and reached on {', '.join(reached)}")
 
@@ -137,14 +140,12 @@ def judge_port(port: int, ephemeral: tuple[int, int], error: OSError | None) -> 
         error: what binding it raised.
     """
     if error is not None and error.errno == errno.EADDRINUSE:
-        return warn(
-            f"{port} is taken", f"By a job that is running, or one that hangs: ss -ltnp 'sport = :{port}' says whose."
-        )
+        return warn(f"{port} is taken", f"A running or hanging job holds it: ss -ltnp 'sport = :{port}' shows which.")
     if error is not None:
         return fail(f"{port}: {error.strerror}", "Choose another: MASTER_PORT=29501.")
     if ephemeral[0] <= port <= ephemeral[1]:
         return warn(
-            f"{port} is free, and one of {ephemeral[0]}-{ephemeral[1]}, which any connection may take",
+            f"{port} is free, but any connection may take it: it is one of {ephemeral[0]}-{ephemeral[1]}",
             f"Choose one below {ephemeral[0]}.",
         )
     return ok(f"{port} is free")

@@ -18,7 +18,7 @@ def plot(report: Report, file: Path) -> None:
 
     Args:
         report: of a job, with its pairs.
-        file: what to write; its ending says in which format.
+        file: what to write; its ending determines the format.
     """
     import matplotlib
 

@@ -126,19 +126,19 @@ def judge_clock(host: str, ahead_s: float, error_s: float) -> Line:
         error_s: give or take.
     """
     way = "ahead of" if ahead_s >= 0 else "behind"
-    measured = f"{abs(ahead_s) * 1e3:.2f} ms {way} rank 0's, give or take {error_s * 1e3:.2f} ms"
+    measured = f"{abs(ahead_s) * 1e3:.2f} ms {way} rank 0's, +- {error_s * 1e3:.2f} ms"
     if abs(ahead_s) - error_s > _SKEW_S:
         return Line("clock", "warn", measured, "Let chrony or ntpd set the hosts' clocks: chronyc makestep", host)
     return Line("clock", "ok", measured, where=host)
 
 
 def _failure(name: str, error: Exception, who: str) -> Line:
-    said, _, advice = str(error).partition("\n")
+    text, _, advice = str(error).partition("\n")
     ours = isinstance(error, AllranksError)
     return Line(
         name,
         "FAIL",
-        said if ours else f"{type(error).__name__}: {said}",
+        text if ours else f"{type(error).__name__}: {text}",
         " ".join(advice.split()) or "Is it running, and may the hosts connect to each other (see ports, interfaces)?",
         who,
     )
@@ -161,11 +161,11 @@ def _gather(own: Facts) -> Report:
     # Plain values, which travel without pickle, too.
     mine = (own.rank, own.host, own.machine, dict(own.versions), [tuple(check) for check in own.checks])
     allranks.all_gather_object(everybody, mine)
-    told = [
+    collected = [
         Facts(rank, host, where, versions, [Check(*check) for check in checks])  # type: ignore[arg-type]
         for rank, host, where, versions, checks in filter(None, everybody)
     ]
-    return Report(merge(told) + compare_versions(told), [each.host for each in told])
+    return Report(merge(collected) + compare_versions(collected), [each.host for each in collected])
 
 
 def _clocks(report: Report, own: Facts) -> list[Line]:

@@ -20,7 +20,7 @@ _VITAL = ("allranks", "torch")  # that differ between hosts: not only a nuisance
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank says of itself.
+    """What a rank reports of itself.
 
     Attributes:
         rank: its number.
@@ -63,20 +63,20 @@ class Report:
 
 
 def merge(everybody: Sequence[Facts]) -> list[Line]:
-    """One line for each finding: ranks of a host speak with one voice, the worst, and hosts that say the same, too."""
+    """One line for each finding: the worst of the ranks of a host, and hosts with the same finding together."""
     by_host: dict[str, list[Facts]] = {}
     for facts in everybody:
         by_host.setdefault(facts.machine, []).append(facts)
     lines = []
     for number, check in enumerate(everybody[0].checks):
-        said: dict[tuple[Verdict, str, str], list[str]] = {}
+        hosts_of: dict[tuple[Verdict, str, str], list[str]] = {}
         for some in by_host.values():
             worst = max(some, key=lambda facts: _ORDER.index(facts.checks[number].verdict)).checks[number]
             alike = [facts.rank for facts in some if facts.checks[number].verdict == worst.verdict]
             place = some[0].host if len(alike) == len(some) else f"{rank_list(alike)} on {some[0].host}"
-            said.setdefault((worst.verdict, worst.measured, worst.advice), []).append(place)
+            hosts_of.setdefault((worst.verdict, worst.measured, worst.advice), []).append(place)
         whole = [some[0].host for some in by_host.values()]
-        for (verdict, measured, advice), places in said.items():
+        for (verdict, measured, advice), places in hosts_of.items():
             lines.append(Line(check.name, verdict, measured, advice, "" if places == whole else ", ".join(places)))
     return lines
 
@@ -89,12 +89,12 @@ def compare_versions(everybody: Sequence[Facts]) -> list[Line]:
         for facts in everybody:
             found.setdefault(facts.versions.get(name, "none"), []).append(facts)
         if len(found) > 1:
-            said = "; ".join(
+            versions = "; ".join(
                 f"{version} on {', '.join(dict.fromkeys(f.host for f in some))} ({rank_list([f.rank for f in some])})"
                 for version, some in found.items()
             )
             verdict: Verdict = "FAIL" if name in _VITAL else "warn"
-            lines.append(Line("versions", verdict, f"{name} {said}", "Install one version on all hosts."))
+            lines.append(Line("versions", verdict, f"{name} {versions}", "Install one version on all hosts."))
     if not lines:
         same = ", ".join(f"{name} {version}" for name, version in everybody[0].versions.items())
         lines.append(Line("versions", "ok", f"{same}: the same on all ranks"))

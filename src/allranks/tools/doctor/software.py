@@ -100,7 +100,7 @@ def gpus() -> Finding:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         return warn(
             f"{described}; this host has /dev/nvidia*",
-            "nvidia-smi says whether the driver works, and is new enough for this CUDA."
+            "nvidia-smi shows whether the driver works and is new enough for this CUDA."
             if visible is None
             else f"CUDA_VISIBLE_DEVICES={visible!r} hides them.",
         )
@@ -114,9 +114,9 @@ def engines() -> Finding:
     if _trouble_with_torch():
         return ok("none, without torch")
     listing = registry.listing()
-    said = ", ".join(f"{each.name} ({each.package})" if each.package else each.name for each in listing if each.here)
+    usable = ", ".join(f"{each.name} ({each.package})" if each.package else each.name for each in listing if each.here)
     missing = ", ".join(each.name for each in listing if not each.here and not each.error)
-    described = f"{said}{f' (not here: {missing})' if missing else ''}"
+    described = f"{usable}{f' (not here: {missing})' if missing else ''}"
     errors = [each.error for each in listing if each.error]
     return warn(described, " ".join(" ".join(errors).split())) if errors else ok(described)
 
@@ -132,14 +132,14 @@ def mpi() -> Finding:
 
 
 def judge_mpi(library: str | None, launchers: Mapping[str, str], refuses_root: bool = False) -> Finding:
-    """What follows from what they say of themselves.
+    """What follows from what they report of themselves.
 
     Args:
-        library: what the library that mpi4py loads says; None without mpi4py.
-        launchers: the ``mpirun`` on the PATH, in its order, and what ``--version`` says.
-        refuses_root: this is root, to whom Open MPI's mpirun starts nothing unless it is told to.
+        library: the text of the library that mpi4py loads; None without mpi4py.
+        launchers: the ``mpirun`` on the PATH, in its order, and the output of ``--version``.
+        refuses_root: this is root, to whom Open MPI's mpirun starts nothing unless an option allows it.
     """
-    found = {path: mpi_name(said) for path, said in launchers.items()}
+    found = {path: mpi_name(output) for path, output in launchers.items()}
     runs = ", ".join(f"{path} ({name})" for path, name in found.items()) or "no mpirun on the PATH"
     if refuses_root and any(name.startswith("Open MPI") for name in found.values()):
         runs += "; as root: mpirun --allow-run-as-root"
@@ -168,12 +168,12 @@ def judge_mpi(library: str | None, launchers: Mapping[str, str], refuses_root: b
     return ok(described)
 
 
-def mpi_name(said: str) -> str:
+def mpi_name(output: str) -> str:
     """``Open MPI 5.0.8`` from the many words that an MPI has for that."""
     for name, pattern in _MPI_NAMES:
-        if match := re.search(pattern, said, re.DOTALL):
+        if match := re.search(pattern, output, re.DOTALL):
             return f"{name} {match[1]}"
-    return f"unknown: {' '.join(said.split())[:100] or 'says nothing'}"
+    return f"unknown: {' '.join(output.split())[:100] or 'says nothing'}"
 
 
 def _trouble_with_torch() -> str:
@@ -194,7 +194,7 @@ def _mpiruns(path: str) -> list[str]:
 
 def _said(command: list[str]) -> str:
     """What a program prints; in a process of its own, as a wrong MPI may end its process."""
-    # Without what a job's launcher tells its ranks: this is none.
+    # Without the variables that a job's launcher sets for its ranks: this is none.
     alone = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "PRTE_"))}
     done = subprocess.run(
         command, capture_output=True, text=True, env=alone, timeout=_PATIENCE_S, stdin=subprocess.DEVNULL, check=False

@@ -20,19 +20,19 @@ __all__ = ["describe", "hand_in", "id_in"]
 
 
 def hand_in(to: Scheduler, text: str, job: Job, quiet: bool = False) -> int:
-    """Gives the file to the system's command, and says what has become of it.
+    """Gives the file to the system's command, and prints what has become of it.
 
     Args:
         to: the system, which has a submission.
         text: the file.
         job: what is in it.
-        quiet: say the job's id only.
+        quiet: print the job's id only.
 
     Returns:
         The exit code: the command's.
 
     Raises:
-        ConfigError: the command is not here, or what it says holds no id.
+        ConfigError: the command is not here, or what it prints has no id.
     """
     assert to.submission is not None
     command = to.submission.command
@@ -67,19 +67,21 @@ def describe(to: Scheduler, name: str, job: Job) -> str:
     number = name.partition(".")[0]
     assert to.submission is not None
     texts = (to.submission.state, to.submission.output, to.submission.stop)
-    said = [text.format(id=name, name=job.name, number=number, nodes=job.nodes, space=space) for text in texts]
+    commands = [text.format(id=name, name=job.name, number=number, nodes=job.nodes, space=space) for text in texts]
     lines = [f"submitted to {to.title}: {shlex.join(job.words)}, {ranks} on {hosts}"]
-    lines += [f"  {what:8}{words}" for what, words in zip(("state:", "output:", "stop:"), said, strict=True)]
+    lines += [f"  {what:8}{words}" for what, words in zip(("state:", "output:", "stop:"), commands, strict=True)]
     return "allranks submit: " + "\n".join(lines)
 
 
-def id_in(submission: Submission, said: str) -> str:
+def id_in(submission: Submission, output: str) -> str:
     """The job's id in what the command has printed.
 
     Raises:
         ConfigError: there is none.
     """
-    match = re.search(submission.id, said, re.MULTILINE)
+    match = re.search(submission.id, output, re.MULTILINE)
     if match is None:
-        raise ConfigError(f"{submission.command[0]} took the job, and said no id that is known here: {said.strip()!r}")
+        raise ConfigError(
+            f"{submission.command[0]} took the job, and printed no id that is known here: {output.strip()!r}"
+        )
     return match[1]

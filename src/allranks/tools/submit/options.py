@@ -23,7 +23,7 @@ _USAGE = """allranks submit --to SYSTEM [options] script.py [args ...]
        allranks submit --to SYSTEM [options] -- command [args ...]"""
 _UNITS_MIB = {"": 1, "M": 1, "G": 1 << 10, "T": 1 << 20}
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-# A directive ends at the end of its line, and no system says the same about quotes in it.
+# A directive ends at the end of its line, and systems differ in how they read quotes in it.
 _PLAIN = re.compile(r"[\w.,:/@+=%-]*", re.ASCII)
 
 
@@ -37,7 +37,7 @@ class Options:
         job: the job.
         file: where the file is written; None for stdout.
         now: hand it in.
-        quiet: say nothing but the job's id then.
+        quiet: print nothing but the job's id then.
     """
 
     to: Scheduler
@@ -125,11 +125,11 @@ def _parser() -> argparse.ArgumentParser:
         dest="folder",
         default="",
         metavar="DIR",
-        help="where it runs (default: here; k8s: as the image says)",
+        help="where it runs (default: here; k8s: as the image sets it)",
     )
     add("--file", metavar="PATH", help="write the file there")
     add("--now", action="store_true", help="submit it: sbatch, qsub, bsub, kubectl create")
-    add("-q", "--quiet", action="store_true", help="with --now: say the job's id only")
+    add("-q", "--quiet", action="store_true", help="with --now: print the job's id only")
     add("-m", "--module", action="store_true", help="run a python module, as python -m does")
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -1,0 +1,124 @@
+#include "collective/leader_exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+
+namespace allranks {
+
+namespace {
+
+constexpr int kDirectHosts = 8;  // hosts
+constexpr size_t kLongestMessage = 16 << 20;
+
+}  // namespace
+
+Opening Opening::of(const std::byte* message) {
+  Opening opening;
+  std::memcpy(&opening, message, sizeof opening);
+  return opening;
+}
+
+std::vector<LeaderMessage> LeaderExchange::run(LeaderStreams& streams, const LeaderMessage& own, const Into& into) {
+  return hosts_.count() <= kDirectHosts ? exchange_directly(streams, own, into) : disseminate(streams, own);
+}
+
+void LeaderExchange::check(int host, const std::byte* message, uint32_t call) const {
+  const Opening theirs = Opening::of(message);
+  if (theirs.call == call && theirs.each <= ranks() && theirs.nbytes <= kLongestMessage) return;
+  throw Error("rank " + std::to_string(hosts_.leader(host)) + " is at call " + std::to_string(theirs.call) +
+              ", this rank at call " + std::to_string(call) + ": what came over the network is not what was sent");
+}
+
+LeaderExchange::Messages LeaderExchange::exchange_directly(LeaderStreams& streams, const LeaderMessage& own,
+                                                           const Into& into) {
+  const Opening ours = Opening::of(own.head);
+  const auto count = static_cast<size_t>(hosts_.count());
+  incoming_.resize(count);
+  std::vector<uint64_t> tickets(count);
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h == here_) continue;
+    auto& buffer = incoming_[static_cast<size_t>(h)];
+    if (buffer.size() < sizeof(Opening)) buffer.resize(sizeof(Opening));
+    tickets[static_cast<size_t>(h)] = streams.receive(h, buffer.data(), sizeof(Opening));
+    streams.send(h, own.head, ours.head_bytes());
+    streams.send(h, own.body, ours.nbytes);
+  }
+  // Waits for the heads, not for the sends: these may need the other side to read first, for which it needs the head.
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h != here_) streams.wait_received(h, tickets[static_cast<size_t>(h)]);
+  }
+  bool agree = ours.each == 0;
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h == here_) continue;
+    const std::byte* head = incoming_[static_cast<size_t>(h)].data();
+    check(h, head, ours.call);
+    const Opening theirs = Opening::of(head);
+    agree = agree && theirs.each == 0 && theirs.fingerprint.agrees(ours.fingerprint);
+  }
+  Messages messages(count, own);
+  for (int h = 0; h < hosts_.count(); h++) {
+    if (h == here_) continue;
+    auto& buffer = incoming_[static_cast<size_t>(h)];
+    const Opening theirs = Opening::of(buffer.data());
+    const size_t head = theirs.head_bytes();
+    std::byte* body = agree && into ? into(h) : nullptr;
+    const size_t kept = head + (body == nullptr ? theirs.nbytes : 0);
+    if (buffer.size() < kept) buffer.resize(kept);
+    streams.receive(h, buffer.data() + sizeof(Opening), head - sizeof(Opening));
+    if (body == nullptr) body = buffer.data() + head;
+    streams.receive(h, body, theirs.nbytes);
+    messages[static_cast<size_t>(h)] = {buffer.data(), body};
+  }
+  streams.flush();
+  return messages;
+}
+
+// In round k each gets, from the host 2^k further on, the messages of the 2^k hosts from there on.
+LeaderExchange::Messages LeaderExchange::disseminate(LeaderStreams& streams, const LeaderMessage& own) {
+  const int count = hosts_.count();
+  incoming_.resize(2);
+  auto& known = incoming_[0];  // the messages of this host and of those behind it
+  auto& come = incoming_[1];
+  const Opening ours = Opening::of(own.head);
+  known.assign(own.head, own.head + ours.head_bytes());
+  if (ours.nbytes > 0) known.insert(known.end(), own.body, own.body + ours.nbytes);
+  std::vector<size_t> starts{0};
+  for (int distance = 1; distance < count; distance *= 2) {
+    const auto some = static_cast<size_t>(std::min(distance, count - distance));
+    const int to = (here_ - distance + count) % count;
+    const int from = (here_ + distance) % count;
+    const uint64_t given = some == starts.size() ? known.size() : starts[some];
+    uint64_t coming = 0;
+    streams.send(to, &given, sizeof given);
+    streams.send(to, known.data(), given);
+    streams.wait_received(from, streams.receive(from, &coming, sizeof coming));
+    if (coming > some * (kLongestMessage + sizeof(Opening) + ranks() * sizeof(Fingerprint))) {
+      throw Error("rank " + std::to_string(hosts_.leader(from)) + " announces " + std::to_string(coming) +
+                  " bytes: what came over the network is not what was sent");
+    }
+    come.resize(coming);
+    streams.receive(from, come.data(), coming);
+    streams.flush();
+    size_t at = 0;
+    for (size_t i = 0; i < some; i++) {
+      const int host = (here_ + distance + static_cast<int>(i)) % count;
+      if (coming - at < sizeof(Opening)) throw Error("the message of host " + std::to_string(host) + " is cut off");
+      check(host, come.data() + at, ours.call);
+      starts.push_back(known.size() + at);
+      at += Opening::of(come.data() + at).total_bytes();
+      if (at > coming) throw Error("the message of host " + std::to_string(host) + " is cut off");
+    }
+    known.insert(known.end(), come.begin(), come.end());
+  }
+  Messages messages(static_cast<size_t>(count));
+  for (int i = 0; i < count; i++) {
+    const std::byte* head = known.data() + starts[static_cast<size_t>(i)];
+    messages[static_cast<size_t>((here_ + i) % count)] = {head, head + Opening::of(head).head_bytes()};
+  }
+  return messages;
+}
+
+}  // namespace allranks

@@ -1,0 +1,179 @@
+"""What an engine refuses of a call's tensors, and in which words. All engines check here.
+
+The fast path of the native engine (core/python/now.cc) refuses nothing: it takes what is ordinary, and leaves the rest
+to the engine, which comes here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from allranks import _core
+from allranks._base.errors import UsageError
+from allranks._call.types import PremulSum, ReduceOp
+
+__all__ = [
+    "CODES",
+    "check_apart",
+    "check_distinct",
+    "check_has_elements",
+    "check_own_piece",
+    "check_pieces",
+    "check_same_dtype",
+    "check_tensor",
+    "factor_of",
+    "not_taken",
+]
+
+CODES = {getattr(torch, name): code for name, code in _core.DTYPES.items() if hasattr(torch, name)}
+"""The core's numbers of dtypes."""
+
+
+def check_tensor(verb: str, tensor: object) -> Tensor:
+    """
+    Raises:
+        TypeError: not a tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{verb}: expected a torch.Tensor, not {type(tensor).__name__}")
+    return tensor
+
+
+def check_has_elements(verb: str, tensor: Tensor, group: str, rank: int) -> None:
+    """
+    Raises:
+        UsageError: a tensor on meta.
+    """
+    if tensor.is_meta:
+        raise UsageError(
+            f"{verb} on group '{group}' (rank {rank}): the tensor is on meta, and so has a shape but no elements"
+        )
+
+
+def not_taken(verb: str, tensor: Tensor) -> UsageError:
+    """The error for a dtype or layout that an engine does not move."""
+    return UsageError(f"{verb}: cannot take a tensor of {tensor.dtype}, {tensor.layout}")
+
+
+def check_same_dtype(verb: str, first: Tensor, other: Tensor) -> None:
+    """
+    Raises:
+        UsageError: tensors of one call differ in dtype.
+    """
+    if other.dtype != first.dtype:
+        raise UsageError(f"{verb}: tensors of {first.dtype} and {other.dtype} together")
+
+
+def check_own_piece(verb: str, output: Tensor, given: Tensor, rank: int) -> None:
+    """
+    Raises:
+        UsageError: what a rank gives itself has another size than where it goes.
+    """
+    if output.numel() != given.numel():
+        raise UsageError(
+            f"{verb}: the tensor for this rank ({rank}) has {output.numel()} elements, "
+            f"what it gives has {given.numel()}"
+        )
+
+
+def factor_of(verb: str, op: ReduceOp | PremulSum) -> float | Tensor | None:
+    """What operands are multiplied with before they are reduced; None: nothing.
+
+    Raises:
+        UsageError: PREMUL_SUM without a factor.
+    """
+    if isinstance(op, PremulSum):
+        return op.factor
+    if op is ReduceOp.PREMUL_SUM:
+        raise UsageError(f"{verb}: PREMUL_SUM needs its factor: op=premul_sum(factor)")
+    return None
+
+
+def check_pieces(verb: str, pieces: object, like: Tensor, size: int, check: Callable[[Tensor, str], object]) -> None:
+    """Raises unless there is one piece per rank, each like ``like``: in a list, or in turn in one tensor.
+
+    Args:
+        verb: for errors.
+        pieces: what the caller gave.
+        like: this rank's tensor.
+        size: the number of ranks.
+        check: the engine's own check of a tensor.
+
+    Raises:
+        TypeError: not a tensor or a list.
+        UsageError: another number, dtype or size.
+    """
+    if isinstance(pieces, Tensor):
+        check(pieces, verb)
+        if pieces.dtype != like.dtype or pieces.numel() != size * like.numel():
+            raise UsageError(
+                f"{verb}: expected {size} x {like.numel()} elements of {like.dtype} in one tensor, "
+                f"not {pieces.numel()} of {pieces.dtype}"
+            )
+        return
+    if not isinstance(pieces, (list, tuple)):
+        raise TypeError(f"{verb}: expected a tensor or a list of tensors, not {type(pieces).__name__}")
+    if len(pieces) != size:
+        raise UsageError(f"{verb}: expected a list of {size} tensors, one per rank, not {len(pieces)}")
+    for rank, piece in enumerate(pieces):
+        check(piece, verb)
+        if piece.dtype != like.dtype or piece.numel() != like.numel():
+            raise UsageError(
+                f"{verb}: expected {like.numel()} elements of {like.dtype} in the tensor for rank {rank}, "
+                f"not {piece.numel()} of {piece.dtype}"
+            )
+
+
+def check_apart(verb: str, results: Sequence[Tensor]) -> None:
+    """Raises where results share memory. Of those whose elements do not lie in one piece only the first is looked at:
+    they are written one after the other when the call has ended.
+
+    Raises:
+        UsageError: they do.
+    """
+    spans = sorted(
+        (tensor.data_ptr(), tensor.nbytes if tensor.is_contiguous() else tensor.element_size(), index)
+        for index, tensor in enumerate(results)
+        if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor.numel()
+    )
+    for (begin, nbytes, first), (after, _, second) in pairwise(spans):
+        if begin and after < begin + nbytes:
+            raise UsageError(
+                f"{verb}: results {min(first, second)} and {max(first, second)} share memory, so that one would "
+                "overwrite the other. Give each a tensor of its own"
+            )
+
+
+def check_distinct(verb: str, tensor: Tensor) -> None:
+    """Raises where several elements of a result share memory.
+
+    Raises:
+        UsageError: they do.
+    """
+    if _overlaps(tensor):
+        raise UsageError(
+            f"{verb}: several elements of the tensor share memory (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}: an expanded or overlapping view), so that no result can be written to it. "
+            "Call .contiguous() first"
+        )
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether two elements lie at one place."""
+    dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+    reach = 0  # the furthest element of the dimensions so far
+    for stride, size in dims:
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    offsets = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for stride, size in dims:
+        offsets = (offsets.unsqueeze(1) + stride * torch.arange(size, device="cpu")).flatten()
+    distinct: Tensor = torch.unique(offsets)
+    return distinct.numel() < offsets.numel()

@@ -1,0 +1,582 @@
+"""One round of a job as a pure state machine: which ranks are signalled, killed or blamed, and when the round ends.
+
+``step(state, event, now)`` returns actions. It has no clock, no process and no terminal: ``jobs/supervise`` performs
+the actions on real ranks, and the tests perform them on simulated hosts, in thousands of rounds that each follow from
+a seed.
+
+The phases: ranks run; they have ended, but processes that they left may still write; what is left is killed and
+reaped; the output is written; the end. The rules of the first phase:
+
+- The first failure that is no echo stops the round. The other ranks get SIGTERM, and SIGKILL after the grace time.
+- SIGINT stops the round; a second one kills. SIGTERM and SIGHUP stop it after the stacks of the ranks have come.
+- Each of these decisions is made once. A failure that comes later is a consequence.
+- A rank is signalled only while it runs as far as is known: not after its exit, nor after its host was lost.
+
+A rule for one rank alone (``RestartRank``) changes that rank's entry in ``running`` and ``failures`` only. So a policy
+that restarts single ranks, or moves them to a spare host, needs another answer in ``_take_exit`` and ``_take_loss``.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from allranks._base.errors import rank_list
+from allranks.launch.policy.interface import (
+    Action,
+    AwaitOutput,
+    Conclude,
+    DumpStacks,
+    Ending,
+    EndRound,
+    Event,
+    FinishRanks,
+    KillRequested,
+    LauncherContinued,
+    LendTerminal,
+    Level,
+    Outcome,
+    OutputBlocked,
+    OutputClosed,
+    OutputLost,
+    OutputWritten,
+    Print,
+    PrintReport,
+    PrintStacks,
+    RanksFinished,
+    RanksStarted,
+    ReaderChanged,
+    ReclaimTerminal,
+    SignalRanks,
+    SignalReceived,
+    StopLauncher,
+    TerminalLent,
+    TimePassed,
+)
+from allranks.launch.policy.root_cause import Failure, RootCause
+from allranks.launch.policy.stack_request import Purpose, StackRequest
+from allranks.launch.spec.events import (
+    Exited,
+    Failed,
+    HostJoined,
+    HostLost,
+    Output,
+    RankRestarted,
+    RestartRank,
+    Stacks,
+    StopRequested,
+)
+
+__all__ = ["Phase", "Round", "Rules", "step"]
+
+STRAGGLERS_S = 0.5  # for processes that ranks left behind to close their pipes
+LINGER_S = 10.0  # from the first rank's end to a remark about the others
+WORKERS_S = 1.0  # for workers to end after their master
+DRAIN_S = 1.0  # the least that a reader of our output gets when a job was stopped
+LOST_CODE = 255  # as ssh's
+HINT_S = 1.5  # from Ctrl-C to a remark about ranks that do not end
+DUMP_S = 1.0  # how long a signal waits for stacks, which take milliseconds
+IDLE_DUMP_S = 2.0  # the same where the stacks are the only purpose
+IDLE_CODE = 124  # as timeout(1)'s
+KILLED_S = 3.0  # after SIGKILL: a rank that is not gone then is frozen, or cut off with its agent
+
+
+class Phase(Enum):
+    """What the round waits for."""
+
+    RUNNING = "ranks"
+    CLOSING = "processes that ranks left behind"
+    FINISHING = "what is left is killed and reaped"
+    DRAINING = "readers of our output"
+    ENDED = "nothing"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is fixed for a round.
+
+    Attributes:
+        grace_s: time between the signal that asks ranks to end and SIGKILL.
+        hosts: the host of each rank, if there are several.
+        idle_s: how long ranks may write nothing before the round is stopped; None for ever.
+        until: when the round is stopped if it still runs; None for never.
+        passed_on: signals that are passed on to the ranks and stop nothing.
+        master: the rank that all others work for: they may fail one by one, and end with it. -1: that is the caller,
+            who ends the round by ``KillRequested``. None: all ranks are alike.
+        reader: the rank whose stdin is the terminal of the launcher; None if there is none.
+    """
+
+    grace_s: float
+    hosts: Sequence[str] = ()
+    idle_s: float | None = None
+    until: float | None = None
+    passed_on: Sequence[int] = ()
+    master: int | None = None
+    reader: int | None = None
+
+
+@dataclass(frozen=True)
+class _Suspension:
+    """The launcher is stopped, by job control: the signal, the ranks that are stopped too, who had the terminal."""
+
+    number: int
+    ranks: tuple[int, ...]
+    had_terminal: bool
+
+
+class Round:
+    """The state of a round.
+
+    Attributes:
+        phase: what it waits for.
+        running: ranks whose process is not gone, as far as is known.
+        cause: the failure that is the cause of the others; None as long as there is none.
+        signalled: the signal that ended the round; None if none did.
+        late: it was ended because it took too long (``Rules.until``).
+        failed: a rank failed or hung, or a host was lost; the end was not requested.
+        joined: it was ended so that a host that came can take part.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.phase = Phase.RUNNING
+        self.running: set[int] = set()
+        self.cause: Failure | None = None
+        self.signalled: int | None = None
+        self.late = self.failed = self.joined = False
+        self._now = 0.0
+        self._actions: list[Action] = []
+        self._root_cause = RootCause()
+        self._kill_at: float | None = None  # set once the round is being stopped
+        self._stopped_at = 0.0
+        self._stop_number: int = signal.SIGTERM
+        self._killed_at: float | None = None
+        self._exited: list[int] = []  # with code 0 while all was well
+        self._output_lost = False
+        self._asked_again = False  # by a signal, since the output is drained
+        self._linger_at: float | None = None
+        self._hint_at: float | None = None
+        self._idle_at: float | None = None
+        self._idled = False
+        self._request: StackRequest | None = None
+        self._answered: StackRequest | None = None
+        self._silent: list[int] = []  # ranks that the stop's signal ended before they could report where they were
+        self._borrower: int | None = None  # the rank that has the keys of the terminal
+        self._suspension: _Suspension | None = None
+        self._lent_after: int | None = None  # the signal that stopped the reader which is being lent the terminal
+        self._phase_ends_at = 0.0
+        self._outcome = Outcome(Ending.CLEAN, 0)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the ranks were asked to end."""
+        return self._kill_at is not None
+
+    def deadline(self) -> float | None:
+        """When ``TimePassed`` is due even if nothing happens; None for never."""
+        if self.phase is Phase.ENDED or self.phase is Phase.FINISHING:
+            return None
+        if self.phase is Phase.DRAINING:
+            return self._phase_ends_at if self.stopping else None
+        times = [self._hint_at, self._request.ends_at() if self._request is not None else None]
+        if self.phase is Phase.CLOSING:
+            times.append(self._phase_ends_at)
+        elif self._killed_at is not None:
+            times.append(self._killed_at + KILLED_S)
+        if not self.stopping:
+            times += [self._root_cause.settles_at(), self._linger_at]
+            times += [self._idle_at] if self._request is None and self.phase is Phase.RUNNING else []
+            times += [self.rules.until] if self.running else []
+        elif self._killed_at is None and self.running:
+            times.append(self._kill_at)
+        return min((at for at in times if at is not None), default=None)
+
+    # Events.
+
+    def take(self, event: Event, now: float) -> list[Action]:
+        """See ``step``."""
+        self._now, self._actions = now, []
+        if self.phase is Phase.ENDED:
+            return []
+        match event:
+            case RanksStarted(ranks):
+                self.running = set(ranks)
+                self._print(f"{rank_list(sorted(self.running))} started", Level.DETAIL)
+                self._restart_idle_time()
+            case TimePassed():
+                self._check_deadlines()
+            case Output() | OutputBlocked():
+                self._restart_idle_time()
+            case SignalReceived(number):
+                self._take_signal(number)
+            case StopRequested(number):
+                self._take_signal(number)
+            case KillRequested():
+                self._kill_at = self._stopped_at = now
+                self._kill("")
+            case Stacks():
+                if (request := self._request or self._answered) is not None:  # better late than never
+                    request.add(event, now)
+            case Failed():
+                self._take_report(event)
+            case Exited():
+                self._take_exit(event)
+            case HostLost():
+                self._take_loss(event)
+            case RestartRank(rank, _):
+                if self._may_fail(rank) and not self.stopping and self.phase is Phase.RUNNING:
+                    self._actions.append(event)
+            case RankRestarted(rank):
+                self._take_restart(rank)
+            case HostJoined():
+                self._take_host(event)
+            case ReaderChanged() | TerminalLent() | LauncherContinued():
+                self._take_job_control(event)
+            case OutputLost():
+                self._take_output_lost(event)
+            case OutputClosed():
+                if self.phase is Phase.CLOSING:
+                    self._finish()
+            case RanksFinished():
+                self._check_deadlines()
+                self._conclude()
+            case OutputWritten():
+                if self.phase is Phase.DRAINING:
+                    self._end()
+        return self._actions
+
+    def _take_report(self, event: Failed) -> None:
+        if self._may_fail(event.rank):
+            self._actions.append(PrintReport(event.rank, event.report.text))
+            return
+        self._add_failure(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
+        if event.report.interrupted and self._has_keys(event.rank):
+            self._interrupt([event.rank])
+
+    def _take_exit(self, event: Exited) -> None:
+        self.running.discard(event.rank)
+        failure = self._on_host(Failure(event.rank, event.pid, event.status, self._now))
+        self._print(str(failure), Level.DETAIL)
+        if self._request is not None:
+            self._request.awaited.discard(event.rank)
+        if event.status == -signal.SIGINT and self._has_keys(event.rank):
+            self._interrupt([event.rank])
+        if self._borrower == event.rank:
+            self._reclaim(restore=event.status < 0)
+        if self.stopping:
+            known = self._root_cause.failures.get(event.rank)
+            silent = known is None or known.report is None or not known.report.where
+            if self.signalled is not None and silent and event.status in (-self.signalled, -signal.SIGKILL):
+                self._silent.append(event.rank)
+        elif self._may_fail(event.rank):
+            if event.status:
+                self._print(f"{failure}; the others go on", Level.REMARK)
+        elif event.status:
+            self._add_failure(failure)
+        else:
+            if not self._exited:
+                self._linger_at = self._now + (LINGER_S if self.rules.master is None else WORKERS_S)
+            self._exited.append(event.rank)
+
+    def _take_loss(self, event: HostLost) -> None:
+        self.running.difference_update(event.ranks)
+        if self._request is not None:
+            self._request.awaited.difference_update(event.ranks)
+        if all(map(self._may_fail, event.ranks)):
+            self._print(event.why)
+        elif not self.stopping:
+            lost = Failure(event.ranks[0], 0, LOST_CODE, self._now, host=event.host, lost=event.why)
+            self._root_cause.add(lost)
+        elif self._killed_at is not None:
+            self._print(event.why)
+
+    def _take_restart(self, rank: int) -> None:
+        if self.phase is not Phase.RUNNING:
+            return  # it is reaped with the others
+        self.running.add(rank)
+        self._print(f"rank {rank} started again", Level.DETAIL)
+        if self._killed_at is not None:
+            self._signal(signal.SIGKILL, [rank])
+        elif self.stopping:
+            self._signal(self._stop_number, [rank])
+
+    def _take_host(self, event: HostJoined) -> None:
+        if not self.stopping and self.phase is Phase.RUNNING:
+            self.joined = True
+            self._print(f"{event.host} has come; the ranks start again")
+            self._stop(signal.SIGTERM, self.running)
+
+    def _take_output_lost(self, event: OutputLost) -> None:
+        if not event.reader_gone:  # a closed pipe is reported as SIGPIPE would, which python ignores
+            self._output_lost = True
+            self._print(f"cannot write to {event.name}: {event.why}")
+        if not self.stopping:
+            self.signalled = signal.SIGPIPE if event.reader_gone else None
+            self._stop(signal.SIGTERM, self.running)
+
+    def _take_signal(self, number: int) -> None:
+        if number == signal.SIGTSTP:
+            self._suspend(number)
+            return
+        if number in self.rules.passed_on:
+            name = signal.Signals(number).name
+            self._print(f"{name} is passed on to {rank_list(sorted(self.running))}", Level.DETAIL)
+            self._signal(number, self.running, alone=True)
+            return
+        self._asked_again = True
+        if not self.stopping and number == signal.SIGINT:
+            self._interrupt()
+        elif not self.stopping:
+            self.signalled = number
+            self._stopped_at = self._now
+            self._stop_number = number
+            self._ask_for_stacks(DUMP_S, Purpose.STOP_BY_SIGNAL)
+            self._kill_at = self._now + DUMP_S + self.rules.grace_s
+        elif number == signal.SIGINT:  # batch systems and closed terminals repeat the others themselves
+            self._kill("")
+
+    # Job control: one rank may have the keys of the terminal, and Ctrl-Z stops the ranks with the launcher.
+
+    def _take_job_control(self, event: ReaderChanged | TerminalLent | LauncherContinued) -> None:
+        if isinstance(event, ReaderChanged):
+            self._restart_idle_time()
+            if self.rules.reader not in self.running or self.rules.reader is None or event.stopped_by is None:
+                return
+            if event.stopped_by == signal.SIGTSTP:
+                self._suspend(event.stopped_by)
+            elif event.stopped_by in (signal.SIGTTIN, signal.SIGTTOU):
+                self._lent_after = event.stopped_by
+                self._actions.append(LendTerminal(self.rules.reader))
+        elif isinstance(event, TerminalLent):
+            number, self._lent_after = self._lent_after, None
+            if event.lent:
+                self._borrower = self.rules.reader
+            if number is not None and event.lent and self.rules.reader is not None:
+                self._signal(signal.SIGCONT, [self.rules.reader])
+            elif number is not None:
+                self._suspend(number)
+        elif self._suspension is not None:
+            suspension, self._suspension = self._suspension, None
+            self._restart_idle_time()
+            if suspension.had_terminal and self.rules.reader in self.running:
+                self._actions.append(LendTerminal(self.rules.reader))
+            if event.stopped or suspension.number == signal.SIGTSTP:
+                self._signal(signal.SIGCONT, self.running.intersection(suspension.ranks))
+            else:
+                self._print(f"rank {self.rules.reader} waits for a terminal that another job has")
+                self._output_lost = True
+                self._stop(signal.SIGTERM, self.running)
+
+    def _suspend(self, number: int) -> None:
+        """Stops the ranks and the launcher."""
+        ranks = tuple(sorted(self.running))
+        self._suspension = _Suspension(number, ranks, self._borrower is not None)
+        self._reclaim()
+        self._signal(signal.SIGSTOP, ranks)  # SIGTSTP has no effect in a session of a rank's own
+        self._actions.append(StopLauncher(number))
+
+    def _reclaim(self, restore: bool = False) -> None:
+        if self._borrower is not None:
+            self._actions.append(ReclaimTerminal(self._borrower, restore))
+        self._borrower = None
+
+    def _has_keys(self, rank: int) -> bool:
+        """Whether Ctrl-C goes to a rank, and not to the launcher, as long as the round goes on."""
+        return not self.stopping and self._borrower == rank
+
+    # Deadlines.
+
+    def _check_deadlines(self) -> None:
+        now = self._now
+        if self.phase is Phase.DRAINING:
+            if self._asked_again or (self.stopping and now >= self._phase_ends_at):
+                self._end()
+            return
+        settles_at = self._root_cause.settles_at()
+        if not self.stopping and settles_at is not None and now >= settles_at:
+            self.cause = self._root_cause.select()
+            self._stop(signal.SIGTERM, self.running - {self.cause.rank})
+        if not self.stopping and self.rules.until is not None and now >= self.rules.until and self.running:
+            self.late = True
+            self._take_signal(signal.SIGINT)  # a python rank reports the line where it was interrupted
+        if self._request is not None and now >= self._request.ends_at():
+            self._answered, self._request = self._request, None
+            if self._answered.purpose is Purpose.STOP_BY_SIGNAL:
+                self._stop(self._stop_number, self.running)
+            elif self._answered.purpose is Purpose.STOP_IDLE:
+                self._stop_idle(self._answered)
+        self._check_waiting()
+        if self._kill_at is not None and now >= self._kill_at and self._killed_at is None and self.running:
+            self._kill(f"did not end within {self.rules.grace_s:g} s")
+        if self.phase is Phase.RUNNING and self._is_over():
+            self.phase = Phase.CLOSING
+            self._phase_ends_at = now + STRAGGLERS_S
+            self._actions.append(AwaitOutput())
+        elif self.phase is Phase.CLOSING and now >= self._phase_ends_at:
+            self._finish()
+
+    def _check_waiting(self) -> None:
+        """Deadlines of ranks that write nothing, that have not ended with the others, or not since Ctrl-C."""
+        now, stopping = self._now, self.stopping
+        idles = not stopping and self._request is None and self.phase is Phase.RUNNING
+        if idles and self._idle_at is not None and now >= self._idle_at:
+            self._idle_at = None
+            self._ask_for_stacks(IDLE_DUMP_S, Purpose.STOP_IDLE)
+        if not stopping and self._linger_at is not None and now >= self._linger_at:
+            self._linger_at = None
+            if self.rules.master is not None and self.running:
+                self._stop(signal.SIGTERM, self.running)
+            elif self.running:
+                # A rank that never joins leaves the others waiting for it, and no other message comes for long.
+                verb = "is" if len(self.running) == 1 else "are"
+                left = f"{rank_list(sorted(self._exited))} exited with code 0 before the others"
+                self._print(f"{left}; {rank_list(sorted(self.running))} {verb} still running", Level.REMARK)
+        if self._hint_at is not None and now >= self._hint_at:
+            self._hint_at = None
+            if self.running and self._killed_at is None:
+                wait = f"waiting up to {self.rules.grace_s:g} s for {rank_list(sorted(self.running))} (--grace)"
+                self._print(f"{wait}; Ctrl-C again kills", Level.REMARK)
+
+    def _is_over(self) -> bool:
+        """Whether no rank is waited for any more."""
+        if self._killed_at is not None and self._now >= self._killed_at + KILLED_S:
+            return True
+        return not self.running and (self.rules.master != -1 or self.stopping)
+
+    def _restart_idle_time(self) -> None:
+        if self.rules.idle_s is not None and self._request is None and not self._idled:
+            self._idle_at = self._now + self.rules.idle_s
+
+    # Stopping.
+
+    def _interrupt(self, spared: Sequence[int] = ()) -> None:
+        """Stops the round by SIGINT: a rank that runs python reports the line where it was."""
+        self.signalled = signal.SIGINT
+        self._stop(signal.SIGINT, self.running.difference(spared))
+        self._ask_for_stacks(DUMP_S, Purpose.NOTHING)
+        self._hint_at = self._now + HINT_S
+
+    def _ask_for_stacks(self, wait_s: float, purpose: Purpose) -> None:
+        """Asks all ranks where they are, before another action changes it."""
+        self._request = StackRequest(set(self.running), self._now + wait_s, purpose, last=self._now)
+        if self.running:
+            self._actions.append(DumpStacks(tuple(sorted(self.running))))
+
+    def _stop_idle(self, answered: StackRequest) -> None:
+        self._idled = True
+        idle = f"no rank has written anything for {self.rules.idle_s:g} s"
+        self._print(f"{idle} (--idle-timeout); this is where they are:")
+        self._actions.append(PrintStacks(dict(answered.texts)))
+        silent = dict.fromkeys(sorted(answered.awaited), "did not report where it is (blocked signals, or the kernel)")
+        for rank, why in (answered.reasons | silent).items():
+            self._print(f"{rank_list([rank])} {why}")
+        self._stop(signal.SIGTERM, self.running)
+
+    def _stop(self, number: int, ranks: Iterable[int]) -> None:
+        self._reclaim()  # the keys are ours again: Ctrl-C kills
+        self._request = None
+        self._stop_number = number
+        self._stopped_at = self._now
+        self._kill_at = self._now + self.rules.grace_s
+        chosen = sorted(ranks)
+        if chosen:
+            self._print(f"{signal.Signals(number).name} to {rank_list(chosen)}", Level.DETAIL)
+        self._signal(number, chosen)
+        self._signal(signal.SIGCONT, chosen)  # a stopped process would not see the signal
+
+    def _kill(self, why: str) -> None:
+        self._request = None
+        if self._killed_at is None:
+            self._killed_at = self._now
+        if self.running and why:
+            verb = "was" if len(self.running) == 1 else "were"
+            self._print(f"{rank_list(sorted(self.running))} {why} and {verb} killed", Level.REMARK)
+        self._signal(signal.SIGKILL, self.running)
+
+    def _finish(self) -> None:
+        self.phase = Phase.FINISHING
+        self.running.clear()
+        self._actions.append(FinishRanks())
+
+    # The end.
+
+    def _conclude(self) -> None:
+        self._outcome = self._judge()
+        self.failed = self._outcome.ending in (Ending.FAILED, Ending.IDLE)
+        self.phase = Phase.DRAINING
+        self._asked_again = False
+        # After a failure output is written for the grace time, after a signal hardly at all.
+        self._phase_ends_at = self._now + DRAIN_S
+        if self._kill_at is not None and self.signalled is None:
+            self._phase_ends_at = max(self._phase_ends_at, self._kill_at)
+        self._actions.append(Conclude(self._outcome))
+
+    def _judge(self) -> Outcome:
+        failures = sorted(self._root_cause.failures.values(), key=lambda failure: failure.rank)
+        stacks = self._answered.texts if self._answered is not None else {}
+        if self.signalled is not None:
+            places = {rank: stacks[rank] for rank in self._silent if rank in stacks}
+            return self._result(Ending.SIGNALLED, self._own_code(), failures, places)
+        if self.joined:  # failures are what ranks reported when they were asked to end
+            return self._result(Ending.JOINED, 0, failures)
+        if self._idled:
+            return self._result(Ending.IDLE, IDLE_CODE, failures, {rank: stacks[rank] for rank in sorted(stacks)})
+        if self.cause is None and failures and not self._output_lost:  # echoes, and all were gone before they settled
+            self.cause = self._root_cause.select()
+            self._stopped_at = self._now
+        if self.cause is None:
+            return self._result(Ending.CLEAN, self._own_code(), failures)
+        return self._result(Ending.FAILED, self.cause.exit_code, failures)
+
+    def _result(
+        self, ending: Ending, code: int, failures: Sequence[Failure], stacks: dict[int, bytes] | None = None
+    ) -> Outcome:
+        before = [failure for failure in failures if failure.at < self._stopped_at]
+        return Outcome(
+            ending, code, self.cause, failures, before, sorted(self._exited), self.signalled, dict(stacks or {})
+        )
+
+    def _own_code(self) -> int:
+        """The exit code where no rank is to blame."""
+        if self.signalled is not None:
+            return 128 + self.signalled
+        return 1 if self._output_lost else 0
+
+    def _end(self) -> None:
+        self.phase = Phase.ENDED
+        self._actions.append(EndRound(self._outcome.code or self._own_code()))
+
+    # Parts.
+
+    def _may_fail(self, rank: int) -> bool:
+        """Whether the others go on without this rank."""
+        return self.rules.master is not None and rank != self.rules.master
+
+    def _add_failure(self, failure: Failure) -> None:
+        self._root_cause.add(self._on_host(failure))
+
+    def _on_host(self, failure: Failure) -> Failure:
+        return replace(failure, host=self.rules.hosts[failure.rank]) if self.rules.hosts else failure
+
+    def _signal(self, number: int, ranks: Iterable[int], alone: bool = False) -> None:
+        if chosen := tuple(sorted(ranks)):
+            self._actions.append(SignalRanks(number, chosen, alone))
+
+    def _print(self, text: str, level: Level = Level.ESSENTIAL) -> None:
+        self._actions.append(Print(text, level))
+
+
+def step(state: Round, event: Event, now: float) -> list[Action]:
+    """Takes one event, and decides.
+
+    Args:
+        state: the round, which is changed.
+        event: what happened.
+        now: the time, on any clock that does not go back. ``Failed.report.at`` and ``Rules.until`` are on the same.
+
+    Returns:
+        What is to be done, in this order.
+    """
+    return state.take(event, now)

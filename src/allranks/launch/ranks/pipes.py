@@ -1,0 +1,116 @@
+"""The pipes and terminals between a rank and its agent.
+
+One rank of a job may have the launcher's own stdin. A job's only rank may write to the launcher's terminal itself;
+then full-screen programs work. Any other rank gets a terminal of its own where the user's terminal is what it finally
+writes to, so that programs that ask ``isatty`` draw their progress bars; else a pipe. One channel carries stdout and
+stderr together where the launcher's own two are the same file: then lines come in the order in which the rank wrote
+them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import struct
+import termios
+from dataclasses import dataclass
+
+from allranks._base.errors import ConfigError
+from allranks.launch.spec.stdio import Stdio
+
+__all__ = ["Pipes", "resize", "reserve_descriptors"]
+
+_PER_RANK = 9  # stdout, stderr, status, stacks, pidfd, its connection to the store, up to three log files
+_OWN = 64
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """Both ends of everything between one rank and its agent.
+
+    Attributes:
+        out: the rank's stdout.
+        err: the rank's stderr; may be the same number.
+        status: where the rank writes its failure report.
+        stacks: where the rank writes its threads' stacks.
+        read_fds: the agent's ends, stream number -> descriptor.
+        status_read_fd: the agent's end of ``status``.
+        stacks_read_fd: the agent's end of ``stacks``.
+        terminals: those of ``read_fds`` that are terminals.
+    """
+
+    out: int
+    err: int
+    status: int
+    stacks: int
+    read_fds: dict[int, int]
+    status_read_fd: int
+    stacks_read_fd: int
+    terminals: tuple[int, ...]
+
+    @classmethod
+    def open(cls, stdio: Stdio) -> Pipes:
+        """Opens all. No end survives an exec."""
+        status_read_fd, status = os.pipe()
+        stacks_read_fd, stacks = os.pipe()
+        read_fds: dict[int, int] = {}
+        terminals: tuple[int, ...] = ()
+        if stdio.out_direct:
+            out = os.dup(1)
+        else:
+            read_fds[1], out = _channel(stdio.out_tty, stdio)
+            terminals += (read_fds[1],) if stdio.out_tty else ()
+        err = out
+        if stdio.err_direct:
+            err = os.dup(2)
+        elif not stdio.merged:
+            read_fds[2], err = _channel(stdio.err_tty, stdio)
+            terminals += (read_fds[2],) if stdio.err_tty else ()
+        for read_fd in (*read_fds.values(), status_read_fd, stacks_read_fd):
+            os.set_blocking(read_fd, False)
+        return cls(out, err, status, stacks, read_fds, status_read_fd, stacks_read_fd, terminals)
+
+    def close_rank_ends(self) -> None:
+        """The agent closes the rank's ends."""
+        for fd in {self.out, self.err, self.status, self.stacks}:
+            os.close(fd)
+
+    def own_fds(self) -> tuple[int, ...]:
+        """The agent's ends."""
+        return (*self.read_fds.values(), self.status_read_fd, self.stacks_read_fd)
+
+
+def _channel(tty: bool, stdio: Stdio) -> tuple[int, int]:
+    if not tty:
+        return os.pipe()
+    read_fd, write_fd = os.openpty()
+    attributes = termios.tcgetattr(write_fd)
+    attributes[1] &= ~termios.OPOST  # the user's own terminal turns \n into \r\n
+    termios.tcsetattr(write_fd, termios.TCSANOW, attributes)
+    resize(read_fd, stdio.rows, stdio.columns)
+    return read_fd, write_fd
+
+
+def resize(terminal: int, rows: int, columns: int) -> None:
+    """Sets a terminal's size."""
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+
+def reserve_descriptors(nproc: int) -> tuple[int, int]:
+    """Makes room for the descriptors of ``nproc`` ranks.
+
+    Returns:
+        The limits before, for the ranks to go back to.
+
+    Raises:
+        ConfigError: the hard limit is too low.
+    """
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = nproc * _PER_RANK + _OWN
+    soft, hard = before
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ConfigError(f"{nproc} ranks need {needed} open files; the limit is {hard} (ulimit -Hn)")
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return before

@@ -1,0 +1,482 @@
+"""The master's side of the meeting: it gathers the workers, watches them and ends them.
+
+Either all processes are started as the ranks of a job are, and meet as ranks do (``_rendezvous``). Or the master starts
+the workers itself (`worker_pool`) and tells them where it is. In both cases the master then serves a store, on which
+groups are made (`group_registry`), and listens for workers. Each worker connects once, and commands travel on that
+connection. A worker proves that it knows a token of this job. On one host all connections are unix sockets.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from allranks._base.errors import ConfigError, JoinError, TimeoutError, UsageError, rank_list
+from allranks._base.forks import forks
+from allranks._base.threads import Daemon
+from allranks._cluster.env import read_env
+from allranks._cluster.hostlist import Slots, parse_hosts
+from allranks._cluster.network import published_addresses
+from allranks._rendezvous import rendezvous
+from allranks._rendezvous.rendezvous import Member, this_member
+from allranks._store import StoreClient, StoreServer, load_secret
+from allranks.launch.agents.listener import Listener, store_secret
+from allranks.launch.jobs.spread import is_here
+from allranks.launch.ranks.rank import this_rank
+from allranks.launch.spec.events import RestartRank
+from allranks.launch.spec.messages import Ended
+from allranks.launch.spec.target import MASTER
+from allranks.remote.bootstrap.endpoint import (
+    TIMEOUT_S,
+    Endpoint,
+    Hello,
+    Ready,
+    Welcome,
+    WorkerConnection,
+    close_connection,
+    receive_message,
+    send_message,
+)
+from allranks.remote.bootstrap.group_registry import GroupRegistry
+from allranks.remote.bootstrap.worker_context import join_master
+from allranks.remote.bootstrap.worker_pool import WorkerPool, describe_end, read_status
+
+if TYPE_CHECKING:
+    from allranks._group.process_group import ProcessGroup
+
+__all__ = ["Workers", "gather_workers"]
+
+SERVE = "allranks.remote.worker.interpreter:serve"
+
+_RESPAWN_S = 60.0
+_LOOK_S = 0.1
+_HELLO_S = 10.0
+_KNOWN_S = 1.0  # between the end of a connection and word of how its process ended
+
+
+class Workers:
+    """What a master has: its workers.
+
+    Attributes:
+        connections: the connections with them, by rank from 1 on.
+        on_lost: called with a worker's rank, in another thread, when it is gone.
+    """
+
+    def __init__(
+        self,
+        server: MasterServer,
+        connections: list[WorkerConnection],
+        pool: WorkerPool | None,
+        welcome: Welcome,
+        launcher_store: StoreClient | None = None,
+    ) -> None:
+        self.connections = connections
+        self._welcome = welcome
+        self._new: deque[WorkerConnection] = deque()  # to be watched
+        self.on_lost: Callable[[int], None] | None = None
+        self._server = server
+        self._pool = pool
+        self._launcher_store = launcher_store  # the launcher's store, where it says how workers of any host have ended
+        self._forks = forks()
+        self._lost: set[int] = set()
+        self._closed = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._changed = threading.Condition()
+        self._watcher = Daemon(target=self._watch, name="allranks-connections")
+        self._watcher.start()
+        atexit.register(self.close)
+
+    def make_group(self, name: str, ranks: Sequence[int], timeout_s: float) -> ProcessGroup:
+        """Makes a group together with its other members; see ``GroupRegistry.make_group``."""
+        return self._server.groups.make_group(name, ranks, timeout_s)
+
+    def how_ended(self, rank: int) -> str:
+        """How a worker's process ended, as ``killed by signal 9 (SIGKILL)`` or ``exit code 3``; "" if not known."""
+        connection = self.connections[rank - 1]
+        if self._pool is None and self._launcher_store is None and connection.socket.family != socket.AF_UNIX:
+            return ""
+        until = time.monotonic() + _KNOWN_S
+        while (status := self._status(connection)) is None and time.monotonic() < until:
+            time.sleep(_LOOK_S / 10)
+        return "" if status is None else describe_end(status)
+
+    def _status(self, connection: WorkerConnection) -> int | str | None:
+        if self._pool is not None:
+            return self._pool.ended.get(connection.rank)
+        if self._launcher_store is None:
+            return read_status(connection.pid)
+        packed = self._launcher_store.peek([Ended.key(connection.rank)])[0]
+        ended = msgspec.json.decode(packed, type=Ended) if packed is not None else None
+        # Of the rank's last process, it may be.
+        return ended.status if ended is not None and ended.pid in (0, connection.pid) else None
+
+    def respawn(self, rank: int, timeout_s: float = _RESPAWN_S) -> WorkerConnection:
+        """Starts a new worker in the place of one, which is killed if it still lives.
+
+        Args:
+            rank: the worker's.
+            timeout_s: how long to wait for it.
+
+        Returns:
+            The connection with it, which also takes the old one's place in ``connections``.
+
+        Raises:
+            UsageError: there is no such worker, or nobody is there who could start one.
+            ConfigError: it ended while it was started.
+            TimeoutError: it did not come in time.
+
+        Cost:
+            a start of python and an import of torch.
+        """
+        if not isinstance(rank, int) or not 1 <= rank <= len(self.connections):
+            raise UsageError(f"respawn: rank {rank!r} is no worker; expected 1 to {len(self.connections)}")
+        launched = this_rank()
+        if self._pool is None and (launched is None or launched.target.mode != "master"):
+            raise UsageError(
+                f"respawn: rank {rank} was started neither by this process (workers=, hosts=) nor by"
+                " allranks run --mode master, and no launcher is left that could start it.\n  Start the job again"
+            )
+        until = time.monotonic() + timeout_s
+        old = self.connections[rank - 1]
+        with contextlib.suppress(OSError):  # it is gone
+            old.socket.shutdown(socket.SHUT_RDWR)
+        with self._changed:
+            if not self._changed.wait_for(lambda: rank in self._lost, timeout_s):
+                raise TimeoutError(f"respawn: the end of {old} was not noticed in {timeout_s:.1f} s")
+        old.socket.close()
+        self._server.groups.admit(rank)
+        try:
+            if self._pool is not None:
+                self._pool.respawn(rank, until)
+            else:
+                assert launched is not None
+                launched.request_restart(
+                    RestartRank(rank, {MASTER: msgspec.json.encode(self._server.endpoint).decode()})
+                )
+            connection = self._server.gather([rank], until, self._welcome, self._pool)[0]
+        except BaseException:
+            self._server.groups.lose(rank, f"{old} has ended, and no other worker has connected in its place")
+            raise
+        self.connections[rank - 1] = connection
+        self._lost.discard(rank)
+        self._new.append(connection)
+        os.eventfd_write(self._wake, 1)
+        return connection
+
+    def close(self) -> None:
+        """Ends all workers: asks them, waits a moment, and kills those that this process has started. Idempotent."""
+        global _workers
+        if self._closed or self._forks != forks():
+            return
+        self._closed = True
+        if _workers is self:
+            _workers = None
+        atexit.unregister(self.close)
+        os.eventfd_write(self._wake, 1)
+        self._watcher.join()
+        os.close(self._wake)
+        for connection in self.connections:
+            close_connection(connection.socket)
+        if self._pool is not None:
+            self._pool.close()
+        if self._launcher_store is not None:
+            self._launcher_store.close()
+        self._server.close()
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        watched: dict[int, WorkerConnection] = {}
+        self._new.extend(self.connections)
+        while not self._closed:
+            while self._new:
+                connection = self._new.popleft()
+                watched[connection.socket.fileno()] = connection
+                poll.register(connection.socket, select.POLLRDHUP)
+            for fd, _ in poll.poll():
+                if fd == self._wake:
+                    os.eventfd_read(self._wake)
+                else:
+                    poll.unregister(fd)
+                    self._lose(watched.pop(fd))
+
+    def _lose(self, connection: WorkerConnection) -> None:
+        self._server.groups.lose(connection.rank, f"{connection} is gone")
+        with self._changed:
+            self._lost.add(connection.rank)
+            self._changed.notify_all()
+        if self.on_lost is not None:
+            self.on_lost(connection.rank)
+
+
+_workers: Workers | None = None
+
+
+def gather_workers(
+    init_method: str | None = None,
+    *,
+    workers: int | None = None,
+    hosts: str | Sequence[str] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    worker_device: str = "cpu",
+    threads: int | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    serve: str = SERVE,
+) -> Workers:
+    """Meets the workers; in a worker, serves the master and does not return.
+
+    Args:
+        init_method: how master and workers find each other where all have been started, see ``init_process_group``.
+        workers: starts so many on this host.
+        hosts: starts workers on these hosts by ssh: ``"node1:2,node2"`` or ``["node1:2", "node2"]``.
+        timeout_s: how long to wait for them.
+        worker_device: where they keep their tensors; where a host has several of a kind, each takes another.
+        threads: of each worker that is started; None for a fair share of the CPUs.
+        world_size: of all processes, where none is started; -1: from the environment.
+        rank: this process; -1: from the environment.
+        serve: the worker's program, ``module:function``; called with its ``WorkerContext``.
+
+    Raises:
+        UsageError: the arguments contradict each other, or there are workers already.
+        ConfigError: a worker cannot be had: says where and why.
+        JoinError: some did not come in time.
+        SystemExit: this is a worker, and the master has ended.
+
+    Cost:
+        one import of torch, in parallel on all hosts, and about 30 ms for each worker.
+    """
+    global _workers
+    _check(init_method, workers, hosts, timeout_s, worker_device, threads, world_size, rank)
+    if workers is None and hosts is None:
+        made = _gather_ranks(init_method, world_size, rank, timeout_s, worker_device, serve)
+    else:
+        here = [Slots(socket.gethostname(), workers)]
+        used = here if hosts is None else parse_hosts(hosts if isinstance(hosts, str) else ",".join(hosts), "hosts")
+        made = _start_workers(used, timeout_s, worker_device, threads, serve)
+    _workers = made
+    return made
+
+
+def _check(
+    init_method: str | None,
+    workers: int | None,
+    hosts: str | Sequence[str] | None,
+    timeout_s: float,
+    worker_device: str,
+    threads: int | None,
+    world_size: int,
+    rank: int,
+) -> None:
+    if _workers is not None:
+        raise UsageError("init_master_worker: this process has workers already; close them first")
+    if sum(given is not None for given in (init_method, workers, hosts)) > 1:
+        raise UsageError("init_master_worker: expected one of init_method, workers and hosts, not several")
+    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
+        raise UsageError(f"init_master_worker: workers={workers!r}: expected how many to start, 1 or more")
+    names = [hosts] if isinstance(hosts, str) else () if hosts is None else hosts
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise UsageError(f"init_master_worker: hosts={hosts!r}: expected 'node1:2,node2', or a list of such words")
+    if (workers is not None or hosts is not None) and (world_size, rank) != (-1, -1):
+        raise UsageError("init_master_worker: world_size= and rank= are of processes that are there; see workers=")
+    if threads is not None and (not isinstance(threads, int) or threads < 1):
+        raise UsageError(f"init_master_worker: threads={threads!r}: a worker has one at least")
+    if not timeout_s > 0:
+        raise UsageError(f"init_master_worker: timeout must be positive, not {timeout_s!r}")
+    if not isinstance(worker_device, str) or not worker_device:
+        raise UsageError(f"init_master_worker: worker_device={worker_device!r}: expected a device's name, as 'cpu'")
+    if workers is None and hosts is None:
+        if threads is not None:
+            raise UsageError("init_master_worker: threads= is for workers that it starts; see workers= and hosts=")
+        return
+    env = read_env()
+    if env.world_size > 1:
+        argument = "workers" if workers is not None else "hosts"
+        raise UsageError(
+            f"init_master_worker: this process is rank {env.rank} of {env.world_size} already, and {argument}= would"
+            " start workers of each of them.\n  Leave it out, and rank 0 is the master of the others; or start this"
+            " program alone, without a launcher"
+        )
+
+
+def _gather_ranks(
+    init_method: str | None, world_size: int, rank: int, timeout_s: float, device: str, serve: str
+) -> Workers:
+    meeting = rendezvous.join(init_method, rank=rank, world_size=world_size, timeout_s=timeout_s)
+    try:
+        if meeting.world_size == 1:
+            raise ConfigError(
+                "init_master_worker: this process is alone, and a master needs one worker at least.\n"
+                "  Start it with: allranks run --mode master -n 5 script.py. Or have it start workers:"
+                " init_master_worker(workers=4)"
+            )
+        if meeting.rank:
+            context = join_master(meeting, timeout_s)
+        else:
+            far = len({member.machine for member in meeting.members}) > 1
+            server = MasterServer(meeting.members[0], far, derived=far)
+            try:
+                meeting.store.set("master", msgspec.json.encode(server.endpoint))
+                welcome = Welcome(device, serve)
+                connections = server.gather(range(1, meeting.world_size), time.monotonic() + timeout_s, welcome)
+                return Workers(server, connections, None, welcome, _launchers_store() if far else None)
+            except BaseException:
+                server.close()
+                raise
+    finally:
+        meeting.close()
+    return context.serve()
+
+
+def _launchers_store() -> StoreClient | None:
+    """That of ``allranks run --mode master``; None where something else has started this process."""
+    launched = this_rank()
+    if launched is None or launched.target.mode != "master":
+        return None
+    return StoreClient.connect(os.environ["ALLRANKS_STORE"], load_secret(), TIMEOUT_S)
+
+
+def _start_workers(hosts: Sequence[Slots], timeout_s: float, device: str, threads: int | None, serve: str) -> Workers:
+    size = 1 + sum(1 if host.count is None else host.count for host in hosts)
+    if size == 1:
+        raise UsageError("init_master_worker: hosts= has no slot for a worker")
+    far = not all(is_here(host.name) for host in hosts)
+    server = MasterServer(this_member(0, size), far)
+    environ = {MASTER: msgspec.json.encode(server.endpoint).decode()}
+    if far:
+        environ["ALLRANKS_SECRET"] = load_secret().decode()  # groups that span hosts prove it
+    pool = WorkerPool(hosts, environ, threads, timeout_s)
+    try:
+        pool.start()
+        welcome = Welcome(device, serve)
+        return Workers(
+            server, server.gather(range(1, size), time.monotonic() + timeout_s, welcome, pool), pool, welcome
+        )
+    except BaseException:
+        server.close()
+        pool.close()
+        raise
+
+
+class MasterServer:
+    """What a master opens: a store for groups, and a listener.
+
+    Args:
+        me: the master.
+        far: other hosts have workers.
+        derived: the token follows from the job's secret, and need not be sent.
+    """
+
+    def __init__(self, me: Member, far: bool, derived: bool = False) -> None:
+        salt = secrets.token_hex(16)
+        token = store_secret(load_secret(), salt) if derived else secrets.token_hex(32).encode()
+        name = f"allranks-{secrets.token_hex(16)}"
+        with contextlib.ExitStack() as opened:
+            self._server = opened.enter_context(StoreServer.unix(token).start())
+            stores = self._server.listen_to_other_hosts() if far else []
+            addresses = published_addresses() if far else ()
+            self._listener = Listener(addresses, 0, token, name)
+            opened.callback(self._listener.close)
+            self.groups = GroupRegistry(StoreClient.connect(self._server.address, token), me)
+            opened.callback(self.groups.close)
+            self.groups.enter()
+            self._opened = opened.pop_all()
+        self.endpoint = Endpoint(
+            *(me.machine, self._server.address, name, tuple(stores), addresses, self._listener.port, me.world_size),
+            "" if derived else token.decode(),
+            salt,
+        )
+
+    def gather(
+        self, ranks: Sequence[int], until: float, welcome: Welcome, pool: WorkerPool | None = None
+    ) -> list[WorkerConnection]:
+        """Waits for these workers.
+
+        Raises:
+            ConfigError: one cannot work; says why.
+            JoinError: some did not come in time.
+        """
+        began = time.monotonic()
+        connections: dict[int, WorkerConnection] = {}
+        ready = False
+        try:
+            while missing := [rank for rank in ranks if rank not in connections]:
+                if time.monotonic() > until:
+                    raise JoinError(
+                        f"init_master_worker: {rank_list(missing)} did not come in {until - began:.1f} s."
+                        "\n  Look at their output.    Longer: init_master_worker(timeout=...)"
+                    )
+                _raise_trouble(pool, missing)
+                connections |= self.accept(welcome, missing)
+            for connection in connections.values():
+                if trouble := _await_ready(connection, until):
+                    raise ConfigError(f"init_master_worker: {connection}: {trouble}")
+            ready = True
+        finally:
+            if not ready:
+                for connection in connections.values():
+                    close_connection(connection.socket)
+        return [connections[rank] for rank in sorted(connections)]
+
+    def accept(self, welcome: Welcome, missing: Sequence[int]) -> dict[int, WorkerConnection]:
+        """The workers that have connected; waits a moment for one."""
+        found: dict[int, WorkerConnection] = {}
+        select.select([self._listener.wake], [], [], _LOOK_S)
+        for sock in self._listener.take():
+            try:
+                member = receive_message(sock, Hello, time.monotonic() + _HELLO_S).member
+                if member.rank not in missing or member.rank in found:
+                    raise ConnectionError(f"no worker is expected as {member}")
+                send_message(sock, welcome)
+            except (OSError, msgspec.MsgspecError):  # it has died, or is of no use: it is missed if it was awaited
+                sock.close()
+                continue
+            found[member.rank] = WorkerConnection(member.rank, member.host, member.pid, sock)
+        return found
+
+    def close(self) -> None:
+        """Closes all of it."""
+        self._opened.close()
+
+
+def _raise_trouble(pool: WorkerPool | None, missing: Sequence[int]) -> None:
+    if pool is None:
+        return
+    if pool.trouble is not None:
+        raise pool.trouble
+    for rank in missing:
+        if rank in pool.ended:
+            raise ConfigError(
+                f"init_master_worker: rank {rank} ended while it was started ({describe_end(pool.ended[rank])}); look"
+                " at its output"
+            )
+
+
+def _await_ready(connection: WorkerConnection, until: float) -> str:
+    """What keeps a worker from working; "" if nothing does."""
+    try:
+        return receive_message(connection.socket, Ready, until).trouble
+    except builtins.TimeoutError:
+        return "it did not get ready in time; longer: init_master_worker(timeout=...)"
+    except OSError:
+        return "it ended while it was started; look at its output"
+
+
+def _abandon_in_child() -> None:
+    global _workers
+    _workers = None
+
+
+os.register_at_fork(after_in_child=_abandon_in_child)

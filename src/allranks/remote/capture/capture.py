@@ -1,0 +1,386 @@
+"""A whole step as one command: recorded, verified, then replayed by the workers without the master's Python.
+
+The first calls of a captured function run as ever, and what they queue is written down. When two calls in a row have
+queued the same (the first may differ: optimisers make their state in it), each worker gets its part of it, as a
+`Program`, and from then on a call is one small frame for each set of workers that do the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._pytree import tree_flatten
+
+from allranks import _core
+from allranks._base.errors import UsageError
+from allranks._base.public import publish
+from allranks.remote.capture.recording import Recorder, Recording, Returned, difference
+from allranks.remote.capture.replay import Replay
+from allranks.remote.capture.watch import Reach, random_state
+from allranks.remote.torch_device.call_site import line_of
+from allranks.remote.torch_device.devices import CURRENT
+from allranks.remote.torch_device.handle import Driver
+from allranks.remote.torch_device.tensor import RemoteTensor
+
+__all__ = ["Captured", "capture"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ATTEMPTS = 4  # calls that may differ before the step is said not to repeat
+_PATIENCE = 8  # calls in a row that are not replayed, as something has changed before each, until that is said
+_FORGIVEN = 1  # times that tensors which outlive the step may be dropped
+
+
+def _is_same(watch: _core.Watch, seen: Any) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():  # else to read a gradient takes twice as long
+        return watch.same(seen)
+
+
+@dataclass
+class _Past:
+    """The calls of one kind of arguments since the last replay.
+
+    Attributes:
+        watch: what the step could see after the last of them.
+        recording: what the last has queued; None where something has changed since.
+        calls: how many in a row were recorded.
+        changes: before how many in a row something had changed.
+        unrecorded: that the step changes what it reads is known: its calls are ordinary ones.
+    """
+
+    watch: _core.Watch | None = None
+    recording: Recording | None = None
+    calls: int = 0
+    changes: int = 0
+    unrecorded: bool = False
+
+
+class Captured(Generic[P, R]):
+    """A function whose calls become one command each; see `capture`.
+
+    Attributes:
+        recordings: how many recordings it has: one for each kind of arguments, and of what else it reads.
+    """
+
+    def __init__(self, function: Callable[P, R], max_recordings: int) -> None:
+        functools.update_wrapper(self, function)
+        self._function = function
+        self._name = getattr(function, "__qualname__", type(function).__name__)
+        self._most = max_recordings
+        self._replays: dict[Any, list[Replay]] = {}  # by key, the last one that was used first
+        self._past: dict[Any, _Past] = {}
+        self._placed: set[Any] = set()  # keys of arguments whose place in their storage matters, too
+        self._reach = Reach()
+        self._dropped = 0
+
+    @property
+    def recordings(self) -> int:
+        return sum(map(len, self._replays.values()))
+
+    def reset(self) -> None:
+        """Forgets what is recorded: the next calls are recorded anew."""
+        for replays in self._replays.values():
+            for each in replays:
+                each.close()
+        self._replays.clear()
+        self._past.clear()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        key: Any = None
+        tensors: Sequence[Any] = args
+        seen: Any = self._function
+        if not kwargs:
+            key = _key_of(args)
+        if key is None:
+            key, tensors, seen = self._key(args, kwargs)
+        if placed := key in self._placed:
+            key = (key, tuple([each._off for each in tensors]))
+        for replay in self._replays.get(key, ()):
+            if not _is_same(replay.watch, seen):
+                continue
+            if replay.master.connections.recorder is not None:
+                replay.master.connections.recorder.refuse(f"{self._name}, which is captured itself, is called", True)
+            dropped = replay.dropped()
+            if dropped is None and not replay.stale:
+                if replay is not self._replays[key][0]:
+                    self._replays[key].remove(replay)
+                    self._replays[key].insert(0, replay)
+                return replay(tensors)  # type: ignore[no-any-return]
+            replay.stale = True
+            if dropped is not None:
+                self._dropped += 1
+                if self._dropped > _FORGIVEN:
+                    self._drop_stale(key)
+                    raise UsageError(
+                        f"capture: {self._name} leaves a tensor behind that is dropped before the next call, made at"
+                        f" {line_of(dropped)}. A replay does not make Python's objects anew. Do within the step all"
+                        " that uses what it leaves"
+                    )
+            break
+        for replay in self._replays.get(key, ()):
+            # A tensor that is no longer where it was is not held here.
+            replay.stale |= any(isinstance(each[1], torch.Tensor) for each in replay.watch.changes(seen))
+        self._drop_stale(key)
+        return self._call_unreplayed(key, placed, tensors, seen, args, kwargs)
+
+    def _drop_stale(self, key: Any) -> None:
+        for each in [each for each in self._replays.get(key, ()) if each.stale]:
+            each.close()
+            self._replays[key].remove(each)
+        if not self._replays.get(key, True):
+            del self._replays[key]
+
+    def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[RemoteTensor], Any]:
+        """What arguments have in common with those of other calls, the tensors in them, and what the step can see."""
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, RemoteTensor)]
+        parts: list[Any] = [spec, *_state(tensors)]
+        seen: list[Any] = [self._function]
+        first: dict[int, int] = {}
+        for each in leaves:
+            if isinstance(each, RemoteTensor):
+                number = first.setdefault(each._ref.whole.id, len(first))
+                parts.append((each._sig, each._place, each.requires_grad, number))
+            elif isinstance(each, torch.Tensor):
+                raise UsageError(
+                    f"capture: {self._name} is given a tensor of the master's; send it first, with .to() or scatter()"
+                )
+            elif isinstance(each, float):  # of which some compare equal that differ
+                parts.append((type(each), each.hex()))
+            else:
+                parts.append((type(each), each))
+                if not isinstance(each, int | str | None):
+                    seen.append(each)
+        try:
+            hash(key := tuple(parts))
+        except TypeError as error:
+            raise UsageError(
+                f"capture: {self._name} is given what cannot be compared from call to call: {error}"
+            ) from None
+        return key, tensors, seen if len(seen) > 1 else self._function
+
+    def _call_unreplayed(
+        self, key: Any, placed: bool, tensors: Sequence[RemoteTensor], seen: Any, args: Any, kwargs: Any
+    ) -> R:
+        past = self._past.get(key)
+        if past is None:
+            if key not in self._replays and len(self._replays.keys() | self._past.keys()) >= self._most:
+                raise UsageError(
+                    f"capture: {self._name} is called with more than {self._most} kinds of arguments (shapes, dtypes,"
+                    " workers, other values). Pad shapes to a few, give a number that changes as a tensor on the"
+                    " worker, or raise max_recordings="
+                )
+            past = self._past[key] = _Past()
+        if past.unrecorded:
+            return self._function(*args, **kwargs)
+        if past.watch is None or past.watch.same(seen):
+            return self._record(key, past, placed, tensors, seen, args, kwargs)
+        changes = past.watch.changes(seen)
+        past.recording, past.calls, past.changes = None, 0, past.changes + 1
+        if past.changes == _PATIENCE:
+            self._warn(f"{_described(changes)} changes before each call", 4)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            past.watch = self._reach.watch(seen)
+
+    def _warn(self, why: str, depth: int) -> None:
+        warnings.warn(
+            f"capture: {self._name} is not replayed, as {why}: its calls take as long as without capture.\n"
+            "  What changes can be a tensor on the worker, as lr=torch.tensor(0.1, device=...), and a counter can be"
+            " outside of the step.\n  torch.optim's Adam and others count there with fused=True or capturable=True."
+            " optimizer.step() and zero_grad() belong into the step",
+            stacklevel=depth,
+        )
+
+    def _record(
+        self, key: Any, past: _Past, placed: bool, tensors: Sequence[RemoteTensor], seen: Any, args: Any, kwargs: Any
+    ) -> R:
+        master = _master_of(tensors)
+        if master.connections.recorder is not None:
+            master.connections.recorder.refuse(f"{self._name}, which is captured itself, is called", True)
+        watch = past.watch or self._reach.watch(seen)
+        drawn = random_state()
+        with Recorder(master, self._name, tensors) as recorder:
+            result = self._function(*args, **kwargs)
+            recording = recorder.recording
+            self._take_result(recorder, result)
+        gc.collect()  # handles that only a cycle holds do not outlive the step
+        returned = {each.number for each in recording.returned if each is not None}
+        for number, made in recording.made.items():
+            if made() is not None and number not in returned:
+                recording.kept[number] = made
+        why = self._changed(recording, watch.changes(seen), drawn)
+        before, past.changes = past.recording, 0
+        if not watch.same(seen):
+            watch = self._reach.watch(seen)
+        if not placed and recording.is_placed(master):
+            self._placed.add(key)
+            del self._past[key]
+            key = (key, tuple([each._off for each in tensors]))
+            past = self._past.setdefault(key, past)
+        settled = before is not None and not before.unsettled and not recording.unsettled and not why
+        if settled and before is not None and before.same(recording):
+            del self._past[key]
+            replays = self._replays.setdefault(key, [])
+            replays.insert(0, Replay(master, recording, watch))
+            for each in replays[self._most :]:
+                each.close()
+            del replays[self._most :]
+            return result
+        past.recording, past.watch, past.calls = recording, watch, past.calls + 1
+        if past.calls >= _ATTEMPTS and why:
+            past.unrecorded = True
+            past.recording = past.watch = None
+            self._warn(why, 4)
+        elif past.calls >= _ATTEMPTS:
+            del self._past[key]
+            assert before is not None
+            raise UsageError(f"capture: {self._name} does not repeat itself: {difference(master, before, recording)}")
+        return result
+
+    def _changed(self, recording: Recording, changes: list[tuple[str, Any, Any]], drawn: Any) -> str:
+        """What a call has changed of what it reads, in words: a replay would not. "" where nothing."""
+        if self._reach.iterators:
+            return f"it uses the iterator {self._reach.iterators[0]}, whose next value cannot be known"
+        made = {id(each()) for each in recording.made.values()}
+
+        def is_made(found: Any) -> bool:
+            ref = found._ref if isinstance(found, RemoteTensor) else found
+            return type(ref) is _core.Ref and id(ref.whole) in made
+
+        # A tensor of which the step makes another each time is that of the last recording, and replays write to it.
+        changes = [each for each in changes if each[1] is None or not is_made(each[2])]
+
+        if changes:
+            return f"it changes {_described(changes)} at each call"
+        return "" if drawn == random_state() else "it draws random numbers of the master's at each call"
+
+    def _take_result(self, recorder: Recorder, result: Any) -> None:
+        recording = recorder.recording
+        leaves, recording.spec = ([result], None) if isinstance(result, RemoteTensor) else tree_flatten(result)
+        for each in leaves:
+            if isinstance(each, RemoteTensor):
+                if each.requires_grad:
+                    raise UsageError(
+                        f"capture: {self._name} returns a tensor that autograd goes on from, which a replay cannot"
+                        " give: return it with .detach()"
+                    )
+                recording.returned.append(Returned(recorder.number_of(each), each._place, each._sig, each._off))
+                recording.leaves.append(None)
+            elif isinstance(each, torch.Tensor):
+                raise UsageError(f"capture: {self._name} returns a tensor of the master's, which a replay cannot give")
+            else:
+                recording.returned.append(None)
+                recording.leaves.append(each)
+
+
+def _key_of(args: Sequence[Any]) -> Any:
+    """The key of arguments that are different tensors on workers; None for others."""
+    if not all(type(each) is RemoteTensor for each in args):
+        return None
+    key: list[Any] = _state(args)
+    ids = set()
+    for each in args:
+        if each.requires_grad:
+            return None
+        key.append(each._sig)
+        key.append(each._place)
+        ids.add(each._ref.whole.id)
+    return tuple(key) if len(ids) == len(args) else None
+
+
+def _master_of(tensors: Sequence[RemoteTensor]) -> Driver:
+    if tensors:
+        return tensors[0]._place.master
+    from allranks.remote.master.start import master_of_this_process
+
+    return master_of_this_process()
+
+
+def _state(tensors: Sequence[RemoteTensor]) -> list[Any]:
+    """What of torch's state a recording depends on: its flags, what `torch.autocast` casts to, what autograd follows,
+    and where factories make tensors."""
+    dtype = torch.get_autocast_dtype("worker") if torch.is_autocast_enabled("worker") else None
+    modes = None
+    if torch._C._len_torch_function_stack():
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        modes = tuple([(type(each), getattr(each, "device", None)) for each in stack])
+    return [
+        _master_of(tensors).connections.state, dtype, modes, CURRENT[0],
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
+    ]  # fmt: skip
+
+
+_SHORT = 60
+
+
+def _described(changes: list[tuple[str, Any, Any]]) -> str:
+    """One of several changes, in words: of a number, if one is among them."""
+    numbers = [each for each in changes if isinstance(each[1], int | float | str) and type(each[2]) is type(each[1])]
+    path, before, after = (numbers or changes)[0]
+    told = f" ({before!r}, then {after!r})"
+    told = told if numbers and len(told) < _SHORT and not path.endswith("_version") else ""
+    path = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", path)
+    return re.sub(r"\.(?:_ref|_version)$", "", path) + told
+
+
+def capture(function: Callable[P, R] | None = None, *, max_recordings: int = 8) -> Any:
+    """Makes each call of a training step one small command for the workers (master-worker mode).
+
+    The step's first calls run as they are; as soon as two in a row have queued the same, all further ones are replays:
+    the workers repeat what was recorded, on the tensors that are given, and none of the function's Python runs.
+
+    What that Python reads is compared before each replay: variables that it names and what can be reached from them,
+    as ``param_groups``, attributes and flags of modules, hooks, numbers in containers. After a change the step is
+    recorded anew. A step that changes itself what it reads (a counter, a list that it appends to), draws random numbers
+    of the master's, or reads from an iterator, runs as without capture, and a warning names what it is. A number that
+    changes from call to call, as a learning rate, can be a tensor on the worker. What cannot be seen: clocks, files,
+    the environment, what objects of extensions hold.
+
+    Args:
+        function: takes and returns tensors on workers, in any nesting; other arguments are part of what is recorded.
+        max_recordings: for so many kinds of arguments (shapes, dtypes, places, other values) it is recorded, and for so
+            many states of what it reads with each.
+
+    Returns:
+        The function, captured, with ``recordings`` and ``reset()``; or, with ``function`` left out, a decorator.
+
+    Raises:
+        UsageError: when it is called: the step fetches a value, sends tensors of the master's, depends on data for a
+            shape, returns what requires grad, or does not repeat itself; says what, and at which line. Or it can see
+            more than 200,000 objects.
+
+    Cost:
+        on the master some 10 us a call, 20 ns for each value that is compared (some 200 for a network of three layers
+        and its optimizer), and 2 bytes and 4 for each tensor given or returned, for each set of workers
+        that do the same.
+
+    Example:
+        @allranks.capture
+        def step(x, y):
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+    """
+    if function is None:
+        return functools.partial(capture, max_recordings=max_recordings)
+    if not callable(function):
+        raise UsageError(f"capture: expected a function, not {type(function).__name__}")
+    if not max_recordings >= 1:
+        raise UsageError(f"capture: max_recordings={max_recordings!r}: expected 1 or more")
+    return Captured(function, max_recordings)
+
+
+publish(globals())

@@ -1,0 +1,193 @@
+"""What a call of a captured function has queued.
+
+A recording knows tensors by numbers of its own: those that the function is given, those that were there before
+(``fixed``: parameters, states), and those that the step makes. Of these some are returned, and get new ids at each
+call. Some outlive the step (``kept``: gradients that are not set to None), and keep their ids. The others are freed on
+the worker right behind their last use.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from allranks._base.errors import UsageError
+from allranks.remote.protocol.signature import Signature
+from allranks.remote.torch_device.call_site import here, line_of
+from allranks.remote.torch_device.devices import places
+from allranks.remote.torch_device.handle import DeviceTarget, Driver
+from allranks.remote.torch_device.tensor import RemoteTensor
+
+__all__ = ["Entry", "Recorder", "Recording", "Returned", "difference"]
+
+
+class Entry(NamedTuple):
+    """A call, its tensors by the recording's numbers."""
+
+    target: int
+    template: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    values: bytes | None
+
+
+class Returned(NamedTuple):
+    """A tensor that the step returns: which number, and how it looks."""
+
+    number: int
+    place: DeviceTarget
+    looks: Signature
+    offset: int
+
+
+@dataclass
+class Recording:
+    """What one call has queued."""
+
+    entries: list[Entry] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    places: dict[int, DeviceTarget] = field(default_factory=dict)  # by target: they must not end before this does
+    fixed: dict[int, Any] = field(default_factory=dict)  # Refs, by number
+    made: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
+    owners: dict[int, int] = field(default_factory=dict)  # the targets of these
+    kept: dict[int, Any] = field(default_factory=dict)  # weak references to Refs, by number
+    inputs: int = 0
+    returned: list[Returned | None] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)  # what is returned beside tensors
+    spec: Any = None
+    unsettled: str = ""  # why this call cannot be replayed, though the next may
+
+    def same(self, other: Recording) -> bool:
+        """Whether another call has queued the same."""
+        return (
+            self.entries == other.entries
+            and self.fixed.keys() == other.fixed.keys()
+            and all(other.fixed[number] is ref for number, ref in self.fixed.items())
+            and self.kept.keys() == other.kept.keys()
+            and [each and each[:3] for each in self.returned] == [each and each[:3] for each in other.returned]
+            and self.spec == other.spec
+        )
+
+    def is_placed(self, master: Driver) -> bool:
+        """Whether it tells where in a storage tensors are: the arguments must then be there at each call."""
+        strided = {
+            str(master.operators.templates[each.template][0]).partition("as_strided")[1] for each in self.entries
+        }
+        return "as_strided" in strided or any(each is not None and each.offset for each in self.returned)
+
+
+class Recorder:
+    """Stands in the place of the outbox's call while a step runs."""
+
+    def __init__(self, master: Driver, name: str, inputs: Sequence[RemoteTensor]) -> None:
+        self.recording = Recording(inputs=len(inputs))
+        self._master = master
+        self._name = name
+        self._thread = threading.get_ident()
+        self._places = {place.target: place for place in places() if place.master is master}
+        self._numbers = {each._ref.whole.id: number for number, each in enumerate(inputs)}
+        self._next = len(inputs)
+
+    def __enter__(self) -> Recorder:
+        self._master.connections.recorder = self
+        self._point(self.call)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._master.connections.recorder = None
+        self._point(self._master.connections.outbox.call)
+
+    def _point(self, call: Callable[..., Any]) -> None:
+        for place in self._places.values():
+            place.call = call
+
+    def refuse(self, why: str, always: bool) -> None:
+        """Hears of what a captured step cannot do.
+
+        Raises:
+            UsageError: it can never.
+        """
+        if threading.get_ident() != self._thread:
+            return
+        if always:
+            raise UsageError(f"capture: {self._name}, at {line_of(here(2))}: {why}. Do it outside of the captured step")
+        self.recording.unsettled = why
+
+    def call(
+        self, target: int, line: int, template: int, refs: Sequence[Any], outputs: int, values: bytes | None = None
+    ) -> Any:
+        made = self._master.connections.outbox.call(target, line, template, refs, outputs, values)
+        if threading.get_ident() == self._thread:
+            found: Any = [] if not outputs else [made] if outputs == 1 else made
+            if given := self._master.operators.templates[template][3].outputs - outputs:  # results that have an id
+                refs, found = refs[:-given], refs[-given:]
+            inputs = tuple([self._number(each) for each in refs])
+            self.recording.entries.append(Entry(target, template, inputs, tuple(map(self._make, found)), values))
+            self.recording.lines.append(line)
+            self.recording.places[target] = self._places[target]
+        return made
+
+    def number_of(self, x: RemoteTensor) -> int:
+        return self._number(x._ref)
+
+    def _number(self, ref: Any) -> int:
+        whole = ref.whole
+        number = self._numbers.get(whole.id)
+        if number is None:  # it was there before
+            number = self._numbers[whole.id] = self._next
+            self.recording.fixed[number] = whole
+            self._next += 1
+        return number
+
+    def _make(self, ref: Any) -> int:
+        whole = ref.whole
+        known = self._numbers.get(ref.id)
+        if known in self.recording.made and self.recording.made[known]() is whole:  # by another worker
+            return known
+        number = self._numbers[ref.id] = self._next
+        self.recording.made[number] = weakref.ref(whole)
+        self.recording.owners[number] = whole.target
+        self._next += 1
+        return number
+
+
+def difference(master: Driver, before: Recording, after: Recording) -> str:
+    """The first difference between two calls, in words."""
+    if after.unsettled or before.unsettled:
+        return f"{after.unsettled or before.unsettled}, at each call"
+
+    def name(recording: Recording, at: int) -> str:
+        op = master.operators.templates[recording.entries[at].template][0]
+        line = line_of(recording.lines[at])
+        return f"{op if isinstance(op, str) else op.name()}{f' at {line}' if line else ''}"
+
+    for at, (old, new) in enumerate(zip(before.entries, after.entries, strict=False)):
+        if old == new:
+            continue
+        if old.template == new.template and old.inputs == new.inputs and old.values != new.values:
+            numbers = [_numbers(master, each) for each in (old, new)]
+            return (
+                f"a number that the master computes is {numbers[0]} and then {numbers[1]} in {name(after, at)}.\n"
+                "  Its source cannot be seen from the step, such as a clock or a file: pass it as a tensor"
+            )
+        if old.template == new.template:
+            return (
+                f"{name(after, at)} has other operands than the time before: tensors are made anew outside of the step"
+            )
+        return (
+            f"operation {at} was {name(before, at)} and is then {name(after, at)}"
+            f"{' of other shapes or constants' if name(before, at) == name(after, at) else ''}"
+        )
+    if len(before.entries) != len(after.entries):
+        return f"it had {len(before.entries)} operations and then {len(after.entries)}"
+    return "what it works on, leaves behind or returns is another tensor, or of another kind, each time"
+
+
+def _numbers(master: Driver, entry: Entry) -> str:
+    pack = master.operators.templates[entry.template][3].pack
+    codes = pack.__self__.format  # type: ignore[attr-defined]
+    return ", ".join(f"{each:.6g}" for each in struct.unpack(codes, entry.values or b""))

@@ -1,0 +1,530 @@
+"""What a captured step reads from Python: described once, and compared at every replay.
+
+A replay runs none of the step's Python. So whatever that Python reads must be as it was when the step was recorded:
+learning rates in ``param_groups``, flags of modules, attributes, globals, closures, hooks, `requires_grad`. From the
+function this goes wherever its code can go: to the variables that the code names, and from each object to the
+attributes that any code on the way names. Containers are described entirely. The description is compared by
+``core/python/bind_watch.cc``.
+
+It ends at tensors, of which it is only seen which they are, and at what has no Python inside: locks, files, sockets.
+Code of torch, of Python's own library and of this package reads from nothing but what it is given, and its flags, which
+are part of a recording's key.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import collections.abc
+import ctypes
+import dis
+import enum
+import functools
+import io
+import pickle
+import random
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from allranks import _core
+from allranks._base.errors import UsageError
+from allranks._call.callsite import is_program
+from allranks.remote.torch_device.tensor import RemoteTensor
+
+__all__ = ["Reach", "random_state"]
+
+Description = tuple[Any, ...]
+
+_MOST = 200_000  # containers and objects
+_DEEPEST = 100
+_SMALL = 1024  # elements of a tensor of the master's whose data is compared, beside its version
+_NOTHING: Description = ("is", ..., ())
+_ANY: Description = ("all", None, ())
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(...), torch.dtype, torch.layout, torch.memory_format)
+_UNREAD = {
+    f"__{each}__"
+    for each in (
+        "init", "new", "repr", "str", "format", "del", "reduce", "reduce_ex", "getstate", "setstate", "dir", "sizeof",
+        "init_subclass", "subclasshook", "setattr", "delattr", "class_getitem", "copy", "deepcopy",
+        "weakref", "dict", "doc", "module",
+    )
+}  # fmt: skip
+"""Methods that do not run in a step, though nothing names those that do."""
+
+_CONTAINERS = (dict, list, tuple, collections.OrderedDict, collections.defaultdict, collections.Counter, torch.Size)
+_READERS = {"getattr", "hasattr", "setattr", "attrgetter", "vars", "__dict__", "__getattribute__", "__getattr__"}
+
+
+class _Reads(NamedTuple):
+    """The names in a code object, and in those of functions that are defined in it."""
+
+    variables: frozenset[str]  # globals
+    modules: frozenset[str]  # that it imports
+    attributes: frozenset[str]
+    texts: frozenset[str]  # that may be the names of attributes
+    computes: bool  # names of attributes: getattr(self, f"layer{n}")
+
+
+@functools.lru_cache(maxsize=8192)
+def _reads(code: types.CodeType) -> _Reads:
+    variables: set[Any] = set()
+    modules: set[Any] = set()
+    attributes: set[Any] = set()
+    texts: set[str] = set()
+    asking = computes = False
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
+            variables.add(each.argval)
+            asking = each.argval in _READERS
+        elif each.opname == "IMPORT_NAME":
+            modules.add(each.argval)
+        elif each.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "STORE_ATTR", "IMPORT_FROM"):
+            attributes.add(each.argval)
+        elif each.opname.startswith(("FORMAT_", "BUILD_STRING")):
+            computes |= asking
+        elif each.opname.startswith("CALL"):
+            asking = False
+    if not _READERS.isdisjoint(variables | attributes):
+        for each in code.co_consts:
+            words: Any = each if isinstance(each, tuple) else (each,)
+            texts |= {word for word in words if _is_name(word)}
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            inner = _reads(each)
+            variables |= inner.variables
+            modules |= inner.modules
+            attributes |= inner.attributes
+            texts |= inner.texts
+            computes |= inner.computes
+    names = frozenset(attributes | texts)
+    return _Reads(frozenset(variables), frozenset(modules), names, frozenset(texts), computes)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value.isidentifier()
+
+
+class Reach:
+    """What a function can see.
+
+    Attributes:
+        iterators: the names of those that it can see: none can tell what they give next.
+    """
+
+    def __init__(self) -> None:
+        self.iterators: list[str] = []
+        self._names: set[str] = set()  # attributes that the code on the way names
+        self._texts: set[str] = set()  # of these, those that it may ask for by text
+        self._computing: set[types.CodeType] = set()  # the code that computes them
+        self._seen: dict[int, Any] = {}
+        self._above: set[int] = set()
+        self._label = ""
+        self._count = 0
+
+    def watch(self, value: Any) -> _core.Watch:
+        """Describes a value, and what can be seen from it.
+
+        Raises:
+            UsageError: that is too much.
+
+        Cost:
+            some 5 us for each value. Comparing it takes some 15 ns for each.
+        """
+        while True:
+            before = len(self._names), len(self._computing)
+            self.iterators.clear()
+            self._seen.clear()
+            self._count = 0
+            described = self._describe(value)
+            if (len(self._names), len(self._computing)) == before:
+                self._seen.clear()
+                return _core.Watch(described)
+
+    def _describe(self, value: Any) -> Description:
+        if type(value) in _PLAIN:
+            return ("is", value, ())
+        number = id(value)
+        if number in self._above:  # around a circle of what cannot be known by a weak reference
+            return _weakly(value) or _ANY
+        if number in self._seen:
+            if isinstance(value, torch.Tensor):
+                return ("is", value, ())
+            if (known := _weakly(value)) is not None:
+                return known
+        self._count += 1
+        if self._count > _MOST or len(self._above) > _DEEPEST:
+            raise UsageError(
+                f"capture: the step can see more than can be compared at each call, the last in {self._label}: pass"
+                " what it needs of that as an argument"
+            )
+        self._seen[number] = value
+        self._above.add(number)
+        try:
+            return self._look(value)
+        finally:
+            self._above.discard(number)
+
+    def _look(self, value: Any) -> Description:
+        for kind, describe in _KINDS:
+            if isinstance(value, kind):
+                return describe(self, value)
+        package = type(value).__module__.partition(".")[0]
+        if package == "numpy" and (described := self._of_numpy(value)) is not None:
+            return described
+        if package == "allranks" and not isinstance(value, torch.nn.Module):
+            return _weakly(value) or ("is", value, ())
+        if isinstance(value, collections.abc.Iterator) and not isinstance(value, io.IOBase) and not _has_dict(value):
+            self.iterators.append(self._label)
+        return self._object(value)
+
+    def _named(self, name: str, description: Callable[[], Description]) -> Description:
+        before, self._label = self._label, name
+        try:
+            return ("named", name, (description(),))
+        finally:
+            self._label = before
+
+    # Code.
+
+    def _function(self, function: types.FunctionType) -> Description:
+        parts: list[Description] = [_attribute("__code__", ("is", function.__code__, ()))]
+        for name in ("__defaults__", "__kwdefaults__"):
+            parts.append(_attribute(name, self._describe(getattr(function, name))))
+        if function.__closure__ is not None:
+            names = function.__code__.co_freevars
+            cells = zip(names, (functools.partial(self._cell, each) for each in function.__closure__), strict=True)
+            items = [_attribute("cell_contents", self._named(*each)) for each in cells]
+            parts.append(_attribute("__closure__", ("items", None, items)))
+        if is_program(function.__code__.co_filename):
+            reads = _reads(function.__code__)
+            if reads.computes:
+                self._computing.add(function.__code__)
+            parts += self._read(reads, function.__globals__)
+        if function.__dict__:
+            parts.append(self._variables(function.__dict__, self._names | {"__wrapped__"}))
+        return ("all", None, parts)
+
+    def _cell(self, cell: Any) -> Description:
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # it is empty
+            return _NOTHING
+        return self._describe(contents)
+
+    def _read(self, reads: _Reads, variables: dict[str, Any]) -> Iterator[Description]:
+        self._names |= reads.attributes
+        self._texts |= reads.texts
+        builtin = variables.get("__builtins__", {})
+        known = builtin if isinstance(builtin, dict) else vars(builtin)
+        names = sorted(name for name in reads.variables if name in variables or name not in known)
+        described = [
+            self._named(name, functools.partial(self._describe, variables[name])) if name in variables else _NOTHING
+            for name in names
+        ]
+        yield _attribute("__globals__", ("keys", None, described, names))
+        for name in sorted(reads.modules):
+            found = functools.partial(_module, name)
+            yield ("call", found, (self._named(name, functools.partial(self._describe, found(None))),))
+
+    def _method(self, method: types.MethodType) -> Description:
+        owner = self._named("self", functools.partial(self._describe, method.__self__))
+        return ("all", None, (_attribute("__self__", owner), _attribute("__func__", self._describe(method.__func__))))
+
+    def _partial(self, partial: functools.partial[Any]) -> Description:
+        parts = [_attribute(each, self._describe(getattr(partial, each))) for each in ("func", "args", "keywords")]
+        return ("all", None, parts)
+
+    def _cached(self, function: Any) -> Description:
+        return _attribute("__wrapped__", self._describe(function.__wrapped__))
+
+    def _property(self, value: property) -> Description:
+        return _attribute("fget", self._describe(value.fget))
+
+    def _builtin(self, function: types.BuiltinFunctionType) -> Description:
+        owner = function.__self__
+        if owner is None or isinstance(owner, types.ModuleType | type):
+            return ("is", function, ())
+        return (
+            "all",
+            None,
+            (_attribute("__name__", ("is", function.__name__, ())), _attribute("__self__", self._describe(owner))),
+        )
+
+    def _module(self, module: types.ModuleType) -> Description:
+        if not _is_programs(module.__name__):
+            return _weakly(module) or _ANY
+        return self._variables(vars(module), self._names, f"{module.__name__}.")
+
+    def _class(self, kind: type) -> Description:
+        """A class, of which the methods that the code on the way names may run, and those that Python calls."""
+        if not _is_programs(kind.__module__) or issubclass(kind, enum.Enum):
+            return ("weak", weakref.ref(kind), ())
+        parts: list[Description] = [("weak", weakref.ref(kind), ())]
+        found: dict[str, Any] = {}
+        for each in kind.__mro__:
+            if _is_programs(each.__module__):
+                found = {**vars(each), **found}
+        for name, member in found.items():
+            if name in self._names or name == "forward" or (_is_special(name) and name not in _UNREAD):
+                if isinstance(member, functools.cached_property):
+                    parts.append(_attribute(name, _attribute("func", self._describe(member.func))))
+                elif isinstance(member, types.FunctionType | staticmethod | classmethod | property) or not hasattr(
+                    type(member), "__get__"
+                ):
+                    parts.append(_attribute(name, self._describe(getattr(kind, name))))
+        return ("all", None, parts)
+
+    # Objects.
+
+    def _object(self, value: Any) -> Description:
+        kind = type(value)
+        parts: list[Description] = [("type", weakref.ref(kind), ())]
+        if _is_programs(kind.__module__):
+            parts.append(("class", None, (self._describe(kind),)))
+        names = self._names | _own_names(kind, self._names)
+        if self._computing and _is_programs(kind.__module__) and self._is_computed(kind):
+            names |= {each for klass in kind.__mro__ for each in vars(klass)} | set(getattr(value, "__dict__", ()))
+        if _has_dict(value):
+            parts.append(self._variables(value.__dict__, names, of=kind))
+        for each in kind.__mro__:
+            for name, member in vars(each).items():
+                if isinstance(member, types.MemberDescriptorType) and name in names and _is_programs(each.__module__):
+                    parts.append(_attribute(name, self._describe(getattr(value, name, ...))))
+        return ("all", None, parts) if len(parts) > 1 else _weakly(value) or ("is", value, ())
+
+    def _is_computed(self, kind: type) -> bool:
+        """Whether names of its attributes are computed: by a method of its own, or by a function outside of classes."""
+        own = {each for klass in kind.__mro__ for member in vars(klass).values() for each in _codes(member)}
+        return any(each in own or each.co_varnames[:1] != ("self",) for each in self._computing)
+
+    def _variables(self, found: dict[str, Any], names: Iterable[str], prefix: str = "", of: Any = None) -> Description:
+        """Those of these names. Where an object has none of its own, one may come to hide its class's, or be asked
+        for by text."""
+        keys = sorted(name for name in names if name in found)
+        if of is not None:
+            may_come = {name for name in (*self._names, "forward") if hasattr(of, name)}
+            if _is_programs(of.__module__):
+                may_come |= self._texts
+            keys += sorted(may_come - set(keys))
+        described = []
+        for name in keys:
+            each = self._describe(found[name]) if name in found else _NOTHING
+            described.append(("named", prefix + name, (each,)) if prefix else each)
+        return ("vars", None, (("keys", None, described, keys),))
+
+    # Containers.
+
+    def _dict(self, value: dict[Any, Any]) -> Description:
+        keys = [key if type(key) in _PLAIN else None for key in value]
+        parts: Description = ("dict", None, [self._describe(each) for each in value.values()], keys)
+        return self._with_own(value, parts)
+
+    def _items(self, value: Any) -> Description:
+        parts: Description = ("items", None, [self._describe(each) for each in value])
+        return self._with_own(value, parts)
+
+    def _with_own(self, value: Any, parts: Description) -> Description:
+        """A container of a class that has attributes, too."""
+        if type(value) in _CONTAINERS or not _has_dict(value):
+            return parts
+        return ("all", None, (parts, self._object(value)))
+
+    def _deque(self, value: Any) -> Description:
+        return ("call", tuple, (("items", None, [self._describe(each) for each in value]),))
+
+    def _set(self, value: Any) -> Description:
+        return ("call", frozenset, (("equal", frozenset(value), ()),))
+
+    def _bytes(self, value: Any) -> Description:
+        return ("call", bytes, (("is", bytes(value), ()),))
+
+    def _proxy(self, value: Any) -> Description:
+        return ("call", dict, (self._dict(dict(value)),))
+
+    def _equal(self, value: Any) -> Description:
+        return ("equal", value, ())
+
+    def _plain(self, value: Any) -> Description:
+        return ("is", value, ())
+
+    # Tensors, and numbers that come of no program.
+
+    def _tensor(self, x: torch.Tensor) -> Description:
+        """Which tensor it is, and its gradient; a handle's other properties are told when they are set."""
+        parts: list[Description] = [("is", x, ())]
+        if x.requires_grad and x.is_leaf:
+            grad = x.grad
+            parts.append(
+                _attribute("grad", ("is", grad, ()) if not isinstance(grad, RemoteTensor) else _weak_ref(grad))
+            )
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                if (hooks := getattr(x, name)) is not None:
+                    parts.append(_attribute(name, self._describe(hooks)))
+        if not isinstance(x, RemoteTensor):
+            if not x.is_inference():
+                parts.append(_attribute("_version", ("is", x._version, ())))
+            if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.numel() <= _SMALL:
+                parts.append(("call", _data_of, (("is", _data_of(x), ()),)))
+        return ("all", None, parts) if len(parts) > 1 else parts[0]
+
+    def _generator(self, generator: torch.Generator) -> Description:
+        if generator.device.type != "cpu":
+            return ("is", generator, ())
+        return ("call", _state_of, (("is", _state_of(generator), ()),))
+
+    def _of_numpy(self, value: Any) -> Description | None:
+        if isinstance(value, sys.modules["numpy"].ndarray):
+            self._count += value.size
+            return ("call", _contents, (("is", _contents(value), ()),))
+        if hasattr(value, "bit_generator") or hasattr(value, "get_state"):
+            return ("call", _pickled_state, (("is", _pickled_state(value), ()),))
+        return ("is", value, ()) if hasattr(value, "dtype") else None
+
+    def _random(self, generator: random.Random) -> Description:
+        return ("call", type(generator).getstate, (("equal", generator.getstate(), ()),))
+
+
+def _data_of(x: torch.Tensor) -> bytes:
+    if x.layout is not torch.strided or x.is_quantized:
+        return b""
+    plain = x.detach().resolve_conj().resolve_neg().contiguous()
+    return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
+
+
+def _contents(array: Any) -> bytes:
+    """An array's, with its dtype and shape."""
+    data = pickle.dumps(array) if array.dtype.hasobject else array.tobytes()
+    return f"{array.dtype.str}{array.shape}".encode() + data
+
+
+def _state_of(generator: torch.Generator) -> bytes:
+    return _data_of(generator.get_state())
+
+
+def _pickled_state(generator: Any) -> bytes:
+    return pickle.dumps(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
+
+
+def random_state() -> tuple[Any, ...]:
+    """That of the random numbers that the master draws itself: Python's, numpy's, and torch's on its CPU."""
+    numpy: Any = sys.modules.get("numpy")
+    drawn = pickle.dumps(numpy.random.get_state()) if numpy is not None else b""
+    return random.getstate(), drawn, _state_of(torch.default_generator)
+
+
+def _attribute(name: str, description: Description) -> Description:
+    return ("attr", name, (description,))
+
+
+def _weak_ref(x: RemoteTensor) -> Description:
+    """Which tensor it is, without that it lives on for it."""
+    return _attribute("_ref", ("weak", weakref.ref(x._ref), ()))
+
+
+def _weakly(value: Any) -> Description | None:
+    try:
+        return ("weak", weakref.ref(value), ())
+    except TypeError:
+        return None
+
+
+def _has_dict(value: Any) -> bool:
+    return isinstance(getattr(value, "__dict__", None), dict)
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+def _module(name: str, _: Any) -> Any:
+    return sys.modules.get(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_programs(module: str | None) -> bool:
+    """Whether a module is the program's, or of a package that it uses: not torch, not Python's own, not this one."""
+    name = module or ""
+    if name.partition(".")[0] == "numpy":
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return is_program(file) if file else name.partition(".")[0] not in sys.stdlib_module_names
+
+
+def _own_names(kind: type, names: set[str]) -> frozenset[str]:
+    """The attributes that torch's code reads of an object of a class of its own, as of an optimizer or a module."""
+    of_torch = tuple(
+        each for each in kind.__mro__ if (each.__module__ or "").partition(".")[0] in ("torch", "allranks")
+    )
+    if not of_torch:
+        return frozenset()
+    methods = _methods(of_torch)
+    return _read_by(of_torch, frozenset(name for name in names if name in methods))
+
+
+@functools.lru_cache(maxsize=1024)
+def _methods(kinds: tuple[type, ...]) -> dict[str, list[types.CodeType]]:
+    found: dict[str, list[types.CodeType]] = {}
+    for each in kinds:
+        for name, member in vars(each).items():
+            found.setdefault(name, []).extend(_codes(member))
+    return found
+
+
+def _codes(member: Any) -> Iterator[types.CodeType]:
+    """The code of a method, and of what its decorators have put into it."""
+    if isinstance(member, staticmethod | classmethod):
+        member = member.__func__
+    if isinstance(member, property):
+        member = member.fget
+    if isinstance(member, types.FunctionType):
+        yield member.__code__
+        for cell in member.__closure__ or ():
+            try:
+                inner = cell.cell_contents
+            except ValueError:  # it is empty
+                continue
+            if inner is not member and isinstance(inner, types.FunctionType):
+                yield from _codes(inner)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_by(kinds: tuple[type, ...], named: frozenset[str]) -> frozenset[str]:
+    methods = _methods(kinds)
+    ahead = [name for name in methods if (_is_special(name) and name not in _UNREAD) or name == "forward"]
+    ahead += named
+    found: set[str] = set()
+    while ahead:
+        for code in methods.get(ahead.pop(), ()):
+            new = _reads(code).attributes - found
+            found |= new
+            ahead += [name for name in new if name in methods]
+    return frozenset(found)
+
+
+_KINDS: tuple[tuple[Any, Callable[[Reach, Any], Description]], ...] = (
+    ((int, float, complex, str, bytes, enum.Enum), Reach._plain),
+    (torch.Tensor, Reach._tensor),
+    (types.FunctionType, Reach._function),
+    (types.MethodType, Reach._method),
+    (functools.partial, Reach._partial),
+    (functools._lru_cache_wrapper, Reach._cached),
+    (property, Reach._property),
+    (types.BuiltinFunctionType, Reach._builtin),
+    (types.ModuleType, Reach._module),
+    (type, Reach._class),
+    (dict, Reach._dict),
+    (types.MappingProxyType, Reach._proxy),
+    ((list, tuple), Reach._items),
+    (collections.deque, Reach._deque),
+    ((set, frozenset), Reach._set),
+    ((bytearray, memoryview, array.array), Reach._bytes),
+    (torch.device, Reach._equal),
+    (torch.Generator, Reach._generator),
+    (random.Random, Reach._random),
+)

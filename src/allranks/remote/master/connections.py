@@ -1,0 +1,426 @@
+"""The connections of the master with its workers: commands go out in order, and answers come back where one is needed.
+
+There is one order of everything that a master does. For each worker the order is the same. An answer is waited for only
+where a value, or a shape that depends on one, is needed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import select
+import socket
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import msgspec
+import torch
+
+from allranks import _core
+from allranks._base.errors import TimeoutError, UsageError, WorkerLost
+from allranks._base.forks import forks, refusal
+from allranks.remote.protocol import flags, wire
+from allranks.remote.protocol.faults import error_of
+from allranks.remote.protocol.wire import Answer, Command
+from allranks.remote.torch_device.call_site import line_of
+from allranks.remote.torch_device.handle import DeviceTarget
+
+if TYPE_CHECKING:
+    from allranks.remote.bootstrap.endpoint import WorkerConnection
+    from allranks.remote.bootstrap.workers import Workers
+
+__all__ = ["CPU", "Connections", "Gone", "Inherited", "exclusive", "has_ended"]
+
+_WITHOUT_EFFECT = (
+    "keep", "drop", "forget", "forget_generator", "unmark", "copied", "group", "ungroup", "kind",
+)  # fmt: skip
+"""Commands that a captured step can do without."""
+
+_END_S = 0.2  # between the end of a process and that of its connection
+_LOOK_S = 0.5
+_CHUNK = 1 << 18
+CPU = "What the child needs is fetched before it is forked, with .cpu()"
+
+_decode = msgspec.msgpack.Decoder(Answer).decode
+
+
+class Inherited(dict[Any, Any]):
+    """Takes the place of the calls of the parent's workers, in a forked child."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        raise refusal("a tensor on a worker", CPU)
+
+
+class Gone(dict[Any, Any]):
+    """Takes the place of the calls of a lost worker. Every operation looks one up, and raises."""
+
+    def __init__(self, why: str, rank: int) -> None:
+        self.why = why
+        self.rank = rank
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        raise WorkerLost(self.why, self.rank)
+
+
+class Connections:
+    """The connections with all workers, and the state of the master that all commands depend on.
+
+    Attributes:
+        workers: starts, watches and ends them.
+        timeout_s: how long to wait for an answer.
+        outbox: queues frames.
+        by_rank: the connection with each worker, by rank.
+        indices: of workers in the outbox, by rank.
+        lock: held by whatever consists of several commands, or of a command and its answer.
+        recorder: of the step that is captured at this moment; None otherwise.
+        lost: why workers are gone, by rank.
+        closed: that the workers have been shut down.
+        flags: torch's flags on the workers, which follow the master's.
+        state: the number of these flags.
+        seed: of workers to come.
+        poisoned: the fault of the last answer that was about an operand; None if it was about the operation.
+        on_lost: called with a lost worker's rank and the reason, by any thread.
+    """
+
+    def __init__(self, workers: Workers, timeout_s: float, on_lost: Callable[[int, str], None]) -> None:
+        self.workers = workers
+        self.timeout_s = timeout_s
+        self.on_lost = on_lost
+        self.outbox = _core.Outbox()
+        self.by_rank: dict[int, WorkerConnection] = {}
+        self.indices: dict[int, int] = {}
+        self.lock = threading.RLock()
+        self.recorder: Any = None
+        self.lost: dict[int, str] = {}
+        self.closed = False
+        self.flags = flags.read()
+        self.state = 0
+        self.seed = torch.initial_seed()
+        self.poisoned: wire.Fault | None = None
+        self._states = {self.flags: 0}
+        self._forks = forks()
+        self._losing = threading.RLock()
+        self._numbers = itertools.count(1)
+        self._answers: dict[tuple[int, int], Answer] = {}
+        self._received: dict[int, bytearray] = {}
+        self._raised: set[tuple[int, int]] = set()  # the faults of which an exception has been raised
+        self._interrupted: dict[int, float] = {}  # when Ctrl-C has ended a wait for a worker, by rank
+        _core.while_waiting(self._receive_while_full)
+
+    def admit(self, worker: WorkerConnection) -> None:
+        """Adds a worker, or replaces one that is lost."""
+        worker.socket.settimeout(None)
+        _set_receive_timeout(worker, _LOOK_S)
+        self.by_rank[worker.rank] = worker
+        self.lost.pop(worker.rank, None)
+        self._interrupted.pop(worker.rank, None)
+        self._received[worker.rank] = bytearray()
+        if worker.rank in self.indices:
+            self.outbox.replace(self.indices[worker.rank], worker.socket.fileno())
+        else:
+            self.indices[worker.rank] = self.outbox.add(worker.socket.fileno())
+
+    @property
+    def ranks(self) -> list[int]:
+        """The workers that are there."""
+        return [each for each in self.by_rank if each not in self.lost]
+
+    def read_flags(self) -> tuple[Any, ...]:
+        """Reads torch's flags again, and returns those that have changed."""
+        now, before = flags.read(), set(self.flags)
+        changed = tuple([each for each in now if each not in before])
+        if changed:
+            self.flags, self.state = now, self._states.setdefault(now, len(self._states))
+        return changed
+
+    # Commands.
+
+    def next_number(self) -> int:
+        """A new number, for an answer."""
+        return next(self._numbers)
+
+    def put(self, place: DeviceTarget, message: Any, data: Any = None) -> None:
+        """Queues a message."""
+        self.outbox.put(place.target, wire.pack(message), data)
+
+    def command(self, place: DeviceTarget, name: str, /, **arguments: Any) -> None:
+        """Queues a command that is not answered."""
+        if name not in _WITHOUT_EFFECT:
+            self.refuse_recording(f"workers are given the command {name!r}")
+        self.put(place, Command(name, 0, arguments))
+
+    def request(self, place: DeviceTarget, name: str, /, **arguments: Any) -> Any:
+        """Queues a command and waits for the answer of the first worker."""
+        if name not in _WITHOUT_EFFECT:
+            self.refuse_recording(f"an answer of a worker's is waited for, {name!r}")
+        self.check(place)
+        number, rank = self.next_number(), place.ranks[0]
+        self.outbox.put(place.master.devices.worker(rank).target, wire.pack(Command(name, number, arguments)))
+        return self.wait(number, rank, name)
+
+    # Answers.
+
+    def wait(self, number: int, rank: int, what: str, timeout_s: float | None = None) -> Any:
+        """Waits for an answer.
+
+        Raises:
+            RemoteError: the operation, or one before that it depends on, has failed on the worker.
+            WorkerLost: the worker is gone.
+            TimeoutError: it does not answer.
+        """
+        self.check_process()
+        self.outbox.flush()
+        with self.lock:
+            timeout_s = self.timeout_s if timeout_s is None else timeout_s
+            deadline = time.monotonic() + timeout_s
+            self._decode_received(rank)
+            try:
+                while (rank, number) not in self._answers:
+                    self._receive(rank, deadline, timeout_s, what)
+            except KeyboardInterrupt:
+                self._interrupted.setdefault(rank, time.monotonic())
+                raise
+            self._interrupted.pop(rank, None)
+            answer = self._answers.pop((rank, number))
+        if answer.fault is not None:
+            self.poisoned = None if answer.result == "now" else answer.fault
+            self._raised.add((answer.fault.rank, answer.fault.serial))
+            raise error_of(answer.fault, line_of(answer.fault.line), answer.result == "now")
+        return answer.result
+
+    def wait_for_all(self, number: int, place: DeviceTarget, what: str) -> Any:
+        """Waits for the one answer of all workers of a group.
+
+        Raises:
+            UsageError: their answers differ, and no handle could stand for all of them.
+        """
+        found: list[tuple[int, Any]] = []
+        errors: list[Exception] = []
+        for rank in place.ranks:
+            try:
+                found.append((rank, self.wait(number, rank, what)))
+            except Exception as error:  # noqa: BLE001 - the first is raised when all have answered
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        for rank, answer in found:
+            if answer != found[0][1]:
+                raise UsageError(
+                    f"{what}: the workers of {place} differ: worker {found[0][0]} has {found[0][1][0]}, worker {rank}"
+                    f" {answer[0]}. What a shape, or a value here, depends on must be asked of each: x.shard({rank})"
+                )
+        return found[0][1]
+
+    def forget_raised(self, fault: wire.Fault) -> None:
+        """An exception was raised of a fault, and caught here: the program has not seen it."""
+        self._raised.discard((fault.rank, fault.serial))
+
+    def synchronize(self, place: DeviceTarget) -> None:
+        """Waits until all that is queued for some workers is done.
+
+        Raises:
+            RemoteError: something has failed of which no exception has been raised yet.
+        """
+        number = self.next_number()
+        self.outbox.echo(place.target, number)
+        plain = wire.ECHOED.pack(0, number)
+        answers: list[Any] = []
+        # Backwards: when the last has answered most others have too, and the master has slept meanwhile.
+        for rank in reversed(place.ranks):
+            worker, received = self.by_rank[rank], self._received[rank]
+            if not received:
+                with contextlib.suppress(OSError):
+                    received += worker.socket.recv(_CHUNK)
+                if received == plain:
+                    received.clear()
+                    continue
+            answers += self.wait(number, rank, "synchronize") or []
+        faults = [msgspec.convert(each, wire.Fault) for each in answers]
+        new = [each for each in faults if (each.rank, each.serial) not in self._raised]
+        self._raised -= {(each.rank, each.serial) for each in faults}
+        if new:
+            raise error_of(new[0], line_of(new[0].line), False, len(new) - 1)
+
+    def _receive(self, rank: int, deadline: float, timeout_s: float, what: str) -> None:
+        if rank in self.lost:
+            raise WorkerLost(self.lost[rank], rank)
+        worker, received = self.by_rank[rank], self._received[rank]
+        left = deadline - time.monotonic()
+        if left < _LOOK_S:
+            _set_receive_timeout(worker, max(left, 1e-3))
+        try:
+            part = worker.socket.recv(_CHUNK)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                self._warn_of_interrupted(rank)
+                return
+            raise TimeoutError(
+                f"{what}: worker {rank} ({worker.host}, pid {worker.pid}) has not answered for {timeout_s:g} s"
+                f"{_process_state(worker)}.\n  Longer: init_master_worker(timeout=...)"
+            ) from None
+        except OSError:
+            part = b""
+        finally:
+            if left < _LOOK_S:
+                _set_receive_timeout(worker, _LOOK_S)
+        if not part:
+            self.lose(rank)
+            raise WorkerLost(self.lost[rank], rank)
+        received += part
+        self._decode_received(rank)
+
+    def _warn_of_interrupted(self, rank: int) -> None:
+        """Warns, once, that a worker still executes what a wait was interrupted for."""
+        since = self._interrupted.pop(rank, None)
+        if since is None:
+            return
+        worker = self.by_rank[rank]
+        warnings.warn(
+            f"worker {rank} ({worker.host}, pid {worker.pid}) still does what was queued before Ctrl-C,"
+            f" {time.monotonic() - since:.1f} s ago{_process_state(worker)}, and"
+            f" is waited for. mw.respawn({rank}, force=True) ends it, and its tensors with it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _decode_received(self, rank: int) -> None:
+        received = self._received[rank]
+        while len(received) >= 8:
+            length, number = wire.ECHOED.unpack_from(received)
+            if len(received) < 4 + (length or 4):
+                return
+            answer = _decode(bytes(received[4 : 4 + length])) if length else Answer(number)
+            self._answers[rank, answer.number] = answer
+            del received[: 4 + (length or 4)]
+
+    def _receive_while_full(self, seconds: float) -> None:
+        """While a worker's queue is full: receives answers, as the worker may wait until they are taken.
+
+        Raises:
+            TimeoutError: it takes too long.
+        """
+        full = [rank for rank, index in self.indices.items() if self.outbox.pending(index) and rank not in self.lost]
+        for rank in full:
+            with contextlib.suppress(BlockingIOError, OSError):
+                while part := self.by_rank[rank].socket.recv(_CHUNK, socket.MSG_DONTWAIT):
+                    self._received[rank] += part
+        if seconds > self.timeout_s:
+            stuck = ", ".join(
+                f"worker {rank} ({self.by_rank[rank].host}, pid {self.by_rank[rank].pid})" for rank in full
+            )
+            raise TimeoutError(
+                f"{stuck} has not taken what is queued for {seconds:.0f} s.\n  Longer: init_master_worker(timeout=...)"
+            )
+
+    # What may not be there.
+
+    def lose(self, rank: int, how: str | None = None) -> None:
+        """A worker is gone: its handles, and its groups', raise `WorkerLost` from now on. Called by any thread."""
+        worker = self.by_rank[rank]
+        if how is None:
+            how = self.workers.how_ended(rank)
+        with self._losing:
+            if rank in self.lost or self.by_rank[rank] is not worker or self.closed:
+                return
+            self.lost[rank] = (
+                f"worker {rank} ({worker.host}, pid {worker.pid}) is gone{': ' + how if how else ''}.\n"
+                f"  mw.respawn({rank}) starts another in its place; what was on it is lost"
+            )
+            self.outbox.lose(self.indices[rank])
+            self.on_lost(rank, self.lost[rank])
+
+    def check(self, place: DeviceTarget) -> None:
+        """
+        Raises:
+            WorkerLost: a worker of the place is gone.
+        """
+        self.check_open()
+        if isinstance(place.calls, Gone):
+            raise WorkerLost(place.calls.why, place.calls.rank)
+        for rank in place.ranks:
+            if rank not in self.lost and self.outbox.failure(self.indices[rank]):
+                self.lose(rank)
+            if rank in self.lost:
+                raise WorkerLost(self.lost[rank], rank)
+
+    def check_process(self) -> None:
+        """
+        Raises:
+            NotInitializedError: this is a forked child of the master's process.
+        """
+        if self._forks != forks():
+            raise refusal("the master of the workers", CPU)
+
+    def check_open(self) -> None:
+        """
+        Raises:
+            WorkerLost: the workers have been shut down.
+        """
+        self.check_process()
+        if self.closed:
+            raise WorkerLost("the workers have been shut down", 0)
+
+    def refuse_recording(self, why: str, always: bool = True) -> None:
+        """Reports to a recorder what a captured step cannot do; `always`: not in its first calls either."""
+        if self.recorder is not None:
+            self.recorder.refuse(why, always)
+
+    def close(self) -> None:
+        """Ends the outbox. The workers end with their connections, which `workers` closes."""
+        self.closed = True
+        _core.while_waiting(None)
+        self.outbox.close()
+
+
+class _HasConnections(Protocol):
+    @property
+    def connections(self) -> Connections: ...
+
+
+S = TypeVar("S", bound=_HasConnections)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """One thread at a time: for what consists of several commands, or of a command and its answer."""
+
+    @functools.wraps(method)
+    def called(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        connections = self.connections
+        connections.check_process()
+        with connections.lock:
+            return method(self, *args, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
+def has_ended(sock: socket.socket) -> bool:
+    """Whether the other end of a connection is closed."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(_END_S * 1e3))
+
+
+def _set_receive_timeout(worker: WorkerConnection, seconds: float) -> None:
+    """How long a receive blocks: the kernel's own timeout, as Python's costs a poll before each."""
+    worker.socket.setsockopt(
+        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", *divmod(int(seconds * 1e6), 10**6))
+    )
+
+
+def _process_state(worker: WorkerConnection) -> str:
+    """What the kernel reports of a worker of this host that does not answer."""
+    if worker.host != socket.gethostname():
+        return ""
+    try:
+        state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return {"T": "; it is stopped (SIGSTOP)", "t": "; a debugger has stopped it", "R": "; it computes"}.get(state, "")

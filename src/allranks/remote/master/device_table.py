@@ -1,0 +1,164 @@
+"""The workers and groups of one master: what their devices mean, and the outbox's numbers for them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+from allranks._base.errors import UsageError
+from allranks.remote.master.connections import Connections, Gone, Inherited
+from allranks.remote.torch_device.devices import end_device, index_is_free, make_device, places
+from allranks.remote.torch_device.handle import DeviceTarget, Driver
+
+__all__ = ["DeviceTable", "Link"]
+
+_LAST_INDEX = 127  # torch keeps a device's index in a signed byte
+_LATEST = 4  # groups that do not end
+
+Link = tuple[tuple[int, ...], int]
+"""A native group of workers: its ranks, and its number."""
+
+
+class DeviceTable:
+    """The devices of one master.
+
+    Attributes:
+        connections: with the workers.
+        groups: all targets, of workers and of groups that are still in use, by their ranks.
+        ended_links: links that not all of their workers know to have ended.
+    """
+
+    def __init__(self, connections: Connections, master: Driver) -> None:
+        self.connections = connections
+        self.groups: weakref.WeakValueDictionary[tuple[int, ...], DeviceTarget] = weakref.WeakValueDictionary()
+        self.ended_links: list[Link] = []
+        self._master = master
+        self._workers: dict[int, DeviceTarget] = {}  # these last
+        self._targets: dict[tuple[int, ...], int] = {}
+        self._everyone: DeviceTarget | None = None
+        # A device's name does not hold its group, and a loop may make the same one again.
+        self._latest: deque[DeviceTarget] = deque(maxlen=_LATEST)
+        self._index = _LAST_INDEX + 1  # of the last group
+
+    def admit(self, rank: int) -> DeviceTarget:
+        """Makes the device of a worker that is new."""
+        self._everyone = None
+        # It must not get commands about the tensors of the worker before it.
+        self._targets = {ranks: target for ranks, target in self._targets.items() if rank not in ranks}
+        made = self._workers[rank] = self._make((rank,), rank)
+        return made
+
+    def worker(self, rank: int) -> DeviceTarget:
+        return self._workers[rank]
+
+    def group(self, ranks: tuple[int, ...]) -> DeviceTarget:
+        """The workers of these ranks, with a device of their own; a group that is still in use is given again.
+
+        Raises:
+            UsageError: there are too many groups.
+        """
+        if len(ranks) == 1:
+            return self._workers[ranks[0]]
+        found = self.groups.get(ranks)
+        if found is None or isinstance(found.calls, Gone):
+            found = self._make(ranks, self._spare_index())
+        return found
+
+    def keep(self, group: DeviceTarget) -> None:
+        """Keeps a group that has just been given, and the few before it."""
+        if len(group.ranks) > 1:
+            self._latest.append(group)
+
+    def everyone(self) -> DeviceTarget:
+        """All workers that are there."""
+        ranks = tuple(self.connections.ranks)
+        if self._everyone is None or self._everyone.ranks != ranks or isinstance(self._everyone.calls, Gone):
+            indices = [self.connections.indices[each] for each in ranks]
+            self._everyone = DeviceTarget(self._master, _LAST_INDEX, ranks, self.connections.outbox.target(indices))
+        return self._everyone
+
+    def all(self) -> list[DeviceTarget]:
+        """Those of this master that devices mean."""
+        return [each for each in places() if each.master is self._master]
+
+    def target(self, ranks: Sequence[int]) -> int:
+        """The outbox's number for some workers, in any order."""
+        found = [each.target for each in self.groups.values() if set(each.ranks) == set(ranks)]
+        return found[0] if found else self._target(tuple(ranks))
+
+    def use_state(self, state: int) -> None:
+        """From now on the calls are those that were learnt under a state of torch's flags."""
+        for each in self.all():
+            if not isinstance(each.calls, Gone):
+                each.calls = each.learnt.setdefault(state, {})
+
+    def forget_calls(self) -> None:
+        """No worker knows a call any more."""
+        for each in self.all():
+            for calls in (each.calls, *each.learnt.values()):
+                calls.clear()
+
+    def lose(self, rank: int, why: str) -> list[Link]:
+        """Ends the groups that a worker was in. Returns the links that it was in, which end too."""
+        ended: list[Link] = []
+        for each in self.all():
+            if rank in each.ranks:
+                each.calls = Gone(why, rank)
+                if each.index != rank:
+                    end_device(each.index)
+            ended += [(ranks, each.links.pop(ranks)) for ranks in list(each.links) if rank in ranks]
+        return ended
+
+    def close(self) -> None:
+        """Ends all devices."""
+        self._latest.clear()
+        for each in self.all():
+            each.calls = Gone("the workers have been shut down", 0)
+            end_device(each.index)
+
+    def abandon(self) -> None:
+        """In a forked child: the workers are the parent's."""
+        for each in self.all():
+            each.calls = Inherited()
+
+    def _make(self, ranks: tuple[int, ...], index: int) -> DeviceTarget:
+        self.connections.refuse_recording("a group is made")
+        made = DeviceTarget(self._master, index, ranks, self._target(ranks))
+        make_device(made)
+        self.groups[ranks] = made
+        # Whatever thread it dies in: the commands are left to the thread that gives them.
+        weakref.finalize(made, _end, made.links, self.ended_links).atexit = False
+        return made
+
+    def _target(self, ranks: tuple[int, ...]) -> int:
+        if ranks not in self._targets:
+            indices = [self.connections.indices[each] for each in ranks]
+            self._targets[ranks] = self.connections.outbox.target(indices)
+        return self._targets[ranks]
+
+    def _spare_index(self) -> int:
+        """An index for a group: the one that has been free for longest, as programs may still name the others.
+
+        Raises:
+            UsageError: there is none.
+        """
+        indices = range(_LAST_INDEX, max(self.connections.by_rank), -1)
+        free = list(filter(index_is_free, indices))
+        if not free:
+            self._latest.clear()
+            gc.collect()  # handles that only a cycle holds
+            free = list(filter(index_is_free, indices))
+        if not free:
+            raise UsageError(
+                f"group: {len(indices)} groups are in use, and torch knows no more devices. A group ends when neither"
+                " it nor a tensor on it is held any more"
+            )
+        self._index = next((each for each in free if each < self._index), free[0])
+        return self._index
+
+
+def _end(links: dict[tuple[int, ...], int], ended: list[Link]) -> None:
+    """The links of a target that nothing uses have ended."""
+    ended += links.items()

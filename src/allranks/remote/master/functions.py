@@ -1,0 +1,180 @@
+"""Any Python function on a worker: data loading, logging, models of other libraries.
+
+A function and its arguments are pickled, as nothing else in this mode is; tensors on the worker are passed as they are,
+and those that it returns stay there.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.utils._pytree import tree_map
+
+from allranks._base.errors import UsageError
+from allranks.remote.master.groups import Group
+from allranks.remote.protocol import wire
+from allranks.remote.protocol.faults import Given, given
+from allranks.remote.protocol.signature import signature
+from allranks.remote.protocol.wire import Command
+from allranks.remote.torch_device.call_site import here
+from allranks.remote.torch_device.devices import place_of
+from allranks.remote.torch_device.handle import DeviceTarget, Driver, Handle, make
+
+__all__ = ["Future", "RemoteFunction"]
+
+
+class Future:
+    """What a function on a worker will return."""
+
+    def __init__(self, place: DeviceTarget, call: int) -> None:
+        self._place = place
+        self._call = call
+        self._number = 0
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._done = False
+
+    def __repr__(self) -> str:
+        return f"Future(on {self._place}, {'done' if self._done else 'queued'})"
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Waits for what the function returns; its tensors are handles on the worker.
+
+        Args:
+            timeout: seconds; None for that of `init_master_worker`.
+
+        Raises:
+            RemoteError: the function raised, or a tensor that it was given is what a failed operation left.
+            WorkerLost: the worker is gone.
+            TimeoutError: it takes longer. The future can be asked again.
+        """
+        if not self._done:
+            self._take(timeout)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _take(self, timeout: float | None) -> None:
+        place, connections = self._place, self._place.master.connections
+        connections.refuse_recording("the result of a function is waited for")
+        if not self._number:
+            connections.check(place)
+            self._number = connections.next_number()
+            connections.put(place, Command("result", self._number, {"call": self._call}))
+        try:
+            metas, pickled = connections.wait(self._number, place.ranks[0], "remote function", timeout_s=timeout)
+        except TimeoutError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, result() raises it, also the next time
+            self._error, self._done = error, True
+            return
+        sigs = [signature(wire.dtype_of(dtype), shape, strides, bits) for dtype, shape, strides, _, bits in metas]
+        refs = connections.outbox.reserve(place.target, len(sigs))
+        connections.command(place, "keep", of=self._number, ids=[each.id for each in refs])
+        tensors = [make(place, sig, ref, meta[3]) for sig, ref, meta in zip(sigs, refs, metas, strict=True)]
+        result = cloudpickle.loads(pickled)
+        self._result = tree_map(lambda each: tensors[each.number] if isinstance(each, Given) else each, result)
+        self._done = True
+
+    def __del__(self) -> None:
+        connections = self._place.master.connections
+        if not self._number and not connections.closed:
+            connections.command(self._place, "drop", call=self._call)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Leaves tensors on workers where they are: also those within objects, as a module's parameters."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Handle] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Handle):
+            return super().reducer_override(obj)
+        self.tensors.append(obj)
+        return given, (len(self.tensors) - 1, isinstance(obj, torch.nn.Parameter), obj.requires_grad)
+
+
+def _pickle(value: Any) -> tuple[bytes, list[Handle]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(value)
+    return file.getvalue(), pickler.tensors
+
+
+class RemoteFunction:
+    """A function that runs on workers: ``mw.remote(fn)(args)`` queues a call and returns a `Future`.
+
+    It runs where the first tensor among its arguments is, or on the worker that `on` says, else on the current one;
+    on each worker of a group, with a list of their results, where that is a group.
+    """
+
+    def __init__(self, master: Driver, function: Callable[..., Any], on: Any) -> None:
+        if not callable(function):
+            raise UsageError(f"remote: expected a function, not {type(function).__name__}")
+        self._master = master
+        self._pickled = cloudpickle.dumps(function)
+        self._on = on
+        self._number = master.connections.next_number()
+        self._known: dict[int, DeviceTarget] = {}
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        pickled, tensors = _pickle((args, kwargs))
+        place = self._where(tensors)
+        for each in tensors:
+            if not set(place.ranks) <= set(each._place.ranks):
+                raise RuntimeError(f"remote: {self.__name__} runs on {place}, an argument is on {each._place}")
+        self._master.connections.refuse_recording("a function runs on a worker")
+        futures = [self._start(self._master.devices.worker(rank), tensors, pickled) for rank in place.ranks]
+        return futures[0] if len(futures) == 1 else Futures(futures)
+
+    def __del__(self) -> None:
+        for place in getattr(self, "_known", {}).values():
+            if not self._master.connections.closed:
+                self._master.connections.command(place, "forget", function=self._number)
+
+    def _where(self, tensors: list[Handle]) -> DeviceTarget:
+        if self._on is not None:
+            return _place_on(self._on)
+        return tensors[0]._place if tensors else place_of(None)
+
+    def _start(self, place: DeviceTarget, tensors: list[Handle], pickled: bytes) -> Future:
+        connections = self._master.connections
+        connections.check(place)
+        if place.target not in self._known:
+            connections.outbox.put(
+                place.target, wire.pack(Command("function", 0, {"name": self._number})), self._pickled
+            )
+            self._known[place.target] = place
+        call = connections.next_number()
+        arguments = {
+            "call": call,
+            "function": self._number,
+            "tensors": [each._ref.id for each in tensors],
+            "line": here(1),
+        }
+        connections.outbox.put(place.target, wire.pack(Command("start", 0, arguments)), pickled)
+        return Future(place, call)
+
+
+def _place_on(on: Any) -> DeviceTarget:
+    """The workers that a device, a rank or a group means."""
+    if isinstance(on, Group):
+        return on._place
+    return place_of(torch.device("worker", on) if isinstance(on, int) else torch.device(on))
+
+
+class Futures(list[Future]):
+    """The futures of a group's workers."""
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Waits for all: their results, by the order of the ranks."""
+        until = None if timeout is None else time.monotonic() + timeout
+        return [each.result(None if until is None else max(0.0, until - time.monotonic())) for each in self]

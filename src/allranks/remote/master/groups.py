@@ -1,0 +1,366 @@
+"""One handle for many workers: each holds a tensor under the same id, and a command is encoded once for all.
+
+What the workers do alone is queued for a group as for one worker. What they do together, and how tensors come to them
+in parts and go back, is here.
+
+What autograd sees of it is in `torch_device.exchange`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from allranks._base.errors import UsageError
+from allranks._base.public import publish
+from allranks.remote.protocol.signature import signature
+from allranks.remote.torch_device.call_site import here
+from allranks.remote.torch_device.exchange import as_view, has_tangent, part, through, widen
+from allranks.remote.torch_device.handle import DeviceTarget, Handle, make
+from allranks.remote.torch_device.tensor import RemoteTensor
+
+__all__ = ["Group", "all_reduce_", "broadcast_"]
+
+_OPS = {"sum": "SUM", "avg": "AVG", "mean": "AVG", "product": "PRODUCT", "prod": "PRODUCT", "min": "MIN", "max": "MAX"}
+_LINEAR = ("sum", "avg", "mean")
+
+
+class Group:
+    """Some workers, driven as one: ``mw.group([1, 2, 3, 4])``.
+
+    Within ``with group:`` factories make tensors on all of them. It ends when nothing holds it, or a tensor on it, any
+    more (`Master.group` holds the last few).
+
+    Attributes:
+        ranks: the workers.
+        device: for ``device=`` and ``.to()``; its index is a number of this process only, and does not hold the group.
+    """
+
+    def __init__(self, place: DeviceTarget) -> None:
+        self._place = place
+        self.ranks = place.ranks
+        self.device = place.device
+        self._contexts: list[Any] = []
+
+    def __enter__(self) -> Group:
+        self._contexts.append(self.device.__enter__())
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._contexts.pop()
+        self.device.__exit__(*exception)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"Group(ranks={list(self.ranks)}, device='{self.device}')"
+
+    def scatter(self, tensor: torch.Tensor, dim: int = 0) -> RemoteTensor:
+        """Gives each worker its part of a tensor of the master's or of one worker's, in the order of the ranks.
+
+        Raises:
+            UsageError: it cannot be cut into as many equal parts.
+
+        Shape:
+            ``[n, ...]`` here, ``[n / len(group), ...]`` on each.
+        """
+        self._share("scatter", tensor.shape, dim)
+        if not isinstance(tensor, RemoteTensor):
+            made: RemoteTensor = through(partial(self._deal, dim), partial(self._collect, dim), tensor)
+            return made
+        parts = zip(tensor.chunk(len(self.ranks), dim), self.ranks, strict=True)
+        source = tensor._place.ranks
+        return self.join(
+            [
+                part.clone(memory_format=torch.contiguous_format)
+                if (rank,) == source
+                else part.contiguous().to(f"worker:{rank}")
+                for part, rank in parts
+            ]
+        )
+
+    def join(self, tensors: Sequence[torch.Tensor]) -> RemoteTensor:
+        """Makes one handle of tensors of the same shape, one on each worker, in the order of the ranks.
+
+        The memory stays shared with them. What autograd has to follow cannot be changed in place until backward.
+        """
+        if len(tensors) != len(self.ranks):
+            raise UsageError(f"join: expected {len(self.ranks)} tensors, one for each worker, not {len(tensors)}")
+        handles: list[RemoteTensor] = []
+        for tensor, rank in zip(tensors, self.ranks, strict=True):
+            if not isinstance(tensor, RemoteTensor) or tensor._place.ranks != (rank,):
+                where = tensor._place if isinstance(tensor, RemoteTensor) else tensor.device
+                raise UsageError(f"join: expected a tensor on worker:{rank}, not on {where}")
+            handles.append(tensor)
+        if len({(each._sig, each._off) for each in handles}) > 1:
+            looks = sorted(
+                {f"{x.dtype} {tuple(x.shape)} of strides {x.stride()} from {x.storage_offset()} on" for x in handles}
+            )
+            raise UsageError(f"join: the tensors differ: {'; '.join(looks)}")
+        made: RemoteTensor = through(self._join, self._split, *handles)
+        if made.grad_fn is not None:
+            made.grad_fn.register_prehook(partial(_see_unchanged, handles, [each._version for each in handles]))
+        return made
+
+    def gather(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The workers' tensors, one behind the other along a dimension, on the master. Waits for them.
+
+        Those without dimensions make a vector, here and in `all_gather`.
+        """
+        made: torch.Tensor = through(partial(self._collect, dim), partial(self._deal, dim), _as_row(self._mine(tensor)))
+        return made
+
+    def all_reduce_(self, tensors: torch.Tensor | Iterable[torch.Tensor], op: str = "sum") -> None:
+        """Reduces tensors over the workers, in place: ``sum``, ``avg``, ``product``, ``min`` or ``max``."""
+        reduction = _op("all_reduce_", op)
+
+        def reduce(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._copied("all_reduce", reduction, given)
+
+        self._together("all_reduce", reduction, tensors, reduce, reduce if op in _LINEAR else None)
+
+    def broadcast_(self, tensors: torch.Tensor | Iterable[torch.Tensor], src: int) -> None:
+        """Makes all workers' tensors, or parameters, those of worker `src`, in place."""
+        if src not in self.ranks:
+            raise UsageError(f"broadcast_: src={src} is not in the group, which has {list(self.ranks)}")
+        root = self.ranks.index(src)
+
+        def spread(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return self._copied("broadcast", root, given)
+
+        def add(*grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            totals = self._copied("all_reduce", "SUM", grads)
+            return tuple(widen(self._place, src, part(each, src)) for each in totals)
+
+        self._together("broadcast", root, tensors, spread, add)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = 0) -> RemoteTensor:
+        """All workers' tensors, one behind the other along a dimension, on each of them."""
+        row = _as_row(self._mine(tensor))
+        made: RemoteTensor = through(partial(self._all_gather, dim), partial(self._reduce_scatter, "SUM", dim), row)
+        return made
+
+    def reduce_scatter(self, tensor: torch.Tensor, op: str = "sum", dim: int = 0) -> RemoteTensor:
+        """Each worker's part, along a dimension, of the reduced tensor."""
+        reduction = _op("reduce_scatter", op)
+        handle = self._mine(tensor)
+        self._share("reduce_scatter", handle.shape, dim)
+        if op not in _LINEAR and ((torch.is_grad_enabled() and handle.requires_grad) or has_tangent(handle)):
+            raise _no_graph("reduce_scatter", op)
+        share = len(self.ranks) if reduction == "AVG" else 1
+        made: RemoteTensor = through(
+            partial(self._reduce_scatter, reduction, dim), lambda grad: self._all_gather(dim, grad) / share, handle
+        )
+        return made
+
+    # What autograd does not look into.
+
+    def _deal(self, dim: int, tensor: torch.Tensor) -> Handle:
+        """Sends each worker its part."""
+        place, master = self._place, self._place.master
+        master.connections.refuse_recording("a tensor of the master's is sent to workers")
+        master.connections.check(place)
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        parts = [each.contiguous() for each in plain.chunk(len(self.ranks), dim)]
+        sig = signature(tensor.dtype, parts[0].shape, parts[0].stride())
+        (ref,) = master.connections.outbox.reserve(place.target, 1)
+        for each, rank in zip(parts, self.ranks, strict=True):
+            master.transfers.hold(master.devices.worker(rank), ref, sig, each)
+        return make(place, sig, ref)
+
+    def _collect(self, dim: int, handle: Handle) -> torch.Tensor:
+        """Fetches the parts."""
+        return torch.cat([part(handle, rank).cpu() for rank in self.ranks], dim)
+
+    def _join(self, *handles: Handle) -> Handle:
+        place, master, first = self._place, self._place.master, handles[0]
+        outbox = master.connections.outbox
+        (ref,) = outbox.reserve(place.target, 1)
+        key = ("join", first._sig)
+        for handle in handles:
+            own = handle._place
+            call = own.calls.get(key)
+            if call is None:
+                new = ("new", first._sig, 0, True, 0)
+                call = master.operators.define(
+                    own, key, torch.ops.aten.alias.default, [["t"]], {}, [], [new], [], False
+                )
+            # The id of its result is given, as that is the same for all.
+            own.call(own.target, here(1), call.number, (handle._ref, outbox.view(ref, own.target)), 0)
+        return as_view(first, make(place, first._sig, ref, first._off))
+
+    def _split(self, handle: Handle) -> tuple[Handle, ...]:
+        return tuple(part(handle, rank) for rank in self.ranks)
+
+    def _all_gather(self, dim: int, handle: Handle) -> Handle:
+        shape = list(handle.shape)
+        shape[dim] = handle.size(dim) * len(self.ranks)
+        return self._new("all_gather", handle, shape, [dim])
+
+    def _reduce_scatter(self, op: str, dim: int, handle: Handle) -> Handle:
+        shape = list(handle.shape)
+        shape[dim] = self._share("reduce_scatter", handle.shape, dim)
+        return self._new("reduce_scatter", handle, shape, [op, dim])
+
+    def _new(self, name: str, handle: Handle, shape: list[int], arguments: list[Any]) -> Handle:
+        looks = torch.empty(shape, device="meta")
+        sig = signature(handle.dtype, looks.shape, looks.stride())
+        plain: Any = handle.resolve_conj().resolve_neg()
+        (made,) = self._place.master.operators.invoke(self._place, name, self._link(), [plain], arguments, [sig])
+        return made
+
+    def _together(
+        self,
+        name: str,
+        argument: Any,
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        there: Callable[..., Any],
+        back: Callable[..., Any] | None,
+    ) -> None:
+        """Changes tensors in place. Autograd sees it where they are results, and not where they are parameters.
+
+        Args:
+            name: of the operation.
+            argument: of it.
+            tensors: all of this group.
+            there: does the same to copies.
+            back: its transpose; None where it has none.
+        """
+        listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        handles = [self._mine(each) for each in listed]
+        if len(self.ranks) == 1:
+            return
+        seen = [x for x in handles if (torch.is_grad_enabled() and x.grad_fn is not None) or has_tangent(x)]
+        if seen:
+            if back is None:
+                raise _no_graph(f"{name}_", argument.lower())
+            for handle, made in zip(seen, through(there, back, *seen), strict=True):
+                handle.copy_(made)
+        rest = [each for each in handles if not any(each is one for one in seen)]
+        if rest:
+            self._invoke(name, argument, rest)
+            torch.autograd.graph.increment_version(rest)
+
+    def _copied(self, name: str, argument: Any, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        copies: list[Any] = [each.clone() for each in tensors]
+        self._invoke(name, argument, copies)
+        return tuple(copies)
+
+    def _invoke(self, name: str, argument: Any, handles: Sequence[RemoteTensor]) -> None:
+        self._place.master.operators.invoke(self._place, name, self._link(), handles, [argument])
+
+    def _link(self) -> int:
+        return self._place.master.transfers.link(self._place, *self.ranks)
+
+    def _share(self, name: str, shape: torch.Size, dim: int) -> int:
+        """How long a worker's part is.
+
+        Raises:
+            UsageError: parts would not be equal.
+        """
+        count = len(self.ranks)
+        if not -len(shape) <= dim < len(shape) or shape[dim] % count:
+            raise UsageError(
+                f"{name}: dimension {dim} of {tuple(shape)} cannot be cut into {count} equal parts, "
+                "one for each worker of the group"
+            )
+        return shape[dim] // count
+
+    def _mine(self, tensor: torch.Tensor) -> RemoteTensor:
+        if not isinstance(tensor, RemoteTensor) or tensor._place is not self._place:
+            where = tensor._place if isinstance(tensor, RemoteTensor) else tensor.device
+            raise UsageError(f"expected a tensor on {self._place}, not on {where}")
+        return tensor
+
+
+def _see_unchanged(joined: list[RemoteTensor], versions: list[int], grads: Any) -> None:
+    """
+    Raises:
+        RuntimeError: the memory of a joined tensor is not what it was.
+    """
+    if [each._version for each in joined] != versions:
+        raise RuntimeError(
+            "join: one of the tensors, whose memory the joined one shares, has been modified by an inplace operation."
+            " Join clones of them"
+        )
+
+
+def _as_row(x: Handle) -> torch.Tensor:
+    return x if x.dim() else x.reshape(1)
+
+
+def _op(name: str, op: str) -> str:
+    """
+    Raises:
+        UsageError: there is none of this name.
+    """
+    if op not in _OPS:
+        raise UsageError(f"{name}: op={op!r}: expected one of {', '.join(_OPS)}")
+    return _OPS[op]
+
+
+def _no_graph(name: str, op: str) -> UsageError:
+    return UsageError(
+        f"{name}: autograd does not go through op={op!r}, only through sums and averages. all_gather() the tensors and"
+        " reduce those, or call it in no_grad()"
+    )
+
+
+def _group_of(tensors: torch.Tensor | Iterable[torch.Tensor]) -> tuple[Group, list[torch.Tensor]]:
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    if not listed:
+        raise UsageError("expected a tensor at least")
+    first = listed[0]
+    if not isinstance(first, RemoteTensor):
+        raise UsageError("expected tensors on a group of workers; for the ranks of a job there is all_reduce()")
+    return Group(first._place), listed
+
+
+def all_reduce_(tensors: torch.Tensor | Iterable[torch.Tensor], op: str = "sum") -> None:
+    """Reduces tensors over the workers of their group, in place (master-worker mode).
+
+    Args:
+        tensors: handles of one group, of any dtypes that can be reduced.
+        op: ``"sum"``, ``"avg"``, ``"product"``, ``"min"`` or ``"max"``.
+
+    Raises:
+        UsageError: they are not of one group, or there is no such op.
+        WorkerLost: a worker of the group is gone.
+
+    Shape:
+        any, the same afterwards.
+
+    Cost:
+        queued. The tensors of a dtype are reduced together, as by ``all_reduce`` of the native channel, after one
+        message of 8 bytes to each worker by which they agree that nobody's tensors are spoilt.
+    """
+    group, listed = _group_of(tensors)
+    group.all_reduce_(listed, op)
+
+
+def broadcast_(tensors: torch.Tensor | Iterable[torch.Tensor], src: int) -> None:
+    """Makes tensors on all workers of their group those of one of them, in place (master-worker mode).
+
+    Args:
+        tensors: handles of one group, for example a module's parameters.
+        src: the worker whose tensors they become.
+
+    Raises:
+        UsageError: they are not of one group, or `src` is not in it.
+        WorkerLost: a worker of the group is gone.
+
+    Shape:
+        any, the same afterwards.
+
+    Cost:
+        queued; as ``broadcast`` of the native channel, and the agreement of `all_reduce_`.
+    """
+    group, listed = _group_of(tensors)
+    group.broadcast_(listed, src)
+
+
+publish(globals())

@@ -1,0 +1,209 @@
+"""`Master`: what a program has of its workers.
+
+It consists of four parts, which other code calls directly: `connections` (commands and answers), `operators` (the calls
+that workers know), `transfers` (tensors that move) and `devices` (the workers and groups that devices mean). What
+concerns several of them is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from allranks._base.errors import UsageError, rank_list, spans
+from allranks._base.forks import follow
+from allranks.remote.master.connections import Connections, exclusive, has_ended
+from allranks.remote.master.device_table import DeviceTable
+from allranks.remote.master.functions import RemoteFunction
+from allranks.remote.master.groups import Group
+from allranks.remote.master.operator_cache import OperatorCache
+from allranks.remote.master.transfers import Transfers
+
+if TYPE_CHECKING:
+    from allranks.remote.bootstrap.endpoint import WorkerConnection
+    from allranks.remote.bootstrap.workers import Workers
+    from allranks.remote.torch_device.handle import DeviceTarget
+
+__all__ = ["Master"]
+
+_OFFERED = ("closed", "group", "lost", "ranks", "remote", "respawn", "shutdown", "synchronize")
+
+
+class Master:
+    """What the process that drives the workers holds of them."""
+
+    def __init__(self, workers: Workers, timeout_s: float) -> None:
+        self.connections = Connections(workers, timeout_s, self._lose)
+        self.devices = DeviceTable(self.connections, self)
+        self.operators = OperatorCache(self.connections, self.devices)
+        self.transfers = Transfers(self.connections, self.devices, self.operators)
+        for worker in workers.connections:
+            self._admit(worker)
+        workers.on_lost = self.connections.lose
+        follow(self)
+
+    @exclusive
+    def group(self, ranks: Sequence[int]) -> Group:
+        """One handle for several workers.
+
+        Args:
+            ranks: of the workers, each once.
+
+        Raises:
+            UsageError: there are no such workers, or too many groups.
+            WorkerLost: one of them is gone.
+        """
+        self.connections.check_open()
+        wanted, there = tuple(ranks), self.connections.by_rank
+        if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(there):
+            raise UsageError(f"group: expected ranks of workers, 1 to {max(there)}, each once, not {list(ranks)}")
+        place = self.devices.group(wanted)
+        self.connections.check(place)
+        self.transfers.leave_ended()
+        self.devices.keep(place)
+        return Group(place)
+
+    def remote(self, function: Callable[..., Any], on: Any = None) -> RemoteFunction:
+        """Makes a function run on workers, see `RemoteFunction`.
+
+        Args:
+            function: pickled, with what it refers to, by cloudpickle.
+            on: ``"worker:2"``, 2, a group, or None: where its arguments are.
+        """
+        return RemoteFunction(self, function, on)
+
+    @exclusive
+    def synchronize(self, place: DeviceTarget | None = None) -> None:
+        """Waits until everything that is queued is done.
+
+        Raises:
+            RemoteError: something has failed, and nothing has reported it yet.
+        """
+        connections = self.connections
+        connections.refuse_recording("the workers are waited for")
+        connections.check_open()
+        if place is None:
+            place = self.devices.everyone()
+        connections.check(place)
+        self.transfers.leave_ended()
+        connections.synchronize(place)
+
+    def respawn(self, rank: int, force: bool = False) -> None:
+        """Starts a new worker in the place of one that is gone.
+
+        What was on it is lost: its handles, and its groups', go on to raise `WorkerLost`.
+
+        Args:
+            rank: the worker's.
+            force: kills it if it still lives.
+
+        Raises:
+            UsageError: there is no such worker, or it lives, or nobody is there who could start another.
+            ConfigError: it ended while it was started.
+            JoinError: it did not come in time.
+
+        Cost:
+            a start of Python and an import of torch.
+        """
+        connections = self.connections
+        connections.check_open()
+        if rank not in connections.by_rank:
+            raise UsageError(f"respawn: there is no worker {rank}; there are 1 to {max(connections.by_rank)}")
+        if rank not in self.lost and not force and not has_ended(connections.by_rank[rank].socket):
+            raise UsageError(
+                f"respawn: worker {rank} lives, and what is on it would be lost. To kill it:"
+                f" respawn({rank}, force=True)"
+            )
+        if rank not in self.lost:
+            connections.lose(rank, "its place is taken by another")
+        self._admit(connections.workers.respawn(rank))
+
+    @property
+    def ranks(self) -> list[int]:
+        """The workers that are there."""
+        return self.connections.ranks
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Why workers are gone, by rank."""
+        return self.connections.lost
+
+    @property
+    def closed(self) -> bool:
+        """Whether the workers have been shut down."""
+        return self.connections.closed
+
+    @exclusive
+    def follow_flags(self) -> None:
+        """Sends workers the flags of torch that have changed here.
+
+        Calls are learnt anew: flags may decide what a result looks like.
+        """
+        if changed := self.connections.read_flags():
+            self.devices.use_state(self.connections.state)
+            for rank in self.ranks:
+                self.operators.invoke(self.devices.worker(rank), "flags", 0, [], [changed])
+
+    def shutdown(self) -> None:
+        """Ends the workers, when they have done what is queued. Idempotent.
+
+        Raises:
+            RemoteError: something has failed, and nothing has reported it yet.
+        """
+        if self.closed:
+            return
+        try:
+            self.synchronize()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the workers at once."""
+        if self.closed:
+            return
+        self.connections.close()
+        self.transfers.close()
+        self.connections.workers.close()
+        self.devices.close()
+
+    def abandon(self) -> None:
+        """In a forked child: the workers are the parent's."""
+        self.connections.closed = True
+        self.devices.abandon()
+
+    def _admit(self, worker: WorkerConnection) -> None:
+        """Takes up a worker: one of the first, or one in the place of a lost one."""
+        self.connections.admit(worker)
+        self.operators.forget_worker(worker.rank)
+        place = self.devices.admit(worker.rank)
+        self.operators.invoke(place, "flags", 0, [], [self.connections.flags])
+        self.connections.command(place, "seed", seed=self.connections.seed)
+
+    def _lose(self, rank: int, why: str) -> None:
+        self.transfers.end(self.devices.lose(rank, why))
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "Master(shut down)"
+        hosts: dict[str, list[int]] = {}
+        for rank in self.ranks:
+            hosts.setdefault(self.connections.by_rank[rank].host, []).append(rank)
+        there = [
+            f"{'worker' if len(ranks) == 1 else 'workers'} {spans(ranks, ', ')} on {host}"
+            for host, ranks in hosts.items()
+        ]
+        gone = [f"{rank_list(sorted(self.lost))} lost"] if self.lost else []
+        return f"Master({'; '.join(there + gone)})"
+
+    def __dir__(self) -> list[str]:
+        """What programs call; the rest is of this package's own use."""
+        return sorted([*_OFFERED, *(each for each in object.__dir__(self) if each.startswith("_"))])
+
+    def __enter__(self) -> Master:
+        return self
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        if kind is None:
+            self.shutdown()
+        else:
+            self.close()

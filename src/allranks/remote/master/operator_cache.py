@@ -1,0 +1,334 @@
+"""The calls that workers know: a call is described to them once, as a template, and is then a frame of a few bytes.
+
+What a new call returns must be known before it has run. torch's meta kernels compute it where they have been right
+before (`protocol.signature`). Elsewhere a worker is asked, and the answer is kept.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from allranks._base.errors import RemoteError
+from allranks.remote.master.connections import Connections, exclusive
+from allranks.remote.master.device_table import DeviceTable
+from allranks.remote.protocol import wire
+from allranks.remote.protocol.arguments import Form, form_of, packed_as
+from allranks.remote.protocol.signature import (
+    OURS,
+    Facts,
+    Signature,
+    believable,
+    facts,
+    flatten,
+    indexes_by_mask,
+    infer,
+    signature,
+)
+from allranks.remote.protocol.wire import Ask, Define
+from allranks.remote.torch_device.call_site import here
+from allranks.remote.torch_device.dispatch import apart, unshare
+from allranks.remote.torch_device.handle import Answered, DeviceTarget, Handle, KnownCall, make, operands
+
+__all__ = ["OperatorCache"]
+
+_PROGRAMS = range(0xF000, 0x10000)  # of all numbers of templates
+
+
+class OperatorCache:
+    """Templates, by what is called and what the operands look like.
+
+    Attributes:
+        connections: with the workers.
+        templates: operator, forms of its arguments and call, by number.
+        programs: numbers that no captured step has.
+    """
+
+    def __init__(self, connections: Connections, devices: DeviceTable) -> None:
+        self.connections = connections
+        self.templates: dict[int, tuple[Any, Any, Any, KnownCall]] = {}
+        self.programs = list(_PROGRAMS)
+        self._devices = devices
+        self._next = wire.CALL
+        self._trusted: dict[Any, bool] = {}  # whether a meta kernel is right, by kind of call
+        self._known: dict[Any, tuple[Any, ...]] = {}
+        self._shared: dict[Any, tuple[KnownCall, set[int]]] = {}  # calls that some workers know, and which
+
+    @exclusive
+    def define(
+        self, place: DeviceTarget, key: Any, op: Any, args: list[Form], kwargs: dict[str, Form],
+        values: list[Any], results: list[Any], resized: list[tuple[int, Signature]], checked: bool,
+    ) -> KnownCall:  # fmt: skip
+        """Sends a template to some workers.
+
+        Args:
+            place: the workers.
+            key: of the call among their calls.
+            op: the operator, or the name of an operation of allranks.
+            args, kwargs: the forms of its arguments.
+            values: the numbers of this call, in order.
+            results: as `KnownCall.results`.
+            resized: as `KnownCall.resized`.
+            checked: the workers compare what it returns with `results` each time.
+        """
+        known = (op, args, kwargs, values, results, resized, checked)
+        self._known[self.connections.state, key] = known
+        return self._describe(place, key, *known)
+
+    @exclusive
+    def prepare(
+        self,
+        op: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        key: Any,
+        place: DeviceTarget,
+        refs: list[Any],
+        values: list[Any],
+    ) -> KnownCall | Answered:
+        """A call that these workers have not executed before, or its result where that cannot be foreseen."""
+        connections = self.connections
+        connections.check(place)
+        if (known := self._known.get((connections.state, key))) is not None:
+            return self._describe(place, key, *known)
+        about = facts(op)
+        if about.composite:
+            return Answered(op.decompose(*args, **kwargs))
+        forms = [form_of(each, i in about.numbers, about.floats_matter) for i, each in enumerate(args)]
+        named = {name: form_of(each, name in about.numbers, about.floats_matter) for name, each in kwargs.items()}
+        if about.python is not None:
+            return Answered(about.python(*args, **kwargs))
+        kind = (connections.state, _kind(op, args, kwargs))
+        trust = self._trusted.get(kind) if believable(about, args, kwargs) else False
+        if about.dynamic or indexes_by_mask(op, args):
+            connections.refuse_recording(f"the shape, or value, of what {about.name} returns depends on the data")
+            return Answered(self._ask(about, args, kwargs, forms, named, place, refs, values)[0])
+        foreseen = None
+        if trust is not False:
+            try:
+                foreseen = _foresee(op, about, args, kwargs)
+            except Exception:  # noqa: BLE001 - the worker reports what is wrong, or executes it all the same
+                trust = False
+        if trust:
+            assert foreseen is not None
+            return self.define(place, key, op, forms, named, values, *foreseen, False)
+        try:
+            result, seen = self._ask(about, args, kwargs, forms, named, place, refs, values)
+        except RemoteError:
+            if connections.poisoned is None or foreseen is None:
+                raise
+            # An operand is poisoned: so is the result, and that is reported only when the result is looked at.
+            connections.forget_raised(connections.poisoned)
+            return self._describe(place, key, op, forms, named, values, *foreseen, True, guessed=True)
+        if foreseen is None:
+            self._trusted.setdefault(kind, False)
+        else:
+            self._trusted[kind] = foreseen == seen
+        if seen is not None:
+            checked = not self._trusted.get(kind, False)
+            self._known[connections.state, key] = (op, forms, named, values, *seen, checked)
+        return Answered(result)
+
+    @exclusive
+    def invoke(
+        self,
+        place: DeviceTarget,
+        name: str,
+        link: int,
+        tensors: Sequence[Handle],
+        arguments: Sequence[Any],
+        results: Sequence[Signature] = (),
+    ) -> list[Handle]:
+        """Queues an operation of allranks (`worker.commands.OPERATIONS`); of one that needs no link that is 0."""
+        key = (name, *arguments, len(tensors), *(each._sig for each in tensors), *results)
+        call = place.calls.get(key)
+        if call is None:
+            forms: list[Form] = [["l", *(["t"] for _ in tensors)], ["i"], *(["c", each] for each in arguments)]
+            new = [("new", sig, which, False, 0) for which, sig in enumerate(results)]
+            call = self.define(place, key, f"allranks::{name}", forms, {}, [link], new, [], False)
+        refs = [each._ref for each in tensors]
+        made: Any = place.call(place.target, here(1), call.number, refs, call.outputs, call.pack(link))
+        made = [made] if len(results) == 1 else made or []
+        return [make(place, sig, ref) for sig, ref in zip(results, made, strict=True)]
+
+    def forget_worker(self, rank: int) -> None:
+        """A worker of this rank is new, and knows no template."""
+        for _, known_by in self._shared.values():
+            known_by.discard(rank)
+
+    def _describe(
+        self,
+        place: DeviceTarget,
+        key: Any,
+        op: Any,
+        args: Any,
+        kwargs: Any,
+        values: Any,
+        results: Any,
+        resized: Any,
+        checked: Any,
+        guessed: bool = False,
+    ) -> KnownCall:
+        """Makes a call known to some workers. Those that know it as members of another group get its number only."""
+        connections = self.connections
+        with connections.lock:
+            if (connections.state, key, guessed) not in self._shared:
+                about = OURS if isinstance(op, str) else facts(op)
+                outputs = sum(each is not None and each[0] == "new" for each in _entries(results))
+                made = KnownCall(self._number(), about, values, results, outputs, resized)
+                self.templates[made.number] = (op, args, kwargs, made)
+                self._shared[connections.state, key, guessed] = made, set()
+            call, known_by = self._shared[connections.state, key, guessed]
+            if others := [rank for rank in place.ranks if rank not in known_by]:
+                metas = [each[1].meta if each is not None and each[0] == "new" else None for each in _entries(results)]
+                name = op if isinstance(op, str) else facts(op).name
+                everyone = len(others) == len(place.ranks)
+                for each in [place] if everyone else map(self._devices.worker, others):
+                    connections.put(each, Define(call.number, name, args, kwargs, metas, checked))
+                known_by.update(others)
+        place.calls[key] = call
+        return call
+
+    def _number(self) -> int:
+        """A number for a template."""
+        if self._next == _PROGRAMS.start:
+            self.connections.refuse_recording("all numbers of templates are given anew", always=False)
+            self._devices.forget_calls()
+            self._known.clear()
+            self._shared.clear()
+            self._next = wire.CALL
+        self._next += 1
+        return self._next - 1
+
+    def _ask(
+        self,
+        about: Facts,
+        args: Any,
+        kwargs: Any,
+        forms: Any,
+        named: Any,
+        place: DeviceTarget,
+        refs: Any,
+        values: Any,
+    ) -> tuple[Any, Any]:
+        """Has an operator executed at once. Returns its result, and how that looks."""
+        connections = self.connections
+        connections.refuse_recording(f"{about.name} needs an answer from the workers", always=False)
+        packed = struct.pack(f"<{packed_as(values)}", *values)
+        for ref in refs:
+            if ref.target != place.target:
+                raise apart(about.name, args, kwargs)
+        if about.writes and about.resizes:
+            refs = unshare(operands(args, kwargs))
+        number = connections.next_number()
+        ids = [each.id for each in refs]
+        connections.put(place, Ask(number, about.name, forms, named, ids, packed))
+        returned, changed, counts = connections.wait_for_all(number, place, about.name)
+        metas = [
+            (wire.dtype_of(each[0]), torch.Size(each[1]), tuple(each[2]), *each[3:]) if isinstance(each, list) else each
+            for each in returned
+        ]
+        before = operands(args, kwargs)
+        resized = {
+            i: (wire.dtype_of(d), torch.Size(s), tuple(t), 0, bits)
+            for i, (d, s, t, _, bits) in ((int(i), meta) for i, meta in changed.items())
+            if (torch.Size(s), tuple(t), bits) != before[i]._sig.look
+        }
+        base = before[0]._off if before else 0
+        results, resize = _arrange(about, counts, metas, resized, base)
+        new = [each for each in _entries(results) if each is not None and each[0] == "new"]
+        made = connections.outbox.reserve(place.target, len(new))
+        plain = [each for each in metas if not isinstance(each, tuple)]
+        ids_of = iter(made)
+        kept = [next(ids_of).id if each is not None and each[0] == "new" else None for each in _entries(results)]
+        connections.command(place, "keep", of=number, ids=kept)
+        if plain and all(each is not None for each in plain):
+            return (metas[0] if len(metas) == 1 else tuple(metas)), None
+        call = KnownCall(0, about, values, results, len(made), resize)
+        call.only = None
+        return call.build(place, made[0] if len(made) == 1 else made, args, kwargs), (results, resize)
+
+
+def _foresee(op: Any, about: Facts, args: Any, kwargs: Any) -> tuple[list[Any], list[tuple[int, Signature]]]:
+    """What an operator returns, and which operands it reshapes, by torch's meta kernel."""
+    result, after = infer(op, args, kwargs)
+    metas = [
+        (each.dtype, each.shape, each.stride(), each.storage_offset(), wire.bits_of(each))
+        if isinstance(each, torch.Tensor)
+        else each
+        for each in flatten(result)
+    ]
+    before = operands(args, kwargs)
+    changed = {
+        i: (meta.dtype, meta.shape, meta.stride(), 0, wire.bits_of(meta))
+        for i, (meta, handle) in enumerate(zip(after, before, strict=True))
+        if (meta.shape, meta.stride(), wire.bits_of(meta)) != handle._sig.look
+    }
+    return _arrange(about, _counts(about, result), metas, changed)
+
+
+def _kind(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What a call has in common with those of other shapes: a meta kernel may be right for one kind only, as that of
+    batch_norm is in training, and that of embedding_bag in one of its modes."""
+    sized = not operands(args, kwargs)  # by its integers, as arange
+
+    def look(value: Any) -> Any:
+        if isinstance(value, Handle):
+            return value._sig.kind
+        if isinstance(value, list | tuple) and value and all(type(each) is bool for each in value):
+            return type(value), tuple(value)  # a mask of the results that are wanted
+        if isinstance(value, list | tuple | float | torch.Generator) or (sized and type(value) is int):
+            return type(value)
+        return type(value), value
+
+    return (op, *map(look, args), *((name, look(value)) for name, value in kwargs.items()))
+
+
+def _entries(results: list[Any]) -> list[Any]:
+    return [one for each in results for one in (each if type(each) is list else [each])]
+
+
+def _arrange(
+    about: Facts, counts: list[int], metas: list[Any], changed: dict[int, Any], base: int = 0
+) -> tuple[list[Any], list[tuple[int, Signature]]]:
+    """What a call returns, in the words of `KnownCall.results`, and which operands it reshapes.
+
+    Args:
+        about: the operator.
+        counts: for each value returned how many tensors are in it; -1 where it is no list.
+        metas: dtype, shape, strides and offset of each tensor; anything else that is returned as it is.
+        changed: the same of operands that look different afterwards.
+        base: where the first operand begins in its storage.
+    """
+    following, made = iter(metas), [0]
+
+    def entry(kind: str) -> Any:
+        meta = next(following)
+        if not isinstance(meta, tuple):
+            return None
+        if kind not in ("new", "view"):
+            return ("same", kind)
+        dtype, shape, strides, offset, bits = meta
+        made[0] += 1
+        return (
+            "new",
+            signature(dtype, shape, strides, bits),
+            made[0] - 1,
+            kind == "view",
+            offset - base * (kind == "view"),
+        )
+
+    found: list[Any] = []
+    for kind, count in zip(about.returns, counts, strict=True):
+        plain = kind.removeprefix("*")
+        found.append(entry(plain) if count < 0 else [entry(plain) for _ in range(count)])
+    return found, [(i, signature(meta[0], meta[1], meta[2], meta[4])) for i, meta in changed.items()]
+
+
+def _counts(about: Facts, result: Any) -> list[int]:
+    """For each value that an operator has returned how many there are in it; -1 where it is no list."""
+    values = [] if not about.returns else [result] if len(about.returns) == 1 else result
+    return [len(each) if isinstance(each, list | tuple) else -1 for each in values]

@@ -1,0 +1,265 @@
+"""Tensors that move between the master and its workers, and among workers.
+
+What is small travels on the connection of the master with the worker. What is large, and what goes from worker to
+worker, travels on native groups: a link is the number of such a group, which is made when it is used first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from allranks._base.errors import AllranksError, PeerLostError, RemoteError, WorkerLost
+from allranks._call.bytes import view_of
+from allranks.remote.master.connections import Connections, exclusive
+from allranks.remote.master.device_table import DeviceTable, Link
+from allranks.remote.master.operator_cache import OperatorCache
+from allranks.remote.protocol import wire
+from allranks.remote.protocol.signature import Signature, signature
+from allranks.remote.protocol.wire import Command, Hold
+from allranks.remote.torch_device.call_site import here
+from allranks.remote.torch_device.dispatch import run
+from allranks.remote.torch_device.handle import DeviceTarget, Handle, make, single
+
+if TYPE_CHECKING:
+    from allranks._group.process_group import ProcessGroup
+
+__all__ = ["Transfers"]
+
+
+class Transfers:
+    """Moves tensors.
+
+    Attributes:
+        connections: with the workers.
+    """
+
+    def __init__(self, connections: Connections, devices: DeviceTable, operators: OperatorCache) -> None:
+        self.connections = connections
+        self._devices = devices
+        self._operators = operators
+        self._groups: dict[int, ProcessGroup] = {}  # those that the master is in, by link
+        self._made = 0
+
+    # Between the master and workers.
+
+    @exclusive
+    def upload(self, place: DeviceTarget, plain: torch.Tensor) -> Handle:
+        """Sends a tensor of the master's to a place."""
+        connections = self.connections
+        connections.refuse_recording("a tensor of the master's is sent to a worker")
+        connections.check(place)
+        wire.refuse_odd(plain, "the tensor")
+        plain = plain.detach().resolve_conj().resolve_neg()
+        dense = plain if _is_dense(plain.shape, plain.stride()) else plain.clone()
+        sig = signature(dense.dtype, dense.shape, dense.stride())
+        (ref,) = connections.outbox.reserve(place.target, 1)
+        self.hold(place, ref, sig, dense)
+        return make(place, sig, ref)
+
+    @exclusive
+    def hold(self, place: DeviceTarget, ref: Any, sig: Signature, dense: torch.Tensor) -> None:
+        """Sends a tensor's data: what is large by the native channel, which waits until the worker comes to it."""
+        if dense.nbytes > wire.LARGE and len(place.ranks) == 1:
+            (rank,) = place.ranks
+            link = self.link(place, 0, rank)
+            self._start(place, link, "upload", outputs=[ref.id], meta=sig.meta, line=here(1))
+            self._move(place, link, lambda group: group.send(_flat(dense), 1))
+            return
+        self.connections.put(place, Hold(ref.id, sig.meta), view_of(dense) if dense.numel() else None)
+
+    @exclusive
+    def item(self, x: Handle) -> Any:
+        """The value of a tensor that has one element."""
+        self.connections.refuse_recording("a value is fetched: .item(), or an if or while on a tensor")
+        value = self.connections.request(single(x), "item", id=x._ref.id)
+        return complex(*value) if isinstance(value, list) else value
+
+    @exclusive
+    def fetch(self, x: Handle) -> torch.Tensor:
+        """A tensor's data, here."""
+        self.connections.refuse_recording("a tensor is fetched")
+        place = single(x)
+        dense = _dense(x)
+        sig = dense._sig
+        nbytes = sig.shape.numel() * sig.dtype.itemsize
+        if nbytes <= wire.SMALL:
+            return _tensor(sig, self.connections.request(place, "fetch", id=dense._ref.id, link=0))
+        (rank,) = place.ranks
+        link = self.link(place, 0, rank)
+        made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
+        self._start(place, link, "fetch", id=dense._ref.id)
+        self._move(place, link, lambda group: group.recv(_flat(made), 1))
+        return made
+
+    def _start(self, place: DeviceTarget, link: int, name: str, **arguments: Any) -> None:
+        """Has a worker begin to send or receive on a link as soon as it has answered.
+
+        Raises:
+            RemoteError: it cannot, and will not.
+        """
+        (rank,) = place.ranks
+        try:
+            self.connections.request(place, name, link=link, **arguments)
+        except AllranksError as error:
+            if not isinstance(error, RemoteError):
+                self._unlink(place, (0, rank))
+            raise
+        except BaseException:  # Ctrl-C: the worker will begin all the same
+            self._unlink(place, (0, rank))
+            raise
+
+    def _move(self, place: DeviceTarget, link: int, move: Callable[[ProcessGroup], Any]) -> None:
+        """Sends or receives on a link with a worker.
+
+        Raises:
+            WorkerLost: it is gone.
+        """
+        (rank,) = place.ranks
+        lost = self.connections.lost
+        try:
+            move(self._groups[link])
+        except BaseException as error:  # also Ctrl-C: the two ends do not stand at the same place any more
+            self._unlink(place, (0, rank))
+            if isinstance(error, PeerLostError) or rank in lost:
+                self.connections.lose(rank)
+                raise WorkerLost(lost[rank], rank) from None
+            raise
+
+    # Among workers.
+
+    def copy(self, x: Handle, place: DeviceTarget) -> Handle:
+        """Copies a tensor to another worker, or to all of a group, directly."""
+        return self.copies([x], place)[0]
+
+    @exclusive
+    def copies(self, tensors: Sequence[Handle], place: DeviceTarget) -> list[Handle]:
+        """Copies tensors of one worker, as one command for each of the two."""
+        source = single(tensors[0])
+        self.connections.check(source)
+        self.connections.check(place)
+        tensors = [_dense(each) for each in tensors]
+        (sender,) = source.ranks
+        if place.ranks != (receiver := place.ranks[0],) or sender == receiver:  # a group, maybe of one
+            return [self._spread(each, place) for each in tensors]
+        pair = (min(sender, receiver), max(sender, receiver))
+        meeting = self._devices.worker(pair[0])
+        link = self.link(meeting, *pair)
+        sigs = [each._sig for each in tensors]
+        metas = tuple((sig.meta[0], tuple(sig.shape), sig.strides) for sig in sigs)
+        with self._all_or_none(meeting, pair):
+            self._operators.invoke(source, "send", link, tensors, [int(receiver > sender)])
+            return self._operators.invoke(place, "recv", link, [], [int(sender > receiver), metas], sigs)
+
+    @exclusive
+    def _spread(self, x: Handle, place: DeviceTarget) -> Handle:
+        connections = self.connections
+        connections.refuse_recording("a tensor is copied to a group")
+        (sender,) = x._place.ranks
+        (ref,) = connections.outbox.reserve(place.target, 1)
+        ranks = place.ranks if sender in place.ranks else (sender, *place.ranks)
+        link = self.link(place, *ranks) if len(ranks) > 1 else 0
+        arguments = {"link": link, "root": ranks.index(sender), "id": x._ref.id, "meta": x._sig.meta, "line": here(1)}
+        with self._all_or_none(place, ranks):
+            for rank in ranks:
+                outputs = [ref.id] if rank in place.ranks else []
+                connections.command(
+                    self._devices.worker(rank), "spread", outputs=outputs, sends=rank == sender, **arguments
+                )
+        return make(place, x._sig, ref)
+
+    # Links.
+
+    @exclusive
+    def link(self, place: DeviceTarget, *ranks: int) -> int:
+        """The number of a place's native group of these ranks, where there is none yet a new one."""
+        if (number := place.links.get(ranks)) is not None:
+            return number
+        connections = self.connections
+        for rank in ranks:
+            if rank:
+                connections.check(self._devices.worker(rank))
+        connections.refuse_recording("workers meet for the first time", always=False)
+        self.leave_ended()
+        self._made += 1
+        number = place.links[ranks] = self._made
+        name = f"{'-'.join(map(str, ranks[:4]))}#{number}"
+        arguments = {"number": number, "name": name, "ranks": list(ranks), "timeout_s": connections.timeout_s}
+        with self._all_or_none(place, ranks):
+            for rank in ranks:
+                if rank:
+                    connections.put(self._devices.worker(rank), Command("group", 0, arguments))
+            if 0 in ranks:
+                connections.outbox.flush()
+                self._groups[number] = connections.workers.make_group(name, ranks, connections.timeout_s)
+        return number
+
+    @exclusive
+    def leave_ended(self) -> None:
+        """Has workers leave the links that have ended: with a place that nothing uses, or with a lost worker."""
+        while self._devices.ended_links:
+            ranks, number = self._devices.ended_links.pop()
+            for rank in ranks:
+                if rank and rank not in self.connections.lost:
+                    self.connections.command(self._devices.worker(rank), "ungroup", number=number)
+
+    def end(self, links: Iterable[Link]) -> None:
+        """Ends links. Another thread than the master's may call this: the commands to workers are left to that one."""
+        for ranks, number in links:
+            if (group := self._groups.pop(number, None)) is not None:
+                group.close()
+            self._devices.ended_links.append((ranks, number))
+
+    def close(self) -> None:
+        """Ends the groups that the master is in."""
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+    def _unlink(self, place: DeviceTarget, ranks: tuple[int, ...]) -> None:
+        """Drops a link on whose ends something else may be under way; the next use makes another."""
+        number = place.links.pop(ranks, None)
+        if number is not None:
+            self.end([(ranks, number)])
+            self.leave_ended()
+
+    @contextlib.contextmanager
+    def _all_or_none(self, place: DeviceTarget, ranks: tuple[int, ...]) -> Iterator[None]:
+        """Around commands to several workers: all get theirs, or they do not use that link again."""
+        try:
+            yield
+        except BaseException:
+            self._unlink(place, ranks)
+            raise
+
+
+def _dense(x: Handle) -> Handle:
+    """The tensor, or a copy of it without gaps in its memory."""
+    if not x._sig.bits and _is_dense(x._sig.shape, x._sig.strides):
+        return x
+    return run(torch.ops.aten.clone.default, (x,), None)  # type: ignore[no-any-return]
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor's memory has no gaps and no overlaps."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat(dense: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without gaps, in the order of its memory."""
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def _tensor(sig: Signature, data: bytes) -> torch.Tensor:
+    made = torch.empty_strided(sig.shape, sig.strides, dtype=sig.dtype)
+    if data:
+        _flat(made).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return made

@@ -1,0 +1,240 @@
+"""What an operation returns, known before it has run.
+
+A handle must know its shape at once, and the master must not wait for it. The answer is kept by operator and by what
+its operands look like (`Signature`). Where it is not known yet torch's meta kernels give it, which costs 85 us, against
+5 us for the rest. A meta kernel is believed after it has once agreed with what a worker really returned; where it is
+wrong, or there is none, a worker is asked about new shapes, and checks its results each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import _disable_current_modes
+
+from allranks.remote.protocol import wire
+
+__all__ = [
+    "AUTOCAST", "WHOLE", "Facts", "Signature",
+    "believable", "facts", "flatten", "indexes", "indexes_by_mask", "infer", "marked", "signature",
+]  # fmt: skip
+
+AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)  # type: ignore[attr-defined]
+"""Handles have this key, as torch gives ``lazy`` none by which to know where `autocast` is to cast."""
+
+
+class Signature:
+    """A dtype, a shape, strides and `bits_of`. There is one object for each, so they compare by identity."""
+
+    __slots__ = ("bits", "dtype", "kind", "looks", "meta", "odd", "shape", "strides")
+
+    def __init__(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], bits: int) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.strides = strides
+        self.bits = bits
+        # Of dimensions without a second element the stride is arbitrary, and meta kernels choose another than others.
+        self.odd = 0 in shape or (1 in shape and strides != torch.empty(shape, device="meta").stride())
+        # What a meta kernel may be right or wrong for: strides decide on those of its result.
+        self.kind = (dtype, len(shape), tuple(sorted(range(len(shape)), key=lambda each: -strides[each])), 0 in strides)
+        # What `_core.make_handle` gives to torch.
+        self.looks = (shape, strides, None, dtype, torch.strided, False, False, None, False, False, AUTOCAST)
+        self.meta = (str(dtype).removeprefix("torch."), list(shape), list(strides), 0, bits)
+
+    @property
+    def look(self) -> tuple[torch.Size, tuple[int, ...], int]:
+        """What operators can change in place."""
+        return self.shape, self.strides, self.bits
+
+    def on_meta(self) -> torch.Tensor:
+        return marked(torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta"), self.bits)
+
+
+def marked(tensor: torch.Tensor, bits: int) -> torch.Tensor:
+    """The tensor, of which `bits_of` are these from now on."""
+    if tensor.is_conj() != bool(bits & wire.CONJ):
+        torch._C._set_conj(tensor, not tensor.is_conj())
+    if tensor.is_neg() != bool(bits & wire.NEG):
+        torch._C._set_neg(tensor, not tensor.is_neg())
+    return tensor
+
+
+_signatures: dict[tuple[Any, ...], Signature] = {}
+
+
+def signature(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], bits: int = 0) -> Signature:
+    """The one of these."""
+    key = (dtype, tuple(shape), tuple(strides), bits)
+    if (found := _signatures.get(key)) is None:
+        found = _signatures[key] = Signature(dtype, torch.Size(shape), tuple(strides), bits)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What an operator's schema says. There is one object for each, so they compare by identity.
+
+    Attributes:
+        name: as in ``aten::add.Tensor``.
+        numbers: positions, and names, of the arguments that are numbers, of which no shape depends.
+        floats_matter: a shape may depend on a float.
+        returns: for each value that is returned ``new``, ``view`` (of the first tensor), or the name of the argument
+            that is written to and returned; with a ``*`` before it where it is a list.
+        writes: it changes an argument.
+        resizes: by name, that argument may have another shape afterwards.
+        dynamic: what it returns depends on the data.
+        random: it draws random numbers.
+        composite: it is made of others, which are queued.
+        factory: its operands only say what the result looks like.
+        believed: its meta kernel may be believed.
+        python: its body, where it is an operator of ``torch.library.custom_op``: workers know torch's only.
+    """
+
+    name: str
+    numbers: frozenset[int | str]
+    floats_matter: bool
+    returns: tuple[str, ...]
+    writes: bool
+    resizes: bool
+    dynamic: bool
+    random: bool
+    positions: dict[str, int]
+    composite: bool = False
+    factory: bool = False
+    believed: bool = True
+    python: Any = None
+
+
+OURS = Facts("", frozenset(), False, (), False, False, False, False, {})
+"""Of operations that are not torch's."""
+
+_facts: dict[Any, Facts] = {}
+WHOLE = {f"{each}.input" for each in ("lstm", "gru", "rnn_tanh", "rnn_relu")} | {
+    "scaled_dot_product_attention", "linalg_eigvalsh", "linalg_eigvals", "linalg_svdvals", "matmul.out",
+    "linalg_matrix_rank.out", "linalg_matrix_rank.out_tol_tensor",
+    "linalg_matrix_rank.atol_rtol_float_out", "linalg_matrix_rank.atol_rtol_tensor_out",
+}  # fmt: skip
+"""Composite operators that are queued as they are, where autograd does not look."""
+_SIZED_BY_NUMBERS = {"arange", "range"}
+_DISBELIEVED = {
+    "_batch_norm_with_update", "_embedding_bag", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_linalg_eigh", "_linalg_slogdet",
+    "_linalg_svd", "_native_batch_norm_legit", "linalg_eig", "linalg_lu_solve", "max_unpool2d", "native_batch_norm",
+    "native_layer_norm", "nonzero_static",
+}  # fmt: skip
+"""Operators whose meta kernels, in torch 2.13, are right for some operands and not for others (found by comparing them
+with the CPU's for all samples of torch's operator database)."""
+
+_RESIZING = {"resize_", "resize_as_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "set_"}
+_INDEX = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_", "_unsafe_index_put"}
+
+
+def facts(op: Any) -> Facts:
+    """What an operator's schema says."""
+    if (found := _facts.get(op)) is None:
+        found = _facts[op] = _read(op)
+    return found
+
+
+def _read(op: Any) -> Facts:
+    schema = op._schema
+    base = schema.name.partition("::")[2]
+    numbers: set[int | str] = set()
+    tensors = False
+    for position, argument in enumerate(schema.arguments):
+        kind = str(argument.type)
+        tensors |= "Tensor" in kind
+        if ("number" in kind or kind == "Tensor") and base not in _SIZED_BY_NUMBERS:
+            numbers.add(argument.name if argument.kwarg_only else position)
+    returns = []
+    for returned in schema.returns:
+        many = "*" if str(returned.type).startswith("List") else ""
+        alias = returned.alias_info
+        if alias is None:
+            returns.append(many + "new")
+        elif alias.is_write:
+            names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.before_set & alias.before_set]
+            returns.append(many + names[0])
+        else:
+            returns.append(many + "view")
+    dynamic = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
+    return Facts(
+        name=f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name,
+        numbers=frozenset(numbers),
+        floats_matter=base in _SIZED_BY_NUMBERS or (not tensors and base not in ("full", "scalar_tensor")),
+        returns=tuple(returns),
+        writes=any(a.alias_info and a.alias_info.is_write for a in schema.arguments),
+        resizes=base in _RESIZING or any(a.is_out for a in schema.arguments),
+        dynamic=dynamic and base not in _INDEX,
+        random=torch.Tag.nondeterministic_seeded in op.tags,
+        positions={a.name: i for i, a in enumerate(schema.arguments) if not a.kwarg_only},
+        composite=_is_composite(op),
+        factory=base.endswith("_like") or base.startswith("new_"),
+        believed=base.removesuffix("_") not in _DISBELIEVED,
+        python=_body(schema.name),
+    )
+
+
+def _body(name: str) -> Any:
+    custom: Any = OPDEFS.get(name)
+    return None if custom is None else custom._backend_fns.get("cpu") or custom._backend_fns.get(None)
+
+
+def believable(about: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a meta kernel that has agreed once with a worker is right about these operands too."""
+    return about.believed and not any(
+        each._sig.odd for each in flatten([*args, *kwargs.values()]) if hasattr(each, "_sig")
+    )
+
+
+def _is_composite(op: Any) -> bool:
+    has, name = op.has_kernel_for_dispatch_key, op._schema.name.removeprefix("aten::")
+    if has(torch._C.DispatchKey.CPU) or f"{name}.{op._schema.overload_name}".removesuffix(".") in WHOLE:
+        return False
+    return bool(has(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def indexes_by_mask(op: Any, args: Sequence[Any]) -> bool:
+    """Whether it is indexing whose result's shape the mask's data decides."""
+    if op._schema.name.partition("::")[2] not in ("index", "_unsafe_index"):
+        return False
+    return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+
+
+def indexes(op: Any) -> bool:
+    """Whether it is an operator that takes tensors as indexes."""
+    return op._schema.name.partition("::")[2] in _INDEX
+
+
+def infer(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
+    """Runs an operator on tensors without data: what it returns, and its operands afterwards."""
+    operands: list[torch.Tensor] = []
+    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+        given = [_on_meta(each, operands) for each in args]
+        result = op(*given, **{name: _on_meta(each, operands) for name, each in kwargs.items()})
+    return result, operands
+
+
+def _on_meta(value: Any, operands: list[torch.Tensor]) -> Any:
+    if (sig := getattr(value, "_sig", None)) is not None:
+        operands.append(sig.on_meta())
+        return operands[-1]
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if isinstance(value, torch.Generator):
+        return None
+    if isinstance(value, list | tuple):
+        return [_on_meta(each, operands) for each in value]
+    return value
+
+
+def flatten(result: Any) -> Iterator[Any]:
+    """What an operator returned, one after the other."""
+    if isinstance(result, list | tuple):
+        for each in result:
+            yield from flatten(each)
+    else:
+        yield result

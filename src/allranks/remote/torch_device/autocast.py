@@ -1,0 +1,182 @@
+"""`torch.autocast("worker")`: operands are cast as `torch.autocast` casts them for what the workers compute on.
+
+torch's own casts are C++ for devices that it knows, above autograd, which must see them. Which operators they are for
+can be asked of torch; what is done for which stands here, as in torch/include/ATen/autocast_mode.h and, for CPUs, in
+aten/src/ATen/autocast_mode.cpp.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from allranks.remote.protocol.signature import AUTOCAST
+from allranks.remote.torch_device.composites import COMPOSITES, KEPT, each_handle, operator, take_apart
+from allranks.remote.torch_device.tensor import RemoteTensor
+
+__all__ = ["POLICIES", "register"]
+
+_CONVOLUTIONS = {
+    "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input",
+    "conv_transpose3d.input",
+}  # fmt: skip
+_PRODUCTS = {
+    "addbmm", "addmm", "baddbmm", "bmm", "linalg_vecdot", "linear", "matmul", "mm", "prelu",
+    "scaled_dot_product_attention",
+}  # fmt: skip
+
+
+_RECURRENT = {name for name in COMPOSITES if name.partition(".")[0] in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+
+
+class _Policy(NamedTuple):
+    """For one kind of device. Operators of torch's that are in none of the sets compute in float32.
+
+    Attributes:
+        key: torch's, which has a kernel for each of the operators.
+        lower: those that compute in the lower precision.
+        promoted: those whose operands are brought to the most precise dtype among them.
+        refused: those that overflow in the lower precision.
+        apart: those that are else queued whole, and whose parts are cast.
+    """
+
+    key: str
+    lower: set[str]
+    promoted: set[str]
+    refused: set[str]
+    apart: set[str]
+
+
+POLICIES = {
+    "cpu": _Policy(
+        "AutocastCPU",
+        _CONVOLUTIONS | _PRODUCTS | {
+            "_addmm_activation", "_native_multi_head_attention", "conv1d.padding", "conv2d.padding", "conv3d.padding",
+            "mkldnn_rnn_layer",
+        },
+        {"cat", "index_copy", "stack"},
+        set(),
+        _RECURRENT | {"_transformer_encoder_layer_fwd"},
+    ),
+    "cuda": _Policy(
+        "AutocastCUDA",
+        _CONVOLUTIONS | _PRODUCTS | {
+            "_convolution", "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell", "_thnn_fused_lstm_cell",
+            "addmv", "addr", "chain_matmul", "convolution", "cudnn_convolution", "cudnn_convolution_transpose",
+            "einsum", "gru_cell", "linalg_multi_dot", "lstm_cell", "mv", "rnn_relu_cell", "rnn_tanh_cell",
+        },
+        {
+            "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add",
+            "tensordot", "vdot",
+        },
+        {"binary_cross_entropy"},
+        _RECURRENT,
+    ),
+}  # fmt: skip
+"""By kind of device."""
+
+_casts: dict[int, tuple[Any, Any]] = {}
+"""By id of a parameter, it, and what it was cast to within the outermost `autocast`, as torch keeps such casts."""
+
+_registered: dict[str, torch.library.Library] = {}
+"""By kind of device, that of the present workers."""
+
+
+def register(kind: str) -> None:
+    """Makes the casts known to torch.
+
+    Args:
+        kind: of device that the workers compute on.
+    """
+    if kind in _registered:
+        return
+    if not _registered:
+        torch.clear_autocast_cache = _clearing(torch.clear_autocast_cache)
+    for other in list(_registered):
+        _registered.pop(other)._destroy()  # type: ignore[no-untyped-call]
+    _registered[kind] = library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for full in torch._C._dispatch_get_all_op_names():
+        space, _, name = full.partition("::")
+        kernel = _kernel(name, POLICIES[kind]) if space == "aten" else None
+        if kernel is not None:
+            library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
+
+
+def _kernel(name: str, policy: _Policy) -> Callable[..., Any] | None:
+    """What stands for an operator where autocast is on; None where there is nothing to do."""
+    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, f"aten::{name}")
+    if has(policy.key):
+        return _casting(name, policy)
+    if name in policy.apart:
+        return functools.partial(_take_apart, operator(name))
+    # Also in inference mode, where without autograd they would go apart below the level of autocast.
+    if has("CompositeImplicitAutograd") and not has("CPU") and name not in COMPOSITES:
+        return functools.partial(operator(name)._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+    return None
+
+
+def _clearing(clear: Callable[[], None]) -> Callable[[], None]:
+    """What `torch.autocast` calls where the outermost one ends."""
+
+    @functools.wraps(clear)
+    def cleared() -> None:
+        _casts.clear()
+        KEPT.clear()
+        clear()
+
+    return cleared
+
+
+def _take_apart(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return take_apart(op, args, kwargs)
+
+
+def _casting(name: str, policy: _Policy) -> Callable[..., Any]:
+    """Casts the operands."""
+    op = operator(name)
+    if name in policy.refused:
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(
+                f"torch.autocast: {name} overflows in low precision; "
+                "use binary_cross_entropy_with_logits, or BCEWithLogitsLoss, without the sigmoid before it"
+            )
+
+        return refuse
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST):
+            lower = torch.get_autocast_dtype("worker")
+            to = lower if name in policy.lower else torch.float32
+            if name in policy.promoted:
+                dtypes: set[Any] = set()
+                each_handle([args, kwargs], lambda x: dtypes.add(x.dtype) if _is_eligible(x) else None)
+                to = lower if dtypes <= {lower} else torch.float32
+
+            def cast(x: RemoteTensor) -> torch.Tensor:
+                return _cast(x, to, lower)
+
+            # The last first, as in torch's: the order is also that in which backward adds up.
+            named = {each: each_handle(kwargs[each], cast) for each in reversed(kwargs)}
+            return op(*[each_handle(each, cast) for each in reversed(args)][::-1], **named)
+
+    return kernel
+
+
+def _is_eligible(x: RemoteTensor) -> bool:
+    return x.is_floating_point() and x.dtype is not torch.float64
+
+
+def _cast(x: RemoteTensor, to: torch.dtype, lower: torch.dtype) -> torch.Tensor:
+    if not _is_eligible(x) or x.dtype is to:
+        return x
+    parameter = (x.requires_grad and x.is_leaf and not x._is_view()) or hasattr(x, "is_parameter")
+    if not (parameter and to is lower and x.dtype is torch.float32 and torch.is_autocast_cache_enabled()):
+        return x.to(to)
+    if id(x) not in _casts:
+        _casts[id(x)] = (x, x.to(to))
+    cast: torch.Tensor = _casts[id(x)][1]
+    return cast

@@ -1,0 +1,186 @@
+"""The device ``worker``: what makes ``torch.randn(3, device="worker:1")`` come here.
+
+PyTorch has one name for backends that it does not know, PrivateUse1, which a process can rename once. That is done when
+the first master of the process starts, not at import.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import threading
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from allranks._base.errors import AllranksError, ConfigError, UsageError
+from allranks.remote.protocol import flags, wire
+from allranks.remote.torch_device import compilers, generators, saving, torch_worker
+from allranks.remote.torch_device.call_site import called
+from allranks.remote.torch_device.composites import COMPOSITES, choose_by_kind
+from allranks.remote.torch_device.devices import CURRENT, place_of
+from allranks.remote.torch_device.dispatch import dispatch
+from allranks.remote.torch_device.handle import DeviceTarget
+from allranks.remote.torch_device.modules import apply, swap_tensors
+from allranks.remote.torch_device.tensor import RemoteTensor
+
+__all__ = ["prove", "register"]
+
+TESTED = "2.13"
+
+_registered: list[torch.library.Library] = []
+aten = torch.ops.aten
+
+
+def register() -> None:
+    """Makes the device known to torch.
+
+    Raises:
+        UsageError: another package has given PrivateUse1 a name.
+    """
+    if _registered:
+        return
+    name = torch._C._get_privateuse1_backend_name()
+    if name != "privateuseone":
+        raise UsageError(
+            f"torch's one place for devices of others is taken by {name!r} in this process; "
+            "the device 'worker' cannot be beside it. Start the master in a process that does not import it"
+        )
+    _setup_privateuseone_for_python_backend("worker", backend_module=torch_worker)
+    library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    for key in ("PrivateUse1", "Lazy"):
+        library.fallback(_fallback, key)  # type: ignore[no-untyped-call]
+    for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "QuantizedPrivateUse1", "NestedTensorPrivateUse1"):
+        library.fallback(_refuse, key)  # type: ignore[no-untyped-call]
+    _registered.append(library)
+    library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
+    explicit = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    for key in ("PrivateUse1", "Lazy"):
+        explicit.impl("_copy_from", _copy_from, key)  # type: ignore[no-untyped-call]
+    for name, kernel in COMPOSITES.items():
+        explicit.impl(name, kernel, "AutogradLazy")  # type: ignore[no-untyped-call]
+    # torch.tensor([x.sum(), y.sum()]) asks for values where operations do not pass by `dispatch`.
+    for op in (*_both(), aten._local_scalar_dense.default):
+        explicit.impl(op, partial(_fallback, op), "Lazy")  # type: ignore[no-untyped-call]
+    # There it makes memory, too; and within a TorchDispatchMode torch does not find the fallback.
+    for op in (aten.empty.memory_format, aten.empty_strided.default):
+        for key in ("PrivateUse1", "Lazy"):
+            explicit.impl(op, partial(_make_memory, op), key)  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_available():
+        explicit.impl("_pin_memory", _pin, "CPU")  # type: ignore[no-untyped-call]
+    compilers.register()
+    choose_by_kind()
+    saving.register(RemoteTensor)
+    generators.register()
+    torch_worker.register()
+    _point_to_ours()
+    _refuse_index_0()
+    flags.watch(_follow_flags)
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+    torch.utils.swap_tensors = swap_tensors
+    _registered.append(explicit)
+
+
+def _fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return dispatch(op, args, kwargs)
+
+
+_CONVERSIONS = {"tensor", "as_tensor", "asarray"}
+
+
+def _make_memory(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Where a tensor comes from the CPU to a device without an index, torch gives it index 0, which nobody may mean."""
+    device = kwargs.get("device")
+    if device is not None and device.index == 0:
+        name, texts = called()
+        if (name in _CONVERSIONS or not callable(getattr(torch, name, None))) and "worker:0" not in texts:
+            kwargs["device"] = torch.device("worker", CURRENT[0])
+    return dispatch(op, args, kwargs)
+
+
+def _refuse(op: Any, *args: Any, **kwargs: Any) -> Any:
+    raise TypeError(f"{op._schema.name}: {wire.ONLY_STRIDED}")
+
+
+def _copy_from(*args: Any, **kwargs: Any) -> Any:
+    return dispatch(aten._copy_from.default, args, kwargs)
+
+
+def _pin(x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Pinned memory is of no use to workers; loaders that ask for it on every accelerator get ordinary memory."""
+    return x.clone()
+
+
+def _point_to_ours() -> None:
+    """Has torch's DataParallel refuse workers: it takes indices for those of CUDA devices, which begin with 0."""
+    made = torch.nn.DataParallel.__init__
+    torchs: Any = sys.modules[torch.nn.DataParallel.__module__]
+
+    @functools.wraps(made)
+    def init(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        held = itertools.chain(module.parameters(), module.buffers())
+        if torchs._get_available_device_type() == "worker" or any(isinstance(each, RemoteTensor) for each in held):
+            raise UsageError(
+                "torch.nn.DataParallel does not know workers, which are the accelerator of this process:"
+                " use allranks.DataParallel(module, device_ids=['worker:1', 'worker:2'])"
+            )
+        made(self, module, *args, **kwargs)
+
+    torch.nn.DataParallel.__init__ = init  # type: ignore[method-assign]
+
+
+def _refuse_index_0() -> None:
+    """In ``x.worker(0)``: later it could not be told from ``x.worker()``."""
+    made = torch.Tensor.worker  # type: ignore[attr-defined]
+
+    @functools.wraps(made)
+    def worker(self: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if getattr(device, "index", device) == 0:
+            place_of(torch.device("worker", 0))
+        return made(self, device, *args, **kwargs)  # type: ignore[no-any-return]
+
+    torch.Tensor.worker = worker  # type: ignore[attr-defined]
+
+
+def _both() -> list[Any]:
+    """Operators that torch takes apart for devices of which it knows no kernel, though the workers' have one."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    found = []
+    for full in torch._C._dispatch_get_all_op_names():
+        if full.startswith("aten::") and has(full, "CompositeImplicitAutograd") and has(full, "CPU"):
+            name, _, overload = full.removeprefix("aten::").partition(".")
+            found.append(getattr(getattr(aten, name), overload or "default"))
+    return found
+
+
+def prove(place: DeviceTarget) -> None:
+    """Tries what torch does not promise: a backward on a worker, in this thread, with gradients that stay there.
+
+    Raises:
+        ConfigError: this version of torch does something else.
+    """
+    threads: list[int] = []
+    x = torch.ones(2, device=place.device, requires_grad=True)
+    x.register_hook(lambda grad: threads.append(threading.get_ident()))  # type: ignore[no-untyped-call]
+    try:
+        (x * 3).sum().backward()  # type: ignore[no-untyped-call]
+        grad = x.grad
+        found: object = (type(grad), grad is not None and grad.device, threads, grad is not None and grad.tolist())
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError) as error:
+        if isinstance(error, AllranksError):
+            raise
+        found = repr(error)
+    expected = (RemoteTensor, place.device, [threading.get_ident()], [3.0, 3.0])
+    if found != expected:
+        raise ConfigError(
+            f"master-worker mode does not work with torch {torch.__version__}: a gradient on a worker should be"
+            f" {expected} and is {found}.\n  It is tested with torch {TESTED}"
+        )
+
+
+def _follow_flags() -> None:
+    for master in torch_worker.masters():
+        master.follow_flags()

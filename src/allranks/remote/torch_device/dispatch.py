@@ -1,0 +1,279 @@
+"""How an operation on handles is queued.
+
+Autograd and nn see ordinary tensors. What comes out below them arrives at `dispatch`, is looked up among the calls that
+the workers know (`KnownCall`) and is sent as a frame of a few bytes. The core does the same in C++ for what is known
+and ordinary (core/python/bind_calls.cc).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from allranks import _core
+from allranks._base.errors import UsageError
+from allranks.remote.protocol.arguments import DEVICE, FLOAT, GENERATOR, INTEGER, LIST, TENSOR, kind_of
+from allranks.remote.protocol.signature import Facts, facts, flatten, indexes
+from allranks.remote.torch_device.call_site import here
+from allranks.remote.torch_device.devices import place_of
+from allranks.remote.torch_device.handle import DeviceTarget, Handle, KnownCall, operands
+
+__all__ = ["GENERATORS", "MARKS", "SPECIAL", "apart", "dispatch", "run", "special", "unshare"]
+
+_TRUE, _FALSE, _FLOAT, _INT, _DEVICE, _GENERATOR = object(), object(), object(), object(), object(), object()
+_MARK_OF = {INTEGER: _INT, FLOAT: _FLOAT}
+MARKS = (_TRUE, _FALSE, _INT, _FLOAT)
+"""What stands in a key for such values."""
+
+aten = torch.ops.aten
+
+GENERATORS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Those of workers, by the address of what is a generator to torch's C++: Python's object is not the one given."""
+
+Special = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+SPECIAL: dict[Any, Special] = {}
+
+
+def special(*ops: Any) -> Callable[[Special], Special]:
+    def add(function: Special) -> Special:
+        SPECIAL.update(dict.fromkeys(ops, function))
+        _known.clear()
+        _core.forget_operators()
+        return function
+
+    return add
+
+
+def dispatch(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """Queues an operation, or does what stands for it here."""
+    known = _known.get(id(op))
+    if known is None:
+        known = _known[id(op)] = (SPECIAL.get(op), facts(op), op)
+        if known[0] is None:
+            _core.know_operator(op, known[1], known[1].numbers, known[1].floats_matter)
+    if known[0] is not None:
+        return known[0](op, args, kwargs or {})
+    return run(op, args, kwargs, known[1])
+
+
+_known: dict[int, tuple[Any, Facts, Any]] = {}
+"""By id of an operator, whose own hash is Python: what stands for it here, its facts, and it, so that it stays."""
+
+
+class _Plain(Exception):
+    """An operand is on no worker."""
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether it is a tensor of a class that has its own way with operators, as nested ones of layout jagged."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, Handle)
+        and type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    )
+
+
+class _Elsewhere(Exception):
+    """The result is wanted on another device than that of the operands."""
+
+
+def run(op: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, known: Facts | None = None) -> Any:
+    """Queues an operation: as `_core.dispatch`, which does only what is known and ordinary."""
+    known = known or facts(op)
+    key: list[Any] = [known]
+    refs: list[Any] = []
+    values: list[Any] = []
+    place: DeviceTarget | None = None
+    try:
+        for position, value in enumerate(args):
+            place = _scan(value, key, refs, values, place, position in known.numbers, known.floats_matter)
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                place = _scan(value, key, refs, values, place, name in known.numbers, known.floats_matter)
+    except (_Plain, _Elsewhere) as way:
+        if any(map(_is_foreign, flatten([*args, *(kwargs or {}).values()]))):
+            return NotImplemented
+        if known.composite:
+            return op.decompose(*args, **(kwargs or {}))
+        if type(way) is _Elsewhere:
+            return _make_elsewhere(op, args, kwargs or {})
+        return run(op, *_lift(op, args, kwargs or {}))
+    if place is None:
+        raise NotImplementedError(f"{known.name} without an operand on a worker")
+    call = place.calls.get(tuple(key))
+    if call is None:
+        prepared = place.master.operators.prepare(op, args, kwargs or {}, tuple(key), place, refs, values)
+        if not isinstance(prepared, KnownCall):
+            return prepared.result  # it had to be asked for
+        call = prepared
+    if call.resized:
+        _unshare(call, args, kwargs or {}, refs)
+    try:
+        made = place.call(place.target, here(), call.number, refs, call.outputs, call.pack(*values) if values else None)
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        raise apart(known.name, args, kwargs or {}) from None
+    return call.build(place, made, args, kwargs)
+
+
+def _scan(
+    value: Any, key: list[Any], refs: list[Any], values: list[Any], place: DeviceTarget | None,
+    is_number: bool, floats_matter: bool,
+) -> DeviceTarget | None:  # fmt: skip
+    """Adds an argument to a call's key, operands and numbers. Returns where the first operand is.
+
+    `_core.dispatch` makes the same keys.
+    """
+    if isinstance(value, Handle):
+        key.append(value._sig)
+        refs.append(value._ref)
+        return place or value._place
+    code = kind_of(value, is_number, floats_matter)
+    if code in (INTEGER, FLOAT):
+        key.append(_MARK_OF[code])
+        values.append(value)
+    elif code == LIST:
+        key.append(len(value))
+        for each in value:
+            place = _scan(each, key, refs, values, place, is_number, floats_matter)
+    elif code == TENSOR:
+        raise _Plain
+    elif code == DEVICE:
+        place = _scan_device(value, key, place)
+        key.append(_DEVICE)
+    elif code == GENERATOR:
+        place = _scan_generator(value, values, place)
+        key.append(_GENERATOR)
+    elif value is True or value is False:  # which are equal to 1 and 0
+        key.append(_TRUE if value else _FALSE)
+    elif isinstance(value, float | complex):  # of which some are equal that differ
+        key.append((type(value), repr(value)))
+    else:
+        key.append(value)
+    return place
+
+
+def _scan_device(device: torch.device, key: list[Any], place: DeviceTarget | None) -> DeviceTarget:
+    """The workers that a device among the arguments means.
+
+    Raises:
+        _Elsewhere: they are not those of the operands.
+    """
+    if device.type not in ("worker", "lazy"):
+        if place is None or device != place.lazy:
+            raise _Elsewhere
+        return place
+    there = place_of(device)
+    if place is not None and there.index != place.index:
+        if _GENERATOR in key:
+            raise UsageError(f"expected a generator of {there}, not of {place}: torch.Generator(device='{there}')")
+        raise _Elsewhere
+    return place or there
+
+
+def _scan_generator(value: torch.Generator, values: list[Any], place: DeviceTarget | None) -> DeviceTarget:
+    """The workers of a generator, whose number is given with the call."""
+    generator = GENERATORS.get(value._cdata)  # type: ignore[attr-defined]
+    if generator is None or (place is not None and generator._place.index != place.index):
+        of = generator.device if generator is not None else value.device
+        device = place.device if place is not None else "worker:R"
+        raise UsageError(f"expected a generator of {device}, not of {of}: torch.Generator(device='{device}')")
+    there: DeviceTarget = generator._place
+    if place is not there:
+        there.master.connections.check(there)  # one of that index may have been lost
+    values.append(generator._number)
+    return place or there
+
+
+def _make_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
+    """Runs what takes only their looks from its operands: on others that look like them, on the wished device."""
+    known = facts(op)
+    device = kwargs.get("device")
+    if not known.factory or device is None:
+        raise NotImplementedError(f"{known.name} to another device than that of its operands")
+
+    def there(value: Any) -> Any:
+        if not isinstance(value, Handle):
+            return value
+        return torch.empty_strided(value._sig.shape, value._sig.strides, dtype=value.dtype, device=device)
+
+    if device.type == "lazy":
+        device = place_of(device).device
+    return op(*map(there, args), **{**kwargs, "device": device})
+
+
+def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Puts operands of the master's where the others are: numbers in a tensor and indexes, as CUDA has it."""
+    place: DeviceTarget | None = None
+    for each in flatten([*args, *kwargs.values()]):
+        if isinstance(each, Handle):
+            place = each._place
+            break
+        if isinstance(each, torch.device) and each.type in ("worker", "lazy"):
+            place = place_of(each)
+    if place is None:
+        raise NotImplementedError(f"{facts(op).name} without an operand on a worker")
+    there: DeviceTarget = place
+    lenient = indexes(op)
+    written = {each.name for each in op._schema.arguments if each.alias_info and each.alias_info.is_write}
+
+    def lifted(value: Any, name: str) -> Any:
+        if isinstance(value, list | tuple):
+            return [lift(each, lenient, name) for each in value]
+        return lift(value, False, name)
+
+    def lift(value: Any, lenient: bool, name: str) -> Any:
+        if isinstance(value, torch.Tensor) and not isinstance(value, Handle):
+            lenient |= value.device == there.lazy  # a composite operator has made it beside handles that are near
+            if value.device.type == "cpu" and name not in written and (value.dim() == 0 or lenient):
+                return there.master.transfers.upload(there, value)
+            raise apart(facts(op).name, args, kwargs)
+        return value
+
+    return (
+        [lifted(each, argument.name) for each, argument in zip(args, op._schema.arguments, strict=False)],
+        {name: lifted(each, name) for name, each in kwargs.items()},
+    )
+
+
+def apart(name: str, args: Any, kwargs: Any) -> RuntimeError:
+    found: list[str] = []
+    for each in flatten([*args, *kwargs.values()]):
+        where = str(each._place) if isinstance(each, Handle) else None
+        if where is None and isinstance(each, torch.Tensor):
+            where = str(each.device)
+        if where is not None and where not in found:
+            found.append(where)
+    error = RuntimeError(
+        "Expected all tensors to be on the same device, "
+        f"but found at least two devices, {' and '.join(found)}! ({name})"
+    )
+    error._without_frames = True  # type: ignore[attr-defined] # for `_core.dispatch`
+    return error
+
+
+def _unshare(call: KnownCall, args: Any, kwargs: Any, refs: list[Any]) -> None:
+    """Gives operands that the call reshapes ids of their own: detached handles share one."""
+    found = operands(args, kwargs)
+    resized = [found[index] for index, _ in call.resized]
+    own = dict(zip(map(id, resized), unshare(resized), strict=True))
+    refs[:] = [own.get(id(operand), ref) for operand, ref in zip(found, refs, strict=True)]
+
+
+def unshare(given: Sequence[Handle]) -> list[Any]:
+    """Gives handles ids of their own, of the same memory; their Refs then.
+
+    A handle that is given twice, as an input and the result, has one: the worker refuses that as torch does here.
+    """
+    own: dict[int, Any] = {}
+    for operand in given:
+        if id(operand) not in own:
+            own[id(operand)] = run(aten.alias.default, (operand,), None)._ref
+            operand._leave()
+            operand._ref = own[id(operand)]
+    return [own[id(operand)] for operand in given]

@@ -1,0 +1,322 @@
+"""What is known of a tensor on a worker: a handle, where it is, the calls that make handles, and what drives them.
+
+These types refer to each other, so they are in one file.
+
+A handle is a tensor subclass without data. To torch's C++ it is on ``lazy:R``, which backward runs in the caller's
+thread and whose inner factories keep R; to Python it is on ``worker:R``. `RemoteTensor` in `tensor` is the class of all
+handles; `Handle` is the part of it that other modules of this package need.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from allranks import _core
+from allranks._base.errors import UsageError
+from allranks.remote.protocol.arguments import packed_as
+from allranks.remote.protocol.signature import Facts, Signature, flatten, marked
+
+__all__ = ["Answered", "DeviceTarget", "Driver", "Handle", "KnownCall", "make", "operands", "single", "view"]
+
+_is_inference_mode_enabled = torch.is_inference_mode_enabled
+_STATE = {"_ref", "_sig", "_place", "_off", "_is_param"}
+_requires_grad: Any = torch.Tensor.requires_grad
+
+
+class Connections(Protocol):
+    """The connections of a master with its workers: commands and answers."""
+
+    outbox: _core.Outbox
+    recorder: Any
+    seed: int
+    state: int
+    closed: bool
+
+    @property
+    def ranks(self) -> list[int]: ...
+    def next_number(self) -> int: ...
+    def put(self, place: DeviceTarget, message: Any, data: Any = None) -> None: ...
+    def command(self, place: DeviceTarget, name: str, /, **arguments: Any) -> None: ...
+    def request(self, place: DeviceTarget, name: str, /, **arguments: Any) -> Any: ...
+    def wait(self, number: int, rank: int, what: str, timeout_s: float | None = None) -> Any: ...
+    def check(self, place: DeviceTarget) -> None: ...
+    def check_process(self) -> None: ...
+    def refuse_recording(self, why: str, always: bool = True) -> None: ...
+
+
+class Operators(Protocol):
+    """The calls that workers know."""
+
+    templates: dict[int, tuple[Any, Any, Any, KnownCall]]
+    programs: list[int]
+
+    def define(
+        self, place: DeviceTarget, key: Any, op: Any, args: list[Any], kwargs: dict[str, Any], values: list[Any],
+        results: list[Any], resized: list[tuple[int, Signature]], checked: bool,
+    ) -> KnownCall: ...  # fmt: skip
+    def prepare(
+        self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], key: Any, place: DeviceTarget, refs: list[Any],
+        values: list[Any],
+    ) -> KnownCall | Answered: ...  # fmt: skip
+    def invoke(
+        self, place: DeviceTarget, name: str, link: int, tensors: Sequence[Handle], arguments: Sequence[Any],
+        results: Sequence[Signature] = (),
+    ) -> list[Handle]: ...  # fmt: skip
+
+
+class Transfers(Protocol):
+    """Tensors that move between the master and workers, and among workers."""
+
+    def upload(self, place: DeviceTarget, plain: torch.Tensor) -> Handle: ...
+    def hold(self, place: DeviceTarget, ref: Any, sig: Signature, dense: torch.Tensor) -> None: ...
+    def item(self, x: Handle) -> Any: ...
+    def fetch(self, x: Handle) -> torch.Tensor: ...
+    def copy(self, x: Handle, place: DeviceTarget) -> Handle: ...
+    def copies(self, tensors: Sequence[Handle], place: DeviceTarget) -> list[Handle]: ...
+    def link(self, place: DeviceTarget, *ranks: int) -> int: ...
+
+
+class Devices(Protocol):
+    """The workers and groups of one master."""
+
+    def worker(self, rank: int) -> DeviceTarget: ...
+    def target(self, ranks: Sequence[int]) -> int: ...
+
+
+class Driver(Protocol):
+    """What handles need of their master. `master.Master` is one; this module does not import it."""
+
+    @property
+    def connections(self) -> Connections: ...
+    @property
+    def operators(self) -> Operators: ...
+    @property
+    def transfers(self) -> Transfers: ...
+    @property
+    def devices(self) -> Devices: ...
+    def follow_flags(self) -> None: ...
+    def synchronize(self, place: DeviceTarget | None = None) -> None: ...
+
+
+class DeviceTarget:
+    """One worker, or a group of them: what a device of a handle means.
+
+    Attributes:
+        master: what drives its workers.
+        index: of its device; a worker's is its rank.
+        ranks: its workers.
+        target: the outbox's number for its workers.
+        calls: the calls that its workers know, by key.
+        learnt: `calls` for each state of torch's flags, by the state's number.
+        call: queues a call: the outbox's method, or the recorder's while a step is captured.
+        links: native groups that were made for it, by their ranks; they end with it.
+    """
+
+    __slots__ = (
+        "__weakref__", "_kind",
+        "call", "calls", "device", "index", "lazy", "learnt", "links", "master", "ranks", "target",
+    )  # fmt: skip
+
+    def __init__(self, master: Driver, index: int, ranks: tuple[int, ...], target: int) -> None:
+        self.master = master
+        self.index = index
+        self.ranks = ranks
+        self.target = target
+        self.lazy = torch.device("lazy", index)
+        self.device = torch.device("worker", index)
+        self.links: dict[tuple[int, ...], int] = {}
+        self.learnt: dict[int, dict[Any, KnownCall]] = {}
+        self.calls: dict[Any, KnownCall] = self.learnt.setdefault(master.connections.state, {})
+        self.call = master.connections.outbox.call
+        self._kind = ""
+
+    @property
+    def kind(self) -> str:
+        """Of the device that its workers compute on: "cpu" or "cuda"."""
+        if not self._kind:
+            self._kind = self.master.connections.request(self, "kind")
+        return self._kind
+
+    def __str__(self) -> str:
+        return str(self.device) if self.index == self.ranks[0] else f"group {list(self.ranks)}"
+
+
+def _set_requires_grad(self: Handle, requires_grad: bool) -> None:
+    if requires_grad != self.requires_grad:
+        self._leave()
+    _requires_grad.__set__(self, requires_grad)
+
+
+class Handle(torch.Tensor):
+    """A tensor whose data is on a worker, or on each worker of a group.
+
+    What changes what autograd does with a tensor ends the captured steps that use it.
+    """
+
+    # No slots: `torch.utils.swap_tensors` has to make a handle of a parameter.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    _ref: Any
+    _sig: Signature
+    _place: DeviceTarget
+    _off: int
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._place.device
+
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        if not isinstance(other, Handle):
+            raise TypeError(
+                f"data on {other.device} cannot take the place of data on {self._place}: send it first, with .to()"
+            )
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self._leave()
+        self._ref, self._sig, self._place, self._off = other._ref, other._sig, other._place, other._off
+
+    requires_grad = property(_requires_grad.__get__, _set_requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Handle:
+        if requires_grad != self.requires_grad:
+            self._leave()
+        super().requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        self._leave()
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
+        self._leave()
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _leave(self) -> None:
+        """Tells captured steps, which know a tensor by its Ref, that this handle gets another, or another use."""
+        for watch in weakref.getweakrefs(self._ref.whole):
+            if watch.__callback__ is not None:
+                watch.__callback__(watch)
+
+    def _notes(self) -> dict[str, Any]:
+        """What its user has put on it."""
+        return {name: each for name, each in self.__dict__.items() if name not in _STATE}
+
+
+def view(base: Handle, sig: Signature, ref: Any, offset: int) -> Handle:
+    """A handle of a tensor that shares the base's memory, and like it is of inference mode or not."""
+    if _is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(False):
+            return make(base._place, sig, ref, offset)
+    return make(base._place, sig, ref, offset)
+
+
+def make(place: DeviceTarget, sig: Signature, ref: Any, offset: int = 0) -> Handle:
+    """A handle."""
+    made: Handle = _core.make_handle(place, sig, ref, offset)
+    if sig.bits:
+        marked(made, sig.bits)
+    return made
+
+
+def single(x: Handle) -> DeviceTarget:
+    """The worker that has the tensor.
+
+    Raises:
+        UsageError: it is on the workers of a group.
+    """
+    if len(x._place.ranks) > 1:
+        raise UsageError(f"the tensor is on {x._place}: choose whose data is meant, x.shard({x._place.ranks[0]})")
+    return x._place
+
+
+def operands(args: Any, kwargs: Any) -> list[Handle]:
+    """The handles in a call, in order."""
+    return [each for each in flatten([*args, *(kwargs or {}).values()]) if isinstance(each, Handle)]
+
+
+class KnownCall:
+    """A call with operands of given looks, whose template the workers know.
+
+    Attributes:
+        number: of the template.
+        outputs: how many new tensors it makes.
+        only: what the one new tensor that it returns looks like; None where it returns something else.
+        view: that shares its operand's memory, `shift` elements further.
+        results: what it returns otherwise: ("new", looks, which output, view, shift), ("same", argument), None, lists.
+        resized: operands that look different afterwards.
+        pack: what turns the call's numbers into bytes.
+        brief: for `_core.dispatch` the number, the outputs, what is returned (a tensor that looks so, the position of
+            an argument, None, or True: what `build` builds) and the shift; None where only `run` can do it.
+    """
+
+    __slots__ = ("brief", "known", "number", "only", "outputs", "pack", "resized", "results", "shift", "view")
+
+    def __init__(
+        self, number: int, known: Facts, values: Sequence[Any], results: list[Any], outputs: int, resized: Any
+    ):
+        self.number = number
+        self.known = known
+        self.outputs = outputs
+        self.results = results
+        self.resized: list[tuple[int, Signature]] = resized
+        self.only: Signature | None = None
+        self.view, self.shift = False, 0
+        if len(results) == 1 and type(results[0]) is tuple and results[0][0] == "new" and not resized:
+            _, self.only, _, self.view, self.shift = results[0]
+        self.pack = struct.Struct(f"<{packed_as(values)}").pack
+        self.brief = None if resized else (number, outputs, self._returned(), self.shift)
+
+    def _returned(self) -> Signature | int | bool | None:
+        if self.only is not None and not self.only.bits and not self.view:
+            return self.only
+        if not self.results:
+            return None
+        if len(self.results) == 1 and type(self.results[0]) is tuple and self.results[0][0] == "same":
+            return self.known.positions.get(self.results[0][1], True)
+        return True
+
+    def build(self, place: DeviceTarget, made: Any, args: Any, kwargs: Any) -> Any:
+        """The handles that the call returns."""
+        made = [made] if self.outputs == 1 else made
+        for index, sig in self.resized:
+            operand: Any = marked(operands(args, kwargs)[index], sig.bits)
+            operand.data = make(place, sig, operand._ref, operand._off)
+
+        if not self.results:
+            return None
+        found = [self._built(each, place, made, args, kwargs) for each in self.results]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _built(self, result: Any, place: DeviceTarget, made: Any, args: Any, kwargs: Any) -> Any:
+        # No function within `build`: one that calls itself is a cycle, which would keep the operands until it is found.
+        if result is None:
+            return None
+        if type(result) is list:
+            return [self._built(each, place, made, args, kwargs) for each in result]
+        if result[0] == "same":
+            return _argument(result[1], self.known, args, kwargs)
+        _, sig, which, shares, shift = result
+        return view(args[0], sig, made[which], args[0]._off + shift) if shares else make(place, sig, made[which], shift)
+
+
+def _argument(which: str, known: Facts, args: Any, kwargs: Any) -> Any:
+    position = known.positions.get(which)
+    return args[position] if position is not None and position < len(args) else kwargs[which]
+
+
+class Answered:
+    """What an operator has returned that could not be queued."""
+
+    __slots__ = ("result",)
+
+    def __init__(self, result: Any) -> None:
+        self.result = result

@@ -1,0 +1,200 @@
+"""Tensors that share memory on a worker share it when they are saved, loaded and deep-copied, as those of a CPU do.
+
+torch saves a tensor as a view of its storage, which is written once; it reads the data into a storage, asks for one on
+the wished device instead, and makes the views. Handles have no storage. `Memory` stands for the one on the worker, and
+is fetched when it is written; `Cargo` is one of the master's that says that it is the worker's, until a tensor is made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+from allranks._base.errors import UsageError
+from allranks.remote.protocol.signature import signature
+from allranks.remote.torch_device.call_site import here
+from allranks.remote.torch_device.devices import place_of
+from allranks.remote.torch_device.dispatch import special
+from allranks.remote.torch_device.handle import DeviceTarget, Handle, make, single
+
+__all__ = ["reduce", "register", "twin"]
+
+
+class Memory(torch.UntypedStorage):
+    """The memory of tensors on a worker."""
+
+    whole: Handle  # its bytes
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.whole.device
+
+    def nbytes(self) -> int:
+        return self.whole.numel()
+
+    def data_ptr(self) -> int:
+        return int(self._cdata)  # torch tells by it which storages are one, to refuse views of different dtypes
+
+    def cpu(self) -> torch.UntypedStorage:
+        return self.whole.cpu().untyped_storage()
+
+    def _write_file(self, *args: Any, **kwargs: Any) -> None:
+        self.cpu()._write_file(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+_memories: weakref.WeakValueDictionary[tuple[DeviceTarget, int], Memory] = weakref.WeakValueDictionary()
+"""By what the worker calls it. One that is here has a tensor there, so that no other memory gets its name."""
+
+
+def _memory(x: Handle) -> Memory:
+    place = x._place
+    (ref,) = place.master.connections.outbox.reserve(place.target, 1)
+    name, nbytes = place.master.connections.request(place, "storage", id=x._ref.id, outputs=[ref.id])
+    found = _memories.get((place, name))
+    if found is None:
+        found = _memories[place, name] = Memory(0)  # type: ignore[no-untyped-call]
+        found.whole = make(place, signature(torch.uint8, [nbytes], [1]), ref)
+    return found
+
+
+def reduce(x: Handle) -> tuple[Any, ...]:
+    """How a handle is pickled: as torch pickles tensors that have a storage.
+
+    Raises:
+        UsageError: it is a group's.
+        RemoteError: it is what a failed operation left.
+    """
+    if isinstance(x, torch.nn.Parameter):
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        parts = (x.detach(), x.requires_grad, hooks)
+        if notes := x._notes():
+            return torch._utils._rebuild_parameter_with_state, (*parts, notes)
+        return torch._utils._rebuild_parameter, parts
+    single(x)
+    plain: Any = x.detach().resolve_conj().resolve_neg()
+    view = (plain._off, tuple(plain.shape), plain.stride())
+    memory = _memory(plain)
+    new = x.dtype in torch.storage._new_dtypes()  # those that no class of storages is for
+    typed = torch.storage.TypedStorage(wrap_storage=memory, dtype=torch.uint8 if new else x.dtype, _internal=True)  # type: ignore[no-untyped-call]
+    if new:
+        return torch._utils._rebuild_tensor_v3, (typed, *view, x.requires_grad, OrderedDict(), x.dtype)
+    return torch._utils._rebuild_tensor_v2, (typed, *view, x.requires_grad, OrderedDict())
+
+
+class _Copying:
+    """A call of `copy.deepcopy`: its memo holds it, and workers what they have copied, until it returns."""
+
+    def __init__(self) -> None:
+        self.number = next(_copyings)
+        self.places: set[DeviceTarget] = set()
+
+    def __del__(self) -> None:
+        for place in self.places:
+            if not place.master.connections.closed:
+                place.master.connections.command(place, "copied", copying=self.number)
+
+
+_copyings = itertools.count(1)
+
+
+def twin(x: Handle, memo: dict[Any, Any]) -> Handle:
+    """A deep copy of a tensor and all its memory.
+
+    Args:
+        x: the tensor.
+        memo: of `copy.deepcopy`: tensors that share memory get copies that do.
+    """
+    place, connections = x._place, x._place.master.connections
+    if x._sig.bits:
+        return x.detach().clone()  # type: ignore[return-value]
+    connections.refuse_recording("a tensor is deep-copied")
+    connections.check(place)
+    copying = memo.setdefault("allranks", _Copying())
+    copying.places.add(place)
+    (ref,) = connections.outbox.reserve(place.target, 1)
+    connections.command(place, "twin", copying=copying.number, id=x._ref.id, outputs=[ref.id], line=here(1))
+    return make(place, x._sig, ref, x._off)
+
+
+class Cargo(torch.UntypedStorage):
+    """Data on its way to a worker."""
+
+    target: torch.device
+    there: Handle | None = None
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.target
+
+    def bytes(self) -> torch.Tensor:
+        data = torch.UntypedStorage(self.nbytes())  # type: ignore[no-untyped-call]
+        return torch.empty(0, dtype=torch.uint8).set_(data.copy_(self))
+
+    def _set_from_file(self, *args: Any, **kwargs: Any) -> None:
+        super()._set_from_file(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.there is not None:  # torch's old format has the data behind the tensors
+            self.there.copy_(self.bytes())
+
+
+def _locate(storage: Any) -> str | None:
+    return str(storage.device) if isinstance(storage, Memory) else None
+
+
+def _deserialize(storage: Any, location: str) -> Any:
+    device = torch.device(location) if location.partition(":")[0] == "worker" else None
+    if device is None:
+        return None
+    cargo: Any = Cargo(storage.nbytes())  # type: ignore[no-untyped-call]
+    cargo.copy_(storage)
+    cargo.target = place_of(device).device
+    return cargo
+
+
+@special(torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.set_.source_Storage)
+def _set(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    if len(args) == 2 or not isinstance(args[1], Cargo):
+        raise RuntimeError(
+            "a tensor on a worker has no storage here. "
+            "Use Tensor.cpu() to look into one; and set_ with a tensor, or copy_, to change a tensor's data"
+        )
+    x, cargo, offset, size, strides = (*args, ())[:5]
+    if cargo.there is None:
+        place = place_of(cargo.target)
+        cargo.there = place.master.transfers.upload(place, cargo.bytes())
+    typed = cargo.there if x.dtype is torch.uint8 else cargo.there.view(x.dtype)
+    x.data = typed.as_strided(size, strides, offset)
+    return x
+
+
+def register(handle: type[Handle]) -> None:
+    """Makes the memory of workers known to `torch.save`, and ``map_location="worker:1"`` to `torch.load`.
+
+    `torch.jit.load` and multiprocessing, which would make something else of it, refuse it.
+    """
+    torch.serialization.register_package(9, _locate, _deserialize)
+    torch.jit._serialization.validate_map_location = _validated
+    ForkingPickler.register(handle, _refuse_to_go)
+
+
+def _refuse_to_go(x: Handle) -> Any:
+    raise UsageError(f"a tensor on {x.device} cannot go to another process, which has no workers: send its .cpu()")
+
+
+_validate = torch.jit._serialization.validate_map_location
+
+
+def _validated(map_location: Any = None) -> Any:
+    """What TorchScript reads it puts in place without an operator: on a worker nothing would arrive."""
+    device = _validate(map_location)  # type: ignore[no-untyped-call]
+    if device is not None and device.type == "worker":
+        raise UsageError(
+            f"torch.jit.load cannot load to {device}: call it in a function that mw.remote() runs there, "
+            "or load the module's state with torch.load"
+        )
+    return device

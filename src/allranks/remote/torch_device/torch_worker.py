@@ -1,0 +1,683 @@
+"""``torch.worker``: what programs written for an accelerator ask of ``torch.cuda``, for workers.
+
+The names are those that ``torch.cuda`` and ``torch.xpu`` share. Figures are what the worker measures; what nobody
+measures is refused. `register` gives ``torch.accelerator`` the same answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+
+from allranks._base.errors import UsageError
+from allranks._call.bytes import bytes_of
+from allranks.remote.torch_device import autocast, generators
+from allranks.remote.torch_device.devices import CURRENT, place_of, places
+from allranks.remote.torch_device.handle import DeviceTarget, Driver
+from allranks.remote.torch_device.tensor import RemoteTensor
+
+__all__ = [
+    "Event", "Generator", "Stream", "StreamContext", "amp", "can_device_access_peer", "current_device",
+    "current_stream", "default_stream", "device", "device_count", "device_memory_used", "device_of", "empty_cache",
+    "get_amp_supported_dtype", "get_arch_list", "get_device_capability", "get_device_name", "get_device_properties",
+    "get_rng_state", "get_rng_state_all", "init", "initial_seed", "ipc_collect", "is_available", "is_bf16_supported",
+    "is_current_stream_capturing", "is_initialized", "is_tf32_supported", "manual_seed", "manual_seed_all",
+    "max_memory_allocated", "max_memory_reserved", "mem_get_info", "memory_allocated", "memory_reserved",
+    "memory_stats", "memory_stats_as_nested_dict", "reset_accumulated_memory_stats", "reset_peak_memory_stats", "seed",
+    "seed_all", "set_device", "set_rng_state", "set_rng_state_all", "set_stream", "stream", "streams", "synchronize",
+]  # fmt: skip
+
+Generator = generators.Generator
+
+_CAPTURE = "a step on workers is recorded and replayed by allranks.capture"
+_ALLOCATOR = "tensors of a worker are in the memory of its process, of which no other allocator can be made from here"
+_SENSORS = "workers do not read their host's sensors"
+_REFUSED = {
+    **dict.fromkeys(("graph", "graph_pool_handle", "make_graphed_callables", "Graph", "CUDAGraph"), _CAPTURE),
+    **dict.fromkeys(
+        (
+            "MemPool", "change_current_allocator", "get_per_process_memory_fraction", "memory_snapshot",
+            "set_per_process_memory_fraction", "use_mem_pool",
+        ),
+        _ALLOCATOR,
+    ),
+    **dict.fromkeys(("clock_rate", "memory_usage", "power_draw", "temperature", "utilization"), _SENSORS),
+    "default_generators": "torch.worker.get_rng_state() and manual_seed() are those of a worker's own generator,"
+    " torch.Generator('worker:1') makes another",
+    "get_gencode_flags": "nothing is compiled for workers",
+    "get_stream_from_external": "a worker has one queue, torch.worker.current_stream()",
+}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """An attribute that is missing, and not a function that raises: programs ask with ``hasattr`` what there is."""
+    why = f": {_REFUSED[name]}" if name in _REFUSED else ""
+    raise AttributeError(f"torch.worker has no {name!r}{why}", name=name)
+
+
+def masters() -> list[Driver]:
+    return list({id(each.master): each.master for each in _workers()}.values())
+
+
+def _workers() -> list[DeviceTarget]:
+    """All workers, in the order of their ranks. None in a forked child: they are the parent's."""
+    return [
+        each
+        for each in places()
+        if len(each.ranks) == 1 and each.ranks[0] == each.index and not each.master.connections.closed
+    ]
+
+
+def _place(given: Any) -> DeviceTarget:
+    """The workers that a device, an index, a tensor or None means."""
+    if isinstance(given, int):
+        given = torch.device("worker", given)
+    elif isinstance(given, RemoteTensor):
+        given = given.device
+    elif given is not None:
+        given = torch.device(given)
+    if given is not None and given.type != "worker":
+        raise ValueError(f"Expected a worker, but got: {given}")
+    return place_of(given)
+
+
+def _worker(given: Any) -> DeviceTarget:
+    """One worker.
+
+    Raises:
+        UsageError: the device is a group's.
+    """
+    place = _place(given)
+    if len(place.ranks) > 1:
+        raise UsageError(f"{place} has no figures of its own: ask each of its workers")
+    return place
+
+
+def _ask(given: Any, name: str, **arguments: Any) -> Any:
+    place = _worker(given)
+    return place.master.connections.request(place, name, **arguments)
+
+
+# Devices.
+
+
+def device_count() -> int:
+    """How many workers there are. Their indices begin with 1."""
+    return len(_workers())
+
+
+def is_available() -> bool:
+    return device_count() > 0
+
+
+def is_initialized() -> bool:
+    return device_count() > 0
+
+
+def init() -> None:
+    """Nothing where there are workers.
+
+    Raises:
+        UsageError: there are none.
+    """
+    place_of(None).master.connections.check_process()
+
+
+_initialized = True  # else checkpointing does not restore the workers' random state
+
+
+def _lazy_init() -> None:
+    """torch calls it before it makes a tensor."""
+
+
+def _is_in_bad_fork() -> bool:
+    """Whether all workers are those of the process from which this one was forked."""
+    return bool(places()) and not _workers()
+
+
+def current_device() -> int:
+    return CURRENT[0]
+
+
+def set_device(device: Any) -> None:
+    """Makes a worker, or a group, the one that ``device="worker"`` means. A negative index: nothing."""
+    if not isinstance(device, int) or device >= 0:
+        CURRENT[0] = _place(device).index
+
+
+class device:
+    """A context in which a worker, or a group, is the current one. None, or a negative index: nothing."""
+
+    def __init__(self, device: Any) -> None:
+        self.idx = -1 if device is None or (isinstance(device, int) and device < 0) else _place(device).index
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = current_device()
+        set_device(self.idx)
+
+    def __exit__(self, *_: object) -> None:
+        if self.idx >= 0:
+            CURRENT[0] = self.prev_idx
+
+
+class device_of(device):
+    """A context in which a tensor's worker is the current one; nothing for a tensor that is on none."""
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__(obj.device if isinstance(obj, RemoteTensor) else None)
+
+
+def synchronize(device: Any = None) -> None:
+    """Waits until a worker, or all workers, have done what is queued. Nothing where there are no workers.
+
+    Raises:
+        RemoteError: something has failed, and nothing has reported it yet.
+        NotInitializedError: this is a forked child.
+    """
+    if device is not None:
+        place = _place(device)
+        place.master.synchronize(place)
+        return
+    for master in {id(each.master): each.master for each in places()}.values():
+        master.synchronize()
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What a worker says of itself.
+
+    Attributes:
+        name: of the processor that it computes on.
+        type: "cpu" or "cuda".
+        host: its host's name.
+        total_memory: in bytes: its GPU's, or its host's.
+        multi_processor_count: of a GPU; on a CPU the threads that the worker computes with.
+        capability: of a GPU [major, minor]; of a CPU the instructions that torch uses, as "AVX512".
+        arch_list: for which GPUs the worker's torch is compiled.
+        has_bfloat16, has_tf32: what the worker's kernels support.
+    """
+
+    name: str
+    type: str
+    host: str
+    total_memory: int
+    multi_processor_count: int
+    capability: Any
+    arch_list: list[str]
+    has_bfloat16: bool
+    has_tf32: bool
+
+
+def get_device_properties(device: Any = None) -> Properties:
+    """What a worker computes on. Waits for its answer."""
+    return Properties(**_ask(device, "properties"))
+
+
+def get_device_name(device: Any = None) -> str:
+    return get_device_properties(device).name
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    """A GPU's.
+
+    Raises:
+        UsageError: the worker computes on a CPU.
+    """
+    found = get_device_properties(device)
+    if found.type != "cuda":
+        raise UsageError(
+            f"{_worker(device)} computes on a CPU, which has no compute capability:"
+            f" get_device_properties().capability is its instructions, {found.capability!r}"
+        )
+    major, minor = found.capability
+    return major, minor
+
+
+def get_arch_list() -> list[str]:
+    """The GPUs for which the current worker's torch is compiled; [] where it computes on a CPU."""
+    return get_device_properties().arch_list
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Of the current worker; on a CPU always, by kernels that may be slow."""
+    return get_device_properties().has_bfloat16
+
+
+def is_tf32_supported() -> bool:
+    return get_device_properties().has_tf32
+
+
+def can_device_access_peer(device: Any, peer_device: Any) -> bool:
+    """Whether two devices exchange tensors directly: any two workers do."""
+    return _worker(device) is not _worker(peer_device)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    for master in masters():  # torch.autocast asks first
+        for rank in master.connections.ranks[:1]:
+            autocast.register(master.devices.worker(rank).kind)
+    return [torch.bfloat16, torch.float16]
+
+
+class amp:
+    """``torch.worker.amp``, as ``torch.cuda.amp``."""
+
+    class autocast(torch.amp.autocast):
+        def __init__(self, enabled: bool = True, dtype: torch.dtype | None = None, cache_enabled: bool = True) -> None:
+            super().__init__("worker", dtype, enabled, cache_enabled)
+
+    class GradScaler(torch.amp.GradScaler):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__("worker", *args, **kwargs)
+
+
+# Memory.
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    """What a worker counts, in bytes. Waits for its answer.
+
+    Returns:
+        ``tensors``: how many it holds. ``allocated``: the bytes of their memory. ``resident``: of the worker's process
+        in its host's memory. On a GPU, besides, all of `torch.cuda.memory_stats`; on a CPU
+        ``allocated_bytes.all.current``, which is ``allocated``, ``reserved_bytes.all.current``, which is ``resident``,
+        and ``reserved_bytes.all.peak``, the most that was resident.
+    """
+    return OrderedDict(sorted(_ask(device, "memory").items()))
+
+
+def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for name, value in memory_stats(device).items():
+        *path, last = name.split(".")
+        functools.reduce(lambda within, each: within.setdefault(each, {}), path, nested)[last] = value
+    return nested
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes of the tensors that live there."""
+    return memory_stats(device)["allocated_bytes.all.current"]
+
+
+def memory_reserved(device: Any = None) -> int:
+    """Bytes that the worker holds: of a GPU's memory its allocator's; of its host's all of its process."""
+    return memory_stats(device)["reserved_bytes.all.current"]
+
+
+def max_memory_allocated(device: Any = None) -> int:
+    """On a GPU, the most bytes of tensors since the start, or `reset_peak_memory_stats`.
+
+    Raises:
+        UsageError: the worker computes on a CPU, where nobody counts them.
+    """
+    stats = memory_stats(device)
+    if "allocated_bytes.all.peak" not in stats:
+        raise UsageError(
+            f"{_worker(device)} computes on a CPU, where torch does not count the most bytes of tensors there were;"
+            " max_memory_reserved() is the most memory that its process had"
+        )
+    return stats["allocated_bytes.all.peak"]
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    """The most that `memory_reserved` was since the start, or `reset_peak_memory_stats`."""
+    return memory_stats(device)["reserved_bytes.all.peak"]
+
+
+def reset_peak_memory_stats(device: Any = None) -> None:
+    _ask(device, "reset_peak")
+
+
+def reset_accumulated_memory_stats(device: Any = None) -> None:
+    """On a CPU nothing is accumulated."""
+    _ask(device, "reset_accumulated")
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Bytes that are free, and all there are: of a worker's GPU, or of its host (what Linux calls available)."""
+    free, total = _ask(device, "memory_info")
+    return free, total
+
+
+def device_memory_used(device: Any = None) -> int:
+    """Bytes of the GPU's, or of the host's, that any process uses."""
+    free, total = mem_get_info(device)
+    return total - free
+
+
+def empty_cache() -> None:
+    """Has all workers give memory that no tensor uses back to their GPU, or host."""
+    for place in _workers():
+        place.master.connections.command(place, "empty_cache")
+
+
+def ipc_collect() -> None:
+    """Nothing: no other process holds a worker's tensors."""
+
+
+# Random numbers.
+
+
+def manual_seed_all(seed: int) -> None:
+    for master in masters():
+        master.connections.seed = int(seed)
+    for place in _workers():
+        place.master.connections.command(place, "seed", seed=int(seed))
+
+
+def manual_seed(seed: int) -> None:
+    place = place_of(None)
+    place.master.connections.command(place, "seed", seed=int(seed))
+
+
+def _random() -> int:
+    return int.from_bytes(os.urandom(8), "little") >> 1
+
+
+def seed() -> None:
+    """Seeds the current worker's generator with a number that differs each time."""
+    manual_seed(_random())
+
+
+def seed_all() -> None:
+    manual_seed_all(_random())
+
+
+def initial_seed() -> int:
+    """What the current worker's generator was seeded with."""
+    return int(_ask(None, "initial_seed", generator=0))
+
+
+def get_rng_state(device: Any = "worker") -> torch.Tensor:
+    place = _place(device)
+    return torch.frombuffer(bytearray(place.master.connections.request(place, "state")), dtype=torch.uint8)
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """The workers', in the order of their ranks."""
+    return [get_rng_state(each.device) for each in _workers()]
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = "worker") -> None:
+    place = _place(device)
+    place.master.connections.command(place, "set_state", state=bytes_of(new_state))
+
+
+def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    for place, state in zip(_workers(), new_states, strict=True):
+        set_rng_state(state, place.device)
+
+
+# Streams and events.
+
+_TYPE = int(torch._C._autograd.DeviceType.PrivateUse1.value)
+
+
+class Stream(torch.Stream):
+    """The queue of a worker, or of a group: there is one, and whatever stream is made is that.
+
+    Args:
+        device: None for the current worker.
+        priority: without effect.
+    """
+
+    def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Stream:
+        return super().__new__(cls, stream_id=0, device_index=_place(device).index, device_type=_TYPE)
+
+    def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
+        self._place = _place(device)
+        self._entered: list[int] = []
+
+    def synchronize(self) -> None:
+        """Waits until what is queued is done."""
+        self._place.master.synchronize(self._place)
+
+    def query(self) -> bool:
+        """True when it is done; waits for that."""
+        self.synchronize()
+        return True
+
+    def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override]
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing, see `Event.wait`."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing, see `Event.wait`."""
+
+    def is_capturing(self) -> bool:
+        return self._place.master.connections.recorder is not None
+
+    def __enter__(self) -> Stream:
+        self._entered.append(current_device())
+        set_stream(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        CURRENT[0] = self._entered.pop()
+
+
+class StreamContext:
+    """A context in which a stream's worker is the current one; None: nothing."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.stream is not None:
+            self.stream.__exit__(kind, error, trace)
+
+
+def stream(stream: Stream | None) -> StreamContext:
+    return StreamContext(stream)
+
+
+def current_stream(device: Any = None) -> Stream:
+    return Stream(device)
+
+
+def default_stream(device: Any = None) -> Stream:
+    return Stream(device)
+
+
+def set_stream(stream: Any) -> None:
+    """Makes a stream's worker the current one."""
+    if stream is not None:
+        set_device(stream.device)
+
+
+def is_current_stream_capturing() -> bool:
+    """Whether a step is being recorded, by `allranks.capture`."""
+    return any(each.connections.recorder is not None for each in masters())
+
+
+class Event(torch.Event):
+    """A moment in a worker's work, as `torch.cuda.Event`.
+
+    Example:
+        start, end = torch.worker.Event(), torch.worker.Event()
+        start.record(); y = x @ x; end.record()
+        print(start.elapsed_time(end), "ms")
+    """
+
+    _made = 0
+
+    def __new__(cls, device: Any = None, enable_timing: bool = True, **_: Any) -> Event:
+        return super().__new__(cls, "worker", enable_timing=enable_timing)
+
+    def __init__(self, device: Any = None, enable_timing: bool = True, **_: Any) -> None:
+        self._given = device
+        self._timed = enable_timing
+        self._place: DeviceTarget | None = None
+        Event._made += 1
+        self._number = Event._made
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return (self._place or _place(self._given)).device
+
+    def record(self, stream: Any = None) -> None:
+        """Notes the time when the worker, that of the stream where one is given, comes here."""
+        place = _place(self._given if stream is None else stream.device)
+        if self._place is not place:
+            self._forget()
+        self._place = place
+        place.master.connections.command(place, "mark", event=self._number)
+
+    def synchronize(self) -> None:
+        """Waits until the worker has come here; an event that was not recorded is over."""
+        if self._place is not None:
+            self._when()
+
+    def query(self) -> bool:
+        """True once it has; waits, as all that is before it is done when the worker answers."""
+        self.synchronize()
+        return True
+
+    def wait(self, stream: Any = None) -> None:
+        """Workers wait for each other where they exchange tensors: there is nothing to do."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this event to another of the same worker.
+
+        Raises:
+            UsageError: the events are of two workers, or one was not recorded, or made with ``enable_timing=False``.
+        """
+        if not (self._timed and end._timed):
+            raise UsageError("both events must be made with enable_timing=True")
+        if self._place is not end._place:
+            raise UsageError("the clocks of different workers differ: both events must be of one worker")
+        return (end._when() - self._when()) * 1e3  # type: ignore[no-any-return]
+
+    def ipc_handle(self) -> bytes:
+        raise UsageError("an event of a worker cannot go to another process")
+
+    def _when(self) -> float:
+        if self._place is None:
+            raise UsageError("the event has not been recorded")
+        return float(self._place.master.connections.request(self._place, "marked", event=self._number))
+
+    def _forget(self) -> None:
+        if self._place is not None and not self._place.master.connections.closed:
+            self._place.master.connections.command(self._place, "unmark", event=self._number)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_place"):
+            self._forget()
+
+    def __repr__(self) -> str:
+        return f"torch.worker.Event({'not recorded' if self._place is None else f'of {self._place}'})"
+
+
+streams = SimpleNamespace(Stream=Stream, Event=Event)
+
+
+# torch.accelerator. Its functions call those of torch._C, which know devices of C++ only.
+
+
+def _converts(dtype: torch.dtype) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of types that few operators have
+            torch.zeros(1).to(dtype).to(torch.complex64)
+    except RuntimeError:  # torch has types of which it has no kernels
+        return False
+    return True
+
+
+def _capability(index: int) -> dict[str, set[torch.dtype]]:
+    """Workers have the types that the CPU has."""
+    dtypes = {each for each in vars(torch).values() if isinstance(each, torch.dtype)}
+    return {"supported_dtypes": {each for each in dtypes if _converts(each)}}
+
+
+def _exchange(index: int) -> int:
+    before = current_device()
+    set_device(index)
+    return before
+
+
+def register() -> None:
+    """Has ``torch.accelerator``, whose accelerator is ``worker`` as soon as torch knows that device, ask here."""
+    answers: dict[str, Callable[..., Any]] = {
+        "getDeviceIndex": current_device,
+        "setDeviceIndex": set_device,
+        "exchangeDevice": _exchange,
+        "maybeExchangeDevice": _exchange,
+        "getStream": current_stream,
+        "setStream": set_stream,
+        "synchronizeDevice": lambda index: synchronize(index) if places() else None,
+        "isAllocatorInitialized": is_initialized,
+        "emptyCache": empty_cache,
+        "emptyHostCache": lambda: None,  # pinned memory is ordinary memory
+        "getDeviceStats": memory_stats,
+        "resetAccumulatedStats": reset_accumulated_memory_stats,
+        "resetPeakStats": reset_peak_memory_stats,
+        "getMemoryInfo": mem_get_info,
+        "getDeviceCapability": _capability,
+    }
+    for name, answer in answers.items():
+        setattr(torch._C, f"_accelerator_{name}", answer)
+    # torch's says 0 where nobody counts.
+    if hasattr(torch.accelerator, "max_memory_allocated"):
+        torch.accelerator.max_memory_allocated = torch.accelerator.memory.max_memory_allocated = _max_memory_allocated
+
+    torch.random.fork_rng = _fork_rng(torch.random.fork_rng)
+    torch.Stream = _also(torch.Stream, Stream)  # type: ignore[misc]
+    torch.Event = _also(torch.Event, Event, enable_timing=False)  # type: ignore[misc]
+
+
+def _max_memory_allocated(device_index: Any = None, /) -> int:
+    return max_memory_allocated(device_index)
+
+
+def _also(torchs: type, ours: type, **defaults: Any) -> Any:
+    """torch's class, whose objects for workers are ours: torch's own would do nothing."""
+
+    class Also(type(torchs)):  # type: ignore[misc]
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if cls is made and not kwargs.keys() & {"stream_id", "device_index", "device_type"}:
+                device = args[0] if args else kwargs.get("device")
+                meant = torch.accelerator.current_accelerator() if device is None else torch.device(device)
+                if meant is not None and meant.type == "worker":
+                    return ours(*args, **{**defaults, **kwargs})
+            return super().__call__(*args, **kwargs)
+
+        def __instancecheck__(cls, each: Any) -> bool:
+            return isinstance(each, torchs) if cls is made else super().__instancecheck__(each)
+
+        def __subclasscheck__(cls, each: Any) -> bool:
+            return issubclass(each, torchs) if cls is made else super().__subclasscheck__(each)
+
+    made = Also(torchs.__name__, (torchs,), {"__module__": "torch", "__doc__": torchs.__doc__})
+    return made
+
+
+def _fork_rng(fork_rng: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's takes indices for those that begin with 0."""
+
+    @functools.wraps(fork_rng)
+    def forked(devices: Any = None, *args: Any, device_type: str | None = None, **kwargs: Any) -> Any:
+        if devices is None and device_type in (None, "worker"):
+            devices = [each.index for each in _workers()]
+        return fork_rng(devices, *args, device_type=device_type, **kwargs)
+
+    return forked

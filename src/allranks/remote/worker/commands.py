@@ -1,0 +1,462 @@
+"""What a worker does beside torch's operators: hand tensors over, make groups, tell how it is doing."""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+from torch.utils._pytree import tree_map
+
+from allranks._call.bytes import bytes_of
+from allranks._call.types import ReduceOp
+from allranks._cluster.host import processor
+from allranks.remote.protocol import wire
+from allranks.remote.protocol.faults import GIVEN, Given, Poison, Poisoned
+from allranks.remote.protocol.flags import apply
+from allranks.remote.worker.state import WorkerState, describe
+
+if TYPE_CHECKING:
+    from allranks._group.process_group import ProcessGroup
+
+__all__ = ["OPERATIONS", "COMMANDS"]
+
+
+def item(worker: WorkerState, data: memoryview, id: int) -> Any:
+    value = worker.take(id).item()
+    return [value.real, value.imag] if isinstance(value, complex) else value
+
+
+def fetch(worker: WorkerState, data: memoryview, id: int, link: int) -> bytes | None:
+    """A tensor's bytes; over a link, where there is one, after this answer."""
+    plain = _flat(worker.take(id))
+    if not link:
+        return bytes_of(plain)
+    worker.afterwards = lambda: worker.link(link).send(plain, 0)
+    return None
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without gaps, in the order of its memory, on this host."""
+    plain = tensor.resolve_conj().resolve_neg().cpu()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def upload(worker: WorkerState, data: memoryview, outputs: list[int], meta: wire.Meta, link: int) -> None:
+    """Makes room for a large tensor of the master's, and takes it when that is answered: it is sent only then."""
+    dtype, shape, strides = meta[:3]
+    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+    there = made if worker.device.type == "cpu" else torch.empty_like(made, device=worker.device)
+
+    def take() -> None:
+        worker.link(link).recv(_flat(made), 0)
+        worker.slots[outputs[0]] = there if there is made else there.copy_(made)
+
+    worker.link(link)  # which may not have come about
+    worker.afterwards = take
+
+
+def spread(
+    worker: WorkerState,
+    data: memoryview,
+    link: int,
+    root: int,
+    id: int,
+    meta: wire.Meta,
+    sends: bool,
+    outputs: list[int],
+) -> None:
+    """A tensor of one worker to all of a group; the sender may be none of them."""
+    held = worker.slots[id] if sends else None
+    dtype, shape, strides, *_ = meta
+    made = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+    if isinstance(held, torch.Tensor):
+        made = held.clone()
+    if link:
+        group = worker.link(link)
+        _agree(group, held)
+        group.broadcast(_flat(made), root)
+    elif type(held) is Poison:
+        raise Poisoned(held.fault)
+    for each in outputs:
+        worker.slots[each] = made.to(worker.device)
+
+
+def generator(worker: WorkerState, data: memoryview, name: int) -> None:
+    """Makes a generator."""
+    worker.generators[name] = torch.Generator(worker.device)
+
+
+def forget_generator(worker: WorkerState, data: memoryview, name: int) -> None:
+    worker.generators.pop(name, None)
+
+
+def seed(worker: WorkerState, data: memoryview, seed: int, generator: int = 0) -> None:
+    if generator:
+        worker.generators[generator].manual_seed(seed)
+    else:
+        torch.manual_seed(seed)  # also what is not of the worker's device, for functions of the user's
+
+
+def initial_seed(worker: WorkerState, data: memoryview, generator: int) -> int:
+    return worker.generator(generator).initial_seed()
+
+
+def state(worker: WorkerState, data: memoryview, generator: int = 0) -> bytes:
+    """A random generator's state."""
+    return bytes_of(worker.generator(generator).get_state())
+
+
+def set_state(worker: WorkerState, data: memoryview, state: bytes, generator: int = 0) -> None:
+    given = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    worker.generator(generator).set_state(given)
+
+
+def group(
+    worker: WorkerState, data: memoryview, number: int, name: str, ranks: Sequence[int], timeout_s: float
+) -> None:
+    """Makes a native group, with which this worker meets others."""
+    assert worker.context is not None
+    try:
+        worker.groups[number] = worker.context.make_group(name, ranks, timeout_s)
+    except Exception as error:  # noqa: BLE001 - whatever uses the link raises it; the master may have given it up
+        worker.groups[number] = worker.fault("a link between workers", error)
+
+
+def ungroup(worker: WorkerState, data: memoryview, number: int) -> None:
+    made = worker.groups.pop(number, None)
+    if made is not None and not isinstance(made, wire.Fault):
+        made.close()
+
+
+def mark(worker: WorkerState, data: memoryview, event: int) -> None:
+    """Notes the time, for `Event`."""
+    if worker.device.type == "cuda":
+        torch.cuda.synchronize(worker.device)
+    worker.marks[event] = time.perf_counter()
+
+
+def marked(worker: WorkerState, data: memoryview, event: int) -> float:
+    return worker.marks[event]
+
+
+def unmark(worker: WorkerState, data: memoryview, event: int) -> None:
+    worker.marks.pop(event, None)
+
+
+def memory(worker: WorkerState, data: memoryview) -> dict[str, int]:
+    """Bytes of the tensors that live here, and of the whole process; on a GPU what its allocator counts, too."""
+    storages = {
+        held.untyped_storage()._cdata: held.untyped_storage().nbytes()
+        for held in worker.slots.values()
+        if isinstance(held, torch.Tensor)
+    }
+    process = _kernel_table("/proc/self/status")
+    allocated, resident = sum(storages.values()), process["VmRSS"]
+    found = {"tensors": len(worker.slots), "allocated": allocated, "resident": resident}
+    if worker.device.type == "cuda":
+        return found | torch.cuda.memory_stats(worker.device)
+    return found | {
+        "allocated_bytes.all.current": allocated,
+        "reserved_bytes.all.current": resident,
+        "reserved_bytes.all.peak": process["VmHWM"],
+    }
+
+
+def _kernel_table(path: str) -> dict[str, int]:
+    """What Linux counts in kB, in bytes, by name."""
+    rows = [line.partition(":") for line in Path(path).read_text().splitlines()]
+    return {name: int(value.split()[0]) << 10 for name, _, value in rows if value.endswith(" kB")}
+
+
+def memory_info(worker: WorkerState, data: memoryview) -> tuple[int, int]:
+    """Bytes that are free, and all, of the GPU or the host."""
+    if worker.device.type == "cuda":
+        return torch.cuda.mem_get_info(worker.device)
+    host = _kernel_table("/proc/meminfo")
+    return host["MemAvailable"], host["MemTotal"]
+
+
+def reset_peak(worker: WorkerState, data: memoryview) -> None:
+    if worker.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(worker.device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak of the resident set
+
+
+def reset_accumulated(worker: WorkerState, data: memoryview) -> None:
+    if worker.device.type == "cuda":
+        torch.cuda.reset_accumulated_memory_stats(worker.device)
+
+
+def empty_cache(worker: WorkerState, data: memoryview) -> None:
+    """Gives memory that no tensor uses back."""
+    if worker.device.type == "cuda":
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def properties(worker: WorkerState, data: memoryview) -> dict[str, Any]:
+    """What tensors here are computed on; see `torch_worker.Properties`."""
+    found = {"type": worker.device.type, "host": socket.gethostname()}
+    if worker.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(worker.device)
+        return found | {
+            "name": gpu.name,
+            "total_memory": gpu.total_memory,
+            "multi_processor_count": gpu.multi_processor_count,
+            "capability": [gpu.major, gpu.minor],
+            "arch_list": torch.cuda.get_arch_list(),
+            "has_bfloat16": torch.cuda.is_bf16_supported(),
+            "has_tf32": torch.cuda.is_tf32_supported(),
+        }
+    return found | {
+        "name": processor(),
+        "total_memory": _kernel_table("/proc/meminfo")["MemTotal"],
+        "multi_processor_count": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "arch_list": [],
+        "has_bfloat16": True,
+        "has_tf32": False,
+    }
+
+
+def storage(worker: WorkerState, data: memoryview, id: int, outputs: list[int]) -> list[int]:
+    """All of a tensor's memory as bytes: a name for it, which is no other's while a tensor is there, and how many."""
+    held = worker.take(id)
+    memory = held.untyped_storage()
+    worker.slots[outputs[0]] = torch.empty(0, dtype=torch.uint8, device=held.device).set_(memory)
+    return [memory._cdata, memory.nbytes()]
+
+
+def twin(worker: WorkerState, data: memoryview, copying: int, id: int, outputs: list[int]) -> None:
+    """A copy of a tensor, in a copy of its memory that is one for all that are copied together."""
+    held = worker.take(id)
+    memory = held.untyped_storage()
+    copies = worker.copies.setdefault(copying, {})
+    if memory._cdata not in copies:
+        own = memory.clone()  # type: ignore[no-untyped-call]
+        copies[memory._cdata] = own, memory  # which is held, so that no other gets its name
+    into, _ = copies[memory._cdata]
+    made = torch.empty(0, dtype=held.dtype, device=held.device)
+    worker.slots[outputs[0]] = made.set_(into, held.storage_offset(), held.shape, held.stride())
+
+
+def copied(worker: WorkerState, data: memoryview, copying: int) -> None:
+    """All that was to be copied together is."""
+    worker.copies.pop(copying, None)
+
+
+def kind(worker: WorkerState, data: memoryview) -> str:
+    """The kind of device on which tensors live here."""
+    return worker.device.type
+
+
+def function(worker: WorkerState, data: memoryview, name: int) -> None:
+    """A function of the user's."""
+    worker.functions[name] = cloudpickle.loads(data)
+
+
+def start(worker: WorkerState, data: memoryview, call: int, function: int, tensors: list[int]) -> None:
+    """Runs one. Its result, or what it raised, is kept for `result`."""
+    try:
+        GIVEN[:] = [worker.take(each) for each in tensors]
+        args, kwargs = cloudpickle.loads(data)
+        GIVEN.clear()
+        made = worker.functions[function]
+        if isinstance(made, wire.Fault):
+            raise Poisoned(made)
+        with torch.enable_grad():
+            outcome = made(*args, **kwargs)
+        worker.outcomes[call] = (outcome,)
+    except Poisoned as poisoned:
+        worker.outcomes[call] = poisoned.fault
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is raised where the result is asked for
+        worker.outcomes[call] = worker.fault("remote function", error)
+
+
+def result(worker: WorkerState, data: memoryview, call: int) -> Any:
+    """What a function returned: the metas of tensors, which stay here, and the rest pickled."""
+    outcome = worker.outcomes[call]
+    if isinstance(outcome, wire.Fault):
+        del worker.outcomes[call]
+        raise Poisoned(outcome)
+    tensors: list[torch.Tensor] = []
+
+    def stay(each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return each
+        tensors.append(each.detach().to(worker.device))
+        return Given(len(tensors) - 1)
+
+    pickled = cloudpickle.dumps(tree_map(stay, outcome[0]))
+    worker.keep(tensors)
+    del worker.outcomes[call]
+    return [[describe(each) for each in tensors], pickled]
+
+
+def forget(worker: WorkerState, data: memoryview, function: int) -> None:
+    """The master has no way left to call the function."""
+    worker.functions.pop(function, None)
+
+
+def drop(worker: WorkerState, data: memoryview, call: int) -> None:
+    """Nobody wants the result any more; if it is a fault, somebody should."""
+    outcome = worker.outcomes.pop(call, None)
+    if isinstance(outcome, wire.Fault):
+        worker.unreported.append(outcome)
+
+
+# Operations between workers. Whoever is to take part in one and has only poison says so first: the others would wait.
+
+
+def send(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int) -> None:
+    """Sends tensors without gaps to a link's other end."""
+    group = worker.link(link)
+    poison = next((each for each in tensors if type(each) is Poison), None)
+    trouble = wire.pack_fault(poison.fault) if poison else b""
+    group.send(torch.tensor([len(trouble)]), peer)
+    if poison:
+        group.send(torch.frombuffer(bytearray(trouble), dtype=torch.uint8), peer)
+        raise Poisoned(poison.fault)
+    for tensor in tensors:
+        if tensor.numel():
+            group.send(_flat(tensor), peer)
+
+
+def recv(worker: WorkerState, tensors: Sequence[Any], link: int, peer: int, metas: Sequence[Any]) -> Any:
+    """Receives them: one, or a list."""
+    group = worker.link(link)
+    trouble = torch.empty(1, dtype=torch.int64)
+    group.recv(trouble, peer)
+    if trouble:
+        packed = torch.empty(int(trouble), dtype=torch.uint8)
+        group.recv(packed, peer)
+        raise Poisoned(wire.unpack_fault(bytes_of(packed)))
+    made = []
+    for dtype, shape, strides in metas:
+        plain = torch.empty_strided(shape, strides, dtype=wire.dtype_of(dtype))
+        if plain.numel():
+            group.recv(_flat(plain), peer)
+        made.append(plain.to(worker.device))
+    return made if len(made) > 1 else made[0]
+
+
+def _agree(group: ProcessGroup, *held: Any) -> None:
+    """Raises on all members what one of them has instead of a tensor.
+
+    Raises:
+        Poisoned: a member has poison.
+    """
+    poison = next((each for each in held if type(each) is Poison), None)
+    trouble = wire.pack_fault(poison.fault) if poison else b""
+    mine = torch.tensor([len(trouble)])
+    lengths = torch.empty(group.size(), dtype=torch.int64)
+    group.all_gather(lengths, mine)
+    for rank, length in enumerate(lengths.tolist()):
+        if length:
+            packed = torch.frombuffer(bytearray(trouble), dtype=torch.uint8) if rank == group.rank() else (
+                torch.empty(length, dtype=torch.uint8)
+            )  # fmt: skip
+            group.broadcast(packed, rank)
+            raise Poisoned(wire.unpack_fault(bytes_of(packed)))
+
+
+def _together(tensors: Sequence[torch.Tensor], move: Callable[[torch.Tensor], Any]) -> None:
+    """Applies what works in place on one tensor to many: those of a dtype in one piece."""
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    for alike in kinds.values():
+        if len(alike) == 1 and alike[0].is_contiguous():
+            move(alike[0])
+            continue
+        whole = torch.cat([each.reshape(-1) for each in alike])
+        move(whole)
+        parts = torch.split_with_sizes(whole, [each.numel() for each in alike])
+        for each, part in zip(alike, parts, strict=True):
+            each.copy_(part.view(each.shape))
+
+
+def all_reduce(worker: WorkerState, tensors: Sequence[Any], link: int, op: str) -> None:
+    group = worker.link(link)
+    _agree(group, *tensors)
+    _together(tensors, lambda tensor: group.all_reduce(tensor, getattr(ReduceOp, op)))
+
+
+def broadcast(worker: WorkerState, tensors: Sequence[Any], link: int, root: int) -> None:
+    group = worker.link(link)
+    _agree(group, *tensors)
+    _together(tensors, lambda tensor: group.broadcast(tensor, root))
+
+
+def all_gather(worker: WorkerState, tensors: Sequence[Any], link: int, dim: int) -> torch.Tensor:
+    """The members' tensors, one behind the other along a dimension."""
+    group, (tensor,) = worker.link(link), tensors
+    _agree(group, tensor)
+    parts = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(group.size())]
+    group.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts, dim)
+
+
+def reduce_scatter(worker: WorkerState, tensors: Sequence[Any], link: int, op: str, dim: int) -> torch.Tensor:
+    """Each member's part, along a dimension, of the sum."""
+    group, (tensor,) = worker.link(link), tensors
+    _agree(group, tensor)
+    parts = [each.contiguous() for each in tensor.chunk(group.size(), dim)]
+    made = torch.empty_like(parts[0])
+    group.reduce_scatter(made, parts, getattr(ReduceOp, op))
+    return made
+
+
+def flags(worker: WorkerState, tensors: Sequence[Any], link: int, changed: Sequence[Any]) -> None:
+    apply(changed)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    each.__name__: each for each in (flags, send, recv, all_reduce, broadcast, all_gather, reduce_scatter)
+}
+"""By name. `protocol.arguments.is_in_place` tells those that change their tensors."""
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    each.__name__: each
+    for each in (
+        item,
+        fetch,
+        upload,
+        spread,
+        generator,
+        forget_generator,
+        seed,
+        initial_seed,
+        state,
+        set_state,
+        group,
+        ungroup,
+        mark,
+        marked,
+        unmark,
+        memory,
+        memory_info,
+        reset_peak,
+        reset_accumulated,
+        empty_cache,
+        properties,
+        storage,
+        twin,
+        copied,
+        kind,
+        function,
+        start,
+        result,
+        drop,
+        forget,
+    )
+}

@@ -1,0 +1,155 @@
+"""Python functions that are generated from templates: all code of this package that is executed as text.
+
+A template's function reads its tensors from the slots, calls the operator and stores the results. It is generated and
+not put together from closures, as the text has no loop over the arguments: benchmarks/worker_calls.py measures both.
+The text contains numbers, and names that this module makes, but nothing that the master has sent.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from allranks.remote.protocol.arguments import GENERATOR, NUMBERS, Form, constant_of, visit
+from allranks.remote.worker.template import Code, Slots
+
+__all__ = ["Source", "call_function", "call_source", "flatten", "program_function"]
+
+
+class Source:
+    """The text of a call's arguments. Tensors are ``{i[0]}``, numbers ``{n[0]}``, as in `Code`.
+
+    Attributes:
+        inputs: how many tensors there are so far.
+        codes: of the numbers so far, in those of `struct`.
+        space: what the text refers to, by name.
+    """
+
+    def __init__(self, own: str, device: torch.device, space: dict[str, Any]) -> None:
+        self.inputs = 0
+        self.codes = ""
+        self.space = space
+        self._own = own
+        self._device = device
+
+    def tensor(self) -> str:
+        self.inputs += 1
+        return f"{{i[{self.inputs - 1}]}}"
+
+    def number(self, code: str) -> str:
+        self.codes += NUMBERS[code]
+        number = f"{{n[{len(self.codes) - 1}]}}"
+        return f"generators[{number}]" if code == GENERATOR else number
+
+    def sequence(self, parts: list[str]) -> str:
+        return f"[{', '.join(parts)}]"
+
+    def constant(self, form: Form) -> str:
+        name = f"c{len(self.space)}{self._own}"
+        self.space[name] = constant_of(form, self._device)
+        return name
+
+
+class CallSource(NamedTuple):
+    """A call as text.
+
+    Attributes:
+        plain: without a look at what it returns.
+        checked: each result is compared with what the master believes it to be.
+    """
+
+    plain: Code
+    checked: Code
+    inputs: int
+    outputs: int
+
+
+def call_source(
+    number: int,
+    args: Sequence[Form],
+    kwargs: dict[str, Form],
+    results: Sequence[Any],
+    op: Any,
+    device: torch.device,
+    space: dict[str, Any],
+) -> CallSource:
+    """The text of a call.
+
+    Args:
+        number: of the template, which keeps names of different templates apart.
+        args, kwargs: the forms of its arguments.
+        results: for each value returned None where it is not kept.
+        op: the operator.
+        device: of the worker.
+        space: what the text of any call refers to: ``settle`` and ``generators``.
+
+    Raises:
+        ValueError: an argument's name is none.
+    """
+    if not all(each.isidentifier() for each in kwargs):
+        raise ValueError(f"{list(kwargs)} are no names")
+    own = f"_{number}"
+    names = {f"op{own}": getattr(op, "_op", op), f"R{own}": results, "flatten": flatten, **space}
+    source = Source(own, device, names)
+    given = [visit(form, source) for form in args]
+    given += [f"{name}={visit(form, source)}" for name, form in kwargs.items()]
+    call = f"op{own}({', '.join(given)})"
+    outputs = [each for each, meta in enumerate(results) if meta is not None]
+    schema = getattr(op, "_schema", None)
+    single = outputs and len(results) == 1 and not (schema and str(schema.returns[0].type).startswith("List"))
+
+    def text(checked: bool) -> str:
+        def result(source: str, which: int) -> str:
+            return f"settle({source}, {which}, R{own})" if checked else source
+
+        if not outputs:
+            return call
+        if single:
+            return f"{{o[0]}} = {result(call, 0)}"
+        taken = [f"{{o[{at}]}} = {result(f'r[{each}]', each)}" for at, each in enumerate(outputs)]
+        return "; ".join([f"r = flatten({call})", *taken, "del r"])
+
+    layout = struct.Struct(f"<{source.inputs + len(outputs)}I{source.codes}")
+    plain, checked = (Code(text(each), layout, names) for each in (False, True))
+    return CallSource(plain, checked, source.inputs, len(outputs))
+
+
+def call_function(code: Code, inputs: int, outputs: int) -> Callable[[Slots, Any, int], None]:
+    """A function of slots, a buffer, and where in the buffer the ids of a call begin."""
+    numbers = len(code.layout.unpack(bytes(code.layout.size))) - inputs - outputs
+    ids = [f"i{each}" for each in range(inputs)], [f"o{each}" for each in range(outputs)]
+    values = [f"n{each}" for each in range(numbers)]
+    names = [*ids[0], *ids[1], *values]
+    taken = f"{', '.join(names)}, = unpack(B, at)" if names else "pass"
+    slots = [[f"S[{each}]" for each in kind] for kind in ids]
+    body = code.text.format(i=slots[0], o=slots[1], n=values)
+    space = {**code.space, "unpack": code.layout.unpack_from}
+    return _execute(f"def run(S, B, at):\n  {taken}\n  {body}", space)  # type: ignore[no-any-return]
+
+
+def program_function(inputs: Sequence[int], lines: Sequence[str], results: str, space: dict[str, Any]) -> Any:
+    """A function of slots and of a captured step's inputs, whose tensors are local variables.
+
+    Args:
+        inputs: their numbers in the step.
+        lines: of its body.
+        results: what it returns.
+        space: what the lines refer to.
+    """
+    body = "\n  ".join([*lines, f"return ({results})"])
+    return _execute(f"def run({', '.join(['S', *(f'v{each}' for each in inputs)])}):\n  {body}", space)
+
+
+def flatten(result: Any) -> list[Any]:
+    """What an operator returned, in one list."""
+    if isinstance(result, list | tuple):
+        return [one for each in result for one in (each if isinstance(each, list | tuple) else (each,))]
+    return [result]
+
+
+def _execute(source: str, space: dict[str, Any]) -> Any:
+    exec(source, space)
+    return space["run"]

@@ -1,0 +1,174 @@
+"""Connections between ranks of different hosts: here two servers of one process, strangers, and false proofs."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from allranks._base.errors import JoinError, SecretError
+from allranks._base.frames import pack_frame
+from allranks._engines.native import tcp
+from allranks._rendezvous.rendezvous import Member
+from allranks._store.wire import GREETING_LIMIT
+
+SECRET, TOKEN = b"a secret of the tests", bytes(range(16))
+
+
+class Comm:
+    """In the core's place: keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.adopted: list[tuple[int, int, socket.socket]] = []
+        self.given_up: list[int] = []
+
+    def adopt(self, rank: int, kind: int, fd: int, greeting: str) -> None:
+        connection = socket.socket(fileno=fd)
+        connection.settimeout(5)
+        if greeting:
+            connection.sendall(greeting.encode())
+        self.adopted.append((rank, kind, connection))
+
+    def give_up(self, rank: int) -> None:
+        self.given_up.append(rank)
+
+
+class Pair:
+    """Ranks 0 and 1 of a group, each with a server of its own."""
+
+    def __init__(self, token: bytes = TOKEN, secrets: tuple[bytes, bytes] = (SECRET, SECRET)) -> None:
+        self.servers = [tcp.ConnectionServer.of((f"127.0.0.{i + 1}",)) for i in range(2)]
+        members = [Member(i, os.getpid(), f"host{i}", str(i), 2, (f"127.0.0.{i + 1}",)) for i in range(2)]
+        self.groups = []
+        for i, (server, secret) in enumerate(zip(self.servers, secrets, strict=True)):
+            other = 1 - i
+            target = (members[other].addresses, self.servers[other].port)
+            targets = [target if r == other else None for r in range(2)]
+            self.groups.append(tcp.PeerConnections(server, i, members, targets, secret, token))
+        self.comms = [Comm(), Comm()]
+        for group, comm in zip(self.groups, self.comms, strict=True):
+            group.comm = comm  # type: ignore[assignment]
+
+    def close(self) -> None:
+        for group in self.groups:
+            group.close()
+        for comm in self.comms:
+            for _, _, connection in comm.adopted:
+                connection.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    before = set(threading.enumerate())  # what runs the tests in parallel has some of its own
+    made = Pair()
+    yield made
+    made.close()
+    assert not tcp.ConnectionServer._all
+    # Dummies are threads of others that Python has met meanwhile.
+    assert not [each for each in threading.enumerate() if each not in before and not _is_dummy(each)]
+
+
+def _is_dummy(thread: threading.Thread) -> bool:
+    return isinstance(thread, threading._DummyThread)
+
+
+def _until(condition: object, seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_who_both_connect_at_once_end_with_one_connection() -> None:
+    pick = random.Random(1)
+    for round_ in range(40):
+        pair = Pair(token=round_.to_bytes(16, "big"))
+        askers = pick.choice([(0, 1), (1, 0), (0,), (1,)])
+        for i in askers:
+            pair.servers[i].ask(pair.groups[i].number, 1 - i, tcp.MESSAGE)
+            time.sleep(pick.choice([0, 0, 0.0005, 0.002]))
+        _until(lambda pair=pair: all(comm.adopted for comm in pair.comms))
+        (from_0,), (from_1,) = (comm.adopted for comm in pair.comms)
+        assert (from_0[:2], from_1[:2]) == ((1, tcp.MESSAGE), (0, tcp.MESSAGE))
+        from_0[2].sendall(b"ping")
+        assert from_1[2].recv(10) == b"ping"  # and no word of the greeting
+        from_1[2].sendall(b"pong")
+        assert from_0[2].recv(10) == b"pong"
+        pair.close()
+        assert [len(comm.adopted) for comm in pair.comms] == [1, 1]
+
+
+def test_strangers_hold_up_nobody_and_are_dropped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "GREETING_S", 0.5)
+    where = ("127.0.0.1", pair.servers[0].port)
+    pick = random.Random(2)
+    hello = tcp.Hello(pair.groups[0].name, 1, 0, tcp.COLLECTIVE)
+    greeting = pack_frame(tcp.greet(hello, bytes(32)))
+    idle = [socket.create_connection(where, 10) for _ in range(150)]
+    said = [pick.randbytes(pick.randrange(1, 400)) for _ in range(50)]
+    said += [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", pack_frame(bytes(GREETING_LIMIT + 1)), greeting[:-1]]
+    said += [greeting + pack_frame(bytes(32)), greeting + pack_frame(b""), greeting + greeting]
+    for words in said:
+        with socket.create_connection(where, 10) as stranger:
+            stranger.sendall(words)
+    began = time.monotonic()
+    pair.servers[1].ask(pair.groups[1].number, 0, tcp.COLLECTIVE)
+    _until(lambda: pair.comms[0].adopted and pair.comms[1].adopted)
+    assert time.monotonic() - began < 0.4
+    for connection in idle:  # dropped, and told nothing
+        connection.settimeout(5)
+        assert connection.recv(1) == b""
+        connection.close()
+    assert len(pair.comms[0].adopted) == 1
+
+
+def test_a_proof_is_worth_nothing_elsewhere(pair: Pair) -> None:
+    """A man in the middle passes on a rank's greeting and proof, with another purpose, or a second time."""
+    target, dialer = pair.groups
+    honest = tcp.Hello(target.name, 1, 0, tcp.COLLECTIVE)
+    for other in (honest._replace(kind=tcp.MESSAGE), honest._replace(from_=0), honest._replace(to=1)):
+        nonces = bytes(64)
+        assert tcp.proof(dialer.key, b"client", honest, nonces) != tcp.proof(dialer.key, b"client", other, nonces)
+    assert tcp.proof(dialer.key, b"client", honest, bytes(64)) != tcp.proof(dialer.key, b"server", honest, bytes(64))
+    where = ("127.0.0.1", pair.servers[0].port)
+    said = b""
+    for _ in range(2):  # the second time with what was right the first time
+        with socket.create_connection(where, 5) as connection:
+            connection.sendall(pack_frame(tcp.greet(honest, bytes(32))))
+            frame = connection.recv(1000)[4:]
+            nonces = bytes(32) + frame[len(tcp.PROTOCOL) : len(tcp.PROTOCOL) + 32]
+            said = said or tcp.proof(target.key, b"client", honest, nonces)
+            connection.sendall(pack_frame(said))
+            heard = connection.recv(1)
+    assert heard == b""
+    assert len(pair.comms[0].adopted) == 1
+
+
+def test_other_secrets_are_named() -> None:
+    pair = Pair(secrets=(SECRET, b"another secret of the tests"))
+    with pytest.raises(SecretError, match="ALLRANKS_SECRET"):
+        pair.groups[1].connect_heartbeats([0], 5)
+    with pytest.raises(JoinError, match=r"rank 1 \(host1\) did not connect(.|\n)*its secret differs"):
+        pair.groups[0].connect_heartbeats([1], 0.2)
+    pair.servers[1].ask(pair.groups[1].number, 0, tcp.MESSAGE)
+    _until(lambda: pair.comms[1].given_up == [0])
+    assert "secret" in pair.groups[1].troubles[0]
+    pair.close()
+
+
+def test_a_forked_child_has_none_of_it(pair: Pair) -> None:
+    pair.servers[1].ask(pair.groups[1].number, 0, tcp.COLLECTIVE)
+    _until(lambda: pair.comms[0].adopted and pair.comms[1].adopted)
+    before = len(os.listdir("/proc/self/fd"))
+    child = os.fork()
+    if child == 0:
+        held = len(os.listdir("/proc/self/fd"))
+        os._exit(0 if held == before - 6 and not tcp.ConnectionServer._all else 1)  # 2 listeners, 2 pipes
+    assert os.waitpid(child, 0)[1] == 0
+    pair.servers[1].ask(pair.groups[1].number, 0, tcp.MESSAGE)  # the parent's goes on
+    _until(lambda: len(pair.comms[0].adopted) == 2)

@@ -1,0 +1,113 @@
+"""How ranks of one host exchange their memory: strangers hold up nobody, and get nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from allranks import _core
+from allranks._base.errors import JoinError
+from allranks._engines.native.connect import SegmentExchange
+
+NOBODY = 65534
+RANKS = 3
+WAITED_S = 5.0  # so long a silent stranger was waited for, one after the other
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+
+
+def name(offer: SegmentExchange) -> str:
+    return f"\0allranks-{offer.record[:8].hex()}"
+
+
+@contextlib.contextmanager
+def child(user: int, begin: Callable[[], object]) -> Iterator[None]:
+    """A process of that user that has begun something and stays."""
+    heard, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setuid(user)
+            kept = begin()
+            os.write(told, b"!")
+            signal.pause()
+            del kept
+        finally:
+            os._exit(1)
+    os.close(told)
+    try:
+        assert os.read(heard, 1) == b"!"
+        yield
+    finally:
+        os.close(heard)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def connected(to: str, word: bytes = b"") -> socket.socket:
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stranger.connect(to)
+    stranger.sendall(word)
+    return stranger
+
+
+def meet(offers: list[SegmentExchange]) -> None:
+    """Has all ranks meet, and closes what they get."""
+    records = [offer.record for offer in offers]
+    with ThreadPoolExecutor(len(offers)) as pool:
+        met = [pool.submit(offer.meet, rank, records, 30.0) for rank, offer in enumerate(offers)]
+        for rank, one in enumerate(met):
+            segments, sockets = one.result()
+            assert len({os.fstat(segment).st_ino for segment in segments}) == len(offers)
+            assert [sock is None for sock in sockets] == [r == rank for r in range(len(offers))]
+            for segment in segments:
+                os.close(segment)
+            for sock in sockets:
+                if sock is not None:
+                    sock.close()
+
+
+@pytest.fixture
+def offers() -> Iterator[list[SegmentExchange]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(SegmentExchange(_core.create_memory(4096))) for _ in range(RANKS)]
+
+
+@pytest.mark.parametrize("word", [b"", b"hello", b"x" * 20], ids=["silent", "short", "wrong"])
+@pytest.mark.parametrize("user", [0, pytest.param(NOBODY, marks=as_root)], ids=["own", "another"])
+def test_strangers_hold_up_nobody(offers: list[SegmentExchange], user: int, word: bytes) -> None:
+    names = [name(offer) for offer in offers]
+    with child(user or os.getuid(), lambda: [connected(each, word) for each in names for _ in range(5)]):
+        began = time.monotonic()
+        meet(offers)
+        assert time.monotonic() - began < WAITED_S
+
+
+@as_root
+def test_what_listens_in_a_rank_s_place_hears_nothing(offers: list[SegmentExchange]) -> None:
+    with SegmentExchange(_core.create_memory(4096)) as gone:
+        taken = name(gone)
+    heard, told = os.pipe()
+
+    def listen() -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(taken)
+        listener.listen()
+        if os.fork() == 0:
+            signal.alarm(20)
+            os.write(told, b"heard: " + listener.accept()[0].recv(100))
+            os._exit(0)
+        return listener
+
+    with child(NOBODY, listen), pytest.raises(JoinError, match=f"rank 0 belongs to user {NOBODY}"):
+        offers[1].meet(1, [gone.record, offers[1].record], 30.0)
+    assert os.read(heard, 100) == b"heard: "
+    os.close(heard)
+    os.close(told)

@@ -1,0 +1,896 @@
+"""Whole jobs on simulated hosts: the launcher's real state machines, a clock that jumps, ranks and hosts that fail.
+
+A seed decides everything: how many hosts and ranks there are, which rank fails when and how, which only echoes it,
+which ignores signals, hangs, stops or cannot be killed, which host is lost, which agent is slow, when the user presses
+Ctrl-C or Ctrl-Z, when an output breaks, what the master asks for, and how late the launcher is. Messages of one host
+come in order; those of two hosts overtake each other.
+
+``Job.run`` performs the actions of the policy as ``jobs/supervise`` does. While it runs, ``Watch`` compares every
+action with what has happened so far; afterwards it compares the outcome with what really happened.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import signal
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from allranks.launch.policy import job as job_policy
+from allranks.launch.policy import round as round_policy
+from allranks.launch.policy.interface import (
+    Action,
+    AwaitOutput,
+    Conclude,
+    DumpStacks,
+    Ending,
+    EndRound,
+    Event,
+    FinishRanks,
+    KillRequested,
+    LauncherContinued,
+    LendTerminal,
+    Outcome,
+    OutputBlocked,
+    OutputClosed,
+    OutputLost,
+    OutputWritten,
+    RanksFinished,
+    RanksStarted,
+    ReaderChanged,
+    ReclaimTerminal,
+    SignalRanks,
+    SignalReceived,
+    StopLauncher,
+    TerminalLent,
+    TimePassed,
+)
+from allranks.launch.policy.root_cause import SETTLE_S
+from allranks.launch.policy.round import (
+    DUMP_S,
+    IDLE_DUMP_S,
+    KILLED_S,
+    STRAGGLERS_S,
+    WORKERS_S,
+    Phase,
+    Round,
+    Rules,
+)
+from allranks.launch.spec.events import (
+    Exited,
+    Failed,
+    HostJoined,
+    HostLost,
+    Output,
+    RankRestarted,
+    Report,
+    RestartRank,
+    Stacks,
+)
+
+LAG_S = 0.02  # the launcher takes an event at most so much later than it came
+CLOCK_S = 0.002  # by so much the clocks of two hosts may seem to differ
+QUIET_S = 0.2  # after the last stacks
+LONG_S = 300.0  # every round has ended by then, whatever happens
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MANY = 5000  # turns
+
+
+class Wrong(AssertionError):
+    """The policy did what it must not do, or did not do what it must."""
+
+
+@dataclass(eq=False)
+class Process:
+    """One process of a rank.
+
+    Attributes:
+        stubborn: signals that it does not end by.
+        slow_s: how long it takes to end by others.
+        frozen: not even SIGKILL ends it.
+        failed_at: when it failed by itself; None if it did not.
+        echo: it failed because another rank did.
+        code: what the shell calls its own failure.
+        held: its agent has stopped it.
+    """
+
+    rank: int
+    host: Host
+    pid: int
+    stubborn: frozenset[int]
+    slow_s: float
+    frozen: bool
+    alive: bool = True
+    failed_at: float | None = None
+    echo: bool = False
+    reported: bool = False
+    code: int = 0
+    held: bool = False
+    ending: bool = False
+
+
+@dataclass(eq=False)
+class Host:
+    """A host and its agent. Messages take ``delay_s`` and stay in order."""
+
+    name: str
+    ranks: tuple[int, ...]
+    delay_s: float
+    lost: bool = False  # in truth
+    silent: bool = False  # its agent is frozen
+    arrival: float = 0.0
+
+
+@dataclass
+class Watch:
+    """What the launcher knows, kept apart from the policy; and when it did what."""
+
+    running: set[int] = field(default_factory=set)
+    observed: list[tuple[Process | Host, bool]] = field(default_factory=list)  # failures passed while all was well
+    known_failures: set[int] = field(default_factory=set)
+    at_decision: list[tuple[Process | Host, bool]] | None = None
+    stop_at: float | None = None  # the first signal that stops the ranks
+    decided_at: float | None = None  # a signal was received, or ranks were stopped
+    kill_at: float | None = None
+    closing_at: float | None = None
+    stopped: bool = False  # that is checked
+    finished: bool = False
+    concluded: bool = False
+    suspended: tuple[int, ...] = ()
+    last_output: float = 0.0
+    asked: list[int] = field(default_factory=list)  # signals that were passed
+    reader_gone: bool = False
+    output_lost: bool = False
+    joined: bool = False
+    killed_by_caller: bool = False
+    clean_exit_at: float | None = None
+    awaited: set[int] = field(default_factory=set)  # ranks that were asked for stacks and have not answered
+    answered_at: float = 0.0
+
+
+class SimulatedRound:
+    """One round: the ranks, the hosts, and the loop of the launcher."""
+
+    def __init__(self, job: Job, hosts: list[Host], began: float) -> None:
+        rng = self.rng = job.rng
+        self.job = job
+        self.hosts = hosts
+        self.now = began
+        self.began = began
+        self.master: int | None = job.master
+        self.ranks = [rank for host in hosts for rank in host.ranks]
+        reader = rng.choice(self.ranks) if job.local and rng.random() < 0.3 else None
+        grace = rng.choice([0.0, 0.5, 2.0, 10.0])
+        idle = rng.choice([0.7, 3.0]) if rng.random() < 0.15 else None
+        until = began + rng.uniform(0.1, 6.0) if rng.random() < 0.15 else None
+        names = [] if job.local else [host.name for host in hosts for _ in host.ranks]
+        if self.master == -1:
+            names = [names[0] if names else "here", *names] if names else []
+        self.rules = Rules(grace, names, idle, until, (signal.SIGUSR1,), self.master, reader)
+        self.state = Round(self.rules)
+        self.watch = Watch(last_output=began)
+        self.processes: dict[int, Process] = {}
+        self.all: list[Process] = []
+        self.inbox: list[Event] = []
+        self.signals: deque[Event] = deque()
+        self.requests: deque[Event] = deque()
+        self.answers: deque[Event] = deque()
+        self.source: dict[int, Any] = {}  # id of an event -> who failed
+        self.kept: list[Event] = []
+        self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.number = itertools.count()
+        self.lent: int | None = None
+        self.backlog_until = 0.0
+        self.pipes_until = 0.0
+        self.code: int | None = None
+        self.outcome: Outcome | None = None
+        self.disturbances = 0
+
+    # The world.
+
+    def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self.heap, (max(when, self.now), next(self.number), call, arguments))
+
+    def send(self, host: Host, event: Event) -> None:
+        """An agent sends an event."""
+        if host.lost:
+            return
+        host.arrival = max(host.arrival, self.now + host.delay_s * self.rng.uniform(1.0, 2.0))
+        self.at(host.arrival, self.arrive, host, event)
+
+    def arrive(self, host: Host, event: Event) -> None:
+        if not host.silent:
+            self.inbox.append(event)
+
+    def start(self, rank: int, host: Host) -> Process:
+        rng = self.rng
+        stubborn = frozenset(n for n in STOPPING if rng.random() < 0.15)
+        frozen = rng.random() < 0.02
+        process = Process(rank, host, next(self.job.pids), stubborn, rng.choice([0.0, 0.01, 0.3, 4.0]), frozen)
+        self.processes[rank] = process
+        self.all.append(process)
+        return process
+
+    def plan(self) -> None:
+        """Decides what will happen, unless it is prevented."""
+        rng, began = self.rng, self.began
+        calm = rng.random() < 0.25
+        burst = began + rng.random() * 2.0 if rng.random() < 0.15 else None  # several ranks fail nearly at once
+        for host in self.hosts:
+            for rank in host.ranks:
+                process = self.start(rank, host)
+                roll = rng.random()
+                when = began + rng.choice([0.0, 0.5, 2.0]) + rng.random() * rng.choice([0.05, 1.0, 5.0])
+                if burst is not None and roll < 0.7:
+                    self.at(burst + rng.random() * LAG_S / 2, self.fail, process, rng.choice(["raise", "exit", "kill"]))
+                elif roll < (0.04 if calm else 0.2):
+                    self.at(when, self.fail, process, rng.choice(["raise", "exit", "kill", "interrupted"]))
+                elif roll < 0.93:
+                    self.at(when + rng.random() * 3.0, self.end, process, 0)
+                if rng.random() < 0.5:
+                    self.at(began + rng.random() * 4.0, self.write, process)
+        if not calm:
+            self.plan_trouble()
+        for at_s in (60.0, 70.0):  # somebody ends what hangs
+            self.at(began + at_s, self.interrupt_launcher, signal.SIGINT)
+        if self.rules.master == -1:
+            self.at(began + rng.random() * 8.0, self.request, KillRequested())
+        if self.job.elastic and rng.random() < 0.1:
+            self.at(began + rng.random() * 3.0, self.inbox.append, HostJoined("node9"))
+        if self.rules.reader is not None and rng.random() < 0.6:
+            self.at(began + rng.random() * 2.0, self.read_terminal)
+        if self.master is not None and rng.random() < 0.5:
+            for _ in range(rng.randrange(1, 4)):
+                self.at(began + rng.random() * 4.0, self.request, RestartRank(rng.choice(self.ranks), {}))
+
+    def plan_trouble(self) -> None:
+        rng, began = self.rng, self.began
+        for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
+            number = rng.choice([*STOPPING, signal.SIGINT, signal.SIGUSR1])
+            self.at(began + rng.random() * 5.0, self.interrupt_launcher, number)
+            self.disturbances += 1
+        if self.job.local and rng.random() < 0.15:
+            self.at(began + rng.random() * 3.0, self.interrupt_launcher, signal.SIGTSTP)
+        for host in self.hosts:
+            if not self.job.local and rng.random() < 0.12:
+                self.at(began + rng.random() * 5.0, self.lose, host)
+                self.disturbances += 1
+        if rng.random() < 0.06:
+            lost = OutputLost("stdout", "No space left on device", rng.random() < 0.5)
+            self.at(began + rng.random() * 5.0, self.signals.append, lost)
+            self.disturbances += 1
+        if rng.random() < 0.1:
+            self.backlog_until = began + rng.choice([3.0, 20.0, LONG_S * 10])
+        if rng.random() < 0.1:
+            self.pipes_until = began + rng.choice([3.0, LONG_S * 10])
+
+    def request(self, event: Event) -> None:
+        self.requests.append(event)
+
+    def interrupt_launcher(self, number: int) -> None:
+        self.signals.append(SignalReceived(number))
+
+    def write(self, process: Process) -> None:
+        if process.alive and not process.held:
+            self.send(process.host, Output(process.rank, 1, b"x"))
+            if self.rng.random() < 0.7:
+                self.at(self.now + self.rng.random(), self.write, process)
+
+    def read_terminal(self) -> None:
+        process = self.processes[self.rules.reader] if self.rules.reader is not None else None
+        if process is not None and process.alive:
+            number = self.rng.choice([signal.SIGTTIN, signal.SIGTTOU, signal.SIGTSTP])
+            self.signals.append(ReaderChanged(number))
+
+    def fail(self, process: Process, how: str) -> None:
+        """A rank fails by itself."""
+        if not process.alive or process.held or process.ending:
+            return
+        process.failed_at = self.now
+        self.job.log("%.3f rank %d fails: %s", self.now, process.rank, how)
+        if how == "kill":
+            self.end(process, -self.rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGINT]))
+        elif how == "exit":
+            self.end(process, self.rng.randrange(1, 100))
+        else:
+            self.report(process, interrupted=how == "interrupted")
+        for other in self.processes.values():
+            if other is not process and self.rng.random() < 0.6:
+                self.at(self.now + self.rng.random() * self.rng.choice([0.01, 0.3]), self.echo, other)
+
+    def echo(self, process: Process) -> None:
+        if process.alive and not process.held and not process.ending:
+            process.failed_at, process.echo = self.now, True
+            self.report(process, echo=True)
+
+    def report(self, process: Process, echo: bool = False, interrupted: bool = False) -> None:
+        process.ending = process.reported = True
+        process.code = 130 if interrupted else self.rng.randrange(1, 100)
+        error = 0.0 if self.job.local else self.rng.random() * CLOCK_S
+        at = self.now + min(error, process.host.delay_s)
+        event = Failed(process.rank, process.pid, Report(process.code, "T", "text", "x.py:1", echo, interrupted, at))
+        self.note(event, process)
+        self.send(process.host, event)
+        self.at(self.now + self.rng.random() * 0.3, self.end, process, process.code)
+
+    def end(self, process: Process, status: int) -> None:
+        """A process ends."""
+        if not process.alive:
+            return
+        if process.held and status != -signal.SIGKILL:
+            self.at(self.now + 0.2, self.end, process, status)
+            return
+        process.alive = False
+        if process.failed_at is not None and not process.reported:
+            process.code = status if status >= 0 else 128 - status
+        event = Exited(process.rank, process.pid, status)
+        if process.failed_at is not None:
+            self.note(event, process)
+        self.send(process.host, event)
+
+    def note(self, event: Event, who: Process | Host) -> None:
+        self.source[id(event)] = who
+        self.kept.append(event)  # so that no other event gets its id
+
+    def lose(self, host: Host) -> None:
+        """A host is cut off, or its agent is killed, with its ranks."""
+        if host.lost:
+            return
+        self.job.log("%.3f %s is lost", self.now, host.name)
+        for process in self.all:
+            if process.host is host:
+                process.alive = False
+        host.lost = True
+        self.at(max(host.arrival, self.now + self.rng.random()), self.detect_loss, host)
+
+    def detect_loss(self, host: Host) -> None:
+        ranks = tuple(rank for rank in host.ranks if rank in self.watch.running)
+        pending = {e.rank for e in self.inbox if isinstance(e, Exited)}
+        ranks = tuple(rank for rank in ranks if rank not in pending)
+        if ranks and not self.watch.finished:
+            event = HostLost(host.name, ranks, f"{host.name}: the connection is gone")
+            self.note(event, host)
+            self.inbox.append(event)
+
+    def deliver(self, number: int, rank: int) -> None:
+        """A signal of the launcher's arrives at a rank."""
+        process = self.processes.get(rank)
+        if process is None or not process.alive or process.host.lost:
+            return
+        rng = self.rng
+        if number == signal.SIGSTOP:
+            process.held = True
+        elif number == signal.SIGCONT:
+            process.held = False
+        elif number == signal.SIGKILL:
+            if not process.frozen:
+                self.at(self.now + rng.random() * 0.1, self.end, process, -signal.SIGKILL)
+        elif number in STOPPING and number not in process.stubborn and not process.ending:
+            if number == signal.SIGINT and rng.random() < 0.8:
+                self.at(self.now + process.slow_s, self.obey_interrupt, process)
+            else:
+                self.at(self.now + process.slow_s, self.end, process, -number)
+
+    def obey_interrupt(self, process: Process) -> None:
+        if process.alive and not process.ending:
+            self.report(process, interrupted=True)
+
+    def restart(self, rank: int) -> None:
+        host = next(host for host in self.hosts if rank in host.ranks)
+        if host.lost or self.watch.finished:
+            return
+        process = self.processes[rank]
+        if process.alive:
+            process.ending = True
+            self.end(process, -signal.SIGKILL)
+        self.start(rank, host)
+        self.at(self.now + self.rng.random() * 3.0, self.end, self.processes[rank], self.rng.choice([0, 0, 3]))
+        self.send(host, RankRestarted(rank))
+
+    def answer_dump(self, rank: int) -> None:
+        process = self.processes[rank]
+        roll = self.rng.random()
+        if process.alive and roll < 0.7:
+            self.send(process.host, Stacks(rank, b"stack of %d" % rank))
+        elif process.alive and roll < 0.85:
+            self.send(process.host, Stacks(rank, why="runs no python script"))
+
+    # The launcher.
+
+    def run(self) -> None:
+        self.plan()
+        self.step(RanksStarted(tuple(self.ranks)))
+        turns = 0
+        while self.code is None:
+            turns += 1
+            if self.now > self.began + LONG_S or turns > MANY:
+                raise Wrong(f"the round does not end; {self.state.phase} at {self.now:.1f}")
+            self.wait()
+            self.turn()
+
+    def wait(self) -> None:
+        """Sleeps until something happens, and a little longer."""
+        deadline = self.state.deadline()
+        if self.state.phase is Phase.DRAINING:
+            self.at(self.backlog_until, lambda: None)
+        while not (self.inbox or self.signals or self.requests):
+            next_at = self.heap[0][0] if self.heap else float("inf")
+            if deadline is not None and deadline <= next_at:
+                self.advance(deadline)
+                break
+            if next_at == float("inf"):
+                raise Wrong(f"nothing can happen any more, in phase {self.state.phase}")
+            self.advance(next_at)
+            if self.state.phase in (Phase.CLOSING, Phase.DRAINING):
+                break
+        self.advance(self.now + self.rng.choice([0.0, 0.0, self.rng.random() * LAG_S]))
+
+    def advance(self, until: float) -> None:
+        while self.heap and self.heap[0][0] <= until:
+            when, _, call, arguments = heapq.heappop(self.heap)
+            self.now = max(self.now, when)
+            call(*arguments)
+        self.now = max(self.now, until)
+
+    def turn(self) -> None:
+        """As ``Supervisor._turn``."""
+        events, self.inbox[:] = list(self.inbox), []
+        for event in events:
+            self.step(event)
+        while self.requests and isinstance(self.requests[0], RestartRank):
+            self.step(self.requests.popleft())
+        self.step(TimePassed())
+        self.check_turn()
+        while self.signals:
+            self.step(self.signals.popleft())
+        while self.requests:
+            self.step(self.requests.popleft())
+        self.step(TimePassed())
+        self.check_turn()
+        if self.rng.random() < 0.01:
+            self.step(OutputBlocked())
+        if self.state.phase is Phase.CLOSING and (not self.job.local or self.now >= self.pipes_until):
+            self.step(OutputClosed())
+        if self.state.phase is Phase.DRAINING and self.now >= self.backlog_until:
+            self.step(OutputWritten())
+
+    def step(self, event: Event) -> None:
+        self.answers.append(event)
+        while self.answers:
+            event = self.answers.popleft()
+            before = Before(self.well, self.state.phase)
+            self.observe(event, before)
+            actions = round_policy.step(self.state, event, self.now)
+            self.job.log("%.3f %s -> %s", self.now, event, actions)
+            self.note_decision()
+            for action in actions:
+                self.perform(action)
+            self.check_answer(event, actions, before)
+
+    def perform(self, action: Action) -> None:
+        watch = self.watch
+        if watch.finished and isinstance(action, (SignalRanks, DumpStacks, RestartRank, LendTerminal, FinishRanks)):
+            raise Wrong(f"{action} after the ranks were finished")
+        if self.code is not None:
+            raise Wrong(f"{action} after the end")
+        match action:
+            case SignalRanks(number, ranks):
+                self.check_targets(action, ranks)
+                self.check_kill(number)
+                for rank in ranks:
+                    host = self.processes[rank].host
+                    self.at(self.now + host.delay_s, self.deliver, number, rank)
+                if number in STOPPING and not action.alone and watch.stop_at is None:
+                    watch.stop_at = self.now
+                if number == signal.SIGKILL and watch.kill_at is None:
+                    watch.kill_at = self.now
+            case DumpStacks(ranks):
+                self.check_targets(action, ranks)
+                watch.awaited, watch.answered_at = set(ranks), self.now
+                for rank in ranks:
+                    self.at(self.now + self.rng.choice([0.01, 0.3, 1.5]), self.answer_dump, rank)
+            case RestartRank(rank):
+                if watch.stop_at is not None or watch.decided_at is not None or not self.may_fail(rank):
+                    raise Wrong(f"{action} is performed, although the end was decided or the rank may not fail")
+                self.at(self.now + 0.01, self.restart, rank)
+            case LendTerminal(rank):
+                if rank != self.rules.reader or not self.job.local:
+                    raise Wrong(f"{action}, but the reader is {self.rules.reader}")
+                lent = self.rng.random() < 0.8
+                self.lent = rank if lent else self.lent
+                self.answers.append(TerminalLent(lent))
+            case ReclaimTerminal(rank):
+                if rank != self.lent:
+                    raise Wrong(f"{action}, but {self.lent} has the terminal")
+                self.lent = None
+            case StopLauncher():
+                unstopped = [rank for rank in watch.running if rank not in watch.suspended]
+                if unstopped:
+                    raise Wrong(f"the launcher stops, and ranks {unstopped} do not")
+                stopped = self.rng.random() < 0.7
+                self.advance(self.now + (self.rng.random() * 3.0 if stopped else 0.0))
+                self.answers.append(LauncherContinued(stopped))
+            case AwaitOutput():
+                watch.closing_at = self.now
+            case FinishRanks():
+                self.finish()
+            case Conclude(outcome):
+                if watch.concluded:
+                    raise Wrong("it is concluded twice")
+                watch.concluded, self.outcome = True, outcome
+            case EndRound(code):
+                self.code = code
+            case _:
+                pass
+        if isinstance(action, SignalRanks) and action.number == signal.SIGSTOP:
+            watch.suspended = action.ranks
+
+    def finish(self) -> None:
+        """Kills and reaps all, and hands over what is left; the rest is lost with its host."""
+        self.watch.finished = True
+        left = [event for event in self.inbox if not isinstance(event, (Output, HostJoined))]
+        self.inbox.clear()
+        for event in left:
+            self.step(event)
+        for process in self.all:
+            process.alive = False
+        self.answers.append(RanksFinished())
+
+    # What must hold.
+
+    def may_fail(self, rank: int) -> bool:
+        return self.master is not None and rank != self.master
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing has happened yet that ends the round, as far as the launcher knows."""
+        watch = self.watch
+        return watch.stop_at is None and watch.decided_at is None and not watch.killed_by_caller
+
+    def check_targets(self, action: Action, ranks: tuple[int, ...]) -> None:
+        if gone := [rank for rank in ranks if rank not in self.watch.running]:
+            raise Wrong(f"{action}: ranks {gone} have exited, or their host is lost")
+
+    def observe(self, event: Event, before: Before) -> None:
+        watch = self.watch
+        match event:
+            case RanksStarted(ranks):
+                watch.running = set(ranks)
+            case Stacks(rank):
+                watch.awaited.discard(rank)
+                watch.answered_at = self.now
+            case Exited(rank, _, status):
+                watch.running.discard(rank)
+                watch.awaited.discard(rank)
+                if not self.may_fail(rank) and before.well and status == 0 and watch.clean_exit_at is None:
+                    watch.clean_exit_at = self.now
+            case HostLost(_, ranks):
+                watch.running.difference_update(ranks)
+                watch.awaited.difference_update(ranks)
+            case RankRestarted(rank):
+                if not watch.finished and self.state.phase is Phase.RUNNING:
+                    watch.running.add(rank)
+            case SignalReceived(number):
+                watch.asked.append(number)
+                if number in STOPPING and watch.decided_at is None and watch.stop_at is None:
+                    watch.decided_at = self.now
+            case KillRequested():
+                watch.killed_by_caller = True
+            case OutputLost():
+                watch.reader_gone |= event.reader_gone
+                watch.output_lost |= not event.reader_gone
+            case HostJoined():
+                watch.joined |= before.well
+            case _:
+                pass
+        if before.well and self.lent is not None and getattr(event, "rank", None) == self.lent:
+            # Ctrl-C went to the rank that has the keys. It may be the only one: then no other is signalled.
+            reported = isinstance(event, Failed) and event.report.interrupted and not self.may_fail(event.rank)
+            if reported or (isinstance(event, Exited) and event.status == -signal.SIGINT):
+                watch.stop_at = self.now
+        if isinstance(event, (Output, OutputBlocked, ReaderChanged, LauncherContinued)):
+            watch.last_output = self.now
+        if isinstance(event, (Exited, Failed, HostLost)) and before.well and (who := self.source.get(id(event))):
+            rank = event.ranks[0] if isinstance(event, HostLost) else event.rank
+            whole = all(map(self.may_fail, event.ranks)) if isinstance(event, HostLost) else self.may_fail(rank)
+            if not whole and rank not in watch.known_failures:
+                watch.known_failures.add(rank)
+                watch.observed.append((who, isinstance(event, Failed)))
+
+    def note_decision(self) -> None:
+        """Keeps what was known when a cause was named."""
+        watch = self.watch
+        if self.state.cause is None or watch.at_decision is not None:
+            return
+        watch.at_decision = list(watch.observed)
+        if watch.stop_at is None:  # also where no other rank is left to be signalled
+            watch.stop_at = self.now
+        if watch.observed and all(isinstance(who, Process) and who.echo for who, _ in watch.observed):
+            first = min(who.failed_at or 0.0 for who, _ in watch.observed if isinstance(who, Process))
+            if self.now < first + SETTLE_S and not watch.finished:
+                raise Wrong(f"an echo was believed after {self.now - first:.3f} s")
+
+    def check_answer(self, event: Event, actions: list[Action], before: Before) -> None:
+        """What a user's signal must lead to at once."""
+        watch = self.watch
+        signalled = {a.number: set(a.ranks) for a in actions if isinstance(a, SignalRanks)}
+        if watch.stop_at is not None and not watch.stopped and before.phase is Phase.RUNNING:
+            watch.stopped = True
+            self.check_stop(event, signalled)
+        if isinstance(event, RankRestarted) and not before.well and before.phase is Phase.RUNNING:  # noqa: SIM102
+            if {event.rank} not in signalled.values():
+                raise Wrong(f"{event} comes after the end was decided, and the rank is not told")
+        if before.phase is not Phase.RUNNING or not watch.running:
+            return
+        if isinstance(event, SignalReceived) and event.number == signal.SIGINT:
+            expected = signal.SIGINT if before.well else signal.SIGKILL
+            if not watch.running <= signalled.get(expected, set()):
+                raise Wrong(f"Ctrl-C leads to {actions}, and {watch.running} run")
+        elif isinstance(event, SignalReceived) and event.number == signal.SIGUSR1:
+            if signalled.get(signal.SIGUSR1) != watch.running:
+                raise Wrong(f"SIGUSR1 is not passed on to {watch.running}: {actions}")
+        elif isinstance(event, KillRequested) and signalled.get(signal.SIGKILL) != watch.running:
+            raise Wrong(f"the caller kills, and {actions}")
+        elif isinstance(event, LauncherContinued):
+            held, watch.suspended = watch.suspended, ()
+            if left := watch.running.intersection(held) - signalled.get(signal.SIGCONT, set()):
+                raise Wrong(f"ranks {left} stay stopped: {actions}")
+        for number, ranks in signalled.items():
+            stops = number in STOPPING and not isinstance(event, (SignalReceived, RankRestarted))
+            if stops and not ranks <= signalled.get(signal.SIGCONT, set()):
+                raise Wrong(f"a stopped rank would not see signal {number}: {actions}")
+
+    def check_stop(self, event: Event, signalled: dict[int, set[int]]) -> None:
+        """Whom the first signal must reach, and which it must be."""
+        watch = self.watch
+        spared = {self.state.cause.rank} if self.state.cause is not None else {getattr(event, "rank", -1)}
+        numbers = [number for number in signalled if number in STOPPING]
+        reached = signalled[numbers[0]] if numbers else set()
+        if left := watch.running - reached - spared:
+            raise Wrong(f"the round is stopped after {event}, and ranks {left} are not told")
+        asked = next((number for number in watch.asked if number in STOPPING), None)
+        if watch.decided_at is not None and numbers and numbers[0] != asked:
+            raise Wrong(f"{asked} was received, and {numbers} are passed on")
+
+    def check_kill(self, number: int) -> None:
+        """Whether it is time for SIGKILL."""
+        watch = self.watch
+        if number != signal.SIGKILL or watch.killed_by_caller or signal.SIGINT in watch.asked:
+            return
+        limit = watch.stop_at
+        if limit is None and watch.decided_at is not None:
+            limit = watch.decided_at + DUMP_S
+        if limit is None or self.now < limit + self.rules.grace_s:
+            raise Wrong(f"ranks are killed before the grace time is over, {watch}")
+
+    def check_turn(self) -> None:
+        """What must have happened by now."""
+        watch, rules, now = self.watch, self.rules, self.now
+        if self.state.phase is not Phase.RUNNING or not watch.running:
+            return
+        late = LAG_S + 1e-6
+        if self.well:
+            for who, reported in watch.observed:
+                if isinstance(who, Host) or not who.echo:
+                    raise Wrong(f"{who} failed ({reported}), and ranks {watch.running} are not told to end")
+                if who.failed_at is not None and now > who.failed_at + SETTLE_S + CLOCK_S + late and who.failed_at:
+                    raise Wrong(f"an echo was not believed after {SETTLE_S} s: {who}")
+            if rules.until is not None and now > rules.until + late:
+                raise Wrong("the time is over, and the ranks are not told to end")
+            if rules.idle_s is not None and now > watch.last_output + rules.idle_s + IDLE_DUMP_S + 2 * late:
+                raise Wrong("no rank writes, and the round goes on")
+            ended_at = watch.clean_exit_at
+            if rules.master == 0 and ended_at is not None and now > ended_at + WORKERS_S + late:
+                raise Wrong("the master has ended, and its workers go on")
+            return
+        limit = rules.grace_s + (DUMP_S if watch.decided_at is not None else 0.0)
+        began = watch.stop_at if watch.stop_at is not None else watch.decided_at
+        if (
+            watch.decided_at is not None
+            and watch.stop_at is None
+            and watch.kill_at is None
+            and now > watch.decided_at + DUMP_S + late
+        ):
+            raise Wrong("a signal was received, and the ranks are not told to end")
+        waits = watch.decided_at is not None and watch.stop_at is None and watch.kill_at is None
+        if waits and not watch.awaited and now > watch.answered_at + QUIET_S + late:
+            raise Wrong("all stacks have come, and the ranks are not told to end")
+        if began is not None and watch.kill_at is None and now > began + limit + late:
+            raise Wrong(f"ranks {watch.running} did not end in {limit} s, and are not killed")
+        if watch.kill_at is not None and now > watch.kill_at + KILLED_S + late:
+            raise Wrong(f"{now - watch.kill_at} s after SIGKILL ranks {watch.running} are still waited for")
+
+    def check_end(self) -> None:
+        """The outcome against what really happened."""
+        watch, outcome = self.watch, self.outcome
+        if not watch.finished or outcome is None:
+            raise Wrong("the round ends, and its ranks are not reaped")
+        if watch.closing_at is None:
+            raise Wrong("the round ends without waiting for output")
+        if any(process.alive for process in self.all):
+            raise Wrong("a process is left")
+        late = OutputLost("stdout", "gone", False)
+        for event in (TimePassed(), KillRequested(), SignalReceived(signal.SIGTERM), late):
+            if actions := round_policy.step(self.state, event, self.now + 1.0):
+                raise Wrong(f"{actions} after the end")
+        match outcome.ending:
+            case Ending.FAILED:
+                self.check_blame(outcome)
+            case Ending.SIGNALLED:
+                self.check_signal(outcome)
+            case Ending.CLEAN:
+                if watch.observed and not (watch.output_lost or watch.killed_by_caller):
+                    raise Wrong(f"{watch.observed} failed, and the round is clean")
+                if self.code == 1 and not (watch.output_lost or self.rules.reader is not None):
+                    raise Wrong("code 1, and no output was lost")
+            case Ending.IDLE:
+                if self.rules.idle_s is None or self.code != round_policy.IDLE_CODE:
+                    raise Wrong("idle without a limit")
+            case Ending.JOINED:
+                if not watch.joined:
+                    raise Wrong("no host has come")
+        if self.state.failed != (outcome.ending in (Ending.FAILED, Ending.IDLE)):
+            raise Wrong(f"failed is {self.state.failed}: {outcome}")
+
+    def check_signal(self, outcome: Outcome) -> None:
+        watch, number = self.watch, outcome.signal
+        known = [n for n in watch.asked if n in STOPPING]
+        if self.state.late or self.rules.reader is not None:
+            known.append(signal.SIGINT)
+        if watch.reader_gone:
+            known.append(signal.SIGPIPE)
+        if number not in known or outcome.code != 128 + number:
+            raise Wrong(f"ended by {number} with code {outcome.code}; received: {known}")
+        if self.rules.reader is None and not watch.reader_gone and not self.state.late and number != known[0]:
+            raise Wrong(f"the first signal was {known[0]}, and {number} is named")
+
+    def check_blame(self, outcome: Outcome) -> None:
+        cause, observed = outcome.cause, self.watch.at_decision
+        if cause is None or not observed:
+            raise Wrong(f"a failure is named, and none was observed: {outcome}")
+        if cause.lost:
+            blamed: Process | Host = next(host for host in self.hosts if host.name == cause.host)
+            if not isinstance(blamed, Host) or not blamed.lost or self.code != round_policy.LOST_CODE:
+                raise Wrong(f"{cause.host} is named, and was not lost")
+        else:
+            blamed = next(process for process in self.all if process.pid == cause.pid)
+            if blamed.failed_at is None or self.code != blamed.code:
+                raise Wrong(f"{blamed} is named with code {self.code}")
+        if blamed not in [who for who, _ in observed]:
+            raise Wrong(f"{blamed} is named, and was not known: {observed}")
+        own = [(who, reported) for who, reported in observed if isinstance(who, Host) or not who.echo]
+        if not own:
+            if isinstance(blamed, Process) and not blamed.echo:
+                raise Wrong(f"{blamed} is named, and only echoes were known")
+            first = min(who.failed_at or 0.0 for who, _ in observed if isinstance(who, Process))
+            if isinstance(blamed, Process) and (blamed.failed_at or 0.0) > first + 2 * CLOCK_S:
+                raise Wrong(f"{blamed} is named, and another echo came first")
+            return
+        if blamed not in [who for who, _ in own]:
+            raise Wrong(f"{blamed} is named, which only echoes {own}")
+        killed = [who for who, reported in own if isinstance(who, Host) or (not reported and not self.by_exit(who))]
+        if killed:
+            if blamed is not killed[0]:
+                raise Wrong(f"{blamed} is named, and {killed[0]} was killed")
+            return
+        times = {who: self.known_at(who, reported) for who, reported in own if isinstance(who, Process)}
+        if isinstance(blamed, Process) and times[blamed] > min(times.values()) + 2 * CLOCK_S:
+            raise Wrong(f"{blamed} is named, and was not the first of {own}")
+
+    def by_exit(self, process: Process) -> bool:
+        return process.code < 128
+
+    def known_at(self, process: Process, reported: bool) -> float:
+        """When it failed; where only its exit tells of it, the launcher cannot know better than when that came."""
+        failed_at = process.failed_at or 0.0
+        return failed_at if reported else failed_at + LAG_S + 2 * process.host.delay_s
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was so before an event: whether no end was decided, and the phase."""
+
+    well: bool
+    phase: Phase
+
+
+class Job:
+    """All rounds of a job.
+
+    Args:
+        seed: decides everything.
+        events: takes what happens, line by line.
+    """
+
+    def __init__(self, seed: int, events: list[str] | None = None) -> None:
+        self.rng = random.Random(seed)
+        self.events = events
+        self.pids = itertools.count(100)
+        rng = self.rng
+        self.local = rng.random() < 0.4
+        self.master: int | None = rng.choice([None, None, None, 0, -1])
+        count = 1 if self.local else rng.randrange(1, 5)
+        self.least = rng.randrange(1, count + 1)
+        self.elastic = self.least < count
+        self.restarts = rng.choice([0, 0, 1, 2])
+        self.hosts = count
+        self.rounds: list[SimulatedRound] = []
+
+    def log(self, line: str, *arguments: object) -> None:
+        if self.events is not None:
+            self.events.append(line % arguments)
+
+    def run(self) -> None:
+        rules = job_policy.JobRules(self.restarts, self.least, self.elastic)
+        state = job_policy.Job(rules)
+        event: job_policy.Event = job_policy.JobStarted()
+        now, free, paid = 0.0, 0, 0
+        while True:
+            action = job_policy.step(state, event)
+            self.log("%s -> %s", event, action)
+            match action:
+                case job_policy.StartRound(restart):
+                    if restart != len(self.rounds) or self.hosts < self.least:
+                        raise Wrong(f"round {len(self.rounds)} starts as {restart} on {self.hosts} hosts")
+                    if paid > self.restarts or restart > paid + free:
+                        raise Wrong(f"{restart} restarts, {self.restarts} are allowed, {free} were free")
+                    simulated = SimulatedRound(self, self.new_hosts(), now)
+                    self.rounds.append(simulated)
+                    simulated.run()
+                    simulated.check_end()
+                    assert simulated.code is not None
+                    now = simulated.now
+                    lost = sum(host.lost for host in simulated.hosts)
+                    known = 0 if self.local else lost
+                    self.hosts -= known
+                    failed, joined = simulated.state.failed, simulated.state.joined
+                    if joined or (failed and known and self.elastic):
+                        free += 1
+                    elif failed and (self.elastic or not known):
+                        paid += 1
+                    event = job_policy.RoundEnded(simulated.code, failed, joined, known)
+                case job_policy.CountHosts():
+                    self.hosts += self.rng.choice([0, 0, 1]) if self.elastic else 0
+                    event = job_policy.HostsCounted(self.hosts, self.elastic and self.rng.random() < 0.7)
+                case job_policy.AwaitHosts(count):
+                    if count >= self.least:
+                        raise Wrong("it waits for hosts that are there")
+                    self.hosts = self.least
+                    come = self.rng.random() < 0.5
+                    event = job_policy.HostsCounted(self.least) if come else job_policy.HostsMissing()
+                case job_policy.EndJob(code):
+                    self.check_job(code)
+                    if job_policy.step(state, job_policy.JobStarted()) is not None:
+                        raise Wrong("a round starts after the end")
+                    return
+                case _:
+                    raise Wrong(f"nothing follows {event}")
+            if free > 12:
+                return  # hosts come and go for ever
+
+    def check_job(self, code: int) -> None:
+        last = self.rounds[-1]
+        if code != last.code:
+            raise Wrong(f"the job's code is {code}, the last round's {last.code}")
+        failed = [each for each in self.rounds if each.state.failed]
+        hosts_left = self.hosts >= self.least
+        if last in failed and hosts_left and not self.elastic and len(failed) <= self.restarts and self.local:
+            raise Wrong(f"{len(failed)} rounds failed, {self.restarts} restarts are allowed, and the job ends")
+
+    def new_hosts(self) -> list[Host]:
+        first = 1 if self.master == -1 else 0
+        hosts = []
+        for number in range(self.hosts):
+            count = self.rng.randrange(1, 5 if self.hosts == 1 else 4)
+            ranks = tuple(range(first, first + count))
+            first += count
+            delay_s = 0.0 if self.local else self.rng.choice([0.0005, 0.005, 0.1])
+            hosts.append(Host(f"node{number}", ranks, delay_s))
+        return hosts
+
+
+__all__ = ["STRAGGLERS_S", "Job", "SimulatedRound", "Wrong"]

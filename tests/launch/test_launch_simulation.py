@@ -1,0 +1,127 @@
+"""The launcher's policy under thousands of simulated failures: the job ends, in time, and the right rank is named.
+
+``ALLRANKS_SEED=n pytest -s tests/launch/test_launch_simulation.py`` runs one seed and prints its events.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_simulation import Job, Wrong
+
+from allranks.launch import policy
+from allranks.launch.policy import job
+from allranks.launch.policy.root_cause import Failure, RootCause
+from allranks.launch.policy.round import Round
+
+SEEDS = 5_000
+ONE = os.environ.get("ALLRANKS_SEED")
+
+
+@pytest.mark.parametrize("thousand", range(SEEDS // 1000) if ONE is None else ["one"])
+def test_seeds(thousand: int) -> None:
+    for seed in range(thousand * 1000, thousand * 1000 + 1000) if ONE is None else [int(ONE)]:
+        try:
+            Job(seed).run()
+        except Exception as error:
+            raise Wrong(f"seed {seed}: {error!r}\n" + "\n".join(replay(seed))) from error
+        if ONE is not None:
+            print("\n".join(replay(seed)))
+
+
+def replay(seed: int) -> list[str]:
+    events: list[str] = []
+    try:
+        Job(seed, events).run()
+    except Exception as error:  # noqa: BLE001
+        events.append(repr(error))
+    return events
+
+
+def test_a_seed_replays() -> None:
+    assert len(replay(4710)) > 5
+    assert replay(4710) == replay(4710)
+
+
+def run_all() -> None:
+    for seed in range(SEEDS):
+        Job(seed).run()
+
+
+def stop_without_kill(self: Round, number: int, ranks: Any) -> None:
+    stop(self, number, ranks)
+    self._kill_at = self._now + 1e9
+
+
+def stop_all_but_one(self: Round, number: int, ranks: Any) -> None:
+    stop(self, number, sorted(ranks)[1:])
+
+
+def believe_echoes(self: RootCause) -> float | None:
+    return min((failure.at for failure in self.failures.values()), default=None)
+
+
+def select_the_last(self: RootCause) -> Failure:
+    return max(self.failures.values(), key=lambda failure: failure.at)
+
+
+def wait_for_ever(self: Round) -> bool:
+    return not self.running
+
+
+def restart_always(state: job.Job, event: job.RoundEnded) -> bool:
+    return event.failed
+
+
+def signal_the_dead(self: Round, event: Any) -> None:
+    take_exit(self, event)
+    self.running.add(event.rank)
+
+
+stop, take_exit = Round._stop, Round._take_exit
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken"),
+    [
+        (Round, "_stop", stop_without_kill),
+        (Round, "_stop", stop_all_but_one),
+        (Round, "_is_over", wait_for_ever),
+        (Round, "_take_exit", signal_the_dead),
+        (RootCause, "settles_at", believe_echoes),
+        (RootCause, "select", select_the_last),
+        (job, "_goes_on", restart_always),
+    ],
+)
+def test_the_simulation_finds_a_broken_rule(
+    owner: Any, name: str, broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(Wrong):
+        run_all()
+
+
+PURE = {"__future__", "collections", "dataclasses", "enum", "signal", "typing", "allranks"}
+
+
+@pytest.mark.parametrize("path", sorted(Path(str(policy.__file__)).parent.glob("*.py")), ids=lambda path: path.name)
+def test_the_policy_has_no_input_and_output(path: Path) -> None:
+    """It imports no module that reads a clock, makes a process or opens anything; of ``signal`` it uses names only."""
+    tree = ast.parse(path.read_text())
+    used = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            used |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            used.add(str(node.module).partition(".")[0])
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "signal":
+            assert node.attr == "Signals" or isinstance(getattr(signal, node.attr), signal.Signals)
+        elif isinstance(node, ast.Name):
+            assert node.id not in ("open", "print", "input", "exec", "eval", "__import__")
+    assert used <= PURE

@@ -1,0 +1,297 @@
+"""How a master and its workers come together, and how they end: real processes, killed in every way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from allranks import ConfigError, UsageError
+from allranks.remote.bootstrap.workers import gather_workers
+from allranks.remote.master.start import init_master_worker
+from support.marked import Marked, wait_for
+
+PRELUDE = """
+import os, signal, socket, time
+import torch
+from allranks import PeerLostError
+from allranks.remote.bootstrap import workers as bootstrap
+
+def ask(rank, text):
+    workers.connections[rank - 1].socket.sendall(text.encode())
+
+def hear(rank):
+    return workers.connections[rank - 1].socket.recv(1000).decode()
+
+def group(name, *ranks):
+    command = f"group {name} {' '.join(map(str, ranks))}"
+    for rank in ranks:
+        if rank:
+            ask(rank, command)
+    if 0 not in ranks:
+        return [hear(rank) for rank in ranks]
+    made = workers.make_group(name, ranks, 30.0)
+    tensor = torch.zeros(2)
+    made.all_reduce(tensor)
+    for rank in ranks:
+        if rank:
+            assert hear(rank) == str(tensor.tolist())
+    return made
+
+"""
+
+
+def begin(count: int, serve: str = "serve") -> str:
+    """A script's first part: a master with so many workers."""
+    return PRELUDE + f'workers = bootstrap.gather_workers(workers={count}, serve="stand_in:{serve}", timeout_s=60)\n'
+
+
+class Program(Marked):
+    """Runs scripts, and finds all processes that they leave behind."""
+
+    def start(self, script: str) -> subprocess.Popen[bytes]:
+        path = self.folder / "script.py"
+        path.write_text(script)
+        environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "support")}
+        return self.open([sys.executable, str(path)], environ, new_session=True)
+
+    def run(self, script: str) -> list[list[str]]:
+        """The lines that it writes on stdout and stderr; it must end well."""
+        process = self.start(script)
+        out, err = process.communicate(timeout=90)
+        assert process.returncode == 0, err
+        return [out.decode().splitlines(), err.decode().splitlines()]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    made = Program(tmp_path)
+    yield made
+    made.end(20)
+
+
+def test_groups_are_independent(program: Program) -> None:
+    """Of each other, of strangers at the sockets, and of the dead, who are told apart and replaced. No TCP port."""
+    script = begin(3) + textwrap.dedent("""
+        server = workers._server
+        names = [server.endpoint.listener, server.endpoint.store.removeprefix("unix:@")]
+        rude = []
+        for name in names:
+            for said in [b"", b"GET / HTTP/1.0\\r\\n\\r\\n", b"\\0\\0\\0\\5abcde", b"\\xff" * 5000] * 20:
+                sock = socket.socket(socket.AF_UNIX)
+                sock.setblocking(False)
+                try:
+                    sock.connect("\\0" + name)
+                    sock.send(said)
+                except OSError:
+                    pass
+                rude.append(sock)
+
+        lost = []
+        workers.on_lost = lost.append
+        assert [line.rank for line in workers.connections] == [1, 2, 3]
+        ours, theirs = group("ours", 0, 1), group("theirs", 0, 2)
+        assert group("workers", 3, 1) == ["[4.0, 4.0]"] * 2
+        cpus = len(os.sched_getaffinity(0))
+        ask(1, "threads")
+        assert int(hear(1)) == int(os.environ.get("OMP_NUM_THREADS") or max(1, cpus // 3))
+
+        ask(1, "group half 1 2")  # and 2 never comes
+        os.kill(workers.connections[1].pid, signal.SIGKILL)
+        assert hear(1) == "PeerLostError"
+        assert workers.how_ended(2) == "killed by signal 9 (SIGKILL)"
+        assert workers.how_ended(1) == ""
+        assert lost == [2]
+        try:
+            theirs.all_reduce(torch.zeros(2))
+            raise SystemExit("went on with the dead")
+        except PeerLostError as error:
+            assert error.rank == 1
+        ask(1, "group again 0 1")
+        again = workers.make_group("again", [0, 1], 30.0)
+        again.all_reduce(torch.zeros(2))
+        hear(1)
+
+        dead = workers.connections[1].pid
+        line = workers.respawn(2)
+        assert line is workers.connections[1] and line.pid != dead and workers.how_ended(2) == ""
+        assert group("reborn", 2, 3) == ["[5.0, 5.0]"] * 2
+        os.kill(workers.connections[2].pid, signal.SIGSTOP)
+        workers.respawn(3)
+        assert group("all", 3, 2, 1) == ["[6.0, 6.0]"] * 3
+
+        listening = set()
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            for row in open(table).read().splitlines()[1:]:
+                fields = row.split()
+                if fields[3] == "0A":
+                    listening.add(f"socket:[{fields[9]}]")
+        for pid in (os.getpid(), *(line.pid for line in workers.connections)):
+            held = set()
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                try:
+                    held.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+                except FileNotFoundError:
+                    pass
+            assert any(name.startswith("socket:") for name in held)
+            assert not held & listening
+        workers.close()
+        workers.close()
+        print("ended")
+    """)
+    assert program.run(script)[0][-1] == "ended"
+
+
+@pytest.mark.parametrize("end", ["kill", "raise"])
+def test_all_end_with_the_master(program: Program, end: str) -> None:
+    """Also workers that are stopped, or busy; and not before: Ctrl-C is the master's alone."""
+    script = begin(3) + textwrap.dedent(f"""
+        try:
+            print("up", flush=True)
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            assert group("after", 1, 2, 3) == ["[6.0, 6.0]"] * 3
+        ask(1, "sleep")
+        os.kill(workers.connections[1].pid, signal.SIGSTOP)
+        if (child := os.fork()) == 0:
+            time.sleep(1000)  # and holds all that is not closed in a child
+        print(child, flush=True)
+        if {end!r} == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if {end!r} == "raise":
+            raise ValueError("of the master's")
+    """)
+    process = program.start(script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    os.killpg(process.pid, signal.SIGINT)
+    child = int(process.stdout.readline())
+    wait_for(lambda: process.poll() is not None)
+    assert process.returncode == {"kill": -signal.SIGKILL, "raise": 1}[end]
+    wait_for(lambda: program.alive() == [child])
+    os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"workers": 0}, "workers=0: expected how many to start, 1 or more"),
+        ({"workers": True}, "workers=True"),
+        ({"workers": 2, "hosts": "node1"}, "one of init_method, workers and hosts"),
+        ({"workers": 2, "init_method": "env://"}, "one of init_method, workers and hosts"),
+        ({"hosts": 3}, "hosts=3: expected 'node1:2,node2'"),
+        ({"hosts": "node1:0"}, "has no slot for a worker"),
+        ({"hosts": []}, "hosts"),
+        ({"workers": 2, "threads": 0}, "threads=0"),
+        ({"threads": 2}, "threads= is for workers that it starts"),
+        ({"workers": 2, "timeout_s": 0.0}, "timeout must be positive"),
+        ({"workers": 2, "worker_device": ""}, "worker_device=''"),
+        ({"workers": 2, "world_size": 3, "rank": 0}, "world_size= and rank= are of processes that are there"),
+        ({}, "this process is alone"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allranks.remote.bootstrap.workers._workers", None)
+    with pytest.raises((UsageError, ConfigError), match=message):
+        gather_workers(**arguments)  # type: ignore[arg-type]
+
+
+def test_the_backend_that_thd_had(tmp_path: Path) -> None:
+    """``init_master_worker("tcp", init_method=..., world_size=..., rank=...)``, in every process."""
+    script = f"""
+import sys, torch, allranks
+mw = allranks.init_master_worker("tcp", init_method="file://{tmp_path}/meet", world_size=2, rank=int(sys.argv[1]))
+print(torch.ones(3, device="worker:1").sum().item(), flush=True)
+mw.shutdown()
+"""
+    path = tmp_path / "thd.py"
+    path.write_text(script)
+    started = [
+        subprocess.Popen([sys.executable, path, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)
+    ]
+    assert [each.communicate(timeout=60)[0] for each in started] == ["3.0\n", ""]
+    assert [each.returncode for each in started] == [0, 0]
+    with pytest.raises(UsageError, match="backend 'gloo' is none that master and workers can use; expected 'tcp'"):
+        init_master_worker("gloo", init_method="env://")
+
+
+@pytest.mark.parametrize("method", ["tcp://127.0.0.1:29533", "file:///tmp/nobody-is-there"])
+def test_a_master_of_the_launchers_meets_its_workers_wherever_it_wants_to(method: str, tmp_path: Path) -> None:
+    path = tmp_path / "thd.py"
+    path.write_text(
+        f"""
+import torch, allranks
+mw = allranks.init_master_worker("tcp", init_method={method!r}, world_size=2, rank=0)
+print(torch.ones(3, device="worker:1").sum().item(), flush=True)
+mw.shutdown()
+"""
+    )
+    command = [sys.executable, "-m", "allranks", "run", "--mode", "master", "-n", "2", path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "[0] 3.0\n"), ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (
+            "import allranks\nallranks.init_process_group()\n",
+            "the others are the workers of init_master_worker, and join no process group",
+        ),
+        *(
+            (
+                f"import torch.distributed as dist\ndist.init_process_group({backend!r})\n",
+                "environment variable MASTER_ADDR expected, but not set",
+            )
+            for backend in ("gloo", "allranks")
+        ),
+    ],
+    ids=["ours", "gloo", "plugin"],
+)
+def test_a_process_group_of_a_master_is_refused_at_once(program: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mistaken.py"
+    path.write_text(program)
+    command = [sys.executable, "-m", "allranks", "run", "--mode", "master", "-n", "3", path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert said in ended.stderr
+
+
+def test_wrong_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("allranks.remote.bootstrap.workers._workers", None)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="rank 1 of 2 already"):
+        gather_workers(workers=2)
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ConfigError, match=r"RANK=2 is out of range. Expected 0\.\.1"):
+        gather_workers()
+
+
+def test_what_cannot_be_had(program: Program) -> None:
+    """A device, a host, more workers; nothing is left of any attempt. And what workers write comes line by line."""
+    script = PRELUDE + textwrap.dedent("""
+        def fails(words, **arguments):
+            try:
+                bootstrap.gather_workers(timeout_s=60, **arguments)
+            except (bootstrap.ConfigError, bootstrap.UsageError) as error:
+                assert words in str(error), error
+            else:
+                raise SystemExit(f"nothing was wrong with {arguments}")
+
+        fails("worker_device='nonsense' cannot be used there", workers=1, worker_device="nonsense")
+        fails("allranks.invalid: ssh cannot connect", hosts="allranks.invalid")
+        workers = bootstrap.gather_workers(workers=2, serve="stand_in:speak", timeout_s=60)
+        fails("has workers already", workers=1)
+        for line in workers.connections:
+            assert line.socket.recv(1) == b"!"
+    """)
+    out, err = program.run(script)
+    assert sorted(out) == ["[1] out 1", "[2] out 2"]
+    assert sorted(err) == ["[1] err 1", "[2] err 2"]

@@ -1,0 +1,128 @@
+"""Rendezvous methods that a program adds: docs/extending.md's example, run by real ranks, and wrong handlers."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import allranks
+from allranks import ConfigError, UsageError
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import sys, torch
+import allranks as dist
+import note
+folder, rank = sys.argv[1], int(sys.argv[2])
+for turn in range(2):
+    dist.init_process_group(init_method=f"note://localhost{folder}/note", rank=rank, world_size=2, timeout=60)
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    dist.barrier()
+    print(dist.get_rank(), dist.get_world_size(), ones.tolist(), flush=True)
+    dist.destroy_process_group()
+    folder += "/again"
+"""
+
+
+def example() -> str:
+    (text,) = re.findall(r"<!-- note.py -->\n```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+    return str(text)
+
+
+def test_ranks_meet_by_the_method_of_the_document(tmp_path: Path) -> None:
+    (tmp_path / "note.py").write_text(example())
+    folder = tmp_path / "shared"
+    (folder / "again").mkdir(parents=True)
+    environ = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}", "ALLRANKS_SECRET": "a secret of the tests"}
+    command = [sys.executable, "-W", "error", "-c", RANK, str(folder)]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for number, rank in enumerate(ranks):
+        out, err = rank.communicate(timeout=100)
+        assert (rank.returncode, out) == (0, f"{number} 2 [2.0, 2.0, 2.0]\n" * 2), err
+    assert [path.name for path in folder.rglob("*")] == ["again"]
+
+
+def test_a_handler_gets_what_torchs_gets() -> None:
+    seen: list[Any] = []
+
+    def handler(url: str, timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
+        try:
+            seen.append((url, timeout))
+            yield allranks.HashStore(), 0, 1
+        finally:
+            seen.append("closed")
+
+    allranks.register_rendezvous_handler("mine", handler)
+    for arguments, url in (
+        ({}, "mine://here/a"),
+        ({"rank": 0, "world_size": 1}, "mine://here/a?rank=0&world_size=1"),
+    ):
+        allranks.init_process_group(init_method="mine://here/a", timeout=7, **arguments)
+        assert (allranks.get_rank(), allranks.get_world_size()) == (0, 1)
+        allranks.destroy_process_group()
+        assert seen == [(url, timedelta(seconds=7)), "closed"]
+        seen.clear()
+
+
+def test_an_unknown_scheme_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        allranks.init_process_group(init_method="mine://here")
+    expected = "Expected one of env://, tcp://HOST:PORT, file:///PATH, or none."
+    assert str(caught.value) == f"init_method='mine://here' is not known. {expected}"
+    allranks.register_rendezvous_handler("other", lambda url, timeout: iter([(allranks.HashStore(), 0, 1)]))
+    with pytest.raises(ConfigError, match=r"file:///PATH, other://, or none"):
+        allranks.init_process_group(init_method="mine://here")
+
+
+def test_a_scheme_is_taken_once() -> None:
+    def handler(url: str, timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
+        yield allranks.HashStore(), 0, 1
+
+    allranks.register_rendezvous_handler("mine", handler)
+    for scheme in ("mine", "env", "tcp", "file"):
+        with pytest.raises(UsageError, match=f"{scheme}:// has a handler already"):
+            allranks.register_rendezvous_handler(scheme, handler)
+    for scheme in ("", "Mine", "mine://", 5):
+        with pytest.raises(UsageError, match="no scheme of a URL"):
+            allranks.register_rendezvous_handler(scheme, handler)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="is None, not a function"):
+        allranks.register_rendezvous_handler("none", None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [(), [5], [("store", 0)], [(None, "0", 1)]])
+def test_what_a_wrong_handler_yields_is_shown(given: Any) -> None:
+    allranks.register_rendezvous_handler("mine", lambda url, timeout: iter(given))
+    with pytest.raises(
+        UsageError, match=r"'mine://x': the handler of mine:// gave .*yields \(store, rank, world_size\)"
+    ):
+        allranks.init_process_group(init_method="mine://x")
+    assert not allranks.is_initialized()
+
+
+def test_a_rank_out_of_range_is_refused() -> None:
+    allranks.register_rendezvous_handler("mine", lambda url, timeout: iter([(allranks.HashStore(), 2, 2)]))
+    with pytest.raises(ConfigError, match="2 is out of range"):
+        allranks.init_process_group(init_method="mine://x")
+
+
+def test_an_error_of_a_handler_is_the_caller_s() -> None:
+    def handler(url: str, timeout: timedelta) -> Iterator[tuple[Any, int, int]]:
+        raise KeyError("mine")
+        yield
+
+    allranks.register_rendezvous_handler("mine", handler)
+    with pytest.raises(KeyError, match="mine"):
+        allranks.init_process_group(init_method="mine://x")
+    assert not allranks.is_initialized()

@@ -1,0 +1,206 @@
+"""A store server of another process among all strangers of ``reliability.md``: it lives, stays small, and serves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from allranks import _store
+from allranks._base.frames import pack_frame
+from allranks._store import StoreClient
+from allranks._store.wire import GREETING_S, KNOCK, VERSION, Add, answer_greeting, encode
+
+SECRET = b"0123456789abcdef"
+SERVER = f"""
+import sys
+from allranks._store import StoreServer
+with StoreServer.tcp("localhost", 0, {SECRET!r}).start() as server:
+    print(server.address.rpartition(":")[2], flush=True)
+    sys.stdin.read()
+"""
+SLACK_KIB = 10 << 10
+RANK_DELAY_S = 1.0  # 0.1 is the goal, and what a quiet machine shows: `pytest -s` prints the figure
+
+
+class Server:
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process, self.port = process, port
+        self.serve_a_rank()
+        self.kib = self.resident_kib()
+
+    def resident_kib(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/status").read_text().partition("VmRSS:")[2].split()[0])
+
+    def dial(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=GREETING_S + 5.0)
+
+    def serve_a_rank(self) -> float:
+        began = time.monotonic()
+        with StoreClient.connect(f"tcp:localhost:{self.port}", SECRET, 10.0) as client:
+            assert client.add("alive", 1) > 0
+        return time.monotonic() - began
+
+    def assert_well(self) -> None:
+        assert self.process.poll() is None
+        delay_s = self.serve_a_rank()
+        print(
+            f"a rank is served in {delay_s * 1e3:.1f} ms, the server has grown by {self.resident_kib() - self.kib} KiB"
+        )
+        assert delay_s < RANK_DELAY_S
+        assert self.resident_kib() - self.kib < SLACK_KIB
+
+
+@contextlib.contextmanager
+def serving(first: str = "") -> Iterator[Server]:
+    environ = os.environ | {"PYTHONPATH": str(Path(_store.__file__).parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", first + SERVER], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process, process.stdout, process.stdin:
+        yield Server(process, int(process.stdout.readline()))
+        process.stdin.close()
+        assert process.wait(10.0) == 0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving() as server:
+        yield server
+
+
+def hello(nonce: bytes = bytes(32)) -> bytes:
+    return pack_frame(VERSION + nonce + KNOCK)
+
+
+def is_dropped(sock: socket.socket) -> bool:
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(1 << 16):
+            pass
+    return True
+
+
+def recorded(server: Server) -> bytes:
+    """All that a real client sends, greeting included."""
+    nonce = os.urandom(32)
+    with server.dial() as sock:
+        sock.sendall(hello(nonce))
+        proof, right = answer_greeting(SECRET, nonce, sock.recv(4096)[4:])
+        assert right
+        request = pack_frame(proof) + pack_frame(encode(Add("stolen", 1)))
+        sock.sendall(request)
+        assert sock.recv(4096)
+    return hello(nonce) + request
+
+
+def test_they_are_dropped_and_nothing_grows(server: Server) -> None:
+    """Junk, HTTP, a huge length, truncation, a replay, a wrong token, a reflected proof, each fifty times."""
+    session = recorded(server)
+    said = {
+        "junk": os.urandom(65536),
+        "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100,
+        "huge length": b"\xff\xff\xff\xff" + bytes(65536),
+        "truncation": hello()[:20],
+        "replay": session,
+        "wrong token": hello() + pack_frame(answer_greeting(b"another secret..", bytes(32), VERSION + bytes(64))[0]),
+        "request for a proof": hello() + pack_frame(encode(Add("stolen", 1))),
+    }
+    for words in said.values():
+        for _ in range(50):
+            with server.dial() as sock, contextlib.suppress(OSError):  # dropped before all is said
+                sock.sendall(words)
+                sock.shutdown(socket.SHUT_WR)
+                assert is_dropped(sock)
+    for _ in range(50):
+        with server.dial() as sock:
+            sock.sendall(hello())
+            answer = sock.recv(4096)[4:]
+            sock.sendall(pack_frame(answer[-32:]))
+            assert is_dropped(sock)
+    with StoreClient.connect(f"tcp:localhost:{server.port}", SECRET, 5.0) as client:
+        assert client.peek(["stolen"]) == [b"1"]  # once, by the session that was recorded
+    server.assert_well()
+
+
+def test_a_member_that_breaks_the_protocol_harms_only_itself(server: Server) -> None:
+    """After the greeting: text that is no UTF-8, an unknown message, nesting without end, two requests at once."""
+    for words in (b"\x91\xa2\x00\x80", b"\x92\xa3Who\x01", b"\x91" * 9999, b"", b"\xc1"):
+        nonce = os.urandom(32)
+        with server.dial() as sock:
+            sock.sendall(hello(nonce))
+            proof, _ = answer_greeting(SECRET, nonce, sock.recv(4096)[4:])
+            sock.sendall(pack_frame(proof) + pack_frame(words) * 2)
+            sock.shutdown(socket.SHUT_WR)
+            assert is_dropped(sock)
+    server.assert_well()
+
+
+def test_five_hundred_that_say_nothing_or_half(server: Server) -> None:
+    """Also those that begin well and never prove anything; a rank comes through while they are there."""
+    for words in (b"", hello()[:10], hello()):
+        with contextlib.ExitStack() as stack:
+            for _ in range(500):
+                sock = stack.enter_context(server.dial())
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(words)
+            server.assert_well()
+
+
+@pytest.mark.parametrize("words", [b"", hello()], ids=["silent", "half-greeted"])
+def test_a_crowd_that_takes_all_descriptors(words: bytes) -> None:
+    """The server may have thirty: it makes room, and serves a rank."""
+    with serving("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))\n") as server:
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                sock = stack.enter_context(server.dial())
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(words)
+            server.assert_well()
+
+
+def test_a_slow_drip_ends_in_time(server: Server) -> None:
+    """One byte a second, and silence: both are out after the greeting's five seconds. Ranks do not notice."""
+    with server.dial() as drip, server.dial() as silent:
+        began, delays = time.monotonic(), []
+        drip.settimeout(1.0)
+        silent.settimeout(0.01)
+        ended: dict[socket.socket, float] = {}
+        while len(ended) < 2 and time.monotonic() - began < 2 * GREETING_S:
+            for sock in {drip, silent} - ended.keys():
+                try:
+                    if sock is drip:
+                        sock.sendall(b"\0")
+                    if not sock.recv(16):
+                        ended[sock] = time.monotonic() - began
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    ended[sock] = time.monotonic() - began
+            delays.append(server.serve_a_rank())
+        assert len(ended) == 2
+        assert max(ended.values()) < GREETING_S + 2.0
+        assert max(delays) < RANK_DELAY_S
+    server.assert_well()
+
+
+def test_a_crowd_at_two_doors() -> None:
+    """Strangers who have begun well fill the hall; then others come at both listeners at once."""
+    doors = [socket.create_server(("127.0.0.1", 0), backlog=256) for _ in range(2)]
+    first = pack_frame(VERSION + os.urandom(32) + KNOCK)
+    with _store.StoreServer(doors, f"tcp:127.0.0.1:{doors[0].getsockname()[1]}", SECRET).start() as server:
+        for _ in range(5):
+            with contextlib.ExitStack() as crowd:
+                for i in range(160):
+                    guest = crowd.enter_context(socket.create_connection(doors[i % 2].getsockname()))
+                    guest.sendall(first)
+                with StoreClient.connect(server.address, SECRET, 10.0) as client:
+                    assert client.add("alive", 1) > 0

@@ -1,0 +1,825 @@
+"""The store: its pure parts under random input, its kinds under one body, its server under hostile peers."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allranks import FileStore, TCPStore, _store
+from allranks._base.errors import (
+    AllranksError,
+    ConfigError,
+    JoinError,
+    SecretError,
+    StoreLostError,
+    TimeoutError,
+    UsageError,
+)
+from allranks._base.frames import pack_frame, read_frame
+from allranks._cluster.network import published_addresses
+from allranks._store import ForeignStore, HashStore, PrefixStore, Store, StoreClient, StoreServer, load_secret
+from allranks._store import address as address_module
+from allranks._store import server as server_module
+from allranks._store.table import KeyTable
+from allranks._store.wire import (
+    FRAME_LIMIT,
+    KNOCK,
+    VERSION,
+    Add,
+    CompareSet,
+    Delete,
+    Done,
+    Found,
+    FrameDecoder,
+    Greeting,
+    Late,
+    Peek,
+    Request,
+    Set,
+    Wait,
+    WireError,
+    answer_greeting,
+    decode_reply,
+    encode,
+)
+
+SECRET = b"0123456789abcdef"
+SRC = str(Path(_store.__file__).parents[2])
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    yield
+    assert set(threading.enumerate()) <= threads  # another test's may just have been ending
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def within(seconds: float, true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return true()
+
+
+quick = settings(max_examples=80, deadline=None, database=None)
+
+
+# --- pure parts -----------------------------------------------------------------------------------------------
+
+
+@quick
+@given(st.lists(st.binary(max_size=300), max_size=8), st.data())
+def test_frames_survive_any_cut(frames: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(map(pack_frame, frames))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=10)))
+    decoder, seen = FrameDecoder(300), []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        decoder.feed(stream[start:end])
+        while (frame := decoder.next()) is not None:
+            seen.append(frame)
+    assert seen == frames
+
+
+def test_one_frame_is_read_and_nothing_behind_it() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(pack_frame(b"first") + pack_frame(b"") + b"what follows")
+        until = time.monotonic() + 5
+        assert read_frame(ours, FrameDecoder(5), until) == b"first"
+        assert read_frame(ours, FrameDecoder(5), until) == b""
+        assert ours.recv(100) == b"what follows"
+        theirs.sendall(pack_frame(b"longer"))
+        with pytest.raises(WireError, match="6 bytes is announced, the limit is 5"):
+            read_frame(ours, FrameDecoder(5), until)
+        theirs.close()
+        assert ours.recv(6) == b"longer"
+        with pytest.raises(ConnectionResetError):
+            read_frame(ours, FrameDecoder(5), until)
+
+
+@quick
+@given(st.binary(max_size=2000))
+def test_junk_is_a_wire_error_or_a_short_frame(junk: bytes) -> None:
+    decoder = FrameDecoder(256)
+    decoder.feed(junk)
+    with contextlib.suppress(WireError):
+        while (frame := decoder.next()) is not None:
+            assert len(frame) <= 256
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\nServer: x", "it looks like HTTP: 'HTTP/1.1 400 Bad Request'"),
+        (b"<!DOCTYPE HTML>\n<html>", "it looks like HTTP: '<!DOCTYPE HTML>'"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "it sends text: 'SSH-2.0-OpenSSH_9.2'"),
+        (b"\xff\xff\xff\xff", "a frame of 4294967295 bytes is announced, the limit is 256"),
+        (b"\n\n\n\n", "a frame of 168430090 bytes is announced, the limit is 256"),
+    ],
+)
+def test_another_protocol_is_told_apart(said: bytes, text: str) -> None:
+    decoder = FrameDecoder(256)
+    decoder.feed(said)
+    with pytest.raises(WireError) as caught:
+        decoder.next()
+    assert str(caught.value) == text
+
+
+@quick
+@given(st.lists(st.binary(max_size=256), min_size=1, max_size=3))
+def test_no_junk_passes_the_handshake(frames: list[bytes]) -> None:
+    greeting = Greeting(SECRET, os.urandom(32))
+    with contextlib.suppress(WireError, ConfigError):
+        for frame in frames:
+            assert greeting.step(frame) is not None
+
+
+def hello(nonce: bytes) -> bytes:
+    return VERSION + nonce + KNOCK
+
+
+def test_handshake() -> None:
+    nonce = os.urandom(32)
+    greeting = Greeting(SECRET, os.urandom(32))
+    answer = greeting.step(hello(nonce))
+    assert answer is not None
+    proof, right = answer_greeting(SECRET, nonce, answer)
+    assert right
+    assert greeting.step(proof) is None
+    assert max(map(len, (hello(nonce), answer, proof))) <= 256
+    assert not answer_greeting(b"another", nonce, answer)[1]
+
+
+def test_a_replayed_proof_is_refused() -> None:
+    nonce = os.urandom(32)
+    answer = Greeting(SECRET, b"1" * 32).step(hello(nonce))
+    assert answer is not None
+    proof, _ = answer_greeting(SECRET, nonce, answer)
+    second = Greeting(SECRET, b"2" * 32)
+    second.step(hello(nonce))
+    with pytest.raises(SecretError):
+        second.step(proof)
+
+
+def test_a_reflected_proof_is_refused() -> None:
+    """Who sends the server's nonce and proof back knows nothing."""
+    for nonce in (b"1" * 32, b"2" * 32):
+        greeting = Greeting(SECRET, b"1" * 32)
+        answer = greeting.step(hello(nonce))
+        assert answer is not None
+        with pytest.raises(SecretError):
+            greeting.step(answer[-32:])
+
+
+def test_another_version_is_told_apart_from_junk() -> None:
+    frame = b"allranks-store/9" + bytes(32) + KNOCK
+    with pytest.raises(ConfigError, match="allranks-store/9"):
+        Greeting(SECRET, bytes(32)).step(frame)
+    with pytest.raises(ConfigError, match="version"):
+        answer_greeting(SECRET, bytes(32), b"allranks-store/9")
+
+
+keys = st.sampled_from("abc")
+requests = st.one_of(
+    st.builds(Set, keys, st.binary(max_size=2)),
+    st.builds(Delete, keys),
+    st.builds(CompareSet, keys, st.sampled_from([b"", b"x"]), st.sampled_from([b"x", b"y"])),
+    st.builds(Peek, st.lists(keys, max_size=3)),
+    st.builds(Wait, st.lists(keys, min_size=1, max_size=3), st.floats(0, 3), st.booleans()),
+)
+
+
+@quick
+@given(st.lists(st.tuples(requests, st.floats(0, 2)), max_size=30))
+def test_the_table_answers_everyone_once(steps: list[tuple[Request, float]]) -> None:
+    """Against a plain dict; a wait ends when its last key appears, or at its deadline, never both or neither."""
+    table, values, now = KeyTable(), dict[str, bytes](), 0.0
+    waiting: dict[int, tuple[set[str], float]] = {}
+    for who, (request, pause) in enumerate(steps):
+        replies = dict(table.handle(who, request, now))
+        match request:
+            case Set(key, value):
+                values[key] = value
+                assert replies.pop(who) == Done()
+            case Delete(key):
+                assert replies.pop(who) == Done(int(values.pop(key, None) is not None))
+            case CompareSet(key, expected, desired):
+                before = values.get(key)
+                if before == expected or (before is None and not expected):
+                    values[key] = desired
+                assert replies.pop(who) == Found([values.get(key, expected)])
+            case Peek(names):
+                assert replies.pop(who) == Found([values.get(name) for name in names])
+            case Wait(names, timeout_s):
+                missing = set(names) - set(values)
+                if missing and timeout_s > 0:
+                    waiting[who] = (missing, now + timeout_s)
+                else:
+                    assert isinstance(replies.pop(who), Late if missing else Found)
+        for other in [w for w, (missing, _) in waiting.items() if not (missing - values.keys())]:
+            # A key that was set and removed again still ended the wait for it.
+            assert isinstance(replies.pop(other), Found)
+            del waiting[other]
+        waiting = {w: (missing - values.keys(), end) for w, (missing, end) in waiting.items()}
+        assert not replies
+        now += pause
+        late = {w for w, (_, end) in waiting.items() if end <= now}
+        assert {w for w, reply in table.expire(now) if isinstance(reply, Late)} == late
+        waiting = {w: rest for w, rest in waiting.items() if w not in late}
+        assert table.next_deadline() == min((end for _, end in waiting.values()), default=None)
+
+
+# --- the kinds ------------------------------------------------------------------------------------------------
+
+
+class TorchLike:
+    """A store as torch's Python face shows it."""
+
+    def __init__(self) -> None:
+        self.inner = HashStore()
+
+    def set(self, key: str, value: bytes) -> None:
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.inner.get(key, 300.0)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.inner.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.inner.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        try:
+            self.inner.wait(keys, timeout.total_seconds())
+        except TimeoutError as error:
+            raise RuntimeError("wait timeout") from error
+
+    def delete_key(self, key: str) -> bool:
+        return self.inner.delete_key(key)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        return self.inner.compare_set(key, expected, desired)
+
+
+@pytest.fixture(params=["memory", "unix", "tcp", "prefix", "foreign"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    with contextlib.ExitStack() as stack:
+        match request.param:
+            case "memory":
+                yield HashStore()
+            case "foreign":
+                yield ForeignStore(TorchLike())
+            case "unix":
+                server = stack.enter_context(StoreServer.unix().start())
+                yield stack.enter_context(StoreClient.connect(server.address))
+            case "tcp":
+                server = stack.enter_context(StoreServer.tcp("localhost", 0, SECRET).start())
+                yield stack.enter_context(StoreClient.connect(server.address, SECRET))
+            case "prefix":
+                inner = HashStore()
+                inner.set("a", b"not this one")
+                yield PrefixStore("p", inner)
+
+
+def test_values(store: Store) -> None:
+    assert not store.check(["a"])
+    store.set("a", b"\x00\xff")
+    store.set("b", b"")
+    assert store.get("a", 1.0) == b"\x00\xff"
+    assert store.check(["a", "b"])
+    assert not store.check(["a", "c"])
+    assert store.peek(["a", "c", "b"]) == [b"\x00\xff", None, b""]
+    store.wait(["a", "b"], 1.0)
+    assert store.delete_key("a")
+    assert not store.delete_key("a")
+    assert store.peek(["a"]) == [None]
+
+
+def test_counters(store: Store) -> None:
+    assert [store.add("n", 1), store.add("n", 5), store.add("n", -7)] == [1, 6, -1]
+    assert store.get("n", 1.0) == b"-1"
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(lambda _: store.add("m", 1), range(40))) == list(range(1, 41))
+
+
+def test_compare_set(store: Store) -> None:
+    assert store.compare_set("a", b"x", b"y") == b"x"
+    assert not store.check(["a"])
+    assert store.compare_set("a", b"", b"one") == b"one"
+    assert store.compare_set("a", b"zero", b"two") == b"one"
+    assert store.compare_set("a", b"one", b"two") == b"two"
+
+
+def test_a_reader_waits_for_the_writer_and_blocks_nobody(store: Store) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        reader = pool.submit(store.get, "late", 20.0)
+        waiter = pool.submit(store.wait, ["late", "later"], 1e9)  # longer than any selector's
+        time.sleep(0.02)
+        store.set("late", b"here")
+        assert reader.result(5.0) == b"here"
+        assert not waiter.done()
+        store.set("later", b"")
+        waiter.result(5.0)
+
+
+def test_waiting_ends(store: Store) -> None:
+    store.set("b", b"")
+    for call in (lambda: store.get("a", 0.05), lambda: store.wait(["a", "b"], 0.05)):
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"'(p/)?a' in 0\.1 s"):
+            call()
+        assert 0.04 < time.monotonic() - began < 0.5
+
+
+def test_a_foreign_store_is_checked() -> None:
+    with pytest.raises(UsageError, match="no method get, add"):
+        ForeignStore(type("Half", (), dict.fromkeys(("set", "check", "wait"), len))())
+    foreign = TorchLike()
+    foreign.compare_set = None  # type: ignore[assignment,method-assign]
+    with pytest.raises(UsageError, match="no method compare_set"):
+        ForeignStore(foreign).compare_set("a", b"", b"")
+
+
+# --- client and server ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    with StoreServer.tcp("localhost", 0, SECRET).start() as server:
+        yield server
+
+
+def dial(server: StoreServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])), timeout=5.0)
+
+
+def is_dropped(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def still_serves(server: StoreServer) -> None:
+    began = time.monotonic()
+    with StoreClient.connect(server.address, SECRET, 5.0) as client:
+        assert client.add("alive", 1) > 0
+    assert time.monotonic() - began < 1.0
+
+
+JUNK = {
+    "junk": os.urandom(4096),
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "huge length": b"\xff\xff\xff\xff",
+    "large length": pack_frame(bytes(257)),
+    "empty frame": pack_frame(b""),
+    "zeros": bytes(1000),
+    "no greeting": pack_frame(encode(Set("a", b"1"))),
+    "wrong proof": pack_frame(hello(bytes(32))) + pack_frame(bytes(32)),
+    "short proof": pack_frame(hello(bytes(32))) + pack_frame(b""),
+    "request for proof": pack_frame(hello(bytes(32))) + pack_frame(encode(Set("a", b"1"))),
+}
+
+
+@pytest.mark.parametrize("name", JUNK)
+def test_hostile_input_is_dropped_at_once(server: StoreServer, name: str) -> None:
+    with dial(server) as sock:
+        sock.sendall(JUNK[name])
+        assert is_dropped(sock)
+    still_serves(server)
+    with StoreClient.connect(server.address, SECRET, 5.0) as client:
+        assert not client.check(["a"])
+
+
+def test_a_recorded_session_is_worth_nothing(server: StoreServer) -> None:
+    nonce = os.urandom(32)
+    with dial(server) as sock:
+        sock.sendall(pack_frame(hello(nonce)))
+        proof, right = answer_greeting(SECRET, nonce, sock.recv(4096)[4:])
+        assert right
+        session = pack_frame(proof) + pack_frame(encode(Add("n", 1)))
+        sock.sendall(session)
+        assert decode_reply(sock.recv(4096)[4:]) == Done(1)
+    with dial(server) as sock:
+        sock.sendall(pack_frame(hello(nonce)) + session)
+        assert is_dropped(sock)
+    with StoreClient.connect(server.address, SECRET, 5.0) as client:
+        assert client.peek(["n"]) == [b"1"]
+
+
+def test_truncated_input_leaves_nothing_behind(server: StoreServer) -> None:
+    whole = pack_frame(hello(os.urandom(32)))
+    for length in (1, 4, 5, len(whole) - 1, len(whole)):
+        with dial(server) as sock:
+            sock.sendall(whole[:length])
+    still_serves(server)
+    assert within(2.0, lambda: not server._peers)
+
+
+def test_idle_and_dripping_strangers_are_dropped_in_time(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "GREETING_S", 0.3)
+    with dial(server) as idle, dial(server) as drip:
+        began = time.monotonic()
+        whole = pack_frame(hello(os.urandom(32)))
+        with contextlib.suppress(ConnectionError):
+            for i in range(len(whole)):
+                drip.sendall(whole[i : i + 1])
+                time.sleep(0.02)
+        assert is_dropped(idle)
+        assert is_dropped(drip)
+        assert time.monotonic() - began < 1.5
+
+
+def test_a_crowd_of_idle_strangers_does_not_keep_a_rank_out(server: StoreServer) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(150):
+            stack.enter_context(dial(server))
+        still_serves(server)
+        assert len(server._strangers) <= 64
+
+
+def test_a_frame_over_the_limit_ends_the_connection(server: StoreServer) -> None:
+    with StoreClient.connect(server.address, SECRET, 5.0) as client:
+        with pytest.raises(UsageError, match="the limit is"):
+            client.set("big", bytes(FRAME_LIMIT))
+        client.set("big", bytes(1 << 20))
+        assert len(client.get("big", 1.0)) == 1 << 20
+        line = client._idle[0]
+        line.sock.sendall((FRAME_LIMIT + 1).to_bytes(4, "big"))
+        with pytest.raises(StoreLostError, match="the connection broke"):
+            client.check(["big"])
+    still_serves(server)
+
+
+def test_a_wrong_argument_is_the_callers_error(server: StoreServer) -> None:
+    with StoreClient.connect(server.address, SECRET, 5.0) as client:
+        with pytest.raises(UsageError, match="must be bytes or a string, not 5"):
+            client.set("a", 5)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="a wrong argument"):
+            client._reply(Set("a", 5), Done)  # type: ignore[arg-type]
+        client.set("a", b"word")
+        with pytest.raises(UsageError, match="not a whole number"):
+            client.add("a", 1)
+
+
+def test_different_secrets_are_told_on_both_sides(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "allranks.store"):
+        for _ in range(2):
+            with pytest.raises(
+                SecretError, match=r"secret differs.*ALLRANKS_SECRET.*ALLRANKS_SECRET_FILE.*copy the file"
+            ):
+                StoreClient.connect(server.address, b"another secret!!", 5.0)
+        assert within(2.0, lambda: not server._peers)
+    assert list(server.refusals) == ["127.0.0.1"]
+    assert "127.0.0.1 was refused: its secret differs" in server.refusals["127.0.0.1"]
+    assert len(caplog.records) == 1
+
+
+def test_another_version_is_told_on_both_sides(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with dial(server) as sock:
+        sock.sendall(pack_frame(b"allranks-store/9" + bytes(32) + KNOCK))
+        answer = sock.recv(4096)[4:]
+        assert is_dropped(sock)
+    with pytest.raises(ConfigError, match="install one"):
+        answer_greeting(SECRET, bytes(32), answer.replace(b"/1", b"/2"))
+    assert "allranks-store/9" in server.refusals["127.0.0.1"]
+
+
+def test_a_wrong_peer_that_does_not_wait_for_its_answer_harms_nobody() -> None:
+    with StoreServer.unix().start() as server:
+        for frame in (b"allranks-store/9" + bytes(32) + KNOCK, hello(bytes(32)), bytes(4)):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect("\0" + server.address.removeprefix("unix:@"))
+                sock.sendall(pack_frame(frame) * 2)
+        with StoreClient.connect(server.address, timeout_s=2.0) as client:
+            client.set("a", b"1")
+        assert within(2.0, lambda: not server._peers)
+
+
+@contextlib.contextmanager
+def stranger(answer: bytes | None) -> Iterator[str]:
+    """Listens; answers the first line with ``answer`` (None: with nothing) to whoever comes."""
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                held.append(sock)
+                if answer is not None:
+                    sock.makefile("rb").readline()
+                    sock.sendall(answer)
+
+    held: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"tcp:127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for sock in held:
+                sock.close()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR\r\n", pack_frame(b"hello"), bytes(80)])
+def test_a_stranger_on_the_port_is_recognised_at_once(answer: bytes) -> None:
+    with stranger(answer) as address:
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="something answers there, but it is not an allranks store"):
+            StoreClient.connect(address, SECRET, 30.0)
+        assert time.monotonic() - began < 2.0
+
+
+def test_a_silent_stranger_costs_no_more_than_the_timeout() -> None:
+    with stranger(None) as address:
+        began = time.monotonic()
+        with pytest.raises(JoinError, match=r"did not answer for 0\.\d s \(last: no answer\)"):
+            StoreClient.connect(address, SECRET, 0.3)
+        assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize("address", ["tcp:127.0.0.1:9", "unix:@allranks-nobody", "tcp:no-such-host.invalid:1"])
+def test_nobody_there(address: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(JoinError, match=r"did not answer for 0\.\d s \(last: .*\)\.\n  Is its process"):
+        StoreClient.connect(address, SECRET, 0.2)
+    assert time.monotonic() - began < 5.0
+
+
+@pytest.mark.parametrize("address", ["", "host:1", "tcp:host", "unix:/path", "tcp::1"])
+def test_not_an_address(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"not the address of a store|number"):
+        StoreClient.connect(address, SECRET, 0.2)
+
+
+def test_a_client_waits_for_the_server_to_come() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        early = pool.submit(StoreClient.connect, f"tcp:127.0.0.1:{port}", SECRET, 10.0)
+        time.sleep(0.05)
+        with StoreServer.tcp("localhost", port, SECRET).start():
+            with early.result(5.0) as client:
+                client.set("a", b"1")
+
+
+def test_the_port_is_free_again_at_once_even_where_a_child_still_holds_it() -> None:
+    server = StoreServer.tcp("localhost", 0, SECRET).start()
+    port = int(server.address.rpartition(":")[2])
+    held = server._listeners[0].dup()  # as a forked child would
+    try:
+        client = StoreClient.connect(server.address, SECRET, 5.0)
+        server.close()
+        with StoreServer.tcp("localhost", port, SECRET).start():
+            with StoreClient.connect(f"tcp:localhost:{port}", SECRET, 5.0) as again:
+                assert again.peek(["a"]) == [None]
+        with pytest.raises(StoreLostError, match=r"the connection broke .*\n  Its process"):
+            client.check(["a"])
+        client.close()
+    finally:
+        held.close()
+
+
+def test_a_taken_port_is_named_with_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} .*already in use, held by pid {os.getpid()} \("):
+            StoreServer.tcp("localhost", port, SECRET)
+
+
+def bound(server: StoreServer) -> list[str]:
+    return [listener.getsockname()[0] for listener in server._listeners]
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("localhost", "127.0.0.1"), ("127.0.0.7", "127.0.0.7"), ("no.such.host.invalid", None), ("", None)],
+)
+def test_what_is_bound(host: str, expected: str | None) -> None:
+    with StoreServer.tcp(host, 0, SECRET).start() as server:
+        assert bound(server) == ([expected] if expected else ["127.0.0.1", *published_addresses()])
+        assert server.address.startswith(f"tcp:{expected or host or socket.gethostname()}:")
+        assert len({listener.getsockname()[1] for listener in server._listeners}) == 1
+        with StoreClient.connect(server.here, SECRET, 5.0) as client:
+            client.set("a", b"1")
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses", "chosen", "expected"),
+    [
+        ("node0", ["127.0.1.1"], "", ["127.0.0.1", "127.0.1.1", "192.0.2.7"]),  # Debian's trap
+        ("node0", ["127.0.1.1", "127.0.0.3"], "", ["127.0.0.1", "127.0.1.1", "127.0.0.3", "192.0.2.7"]),
+        ("node0", ["198.51.100.9"], "", ["127.0.0.1", "192.0.2.7"]),  # in front of this host
+        ("node0", ["10.9.9.9"], "", ["127.0.0.1", "10.9.9.9"]),  # an address of this host
+        ("10.9.9.9", ["10.9.9.9"], "", ["127.0.0.1", "10.9.9.9"]),
+        ("10.9.9.9", ["10.9.9.9"], "eth7", ["127.0.0.1", "192.0.2.7"]),
+        ("127.0.0.1", [], "eth7", ["127.0.0.1"]),
+    ],
+)
+def test_a_name_is_bound_where_it_leads(
+    name: str, addresses: list[str], chosen: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(address_module, "_resolve", lambda host: addresses)
+    monkeypatch.setattr(address_module, "_is_here", lambda address: not address.startswith("198."))
+    monkeypatch.setattr(address_module, "published_addresses", lambda environ: ("192.0.2.7",))
+    assert address_module.addresses_of(name, {"ALLRANKS_IFACE": chosen}) == expected
+
+
+def test_ipv6() -> None:
+    try:
+        server = StoreServer.tcp("::1", 0, SECRET).start()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    with server, StoreClient.connect(server.address, SECRET, 5.0) as client:
+        assert server.address.startswith("tcp:[::1]:")
+        client.set("a", b"1")
+
+
+def test_no_descriptor_is_inherited() -> None:
+    with StoreServer.unix().start() as server, StoreClient.connect(server.address) as client:
+        fds = (
+            server._listeners[0].fileno(),
+            server._wake.fileno(),
+            client._idle[0].sock.fileno(),
+            server._selector.fileno(),
+        )
+        assert not any(os.get_inheritable(fd) for fd in fds)
+        assert not any(os.get_inheritable(peer.sock.fileno()) for peer in server._peers)
+
+
+def test_bind_fork_start() -> None:
+    """The parent serves; its children connect, and what they close is only theirs."""
+    server = StoreServer.unix()
+    children = []
+    for _ in range(2):
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                server.close()
+                with StoreClient.connect(server.address, timeout_s=10.0) as client:
+                    client.add("n", 1)
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(pid)
+    with server.start():
+        assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+        with StoreClient.connect(server.address) as client:
+            assert client.get("n", 1.0) == b"2"
+    server.close()
+
+
+def test_closing_lingers_until_the_clients_have_left() -> None:
+    server = StoreServer.unix().start()
+    client = StoreClient.connect(server.address)
+    with ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(server.close, 10.0)
+        time.sleep(0.05)
+        client.set("a", b"still there")
+        assert not closing.done()
+        with pytest.raises(JoinError):
+            StoreClient.connect(server.address, timeout_s=0.0)
+        client.close()
+        closing.result(2.0)
+    with pytest.raises(StoreLostError, match="this client was closed"):
+        client.check(["a"])
+
+
+def test_lingering_ends() -> None:
+    server = StoreServer.unix().start()
+    with StoreClient.connect(server.address) as client:
+        began = time.monotonic()
+        server.close(0.1)
+        assert 0.09 < time.monotonic() - began < 1.0
+        with pytest.raises(StoreLostError):
+            client.check(["a"])
+
+
+def test_closing_a_client_or_the_server_ends_what_waits() -> None:
+    server = StoreServer.unix().start()
+    first, second = StoreClient.connect(server.address), StoreClient.connect(server.address)
+    with ThreadPoolExecutor(2) as pool:
+        gets = [pool.submit(client.get, "never", 60.0) for client in (first, second)]
+        assert within(2.0, lambda: all(map(server._table.waits, server._peers)))
+        first.close()
+        with pytest.raises(StoreLostError, match="this client was closed"):
+            gets[0].result(5.0)
+        server.close()
+        with pytest.raises(StoreLostError, match="the connection broke"):
+            gets[1].result(5.0)
+    second.close()
+
+
+def test_a_server_that_stops_answering_does_not_hang_a_client() -> None:
+    server = StoreServer.unix()  # bound, never started
+    with pytest.raises(JoinError, match="no answer"):
+        StoreClient.connect(server.address, timeout_s=0.2)
+    server.start()
+    with StoreClient.connect(server.address, timeout_s=0.2) as client:
+        client.set("a", b"")  # by now nobody is being accepted
+        busy = threading.Event()
+        server._accept = lambda listener: busy.wait(5.0)  # type: ignore[assignment,return-value,method-assign]
+        with socket.socket(socket.AF_UNIX) as knock:
+            knock.connect("\0" + server.address.removeprefix("unix:@"))
+            time.sleep(0.05)
+            with pytest.raises(TimeoutError, match=r"did not answer for 0\.2 s"):
+                client.check(["a"])
+            busy.set()
+    server.close()
+
+
+# --- the secret -----------------------------------------------------------------------------------------------
+
+
+def test_the_secret_from_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "s"
+    file.write_text("fedcba9876543210\n")
+    file.chmod(0o600)
+    assert load_secret({"ALLRANKS_SECRET": SECRET.decode(), "ALLRANKS_SECRET_FILE": str(file)}) == SECRET
+    assert load_secret({"ALLRANKS_SECRET_FILE": str(file)}) == b"fedcba9876543210"
+    with pytest.raises(ConfigError, match="ALLRANKS_SECRET has 5 bytes"):
+        load_secret({"ALLRANKS_SECRET": "short"})
+    with pytest.raises(ConfigError, match="no such file"):
+        load_secret({"ALLRANKS_SECRET_FILE": str(tmp_path / "none")})
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"not safe: owner \d+, mode 0640.*\n.*chmod 600"):
+        load_secret({"ALLRANKS_SECRET_FILE": str(file)})
+
+
+def test_ranks_that_start_at_once_make_one_secret(tmp_path: Path) -> None:
+    code = "from allranks._store import load_secret; print(load_secret().decode())"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("ALLRANKS_")}
+    env |= {"PYTHONPATH": SRC, "XDG_CONFIG_HOME": str(tmp_path / "new")}
+    run = [sys.executable, "-c", code]
+    ranks = [subprocess.Popen(run, env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    outputs = {rank.communicate(timeout=60)[0].strip() for rank in ranks}
+    file = tmp_path / "new" / "allranks" / "secret"
+    assert outputs == {file.read_text().strip()}
+    assert len(bytes.fromhex(file.read_text())) == 32
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in file.parent.iterdir()] == ["secret"]
+
+
+def test_a_secret_that_others_can_read_or_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"XDG_CONFIG_HOME": str(tmp_path)}
+    assert len(load_secret(environ)) == 64
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    if os.getuid():
+        with pytest.raises(ConfigError, match="not safe"):
+            load_secret(environ)
+    monkeypatch.undo()
+    (tmp_path / "allranks" / "secret").chmod(0o604)
+    with pytest.raises(ConfigError, match="not safe"):
+        load_secret(environ)
+    with pytest.raises(ConfigError, match=r"Cannot make this user's secret in /proc/nowhere/.*Set ALLRANKS_SECRET"):
+        load_secret({"XDG_CONFIG_HOME": "/proc/nowhere"})
+
+
+def test_errors_are_ours() -> None:
+    assert issubclass(StoreLostError, AllranksError)
+    assert issubclass(SecretError, ConfigError)
+
+
+def test_a_pickled_store_says_what_to_do_instead(tmp_path: Path) -> None:
+    with TCPStore("localhost", 0, is_master=True) as tcp, FileStore(str(tmp_path / "file")) as file:
+        for store, told in (
+            (tcp, rf"TCPStore\('localhost', {tcp.port}\), without is_master"),
+            (file, rf"make it in the other process, too, as FileStore\('{file.path}'\)"),
+            (HashStore(), "need a TCPStore or a FileStore"),
+            (
+                PrefixStore("a", PrefixStore("b", file)),
+                r"FileStore\('.*'\); then PrefixStore\('b', .* PrefixStore\('a', ",
+            ),
+        ):
+            for copied in (pickle.dumps, copy.deepcopy, cloudpickle.dumps, ForkingPickler.dumps):
+                with pytest.raises(TypeError, match=f"^a {type(store).__name__} belongs to its process.*{told}"):
+                    copied(store)
+            clone = store.clone()
+            clone.set_timeout(1)
+            assert (type(clone), store.timeout.seconds) == (type(store), 300)

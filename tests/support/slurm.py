@@ -1,0 +1,138 @@
+"""A real SLURM: slurmctld on the first host, slurmd on each, a munged of their own. All its state is in one folder.
+
+``Slurm.environ`` leads its clients (srun, sbatch, ...) there, by SLURM_CONF. They are to be started on a host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from support.cluster import Cluster, Host, await_true
+
+CPUS = 4
+_TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "munged", "setpriv")
+_CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost={head.name}({head.address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CryptoType=crypto/munge
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+MpiParams=ports=20000-20999
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+SwitchType=switch/none
+ReturnToService=2
+KillWait=2
+SlurmdParameters=config_overrides
+LaunchParameters=use_interactive_step
+{nodes}
+PartitionName=tests Nodes=ALL Default=YES MaxTime=5 DefaultTime=5 State=UP OverSubscribe=NO
+"""
+
+
+def trouble() -> str:
+    """Why there can be no SLURM here; "" if there can."""
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    return f"without {', '.join(missing)} (slurm-wlm, slurmctld, slurmd, slurm-client, munge)" if missing else ""
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """Attributes:
+    hosts: all of them are its nodes.
+    environ: an environment for its clients.
+    folder: its state and its logs.
+    """
+
+    hosts: Cluster
+    environ: dict[str, str]
+    folder: Path
+
+    def run(self, *command: str, timeout_s: float = 60.0, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Runs a client (or anything) on the first host, to its end.
+
+        Raises:
+            AssertionError: it has not ended in time. Its jobs are cancelled.
+        """
+        inside = self.hosts.hosts[0].inside(*command)
+        env = {**self.environ, **environ}
+        try:
+            return subprocess.run(
+                inside, env=env, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
+            )
+        except subprocess.TimeoutExpired as error:
+            self.cancel()
+            raise AssertionError(f"not ended in {timeout_s} s: {command}\n{error.stdout!r}\n{error.stderr!r}") from None
+
+    def cancel(self) -> None:
+        """Ends all jobs, and waits until their processes are gone."""
+        scancel = self.hosts.hosts[0].inside("scancel", "--signal=KILL", "--full", "--user=root")
+        subprocess.run(scancel, env=self.environ, check=True)
+        await_true(self._is_idle, "idle", self.folder / "log")
+
+    def _is_idle(self) -> bool:
+        inside = self.hosts.hosts[0].inside("sinfo", "--noheader", "--Node", "--format=%t")
+        done = subprocess.run(inside, env=self.environ, capture_output=True, text=True)
+        return done.stdout.split() == ["idle"] * len(self.hosts.hosts)
+
+
+@contextlib.contextmanager
+def slurm(hosts: Cluster) -> Iterator[Slurm]:
+    """Runs the daemons."""
+    with tempfile.TemporaryDirectory(prefix="allranks-slurm-") as name, contextlib.ExitStack() as stack:
+        folder, head = Path(name), hosts.hosts[0]
+        log = folder / "log"
+        folder.chmod(0o755)  # munged wants a socket that all could reach
+        for host in hosts.hosts:
+            (folder / f"spool-{host.name}").mkdir()
+        (folder / "state").mkdir()
+        nodes = "\n".join(map(_node, hosts.hosts))
+        (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder, head=head, nodes=nodes))
+        # Or a job's processes would find the machine's own configuration.
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "SBATCH_"))}
+        environ["SLURM_CONF"] = str(folder / "slurm.conf")
+        _munged(stack, folder, head)
+        stack.enter_context(head.serve(log, "slurmctld", "-D", "-c", environ=environ))
+        for host in hosts.hosts:
+            stack.enter_context(host.serve(log, "slurmd", "-D", "-N", host.name, environ=environ))
+        made = Slurm(hosts, environ, folder)
+        await_true(made._is_idle, "up: SLURM", log)
+        stack.callback(made.cancel)
+        yield made
+
+
+def _node(host: Host) -> str:
+    return f"NodeName={host.name} NodeAddr={host.address} CPUs={CPUS} RealMemory=2000 State=UNKNOWN"
+
+
+def _munged(stack: contextlib.ExitStack, folder: Path, head: Host) -> None:
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    socket = folder / "munge.socket"
+    options = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "log", "pid", "seed")]
+    log = folder / "log"
+    stack.enter_context(head.serve(log, "munged", "--foreground", "--force", f"--socket={socket}", *options))
+    await_true(socket.exists, "up: munged", log)
