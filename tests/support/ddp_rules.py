@@ -9,12 +9,18 @@ from torch import nn
 import allranks as dist
 
 
+_kept_groups = []
+
+
 @contextlib.contextmanager
 def torchs_world(file):
     """torch.distributed over gloo, with our ranks."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{file}", rank=dist.get_rank(), world_size=dist.get_world_size()
     )
+    # Of a group's owners the last ends its threads. A reducer that is the last does so with the GIL held, which hangs
+    # when such a thread frees a Python object of a hook at that moment (torch's issue 56297).
+    _kept_groups.append(torch.distributed.group.WORLD)
     try:
         yield nn.parallel.DistributedDataParallel
     finally:
