@@ -29,6 +29,7 @@ WORDS = {
     "data": "samplers",
     "checkpoint": "save, load",
     "logging": "log files",
+    "_trace": "the record of calls, and who reads it",
     "schedulers": "an interface",
     "engines": "an interface",
     "remote": "master-worker mode: the device worker:N",
@@ -47,9 +48,10 @@ WORDS = {
 CORE_WORDS = {
     "python": "the binding: all that knows Python",
     "group": "one rank of one group",
-    "remote": "commands to workers",
+    "remote": "workers",
     "collective": "collectives",
     "p2p": "messages",
+    "trace": "calls",
     "channel": "memory, TCP",
     "base": "types, errors, waiting, Linux",
 }

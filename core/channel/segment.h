@@ -34,12 +34,13 @@ struct alignas(kLine) Bell {
 };
 
 struct alignas(kLine) CallLine {
-  static constexpr size_t kInline = kLine - sizeof(uint64_t) - sizeof(Fingerprint);
+  static constexpr size_t kInline = kLine - 2 * sizeof(uint64_t) - sizeof(Fingerprint);
 
   std::atomic<uint32_t> number;
   uint32_t of_group;  // the group's number of the call, where the group spans hosts and a call has several parts
   Fingerprint fingerprint;
   std::array<std::byte, kInline> payload;
+  int64_t entered_ns;  // when the rank came (CLOCK_MONOTONIC, which is one for a host)
 };
 static_assert(sizeof(CallLine) == kLine);
 

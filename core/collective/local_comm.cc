@@ -22,6 +22,7 @@ bool LocalComm::assemble(Call& call, const void* payload, size_t nbytes) {
   CallLine& mine = shm_->call_line(rank(), call.number);
   mine.of_group = call.about.call;
   mine.fingerprint = call.about.fingerprint;
+  mine.entered_ns = call.entered_ns;
   if (nbytes > 0) std::memcpy(mine.payload.data(), payload, nbytes);
   // Publishes the fingerprint, the payload and what stands in the ring; sequentially consistent for the bell.
   mine.number.store(call.number, std::memory_order_seq_cst);
@@ -49,11 +50,23 @@ bool LocalComm::assemble(Call& call, const void* payload, size_t nbytes) {
   }
   bool agree = true;
   uint32_t sites = 0;
+  int64_t before_last_ns = 0;
+  call.met_ns = 0;
+  int last = 0;
   for (int p = 0; p < size(); p++) {
-    const Fingerprint& theirs = shm_->call_line(p, call.number).fingerprint;
-    agree = agree && theirs.agrees(call.about.fingerprint);
-    sites |= theirs.site;
+    const CallLine& line = shm_->call_line(p, call.number);
+    agree = agree && line.fingerprint.agrees(call.about.fingerprint);
+    sites |= line.fingerprint.site;
+    if (line.entered_ns > call.met_ns) {
+      before_last_ns = call.met_ns;
+      call.met_ns = line.entered_ns;
+      last = p;
+    } else {
+      before_last_ns = std::max(before_last_ns, line.entered_ns);
+    }
   }
+  call.late_ns = call.met_ns - before_last_ns;
+  call.last = shm_->number(last);
   return agree && sites == 0;
 }
 

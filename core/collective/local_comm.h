@@ -34,6 +34,12 @@ class LocalComm {
     Patience patience;
     Failure about;
     const std::string& site;
+    int64_t entered_ns = 0;
+    // Found when all ranks of the host have come: when the last one did, which it was, and how much later than the last
+    // but one. last: of the group.
+    int64_t met_ns = 0;
+    int64_t late_ns = 0;
+    int last = -1;
   };
 
   // The number of the next call.

@@ -16,6 +16,93 @@ constexpr auto kWaitSlice = std::chrono::milliseconds(50);
 
 }  // namespace
 
+// One call, from its begin to its end: recorded, and counted if it succeeds.
+class Comm::Recording {
+ public:
+  Recording(Comm& comm, const Fingerprint& fingerprint, uint32_t number, int peer, Begin begin, bool async = false)
+      : comm_(comm), verb_(static_cast<size_t>(fingerprint.verb)), entered_ns_(begin.entered_ns) {
+    if (!comm_.recorder_) return;
+    call_ = comm_.recorder_->begin({.group = comm_.group_,
+                                    .number = number,
+                                    .fingerprint = fingerprint,
+                                    .peer = peer,
+                                    .site = begin.site,
+                                    .async = async,
+                                    .entered_ns = entered_ns_});
+  }
+  Recording(const Recording&) = delete;
+  ~Recording() {
+    if (call_.record != nullptr) comm_.recorder_->end(call_, sys::now_ns(), met_ns_, last_, outcome_);
+  }
+
+  const trace::Recorder::Call& call() const { return call_; }
+  void hand_over() { call_ = {}; }  // to the message, with which it ends
+  void set_site(const std::string& site) {
+    if (comm_.recorder_) comm_.recorder_->set_site(call_, comm_.recorder_->site(site));
+  }
+  // Of a collective, whose ranks have met.
+  void met(const LocalComm::Call& call) {
+    met_ns_ = call.met_ns;
+    last_ = call.last;
+    late_ns_ = call.late_ns;
+  }
+  void fail(Kind kind) { outcome_ = static_cast<uint8_t>(kind); }
+  // Collectives are counted by one thread at a time, messages by several.
+  void succeed(size_t nbytes) {
+    const int64_t now = sys::now_ns();
+    trace::Totals& totals = comm_.counts_->totals[verb_];
+    const auto add = [](std::atomic<uint64_t>& counter, int64_t n) {
+      counter.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
+    };
+    const auto add_alone = [](std::atomic<uint64_t>& counter, int64_t n) {
+      counter.store(counter.load(std::memory_order_relaxed) + static_cast<uint64_t>(n), std::memory_order_relaxed);
+    };
+    const bool alone = verb_ < static_cast<size_t>(Verb::send);
+    const std::array<std::pair<std::atomic<uint64_t>*, int64_t>, 4> counters = {
+        {{&totals.calls, 1},
+         {&totals.bytes, static_cast<int64_t>(nbytes)},
+         {&totals.ns, now - entered_ns_},
+         {&totals.waited_ns, last_ < 0 ? 0 : met_ns_ - entered_ns_}}};
+    for (const auto& [counter, n] : counters) alone ? add_alone(*counter, n) : add(*counter, n);
+    if (call_.record == nullptr) return;
+    if (last_ >= 0) comm_.recorder_->count_last(comm_.group_, last_, late_ns_);
+    comm_.recorder_->end(call_, now, met_ns_, last_, 0);
+    call_.record = nullptr;
+  }
+
+ private:
+  Comm& comm_;
+  size_t verb_;
+  int64_t entered_ns_;
+  int64_t met_ns_ = 0;
+  int64_t late_ns_ = 0;
+  int last_ = -1;
+  uint8_t outcome_ = trace::kFailed;
+  trace::Recorder::Call call_;
+};
+
+// Finds the site of a call that has begun to take long.
+class Comm::SiteFinder final : public Caller {
+ public:
+  SiteFinder(Caller& caller, Recording& recording) : caller_(caller), recording_(recording) {}
+  void release() override { caller_.release(); }
+  std::string where() override { return caller_.where(); }
+  bool interrupted() override {
+    if (caller_.interrupted()) return true;
+    if (!asked_) {
+      asked_ = true;
+      recording_.set_site(caller_.where());
+      caller_.release();
+    }
+    return false;
+  }
+
+ private:
+  Caller& caller_;
+  Recording& recording_;
+  bool asked_ = false;
+};
+
 Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
     : local_comm_(std::move(shm)),
       rank_(local_comm_.rank()),
@@ -89,29 +176,46 @@ void Comm::give_up(int rank) {
   net_->give_up(rank);
 }
 
-Stats Comm::stats() const {
-  return {count_calls_.load(std::memory_order_relaxed), count_bytes_.load(std::memory_order_relaxed),
-          static_cast<double>(count_ns_.load(std::memory_order_relaxed)) * 1e-9, local_comm_.shared_calls()};
+void Comm::record_in(std::shared_ptr<trace::Recorder> recorder, size_t group) {
+  check_process();
+  const std::lock_guard lock(queue_lock_);
+  recorder_ = std::move(recorder);
+  group_ = group;
+  counts_ = &recorder_->group(group);
+  p2p_.record_in(recorder_.get());
 }
 
-void Comm::count(size_t nbytes, int64_t began_ns) {
-  count_calls_.fetch_add(1, std::memory_order_relaxed);
-  count_bytes_.fetch_add(nbytes, std::memory_order_relaxed);
-  count_ns_.fetch_add(sys::now_ns() - began_ns, std::memory_order_relaxed);
+Stats Comm::stats() const {
+  if (forked()) return {};
+  Stats stats{.shared = local_comm_.shared_calls()};
+  int64_t ns = 0;
+  for (const trace::Totals& totals : counts_->totals) {
+    stats.calls += totals.calls.load(std::memory_order_relaxed);
+    stats.bytes += totals.bytes.load(std::memory_order_relaxed);
+    ns += static_cast<int64_t>(totals.ns.load(std::memory_order_relaxed));
+  }
+  stats.seconds = static_cast<double>(ns) * 1e-9;
+  return stats;
 }
 
 // --- order ---
 
+Comm::Begin Comm::begin_now(Caller& caller) {
+  const int64_t now = sys::now_ns();
+  return {now, recorder_ ? recorder_->site_of(caller, now) : uint16_t{0}};
+}
+
 void Comm::run(const Operation& operation, Caller& caller) {
   check_process();
   {
+    const Begin begin = begin_now(caller);  // may run Python code, which may make a call of its own
     auto lock = lock_releasing(queue_lock_, caller);
     if (!running_ && queue_.empty() && !stopping_) {
       running_ = true;
       runner_ = std::this_thread::get_id();
       lock.unlock();
       try {
-        execute(operation, caller, settings_.spin_ns);
+        execute(operation, caller, settings_.spin_ns, begin);
       } catch (const sys::Forked&) {
         throw;
       } catch (...) {
@@ -159,7 +263,8 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t 
   std::exception_ptr error;
   std::exception_ptr signal;  // the caller's, whosever request it hit
   try {
-    execute(request->operation, caller, spin_ns);
+    const uint16_t site = recorder_ ? recorder_->site(request->operation.site) : uint16_t{0};
+    execute(request->operation, caller, spin_ns, {sys::now_ns(), site});
   } catch (const Error& e) {
     error = std::current_exception();
     if (e.signalled) {
@@ -238,22 +343,26 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
   if (request.error) std::rethrow_exception(request.error);
 }
 
-void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) {
-  const int64_t began = sys::now_ns();
+void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns, Begin begin) {
   size_t nbytes = operation.buffer.nbytes();
   for (const size_t part : operation.in_bytes) nbytes += part;
   const size_t pieces = std::max({size_t{1}, operation.ins.size(), operation.outs.size()});
   const uint32_t number = ++calls_;
-  LocalComm::Call call{
-      .number = number,
-      .patience = {.caller = caller, .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9), .spin_ns = spin_ns},
-      .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint},
-      .site = operation.site};
-  local_comm_.shm()
-      .check_verdict();  // before a piece is written that a slow rank still reads, and before the operand is read
-  const sys::DefaultFloatMode same_rounding_on_all_ranks;
-  if (nbytes * pieces >= kReleaseBytes) caller.release();
+  counts_->number.store(number, std::memory_order_relaxed);
+  Recording recording(*this, operation.fingerprint, number, operation.fingerprint.root, begin, !operation.site.empty());
+  SiteFinder finder(caller, recording);
+  LocalComm::Call call{.number = number,
+                       .patience = {.caller = begin.site == 0 && recorder_ ? static_cast<Caller&>(finder) : caller,
+                                    .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9),
+                                    .spin_ns = spin_ns},
+                       .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint},
+                       .site = operation.site,
+                       .entered_ns = begin.entered_ns};
   try {
+    local_comm_.shm()
+        .check_verdict();  // before a piece is written that a slow rank still reads, and before the operand is read
+    const sys::DefaultFloatMode same_rounding_on_all_ranks;
+    if (nbytes * pieces >= kReleaseBytes) caller.release();
     if (inter_host_comm_) {
       inter_host_comm_->run(call, operation);
     } else {
@@ -261,14 +370,20 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns) 
     }
   } catch (const std::bad_alloc&) {
     // The others wait for what this rank will not do.
+    recording.fail(Kind::memory);
     Failure failure = call.about;
     failure.kind = Kind::memory;
     failure.peer = rank();
     local_comm_.shm().condemn(failure);
     local_comm_.shm().check_verdict();
     throw;
+  } catch (const Error& error) {
+    recording.met(call);
+    recording.fail(error.failure.kind);
+    throw;
   }
-  count(nbytes, began);
+  recording.met(call);
+  recording.succeed(nbytes);
 }
 
 void Comm::run_here(LocalComm::Call& call, const Operation& operation) {
@@ -286,17 +401,29 @@ std::vector<std::pair<uint32_t, Fingerprint>> Comm::last_calls() {
 
 // --- messages ---
 
+namespace {
+
+Fingerprint message(Verb verb, const Buffer& buffer) {
+  return {.verb = verb, .dtype = buffer.dtype, .count = buffer.count};
+}
+
+}  // namespace
+
 std::shared_ptr<Request> Comm::start_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
   check_process();
   reserve_pipe(to);
-  auto message = p2p_.post_send(buffer, to, tag, caller);
+  Recording recording(*this, message(Verb::send, buffer), static_cast<uint32_t>(tag), to, begin_now(caller), true);
+  auto message = p2p_.post_send(buffer, to, tag, caller, recording.call());
+  recording.hand_over();
   if (!message->done.load(std::memory_order_acquire)) p2p_.in_background(caller);
   return message;
 }
 
 std::shared_ptr<Request> Comm::start_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
   check_process();
-  auto message = p2p_.post_recv(buffer, from, tag, caller);
+  Recording recording(*this, message(Verb::recv, buffer), static_cast<uint32_t>(tag), from, begin_now(caller), true);
+  auto message = p2p_.post_recv(buffer, from, tag, caller, recording.call());
+  recording.hand_over();
   if (!message->done.load(std::memory_order_acquire)) p2p_.in_background(caller);
   return message;
 }
@@ -304,24 +431,27 @@ std::shared_ptr<Request> Comm::start_recv(Buffer buffer, int from, int32_t tag, 
 void Comm::send(Buffer buffer, int to, int32_t tag, Caller& caller) {
   check_process();
   reserve_pipe(to);
-  const int64_t began = sys::now_ns();
+  Recording recording(*this, message(Verb::send, buffer), static_cast<uint32_t>(tag), to, begin_now(caller));
   if (!p2p_.send_at_once(buffer, to, tag)) {
     if (buffer.nbytes() >= kReleaseBytes) caller.release();
-    p2p_.wait(p2p_.post_send(buffer, to, tag, caller), caller, -1);
+    const auto message = p2p_.post_send(buffer, to, tag, caller, recording.call());
+    recording.hand_over();
+    p2p_.wait(message, caller, -1);
   }
-  count(buffer.nbytes(), began);
+  recording.succeed(buffer.nbytes());
 }
 
 int Comm::recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
   check_process();
-  const int64_t began = sys::now_ns();
+  Recording recording(*this, message(Verb::recv, buffer), static_cast<uint32_t>(tag), from, begin_now(caller));
   if (from < 0 || !p2p_.recv_at_once(buffer, from, tag)) {
     if (buffer.nbytes() >= kReleaseBytes) caller.release();
-    const auto message = p2p_.post_recv(buffer, from, tag, caller);
+    const auto message = p2p_.post_recv(buffer, from, tag, caller, recording.call());
+    recording.hand_over();
     p2p_.wait(message, caller, -1);
     from = message->peer;
   }
-  count(buffer.nbytes(), began);
+  recording.succeed(buffer.nbytes());
   return from;
 }
 

@@ -23,6 +23,7 @@
 #include "collective/local_comm.h"
 #include "collective/operation.h"
 #include "p2p/point_to_point.h"
+#include "trace/recorder.h"
 
 namespace allranks {
 
@@ -95,6 +96,8 @@ class Comm {
 
   LocalComm& local_comm() { return local_comm_; }  // the ranks of this host
 
+  // Records calls there from now on. Before the first call.
+  void record_in(std::shared_ptr<trace::Recorder> recorder, size_t group);
   Stats stats() const;
   // The last collective that each rank has begun, as far as can be seen from here. Empty in a forked child.
   std::vector<std::pair<uint32_t, Fingerprint>> last_calls();
@@ -106,11 +109,19 @@ class Comm {
     if (const int local = local_comm_.shm().local(to); local >= 0) local_comm_.shm().reserve_pipe(local);
   }
   void wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns);
-  void execute(const Operation& operation, Caller& caller, int64_t spin_ns);
+  class Recording;
+
+  class SiteFinder;
+  // When a call begins, and the number of its site if that is known.
+  struct Begin {
+    int64_t entered_ns;
+    uint16_t site;
+  };
+  Begin begin_now(Caller& caller);
+  void execute(const Operation& operation, Caller& caller, int64_t spin_ns, Begin begin);
   void finish();  // with queue_lock_ held
   void run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns);
   void progress();
-  void count(size_t nbytes, int64_t began_ns);
   void run_here(LocalComm::Call& call, const Operation& operation);
 
   LocalComm local_comm_;
@@ -132,9 +143,10 @@ class Comm {
 
   uint32_t calls_ = 0;
 
-  std::atomic<uint64_t> count_calls_ = 0;
-  std::atomic<uint64_t> count_bytes_ = 0;
-  std::atomic<int64_t> count_ns_ = 0;
+  std::shared_ptr<trace::Recorder> recorder_;
+  size_t group_ = 0;  // of the recorder
+  trace::Group uncounted_{};
+  trace::Group* counts_ = &uncounted_;  // the recorder's, or that
 };
 
 }  // namespace allranks

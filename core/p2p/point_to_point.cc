@@ -131,7 +131,8 @@ bool PointToPoint::recv_at_once(Buffer buffer, int from, int32_t tag) {
   return true;
 }
 
-std::shared_ptr<Message> PointToPoint::post_send(Buffer buffer, int to, int32_t tag, Caller& caller) {
+std::shared_ptr<Message> PointToPoint::post_send(Buffer buffer, int to, int32_t tag, Caller& caller,
+                                                 const trace::Recorder::Call& record) {
   const auto lock = lock_releasing(lock_, caller);
   check_send(to);
   auto message = std::make_shared<Message>();
@@ -139,6 +140,7 @@ std::shared_ptr<Message> PointToPoint::post_send(Buffer buffer, int to, int32_t 
   message->peer = to;
   message->tag = tag;
   message->about = {.verb = Verb::send, .dtype = buffer.dtype, .count = buffer.count};
+  message->record = record;
   at(to).sends.push_back(message);
   messages_++;
   try {
@@ -151,7 +153,8 @@ std::shared_ptr<Message> PointToPoint::post_send(Buffer buffer, int to, int32_t 
   return message;
 }
 
-std::shared_ptr<Message> PointToPoint::post_recv(Buffer buffer, int from, int32_t tag, Caller& caller) {
+std::shared_ptr<Message> PointToPoint::post_recv(Buffer buffer, int from, int32_t tag, Caller& caller,
+                                                 const trace::Recorder::Call& record) {
   const auto lock = lock_releasing(lock_, caller);
   shm_.check_verdict();
   auto message = std::make_shared<Message>();
@@ -160,6 +163,7 @@ std::shared_ptr<Message> PointToPoint::post_recv(Buffer buffer, int from, int32_
   message->tag = tag;
   message->number = posted_recvs_++;
   message->about = {.verb = Verb::recv, .dtype = buffer.dtype, .count = buffer.count};
+  message->record = record;
   auto found = kept_.end();
   int sender = -1;
   for (int r = std::max(from, 0); r <= (from < 0 ? size_ - 1 : from); r++) {
@@ -210,6 +214,7 @@ class PointToPoint::Waiter final : public Caller {
   void publish() {
     if (published_.verb != Verb::none) return;
     const std::string site = where();
+    if (message_.record.record != nullptr) p2p_.recorder_->set_site(message_.record, p2p_.recorder_->site(site));
     const size_t n = std::min(site.size(), published_.site.size() - 1);
     std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n,
                 published_.site.begin());  // its end identifies it better
@@ -381,6 +386,9 @@ int PointToPoint::awaited() const {
 
 void PointToPoint::finish(Message& message, std::exception_ptr error) {
   messages_--;
+  if (message.record.record != nullptr) {
+    recorder_->end(message.record, sys::now_ns(), 0, -1, error ? trace::kFailed : uint8_t{0});
+  }
   message.finish(std::move(error));
   Shm::ring(shm_.bell(shm_.rank()));  // another thread of this process may wait for it
 }

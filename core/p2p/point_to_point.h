@@ -48,6 +48,7 @@
 #include "channel/copier.h"
 #include "channel/net.h"
 #include "channel/shm.h"
+#include "trace/recorder.h"
 
 namespace allranks {
 
@@ -86,6 +87,7 @@ struct Message : Request {
   int32_t tag = 0;
   uint64_t number = 0;  // recv: in the order of posting; send: of its offer
   Fingerprint about;    // for failures
+  trace::Recorder::Call record;
 };
 
 // There is no memory to keep a message that nobody has asked for.
@@ -104,8 +106,13 @@ class PointToPoint {
   PointToPoint(Shm& shm, Net* net, int64_t timeout_ns, int64_t spin_ns, int64_t spin_progress_ns, size_t eager);
   ~PointToPoint();
 
-  std::shared_ptr<Message> post_send(Buffer buffer, int to, int32_t tag, Caller& caller);
-  std::shared_ptr<Message> post_recv(Buffer buffer, int from, int32_t tag, Caller& caller);
+  // Where messages are recorded; their records end with them.
+  void record_in(trace::Recorder* recorder) { recorder_ = recorder; }
+
+  std::shared_ptr<Message> post_send(Buffer buffer, int to, int32_t tag, Caller& caller,
+                                     const trace::Recorder::Call& record = {});
+  std::shared_ptr<Message> post_recv(Buffer buffer, int from, int32_t tag, Caller& caller,
+                                     const trace::Recorder::Call& record = {});
 
   // The short way of a message that fits where nothing is under way. False: nothing was done.
   bool send_at_once(Buffer buffer, int to, int32_t tag);
@@ -251,6 +258,7 @@ class PointToPoint {
   size_t answers_ = 0;   // that are not written
   size_t drops_ = 0;     // payloads that come and nobody wants
   Copier copier_;
+  trace::Recorder* recorder_ = nullptr;
   std::mutex waits_lock_;  // of what this rank publishes that it waits for
 
   std::condition_variable posted_;

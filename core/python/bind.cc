@@ -11,6 +11,7 @@ NB_MODULE(_core, m) {
   m.doc() = "The C++ core of allranks: one rank of one group, over shared memory.";
   allranks::bind_errors(m);
   allranks::bind_types(m);
+  allranks::bind_trace(m);
   allranks::bind_comm(m);
   allranks::bind_now(m);
   allranks::bind_calls(m);

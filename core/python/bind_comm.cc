@@ -239,6 +239,8 @@ void bind_rest(nb::class_<Comm>& comm) {
              for (const auto& [number, fingerprint] : c.last_calls()) calls.emplace_back(number, describe(fingerprint));
              return calls;
            })
+      .def("record_in", &Comm::record_in, nb::arg("recorder"), nb::arg("group"),
+           "Records calls there from now on. Before the first call.")
       .def("stats",
            [](const Comm& c) {
              const Stats s = c.stats();

@@ -11,6 +11,7 @@ void bind_comm(nanobind::module_& m);
 void bind_now(nanobind::module_& m);
 void bind_calls(nanobind::module_& m);
 void bind_outbox(nanobind::module_& m);
+void bind_trace(nanobind::module_& m);
 void bind_watch(nanobind::module_& m);
 
 }  // namespace allranks

@@ -68,6 +68,7 @@ class PythonCaller final : public GilCaller {
   }
 
   std::string where() override {
+    if (state.where == nullptr) return {};
     acquire();
     std::string site;
     try {

@@ -14,12 +14,13 @@ CORE = Path(__file__).parents[2] / "core"
 # room: the rooms below it, which it may include. Each is listed above all that include it, so there is no circle.
 BELOW = {
     "base": set(),
+    "trace": {"base"},
     "channel": {"base"},
     "collective": {"base", "channel"},
-    "p2p": {"base", "channel"},
-    "group": {"base", "channel", "collective", "p2p"},
+    "p2p": {"base", "trace", "channel"},
+    "group": {"base", "trace", "channel", "collective", "p2p"},
     "remote": {"base"},
-    "python": {"base", "channel", "collective", "p2p", "group", "remote"},
+    "python": {"base", "trace", "channel", "collective", "p2p", "group", "remote"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s+(?:"(?P<ours>[^"]+)"|<(?P<others>[^>]+)>)', re.MULTILINE)
 FILES = sorted(path for path in CORE.rglob("*") if path.suffix in {".h", ".cc"})

@@ -8,7 +8,6 @@ from torch import nn
 
 import allranks as dist
 
-
 _kept_groups = []
 
 

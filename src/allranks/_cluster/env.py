@@ -100,6 +100,8 @@ VARIABLES: tuple[Variable, ...] = (
         "MiB of messages from each rank that a rank keeps until it receives them; beyond, a send waits for its recv.",
         "8",
     ),
+    Variable("ALLRANKS_RECORD", "by hand", "0: calls are not recorded, so that nothing can be told about them.", "1"),
+    Variable("ALLRANKS_RECORD_MEMORY", "allranks run", "Where the agent holds the memory for this rank's calls.", None),
     Variable("ALLRANKS_DEBUG", "by hand", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Wins over torch's.", "OFF"),
     Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR.", None),
     Variable("ALLRANKS_CPUS", "allranks run --bind", "CPUs that the ranks of this host have together.", None),

@@ -115,6 +115,10 @@ class Engine(abc.ABC):
 
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
+    def record_in(self, recorder: _core.Recorder, group: int) -> bool:
+        """Records calls there, as calls of that group. Before the first call. False: the engine cannot."""
+        return False
+
     def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
         """Sockets that end with the processes of these ranks, which a group of them may share; None: there are none."""
         return None

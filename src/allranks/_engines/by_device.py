@@ -72,6 +72,9 @@ class ByDevice(Engine):
     def empty_shared(self, nbytes: int) -> Tensor:
         return self._cpu.empty_shared(nbytes)
 
+    def record_in(self, recorder: _core.Recorder, group: int) -> bool:
+        return all([engine.record_in(recorder, group) for engine in self._distinct()])
+
     def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
         return self._cpu.liveness(ranks)
 

@@ -17,6 +17,7 @@ from allranks._base.public import publish
 from allranks._call.types import PremulSum, ReduceOp, Stats, as_reduce_op
 from allranks._call.work import seconds_of
 from allranks._engines.base import Parent, never
+from allranks._trace import memory
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -58,6 +59,7 @@ class ProcessGroup:
         self._now = engine.now
         self.closing: Callable[[], None] | None = None
         self._forks = forks()
+        self._record(engine, rank)
         follow(self)
 
     def __repr__(self) -> str:
@@ -69,6 +71,15 @@ class ProcessGroup:
             f"process group '{self.name}' belongs to its process and cannot be pickled or copied: pass its ranks,"
             f" {list(self.ranks)}, and call new_group there"
         )
+
+    def _record(self, engine: Engine, rank: int) -> None:
+        self._close_record = _nothing
+        me = self.members[rank]
+        recorder = memory.recorder(me.rank, len(self.members), me.host)
+        if recorder is not None:
+            number = recorder.add_group(self.name, engine.name, rank, self.ranks)
+            engine.record_in(recorder, number)
+            self._close_record = partial(recorder.close_group, number)
 
     def rank(self) -> int:
         """This process, 0 to size - 1."""
@@ -368,6 +379,7 @@ class ProcessGroup:
         if self._engine is not None:
             if not self.inherited:
                 self._engine.close()
+                self._close_record()
             self._engine, self._now = None, never
             if self.closing is not None:
                 self.closing()
@@ -441,6 +453,9 @@ class ProcessGroup:
                 f"all_to_all_single: {what}_split_sizes {list(sizes)} must be {self._size} sizes that sum up to {rows}"
             )
         return [tensor[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def _nothing() -> None: ...
 
 
 def _showing(work: Work | None, tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]]) -> Work | None:

@@ -327,6 +327,10 @@ class NativeEngine(Engine):
     def _in_words(self, error: Exception) -> str:
         return str(self.explain(error, "empty_shared") if isinstance(error, _core.Failure) else error)
 
+    def record_in(self, recorder: _core.Recorder, group: int) -> bool:
+        self.comm.record_in(recorder, group)
+        return True
+
     def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
         return self.comm.liveness(list(ranks))
 

@@ -1,0 +1,122 @@
+// The recorder of this process's calls. Calls of the native engine are recorded by Comm; those of other engines by
+// begin and end.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "python/binding.h"
+#include "python/caller.h"
+#include "trace/recorder.h"
+
+namespace nb = nanobind;
+
+namespace allranks {
+
+namespace {
+
+using trace::Memory;
+using trace::Recorder;
+
+// A call of an engine that is not the core's.
+struct OtherCall {
+  std::shared_ptr<Recorder> recorder;
+  Recorder::Call call;
+  size_t group;
+  Verb verb;
+  uint64_t nbytes;
+  int64_t entered_ns;
+
+  void end(bool succeeded) {
+    if (call.record == nullptr || recorder->forked()) return;
+    const int64_t now = sys::now_ns();
+    recorder->end(call, now, 0, -1, succeeded ? uint8_t{0} : trace::kFailed);
+    call.record = nullptr;
+    if (!succeeded) return;
+    trace::Totals& totals = recorder->group(group).totals[static_cast<size_t>(verb)];
+    totals.calls.fetch_add(1, std::memory_order_relaxed);
+    totals.bytes.fetch_add(nbytes, std::memory_order_relaxed);
+    totals.ns.fetch_add(static_cast<uint64_t>(now - entered_ns), std::memory_order_relaxed);
+  }
+};
+
+// A forked child's calls are not the rank's.
+Recorder& live(Recorder& recorder) {
+  if (recorder.forked()) throw nb::value_error("this recorder is the parent process's");
+  return recorder;
+}
+
+OtherCall begin(const std::shared_ptr<Recorder>& recorder, size_t group, int verb, int dtype, int op, uint64_t count,
+                int peer, uint32_t number, uint64_t nbytes, const std::string& site, bool async) {
+  const Fingerprint fingerprint{.verb = static_cast<Verb>(verb),
+                                .dtype = static_cast<DType>(dtype),
+                                .op = static_cast<ReduceOp>(op),
+                                .count = count};
+  live(*recorder);
+  if (verb < static_cast<int>(Verb::send)) recorder->group(group).number.store(number);
+  const int64_t now = sys::now_ns();
+  uint16_t line = recorder->site(site);
+  if (line == 0) {
+    PythonCaller caller;
+    line = recorder->site_of(caller, now);
+  }
+  return {recorder,
+          recorder->begin({.group = group,
+                           .number = number,
+                           .fingerprint = fingerprint,
+                           .peer = peer,
+                           .site = line,
+                           .async = async,
+                           .entered_ns = now}),
+          group,
+          fingerprint.verb,
+          nbytes,
+          now};
+}
+
+}  // namespace
+
+void bind_trace(nb::module_& m) {
+  m.def("trace_bytes", &Memory::bytes, nb::arg("records"), nb::arg("members"),
+        "The size of the memory that so many records need.");
+  nb::class_<OtherCall>(m, "OtherCall", "A call under way that is not the core's.")
+      .def("end", &OtherCall::end, nb::arg("succeeded"));
+  nb::class_<Recorder>(m, "Recorder", "Records this process's calls in memory that others can read.")
+      .def(nb::new_([](int fd, size_t records, int rank, int world_size, size_t members, const std::string& host) {
+             const sys::Fd memory(fd);
+             return sys::make_owned<Recorder>(
+                 std::make_unique<Memory>(memory, records, trace::Identity{rank, world_size, members, host}, false));
+           }),
+           nb::arg("fd"), nb::arg("records"), nb::arg("rank"), nb::arg("world_size"), nb::arg("members"),
+           nb::arg("host"),
+           "Takes over the descriptor, of trace_bytes(records, members) bytes. records: a power of two.")
+      .def(
+          "add_group",
+          [](Recorder& r, const std::string& name, const std::string& engine, int rank, const std::vector<int>& ranks) {
+            return live(r).add_group(name, engine, rank, ranks);
+          },
+          nb::arg("name"), nb::arg("engine"), nb::arg("rank"), nb::arg("ranks"),
+          "Its number. ranks: its ranks, as ranks of the world.")
+      .def(
+          "close_group", [](Recorder& r, size_t group) { live(r).close_group(group); }, nb::arg("group"))
+      .def("begin", &begin, nb::arg("group"), nb::arg("verb"), nb::arg("dtype"), nb::arg("op"), nb::arg("count"),
+           nb::arg("peer"), nb::arg("number"), nb::arg("nbytes"), nb::arg("site"), nb::arg("async_op"))
+      .def(
+          "record_to",
+          [](Recorder& recorder, int fd, size_t records, int rank, int world_size, size_t members,
+             const std::string& host) {
+            const sys::Fd file(fd);
+            live(recorder).record_to(
+                std::make_unique<Memory>(file, records, trace::Identity{rank, world_size, members, host}, true));
+          },
+          nb::arg("fd"), nb::arg("records"), nb::arg("rank"), nb::arg("world_size"), nb::arg("members"),
+          nb::arg("host"), "From now on records all calls in this file, too. Takes over the descriptor.")
+      .def("stop", [](Recorder& recorder) { live(recorder).record_to(nullptr); }, "No longer records in a file.");
+}
+
+}  // namespace allranks

@@ -1,0 +1,341 @@
+"""Reads what a process has recorded of its calls: its own, another's that runs, is stopped or is dead, or a file.
+
+The layout is that of ``core/trace/layout.h``. Nothing that is read is trusted: a file may be cut off, of another
+version or no trace at all, and a process may write while this reads. Pure Python, as the launcher and the agents read
+too.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from typing_extensions import Buffer
+
+from allranks._base.errors import AllranksError
+
+__all__ = ["PURPOSES", "VERBS", "VERSION", "Call", "Group", "Identity", "Lateness", "Reader", "Totals", "TraceError"]
+
+VERSION: Final = 1
+VERBS: Final = (
+    *("none", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
+    *("barrier", "send", "recv"),
+)
+DTYPES: Final = (
+    *("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32"),
+    *("float64", "bool", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
+    "float8_e5m2fnuz",
+)
+OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+PURPOSES: Final = (
+    *("", "new_group", "split_group", "all_gather_object", "gather_object", "broadcast_object_list"),
+    *("scatter_object_list", "empty_shared"),
+)
+OUTCOMES: Final = {
+    0: "",
+    1: "timeout",
+    2: "a rank died",
+    3: "a rank left",
+    4: "interrupted",
+    5: "mismatch",
+    6: "closed",
+    7: "system error",
+    8: "host unreachable",
+    9: "out of memory",
+    10: "forked",
+    255: "failed",
+}
+
+_MAGIC = b"allrtrc\0"
+_HEADER = struct.Struct("<8sIiiiqq" + "QII" * 4 + "64s")
+_COUNTERS = struct.Struct("<Q56xII")
+_COUNTERS_AT = 192
+_GROUP = struct.Struct("<96s16sIiiIIIQQ")
+_TOTALS = struct.Struct("<QQQQ")
+_MEMBER = struct.Struct("<iiQQQQQQ")
+_SITE = struct.Struct("<II120s")
+_RECORD = struct.Struct("<QqqqQIHHiiBBBBBBH")
+_SIZES = (_GROUP.size + _TOTALS.size * len(VERBS), _MEMBER.size, _SITE.size, _RECORD.size)
+_NO_MEMBERS = 0xFFFFFFFF
+_OPEN = 1
+
+
+class TraceError(AllranksError):
+    """A file or memory that should hold a trace holds none, or one of another version."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose calls these are. Both clocks were read at the same time, in nanoseconds."""
+
+    pid: int
+    rank: int
+    world_size: int
+    host: str
+    monotonic_ns: int
+    wall_ns: int
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the calls of one verb took. Seconds are those inside calls; waiting until all ranks had come is a part."""
+
+    calls: int
+    bytes: int
+    seconds: float
+    waiting: float
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """How often a rank was the last to come, and the sum of the seconds between the last but one and it."""
+
+    times: int
+    seconds: float
+
+    def __sub__(self, other: Lateness) -> Lateness:
+        return Lateness(self.times - other.times, self.seconds - other.seconds)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group.
+
+    Attributes:
+        index: what calls name it by.
+        name: its name.
+        engine: the name of its engine.
+        open: it has not been destroyed.
+        rank: of the process in the group.
+        size: the number of ranks.
+        ranks: the members, as ranks of the world; empty where there was no room to list them.
+        number: of the last collective that has begun.
+        compared: calls of which it is known who came last.
+        shared: calls that copied nothing, in shared tensors.
+        totals: by verb.
+        late: by rank of the group.
+        recently_late: the same of the last 512 to 1,024 calls that were compared.
+        recently: how many calls these are.
+    """
+
+    index: int
+    name: str
+    engine: str
+    open: bool
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    number: int
+    compared: int
+    shared: int
+    totals: dict[str, Totals] = field(default_factory=dict)
+    late: tuple[Lateness, ...] = ()
+    recently_late: tuple[Lateness, ...] = ()
+    recently: int = 0
+
+    def world_rank(self, rank: int) -> int:
+        """The rank in the world of a rank of the group; the same number where the members are not listed."""
+        return self.ranks[rank] if 0 <= rank < len(self.ranks) else rank
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective or a message.
+
+    Attributes:
+        index: in the order of the process's calls, from 1.
+        group: index of its group.
+        verb: such as ``all_reduce``.
+        purpose: the call of the program that it is a part of, such as ``new_group``; "" if it is that itself.
+        number: of the group's collectives, from 1; 0 of a message.
+        tag: of a message.
+        dtype: such as ``float32``.
+        op: such as ``SUM``, of verbs that reduce; else "".
+        count: elements.
+        peer: the root, or the other side of a message, in the group; -1: none, or any.
+        site: its line in the program, such as ``train.py:12 in step``; "" where it was not looked up.
+        entered_ns: when it began (CLOCK_MONOTONIC of its host).
+        met_ns: when the last rank came; 0: not yet, or not known.
+        returned_ns: when it ended; 0: not yet.
+        last: who came last, in the group; -1: not known.
+        outcome: "" or how it failed.
+        async_op: the caller did not wait.
+    """
+
+    index: int
+    group: int
+    verb: str
+    purpose: str
+    number: int
+    tag: int
+    dtype: str
+    op: str
+    count: int
+    peer: int
+    site: str
+    entered_ns: int
+    met_ns: int
+    returned_ns: int
+    last: int
+    outcome: str
+    async_op: bool
+
+    @property
+    def title(self) -> str:
+        """The call with its number: ``all_reduce #42``, ``send to 3``."""
+        if self.verb in ("send", "recv"):
+            way = "to" if self.verb == "send" else "from"
+            return f"{self.verb} {way} {'any rank' if self.peer < 0 else self.peer}"
+        return f"{self.purpose or self.verb} #{self.number}"
+
+
+class Reader:
+    """A view of recorded calls. It may be read again and again while the process goes on.
+
+    Args:
+        data: the memory or the file's content, all of it.
+        source: how errors name it.
+
+    Raises:
+        TraceError: these are no recorded calls, or of another version, or a part is missing.
+    """
+
+    def __init__(self, data: Buffer, source: str = "memory") -> None:
+        self._data = memoryview(data).cast("B")
+        self._source = source
+        if len(self._data) < 320 or bytes(self._data[:8]) != _MAGIC:
+            raise TraceError(f"{source} is not a trace of allranks")
+        head = _HEADER.unpack_from(self._data)
+        _, version, self._pid, self._rank, self._world_size, self._monotonic, self._wall = head[:7]
+        if version != VERSION:
+            raise TraceError(f"{source} was written by another version of allranks (layout {version}, not {VERSION})")
+        self._tables = [tuple(head[7 + 3 * i : 10 + 3 * i]) for i in range(4)]
+        self._host = _text(head[19])
+        for size, (offset, entry_bytes, entries) in zip(_SIZES[:3], self._tables[:3], strict=True):
+            if entry_bytes != size or offset + size * entries > len(self._data):
+                raise TraceError(f"{source} is damaged or cut off")
+        offset, entry_bytes, entries = self._tables[3]
+        if entry_bytes != _RECORD.size or entries == 0 or entries & (entries - 1) or offset > len(self._data):
+            raise TraceError(f"{source} is damaged or cut off")
+        # A file ends where its records do.
+        self._there = min(entries, (len(self._data) - offset) // _RECORD.size)
+        self._sites: dict[int, str] = {}
+
+    @property
+    def identity(self) -> Identity:
+        """Whose calls these are."""
+        return Identity(self._pid, self._rank, self._world_size, self._host, self._monotonic, self._wall)
+
+    @property
+    def count(self) -> int:
+        """Calls that have begun since the start."""
+        return int(_COUNTERS.unpack_from(self._data, _COUNTERS_AT)[0])
+
+    def groups(self) -> dict[int, Group]:
+        """All groups, by index. Of those that were destroyed some may have been replaced by later ones."""
+        _, used, _ = _COUNTERS.unpack_from(self._data, _COUNTERS_AT)
+        found = (self._group(index) for index in range(min(used, self._tables[0][2])))
+        return {group.index: group for group in found if group is not None}
+
+    def last(self, most: int) -> list[Call]:
+        """The newest calls, oldest first."""
+        return list(self._calls(max(1, self.count - most + 1)))
+
+    def calls(self) -> Iterator[Call]:
+        """All calls that are there, oldest first."""
+        return self._calls(max(1, self.count - self._tables[3][2] + 1))
+
+    def open_calls(self, most: int = 256) -> list[Call]:
+        """Those of the newest calls that have not ended, oldest first."""
+        return [call for call in self.last(most) if call.returned_ns == 0]
+
+    def _calls(self, first: int) -> Iterator[Call]:
+        offset, _, entries = self._tables[3]
+        for index in range(first, self.count + 1):
+            slot = (index - 1) & (entries - 1)
+            if slot < self._there and (call := self._call(offset + slot * _RECORD.size, index)) is not None:
+                yield call
+
+    def _call(self, at: int, index: int) -> Call | None:
+        raw = bytes(self._data[at : at + _RECORD.size])
+        if bytes(self._data[at : at + 8]) != raw[:8]:
+            return None  # it was replaced meanwhile
+        found, entered, met, returned, count, number, group, site, peer, last, *kinds = _RECORD.unpack(raw)
+        verb, dtype, op, purpose, outcome, flags, _ = kinds
+        if found != index or verb >= len(VERBS):
+            return None
+        message = VERBS[verb] in ("send", "recv")
+        reduces = VERBS[verb] in ("all_reduce", "reduce", "reduce_scatter")
+        return Call(
+            index=index,
+            group=group,
+            verb=VERBS[verb],
+            purpose=PURPOSES[purpose] if purpose < len(PURPOSES) else "",
+            number=0 if message else number,
+            tag=number if message else 0,
+            dtype=DTYPES[dtype] if dtype < len(DTYPES) else "",
+            op=OPS[op] if reduces and op < len(OPS) else "",
+            count=count,
+            peer=peer,
+            site=self._site(site),
+            entered_ns=entered,
+            met_ns=met,
+            returned_ns=returned,
+            last=last,
+            outcome=OUTCOMES.get(outcome, "failed"),
+            async_op=bool(flags & 1),
+        )
+
+    def _site(self, number: int) -> str:
+        if number == 0 or number >= self._tables[2][2]:
+            return ""
+        if number not in self._sites:
+            _, there, text = _SITE.unpack_from(self._data, self._tables[2][0] + number * _SITE.size)
+            if not there:
+                return ""
+            self._sites[number] = _text(text)
+        return self._sites[number]
+
+    def _group(self, index: int) -> Group | None:
+        at = self._tables[0][0] + index * _SIZES[0]
+        name, engine, state, rank, size, first, number, _, compared, shared = _GROUP.unpack_from(self._data, at)
+        if state == 0:
+            return None
+        totals = {}
+        for v, verb in enumerate(VERBS):
+            calls, nbytes, ns, waited = _TOTALS.unpack_from(self._data, at + _GROUP.size + v * _TOTALS.size)
+            if calls:
+                totals[verb] = Totals(calls, nbytes, ns / 1e9, waited / 1e9)
+        members = [] if first == _NO_MEMBERS or first + size > self._tables[1][2] else self._members(first, size)
+        late = tuple(all_ for _, all_, _ in members)
+        return Group(
+            index=index,
+            name=_text(name),
+            engine=_text(engine),
+            open=state == _OPEN,
+            rank=rank,
+            size=size,
+            ranks=tuple(world for world, _, _ in members),
+            number=number,
+            compared=compared,
+            shared=shared,
+            totals=totals,
+            late=late,
+            recently_late=tuple(all_ - before for _, all_, before in members),
+            recently=sum(all_.times - before.times for _, all_, before in members),
+        )
+
+    def _members(self, first: int, size: int) -> list[tuple[int, Lateness, Lateness]]:
+        members = []
+        for index in range(first, first + size):
+            world, _, times, ns, _, _, old_times, old_ns = _MEMBER.unpack_from(
+                self._data, self._tables[1][0] + index * _MEMBER.size
+            )
+            members.append((world, Lateness(times, ns / 1e9), Lateness(old_times, old_ns / 1e9)))
+        return members
+
+
+def _text(raw: bytes) -> str:
+    return raw.partition(b"\0")[0].decode(errors="replace")
