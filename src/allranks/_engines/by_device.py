@@ -73,7 +73,8 @@ class ByDevice(Engine):
         return self._cpu.empty_shared(nbytes)
 
     def record_in(self, recorder: _core.Recorder, group: int) -> bool:
-        return all([engine.record_in(recorder, group) for engine in self._distinct()])
+        recorded = [engine.record_in(recorder, group) for engine in self._distinct()]
+        return all(recorded)
 
     def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
         return self._cpu.liveness(ranks)
