@@ -93,7 +93,7 @@ Memory::Memory(const sys::Fd& fd, size_t records, const Identity& identity, bool
   head.wall_ns = clock_ns(CLOCK_REALTIME);
   head.tables = tables_;
   copy_end(head.host, identity.host);
-  std::atomic_thread_fence(std::memory_order_release);
+  order_writes();
   head.magic = kMagic;
 }
 

@@ -139,7 +139,7 @@ class Recorder {
  private:
   static void write(Record& record, uint64_t index, const Begin& begin) {
     record.index.store(0, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_release);
+    order_writes();
     record.entered_ns = begin.entered_ns;
     record.met_ns = 0;
     record.returned_ns = 0;
@@ -162,7 +162,7 @@ class Recorder {
     record->met_ns = met_ns;
     record->last = last;
     record->outcome = outcome;
-    std::atomic_thread_fence(std::memory_order_release);
+    order_writes();
     record->returned_ns = returned_ns;
   }
   uint16_t ask_site(Caller& caller);
