@@ -12,6 +12,7 @@
 
 #include "python/binding.h"
 #include "python/caller.h"
+#include "python/state.h"
 #include "trace/recorder.h"
 
 namespace nb = nanobind;
@@ -31,6 +32,10 @@ struct OtherCall {
   Verb verb;
   uint64_t nbytes;
   int64_t entered_ns;
+
+  void set_site(const std::string& site) const {
+    if (call.record != nullptr && !recorder->forked()) recorder->set_site(call, recorder->site(site));
+  }
 
   void end(bool succeeded) {
     if (call.record == nullptr || recorder->forked()) return;
@@ -56,6 +61,7 @@ OtherCall begin(const std::shared_ptr<Recorder>& recorder, size_t group, int ver
   const Fingerprint fingerprint{.verb = static_cast<Verb>(verb),
                                 .dtype = static_cast<DType>(dtype),
                                 .op = static_cast<ReduceOp>(op),
+                                .purpose = purpose,
                                 .count = count};
   live(*recorder);
   if (verb < static_cast<int>(Verb::send)) recorder->group(group).number.store(number);
@@ -85,7 +91,8 @@ void bind_trace(nb::module_& m) {
   m.def("trace_bytes", &Memory::bytes, nb::arg("records"), nb::arg("members"),
         "The size of the memory that so many records need.");
   nb::class_<OtherCall>(m, "OtherCall", "A call under way that is not the core's.")
-      .def("end", &OtherCall::end, nb::arg("succeeded"));
+      .def("set_site", &OtherCall::set_site, nb::arg("site"), "Of a call that has begun to take long.")
+      .def("end", &OtherCall::end, nb::arg("succeeded"), "May be called again.");
   nb::class_<Recorder>(m, "Recorder", "Records this process's calls in memory that others can read.")
       .def(nb::new_([](int fd, size_t records, int rank, int world_size, size_t members, const std::string& host) {
              const sys::Fd memory(fd);

@@ -17,6 +17,7 @@ constexpr size_t kGroups = 128;
 constexpr size_t kSites = 1024;
 constexpr int64_t kSiteMostNs = 50'000'000;
 constexpr uint64_t kAllocatedAtOnce = 32768;  // records of a file, 2 MiB
+constexpr uint64_t kSearchedForOpen = 2048;   // of the newest records, when a group is left
 
 int64_t clock_ns(clockid_t clock) {
   timespec t{};
@@ -123,6 +124,19 @@ bool Memory::allocate(uint64_t index) {
   return true;
 }
 
+void Memory::end_calls(size_t group, int64_t returned_ns) const {
+  const uint64_t last = std::min(header().records.load(), allocated_.load());  // a full disk has no more
+  const uint64_t kept = std::min<uint64_t>({last, tables_[3].entries, kSearchedForOpen});
+  for (uint64_t index = last - kept + 1; index <= last; index++) {
+    Record& record = at<Record>(3, (index - 1) & (tables_[3].entries - 1));
+    if (record.index.load(std::memory_order_acquire) != index || record.group != group || record.returned_ns != 0) {
+      continue;
+    }
+    record.outcome = static_cast<uint8_t>(Kind::closed);
+    record.returned_ns = returned_ns;
+  }
+}
+
 void Memory::copy_tables(const Memory& other) {
   const size_t from = tables_[0].offset;
   std::memcpy(mapping_.data() + from, other.mapping_.data() + from, tables_[3].offset - from);
@@ -180,7 +194,12 @@ size_t Recorder::add_group(std::string_view name, std::string_view engine, int r
 
 void Recorder::close_group(size_t group) {
   const std::lock_guard lock(lock_);
-  if (group != 0) memory_->group(group).state.store(GroupState::closed);
+  if (group == 0) return;
+  memory_->group(group).state.store(GroupState::closed);
+  // Nobody will find out how calls ended that nobody has waited for.
+  for (Memory* const memory : {memory_.get(), file_.load()}) {
+    if (memory != nullptr) memory->end_calls(group, sys::now_ns());
+  }
 }
 
 uint16_t Recorder::site(std::string_view text) {

@@ -48,7 +48,8 @@ class Memory {
   Site& site(size_t i) const { return at<Site>(2, i); }
   uint32_t entries(size_t table) const { return tables_[table].entries; }
   void copy_tables(const Memory& other);
-  void trim();  // a file, to what has been used
+  void end_calls(size_t group, int64_t returned_ns) const;  // that are under way, of a group that has been left
+  void trim();                                              // a file, to what has been used
 
   // The place of the next record, and its index. nullptr: the disk is full.
   std::pair<Record*, uint64_t> next() {

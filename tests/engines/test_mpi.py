@@ -88,6 +88,40 @@ def test_reduces_as_the_native_engine_does(job: Callable[..., list]) -> None:
     job(body)
 
 
+def test_calls_are_recorded(job: Callable[..., list]) -> None:
+    def body() -> list:
+        from allranks._trace import memory
+
+        group = dist.new_group()
+        rank = dist.get_rank()
+        dist.all_reduce(torch.ones(3), group=group)
+        time.sleep(0.3 * rank)
+        dist.broadcast(torch.ones(2), 1, group=group)  # MPI does not end it at once
+        dist.reduce(torch.ones(2), 0, group=group)
+        dist.all_gather(list(torch.ones(3, 2)), torch.ones(2), group=group, async_op=True).wait()
+        dist.isend(torch.ones(5), (rank + 1) % 3, group=group, tag=4)  # nobody waits
+        dist.recv(torch.ones(5), (rank + 2) % 3, group=group, tag=4)
+        dist.barrier(group=group)
+        with pytest.raises(dist.UsageError):
+            dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn), dist.ReduceOp.BAND, group=group)
+        reader = memory.reader()
+        (number,) = (g.index for g in reader.groups().values() if g.open and g.name == group.name)
+        calls = [call for call in reader.calls() if call.group == number]
+        dist.destroy_process_group(group)
+        return [(c.title, c.op, c.count, c.async_op, c.returned_ns > c.entered_ns, c.outcome) for c in calls]
+
+    for rank, calls in enumerate(job(body)):
+        assert calls == [
+            ("all_reduce #1", "SUM", 3, False, True, ""),
+            ("broadcast #2", "", 2, False, True, ""),
+            ("reduce #3", "SUM", 2, False, True, ""),
+            ("all_gather #4", "", 2, True, True, ""),
+            (f"send to {(rank + 1) % 3}", "", 5, True, True, ""),
+            (f"recv from {(rank + 2) % 3}", "", 5, False, True, ""),
+            ("barrier #5", "", 0, False, True, ""),
+        ]
+
+
 def test_halves_are_rounded_once_and_nan_is_kept(job: Callable[..., list]) -> None:
     def body() -> None:
         native = dist.new_group(backend="native")

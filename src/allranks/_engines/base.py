@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -118,6 +118,10 @@ class Engine(abc.ABC):
     def record_in(self, recorder: _core.Recorder, group: int) -> bool:
         """Records calls there, as calls of that group. Before the first call. False: the engine cannot."""
         return False
+
+    def parts(self) -> Mapping[str, Engine]:
+        """The engines that it consists of, by a type of device that each moves tensors of."""
+        return {self.device: self}
 
     def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
         """Sockets that end with the processes of these ranks, which a group of them may share; None: there are none."""

@@ -72,9 +72,9 @@ class ByDevice(Engine):
     def empty_shared(self, nbytes: int) -> Tensor:
         return self._cpu.empty_shared(nbytes)
 
-    def record_in(self, recorder: _core.Recorder, group: int) -> bool:
-        recorded = [engine.record_in(recorder, group) for engine in self._distinct()]
-        return all(recorded)
+    def parts(self) -> Mapping[str, Engine]:
+        first = {engine: device for device, engine in reversed(self._engines.items())}
+        return {device: engine for engine, device in reversed(first.items())}
 
     def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
         return self._cpu.liveness(ranks)

@@ -24,6 +24,7 @@ from torch import Tensor
 from allranks import _core
 from allranks._base.errors import AllranksError, MismatchError, PeerLostError, TimeoutError, UsageError, rank_list
 from allranks._base.forks import forks, refusal
+from allranks._call.callsite import site
 from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.types import PremulSum, ReduceOp, Stats, is_integer
 from allranks._call.work import Work, seconds_of
@@ -41,6 +42,7 @@ from allranks._engines.checks import (
 )
 from allranks._engines.operands import Operands, OperandsWork
 from allranks._engines.presence import Presence
+from allranks._engines.recording import Recording, Subject
 
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
@@ -66,7 +68,13 @@ ON_BOOLS = {
 
 
 class Progress(abc.ABC):
-    """A call that an engine has begun."""
+    """A call that an engine has begun.
+
+    Attributes:
+        asked_cheaply: ``done`` costs little, so that it may be called of calls that nobody waits for.
+    """
+
+    asked_cheaply = True
 
     @abc.abstractmethod
     def done(self) -> bool:
@@ -91,10 +99,12 @@ class FlatEngine(Engine):
         timeout_s: how long a call waits for other ranks.
         on_host: it reaches only the host's memory; tensors of other devices are copied there and back.
         averages_integers: it has AVG of integers itself; else their sums are divided here.
+        queues: to wait for a call is to let the device's stream wait, so that the call ends later.
     """
 
     on_host = False
     averages_integers = False
+    queues = False
 
     def __init__(self, name: str, rank: int, members: Sequence[Member], group_name: str, timeout_s: float) -> None:
         self.name = name
@@ -107,6 +117,7 @@ class FlatEngine(Engine):
         self._pending: set[FlatWork] = set()
         self._presence: Presence | None = None
         self._stats = Stats(0, 0, 0.0, 0)
+        self._recording: Recording | None = None
         self._forks = forks()
         self._debug = get_debug_level() is DebugLevel.DETAIL
 
@@ -174,18 +185,19 @@ class FlatEngine(Engine):
         operands, op = self._reducing(tensor, op, "all_reduce")
         flat = _numbers(operands.update(tensor))
         on = self._op_on(operands, flat, tensor, op)
-        return self._call(operands, tensor.nbytes, async_op, (tensor, op), self.begin_all_reduce, flat, on)
+        return self._call(operands, tensor.nbytes, async_op, _on(tensor, op), self.begin_all_reduce, flat, on)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         operands, op = self._reducing(tensor, op, "reduce")
         flat = _numbers(operands.update(tensor) if root == self.rank else operands.read(tensor))
         on = self._op_on(operands, flat if root == self.rank else None, tensor, op)
-        return self._call(operands, tensor.nbytes, async_op, (tensor, op, root), self.begin_reduce, flat, root, on)
+        return self._call(operands, tensor.nbytes, async_op, _on(tensor, op, root), self.begin_reduce, flat, root, on)
 
     def broadcast(self, tensor: Tensor, root: int, async_op: bool) -> Work | None:
         operands = self._moving(tensor, "broadcast")
         flat = as_bytes(operands.read(tensor) if root == self.rank else operands.write(tensor))
-        return self._call(operands, tensor.nbytes, async_op, (tensor, None, root), self.begin_broadcast, flat, root)
+        subject = _on(tensor, None, root)
+        return self._call(operands, tensor.nbytes, async_op, subject, self.begin_broadcast, flat, root)
 
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool) -> Work | None:
         if not isinstance(outputs, Tensor) and len({t.numel() for t in outputs if isinstance(t, Tensor)}) > 1:
@@ -193,21 +205,21 @@ class FlatEngine(Engine):
         operands = self._moving(tensor, "all_gather")
         results = self._filled(operands, outputs, tensor)
         given, into = as_bytes(operands.read(tensor, (results,), self.rank)), as_bytes(results)
-        return self._call(operands, tensor.nbytes, async_op, (tensor,), self.begin_all_gather, into, given)
+        return self._call(operands, tensor.nbytes, async_op, _on(tensor), self.begin_all_gather, into, given)
 
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         operands = self._moving(tensor, "gather")
         given = as_bytes(operands.read(tensor))
         into = None if outputs is None else as_bytes(self._filled(operands, outputs, tensor))
-        compared = (tensor, None, root)
-        return self._call(operands, tensor.nbytes, async_op, compared, self.begin_gather, into, given, root)
+        subject = _on(tensor, None, root)
+        return self._call(operands, tensor.nbytes, async_op, subject, self.begin_gather, into, given, root)
 
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, root: int, async_op: bool) -> Work | None:
         operands = self._moving(tensor, "scatter")
         given = None if inputs is None else as_bytes(self._joined(operands, inputs, tensor))
         into = as_bytes(operands.write(tensor))
-        compared = (tensor, None, root)
-        return self._call(operands, tensor.nbytes, async_op, compared, self.begin_scatter, into, given, root)
+        subject = _on(tensor, None, root)
+        return self._call(operands, tensor.nbytes, async_op, subject, self.begin_scatter, into, given, root)
 
     def reduce_scatter(
         self, tensor: Tensor, inputs: Sequence[Tensor] | Tensor, op: ReduceOp | PremulSum, async_op: bool
@@ -217,7 +229,7 @@ class FlatEngine(Engine):
         given = _numbers(self._joined(operands, inputs, tensor, (result,)))
         into = _numbers(result)
         on = self._op_on(operands, into, tensor, op)
-        return self._call(operands, given.nbytes, async_op, (tensor, op), self.begin_reduce_scatter, into, given, on)
+        return self._call(operands, given.nbytes, async_op, _on(tensor, op), self.begin_reduce_scatter, into, given, on)
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], async_op: bool) -> Work | None:
         for tensor in (*inputs, *outputs):
@@ -232,30 +244,37 @@ class FlatEngine(Engine):
         for tensor, part in zip(outputs, torch.split(into, gets), strict=True):
             operands.fill(tensor, part.view(tensor.dtype))
         operands.keep += [given, into]
-        return self._call(operands, given.nbytes, async_op, (), self.begin_all_to_all, into, given, gets, gives)
+        subject = Subject(inputs[0].dtype)
+        return self._call(operands, given.nbytes, async_op, subject, self.begin_all_to_all, into, given, gets, gives)
 
     def barrier(self, async_op: bool) -> Work | None:
-        return self._call(Operands("barrier"), 0, async_op, (), self.begin_barrier)
+        return self._call(Operands("barrier"), 0, async_op, Subject(), self.begin_barrier)
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
         operands = self._moving(tensor, "send")
         given = as_bytes(operands.read(tensor))
-        return self._call(operands, tensor.nbytes, async_op, (), self.begin_send, given, to, tag)
+        subject = _on(tensor, None, to, tag)
+        return self._call(operands, tensor.nbytes, async_op, subject, self.begin_send, given, to, tag)
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> int:
-        work = self._receiving(tensor, source, tag)
+        work = self._receiving(tensor, source, tag, False)
         self._wait(work)
         return work.source_rank()
 
     def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        work = self._receiving(tensor, source, tag)
+        work = self._receiving(tensor, source, tag, True)
         self.leave_running(work)
         return work
 
-    def _receiving(self, tensor: Tensor, source: int, tag: int) -> FlatWork:
+    def _receiving(self, tensor: Tensor, source: int, tag: int, async_op: bool) -> FlatWork:
         operands = self._moving(tensor, "recv")
         into = as_bytes(operands.write(tensor))
-        return self._started(operands, tensor.nbytes, (), self.begin_recv, into, source, tag)
+        subject = _on(tensor, None, source, tag)
+        return self._started(operands, tensor.nbytes, async_op, subject, self.begin_recv, into, source, tag)
+
+    def record_in(self, recorder: _core.Recorder, group: int) -> bool:
+        self._recording = Recording(recorder, group)
+        return True
 
     def stats(self) -> Stats:
         return self._stats
@@ -328,11 +347,11 @@ class FlatEngine(Engine):
         operands: Operands,
         nbytes: int,
         async_op: bool,
-        compared: tuple[Any, ...],
+        subject: Subject,
         begin: Callable[..., Progress],
         *args: Any,
     ) -> Work | None:
-        work = self._started(operands, nbytes, compared, begin, *args)
+        work = self._started(operands, nbytes, async_op, subject, begin, *args)
         if async_op:
             self.leave_running(work)
             return work
@@ -344,18 +363,36 @@ class FlatEngine(Engine):
             work.wait()
         except BaseException:
             self.give_up(work)
+            work.end_record(False)
             raise
 
     def _started(
-        self, operands: Operands, nbytes: int, compared: tuple[Any, ...], begin: Callable[..., Progress], *args: Any
+        self,
+        operands: Operands,
+        nbytes: int,
+        async_op: bool,
+        subject: Subject,
+        begin: Callable[..., Progress],
+        *args: Any,
     ) -> FlatWork:
-        """Begins a call. ``compared`` is what the ranks compare beside the verb: tensor, op, root."""
-        if self._debug and operands.verb not in ("send", "recv"):
-            self._compare(operands.verb, *compared)
+        """Begins a call, which is recorded."""
         if len(self._pending) > _MANY_PENDING:
             for other in tuple(self._pending):
                 other.is_completed()
-        return self._launched(FlatWork(self, operands, nbytes), begin, *args)
+        work = FlatWork(self, operands, nbytes)
+        unwaited = async_op or self.queues
+        if self._recording is not None:
+            work.record_as(self._recording, self._recording.begin(operands.verb, subject, nbytes, unwaited), unwaited)
+        try:
+            if self._debug and operands.verb not in ("send", "recv"):
+                self._compare(operands.verb, subject)
+            self._launched(work, begin, *args)
+        except BaseException:
+            work.end_record(False)
+            raise
+        if unwaited:
+            work.watch()
+        return work
 
     def _launched(self, work: FlatWork, begin: Callable[..., Progress], *args: Any) -> FlatWork:
         self._pending.add(work)
@@ -372,13 +409,14 @@ class FlatEngine(Engine):
             raise
         return work
 
-    def _compare(self, verb: str, tensor: Tensor | None = None, op: ReduceOp | None = None, root: int = -1) -> None:
+    def _compare(self, verb: str, subject: Subject) -> None:
         """Raises where the ranks are about to call different things."""
-        text = verb if tensor is None else f"{verb} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+        numel, op = subject.numel, subject.op
+        text = verb if numel is None else f"{verb} of {numel} x {str(subject.dtype).removeprefix('torch.')}"
         if op is not None:
             text += f", {op.name}"
-        if root >= 0:
-            text += f", root {root}"
+        if subject.peer >= 0:
+            text += f", root {subject.peer}"
         mine = torch.tensor(list(text.encode().ljust(_TEXT_BYTES)), dtype=torch.uint8, device=self.device)
         everyones = mine.new_empty(len(self.members), _TEXT_BYTES)
         comparing = Operands(verb)
@@ -425,6 +463,9 @@ class FlatWork(OperandsWork):
         self.nbytes = nbytes
         self.progress: Progress | None = None  # until the engine has it
         self._engine = engine
+        self._recording: Recording | None = None
+        self._record: _core.OtherCall | None = None  # until its end is recorded
+        self._has_line = False
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if self._error is not None:
@@ -441,6 +482,9 @@ class FlatWork(OperandsWork):
                     f"{self._engine.here(verb)}: has not completed after {limit_s:.1f} s.\n"
                     "  The call goes on: wait() may be called again."
                 )
+            self._record_line()
+        if not self._engine.queues:
+            self.end_record(True)
         self._finish()
         self._engine.ended(self)
         return True
@@ -450,12 +494,46 @@ class FlatWork(OperandsWork):
         try:
             return self.progress.wait(seconds)
         except (RuntimeError, OSError) as error:
+            self.end_record(False)
             self._engine.ended(self)
             try:
                 self._engine.explain(error, self._operands.verb)
             except AllranksError as explained:
                 self._error = explained
                 raise
+
+    def record_as(self, recording: Recording, call: _core.OtherCall, unwaited: bool) -> None:
+        """Lets the work record its end. ``unwaited``: its line is known."""
+        self._recording, self._record, self._has_line = recording, call, unwaited
+
+    def watch(self) -> None:
+        """Lets the end be recorded of a call for which perhaps nobody will wait."""
+        assert self.progress is not None
+        if self._recording is not None and self.progress.asked_cheaply:
+            self._recording.watch(self)
+
+    def end_record(self, succeeded: bool) -> None:
+        """Records that the call has ended. May be called again."""
+        record, self._record = self._record, None
+        if record is not None and self._recording is not None:
+            record.end(succeeded)
+            self._recording.ended(self)
+
+    def has_ended(self) -> bool:
+        """Whether the call has ended, where that can be asked cheaply. If so, that is recorded."""
+        assert self.progress is not None
+        if not self._engine.queues:
+            return self.is_completed()
+        if not self.progress.done():
+            return False
+        self.end_record(True)
+        return True
+
+    def _record_line(self) -> None:
+        """Records where a call stands that has begun to take long."""
+        if self._record is not None and not self._has_line:
+            self._has_line = True
+            self._record.set_site(site())
 
     def source_rank(self) -> int:
         assert self.progress is not None
@@ -464,6 +542,10 @@ class FlatWork(OperandsWork):
     def done(self) -> bool:
         """Whether it has ended: the engine no longer uses the tensors, or the call has failed."""
         return self._error is not None or (self.progress is not None and self.progress.done())
+
+
+def _on(tensor: Tensor, op: ReduceOp | None = None, peer: int = -1, tag: int = 0) -> Subject:
+    return Subject(tensor.dtype, tensor.numel(), op, peer, tag)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -73,13 +73,17 @@ class ProcessGroup:
         )
 
     def _record(self, engine: Engine, rank: int) -> None:
-        self._close_record = _nothing
+        """Lets each engine record the group's calls: those of several as several groups, as each counts its own."""
+        self._recorded: list[Callable[[], None]] = []
         me = self.members[rank]
         recorder = memory.recorder(me.rank, len(self.members), me.host)
-        if recorder is not None:
-            number = recorder.add_group(self.name, engine.name, rank, self.ranks)
-            engine.record_in(recorder, number)
-            self._close_record = partial(recorder.close_group, number)
+        if recorder is None:
+            return
+        for device, part in engine.parts().items():
+            name = f"{self.name} on {device}" if self._recorded else self.name
+            number = recorder.add_group(name, part.name, rank, self.ranks)
+            part.record_in(recorder, number)
+            self._recorded.append(partial(recorder.close_group, number))
 
     def rank(self) -> int:
         """This process, 0 to size - 1."""
@@ -379,7 +383,8 @@ class ProcessGroup:
         if self._engine is not None:
             if not self.inherited:
                 self._engine.close()
-                self._close_record()
+                for close in self._recorded:
+                    close()
             self._engine, self._now = None, never
             if self.closing is not None:
                 self.closing()
@@ -453,9 +458,6 @@ class ProcessGroup:
                 f"all_to_all_single: {what}_split_sizes {list(sizes)} must be {self._size} sizes that sum up to {rows}"
             )
         return [tensor[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
-
-
-def _nothing() -> None: ...
 
 
 def _showing(work: Work | None, tensors: Sequence[Tensor] | Callable[[], Sequence[Tensor]]) -> Work | None:

@@ -62,7 +62,7 @@ class C10dEngine(FlatEngine):
     ) -> None:
         super().__init__(name, rank, members, group_name, timeout_s)
         self.device = "cpu" if name == "gloo" else "cuda"
-        self.averages_integers = name == "nccl"
+        self.averages_integers = self.queues = name == "nccl"
         self._backend: Any = None
         self._store = GroupStore.among(rank, members, exchange, timeout_s)
         try:
@@ -244,6 +244,8 @@ class _OnStream(_Handle):
 
 class _Message(_Handle):
     """A message of gloo, which knows nothing of its end before somebody waits: a thread does."""
+
+    asked_cheaply = False
 
     def __init__(self, handle: Any, peer: int) -> None:
         super().__init__(handle, peer)

@@ -38,6 +38,7 @@ from allranks._engines.mpi import job
 from allranks._engines.mpi.job import lock, poll
 from allranks._engines.operands import Operands
 from allranks._engines.presence import Presence
+from allranks._engines.recording import Subject
 from allranks._engines.spec import RECORD_BYTES, Exchange
 
 if TYPE_CHECKING:
@@ -140,26 +141,45 @@ class MpiEngine(FlatEngine):
             number, (method, *args) = self._calls, call
             request = method(*args)
         nbytes = 0 if tensor is None else tensor.nbytes  # type: ignore[attr-defined]
+        record = self._recorded(verb, tensor, nbytes, op, root)
         try:
             for _ in range(_QUICK_TESTS if self.spins else 1):
                 with lock:
                     if request.Test():
                         self._count(nbytes, began)
+                        if record is not None:
+                            record.end(True)
                         return True
         except self.mpi.Exception as error:
+            if record is not None:
+                record.end(False)
             self.explain(error, verb)
         except BaseException:  # Ctrl-C
-            self.give_up(self._adopted(verb, nbytes, number, request, (tensor, pieces)))
+            work = self._adopted(verb, nbytes, number, request, record, (tensor, pieces))
+            self.give_up(work)
+            work.end_record(False)
             raise
-        self._wait(self._adopted(verb, nbytes, number, request, (tensor, pieces)))
+        self._wait(self._adopted(verb, nbytes, number, request, record, (tensor, pieces)))
         return True
 
-    def _adopted(self, verb: str, nbytes: int, number: int, request: Any, keep: object) -> FlatWork:
+    def _recorded(self, verb: str, tensor: Any, nbytes: int, op: Any, root: Any) -> _core.OtherCall | None:
+        """A blocking collective of a tensor that is ordinary begins."""
+        if self._recording is None:
+            return None
+        reduces = verb in ("all_reduce", "reduce_scatter")
+        subject = Subject() if tensor is None else Subject(tensor.dtype, tensor.numel(), op if reduces else None, root)
+        return self._recording.begin(verb, subject, nbytes, False)
+
+    def _adopted(
+        self, verb: str, nbytes: int, number: int, request: Any, record: _core.OtherCall | None, keep: object
+    ) -> FlatWork:
         """The work of a collective that has begun without one."""
         progress = _Requests(self, keep)
         progress.call, progress.requests = number, [request]
         work = FlatWork(self, Operands(verb), nbytes)
         work.progress = progress
+        if self._recording is not None and record is not None:
+            work.record_as(self._recording, record, False)
         self._pending.add(work)
         return work
 

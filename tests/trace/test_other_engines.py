@@ -1,0 +1,158 @@
+"""The record of calls of engines that are not the core's: gloo stands for them; tests/engines has the same of mpi."""
+
+import contextlib
+import mmap
+import os
+import time
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks._engines.by_device import ByDevice
+from allranks._group.process_group import ProcessGroup
+from allranks._trace import memory
+from allranks._trace.reader import Reader, TraceError
+from allranks.testing import run_ranks
+
+
+def gloo(timeout=30):
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", timeout=timeout)
+
+
+def recorded(name="world"):
+    """The group's calls, and the group."""
+    reader = memory.reader()
+    group = [g for g in reader.groups().values() if g.name == name][-1]
+    return [call for call in reader.calls() if call.group == group.index and not call.purpose], group
+
+
+def test_verbs_and_messages():
+    def body():
+        gloo()
+        rank = dist.get_rank()
+        dist.all_reduce(torch.ones(2, 3), dist.ReduceOp.MAX)
+        dist.broadcast(torch.ones(4), 1)
+        dist.all_to_all([torch.zeros(2), torch.zeros(2)], [torch.zeros(2), torch.zeros(2)])
+        dist.barrier()
+        work = dist.isend(torch.ones(7), 1, tag=5) if rank == 0 else dist.irecv(torch.ones(7), 0, tag=5)
+        work.wait()
+        with pytest.raises(dist.UsageError):
+            dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))  # refused before it begins
+        return recorded()
+
+    for rank, (calls, group) in enumerate(run_ranks(2, body)):
+        assert (group.engine, group.rank, group.number) == ("gloo", rank, 4)
+        found = [(c.title, c.dtype, c.op, c.count, c.peer, c.async_op, c.outcome) for c in calls]
+        assert found == [
+            ("all_reduce #1", "float32", "MAX", 6, -1, False, ""),
+            ("broadcast #2", "float32", "", 4, 1, False, ""),
+            ("all_to_all #3", "float32", "", 0, -1, False, ""),
+            ("barrier #4", "uint8", "", 0, -1, False, ""),
+            (("send to 1", "recv from 0")[rank], "float32", "", 7, 1 - rank, True, ""),
+        ]
+        assert calls[4].tag == 5
+        assert "test_other_engines.py" in calls[4].site
+        assert all(c.returned_ns > c.entered_ns for c in calls)
+        assert group.totals["all_reduce"].bytes == 24
+
+
+def test_calls_that_nobody_waits_for_end():
+    def body():
+        gloo()
+        works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(5)]
+        time.sleep(0.3)
+        dist.barrier()  # finds that they have ended
+        ended = [c.returned_ns > 0 for c in recorded()[0]]
+        del works
+        dist.all_reduce(torch.ones(2), async_op=True)
+        dist.destroy_process_group()  # nobody will ask any more
+        return ended, recorded()[0][-1]
+
+    for ended, last in run_ranks(2, body):
+        assert ended == [True] * 6
+        assert last.returned_ns > 0
+        assert last.outcome == "closed"
+
+
+def test_a_rank_that_waits_is_seen_with_its_line():
+    fd = memory.create_memory(2)
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+
+    def body():
+        if os.environ["RANK"] == "0":
+            os.environ[memory.MEMORY] = path
+        dist.init_process_group("gloo", timeout=30)
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(2))
+            return None
+        view = mmap.mmap(os.open(path, os.O_RDWR), 0)
+        found, deadline = [], time.monotonic() + 20
+        while not found and time.monotonic() < deadline:
+            time.sleep(0.02)
+            with contextlib.suppress(TraceError):  # rank 0 has not begun to record
+                found = [call for call in Reader(bytes(view)).open_calls() if call.site]
+        dist.all_reduce(torch.ones(2))
+        return found
+
+    (call,) = run_ranks(2, body, init=False)[1]
+    assert call.title == "all_reduce #1"
+    assert "test_other_engines.py" in call.site
+    os.close(fd)
+
+
+def test_a_call_that_fails():
+    def body():
+        gloo(timeout=1)
+        if dist.get_rank() == 0:
+            with pytest.raises(dist.TimeoutError):
+                dist.all_reduce(torch.ones(2))
+            work = dist.all_reduce(torch.ones(2), async_op=True)
+            assert work.exception() is not None or not work.is_success()
+        else:
+            time.sleep(2)
+        return [c.outcome for c in recorded()[0]]
+
+    assert run_ranks(2, body)[0][0] == "failed"
+
+
+def test_a_group_on_two_engines_is_two_groups():
+    def body():
+        world = dist.group.WORLD
+        gloo = dist.new_group(backend="gloo")._engine
+        engine = ByDevice("cpu:native,cuda:nccl", {"cpu": world._engine, "cuda": gloo}, "both")
+        both = ProcessGroup(engine, "both", world.rank(), world.members, 20.0)
+        both.all_reduce(torch.ones(2))
+        gloo.all_reduce(torch.ones(2), dist.ReduceOp.SUM, False)  # as for a tensor of CUDA
+        return [[c.verb for c in recorded(name)[0]] for name in ("both", "both on cuda")]
+
+    assert run_ranks(2, body) == [[["all_reduce"], ["all_reduce"]]] * 2
+
+
+def test_parts_of_another_call_are_marked():
+    def body():
+        gloo()
+        dist.new_group([0, 1], backend="gloo")
+        return {c.purpose for c in memory.reader().calls()}
+
+    assert all("new_group" in purposes for purposes in run_ranks(2, body))
+
+
+def test_a_killed_rank_has_left_its_calls():
+    fd = memory.create_memory(2)
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+
+    def body():
+        if os.environ["RANK"] == "0":
+            os.environ[memory.MEMORY] = path
+        dist.init_process_group("gloo", timeout=30)
+        dist.all_reduce(torch.ones(2))
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), 9)
+
+    run_ranks(2, body, init=False, may_die=(0,))
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as view:
+        calls = [c.title for c in Reader(bytes(view)).calls() if not c.purpose]
+    assert calls == ["all_reduce #1"]
+    os.close(fd)
