@@ -37,8 +37,11 @@ class Comm::Recording {
 
   const trace::Recorder::Call& call() const { return call_; }
   void hand_over() { call_ = {}; }  // to the message, with which it ends
-  void set_site(const std::string& site) {
-    if (comm_.recorder_) comm_.recorder_->set_site(call_, comm_.recorder_->site(site));
+  // The program waits for this call, at that line, and has done so for a while.
+  void waited_for(const std::string& site) {
+    if (call_.record == nullptr || site.empty()) return;
+    trace::Recorder::set_awaited(*call_.record);
+    if (call_.record->site == 0) comm_.recorder_->set_site(call_, comm_.recorder_->site(site));
   }
   // Of a collective, whose ranks have met.
   void met(const LocalComm::Call& call) {
@@ -81,17 +84,17 @@ class Comm::Recording {
   trace::Recorder::Call call_;
 };
 
-// Finds the site of a call that has begun to take long.
-class Comm::SiteFinder final : public Caller {
+// The caller of a call, which notes where it is when the call has begun to take long.
+class Comm::LongWait final : public Caller {
  public:
-  SiteFinder(Caller& caller, Recording& recording) : caller_(caller), recording_(recording) {}
+  LongWait(Caller& caller, Recording& recording) : caller_(caller), recording_(recording) {}
   void release() override { caller_.release(); }
   std::string where() override { return caller_.where(); }
   bool interrupted() override {
     if (caller_.interrupted()) return true;
     if (!asked_) {
       asked_ = true;
-      recording_.set_site(caller_.where());
+      recording_.waited_for(caller_.where());
       caller_.release();
     }
     return false;
@@ -276,6 +279,7 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t 
   } catch (...) {
     error = std::current_exception();
   }
+  running_record_.store(nullptr);
   request->finish(error);
   lock = lock_releasing(queue_lock_, caller);
   finish();
@@ -316,6 +320,8 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
       caller.release();
       queue_changed_.wait_for(lock, kWaitSlice);
       if (done()) break;
+      // This request's, or one's before it.
+      if (trace::Record* const record = running_record_.load()) trace::Recorder::set_awaited(*record);
       lock.unlock();
       Failure failure{.peer = rank(), .reporter = rank()};
       failure.fingerprint = request.operation.fingerprint;
@@ -350,9 +356,10 @@ void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns, 
   const uint32_t number = ++calls_;
   counts_->number.store(number, std::memory_order_relaxed);
   Recording recording(*this, operation.fingerprint, number, operation.fingerprint.root, begin, !operation.site.empty());
-  SiteFinder finder(caller, recording);
+  if (!operation.site.empty()) running_record_.store(recording.call().record);
+  LongWait long_wait(caller, recording);
   LocalComm::Call call{.number = number,
-                       .patience = {.caller = begin.site == 0 && recorder_ ? static_cast<Caller&>(finder) : caller,
+                       .patience = {.caller = recorder_ ? static_cast<Caller&>(long_wait) : caller,
                                     .timeout_ns = static_cast<int64_t>(settings_.timeout_s * 1e9),
                                     .spin_ns = spin_ns},
                        .about = {.reporter = rank(), .call = number, .fingerprint = operation.fingerprint},

@@ -111,7 +111,7 @@ class Comm {
   void wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns);
   class Recording;
 
-  class SiteFinder;
+  class LongWait;
   // When a call begins, and the number of its site if that is known.
   struct Begin {
     int64_t entered_ns;
@@ -144,7 +144,8 @@ class Comm {
   uint32_t calls_ = 0;
 
   std::shared_ptr<trace::Recorder> recorder_;
-  size_t group_ = 0;  // of the recorder
+  size_t group_ = 0;                                 // of the recorder
+  std::atomic<trace::Record*> running_record_ = {};  // of the collective that runs
   trace::Group uncounted_{};
   trace::Group* counts_ = &uncounted_;  // the recorder's, or that
 };

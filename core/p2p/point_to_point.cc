@@ -214,7 +214,10 @@ class PointToPoint::Waiter final : public Caller {
   void publish() {
     if (published_.verb != Verb::none) return;
     const std::string site = where();
-    if (message_.record.record != nullptr) p2p_.recorder_->set_site(message_.record, p2p_.recorder_->site(site));
+    if (message_.record.record != nullptr) {
+      p2p_.recorder_->set_site(message_.record, p2p_.recorder_->site(site));
+      trace::Recorder::set_awaited(*message_.record.record);
+    }
     const size_t n = std::min(site.size(), published_.site.size() - 1);
     std::copy_n(site.end() - static_cast<std::ptrdiff_t>(n), n,
                 published_.site.begin());  // its end identifies it better

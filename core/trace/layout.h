@@ -107,12 +107,13 @@ struct Record {
   ReduceOp op;
   Purpose purpose;
   uint8_t outcome;  // a Kind (base/error.h), if it has failed; kFailed: otherwise
-  uint8_t flags;
+  std::atomic<uint8_t> flags;
   uint16_t unused;
 };
 static_assert(sizeof(Record) == 64);
 constexpr uint8_t kFailed = 255;
-constexpr uint8_t kAsync = 1;  // flag: the caller did not wait
+constexpr uint8_t kAsync = 1;    // flag: the caller did not wait
+constexpr uint8_t kAwaited = 2;  // flag: of an asynchronous call, that the caller now waits and has done so for a while
 
 // Other processes see what was written before this call no later than what is written after it. gcc's thread sanitizer
 // refuses fences. It looks at one process, so nothing that it can find is lost without them.

@@ -131,6 +131,8 @@ class Recorder {
     if (call.in_file != nullptr) call.in_file->site = site;
   }
 
+  static void set_awaited(Record& record) { record.flags.fetch_or(kAwaited, std::memory_order_relaxed); }
+
   // Counts that a rank of a group came last, by that much. By one thread at a time for each group.
   void count_last(size_t group, int rank, int64_t late_ns);
 
@@ -155,7 +157,7 @@ class Recorder {
     record.op = begin.fingerprint.op;
     record.purpose = begin.fingerprint.purpose;
     record.outcome = 0;
-    record.flags = begin.async ? kAsync : 0;
+    record.flags.store(begin.async ? kAsync : 0, std::memory_order_relaxed);
     record.index.store(index, std::memory_order_release);
   }
   static void write(Record* record, uint64_t index, int64_t returned_ns, int64_t met_ns, int last, uint8_t outcome) {

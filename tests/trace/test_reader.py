@@ -13,7 +13,7 @@ import torch
 import allranks as dist
 from allranks import _core
 from allranks._trace import memory
-from allranks._trace.reader import DTYPES, OPS, PURPOSES, Reader, TraceError
+from allranks._trace.reader import DTYPES, OPS, PURPOSES, Reader, TraceError, memory_bytes
 from allranks.testing import run_ranks
 
 
@@ -122,6 +122,12 @@ def test_damage_is_refused_or_read():
             reader = Reader(data)
             list(reader.calls())
             reader.groups()
+
+
+@pytest.mark.parametrize("members", [1, 2, 64, 1000, 5000])
+def test_sizes_are_the_cores(members):
+    for records in (8, memory.RECORDS):
+        assert memory_bytes(records, members) == _core.trace_bytes(records, members)
 
 
 def test_names_are_the_cores():

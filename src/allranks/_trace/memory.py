@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from allranks._base.forks import forks
-from allranks._trace.reader import Reader, TraceError
+from allranks._trace.reader import Reader, TraceError, memory_bytes
 
 if TYPE_CHECKING:
     from allranks import _core
@@ -31,11 +31,9 @@ _made = -1  # forks() then
 
 def create_memory(world_size: int) -> int:
     """A descriptor of memory for the calls of one rank; the caller closes it."""
-    from allranks import _core
-
     fd = os.memfd_create("allranks-calls", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(fd, _core.trace_bytes(RECORDS, world_size))
+        os.ftruncate(fd, memory_bytes(RECORDS, world_size))
     except BaseException:
         os.close(fd)
         raise
@@ -67,8 +65,6 @@ def reader() -> Reader | None:
 
 def _given(world_size: int) -> tuple[int, int] | None:
     """The agent's memory, if it is there and nobody uses it, and the size of the world that it was made for."""
-    from allranks import _core
-
     path = os.environ.pop(MEMORY, "")  # a process that this one starts is no rank of the agent's
     if not path:
         return None
@@ -78,7 +74,7 @@ def _given(world_size: int) -> tuple[int, int] | None:
         return None
     launched = os.environ.get("WORLD_SIZE", "")
     for size in (world_size, int(launched) if launched.isdecimal() else 0):
-        if os.fstat(fd).st_size == _core.trace_bytes(RECORDS, size) and not _in_use(fd):
+        if os.fstat(fd).st_size == memory_bytes(RECORDS, size) and not _in_use(fd):
             return fd, size
     os.close(fd)
     return None

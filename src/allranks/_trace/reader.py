@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 
 from allranks._base.errors import AllranksError
 
-__all__ = ["PURPOSES", "VERBS", "VERSION", "Call", "Group", "Identity", "Lateness", "Reader", "Totals", "TraceError"]
+__all__ = ["PURPOSES", "VERBS", "VERSION", "Call", "Group", "Identity", "Lateness", "Reader", "Totals", "TraceError", "memory_bytes"]
 
 VERSION: Final = 1
 VERBS: Final = (
@@ -58,6 +58,7 @@ _MEMBER = struct.Struct("<iiQQQQQQ")
 _SITE = struct.Struct("<II120s")
 _RECORD = struct.Struct("<QqqqQIHHiiBBBBBBH")
 _SIZES = (_GROUP.size + _TOTALS.size * len(VERBS), _MEMBER.size, _SITE.size, _RECORD.size)
+_TABLES = (128, 1024)  # groups, sites
 _NO_MEMBERS = 0xFFFFFFFF
 _OPEN = 1
 
@@ -162,6 +163,7 @@ class Call:
         last: who came last, in the group; -1: not known.
         outcome: "" or how it failed.
         async_op: the caller did not wait.
+        awaited: it waits now, and has done so for a while.
     """
 
     index: int
@@ -181,6 +183,7 @@ class Call:
     last: int
     outcome: str
     async_op: bool
+    awaited: bool
 
     @property
     def title(self) -> str:
@@ -189,6 +192,15 @@ class Call:
             way = "to" if self.verb == "send" else "from"
             return f"{self.verb} {way} {'any rank' if self.peer < 0 else self.peer}"
         return f"{self.purpose or self.verb} #{self.number}"
+
+
+def memory_bytes(records: int, members: int) -> int:
+    """The size of the memory for so many records and ranks, for who must not load the core."""
+    room = 1 << (8 * members + 1024 - 1).bit_length()
+    size = 320
+    for entry_bytes, entries in zip(_SIZES[:3], (_TABLES[0], room, _TABLES[1]), strict=True):
+        size += -(-entry_bytes * entries // 4096) * 4096
+    return size + _SIZES[3] * records
 
 
 class Reader:
@@ -286,6 +298,7 @@ class Reader:
             last=last,
             outcome=OUTCOMES.get(outcome, "failed"),
             async_op=bool(flags & 1),
+            awaited=bool(flags & 2),
         )
 
     def _site(self, number: int) -> str:
