@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -99,6 +100,12 @@ VARIABLES: tuple[Variable, ...] = (
         "by hand",
         "MiB of messages from each rank that a rank keeps until it receives them; beyond, a send waits for its recv.",
         "8",
+    ),
+    Variable(
+        "ALLRANKS_NOTICE_AFTER",
+        "by hand",
+        "How long a rank may wait in one call before the launcher says for whom. 0: it never does.",
+        "10s",
     ),
     Variable("ALLRANKS_RECORD", "by hand", "0: calls are not recorded, so that nothing can be told about them.", "1"),
     Variable("ALLRANKS_RECORD_MEMORY", "allranks run", "Where the agent holds the memory for this rank's calls.", None),
@@ -226,6 +233,31 @@ def read_int(environ: Mapping[str, str], name: str, low: int, high: int | None =
     if value < low or (high is not None and value > high):
         raise ConfigError(f"{name}={value} is out of range. Expected {expected}.")
     return value
+
+
+def parse_seconds(text: str) -> float:
+    """The seconds of a time such as ``30``, ``30s``, ``5m`` or ``2h``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([smh]?)", text, re.ASCII)
+    if match is None:
+        raise ValueError(f"{text!r} is not a time (30 or 30s, 5m, 2h)")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def read_seconds(environ: Mapping[str, str], name: str) -> float | None:
+    """Reads one time from the environment; None if it is not set or empty.
+
+    Raises:
+        ConfigError: it is no time.
+    """
+    text = environ.get(name, "").strip()
+    try:
+        return parse_seconds(text) if text else None
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def split_host_port(text: str, source: str) -> tuple[str, int | None]:

@@ -16,7 +16,19 @@ from typing_extensions import Buffer
 
 from allranks._base.errors import AllranksError
 
-__all__ = ["PURPOSES", "VERBS", "VERSION", "Call", "Group", "Identity", "Lateness", "Reader", "Totals", "TraceError", "memory_bytes"]
+__all__ = [
+    "PURPOSES",
+    "VERBS",
+    "VERSION",
+    "Call",
+    "Group",
+    "Identity",
+    "Lateness",
+    "Reader",
+    "Totals",
+    "TraceError",
+    "memory_bytes",
+]
 
 VERSION: Final = 1
 VERBS: Final = (
@@ -50,6 +62,7 @@ OUTCOMES: Final = {
 
 _MAGIC = b"allrtrc\0"
 _HEADER = struct.Struct("<8sIiiiqq" + "QII" * 4 + "64s")
+_PID = struct.Struct("<i")
 _COUNTERS = struct.Struct("<Q56xII")
 _COUNTERS_AT = 192
 _GROUP = struct.Struct("<96s16sIiiIIIQQ")
@@ -239,6 +252,10 @@ class Reader:
     def identity(self) -> Identity:
         """Whose calls these are."""
         return Identity(self._pid, self._rank, self._world_size, self._host, self._monotonic, self._wall)
+
+    def pid(self) -> int:
+        """The process that records there at the moment."""
+        return int(_PID.unpack_from(self._data, 12)[0])
 
     @property
     def count(self) -> int:

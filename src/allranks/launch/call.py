@@ -25,7 +25,7 @@ from allranks.launch.arguments.layout import share_out
 from allranks.launch.jobs.spread import Job
 from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_result
 from allranks.launch.reporter import Reporter
-from allranks.launch.spec.options import Bind, Display, Options, Show
+from allranks.launch.spec.options import Bind, Display, Options, Show, notice_seconds
 from allranks.launch.spec.target import Target
 
 __all__ = ["output_streams", "run"]
@@ -116,6 +116,7 @@ def run(
     used, command = _hosts(hosts)
     here = command is None
     options = Options(
+        notice_s=notice_seconds(os.environ),
         target=Target("function", name_of(fn), payload=pack(fn, args, kwargs or {})),
         nproc=n,
         per_host=("gpu" if len(visible_gpus(os.environ)) else "auto") if n is None and here else None,

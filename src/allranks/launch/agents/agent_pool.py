@@ -44,6 +44,7 @@ from allranks.launch.spec.messages import (
     Finish,
     Finished,
     Hello,
+    Inspect,
     Message,
     Prepare,
     ReadOutput,
@@ -383,6 +384,12 @@ class AgentPool:
         for host in self.hosts:
             if chosen := sorted(host.running.intersection(ranks)):
                 self._send(host, Dump(chosen))
+
+    def inspect(self, ranks: list[int], recent: int = 0) -> None:
+        """Asks what ranks do; see ``Agent.inspect``."""
+        for host in self.hosts:
+            if chosen := sorted(set(host.ranks).intersection(ranks)):
+                self._send(host, Inspect(chosen, recent))
 
     def resize(self, rows: int, columns: int) -> None:
         """Sets the size of all ranks' terminals, and sends them SIGWINCH."""

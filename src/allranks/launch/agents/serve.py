@@ -51,6 +51,7 @@ from allranks.launch.spec.messages import (
     Finish,
     Finished,
     Hello,
+    Inspect,
     Prepare,
     ReadOutput,
     Ready,
@@ -324,6 +325,8 @@ class AgentServer:
                     self._keep(ended)
                 case Dump(ranks):
                     agent.dump(ranks)
+                case Inspect(ranks, recent):
+                    agent.inspect(ranks, recent)
                 case ReadOutput(on):
                     self._reading = on
                 case Resize(rows, columns):

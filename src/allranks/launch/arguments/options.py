@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -17,12 +18,13 @@ from typing import Any, NoReturn, get_args
 from allranks._base.console import ArgumentParser
 from allranks._base.errors import ConfigError
 from allranks._cluster.detection import CHOICES
+from allranks._cluster.env import parse_seconds
 from allranks._cluster.hostlist import Slots, parse_hostfile, parse_hosts
 from allranks._cluster.schedulers import scheduler_named
 from allranks._engines import registry
 from allranks.launch.arguments.meeting import Meeting, add_meeting, read_meeting
 from allranks.launch.reporter import Reporter
-from allranks.launch.spec.options import Display, Options, Streams
+from allranks.launch.spec.options import Display, Options, Streams, notice_seconds
 from allranks.launch.spec.target import Mode, read_target
 
 __all__ = ["Parser", "environment_kind", "parse"]
@@ -125,6 +127,7 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
         reporter=Reporter(program, args.quiet, args.verbose),
         backend=args.backend or "",
         idle_s=args.idle_timeout,
+        notice_s=notice_seconds(os.environ) if args.notice_after is None else args.notice_after,
         signals=args.signals,
         bind=args.bind,
         one_gpu_per_rank=args.one_gpu_per_rank,
@@ -329,10 +332,10 @@ def _at_least_one(text: str, what: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([smh]?)", text, re.ASCII)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time (30 or 30s, 5m, 2h)")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _some_seconds(text: str) -> float:
@@ -379,6 +382,13 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
 
 def _add_watch(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("hangs and signals").add_argument
+    add(
+        "--notice-after",
+        type=_seconds,
+        metavar="TIME",
+        help="how long a rank may wait in one call before a line says for whom, and where that rank is; 0 for never"
+        " (default 10s)",
+    )
     add(
         "--idle-timeout",
         type=_some_seconds,

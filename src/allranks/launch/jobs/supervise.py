@@ -25,6 +25,7 @@ from allranks.launch.policy.interface import (
     Ending,
     EndRound,
     FinishRanks,
+    InspectRanks,
     KillRequested,
     LauncherContinued,
     LendTerminal,
@@ -35,6 +36,7 @@ from allranks.launch.policy.interface import (
     OutputLost,
     OutputWritten,
     Print,
+    PrintNotice,
     PrintReport,
     PrintStacks,
     RanksFinished,
@@ -300,10 +302,16 @@ class Supervisor:
                 readable = {rank: text.decode(errors="replace") for rank, text in texts.items()}
                 for ranks, lines in stacks.render(readable):
                     self._screen.print_lines(ranks, [line.encode() for line in lines])
+            case PrintNotice(diagnosis, texts):
+                places = {rank: stacks.main_place(text.decode(errors="replace")) for rank, text in texts.items()}
+                for line in diagnosis.lines(dict(enumerate(self._round.rules.hosts)), places):
+                    self._reporter.report(line)
             case SignalRanks(number, chosen, alone):
                 self._agent.signal(number, list(chosen), alone)
             case DumpStacks(chosen):
                 self._agent.dump(list(chosen))
+            case InspectRanks(chosen):
+                self._agent.inspect(list(chosen))
             case RestartRank():
                 self._agent.restart(action)
             case LendTerminal(rank):

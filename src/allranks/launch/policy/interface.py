@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from allranks._trace.diagnosis import Diagnosis
 from allranks.launch.policy.root_cause import Failure
 from allranks.launch.spec import events
 from allranks.launch.spec.events import RestartRank
@@ -20,6 +21,7 @@ __all__ = [
     "Ending",
     "Event",
     "FinishRanks",
+    "InspectRanks",
     "KillRequested",
     "LauncherContinued",
     "LendTerminal",
@@ -30,6 +32,7 @@ __all__ = [
     "OutputLost",
     "OutputWritten",
     "Print",
+    "PrintNotice",
     "PrintReport",
     "PrintStacks",
     "RanksFinished",
@@ -174,6 +177,14 @@ class PrintStacks:
 
 
 @dataclass(frozen=True)
+class PrintNotice:
+    """Print why ranks wait. ``stacks``: of those that are late, as far as they have come."""
+
+    diagnosis: Diagnosis
+    stacks: Mapping[int, bytes]
+
+
+@dataclass(frozen=True)
 class SignalRanks:
     """Send a signal to the process groups of ranks. ``alone``: to python ranks without their children."""
 
@@ -185,6 +196,13 @@ class SignalRanks:
 @dataclass(frozen=True)
 class DumpStacks:
     """Ask ranks for their stacks, which come as ``Stacks``."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class InspectRanks:
+    """Ask what ranks do, which comes as ``RankState``. Of ranks that have ended, too."""
 
     ranks: tuple[int, ...]
 
@@ -274,8 +292,10 @@ Action: TypeAlias = (
     Print
     | PrintReport
     | PrintStacks
+    | PrintNotice
     | SignalRanks
     | DumpStacks
+    | InspectRanks
     | RestartRank
     | LendTerminal
     | ReclaimTerminal

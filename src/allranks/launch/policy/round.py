@@ -55,6 +55,7 @@ from allranks.launch.policy.interface import (
     TerminalLent,
     TimePassed,
 )
+from allranks.launch.policy.notices import Notices
 from allranks.launch.policy.root_cause import Failure, RootCause
 from allranks.launch.policy.stack_request import Purpose, StackRequest
 from allranks.launch.spec.events import (
@@ -62,8 +63,10 @@ from allranks.launch.spec.events import (
     Failed,
     HostJoined,
     HostLost,
+    LongWait,
     Output,
     RankRestarted,
+    RankState,
     RestartRank,
     Stacks,
     StopRequested,
@@ -160,6 +163,8 @@ class Round:
         self._hint_at: float | None = None
         self._idle_at: float | None = None
         self._idled = False
+        self._all: frozenset[int] = frozenset()
+        self._notices = Notices()
         self._request: StackRequest | None = None
         self._answered: StackRequest | None = None
         self._silent: list[int] = []  # ranks that the stop's signal ended before they could report where they were
@@ -180,7 +185,11 @@ class Round:
             return None
         if self.phase is Phase.DRAINING:
             return self._phase_ends_at if self.stopping else None
-        times = [self._hint_at, self._request.ends_at() if self._request is not None else None]
+        times = [
+            self._hint_at,
+            self._request.ends_at() if self._request is not None else None,
+            self._notices.deadline(),
+        ]
         if self.phase is Phase.CLOSING:
             times.append(self._phase_ends_at)
         elif self._killed_at is not None:
@@ -203,6 +212,7 @@ class Round:
         match event:
             case RanksStarted(ranks):
                 self.running = set(ranks)
+                self._all = frozenset(ranks)
                 self._print(f"{rank_list(sorted(self.running))} started", Level.DETAIL)
                 self._restart_idle_time()
             case TimePassed():
@@ -216,7 +226,13 @@ class Round:
             case KillRequested():
                 self._kill_at = self._stopped_at = now
                 self._kill("")
+            case LongWait():
+                if not self.stopping and self._request is None and self.phase is Phase.RUNNING:
+                    self._actions += self._notices.take_wait(event, sorted(self._all), now)
+            case RankState():
+                self._notices.take_state(event)
             case Stacks():
+                self._notices.take_stacks(event, now)
                 if (request := self._request or self._answered) is not None:  # better late than never
                     request.add(event, now)
             case Failed():
@@ -407,6 +423,9 @@ class Round:
                 self._stop(self._stop_number, self.running)
             elif self._answered.purpose is Purpose.STOP_IDLE:
                 self._stop_idle(self._answered)
+        if self.stopping or self._request is not None:
+            self._notices.forget()
+        self._actions += self._notices.check(self.running, self._borrower, now)
         self._check_waiting()
         if self._kill_at is not None and now >= self._kill_at and self._killed_at is None and self.running:
             self._kill(f"did not end within {self.rules.grace_s:g} s")

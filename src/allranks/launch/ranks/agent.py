@@ -14,21 +14,26 @@ import os
 import selectors
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 
 from allranks._base.frames import LARGEST, FrameDecoder
+from allranks._trace.inspection import rank_state
+from allranks._trace.memory import MEMORY
 from allranks.launch.ranks.environ import place_environ
 from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.pipes import Pipes, resize
 from allranks.launch.ranks.placement import Seat
 from allranks.launch.ranks.rank import Rank, become_rank, decode_status
+from allranks.launch.ranks.recording import Recording
 from allranks.launch.spec.events import (
     Event,
     Exited,
     Failed,
+    LongWait,
     Output,
     RankRestarted,
     Report,
@@ -43,6 +48,8 @@ from allranks.launch.stacks import DUMP
 __all__ = ["Agent", "Plan"]
 
 _CHUNK = 1 << 16
+_LOOK_S = 1.0  # between two looks for ranks that wait for long
+_TELL_AGAIN_S = (60.0, 300.0, 1800.0)  # a wait that was told is told again, and then every so often
 _LAST_BYTES = 1 << 17  # more than pipes hold: all that an exited rank wrote, but no endless stream of a child it left
 
 
@@ -76,6 +83,8 @@ class _Process:
     pid: int
     pidfd: int
     pipes: Pipes
+    recording: Recording
+    told_s: float = 0.0  # of the present wait, the limit that was told last
     status_frames: FrameDecoder = field(default_factory=lambda: FrameDecoder(LARGEST))
     exited: bool = False
 
@@ -107,6 +116,7 @@ class Agent:
         self._due: list[Event] = []  # for the next poll
         self._to_restart: dict[int, RestartRank] = {}  # to be started when its process has ended
         self._limits: tuple[Set[int], tuple[int, int]] = set(), (0, 0)
+        self._look_at = 0.0
 
     def start(self, mask: Set[int], files: tuple[int, int]) -> Rank | None:
         """Starts all ranks. Returns in each of the processes, as ``os.fork`` does.
@@ -130,14 +140,16 @@ class Agent:
             stream.flush()  # or each rank would write what is buffered once more
         for local_rank in range(self._plan.nproc):
             pipes = Pipes.open(self._plan.stdio[local_rank])
+            recording = self._recording()
+            path = recording.path
             pid = os.fork()
             if pid == 0:
                 try:
                     self._guard.protect(os.getpid())  # by the rank, as we may be killed right here
-                    inherited = {fd for p in self._processes for fd in (p.pidfd, *p.pipes.own_fds())}
-                    inherited |= {self._guard.fd, self._wake_read_fd, self.wake, *pipes.own_fds()}
+                    inherited = {fd for p in self._processes for fd in (p.pidfd, p.recording.fd, *p.pipes.own_fds())}
+                    inherited |= {recording.fd, self._guard.fd, self._wake_read_fd, self.wake, *pipes.own_fds()}
                     become_rank(parent, pipes, self._plan.stdio[local_rank], tuple(inherited), mask, files)
-                    child = self._become(local_rank, pipes)
+                    child = self._become(local_rank, pipes, path)
                 finally:
                     if child is None:  # an error must not go up into the launcher's code, of which this is a copy
                         traceback.print_exc()
@@ -145,7 +157,7 @@ class Agent:
                 return child
             pipes.close_rank_ends()
             rank = self._plan.first + local_rank
-            self._processes.append(_Process(rank, pid, os.pidfd_open(pid), pipes))
+            self._processes.append(_Process(rank, pid, os.pidfd_open(pid), pipes, recording))
         self._open_selector()
         return None
 
@@ -158,28 +170,34 @@ class Agent:
                 return
         local_rank, parent = wanted.rank - self._plan.first, os.getpid()
         pipes = Pipes.open(self._plan.stdio[local_rank])
+        recording = self._recording()
+        path = recording.path
         pid = os.fork()  # threads or not: all that it does is to execute
         if pid == 0:
             try:
                 self._guard.protect(os.getpid())
                 become_rank(parent, pipes, self._plan.stdio[local_rank], (), *self._limits)
-                self._become(local_rank, pipes, wanted.environ)
+                self._become(local_rank, pipes, path, wanted.environ)
             finally:
                 traceback.print_exc()
                 os._exit(1)
         pipes.close_rank_ends()
-        process = _Process(wanted.rank, pid, os.pidfd_open(pid), pipes)
+        process = _Process(wanted.rank, pid, os.pidfd_open(pid), pipes, recording)
         self._processes.append(process)
         self._attend(process)
         self._due.append(RankRestarted(wanted.rank))
 
-    def _become(self, local_rank: int, pipes: Pipes, more: Mapping[str, str] | None = None) -> Rank:
+    def _recording(self) -> Recording:
+        return Recording(int(self._plan.environ["WORLD_SIZE"]))
+
+    def _become(self, local_rank: int, pipes: Pipes, memory: str, more: Mapping[str, str] | None = None) -> Rank:
         plan = self._plan
         target = plan.ranks.target.on(local_rank, plan.first + local_rank)
         rank = Rank(target, pipes.status, pipes.stacks, os.getpid())
         role_first = plan.first if plan.role_first is None else plan.role_first
         shown = 0 if plan.ranks.virtual_local_rank else local_rank
         environ = plan.environ | place_environ(plan.first + local_rank, shown, role_first + local_rank)
+        environ[MEMORY] = memory
         if (
             target.mode == "master"
         ):  # a group of torch's own would wait for ever: without these its env:// fails at once
@@ -274,7 +292,10 @@ class Agent:
     def poll(self, timeout_s: float | None) -> list[Event]:
         """Waits for events, for ``wake``, or for the time to pass."""
         assert self._selector is not None
+        self._look_for_long_waits()
         events, self._due = self._due, []
+        if self._plan.ranks.notice_s > 0 and self.running:
+            timeout_s = _LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S)
         for key, _ in self._selector.select(0 if events else timeout_s):
             # An earlier handler of this round, a rank's exit, may have read this one to its end.
             if key.fd in self._selector.get_map():
@@ -322,6 +343,32 @@ class Agent:
             else:
                 os.kill(process.pid, DUMP)
 
+    def inspect(self, ranks: list[int], recent: int = 0) -> None:
+        """Finds out what ranks do, or did before they ended. That comes from ``poll``, as ``RankState``."""
+        newest = {process.rank: process for process in self._processes}
+        for rank in ranks:
+            if (process := newest.get(rank)) is not None:
+                self._due.append(rank_state(rank, process.pid, process.recording.reader(), recent, process.exited))
+
+    def _look_for_long_waits(self) -> None:
+        first_s, now = self._plan.ranks.notice_s, time.monotonic()
+        if first_s <= 0 or now < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        for process in self._processes:
+            quiet_s = 0.0 if process.exited else process.recording.quiet_for()
+            if quiet_s < first_s:
+                process.told_s = 0.0
+                continue
+            limit_s = next_limit(first_s, process.told_s)
+            reader = process.recording.reader()
+            if quiet_s < limit_s or reader is None:
+                continue
+            process.told_s = limit_s
+            waits = [call for call in reader.open_calls() if not call.async_op or call.awaited]
+            if waits:
+                self._due.append(LongWait(process.rank, waits[0].index, limit_s))
+
     def resize(self, rows: int, columns: int) -> None:
         """Sets the size of all ranks' terminals, and sends them SIGWINCH."""
         for process in self._processes:
@@ -353,6 +400,7 @@ class Agent:
             if self._selector is not None and process.pidfd in self._selector.get_map():
                 self._selector.unregister(process.pidfd)
             os.close(process.pidfd)
+            process.recording.close()
             for fd in process.pipes.own_fds():
                 self._forget(fd)
         return events
@@ -445,6 +493,14 @@ class Agent:
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
             os.close(fd)
+
+
+def next_limit(first_s: float, told_s: float) -> float:
+    """After how many seconds of waiting a rank is told of next."""
+    if told_s == 0:
+        return first_s
+    later = [limit_s for limit_s in _TELL_AGAIN_S if limit_s > max(told_s, first_s)]
+    return later[0] if later else told_s + _TELL_AGAIN_S[-1]
 
 
 def _why_mute(pid: int) -> str:

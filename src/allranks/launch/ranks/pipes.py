@@ -21,7 +21,9 @@ from allranks.launch.spec.stdio import Stdio
 
 __all__ = ["Pipes", "resize", "reserve_descriptors"]
 
-_PER_RANK = 9  # stdout, stderr, status, stacks, pidfd, its connection to the store, up to three log files
+_PER_RANK = (
+    10  # stdout, stderr, status, stacks, pidfd, its record of calls, its connection to the store, up to three log files
+)
 _OWN = 64
 
 

@@ -1,12 +1,15 @@
 """What happens to the ranks of a job while they run, as agents report it.
 
 Typed and free of objects of this process, as an agent may run on another host. These are the events that
-``launch/policy`` decides on, so this file imports nothing of the launcher.
+``launch/policy`` decides on, so this file imports nothing of the launcher. ``RankState`` says what a rank does, where
+that was asked for.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+from allranks._trace.state import RankState
 
 __all__ = [
     "RestartRank",
@@ -18,7 +21,9 @@ __all__ = [
     "Failed",
     "HostLost",
     "HostMessage",
+    "LongWait",
     "Output",
+    "RankState",
     "Report",
     "Returned",
     "Stacks",
@@ -94,6 +99,20 @@ class Returned(msgspec.Struct, frozen=True, tag=True):
     piece: bytes
 
 
+class LongWait(msgspec.Struct, frozen=True, tag=True):
+    """A rank has been in one call for long.
+
+    Attributes:
+        rank: its number.
+        index: of the call, in the order of the rank's calls.
+        seconds: the limit that was passed: how long a call may take before that is told, or tells again.
+    """
+
+    rank: int
+    index: int
+    seconds: float
+
+
 class StopRequested(msgspec.Struct, frozen=True, tag=True):
     """An agent received a signal that is meant for the whole job, from a batch system for example."""
 
@@ -144,6 +163,8 @@ Event = (
     | Failed
     | Exited
     | Stacks
+    | LongWait
+    | RankState
     | Returned
     | RestartRank
     | RankRestarted

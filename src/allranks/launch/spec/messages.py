@@ -21,6 +21,7 @@ __all__ = [
     "Finish",
     "Finished",
     "Hello",
+    "Inspect",
     "ReadOutput",
     "Message",
     "Prepare",
@@ -182,6 +183,13 @@ class Dump(msgspec.Struct, frozen=True, tag=True):
     ranks: list[int]
 
 
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """Tell what ranks do, and their newest calls: ``recent`` of them. Of ranks that have ended, too."""
+
+    ranks: list[int]
+    recent: int = 0
+
+
 class ReadOutput(msgspec.Struct, frozen=True, tag=True):
     """Read what ranks write, or let it wait."""
 
@@ -211,5 +219,5 @@ class End(msgspec.Struct, frozen=True, tag=True):
     text: bytes = b""
 
 
-Command = Prepare | Start | Signal | RestartRank | Ended | Dump | ReadOutput | Resize | Finish | End
+Command = Prepare | Start | Signal | RestartRank | Ended | Dump | Inspect | ReadOutput | Resize | Finish | End
 """What a launcher sends to an agent."""

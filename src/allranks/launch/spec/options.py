@@ -8,11 +8,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
+from allranks._cluster.env import read_seconds
 from allranks._cluster.hostlist import Slots
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.target import Target
 
-__all__ = ["Bind", "Display", "Options", "RankOptions", "Show", "Streams", "given"]
+__all__ = ["Bind", "Display", "NOTICE_S", "Options", "RankOptions", "Show", "Streams", "given", "notice_seconds"]
+
+NOTICE_S = 10.0
+"""How long a rank may wait in one call before it is told for whom, unless ``--notice-after`` says otherwise."""
 
 Show = Literal["0", "all", "none"]
 Bind = Literal["none", "core", "numa"]
@@ -77,6 +81,7 @@ class RankOptions:
         virtual_local_rank: in that case LOCAL_RANK is 0 for each rank.
         role: name of what the ranks do.
         signals: those that are passed on to the ranks and stop nothing.
+        notice_s: how long a rank may wait in one call before it is told for whom; 0: that is not told.
     """
 
     target: Target
@@ -87,6 +92,7 @@ class RankOptions:
     virtual_local_rank: bool = False
     role: str = "default"
     signals: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
+    notice_s: float = NOTICE_S
 
 
 @dataclass(frozen=True)
@@ -155,6 +161,16 @@ class Options(RankOptions):
         """The variables that they set for all ranks, wherever these run."""
         asked = {"ALLRANKS_INSTEAD_OF_GLOO": "1"} if self.instead_of_gloo else {}
         return given(self.exports) | asked | ({"ALLRANKS_BACKEND": self.backend} if self.backend else {})
+
+
+def notice_seconds(environ: Mapping[str, str]) -> float:
+    """``RankOptions.notice_s`` where no option sets it.
+
+    Raises:
+        ConfigError: the variable is no time.
+    """
+    asked = read_seconds(environ, "ALLRANKS_NOTICE_AFTER")
+    return NOTICE_S if asked is None else asked
 
 
 def given(wanted: Sequence[str]) -> dict[str, str]:

@@ -1,0 +1,211 @@
+"""Why ranks wait: for whom each waits, who keeps them all waiting, and circles of waits. Pure.
+
+A rank in a collective waits for the members of the group that have not begun it. A rank in ``recv`` waits for the
+sender; one in ``send`` for the receiver. A rank that is waited for may wait itself. What remains at the end of such
+chains are ranks that wait for nobody: they are late. Where a chain comes back to itself none of its ranks can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from allranks._base.errors import rank_list
+from allranks._trace.state import CallState, RankState
+
+__all__ = ["Diagnosis", "Wait", "diagnose"]
+
+_HALTED = ("gone", "stopped", "being debugged")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank waits in a call for others.
+
+    Attributes:
+        rank: who waits.
+        call: in what.
+        awaited: for whom. Empty: all have come, or it is not known.
+    """
+
+    rank: int
+    call: CallState
+    awaited: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What keeps ranks waiting.
+
+    Attributes:
+        waits: who waits for whom, by rank.
+        late: ranks that others wait for, and that wait for nobody.
+        circles: ranks that wait for each other, each for the next and the last for the first.
+        states: all that is known of the ranks.
+    """
+
+    waits: Mapping[int, Wait]
+    late: tuple[int, ...]
+    circles: tuple[tuple[int, ...], ...]
+    states: Mapping[int, RankState]
+
+    def waiting_for(self, rank: int) -> list[int]:
+        """Who waits for a rank, at last: directly, or through others."""
+        return sorted(r for r in self.waits if rank in self._ends(r))
+
+    def _ends(self, rank: int) -> set[int]:
+        seen, todo = {rank}, [rank]
+        while todo:
+            wait = self.waits.get(todo.pop())
+            for awaited in wait.awaited if wait is not None else ():
+                if awaited not in seen:
+                    seen.add(awaited)
+                    todo.append(awaited)
+        return seen - {rank}
+
+    def key(self) -> tuple[object, ...]:
+        """What two diagnoses have in common that say the same."""
+        waits = sorted((w.rank, w.call.title, w.call.group, w.awaited) for w in self.waits.values())
+        return tuple(waits), self.late, self.circles
+
+    def lines(self, hosts: Mapping[int, str] | None = None, places: Mapping[int, str] | None = None) -> list[str]:
+        """The diagnosis in words: a line for each late rank and each circle.
+
+        Args:
+            hosts: the host of each rank, if there are several.
+            places: the line in the program of ranks that could report it.
+        """
+        said: list[str] = []
+        for circle in self.circles:
+            said.append(self._circle(circle))
+        in_circle = {rank for circle in self.circles for rank in circle}
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for late in self.late:
+            alike.setdefault(tuple(r for r in self.waiting_for(late) if r not in in_circle), []).append(late)
+        for waiting, late_ranks in alike.items():
+            if waiting:
+                said.append(self._late(waiting, late_ranks, hosts or {}, places or {}))
+        return said
+
+    def _late(
+        self, waiting: Sequence[int], late: Sequence[int], hosts: Mapping[int, str], places: Mapping[int, str]
+    ) -> str:
+        # The wait that shows most: of the rank that waits longest, directly for who is late.
+        direct = [w for w in (self.waits[r] for r in waiting) if set(late) & set(w.awaited)]
+        first = max(direct or [self.waits[r] for r in waiting], key=lambda w: w.call.seconds)
+        who = rank_list(sorted(waiting))
+        whom = [f"rank {r}{_at(hosts.get(r, ''))}, {self._whereabouts(r, places.get(r, ''))}" for r in late[:3]]
+        if len(late) > 3:
+            whom = [f"{rank_list(sorted(late))}: {whom[0]}"]
+        verb = "has" if len(waiting) == 1 else "have"
+        return f"{who} {verb} waited {_duration(first.call.seconds)} in {_call(first.call)} for {'; '.join(whom)}"
+
+    def _whereabouts(self, rank: int, place: str) -> str:
+        """Where a late rank is, and what its process does."""
+        state = self.states.get(rank)
+        if state is None:
+            return "of which nothing is known"
+        if place and state.process not in ("gone", "stopped"):
+            return f"which is at {place}; its process is {state.process}"
+        process = "whose process has ended" if state.process == "gone" else f"whose process is {state.process}"
+        if state.last is not None:
+            return f"{process}, after {state.last.title}{_at(state.last.site or _near(state.near))}"
+        return f"{process}, before its first call" if state.recorded else process
+
+    def _circle(self, circle: Sequence[int]) -> str:
+        parts = []
+        for place, rank in enumerate(circle):
+            wait = self.waits[rank]
+            parts.append(f"rank {rank} in {_call(wait.call)} for rank {circle[(place + 1) % len(circle)]}")
+        seconds = max(self.waits[rank].call.seconds for rank in circle)
+        who = rank_list(sorted(circle))
+        return f"deadlock: {who} have waited for each other for {_duration(seconds)}: {'; '.join(parts)}"
+
+
+def diagnose(states: Iterable[RankState]) -> Diagnosis:
+    """Who waits for whom.
+
+    Args:
+        states: of all ranks of the job that are known, at about the same time.
+    """
+    by_rank = {state.rank: state for state in states}
+    waits = {}
+    for state in by_rank.values():
+        call = state.waiting
+        if call is not None and state.process not in _HALTED:
+            waits[state.rank] = Wait(state.rank, call, _awaited(state, call, by_rank))
+    waited_for = {rank for wait in waits.values() for rank in wait.awaited}
+    blocked = {rank for rank, wait in waits.items() if wait.awaited}
+    late = tuple(sorted(waited_for - blocked))
+    return Diagnosis(waits, late, tuple(_circles(waits)), by_rank)
+
+
+def _awaited(state: RankState, call: CallState, states: Mapping[int, RankState]) -> tuple[int, ...]:
+    if call.met:
+        return ()
+    others = [rank for rank in call.ranks if rank != state.rank]
+    if call.number == 0:
+        return tuple(others) if call.peer < 0 else (call.peer,)
+    key = call.group, call.ranks
+    behind = tuple(rank for rank in others if _number(states.get(rank), key) < call.number)
+    # All have begun it: a rank that has been halted in the middle keeps the others waiting.
+    return behind or tuple(rank for rank in others if rank in states and states[rank].process in _HALTED)
+
+
+def _number(state: RankState | None, key: tuple[str, tuple[int, ...]]) -> int:
+    """The number of the last collective of a group that a rank has begun."""
+    if state is None:
+        return 0
+    return max((group.number for group in state.groups if (group.name, group.ranks) == key), default=0)
+
+
+def _circles(waits: Mapping[int, Wait]) -> list[tuple[int, ...]]:
+    """Each set of ranks that wait for each other, once, as the shortest circle from its lowest rank."""
+    found: list[tuple[int, ...]] = []
+    taken: set[int] = set()
+    for start in sorted(waits):
+        if start in taken or (circle := _shortest_circle(start, waits)) is None:
+            continue
+        if not taken & set(circle):
+            found.append(circle)
+            taken |= set(circle)
+    return found
+
+
+def _shortest_circle(start: int, waits: Mapping[int, Wait]) -> tuple[int, ...] | None:
+    came_from: dict[int, int] = {}
+    todo = [start]
+    while todo:
+        following = []
+        for rank in todo:
+            wait = waits.get(rank)
+            for awaited in wait.awaited if wait is not None else ():
+                if awaited == start:
+                    way = [rank]
+                    while way[-1] != start:
+                        way.append(came_from[way[-1]])
+                    return tuple(reversed(way))
+                if awaited not in came_from:
+                    came_from[awaited] = rank
+                    following.append(awaited)
+        todo = following
+    return None
+
+
+def _call(call: CallState) -> str:
+    group = "" if call.group in ("", "world") else f" of group '{call.group}'"
+    return f"{call.title}{group}{_at(call.site)}"
+
+
+def _at(site: str) -> str:
+    return f" ({site})" if site else ""
+
+
+def _near(site: str) -> str:
+    return f"near {site}" if site else ""
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,139 @@
+"""Finds out what a rank of this host does, or did before it ended: from its record of calls, and from the kernel."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from allranks._trace.reader import Call, Group, Reader
+from allranks._trace.state import CallState, GroupState, RankState, Usage
+
+__all__ = ["call_state", "process_state", "rank_state", "usage"]
+
+_MESSAGES = ("send", "recv")
+_MOST_OPEN = 16
+_TICK = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def rank_state(rank: int, pid: int, reader: Reader | None, recent: int = 0, ended: bool = False) -> RankState:
+    """What a rank of this host does.
+
+    Args:
+        rank: its number.
+        pid: its process.
+        reader: what it has recorded; None if it records nothing.
+        recent: how many of its newest calls are asked for.
+        ended: its process has ended, although its number is still taken.
+    """
+    now = time.monotonic()
+    process = "gone" if ended else process_state(pid)
+    if reader is None:
+        return RankState(rank, pid, process, now, reads_stdin=_reads_stdin(pid), usage=usage(pid, ()))
+    groups = reader.groups()
+    newest = reader.last(max(256, recent))
+    states = {call.index: call_state(call, groups, now) for call in newest[-max(1, recent) :]}
+    under_way = [call_state(call, groups, now) for call in newest if call.returned_ns == 0]
+    return RankState(
+        rank,
+        pid,
+        process,
+        now,
+        recorded=True,
+        reads_stdin=_reads_stdin(pid),
+        calls=tuple(under_way[:_MOST_OPEN]),
+        last=states[newest[-1].index] if newest else None,
+        near=next((_short(call.site) for call in reversed(newest) if call.site), ""),
+        recent=tuple(states[call.index] for call in newest[-recent:]) if recent else (),
+        groups=tuple(GroupState(g.name, g.ranks, g.engine, g.number, g.open) for g in groups.values()),
+        usage=usage(pid, tuple(groups.values())),
+    )
+
+
+def call_state(call: Call, groups: dict[int, Group], now: float) -> CallState:
+    """A call with the numbers of the world."""
+    group = groups.get(call.group)
+    name, ranks = (group.name, group.ranks) if group is not None else ("", ())
+
+    def world(rank: int) -> int:
+        return group.world_rank(rank) if group is not None and rank >= 0 else rank
+
+    title = call.title
+    if call.verb in _MESSAGES:
+        peer = "any rank" if call.peer < 0 else f"rank {world(call.peer)}"
+        title = f"{call.verb} {'to' if call.verb == 'send' else 'from'} {peer}"
+    ended = call.returned_ns != 0
+    began = call.entered_ns / 1e9
+    return CallState(
+        index=call.index,
+        title=title,
+        verb=call.verb,
+        group=name,
+        ranks=ranks,
+        number=call.number,
+        tag=call.tag,
+        dtype=call.dtype,
+        count=call.count,
+        peer=world(call.peer),
+        site=_short(call.site),
+        began=began,
+        seconds=(call.returned_ns / 1e9 if ended else now) - began,
+        met=call.met_ns != 0,
+        last=world(call.last),
+        outcome=call.outcome,
+        ended=ended,
+        waits=not ended and (not call.async_op or call.awaited),
+    )
+
+
+def process_state(pid: int) -> str:
+    """What the kernel says of a process, in words."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
+    except OSError:
+        return "gone"
+    if int(status.get("TracerPid", "0")):
+        return "being debugged"
+    states = {"R": "running", "S": "sleeping", "D": "in uninterruptible sleep", "T": "stopped", "t": "being debugged"}
+    return states.get(status.get("State", "")[:1], "gone")
+
+
+def usage(pid: int, groups: Sequence[Group]) -> Usage:
+    """What a process of this host has used until now."""
+    totals = [total for group in groups for total in group.totals.values()]
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            words = file.read().rpartition(") ")[2].split()
+        with open(f"/proc/{pid}/statm") as file:
+            resident = int(file.read().split()[1]) * _PAGE
+        cpu = (int(words[11]) + int(words[12])) / _TICK
+    except (OSError, IndexError):  # it is gone
+        cpu, resident = 0.0, 0
+    return Usage(
+        calls=sum(total.calls for total in totals),
+        bytes=sum(total.bytes for total in totals),
+        in_calls=sum(total.seconds for total in totals),
+        waiting=sum(total.waiting for total in totals),
+        cpu=cpu,
+        resident=resident,
+    )
+
+
+def _short(site: str) -> str:
+    """A line, as seen from this folder, which is that of the ranks."""
+    return site.removeprefix(os.getcwd() + os.sep)
+
+
+def _reads_stdin(pid: int) -> bool:
+    """Whether the main thread of a process is in read(0, ...), as far as this process may know."""
+    try:
+        with open(f"/proc/{pid}/syscall") as file:
+            words = file.read().split()
+    except OSError:
+        return False
+    return words[:2] == [_READ, "0x0"]
+
+
+_READ = {"x86_64": "0", "aarch64": "63"}.get(os.uname().machine, "")

@@ -1,0 +1,131 @@
+"""Who waits for whom: made-up ranks, and the words for them."""
+
+import msgspec
+import pytest
+
+from allranks._trace.diagnosis import diagnose
+from allranks._trace.state import CallState, GroupState, RankState
+
+WORLD = (0, 1, 2, 3)
+
+
+def call(number=42, verb="all_reduce", peer=-1, group="world", ranks=WORLD, site="train.py:88", seconds=10.0, **more):
+    title = f"{verb} #{number}"
+    if verb in ("send", "recv"):
+        number, title = 0, f"{verb} {'to' if verb == 'send' else 'from'} {f'rank {peer}' if peer >= 0 else 'any rank'}"
+    fields = {"waits": True, "ended": False, "outcome": "", "last": -1, "met": False, "tag": 0} | more
+    return CallState(
+        index=1, title=title, verb=verb, group=group, ranks=ranks, number=number, dtype="float32", count=4, peer=peer,
+        site=site, began=0.0, seconds=seconds, **fields,
+    )  # fmt: skip
+
+
+def rank(number, waits=None, done=41, process="sleeping", groups=(), **more):
+    begun = waits.number if waits is not None and waits.group == "world" and waits.number else done
+    return RankState(
+        number, 100 + number, process, 0.0, True, False, (waits,) if waits else (),
+        more.pop("last", call(begun, ended=True, waits=False)),
+        groups=(GroupState("world", WORLD, "native", begun, True), *groups), **more,
+    )  # fmt: skip
+
+
+def lines(*states, hosts=None, places=None):
+    return diagnose(states).lines(hosts, places)
+
+
+def test_one_late_rank_and_what_it_does():
+    waiting = [rank(r, call(seconds=10 + r)) for r in range(3)]
+    assert lines(*waiting, rank(3, process="running"), places={3: "data.py:31 in load"}) == [
+        "ranks 0-2 have waited 12 s in all_reduce #42 (train.py:88) for rank 3, which is at data.py:31 in load; its "
+        "process is running"
+    ]
+    assert lines(*waiting, rank(3, process="stopped"), hosts={3: "node1"}) == [
+        "ranks 0-2 have waited 12 s in all_reduce #42 (train.py:88) for rank 3 (node1), whose process is stopped, "
+        "after all_reduce #41 (train.py:88)"
+    ]
+    gone = rank(3, process="gone", last=call(41, site=""), near="train.py:80")
+    assert lines(*waiting, gone)[0].endswith("whose process has ended, after all_reduce #41 (near train.py:80)")
+    assert lines(*waiting, RankState(3, 1, "in uninterruptible sleep", 0.0))[0].endswith(
+        "for rank 3, whose process is in uninterruptible sleep"
+    )
+    assert lines(*waiting)[0].endswith("for rank 3, of which nothing is known")
+
+
+def test_several_late_ranks_are_one_line():
+    said = lines(rank(0, call()), *map(rank, (1, 2, 3)), places={r: f"data.py:{r} in load" for r in (1, 2, 3)})
+    assert said == [
+        "rank 0 has waited 10 s in all_reduce #42 (train.py:88) for rank 1, which is at data.py:1 in load; its process "
+        "is sleeping; rank 2, which is at data.py:2 in load; its process is sleeping; rank 3, which is at data.py:3 in "
+        "load; its process is sleeping"
+    ]
+
+
+def test_chains_end_at_who_waits_for_nobody():
+    pair = (1, 2)
+    states = [
+        rank(0, call()),
+        rank(1, call(7, "broadcast", group="tp", ranks=pair, site="tp.py:3"), groups=()),
+        rank(2, call(verb="recv", peer=3, site="pipe.py:5")),
+        rank(3),
+    ]
+    found = diagnose(states)
+    assert found.late == (3,)
+    assert found.circles == ()
+    assert found.waiting_for(3) == [0, 1, 2]
+    # The line names a wait for rank 3 itself.
+    assert found.lines()[0].startswith("ranks 0-2 have waited 10 s in all_reduce #42 (train.py:88) for rank 3, whose")
+
+
+def test_two_ranks_that_receive_from_each_other():
+    states = [rank(0, call(verb="recv", peer=1, site="a.py:1")), rank(1, call(verb="recv", peer=0, site="a.py:2"))]
+    assert lines(*states) == [
+        "deadlock: ranks 0-1 have waited for each other for 10 s: rank 0 in recv from rank 1 (a.py:1) for rank 1; "
+        "rank 1 in recv from rank 0 (a.py:2) for rank 0"
+    ]
+
+
+def test_groups_called_in_another_order():
+    a = GroupState("a", (0, 1), "native", 1, True)
+    b = GroupState("b", (0, 1), "native", 1, True)
+    first = rank(0, call(1, group="a", ranks=(0, 1)), groups=(a, msgspec.structs.replace(b, number=0)))
+    second = rank(1, call(1, group="b", ranks=(0, 1)), groups=(b, msgspec.structs.replace(a, number=0)))
+    found = diagnose([first, second])
+    assert found.circles == ((0, 1),)
+    assert found.late == ()
+    assert "all_reduce #1 of group 'a'" in found.lines()[0]
+
+
+def test_a_long_circle_and_who_waits_for_it():
+    states = [rank(r, call(verb="recv", peer=(r + 1) % 3)) for r in range(3)]
+    found = diagnose([*states, rank(3, call(verb="recv", peer=0))])
+    assert found.circles == ((0, 1, 2),)
+    assert found.late == ()
+
+
+def test_a_rank_halted_in_the_middle_of_a_call():
+    states = [rank(r, call()) for r in range(3)]
+    assert diagnose([*states, rank(3, call())]).late == ()  # all have come: bytes move
+    assert diagnose([*states, rank(3, call(), process="stopped")]).late == (3,)
+
+
+def test_a_slow_transfer_and_calls_that_nobody_waits_for_are_no_wait():
+    assert lines(*(rank(r, call(waits=False)) for r in range(3)), rank(3)) == []
+    assert lines(*(rank(r, call(met=True)) for r in range(4))) == []
+
+
+def test_a_message_from_any_rank():
+    found = diagnose([rank(0, call(verb="recv")), rank(1), rank(2), rank(3)])
+    assert found.late == (1, 2, 3)
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(10.4, "10 s"), (119, "119 s"), (301, "5 min"), (9000, "2.5 h")])
+def test_durations(seconds, words):
+    assert f"have waited {words} in" in lines(*(rank(r, call(seconds=seconds)) for r in range(3)), rank(3))[0]
+
+
+def test_the_same_is_the_same():
+    def found(seconds):
+        return diagnose([*(rank(r, call(seconds=seconds)) for r in range(3)), rank(3)])
+
+    assert found(10).key() == found(60).key()
+    assert found(10).key() != diagnose([rank(0, call()), rank(3)]).key()
