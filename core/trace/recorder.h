@@ -121,6 +121,7 @@ class Recorder {
   }
   // met_ns: when the last rank came, `last`; 0 and -1: not known.
   void end(const Call& call, int64_t returned_ns, int64_t met_ns, int last, uint8_t outcome) {
+    if (forked()) return;  // within the call: a signal's handler may do that
     write(call.record, call.index, returned_ns, met_ns, last, outcome);
     if (call.in_file != nullptr) write(call.in_file, call.index_in_file, returned_ns, met_ns, last, outcome);
   }
