@@ -21,7 +21,7 @@ PICTURE = ROOT / "docs" / "rooms.svg"
 
 WORDS = {
     "__main__": "the command allranks: finds the subcommand",
-    "tools": "allranks bench, doctor, env, submit",
+    "tools": "allranks bench, doctor, env, submit, trace, top",
     "nn": "gradients; torch.nn's names",
     "algorithms": "communication hooks",
     "parallel": "DDP",

@@ -22,6 +22,8 @@ _COMMANDS = {
     "env": ("allranks.tools.env", "show what started this process, and from which variables that follows"),
     "bench": ("allranks.tools.bench", "measure collectives"),
     "submit": ("allranks.tools.submit", "write a job file for SLURM, PBS, LSF or Kubernetes"),
+    "trace": ("allranks.tools.trace", "show what the ranks of a running job do, and for whom they wait"),
+    "top": ("allranks.tools.top", "show calls, waiting, CPU and memory of a running job's ranks, again and again"),
     "doctor": ("allranks.tools.doctor", "check this host, or all hosts of a job"),
 }
 

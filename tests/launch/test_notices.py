@@ -71,9 +71,9 @@ def test_a_notice_from_the_first_wait_to_the_line() -> None:
 def test_silent_agents_and_ranks_do_not_keep_it_back() -> None:
     notices = Notices()
     ask(notices)
-    assert notices.deadline() == 1.0
-    assert tell(notices, waiting(0), at=0.9) == []
-    (notice,) = tell(notices, at=1.0)
+    assert notices.deadline() == 0.5
+    assert tell(notices, waiting(0), at=0.4) == []
+    (notice,) = tell(notices, at=0.5)
     assert isinstance(notice, PrintNotice)
     assert notice.diagnosis.late == (1, 2)
     ask(notices, index=9)

@@ -27,6 +27,7 @@ from allranks.launch.agents.link import Garbled, Link, LinkLost, to_agent
 from allranks.launch.agents.listener import Listener
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.events import (
+    Asked,
     Event,
     Exited,
     Failed,
@@ -37,6 +38,7 @@ from allranks.launch.spec.events import (
     RestartRank,
 )
 from allranks.launch.spec.messages import (
+    Answered,
     Command,
     Dump,
     End,
@@ -152,6 +154,7 @@ class AgentPool:
         os.set_blocking(self._wake_read_fd, False)
         os.set_blocking(self.wake, False)
         self._events: list[Event] = []
+        self._asking: list[Host] = []
         self._writable: set[int] = set()
         self._reading = True
         self._selector.register(self._wake_read_fd, selectors.EVENT_READ, lambda: os.read(self._wake_read_fd, _CHUNK))
@@ -391,6 +394,20 @@ class AgentPool:
             if chosen := sorted(set(host.ranks).intersection(ranks)):
                 self._send(host, Inspect(chosen, recent))
 
+    def answer(self, answer: bytes) -> None:
+        """Answers the hosts that have asked what the ranks do."""
+        for host in self._asking:
+            self._send(host, Answered(answer))
+        self._asking.clear()
+
+    def watch(self, fd: int) -> None:
+        """Makes ``poll`` return when this descriptor can be read from, too."""
+        self._selector.register(fd, selectors.EVENT_READ, lambda: None)
+
+    def unwatch(self, fd: int) -> None:
+        """The opposite of ``watch``."""
+        self._selector.unregister(fd)
+
     def resize(self, rows: int, columns: int) -> None:
         """Sets the size of all ranks' terminals, and sends them SIGWINCH."""
         for host in self.hosts:
@@ -612,6 +629,9 @@ class AgentPool:
                 self._forward_to_master(Ended(rank, pid, status))
             case RankRestarted():
                 host.running.add(message.rank)
+                self._events.append(message)
+            case Asked():
+                self._asking.append(host)
                 self._events.append(message)
             case _:
                 self._events.append(message)

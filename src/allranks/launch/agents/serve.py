@@ -30,6 +30,7 @@ from allranks._cluster.env import split_host_port
 from allranks._cluster.host import usable_cpus, visible_gpus
 from allranks._cluster.network import interface_of, nearest_first
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
+from allranks.launch.agents.inquiries import Inquiries
 from allranks.launch.agents.link import Link, LinkLost, to_launcher
 from allranks.launch.agents.listener import dial, store_secret
 from allranks.launch.output.screen import Screen
@@ -42,8 +43,9 @@ from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.reporter import Reporter
 from allranks.launch.signals import FORWARDED, handled
-from allranks.launch.spec.events import Event, Exited, Output, RestartRank, StopRequested
+from allranks.launch.spec.events import Asked, Event, Exited, Output, RestartRank, StopRequested
 from allranks.launch.spec.messages import (
+    Answered,
     Command,
     Dump,
     End,
@@ -115,6 +117,7 @@ class AgentServer:
         self._seats: tuple[Seat, ...] = ()
         self._commands: deque[Command] = deque()
         self._received: deque[int] = deque()
+        self._inquiries: Inquiries | None = None
         self._reading = True
         self._next_sign = 0.0
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # before anything is blocked
@@ -271,6 +274,8 @@ class AgentServer:
     def _watch(self, agent: Agent, passed_on: Sequence[int]) -> None:
         """Relays until the round is over."""
         agent.watch(self._link.read_fd)
+        self._inquiries = Inquiries()
+        agent.watch(self._inquiries.fd)
         self._reading = True
         numbers = {*FORWARDED, *passed_on} | ({signal.SIGWINCH} if self._screen is not None else set())
         try:
@@ -299,6 +304,8 @@ class AgentServer:
                 screen.end(event.rank)
                 event = msgspec.structs.replace(event, tail=tuple(screen.tail(event.rank)))
             self._link.send(event)
+        for question in self._inquiries.take() if self._inquiries is not None else ():
+            self._link.send(Asked(question.recent, question.stacks))
         while self._received:
             number = self._received.popleft()
             if number == signal.SIGWINCH and screen is not None:
@@ -325,6 +332,9 @@ class AgentServer:
                     self._keep(ended)
                 case Dump(ranks):
                     agent.dump(ranks)
+                case Answered(answer):
+                    if self._inquiries is not None:
+                        self._inquiries.answer(answer)
                 case Inspect(ranks, recent):
                     agent.inspect(ranks, recent)
                 case ReadOutput(on):
@@ -362,6 +372,9 @@ class AgentServer:
         """Frees what a round used."""
         agent, guard, server, screen, store = self._agent, self._guard, self._server, self._screen, self._store
         self._agent = self._guard = self._server = self._screen = self._store = None
+        if self._inquiries is not None:
+            self._inquiries.close()
+            self._inquiries = None
         if store is not None:
             store.close()
         if agent is not None:

@@ -90,6 +90,7 @@ class _Round:
     screen: Screen
     control: JobControl
     mask: Set[int]
+    restart: int
 
     def run(self) -> tuple[int, Supervisor]:
         """The exit code, and what was seen."""
@@ -105,6 +106,8 @@ class _Round:
             signals=options.signals,
             master=0 if options.target.mode == "master" else None,
             control=self.control,
+            command=options.target.words(),
+            restart=self.restart,
         )
         with self.server:
             self.server.start()
@@ -156,7 +159,7 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
         raise ConfigError(f"cannot start {nproc} ranks: {error.strerror}") from error
     if rank is not None:
         return rank
-    return _Round(options, agent, server, screen, JobControl(agent, terminal, reader), mask)
+    return _Round(options, agent, server, screen, JobControl(agent, terminal, reader), mask, share.restart)
 
 
 def _reader(options: Options, nproc: int) -> int | None:

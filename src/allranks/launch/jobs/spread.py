@@ -521,6 +521,8 @@ class Job:
             until=self.until,
             prints=options.target.kind != "function" and not self.first,  # which raises here
             master=-1 if self.first else 0 if options.target.mode == "master" else None,
+            command=options.target.words(),
+            restart=self.restart,
         )
         self.supervisor = supervisor
         options.reporter.detail(f"the store is at {', '.join(ready[0].stores) or 'a unix socket there'}")

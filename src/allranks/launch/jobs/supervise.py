@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Sequence, Set
 
+import msgspec
+
+from allranks._trace.jobs import Answer
 from allranks.launch import stacks
 from allranks.launch.agents.agent_pool import AgentPool
+from allranks.launch.agents.inquiries import Inquiries
 from allranks.launch.jobs.job_control import SIGNALS, JobControl
 from allranks.launch.jobs.last_words import describe_failure, describe_idle, describe_interrupt, lines_of
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy import interface
 from allranks.launch.policy.interface import (
     Action,
+    AnswerStates,
     AwaitOutput,
     Conclude,
     DumpStacks,
@@ -45,6 +51,7 @@ from allranks.launch.policy.interface import (
     ReclaimTerminal,
     SignalRanks,
     SignalReceived,
+    StatesAsked,
     StopLauncher,
     TerminalLent,
     TimePassed,
@@ -55,6 +62,7 @@ from allranks.launch.ranks.agent import Agent
 from allranks.launch.reporter import Reporter
 from allranks.launch.signals import FORWARDED, handled
 from allranks.launch.spec.events import (
+    Asked,
     Event,
     Exited,
     Failed,
@@ -87,6 +95,8 @@ class Supervisor:
         prints: print on the screen how the job failed.
         master: see ``Rules``.
         control: the terminal, if the job is on this host.
+        command: what the ranks run, for who asks what they do.
+        restart: how often the job was started again.
 
     Attributes:
         ended: how each rank's last process has ended: the status, as in ``Exited``, or why its host was lost.
@@ -110,6 +120,8 @@ class Supervisor:
         prints: bool = True,
         master: int | None = None,
         control: JobControl | None = None,
+        command: str = "",
+        restart: int = 0,
     ) -> None:
         self.ended: dict[int, int | str] = {}
         self.restarts: dict[int, int] = {}
@@ -130,6 +142,10 @@ class Supervisor:
         self._answers: deque[interface.Event] = deque()  # to actions that were just performed
         self._outcome = Outcome(Ending.CLEAN, 0)
         self._code: int | None = None
+        self._command = command
+        self._restart = restart
+        self._began = time.monotonic()
+        self._inquiries = Inquiries()
 
     @property
     def late(self) -> bool:
@@ -189,9 +205,14 @@ class Supervisor:
         with handled(numbers, self._receive, self._agent.wake, mask):
             if self._screen.logs.temporary is not None:
                 self._reporter.remark(f"log files are in {self._screen.logs.temporary}")
-            self._pass(RanksStarted(tuple(self._agent.running)))
-            while self._code is None:
-                self._turn(self._agent.poll(self._timeout_s()))
+            self._agent.watch(self._inquiries.fd)
+            try:
+                self._pass(RanksStarted(tuple(self._agent.running)))
+                while self._code is None:
+                    self._turn(self._agent.poll(self._timeout_s()))
+            finally:
+                self._agent.unwatch(self._inquiries.fd)
+                self._inquiries.close()
         return self._code
 
     def _receive(self, number: int) -> None:
@@ -212,6 +233,8 @@ class Supervisor:
         """Passes on what has happened: failures before signals, as one that came before is the cause."""
         for event in events:
             self._take(event)
+        for question in self._inquiries.take():
+            self._pass(StatesAsked(question.recent, question.stacks))
         while self._requests and isinstance(self._requests[0], RestartRank):
             self._pass(self._requests.popleft())
         self._pass(TimePassed())
@@ -251,6 +274,9 @@ class Supervisor:
                 self._screen.note(host.encode() + b": " + text)
             case Returned(rank, piece):
                 self.results.setdefault(rank, bytearray()).extend(piece)
+            case Asked(recent, wanted):
+                self._pass(StatesAsked(recent, wanted))
+                return
             case StopRequested(number):  # after the failures, too
                 self._signals.append(number)
                 return
@@ -306,12 +332,14 @@ class Supervisor:
                 places = {rank: stacks.main_place(text.decode(errors="replace")) for rank, text in texts.items()}
                 for line in diagnosis.lines(dict(enumerate(self._round.rules.hosts)), places):
                     self._reporter.report(line)
+            case AnswerStates():
+                self._answer(action)
             case SignalRanks(number, chosen, alone):
                 self._agent.signal(number, list(chosen), alone)
             case DumpStacks(chosen):
                 self._agent.dump(list(chosen))
-            case InspectRanks(chosen):
-                self._agent.inspect(list(chosen))
+            case InspectRanks(chosen, recent):
+                self._agent.inspect(list(chosen), recent)
             case RestartRank():
                 self._agent.restart(action)
             case LendTerminal(rank):
@@ -332,6 +360,26 @@ class Supervisor:
                 self._conclude(outcome)
             case EndRound(code):
                 self._code = code
+
+    def _answer(self, action: AnswerStates) -> None:
+        places = {rank: stacks.main_place(text.decode(errors="replace")) for rank, text in action.stacks.items()}
+        hosts = tuple(self._round.rules.hosts)
+        answer = Answer(
+            launcher=os.getpid(),
+            launcher_host=socket.gethostname(),
+            command=self._command,
+            size=len(self._screen.ranks),
+            hosts=hosts,
+            seconds=time.monotonic() - self._began,
+            states=tuple(action.states),
+            places={rank: place for rank, place in places.items() if place},
+            reasons=dict(action.reasons),
+            restarts=self._restart,
+        )
+        data = msgspec.json.encode(answer) + b"\n"
+        self._inquiries.answer(data)
+        if isinstance(self._agent, AgentPool):
+            self._agent.answer(data)
 
     def _conclude(self, outcome: Outcome) -> None:
         self._outcome = outcome

@@ -8,12 +8,14 @@ from enum import Enum
 from typing import TypeAlias
 
 from allranks._trace.diagnosis import Diagnosis
+from allranks._trace.state import RankState
 from allranks.launch.policy.root_cause import Failure
 from allranks.launch.spec import events
 from allranks.launch.spec.events import RestartRank
 
 __all__ = [
     "Action",
+    "AnswerStates",
     "AwaitOutput",
     "Conclude",
     "DumpStacks",
@@ -42,6 +44,7 @@ __all__ = [
     "RestartRank",
     "SignalRanks",
     "SignalReceived",
+    "StatesAsked",
     "StopLauncher",
     "TerminalLent",
     "TimePassed",
@@ -125,6 +128,19 @@ class OutputWritten:
     """All output was written. Answers ``Conclude``."""
 
 
+@dataclass(frozen=True)
+class StatesAsked:
+    """Somebody asks what ranks do. Answered by ``AnswerStates``.
+
+    Attributes:
+        recent: how many of the newest calls of each are wanted.
+        stacks: where ranks are that are in no call, is wanted too. They are interrupted for that.
+    """
+
+    recent: int = 0
+    stacks: bool = True
+
+
 Event: TypeAlias = (
     RanksStarted
     | TimePassed
@@ -138,6 +154,7 @@ Event: TypeAlias = (
     | OutputClosed
     | RanksFinished
     | OutputWritten
+    | StatesAsked
     | events.Event
 )
 
@@ -185,6 +202,15 @@ class PrintNotice:
 
 
 @dataclass(frozen=True)
+class AnswerStates:
+    """Answer all who have asked what ranks do. ``stacks``, ``reasons``: of those that were asked where they are."""
+
+    states: Sequence[RankState]
+    stacks: Mapping[int, bytes]
+    reasons: Mapping[int, str]
+
+
+@dataclass(frozen=True)
 class SignalRanks:
     """Send a signal to the process groups of ranks. ``alone``: to python ranks without their children."""
 
@@ -202,9 +228,10 @@ class DumpStacks:
 
 @dataclass(frozen=True)
 class InspectRanks:
-    """Ask what ranks do, which comes as ``RankState``. Of ranks that have ended, too."""
+    """Ask what ranks do, which comes as ``RankState``. Of ranks that have ended, too. ``recent``: so many calls."""
 
     ranks: tuple[int, ...]
+    recent: int = 0
 
 
 @dataclass(frozen=True)
@@ -293,6 +320,7 @@ Action: TypeAlias = (
     | PrintReport
     | PrintStacks
     | PrintNotice
+    | AnswerStates
     | SignalRanks
     | DumpStacks
     | InspectRanks

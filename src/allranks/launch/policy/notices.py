@@ -7,72 +7,55 @@ wait has passed a later limit. Nothing is printed where all that is waited for i
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from enum import Enum
 
 from allranks._trace.diagnosis import Diagnosis, diagnose
 from allranks._trace.state import RankState
-from allranks.launch.policy.interface import Action, DumpStacks, InspectRanks, PrintNotice
-from allranks.launch.policy.stack_request import Purpose, StackRequest
+from allranks.launch.policy.inquiry import Inquiry
+from allranks.launch.policy.interface import Action, PrintNotice
 from allranks.launch.spec.events import LongWait, Stacks
 
 __all__ = ["Notices"]
-
-_ALIVE = ("running", "sleeping", "in uninterruptible sleep")  # these may tell their stacks
-INSPECT_S = 1.0  # for the agents to answer
-STACKS_S = 0.7
-
-
-class _Phase(Enum):
-    IDLE = "nothing is asked"
-    INSPECTING = "what ranks do"
-    DUMPING = "stacks of the late ranks"
 
 
 class Notices:
     """The notices of one round."""
 
     def __init__(self) -> None:
-        self._phase = _Phase.IDLE
-        self._until = 0.0
-        self._awaited: set[int] = set()
-        self._states: dict[int, RankState] = {}
+        self._inquiry: Inquiry | None = None
         self._limit = 0.0
+        self._reader: int | None = None
         self._covered: dict[tuple[int, int], float] = {}  # rank and call -> the limit that a notice was about
         self._told: dict[tuple[object, ...], float] = {}
         self._diagnosis: Diagnosis | None = None
-        self._stacks: StackRequest | None = None
 
     def deadline(self) -> float | None:
         """When ``check`` is due even if nothing happens; None for never."""
-        if self._phase is _Phase.DUMPING and self._stacks is not None:
-            return self._stacks.ends_at()
-        return self._until if self._phase is _Phase.INSPECTING else None
+        return self._inquiry.deadline() if self._inquiry is not None else None
 
     def forget(self) -> None:
         """Breaks off: the round is being stopped."""
-        self._phase = _Phase.IDLE
+        self._inquiry = None
 
     def take_wait(self, event: LongWait, ranks: Sequence[int], now: float) -> list[Action]:
         """A rank waits for long. ``ranks``: all of the job, those that have ended too."""
-        if self._phase is not _Phase.IDLE or self._covered.get((event.rank, event.index), 0.0) >= event.seconds:
+        if self._inquiry is not None or self._covered.get((event.rank, event.index), 0.0) >= event.seconds:
             return []
-        self._phase, self._until, self._limit = _Phase.INSPECTING, now + INSPECT_S, event.seconds
-        self._awaited, self._states = set(ranks), {}
+        self._limit, self._diagnosis = event.seconds, None
         self._covered[event.rank, event.index] = event.seconds
-        return [InspectRanks(tuple(ranks))]
+        self._inquiry = Inquiry(ranks, 0, self._judge, now)
+        return self._inquiry.begin()
 
     def take_state(self, state: RankState) -> None:
         """What a rank does."""
-        if self._phase is _Phase.INSPECTING:
-            self._states[state.rank] = state
-            self._awaited.discard(state.rank)
+        if self._inquiry is not None:
+            self._inquiry.take_state(state)
 
     def take_stacks(self, event: Stacks, now: float) -> None:
         """A piece of a rank's stacks."""
-        if self._stacks is not None:
-            self._stacks.add(event, now)
+        if self._inquiry is not None:
+            self._inquiry.take_stacks(event, now)
 
     def check(self, running: Set[int], reader: int | None, now: float) -> list[Action]:
         """Goes on, if all answers have come or it is time.
@@ -82,37 +65,27 @@ class Notices:
             reader: the rank that has the keys of the terminal; None if none has.
             now: the time.
         """
-        if self._phase is _Phase.INSPECTING and (not self._awaited or now >= self._until):
-            return self._judge(running, reader, now)
-        if self._phase is _Phase.DUMPING and self._stacks is not None and now >= self._stacks.ends_at():
-            return self._tell()
-        return []
+        inquiry, self._reader = self._inquiry, reader
+        if inquiry is None:
+            return []
+        actions = inquiry.check(running, now)
+        if inquiry.done:
+            self._inquiry = None
+            if self._diagnosis is not None:
+                actions.append(PrintNotice(self._diagnosis, dict(inquiry.stacks)))
+        return actions
 
-    def _judge(self, running: Set[int], reader: int | None, now: float) -> list[Action]:
-        self._phase = _Phase.IDLE
-        found = diagnose(self._states.values())
+    def _judge(self, states: Mapping[int, RankState]) -> Sequence[int]:
+        """Decides whether there is something to tell. Whose stacks are wanted."""
+        found = diagnose(states.values())
         for rank, wait in found.waits.items():
             self._covered[rank, wait.call.index] = self._limit
         # A rank that waits for its own user is not late.
-        late = tuple(r for r in found.late if not (r == reader or (r in self._states and self._states[r].reads_stdin)))
-        if found.late and not late and not found.circles:
-            return []
+        late = tuple(r for r in found.late if not (r == self._reader or (r in states and states[r].reads_stdin)))
         found = replace(found, late=late)
         key = found.key()
-        if (not late and not found.circles) or self._told.get(key, 0.0) >= self._limit:
-            return []
-        self._told[key] = self._limit
-        self._diagnosis = found
-        asked = tuple(r for r in late if r in running and r in self._states and self._states[r].process in _ALIVE)
-        if not asked:
-            return self._tell()
-        self._phase = _Phase.DUMPING
-        self._stacks = StackRequest(set(asked), now + STACKS_S, Purpose.NOTHING, last=now)
-        return [DumpStacks(asked)]
-
-    def _tell(self) -> list[Action]:
-        assert self._diagnosis is not None
-        stacks = self._stacks.texts if self._stacks is not None else {}
-        notice = PrintNotice(self._diagnosis, dict(stacks))
-        self._phase, self._diagnosis, self._stacks = _Phase.IDLE, None, None
-        return [notice]
+        if (late or found.circles) and self._told.get(key, 0.0) < self._limit:
+            self._told[key] = self._limit
+            self._diagnosis = found
+            return late
+        return ()

@@ -19,13 +19,15 @@ that restarts single ranks, or moves them to a spare host, needs another answer 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from allranks._base.errors import rank_list
+from allranks.launch.policy.inquiry import Inquiry
 from allranks.launch.policy.interface import (
     Action,
+    AnswerStates,
     AwaitOutput,
     Conclude,
     DumpStacks,
@@ -51,6 +53,7 @@ from allranks.launch.policy.interface import (
     ReclaimTerminal,
     SignalRanks,
     SignalReceived,
+    StatesAsked,
     StopLauncher,
     TerminalLent,
     TimePassed,
@@ -165,6 +168,7 @@ class Round:
         self._idled = False
         self._all: frozenset[int] = frozenset()
         self._notices = Notices()
+        self._inquiry: Inquiry | None = None  # of another command
         self._request: StackRequest | None = None
         self._answered: StackRequest | None = None
         self._silent: list[int] = []  # ranks that the stop's signal ended before they could report where they were
@@ -226,15 +230,8 @@ class Round:
             case KillRequested():
                 self._kill_at = self._stopped_at = now
                 self._kill("")
-            case LongWait():
-                if not self.stopping and self._request is None and self.phase is Phase.RUNNING:
-                    self._actions += self._notices.take_wait(event, sorted(self._all), now)
-            case RankState():
-                self._notices.take_state(event)
-            case Stacks():
-                self._notices.take_stacks(event, now)
-                if (request := self._request or self._answered) is not None:  # better late than never
-                    request.add(event, now)
+            case LongWait() | StatesAsked() | RankState() | Stacks():
+                self._take_state(event)
             case Failed():
                 self._take_report(event)
             case Exited():
@@ -426,6 +423,7 @@ class Round:
         if self.stopping or self._request is not None:
             self._notices.forget()
         self._actions += self._notices.check(self.running, self._borrower, now)
+        self._answer()
         self._check_waiting()
         if self._kill_at is not None and now >= self._kill_at and self._killed_at is None and self.running:
             self._kill(f"did not end within {self.rules.grace_s:g} s")
@@ -467,6 +465,41 @@ class Round:
     def _restart_idle_time(self) -> None:
         if self.rules.idle_s is not None and self._request is None and not self._idled:
             self._idle_at = self._now + self.rules.idle_s
+
+    # What ranks do.
+
+    def _take_state(self, event: LongWait | StatesAsked | RankState | Stacks) -> None:
+        match event:
+            case LongWait():
+                if not self.stopping and self._request is None and self.phase is Phase.RUNNING:
+                    self._actions += self._notices.take_wait(event, sorted(self._all), self._now)
+            case StatesAsked(recent, stacks):
+                self._ask(recent, stacks)
+            case RankState():
+                self._notices.take_state(event)
+                if self._inquiry is not None:
+                    self._inquiry.take_state(event)
+            case Stacks():
+                self._notices.take_stacks(event, self._now)
+                if self._inquiry is not None:
+                    self._inquiry.take_stacks(event, self._now)
+                if (request := self._request or self._answered) is not None:  # better late than never
+                    request.add(event, self._now)
+
+    def _ask(self, recent: int, stacks: bool) -> None:
+        if self._inquiry is not None:  # its answer is also for who asks now
+            return
+        self._inquiry = Inquiry(sorted(self._all), recent, _in_no_call if stacks else _nobody, self._now)
+        self._actions += self._inquiry.begin()
+
+    def _answer(self) -> None:
+        if (inquiry := self._inquiry) is None:
+            return
+        self._actions += inquiry.check(self.running, self._now)
+        if inquiry.done:
+            self._inquiry = None
+            states = [inquiry.states[rank] for rank in sorted(inquiry.states)]
+            self._actions.append(AnswerStates(states, dict(inquiry.stacks), dict(inquiry.reasons)))
 
     # Stopping.
 
@@ -585,6 +618,14 @@ class Round:
 
     def _print(self, text: str, level: Level = Level.ESSENTIAL) -> None:
         self._actions.append(Print(text, level))
+
+
+def _in_no_call(states: Mapping[int, RankState]) -> list[int]:
+    return [rank for rank, state in states.items() if state.waiting is None]
+
+
+def _nobody(states: Mapping[int, RankState]) -> list[int]:
+    return []
 
 
 def step(state: Round, event: Event, now: float) -> list[Action]:

@@ -268,6 +268,11 @@ class Agent:
         self._watched.add(fd)
         self._await(fd)
 
+    def unwatch(self, fd: int) -> None:
+        """The opposite of ``watch``."""
+        self._watched.discard(fd)
+        self._await(fd)
+
     def watch_writable(self, fds: Set[int]) -> None:
         """Makes ``poll`` return when one of these descriptors can be written to. Replaces those of the last call."""
         before, self._writable = self._writable, set(fds)

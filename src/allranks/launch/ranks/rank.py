@@ -163,6 +163,8 @@ class Rank:
             else:
                 _run_script(target.name, main)
         except BaseException as error:
+            # A Ctrl-C that comes now, to all ranks, would take the place of the report.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._failed(error)
             raise
         return 0

@@ -16,6 +16,7 @@ __all__ = [
     "StopRequested",
     "RankRestarted",
     "HostJoined",
+    "Asked",
     "Event",
     "Exited",
     "Failed",
@@ -113,6 +114,13 @@ class LongWait(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class Asked(msgspec.Struct, frozen=True, tag=True):
+    """Another command on an agent's host asks what the ranks of the job do; see ``Question`` in ``_trace/jobs``."""
+
+    recent: int
+    stacks: bool
+
+
 class StopRequested(msgspec.Struct, frozen=True, tag=True):
     """An agent received a signal that is meant for the whole job, from a batch system for example."""
 
@@ -163,6 +171,7 @@ Event = (
     | Failed
     | Exited
     | Stacks
+    | Asked
     | LongWait
     | RankState
     | Returned

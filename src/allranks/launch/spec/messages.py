@@ -14,6 +14,7 @@ from allranks.launch.spec.options import RankOptions
 from allranks.launch.spec.stdio import Stdio
 
 __all__ = [
+    "Answered",
     "Command",
     "Dump",
     "End",
@@ -190,6 +191,12 @@ class Inspect(msgspec.Struct, frozen=True, tag=True):
     recent: int = 0
 
 
+class Answered(msgspec.Struct, frozen=True, tag=True):
+    """Answers ``Asked``: what the ranks of the job do, as it is sent to who has asked."""
+
+    answer: bytes
+
+
 class ReadOutput(msgspec.Struct, frozen=True, tag=True):
     """Read what ranks write, or let it wait."""
 
@@ -219,5 +226,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
     text: bytes = b""
 
 
-Command = Prepare | Start | Signal | RestartRank | Ended | Dump | Inspect | ReadOutput | Resize | Finish | End
+Command = (
+    Prepare | Start | Signal | RestartRank | Ended | Dump | Inspect | Answered | ReadOutput | Resize | Finish | End
+)
 """What a launcher sends to an agent."""

@@ -1,0 +1,102 @@
+"""Answers other commands of the same user that ask what the ranks of this job do (``_trace/jobs`` is the other side).
+
+The launcher has such a socket, and the agent of every other host, which passes questions on to the launcher. A
+connection that asks nothing costs a descriptor until the job ends; of such there are few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+
+import msgspec
+
+from allranks._trace.jobs import Question, own_address, peer
+
+__all__ = ["Inquiries"]
+
+_MOST = 16  # connections at one time
+_LINE = 1 << 12
+_numbers = itertools.count()
+
+
+class Inquiries:
+    """The socket of one job.
+
+    Attributes:
+        fd: can be read from when there is something to take.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._listener.bind(own_address(next(_numbers)))
+        self._listener.listen(_MOST)
+        self._listener.setblocking(False)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
+        self._connections: dict[socket.socket, bytes] = {}
+        self._asking: list[socket.socket] = []
+
+    @property
+    def fd(self) -> int:
+        """See the class."""
+        return self._epoll.fileno()
+
+    def take(self) -> list[Question]:
+        """The questions that have come."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # nobody, or gone again
+                break
+            if peer(connection) in (os.geteuid(), 0) and len(self._connections) + len(self._asking) < _MOST:
+                connection.setblocking(False)
+                self._connections[connection] = b""
+                self._epoll.register(connection, select.EPOLLIN)
+            else:
+                connection.close()
+        questions = []
+        for connection in list(self._connections):
+            if (question := self._read(connection)) is not None:
+                questions.append(question)
+        return questions
+
+    def answer(self, answer: bytes) -> None:
+        """Answers all who have asked."""
+        for connection in self._asking:
+            with contextlib.suppress(OSError), connection:  # it has left
+                connection.settimeout(1.0)  # it waits for that, and reads
+                connection.sendall(answer)
+        self._asking.clear()
+
+    def close(self) -> None:
+        """Who still waits sees that the job has ended."""
+        for connection in (self._listener, *self._connections, *self._asking):
+            connection.close()
+        self._connections.clear()
+        self._asking.clear()
+        self._epoll.close()
+
+    def _read(self, connection: socket.socket) -> Question | None:
+        try:
+            data = connection.recv(_LINE)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        line = self._connections[connection] + data
+        if data and len(line) < _LINE and b"\n" not in line:
+            self._connections[connection] = line
+            return None
+        del self._connections[connection]
+        self._epoll.unregister(connection)
+        try:
+            question = msgspec.json.decode(line, type=Question)
+        except msgspec.DecodeError:
+            connection.close()
+            return None
+        self._asking.append(connection)
+        return question

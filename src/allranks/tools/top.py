@@ -1,0 +1,97 @@
+"""``allranks top``: how the ranks of a running job fare, again and again."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from allranks._base.console import ArgumentParser, put
+from allranks._base.errors import AllranksError
+from allranks._trace.jobs import Answer, Question
+from allranks._trace.state import RankState
+from allranks.tools.trace import choose
+
+__all__ = ["main", "rows"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command. Returns its exit code."""
+    parser = ArgumentParser(
+        prog="allranks top",
+        description="Shows calls and bytes per second, the share of the time in which a rank waits for others, its CPU"
+        " and memory, and what it is in. Ctrl-C ends it.",
+    )
+    parser.add_argument(
+        "job", nargs="?", type=int, metavar="JOB", help="the pid of its launcher, where several jobs run"
+    )
+    parser.add_argument(
+        "-d", "--delay", type=float, default=2.0, metavar="S", help="seconds between two looks (default 2)"
+    )
+    parser.add_argument("-n", "--count", type=int, metavar="N", help="end after so many looks")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each look")
+    args = parser.parse_args(argv)
+    if args.delay <= 0:
+        parser.error("--delay: it must be more than 0")
+    try:
+        return _watch(args.job, args.delay, args.count, args.json)
+    except AllranksError as error:
+        print(f"allranks top: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _watch(job: int | None, delay_s: float, count: int | None, as_json: bool) -> int:
+    before = choose(job, Question(stacks=False))
+    job, full_screen = before.launcher, sys.stdout.isatty() and not as_json
+    for number in itertools.count(1):
+        time.sleep(delay_s)
+        now = choose(job, Question(stacks=False))
+        if as_json:
+            put(msgspec.json.encode({"before": before, "now": now}).decode() + "\n")
+        else:
+            clear = "\x1b[H\x1b[2J" if full_screen else ""
+            put(clear + "\n".join(rows(before, now)) + "\n" + ("" if full_screen else "\n"))
+        sys.stdout.flush()
+        before = now
+        if number == count:
+            break
+    return 0
+
+
+def rows(before: Answer, now: Answer) -> list[str]:
+    """The table between two looks."""
+    old = {state.rank: state for state in before.states}
+    lines = [f"job {now.launcher}: {now.command}; {now.size} ranks", ""]
+    lines.append(f"{'rank':>4} {'calls/s':>10} {'MB/s':>9} {'waits':>6} {'CPU':>6} {'memory':>9}  process, in")
+    for state in now.states:
+        then = old.get(state.rank)
+        if then is None or then.pid != state.pid or state.at <= then.at:
+            lines.append(f"{state.rank:>4} {'':>10} {'':>9} {'':>6} {'':>6} {_size(state.usage.resident):>9}  started")
+            continue
+        seconds, a, b = state.at - then.at, then.usage, state.usage
+        lines.append(
+            f"{state.rank:>4} {(b.calls - a.calls) / seconds:>10,.0f} {(b.bytes - a.bytes) / seconds / 1e6:>9,.1f}"
+            f" {_waited(then, state, seconds):>6.0%} {(b.cpu - a.cpu) / seconds:>6.0%} {_size(b.resident):>9}"
+            f"  {_doing(state)}"
+        )
+    return lines
+
+
+def _waited(then: RankState, now: RankState, seconds: float) -> float:
+    """The share of the time in which a rank waited, that in the call under way included."""
+    waited = now.usage.waiting - then.usage.waiting
+    if now.waiting is not None:
+        waited += min(now.waiting.seconds, seconds)
+    return max(0.0, min(1.0, waited / seconds))
+
+
+def _doing(state: RankState) -> str:
+    call = state.waiting
+    return state.process if call is None else f"{state.process}, {call.title}{f' ({call.site})' if call.site else ''}"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"

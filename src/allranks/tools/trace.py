@@ -1,0 +1,144 @@
+"""``allranks trace``: what the ranks of a running job do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from allranks._base.console import ArgumentParser, put
+from allranks._base.errors import AllranksError, rank_list
+from allranks._trace.diagnosis import diagnose
+from allranks._trace.jobs import Answer, JobEnded, NoAnswer, Question, ask, find
+from allranks._trace.state import RankState
+
+__all__ = ["choose", "main", "table"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command. Returns its exit code."""
+    words = list(argv)
+    if words[:1] and words[0] in _COMMANDS:
+        try:
+            return _COMMANDS[words[0]][0](words[1:])
+        except AllranksError as error:
+            print(f"allranks trace {words[0]}: error: {error}", file=sys.stderr)
+            return 2
+    parser = ArgumentParser(prog="allranks trace", description="Tells what the ranks of a job do, or did.")
+    parser.add_argument("command", choices=_COMMANDS, help="; ".join(f"{n}: {s}" for n, (_, s) in _COMMANDS.items()))
+    parser.parse_args(words)
+    return 2
+
+
+def _show(words: Sequence[str]) -> int:
+    parser = ArgumentParser(
+        prog="allranks trace show",
+        description="Shows what each rank of a running job does, for how long, and for whom it waits. It finds the jobs"
+        " of this user on this host; on any host of a job it shows all of the job.",
+    )
+    parser.add_argument(
+        "job", nargs="?", type=int, metavar="JOB", help="the pid of its launcher, where several jobs run"
+    )
+    parser.add_argument("--calls", type=int, default=0, metavar="N", help="also the N newest calls of each rank")
+    parser.add_argument("--json", action="store_true", help="all that is known, as JSON")
+    args = parser.parse_args(words)
+    answer = choose(args.job, Question(recent=max(0, min(args.calls, 1000))))
+    if args.json:
+        put(msgspec.json.encode(answer).decode() + "\n")
+        return 0
+    put("\n".join(_overview(answer, args.calls)) + "\n")
+    return 0
+
+
+def choose(pid: int | None, question: Question) -> Answer:
+    """Asks the job of that pid, or the only one.
+
+    Raises:
+        NoAnswer: there is none, or there are several.
+    """
+    answers: dict[tuple[str, int, str], Answer] = {}  # the agent of a job on this host answers, too
+    silent: list[NoAnswer] = []
+    for job in find():
+        try:
+            answer = ask(job, question)
+        except JobEnded:
+            continue
+        except NoAnswer as error:
+            silent.append(error)
+        else:
+            answers.setdefault((answer.launcher_host, answer.launcher, answer.command), answer)
+    found = [answer for answer in answers.values() if pid is None or answer.launcher == pid]
+    listed = "".join(f"\n  {a.launcher}: {a.command}, {a.size} ranks" for a in answers.values())
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise NoAnswer(f"several jobs run here; name one:{listed}")
+    if silent:
+        raise silent[0]
+    if listed:
+        raise NoAnswer(f"no job here has the launcher {pid}; there are:{listed}")
+    raise NoAnswer("this user has no job here that a launcher of allranks has started")
+
+
+def _overview(answer: Answer, calls: int) -> list[str]:
+    hosts = len(set(answer.hosts))
+    where = f" on {hosts} hosts" if hosts > 1 else ""
+    lines = [f"job {answer.launcher}: {answer.command}; {answer.size} ranks{where}, for {_time(answer.seconds)}", ""]
+    lines += table(answer)
+    said = diagnose(answer.states).lines(dict(enumerate(answer.hosts)), answer.places)
+    lines += ["", *said] if said else []
+    for state in answer.states if calls else ():
+        lines += ["", f"rank {state.rank}:"]
+        for call in state.recent:
+            took = f"{call.seconds * 1e3:.3f} ms" if call.ended else f"for {_time(call.seconds)}"
+            last = f", rank {call.last} came last" if call.last >= 0 else ""
+            lines.append(f"  {call.title:24} {took:>14}{last}{f', {call.site}' if call.site else ''}")
+    return lines
+
+
+def table(answer: Answer) -> list[str]:
+    """A row for each rank: its host, its process, what it is in, for how long, and for whom it waits."""
+    found = diagnose(answer.states)
+    rows: list[tuple[str, ...]] = [("rank", "host", "process", "in", "for", "waits for")]
+    states = {state.rank: state for state in answer.states}
+    for rank in range(answer.size):
+        host = answer.hosts[rank] if answer.hosts else ""
+        if (state := states.get(rank)) is None:
+            rows.append((str(rank), host, "not known", "its agent has not answered", "", ""))
+            continue
+        wait = found.waits.get(rank)
+        awaited = rank_list(list(wait.awaited)) if wait is not None and wait.awaited else ""
+        rows.append((str(rank), host, state.process, *_doing(state, answer), awaited))
+    if not answer.hosts:
+        rows = [(row[0], *row[2:]) for row in rows]
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _doing(state: RankState, answer: Answer) -> tuple[str, str]:
+    """What a rank is in, and for how long."""
+    if (call := state.waiting) is not None:
+        group = "" if call.group in ("", "world") else f" of group '{call.group}'"
+        return f"{call.title}{group}{f' ({call.site})' if call.site else ''}", _time(call.seconds)
+    since = ""
+    if state.last is not None and state.last.ended:
+        since = _time(state.at - state.last.began - state.last.seconds)
+    if place := answer.places.get(state.rank):
+        return place, since
+    if state.last is not None:
+        return f"after {state.last.title}{f' ({state.last.site})' if state.last.site else ''}", since
+    return answer.reasons.get(state.rank, "no call yet" if state.recorded else "no group yet"), since
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1:
+        return f"{max(0.0, seconds) * 1e3:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "show": (_show, "what the ranks of a running job do"),
+}

@@ -1,0 +1,160 @@
+"""``allranks trace show`` and ``allranks top``: a live job, asked from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from allranks._trace import jobs
+from allranks.launch.agents.inquiries import Inquiries
+from support.launcher_process import Launcher
+from support.marked import wait_for
+
+HUNG = """
+import time, torch
+from pathlib import Path
+import allranks as dist
+def load():
+    Path("there").touch()
+    time.sleep(1000)
+dist.init_process_group()
+for step in range(3):
+    time.sleep(0.06)
+    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1 and step == 1:
+        load()
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.end(2)
+
+
+@pytest.fixture
+def job(launcher: Launcher) -> Iterator[subprocess.Popen[bytes]]:
+    launcher.write(HUNG, "hung.py")
+    process = launcher.start("-n", "2", "hung.py", real_torch=True)
+    wait_for((launcher.folder / "there").exists)
+    time.sleep(0.3)
+    yield process
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=30)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "allranks", *words], capture_output=True, text=True, timeout=60)
+
+
+def test_show_and_top(job: subprocess.Popen[bytes]) -> None:
+    done = command("trace", "show", "--calls", "2", str(job.pid))
+    assert done.returncode == 0, done.stderr
+    text = re.sub(r"\b\d+(\.\d+)? (s|ms)\b", "N s", re.sub("rank . came last", "rank X came last", done.stdout))
+    lines = [re.sub(" +", " ", line) for line in text.splitlines()]
+    assert lines[:5] == [
+        f"job {job.pid}: python hung.py; 2 ranks, for N s",
+        "",
+        "rank process in for waits for",
+        "0 sleeping all_reduce #3 (hung.py:11, shape (4,)) N s rank 1",
+        "1 sleeping hung.py:7 in load N s",
+    ]
+    assert lines[6].startswith(
+        "rank 0 has waited N s in all_reduce #3 (hung.py:11, shape (4,)) for rank 1, which is at"
+    )
+    assert lines[8:11] == [
+        "rank 0:",
+        " all_reduce #2 N s, rank X came last, hung.py:11, shape (4,)",
+        " all_reduce #3 for N s, hung.py:11, shape (4,)",
+    ]
+    data = json.loads(command("trace", "show", "--json", str(job.pid)).stdout)
+    assert [state["rank"] for state in data["states"]] == [0, 1]
+    assert data["places"] == {"1": "hung.py:7 in load"}
+
+    done = command("top", "-n", "1", "-d", "0.5", str(job.pid))
+    assert re.sub(" +", " ", done.stdout.splitlines()[3]).startswith(" 0 0 0.0 100% 0% ")
+    looks = command("top", "-n", "2", "-d", "0.2", "--json", str(job.pid)).stdout.splitlines()
+    assert [set(json.loads(line)) for line in looks] == [{"before", "now"}] * 2
+
+
+def test_ranks_that_are_gone_and_a_launcher_that_is_stopped(job: subprocess.Popen[bytes]) -> None:
+    found = next(each for each in jobs.find() if each.pid == job.pid)
+    os.kill(job.pid, signal.SIGSTOP)
+    with pytest.raises(jobs.NoAnswer, match="does not answer: is its launcher stopped"):
+        jobs.ask(found, jobs.Question(), timeout_s=0.5)
+    os.kill(job.pid, signal.SIGCONT)
+    assert len(jobs.ask(found, jobs.Question()).states) == 2
+    os.kill(job.pid, signal.SIGINT)
+    job.wait(30)
+    with pytest.raises(jobs.NoAnswer, match=rf"job {job.pid} has ended"):
+        jobs.ask(found, jobs.Question())
+    assert job.pid not in [each.pid for each in jobs.find()]  # no file to be left
+
+
+def test_wrong_jobs_are_refused(job: subprocess.Popen[bytes]) -> None:
+    done = command("trace", "show", "1")
+    assert done.returncode == 2
+    assert "no job here has the launcher 1; there are:\n" in done.stderr
+    assert f"\n  {job.pid}: python hung.py, 2 ranks\n" in done.stderr
+    assert command("trace").returncode == command("trace", "shwo").returncode == 2
+
+
+def test_strangers_and_garbage_do_not_hold_it_up() -> None:
+    inquiries = Inquiries()
+    address = next(each.address for each in jobs.find() if each.pid == os.getpid())
+    silent, wrong = (socket.socket(socket.AF_UNIX) for _ in range(2))
+    for connection in (silent, wrong):
+        connection.connect(address)
+    wrong.sendall(b"{}garbage\n")
+    assert inquiries.take() == []
+    assert wrong.recv(1) == b""
+    crowd = [socket.socket(socket.AF_UNIX) for _ in range(40)]
+    for connection in crowd:
+        connection.settimeout(1)
+        connection.connect(address)
+        inquiries.take()
+    assert crowd[-1].recv(1) == b""  # too many
+    crowd[0].sendall(b'{"recent": 3}\n')
+    assert inquiries.take() == [jobs.Question(3)]
+    inquiries.answer(b"{}\n")
+    assert crowd[0].recv(10) == b"{}\n"
+    inquiries.close()
+    assert silent.recv(1) == b""
+    for connection in (silent, wrong, *crowd):
+        connection.close()
+    assert os.getpid() not in [each.pid for each in jobs.find()]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to become another user one must be root")
+def test_another_user_gets_nothing() -> None:
+    inquiries = Inquiries()
+    address = next(each.address for each in jobs.find() if each.pid == os.getpid())
+    script = (
+        "import os, socket, sys; os.setgid(65534); os.setuid(65534); s = socket.socket(socket.AF_UNIX); "
+        "s.connect(sys.argv[1].replace('@', chr(0))); s.sendall(b'{}'); print(s.recv(100))"
+    )
+    stranger = subprocess.Popen(
+        [sys.executable, "-c", script, address.replace("\0", "@")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until = time.monotonic() + 20
+    while stranger.poll() is None and time.monotonic() < until:
+        assert inquiries.take() == []
+        time.sleep(0.02)
+    out, err = stranger.communicate()
+    assert out == "b''\n" or "Error" in err
+    inquiries.close()
