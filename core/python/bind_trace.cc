@@ -33,8 +33,11 @@ struct OtherCall {
   uint64_t nbytes;
   int64_t entered_ns;
 
-  void set_site(const std::string& site) const {
-    if (call.record != nullptr && !recorder->forked()) recorder->set_site(call, recorder->site(site));
+  void set_awaited(const std::string& site) const {
+    if (call.record == nullptr || recorder->forked()) return;
+    if (call.record->index.load(std::memory_order_relaxed) != call.index) return;  // so many calls later
+    Recorder::set_awaited(*call.record);
+    if (call.record->site == 0) recorder->set_site(call, recorder->site(site));
   }
 
   void end(bool succeeded) {
@@ -91,7 +94,8 @@ void bind_trace(nb::module_& m) {
   m.def("trace_bytes", &Memory::bytes, nb::arg("records"), nb::arg("members"),
         "The size of the memory that so many records need.");
   nb::class_<OtherCall>(m, "OtherCall", "A call under way that is not the core's.")
-      .def("set_site", &OtherCall::set_site, nb::arg("site"), "Of a call that has begun to take long.")
+      .def("set_awaited", &OtherCall::set_awaited, nb::arg("site"),
+           "The program waits for it, at that line, and has done so for a while.")
       .def("end", &OtherCall::end, nb::arg("succeeded"), "May be called again.");
   nb::class_<Recorder>(m, "Recorder", "Records this process's calls in memory that others can read.")
       .def(nb::new_([](int fd, size_t records, int rank, int world_size, size_t members, const std::string& host) {

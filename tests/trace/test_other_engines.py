@@ -92,12 +92,12 @@ def test_a_rank_that_waits_is_seen_with_its_line():
         while not found and time.monotonic() < deadline:
             time.sleep(0.02)
             with contextlib.suppress(TraceError):  # rank 0 has not begun to record
-                found = [call for call in Reader(bytes(view)).open_calls() if call.site]
+                found = [call for call in Reader(bytes(view)).open_calls() if call.awaited]
         dist.all_reduce(torch.ones(2))
         return found
 
     (call,) = run_ranks(2, body, init=False)[1]
-    assert call.title == "all_reduce #1"
+    assert (call.title, call.async_op, call.awaited) == ("all_reduce #1", False, True)
     assert "test_other_engines.py" in call.site
     os.close(fd)
 

@@ -382,7 +382,7 @@ class FlatEngine(Engine):
         work = FlatWork(self, operands, nbytes)
         unwaited = async_op or self.queues
         if self._recording is not None:
-            work.record_as(self._recording, self._recording.begin(operands.verb, subject, nbytes, unwaited), unwaited)
+            work.record_as(self._recording, self._recording.begin(operands.verb, subject, nbytes, unwaited))
         try:
             if self._debug and operands.verb not in ("send", "recv"):
                 self._compare(operands.verb, subject)
@@ -465,7 +465,7 @@ class FlatWork(OperandsWork):
         self._engine = engine
         self._recording: Recording | None = None
         self._record: _core.OtherCall | None = None  # until its end is recorded
-        self._has_line = False
+        self._awaited = False  # as it has been recorded
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         if self._error is not None:
@@ -482,7 +482,7 @@ class FlatWork(OperandsWork):
                     f"{self._engine.here(verb)}: has not completed after {limit_s:.1f} s.\n"
                     "  The call goes on: wait() may be called again."
                 )
-            self._record_line()
+            self._record_wait()
         if not self._engine.queues:
             self.end_record(True)
         self._finish()
@@ -502,9 +502,9 @@ class FlatWork(OperandsWork):
                 self._error = explained
                 raise
 
-    def record_as(self, recording: Recording, call: _core.OtherCall, unwaited: bool) -> None:
-        """Lets the work record its end. ``unwaited``: its line is known."""
-        self._recording, self._record, self._has_line = recording, call, unwaited
+    def record_as(self, recording: Recording, call: _core.OtherCall) -> None:
+        """Lets the work record its end."""
+        self._recording, self._record = recording, call
 
     def watch(self) -> None:
         """Lets the end be recorded of a call for which perhaps nobody will wait."""
@@ -529,11 +529,11 @@ class FlatWork(OperandsWork):
         self.end_record(True)
         return True
 
-    def _record_line(self) -> None:
-        """Records where a call stands that has begun to take long."""
-        if self._record is not None and not self._has_line:
-            self._has_line = True
-            self._record.set_site(site())
+    def _record_wait(self) -> None:
+        """Records that the program waits, and where."""
+        if self._record is not None and not self._awaited:
+            self._awaited = True
+            self._record.set_awaited(site())
 
     def source_rank(self) -> int:
         assert self.progress is not None

@@ -179,7 +179,7 @@ class MpiEngine(FlatEngine):
         work = FlatWork(self, Operands(verb), nbytes)
         work.progress = progress
         if self._recording is not None and record is not None:
-            work.record_as(self._recording, record, False)
+            work.record_as(self._recording, record)
         self._pending.add(work)
         return work
 
