@@ -13,6 +13,7 @@ constexpr int kAllConnected = 8;  // hosts
 constexpr int64_t kPauseNs = 200'000'000;
 constexpr int64_t kPausePerHostNs = 10'000'000;
 constexpr size_t kLongestMessage = 1 << 20;
+constexpr int kFirstRoundTrips = 8;  // made at once, for the clocks
 
 struct MessageHead {
   uint32_t type;
@@ -101,7 +102,7 @@ void Heartbeat::spread(const Neighbour* but) {
 
 // Queues what a neighbour has not got yet, if it has answered the last ping.
 void Heartbeat::send_pending(Neighbour& to) {
-  if (!to.dirty || to.awaits_pong) return;
+  if (to.awaits_pong || (!to.dirty && (to.round_trips == 0 || to.round_trips >= kFirstRoundTrips))) return;
   for (size_t h = 0; h < known_.size(); h++) {
     if (to.status_due[h]) add(to, MessageType::status, known_[h].status.body);
     if (to.notes_due[h]) add(to, MessageType::notes, known_[h].notes.body);
@@ -110,9 +111,11 @@ void Heartbeat::send_pending(Neighbour& to) {
   add(to, MessageType::ping, {});
   to.dirty = false;
   to.awaits_pong = true;
+  to.pinged_ns = now_ns_;
 }
 
 void Heartbeat::publish(int64_t now_ns, const std::vector<Status>& statuses) {
+  now_ns_ = now_ns;
   const bool first = published_.empty();
   if (!first && now_ns - published_ns_ < pause_ns_) return;
   if (!first && std::equal(published_.begin(), published_.end(), statuses.begin(), same)) return;
@@ -161,7 +164,8 @@ void Heartbeat::sent(int neighbour, size_t nbytes) {
 
 // --- what is received ---
 
-void Heartbeat::receive(int neighbour, const std::byte* bytes, size_t nbytes) {
+void Heartbeat::receive(int neighbour, const std::byte* bytes, size_t nbytes, int64_t now_ns) {
+  now_ns_ = now_ns;
   Neighbour& from = at(neighbour);
   if (!from.open) return;
   from.inbox.insert(from.inbox.end(), bytes, bytes + nbytes);
@@ -182,11 +186,14 @@ void Heartbeat::receive(int neighbour, const std::byte* bytes, size_t nbytes) {
 // False: not a valid message.
 bool Heartbeat::receive_message(Neighbour& from, MessageType type, const std::byte* body, size_t nbytes) {
   switch (type) {
-    case MessageType::ping:
-      add(from, MessageType::pong, {});
+    case MessageType::ping: {
+      Bytes time;
+      append(time, now_ns_);
+      add(from, MessageType::pong, time);
       return true;
+    }
     case MessageType::pong:
-      from.awaits_pong = false;
+      if (!measure(from, body, nbytes)) return false;
       send_pending(from);
       return true;
     case MessageType::verdict:
@@ -202,6 +209,18 @@ bool Heartbeat::receive_message(Neighbour& from, MessageType type, const std::by
       return accept(type, body, nbytes, &from);
   }
   return false;
+}
+
+// The end of a round trip. False: not a valid pong.
+bool Heartbeat::measure(Neighbour& from, const std::byte* body, size_t nbytes) {
+  if (!from.awaits_pong || nbytes != sizeof(int64_t)) return false;
+  const auto theirs_ns = read_at<int64_t>(body);
+  if (theirs_ns < 0 || theirs_ns > ClockOffset::kLatestNs) return false;
+  from.awaits_pong = false;
+  from.round_trips = std::min(from.round_trips + 1, kFirstRoundTrips);
+  from.clock.add(from.pinged_ns, theirs_ns, now_ns_);
+  listener_.on_clock(from.host, from.clock);
+  return true;
 }
 
 // Stores the record of a host, this one included, if it is newer than the known one, and passes it on.

@@ -12,7 +12,8 @@
 // Status and notes are states with a version, not events: a newer one replaces an older one, and is passed on only if
 // it is newer than the known one. They go to a neighbour only after it has answered the last of them (ping, pong). So
 // what waits for a host that is stopped for an hour is one batch, not an hour's, and no TCP window closes. A closed
-// window would look like a host that does not answer.
+// window would look like a host that does not answer. A pong has the time of the neighbour's clock, so that each round
+// trip shows how far that is ahead (clock_offset.h). Some are made at the beginning for that.
 //
 // A host counts as lost when its connection ends, never because time passes: a rank that is stopped is not dead.
 #pragma once
@@ -25,6 +26,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "channel/clock_offset.h"
 #include "channel/hosts.h"
 #include "channel/segment.h"
 
@@ -49,6 +51,7 @@ class Heartbeat {
     virtual void on_close(int host) = 0;          // its Heartbeat ends
     virtual void on_end(int host, Kind how) = 0;  // a neighbour: its leader has died or cannot be reached
     virtual void on_verdict(const Failure& failure) = 0;
+    virtual void on_clock(int host, const ClockOffset& offset) = 0;  // a neighbour's
   };
 
   // The hosts that a host is connected with.
@@ -64,7 +67,8 @@ class Heartbeat {
   // Ends this Heartbeat, with the last status of its ranks.
   void leave(const std::vector<Status>& statuses);
 
-  void receive(int neighbour, const std::byte* bytes, size_t nbytes);
+  // now_ns: read after the bytes had come.
+  void receive(int neighbour, const std::byte* bytes, size_t nbytes, int64_t now_ns);
   // A connection has ended; error: errno, 0 where the other side has closed it.
   void ended(int neighbour, int error);
 
@@ -90,6 +94,9 @@ class Heartbeat {
     int host;
     bool open = true;
     bool awaits_pong = false;
+    int64_t pinged_ns = 0;
+    int round_trips = 0;
+    ClockOffset clock{};
     bool dirty = false;            // something below is
     std::vector<bool> status_due;  // by host
     std::vector<bool> notes_due;
@@ -101,6 +108,7 @@ class Heartbeat {
   Neighbour& at(int host) { return const_cast<Neighbour&>(std::as_const(*this).at(host)); }
   static void add(Neighbour& to, MessageType type, const Bytes& body);
   bool receive_message(Neighbour& from, MessageType type, const std::byte* body, size_t nbytes);
+  bool measure(Neighbour& from, const std::byte* body, size_t nbytes);
   bool accept(MessageType type, const std::byte* body, size_t nbytes, const Neighbour* from);
   void store(int host, MessageType type, const Bytes& body);
   void send_pending(Neighbour& to);
@@ -115,6 +123,7 @@ class Heartbeat {
   std::optional<Failure> verdict_;
   std::vector<Status> published_;
   int64_t published_ns_ = 0;
+  int64_t now_ns_ = 0;  // as it was given last: not later than the time
   int64_t pause_ns_;
 };
 

@@ -105,6 +105,7 @@ Net::Net(int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Opener opener, 
       hosts_(std::move(hosts)),
       opener_(std::move(opener)),
       shm_(shm),
+      clocks_(static_cast<size_t>(hosts_.count())),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       opened_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (wake_.get() < 0 || opened_.get() < 0) throw Error(std::string("eventfd: ") + std::strerror(errno));
@@ -487,6 +488,10 @@ void Net::close() {
 
 void Net::run() {
   sys::leave_signals();
+  if (heartbeat_) {  // at once, and not after the first tick: until then the clocks of other hosts are not known
+    publish();
+    flush_heartbeats();
+  }
   while (!closing_.load(std::memory_order_acquire)) turn();
 }
 
@@ -539,7 +544,7 @@ void Net::turn() {
 void Net::read_heartbeats(int host) {
   Stream& link = *links_[static_cast<size_t>(host)];
   std::array<std::byte, 4096> some;
-  while (const size_t n = link.get(some.data(), some.size())) heartbeat_->receive(host, some.data(), n);
+  while (const size_t n = link.get(some.data(), some.size())) heartbeat_->receive(host, some.data(), n, sys::now_ns());
   if (link.ended()) heartbeat_->ended(host, link.error());
 }
 
@@ -627,6 +632,8 @@ void Net::on_end(int host, Kind how) {
 }
 
 void Net::on_verdict(const Failure& failure) { shm_.condemn(failure); }
+
+void Net::on_clock(int host, const ClockOffset& offset) { clocks_[static_cast<size_t>(host)].store(offset); }
 
 void Net::finish() {
   std::vector<Stream*> streams;

@@ -90,6 +90,11 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
 
   // --- signs of life ---
 
+  // How far the clock of another host is ahead of this one's. Of a leader: of its neighbours.
+  ClockOffset::Estimate clock_of(int host, int64_t now_ns) const {
+    return clocks_[static_cast<size_t>(host)].load().at(now_ns);
+  }
+
   // What this rank does.
   void publish_call(uint32_t call, const Fingerprint& fingerprint);
   // What another rank has sent.
@@ -157,6 +162,7 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   void on_close(int host) override;
   void on_end(int host, Kind how) override;
   void on_verdict(const Failure& failure) override;
+  void on_clock(int host, const ClockOffset& offset) override;
 
   bool leads() const { return hosts_.place(rank_) == 0; }
   int here() const { return hosts_.of(rank_); }
@@ -173,6 +179,7 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   // The thread's.
   std::unique_ptr<Heartbeat> heartbeat_;        // of a leader
   std::vector<std::unique_ptr<Stream>> links_;  // by host: the neighbours' heartbeats
+  std::vector<SeqLocked<ClockOffset>> clocks_;  // by host; the leader's other thread reads them
   std::vector<bool> local_gone_;                // by place
   uint32_t noted_ = 0;
   bool announced_ = false;

@@ -106,10 +106,20 @@ struct alignas(kLine) WaitLine {
   SeqLocked<Waits> waits;
 };
 
+// When the last of several ranks came to a collective.
+struct LastArrival {
+  int64_t met_ns = 0;
+  int64_t late_ns = 0;   // so much later than the last but one
+  int64_t error_ns = 0;  // of met_ns, where it was read on another host's clock
+  int32_t last = -1;     // which, as a rank of the group; -1: not known
+  uint32_t unused = 0;
+};
+
 struct alignas(kLine) StepLine {
   std::atomic<uint32_t> done;
   uint32_t disagree;  // by the leader of a host: not 0: where in its ring everybody's fingerprints stand, plus 1
   Begun begun;
+  LastArrival arrival;  // by the leader of a host, of all hosts
 };
 static_assert(sizeof(StepLine) == kLine);
 

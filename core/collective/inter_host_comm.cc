@@ -30,6 +30,7 @@ class StreamsOfCall final : public LeaderStreams {
     net_.wait_received(call_.patience, call_.about, leader(host), until);
   }
   void flush() override { net_.flush(call_.patience, call_.about); }
+  ClockOffset::Estimate clock_of(int host) override { return net_.clock_of(host, call_.entered_ns); }
 
  private:
   int leader(int host) const { return net_.hosts().leader(host); }
@@ -46,6 +47,7 @@ void InterHostComm::run(LocalComm::Call& call, const Operation& operation) {
     dispatch(call, operation);
   } catch (Error& error) {
     net_.clear();  // what is queued belongs to the caller
+    if (!call.all_hosts) call.arrival = {};
     if (error.failure.kind == Kind::timeout) error.waiting_for = net_.behind(call.about.call);
     throw;
   } catch (const sys::Forked&) {
@@ -122,7 +124,11 @@ InterHostComm::Bytes InterHostComm::exchange(LocalComm::Call& call, const void* 
              .in_line = most <= CallLine::kInline,
              .agree = call.about.fingerprint.site == 0,
              .gathered = Bytes(static_cast<size_t>(hosts_.count()))};
-  if (!e.alone) assemble(e, most);
+  if (!e.alone) {
+    assemble(e, most);
+  } else if (!call.all_hosts) {
+    call.arrival = {.met_ns = call.entered_ns, .late_ns = call.entered_ns, .last = me()};
+  }
   if (place() == 0) exchange_between_leaders(e);
   if (!e.alone) distribute(e);
   if (!e.all.empty()) {
@@ -158,8 +164,11 @@ void InterHostComm::assemble(Exchange& e, size_t most) {
 // Writes the message of this host into outgoing_.
 LeaderMessage InterHostComm::write_message(const Exchange& e) {
   const Fingerprint& own = e.call.about.fingerprint;
-  Opening opening{
-      .call = e.call.about.call, .each = 0, .nbytes = bytes_of_host(e.contribution, here()), .fingerprint = own};
+  Opening opening{.call = e.call.about.call,
+                  .each = 0,
+                  .nbytes = bytes_of_host(e.contribution, here()),
+                  .fingerprint = own,
+                  .arrival = e.call.arrival};
   std::vector<Fingerprint> local;
   if (!e.agree) {
     local = e.alone ? std::vector{own} : local_comm_.fingerprints(e.call);
@@ -197,6 +206,10 @@ void InterHostComm::exchange_between_leaders(Exchange& e) {
     e.gathered[h] = messages[h].body;
     e.agree = e.agree && opening.each == 0 && opening.fingerprint.agrees(e.call.about.fingerprint);
   }
+  if (!e.call.all_hosts) {
+    e.call.arrival = last_of(messages);
+    e.call.all_hosts = true;
+  }
   if (e.agree) return;
   e.all.resize(ranks());
   for (int h = 0; h < hosts_.count(); h++) {
@@ -229,6 +242,7 @@ void InterHostComm::distribute(Exchange& e) {
         at += aligned(n);
       }
     }
+    step.arrival = e.call.arrival;
     step.disagree = 0;
     if (!e.all.empty()) {
       const auto list = local_comm_.take(listed);
@@ -238,6 +252,8 @@ void InterHostComm::distribute(Exchange& e) {
     local_comm_.post_step(local_comm_.base_step, true);
   } else {
     local_comm_.wait_step_of(e.call, 0, local_comm_.base_step);
+    if (!e.call.all_hosts) e.call.arrival = step.arrival;
+    e.call.all_hosts = true;
     if (step.disagree != 0) {
       local_comm_.take(listed);
       e.all.resize(ranks());

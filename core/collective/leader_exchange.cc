@@ -27,9 +27,38 @@ std::vector<LeaderMessage> LeaderExchange::run(LeaderStreams& streams, const Lea
 
 void LeaderExchange::check(int host, const std::byte* message, uint32_t call) const {
   const Opening theirs = Opening::of(message);
-  if (theirs.call == call && theirs.each <= ranks() && theirs.nbytes <= kLongestMessage) return;
+  const LastArrival& a = theirs.arrival;
+  const auto in_range = [](int64_t ns) { return ns >= -ClockOffset::kLatestNs && ns <= ClockOffset::kLatestNs; };
+  const bool possible = in_range(a.met_ns) && in_range(a.late_ns) && a.error_ns >= 0 &&
+                        a.error_ns <= ClockOffset::kUnknownNs && a.last >= -1 && a.last < hosts_.ranks();
+  if (possible && theirs.call == call && theirs.each <= ranks() && theirs.nbytes <= kLongestMessage) return;
   throw Error("rank " + std::to_string(hosts_.leader(host)) + " is at call " + std::to_string(theirs.call) +
               ", this rank at call " + std::to_string(call) + ": what came over the network is not what was sent");
+}
+
+void LeaderExchange::convert(std::byte* message, const ClockOffset::Estimate& clock) {
+  Opening opening = Opening::of(message);
+  opening.arrival.met_ns -= clock.ns;
+  opening.arrival.error_ns = std::min(opening.arrival.error_ns + clock.error_ns, ClockOffset::kUnknownNs);
+  std::memcpy(message, &opening, sizeof opening);
+}
+
+LastArrival last_of(const std::vector<LeaderMessage>& messages) {
+  LastArrival found = Opening::of(messages.front().head).arrival;
+  for (size_t h = 1; h < messages.size(); h++) {
+    const LastArrival other = Opening::of(messages[h].head).arrival;
+    if (other.met_ns > found.met_ns) found = other;
+  }
+  const int winner = found.last;
+  for (const LeaderMessage& message : messages) {
+    const LastArrival other = Opening::of(message.head).arrival;
+    if (other.error_ns >= ClockOffset::kUnknownNs) return {};
+    if (other.last == winner) continue;
+    const int64_t later = found.met_ns - other.met_ns;
+    if (later <= found.error_ns + other.error_ns) found.last = -1;
+    found.late_ns = std::min(found.late_ns, later);
+  }
+  return found;
 }
 
 LeaderExchange::Messages LeaderExchange::exchange_directly(LeaderStreams& streams, const LeaderMessage& own,
@@ -53,8 +82,9 @@ LeaderExchange::Messages LeaderExchange::exchange_directly(LeaderStreams& stream
   bool agree = ours.each == 0;
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here_) continue;
-    const std::byte* head = incoming_[static_cast<size_t>(h)].data();
+    std::byte* head = incoming_[static_cast<size_t>(h)].data();
     check(h, head, ours.call);
+    convert(head, streams.clock_of(h));
     const Opening theirs = Opening::of(head);
     agree = agree && theirs.each == 0 && theirs.fingerprint.agrees(ours.fingerprint);
   }
@@ -103,10 +133,12 @@ LeaderExchange::Messages LeaderExchange::disseminate(LeaderStreams& streams, con
     streams.receive(from, come.data(), coming);
     streams.flush();
     size_t at = 0;
+    const ClockOffset::Estimate clock = streams.clock_of(from);
     for (size_t i = 0; i < some; i++) {
       const int host = (here_ + distance + static_cast<int>(i)) % count;
       if (coming - at < sizeof(Opening)) throw Error("the message of host " + std::to_string(host) + " is cut off");
       check(host, come.data() + at, ours.call);
+      convert(come.data() + at, clock);
       starts.push_back(known.size() + at);
       at += Opening::of(come.data() + at).total_bytes();
       if (at > coming) throw Error("the message of host " + std::to_string(host) + " is cut off");

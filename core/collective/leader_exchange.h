@@ -4,6 +4,10 @@
 // ranks do not agree or compare call sites, and the contribution of the host. Up to 8 hosts each leader sends to all
 // others. Beyond, they use dissemination in log2(hosts) rounds (Bruck et al., 1997), so that a leader has few streams.
 //
+// An Opening has the time when the last rank of its host came. As clocks of hosts differ, who receives it converts that
+// to the own clock (clock_offset.h). So a message that is passed on has always the time of the host that sends it, and
+// an error that grows on the way.
+//
 // What arrives is checked before it is used: a length that another host states never allocates more than its limit.
 #pragma once
 
@@ -11,7 +15,9 @@
 #include <vector>
 
 #include "base/types.h"
+#include "channel/clock_offset.h"
 #include "channel/hosts.h"
+#include "channel/segment.h"
 
 namespace allranks {
 
@@ -27,6 +33,8 @@ class LeaderStreams {
   virtual void wait_received(int host, uint64_t until) = 0;
   // The same for all that is queued, in both directions.
   virtual void flush() = 0;
+  // How far the clock of a host is ahead of this one's.
+  virtual ClockOffset::Estimate clock_of(int host) = 0;
 };
 
 // The beginning of a leader's message.
@@ -35,6 +43,7 @@ struct Opening {
   uint32_t each;    // not 0: its ranks do not agree, or compare call sites; so many fingerprints follow
   uint64_t nbytes;  // of what its ranks contribute, behind those
   Fingerprint fingerprint;
+  LastArrival arrival{};
 
   static Opening of(const std::byte* message);
   size_t head_bytes() const { return sizeof(Opening) + each * sizeof(Fingerprint); }
@@ -46,6 +55,9 @@ struct LeaderMessage {
   const std::byte* head;
   const std::byte* body;
 };
+
+// Who came last of the ranks of all hosts. last < 0: several may have, as their clocks are known only so well.
+LastArrival last_of(const std::vector<LeaderMessage>& messages);
 
 class LeaderExchange {
  public:
@@ -63,6 +75,8 @@ class LeaderExchange {
   Messages disseminate(LeaderStreams& streams, const LeaderMessage& own);
   // Throws unless the message is of this call and within the limits.
   void check(int host, const std::byte* message, uint32_t call) const;
+  // Converts the time in a message that came from another leader.
+  static void convert(std::byte* message, const ClockOffset::Estimate& clock);
   size_t ranks() const { return static_cast<size_t>(hosts_.ranks()); }
 
   const Hosts& hosts_;

@@ -50,23 +50,24 @@ bool LocalComm::assemble(Call& call, const void* payload, size_t nbytes) {
   }
   bool agree = true;
   uint32_t sites = 0;
+  int64_t met_ns = 0;
   int64_t before_last_ns = 0;
-  call.met_ns = 0;
   int last = 0;
   for (int p = 0; p < size(); p++) {
     const CallLine& line = shm_->call_line(p, call.number);
     agree = agree && line.fingerprint.agrees(call.about.fingerprint);
     sites |= line.fingerprint.site;
-    if (line.entered_ns > call.met_ns) {
-      before_last_ns = call.met_ns;
-      call.met_ns = line.entered_ns;
+    if (line.entered_ns > met_ns) {
+      before_last_ns = met_ns;
+      met_ns = line.entered_ns;
       last = p;
     } else {
       before_last_ns = std::max(before_last_ns, line.entered_ns);
     }
   }
-  call.late_ns = call.met_ns - before_last_ns;
-  call.last = shm_->number(last);
+  if (!call.all_hosts) {
+    call.arrival = {.met_ns = met_ns, .late_ns = met_ns - before_last_ns, .last = shm_->number(last)};
+  }
   return agree && sites == 0;
 }
 

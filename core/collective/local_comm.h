@@ -35,11 +35,8 @@ class LocalComm {
     Failure about;
     const std::string& site;
     int64_t entered_ns = 0;
-    // Found when all ranks of the host have come: when the last one did, which it was, and how much later than the last
-    // but one. last: of the group.
-    int64_t met_ns = 0;
-    int64_t late_ns = 0;
-    int last = -1;
+    LastArrival arrival{};   // found when all ranks of the host have come; of the host, and then of all
+    bool all_hosts = false;  // it is of all hosts
   };
 
   // The number of the next call.

@@ -45,14 +45,16 @@ class Comm::Recording {
   }
   // Of a collective, whose ranks have met.
   void met(const LocalComm::Call& call) {
-    met_ns_ = call.met_ns;
-    last_ = call.last;
-    late_ns_ = call.late_ns;
+    // Another host's clock is known only so well.
+    met_ns_ = call.arrival.met_ns == 0 ? 0 : std::max(call.arrival.met_ns, entered_ns_);
+    last_ = call.arrival.last;
+    late_ns_ = call.arrival.late_ns;
   }
   void fail(Kind kind) { outcome_ = static_cast<uint8_t>(kind); }
   // Collectives are counted by one thread at a time, messages by several.
   void succeed(size_t nbytes) {
     const int64_t now = sys::now_ns();
+    met_ns_ = std::min(met_ns_, now);
     trace::Totals& totals = comm_.counts_->totals[verb_];
     const auto add = [](std::atomic<uint64_t>& counter, int64_t n) {
       counter.fetch_add(static_cast<uint64_t>(n), std::memory_order_relaxed);
@@ -65,7 +67,7 @@ class Comm::Recording {
         {{&totals.calls, 1},
          {&totals.bytes, static_cast<int64_t>(nbytes)},
          {&totals.ns, now - entered_ns_},
-         {&totals.waited_ns, last_ < 0 ? 0 : met_ns_ - entered_ns_}}};
+         {&totals.waited_ns, met_ns_ == 0 ? 0 : met_ns_ - entered_ns_}}};
     for (const auto& [counter, n] : counters) alone ? add_alone(*counter, n) : add(*counter, n);
     if (call_.record == nullptr) return;
     if (last_ >= 0) comm_.recorder_->count_last(comm_.group_, last_, late_ns_);

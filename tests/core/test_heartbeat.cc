@@ -34,7 +34,9 @@ struct Node final : Heartbeat::Listener {
   void on_close(int closed) override { closes.insert(closed); }
   void on_end(int, Kind) override {}
   void on_verdict(const Failure& failure) override { condemn(failure); }
+  void on_clock(int other, const ClockOffset& offset) override;
   void condemn(const Failure& failure);
+  int64_t clock() const;
 
   Network& network;
   int host;
@@ -46,6 +48,9 @@ struct Node final : Heartbeat::Listener {
   std::optional<Failure> verdict;
   int64_t condemned_ns = 0;
   int64_t stopped_until = 0;
+  int64_t clock_began = 0;  // its clock runs since then, and
+  int64_t clock_drift = 0;  // gains so much in a million
+  int measured = 0;
   bool gone = false;  // dead, or left
   bool dead = false;
   bool cut = false;
@@ -58,7 +63,11 @@ struct Network {
     for (int h = 0; h < count; h++) host_of.insert(host_of.end(), static_cast<size_t>(pick(1, 3)), h);
     std::shuffle(host_of.begin(), host_of.end(), random);
     hosts.emplace(host_of);
-    for (int h = 0; h < count; h++) nodes.push_back(std::make_unique<Node>(*this, h, *hosts));
+    for (int h = 0; h < count; h++) {
+      nodes.push_back(std::make_unique<Node>(*this, h, *hosts));
+      nodes.back()->clock_began = -int64_t{pick(0, 1'000'000)} * 1'000 * kMs;
+      nodes.back()->clock_drift = pick(-25, 25);
+    }
     for (int h = 0; h < count; h++) {
       neighbours.push_back(Heartbeat::neighbours(h, count));
       for (const int other : neighbours.back()) {
@@ -163,7 +172,7 @@ struct Network {
         } else if (packet.end) {
           to.heartbeat.ended(ends.first, 0);
         } else {
-          to.heartbeat.receive(ends.first, packet.bytes.data(), packet.bytes.size());
+          to.heartbeat.receive(ends.first, packet.bytes.data(), packet.bytes.size(), to.clock());
         }
       }
     }
@@ -172,7 +181,7 @@ struct Network {
       if (now < calls_until && pick(0, 3) == 0) {
         node->own[static_cast<size_t>(pick(0, static_cast<int>(node->own.size()) - 1))].call++;
       }
-      node->heartbeat.publish(now, node->own);
+      node->heartbeat.publish(node->clock(), node->own);
       send(*node);
     }
   }
@@ -190,6 +199,18 @@ struct Network {
   size_t sent_bytes = 0;
   size_t backlog = 0;
 };
+
+int64_t Node::clock() const {
+  const int64_t runs = network.now - clock_began;
+  return runs + network.now / 1'000'000 * clock_drift;
+}
+
+void Node::on_clock(int other, const ClockOffset& offset) {
+  const auto [ns, error] = offset.at(clock());
+  CHECK(std::abs(network.node(other).clock() - clock() - ns) <= error + 100);  // it is rounded
+  CHECK(error < 20'000 * kMs);
+  measured++;
+}
 
 void Node::condemn(const Failure& failure) {
   heartbeat.condemn(failure);
@@ -318,6 +339,7 @@ void run(uint64_t seed) {
           CHECK(s->heard.at(ranks[p]).call == net.node(host).own[p].call);
         }
       }
+      if (net.left.empty()) CHECK(s->measured >= 8);
       for (const int host : Heartbeat::neighbours(s->host, count))
         CHECK(s->closes.contains(host) == net.left.contains(host));
     }
@@ -373,10 +395,11 @@ TEST(garbage_ends_a_sign_of_life_and_no_more) {
       void on_close(int) override {}
       void on_end(int host, Kind how) override { CHECK(host == 1 && how == Kind::unreachable); }
       void on_verdict(const Failure&) override {}
+      void on_clock(int, const ClockOffset&) override { CHECK(false); }  // nothing was asked
     } quiet;
     Heartbeat heartbeat(0, hosts, quiet);
     std::vector<std::byte> bytes(200);
     for (auto& b : bytes) b = static_cast<std::byte>(random() % (round % 2 == 0 ? 256 : 4));
-    heartbeat.receive(1, bytes.data(), bytes.size());
+    heartbeat.receive(1, bytes.data(), bytes.size(), round);
   }
 }

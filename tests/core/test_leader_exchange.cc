@@ -23,8 +23,11 @@ struct HostMessage {
 };
 
 HostMessage made_up(std::mt19937_64& random, size_t fingerprints, size_t nbytes, uint32_t call = kCall) {
-  Opening opening{
-      .call = call, .each = static_cast<uint32_t>(fingerprints), .nbytes = nbytes, .fingerprint = {.count = 5}};
+  Opening opening{.call = call,
+                  .each = static_cast<uint32_t>(fingerprints),
+                  .nbytes = nbytes,
+                  .fingerprint = {.count = 5},
+                  .arrival = {.last = 0}};
   HostMessage made{std::vector<std::byte>(opening.head_bytes()), std::vector<std::byte>(nbytes)};
   for (auto& b : made.head) b = static_cast<std::byte>(random());
   for (auto& b : made.body) b = static_cast<std::byte>(random());
@@ -36,11 +39,16 @@ HostMessage made_up(std::mt19937_64& random, size_t fingerprints, size_t nbytes,
 struct Network {
   Network(int hosts, size_t room) : room(room), wires(static_cast<size_t>(hosts * hosts)), hosts(hosts) {}
 
+  int64_t clock(int host) const { return clocks[static_cast<size_t>(host)]; }
+
   std::deque<std::byte>& wire(int from, int to) { return wires[static_cast<size_t>(from * hosts + to)]; }
 
   const size_t room;
   std::vector<std::deque<std::byte>> wires;
   const int hosts;
+  // By host: what its clock shows, and how wrong others may be about it.
+  std::vector<int64_t> clocks = std::vector<int64_t>(static_cast<size_t>(hosts));
+  int64_t clock_error_ns = 0;
   std::mutex mutex;
   std::condition_variable changed;
 };
@@ -70,6 +78,11 @@ class Streams final : public LeaderStreams {
       }
       return true;
     });
+  }
+  ClockOffset::Estimate clock_of(int host) override {
+    const int64_t error = network_.clock_error_ns;
+    const int64_t wrong = error == 0 ? 0 : (host * 7 + here_ * 3) % 5 * error / 2 - error;
+    return {network_.clock(host) - network_.clock(here_) + wrong, error};
   }
 
  private:
@@ -164,6 +177,58 @@ void all_get_all(uint64_t seed) {
   }
 }
 
+// Hosts with clocks of their own, whose last ranks come at random times: what each leader finds out.
+void who_came_last(uint64_t seed) {
+  constexpr int64_t kUs = 1'000;
+  std::mt19937_64 random(seed);
+  const auto pick = [&](int64_t low, int64_t high) {
+    return low + static_cast<int64_t>(random() % static_cast<uint64_t>(high - low + 1));
+  };
+  const int count = static_cast<int>(pick(1, 3) == 1 ? pick(9, 24) : pick(2, 8));
+  std::vector<int> host_of(static_cast<size_t>(count));
+  std::iota(host_of.begin(), host_of.end(), 0);
+  const Hosts hosts(host_of);
+  Network network(count, 300);
+  network.clock_error_ns = 20 * kUs;
+  std::vector<int64_t> came;
+  std::vector<HostMessage> messages;
+  const int64_t apart = pick(0, 1) == 0 ? 200 * kUs : 10'000 * kUs;
+  for (int h = 0; h < count; h++) {
+    network.clocks[static_cast<size_t>(h)] = pick(0, 1'000'000'000) * 1'000'000;
+    came.push_back(pick(0, apart));
+    messages.push_back(made_up(random, 0, 10));
+    Opening opening = Opening::of(messages.back().head.data());
+    opening.arrival = {.met_ns = network.clock(h) + came.back(), .late_ns = pick(1, 1'000) * kUs, .last = h};
+    std::memcpy(messages.back().head.data(), &opening, sizeof opening);
+  }
+  const auto last = static_cast<int>(std::max_element(came.begin(), came.end()) - came.begin());
+  int64_t late = Opening::of(messages[static_cast<size_t>(last)].head.data()).arrival.late_ns;
+  int64_t ahead = INT64_MAX;
+  for (int h = 0; h < count; h++) {
+    if (h != last) ahead = std::min(ahead, came[static_cast<size_t>(last)] - came[static_cast<size_t>(h)]);
+  }
+  late = std::min(late, ahead);
+  std::vector<LastArrival> found(static_cast<size_t>(count));
+  std::vector<std::thread> leaders;
+  for (int here = 0; here < count; here++) {
+    leaders.emplace_back([&, here] {
+      LeaderExchange exchange(hosts, here);
+      Streams streams(network, here);
+      const HostMessage& own = messages[static_cast<size_t>(here)];
+      found[static_cast<size_t>(here)] = last_of(exchange.run(streams, {own.head.data(), own.body.data()}, {}));
+    });
+  }
+  for (auto& leader : leaders) leader.join();
+  const int64_t hops = count <= 8 ? 1 : 5;
+  const int64_t error = network.clock_error_ns * hops;
+  for (int here = 0; here < count; here++) {
+    const LastArrival& a = found[static_cast<size_t>(here)];
+    CHECK(a.last == last || (a.last == -1 && ahead <= 4 * error));
+    CHECK(std::abs(a.met_ns - network.clock(here) - came[static_cast<size_t>(last)]) <= 2 * error);
+    if (a.last >= 0) CHECK(std::abs(a.late_ns - late) <= 2 * error);
+  }
+}
+
 // What the other hosts send is there from the beginning. What is sent to them is dropped.
 class Written final : public LeaderStreams {
  public:
@@ -179,6 +244,7 @@ class Written final : public LeaderStreams {
   }
   void wait_received(int, uint64_t) override {}
   void flush() override {}
+  ClockOffset::Estimate clock_of(int) override { return {}; }
 
  private:
   std::map<int, std::vector<std::byte>> bytes_;
@@ -245,6 +311,27 @@ TEST(leaders_all_get_all_messages) {
       throw std::runtime_error(std::string(error.what()) + "; seed " + std::to_string(seed));
     }
   }
+}
+
+TEST(leaders_find_out_who_came_last) {
+  for (uint64_t seed = 1; seed <= 60; seed++) {
+    try {
+      who_came_last(seed);
+    } catch (const std::exception& error) {
+      throw std::runtime_error(std::string(error.what()) + "; seed " + std::to_string(seed));
+    }
+  }
+}
+
+TEST(where_a_clock_is_not_known_nobody_came_last) {
+  std::mt19937_64 random(1);
+  HostMessage mine = made_up(random, 0, 0);
+  HostMessage theirs = made_up(random, 0, 0);
+  Opening opening = Opening::of(theirs.head.data());
+  opening.arrival = {.met_ns = 5, .error_ns = ClockOffset::kUnknownNs, .last = 1};
+  std::memcpy(theirs.head.data(), &opening, sizeof opening);
+  const LastArrival found = last_of({{mine.head.data(), mine.body.data()}, {theirs.head.data(), theirs.body.data()}});
+  CHECK(found.last == -1 && found.met_ns == 0);
 }
 
 TEST(a_leader_at_another_call_is_named) {

@@ -63,7 +63,7 @@ __all__ = [
 COLLECTIVE, MESSAGE, HEARTBEAT = range(3)
 """What a connection is for (core/channel/net.h)."""
 
-PROTOCOL = b"allranks-channel/2|"
+PROTOCOL = b"allranks-channel/3|"
 """Its number counts versions of the greeting, and of what the core sends (core/channel, collective and p2p)."""
 
 _NAME = 16
