@@ -99,7 +99,7 @@ Memory::Memory(const sys::Fd& fd, size_t records, const Identity& identity, bool
 }
 
 void Memory::trim() {
-  if (file_.get() < 0) return;
+  if (file_.get() < 0 || forks_ != sys::forks()) return;  // a forked child has no mapping, and the file is not its own
   // A call that has just looked up the file may write one more record for each thread.
   constexpr uint64_t kMore = 256;
   const uint64_t used = header().records.load(std::memory_order_relaxed) + kMore;

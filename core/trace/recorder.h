@@ -71,6 +71,7 @@ class Memory {
   std::atomic<uint64_t> allocated_;  // records
   std::mutex allocating_;
   sys::Fd file_;
+  const uint32_t forks_ = sys::forks();
 };
 
 class Recorder {

@@ -11,6 +11,7 @@ meaning, over allranks' own channel. The map of the package:
     _store         TCPStore, FileStore, HashStore, PrefixStore
     _cluster       where this process runs: launcher or scheduler, host, network, environment variables
     _base          errors, as a tree, and what else every room stands on
+    _trace         the record of calls, and what is told from it
     _plugin        torch.distributed's plugin, torch_group
     data           DistributedSampler
     engines        what a package imports that brings an engine; schedulers: a scheduler
@@ -22,6 +23,7 @@ meaning, over allranks' own channel. The map of the package:
     launch         allranks run; run: the same from Python
     remote         init_master_worker: one process drives all others; all_reduce_, broadcast_ on its groups
     testing        run_ranks: real ranks for tests
+    trace          the last calls of this process, stragglers, a file with all calls
     tools          bench, doctor, submit
 
 Names are loaded on first use, so that the launcher starts without importing torch. Some are torch's own, which work on
@@ -167,6 +169,7 @@ _MODULES = (
     "schedulers",
     "testing",
     "tools",
+    "trace",
 )
 _ONLY_TORCHS = (
     "AllToAllOptions",

@@ -24,6 +24,7 @@ from allranks import remote as remote
 from allranks import schedulers as schedulers
 from allranks import testing as testing
 from allranks import tools as tools
+from allranks import trace as trace
 from allranks._api.collectives import P2POp as P2POp
 from allranks._api.collectives import all_gather as all_gather
 from allranks._api.collectives import all_gather_coalesced as all_gather_coalesced

@@ -25,7 +25,7 @@ MODULES = [
     "allranks", "allranks.algorithms.ddp_comm_hooks.default_hooks", "allranks.checkpoint", "allranks.data",
     "allranks.engines",
     "allranks.logging", "allranks.multiprocessing", "allranks.nn.functional", "allranks.nn.parallel",
-    "allranks.parallel", "allranks.testing",
+    "allranks.parallel", "allranks.testing", "allranks.trace",
 ]  # fmt: skip
 GIVEN = {
     "init_master_worker() gives": "allranks.remote.master.master.Master",

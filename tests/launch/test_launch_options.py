@@ -33,6 +33,12 @@ def test_defaults() -> None:
     )
 
 
+def test_trace_reaches_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse(["--trace", "traces", "x.py"]).environ == {"ALLRANKS_TRACE": str(tmp_path / "traces")}
+    assert parse(["--trace", "/traces", "x.py"]).environ == {"ALLRANKS_TRACE": "/traces"}
+
+
 def test_what_follows_the_script_is_its_own() -> None:
     options = parse(["-n", "2", "train.py", "-n", "3", "--", "-q", "--start=x"])
     assert options.target == Target("script", "train.py", ("-n", "3", "--", "-q", "--start=x"))

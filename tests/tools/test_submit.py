@@ -300,3 +300,8 @@ def test_ranks_in_all_or_on_each_host(folder):
         done = submit(folder, "--to", "slurm", *words, "show.py")
         assert (done.returncode, done.stdout) == (2, "")
         assert "cannot be shared out evenly to 2 hosts" in done.stderr
+
+
+def test_a_job_that_records_its_calls(folder: Path) -> None:
+    last = file_of(folder, "--to", "slurm", "--trace", "a b", "show.py").splitlines()[-1]
+    assert shlex.split(last)[-3:] == ["--trace", "a b", "show.py"]

@@ -108,6 +108,12 @@ VARIABLES: tuple[Variable, ...] = (
         "10s",
     ),
     Variable("ALLRANKS_RECORD", "by hand", "0: calls are not recorded, so that nothing can be told about them.", "1"),
+    Variable(
+        "ALLRANKS_TRACE",
+        "by hand, or allranks run --trace",
+        "A folder in which every rank records all its calls, in a file of its own.",
+        "none",
+    ),
     Variable("ALLRANKS_RECORD_MEMORY", "allranks run", "Where the agent holds the memory for this rank's calls.", None),
     Variable("ALLRANKS_DEBUG", "by hand", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Wins over torch's.", "OFF"),
     Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR.", None),

@@ -45,6 +45,7 @@ class ProcessGroup:
         in_world_order: whether a rank has the same number here and in the world.
         timeout_s: how long its calls wait for other ranks.
         closing: called when the group closes.
+        record_numbers: of the group in the record of this process's calls, for each of its engines.
     """
 
     def __init__(self, engine: Engine, name: str, rank: int, members: Sequence[Member], timeout_s: float) -> None:
@@ -75,6 +76,7 @@ class ProcessGroup:
     def _record(self, engine: Engine, rank: int) -> None:
         """Lets each engine record the group's calls: those of several as several groups, as each counts its own."""
         self._recorded: list[Callable[[], None]] = []
+        self.record_numbers: list[int] = []
         me = self.members[rank]
         recorder = memory.recorder(me.rank, len(self.members), me.host)
         if recorder is None:
@@ -83,6 +85,7 @@ class ProcessGroup:
             name = f"{self.name} on {device}" if self._recorded else self.name
             number = recorder.add_group(name, part.name, rank, self.ranks)
             part.record_in(recorder, number)
+            self.record_numbers.append(number)
             self._recorded.append(partial(recorder.close_group, number))
 
     def rank(self) -> int:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import mmap
 import os
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from allranks._base.errors import NotInitializedError, UsageError
 from allranks._base.forks import forks
+from allranks._trace.files import FileRecording, Owner
 from allranks._trace.reader import Reader, TraceError, memory_bytes
 
 if TYPE_CHECKING:
     from allranks import _core
 
-__all__ = ["MEMORY", "RECORDS", "RECORD_SWITCH", "create_memory", "reader", "recorder"]
+__all__ = ["MEMORY", "RECORDS", "RECORD_SWITCH", "TRACE_FOLDER", "create_memory", "reader", "record_in", "recorder"]
 
 RECORDS = 2048
 """How many calls are kept in memory: 128 KiB, and as many calls as torch's Flight Recorder keeps."""
@@ -23,8 +28,14 @@ MEMORY = "ALLRANKS_RECORD_MEMORY"
 
 RECORD_SWITCH = "ALLRANKS_RECORD"
 
+TRACE_FOLDER = "ALLRANKS_TRACE"
+"""The variable with a folder in which all calls are recorded, from the first group on."""
+
+_log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _recorder: _core.Recorder | None = None
+_owner: Owner | None = None
+_file: FileRecording | None = None
 _reader: Reader | None = None
 _made = -1  # forks() then
 
@@ -42,10 +53,10 @@ def create_memory(world_size: int) -> int:
 
 def recorder(rank: int = 0, world_size: int = 1, host: str = "") -> _core.Recorder | None:
     """This process's recorder, which the first call makes; None if it is switched off (ALLRANKS_RECORD=0)."""
-    global _recorder, _reader, _made
+    global _recorder, _reader, _made, _owner, _file
     with _lock:
         if _made != forks():
-            _recorder, _reader, _made = None, None, forks()
+            _recorder, _reader, _made, _owner, _file = None, None, forks(), None, None
             if os.environ.get(RECORD_SWITCH, "1") == "0":
                 return None
             from allranks import _core
@@ -55,7 +66,45 @@ def recorder(rank: int = 0, world_size: int = 1, host: str = "") -> _core.Record
             view = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
             _recorder = _core.Recorder(fd, RECORDS, rank, world_size, layout_size, host)
             _reader = Reader(view)
+            _owner = Owner(rank, world_size, layout_size, host)
+            _record_all(_recorder, _owner)
         return _recorder
+
+
+def _record_all(recorder: _core.Recorder, owner: Owner) -> None:
+    """Records all calls in a file, if ALLRANKS_TRACE asks for it. The job goes on where that is impossible."""
+    global _file
+    folder = os.environ.get(TRACE_FOLDER, "")
+    if not folder:
+        return
+    try:
+        _file = FileRecording(recorder, owner, Path(folder))
+    except UsageError as error:
+        _log.warning("rank %d: %s (%s)", owner.rank, error, TRACE_FOLDER)
+        return
+    atexit.register(_file.stop)
+
+
+def record_in(folder: Path) -> FileRecording:
+    """Records all calls of this process in a new file in a folder, from now on.
+
+    Raises:
+        NotInitializedError: there is no group yet.
+        UsageError: calls are not recorded (ALLRANKS_RECORD=0), are recorded in another file already, or the file cannot
+            be made.
+    """
+    global _file
+    with _lock:
+        if _made != forks():
+            raise NotInitializedError("there is nothing to record before the first group: call init_process_group()")
+        if _recorder is None or _owner is None:
+            raise UsageError(f"calls are not recorded in this process ({RECORD_SWITCH}=0)")
+        if _file is not None and _file.active:
+            raise UsageError(
+                f"calls are recorded in {str(_file.path)!r} already; a process has one such file at a time"
+            )
+        _file = FileRecording(_recorder, _owner, folder)
+        return _file
 
 
 def reader() -> Reader | None:

@@ -27,6 +27,7 @@ __all__ = [
     "Reader",
     "Totals",
     "TraceError",
+    "bytes_used",
     "memory_bytes",
 ]
 
@@ -216,6 +217,14 @@ def memory_bytes(records: int, members: int) -> int:
     return size + _SIZES[3] * records
 
 
+def bytes_used(head: bytes) -> int:
+    """How much of a file there is to read, by its first 320 bytes."""
+    if len(head) < 320 or head[:8] != _MAGIC:
+        return 320
+    offset, _, entries = _HEADER.unpack_from(head)[16:19]
+    return int(offset) + _RECORD.size * min(int(entries), int(_COUNTERS.unpack_from(head, _COUNTERS_AT)[0]))
+
+
 class Reader:
     """A view of recorded calls. It may be read again and again while the process goes on.
 
@@ -280,9 +289,13 @@ class Reader:
         """Those of the newest calls that have not ended, oldest first."""
         return [call for call in self.last(most) if call.returned_ns == 0]
 
-    def _calls(self, first: int) -> Iterator[Call]:
+    def has(self, index: int) -> bool:
+        """Whether a call is there."""
+        return any(self._calls(index, index))
+
+    def _calls(self, first: int, last: int | None = None) -> Iterator[Call]:
         offset, _, entries = self._tables[3]
-        for index in range(first, self.count + 1):
+        for index in range(first, (self.count if last is None else last) + 1):
             slot = (index - 1) & (entries - 1)
             if slot < self._there and (call := self._call(offset + slot * _RECORD.size, index)) is not None:
                 yield call

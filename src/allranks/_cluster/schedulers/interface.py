@@ -61,7 +61,8 @@ class Job:
 
     Attributes:
         name: what queues call it.
-        words: what follows ``allranks run`` and its own options: ``script.py ...``, ``-m module ...``, ``-- command``.
+        words: what follows ``allranks run`` and the options that are made of this job: ``script.py ...``,
+            ``-m module ...``, ``-- command``.
         nodes: number of hosts.
         nproc: ranks on each.
         cpus: CPUs for each rank.

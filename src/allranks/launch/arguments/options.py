@@ -127,6 +127,7 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
         reporter=Reporter(program, args.quiet, args.verbose),
         backend=args.backend or "",
         idle_s=args.idle_timeout,
+        trace=args.trace,
         notice_s=notice_seconds(os.environ) if args.notice_after is None else args.notice_after,
         signals=args.signals,
         bind=args.bind,
@@ -390,6 +391,12 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
         " (default 10s)",
     )
     add(
+        "--trace",
+        type=_folder,
+        metavar="DIR",
+        help="record all calls of all ranks, rank 3 in DIR/rank-3.trace",
+    )
+    add(
         "--idle-timeout",
         type=_some_seconds,
         metavar="TIME",
@@ -416,6 +423,12 @@ def _streams(text: str) -> Streams:
     if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text, re.ASCII):
         return Streams(of_some={int(rank): int(value) for rank, value in (x.split(":") for x in text.split(","))})
     raise argparse.ArgumentTypeError(f"{text!r} is neither 0, 1, 2 or 3 nor a map as 0:3,1:2 of local ranks to these")
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder")
+    return Path(text)
 
 
 def _ranks(text: str) -> frozenset[int]:

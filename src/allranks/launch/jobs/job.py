@@ -35,7 +35,7 @@ _PORT = 29500
 # What is the same, or can be had, where the program runs in place of this process.
 _IN_PLACE = (
     *("target", "env", "start", "exports", "threads", "instead_of_gloo", "folder", "iface", "dry_run", "reporter"),
-    "backend",
+    *("backend", "trace"),
     "display",  # part by part
 )
 _SPELLINGS = {
@@ -65,6 +65,11 @@ def launch(options: Options) -> int | Rank:
             os.chdir(options.folder)
         except OSError as error:
             raise ConfigError(f"cannot enter {str(options.folder)!r} (--chdir): {error.strerror}") from None
+    if options.trace is not None and not options.dry_run:
+        try:
+            options.trace.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {str(options.trace)!r} (--trace): {error.strerror}") from None
     check(options.target, "--" if options.reporter.name == "allranks run" else "--no-python")
     if options.iface:
         os.environ["ALLRANKS_IFACE"] = options.iface

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -125,6 +126,7 @@ class Options(RankOptions):
         backend: what the program's ``init_process_group()`` without backend takes; "" for the default.
         idle_s: stop the job when no rank has written anything for so long; None: never.
         stdin: the rank that has the launcher's stdin, or "none"; "auto": a single rank, or the master.
+        trace: the folder in which all ranks record their calls; None for none.
     """
 
     nproc: int | None = None
@@ -151,6 +153,7 @@ class Options(RankOptions):
     backend: str = ""
     idle_s: float | None = None
     stdin: int | Literal["auto", "none"] = "auto"
+    trace: Path | None = None
 
     def for_ranks(self) -> RankOptions:
         """Those that every agent gets."""
@@ -160,7 +163,11 @@ class Options(RankOptions):
     def environ(self) -> dict[str, str]:
         """The variables that they set for all ranks, wherever these run."""
         asked = {"ALLRANKS_INSTEAD_OF_GLOO": "1"} if self.instead_of_gloo else {}
-        return given(self.exports) | asked | ({"ALLRANKS_BACKEND": self.backend} if self.backend else {})
+        if self.backend:
+            asked["ALLRANKS_BACKEND"] = self.backend
+        if self.trace is not None:  # a rank may change its folder
+            asked["ALLRANKS_TRACE"] = os.path.abspath(self.trace)
+        return given(self.exports) | asked
 
 
 def notice_seconds(environ: Mapping[str, str]) -> float:

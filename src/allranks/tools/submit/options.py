@@ -56,7 +56,7 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: help was asked for, and given.
     """
     given = _parser().parse_args(argv)
-    words = [*(["-m"] if given.module else []), *given.target]
+    words = [*(["--trace", given.trace] if given.trace else []), *(["-m"] if given.module else []), *given.target]
     to: Scheduler = given.to
     assert to.submission is not None
     submission = to.submission
@@ -127,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where it runs (default: here; k8s: as the image sets it)",
     )
+    add("--trace", default="", metavar="DIR", help="record all calls of all ranks there, as allranks run does")
     add("--file", metavar="PATH", help="write the file there")
     add("--now", action="store_true", help="submit it: sbatch, qsub, bsub, kubectl create")
     add("-q", "--quiet", action="store_true", help="with --now: print the job's id only")

@@ -1,0 +1,318 @@
+"""The record of this process's calls, as a program reads it: the last calls, stragglers, and files with all calls.
+
+Calls are always recorded, in a ring in memory (docs/tracing.md). These functions read it; they call no other rank, and
+work in a program that runs on torch.distributed with our plugin, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from allranks._api.world import is_initialized, resolve_group
+from allranks._base.errors import UsageError
+from allranks._group.process_group import ProcessGroup
+from allranks._trace import memory
+from allranks._trace.reader import Call, Group, Reader
+
+__all__ = ["Straggler", "Stragglers", "TracedCall", "last_calls", "record", "stragglers"]
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """A call of this process: a collective or a message. Ranks are those of the world.
+
+    Attributes:
+        group: the name of its group.
+        verb: such as ``all_reduce``.
+        number: of the group's collectives, from 1; 0 for a message.
+        tag: of a message.
+        dtype: such as ``float32``; "" for none.
+        op: such as ``SUM``, of verbs that reduce; else "".
+        count: elements.
+        peer: the root, or the other side of a message; None: there is none, or it is any rank.
+        line: in the program, such as ``train.py:12 in step``; "" where it was not looked up.
+        began: when it began, in seconds of ``time.monotonic``.
+        seconds: how long it took, or has taken until now.
+        waited: of these, until the last rank came; None if that is not known.
+        last: who came last; None if that is not known.
+        outcome: "" or how it failed.
+        under_way: it has not ended.
+        async_op: the caller did not wait.
+    """
+
+    group: str
+    verb: str
+    number: int
+    tag: int
+    dtype: str
+    op: str
+    count: int
+    peer: int | None
+    line: str
+    began: float
+    seconds: float
+    waited: float | None
+    last: int | None
+    outcome: str
+    under_way: bool
+    async_op: bool
+
+    @property
+    def title(self) -> str:
+        """Such as ``all_reduce #42``, ``send to rank 3``."""
+        if self.verb in ("send", "recv"):
+            way = "to" if self.verb == "send" else "from"
+            return f"{self.verb} {way} {'any rank' if self.peer is None else f'rank {self.peer}'}"
+        return f"{self.verb} #{self.number}"
+
+    def __str__(self) -> str:
+        tensor = f"({self.count} x {self.dtype}{', ' if self.op else ''}{self.op})" if self.dtype else ""
+        parts = [f"{self.title}{tensor}" + (f" on '{self.group}'" if self.group != "world" else "")]
+        if self.line:
+            parts.append(f"at {self.line}")
+        parts.append(f"{'under way for' if self.under_way else 'took'} {_duration(self.seconds)}")
+        if self.waited is not None and self.last is not None:
+            parts.append(f"{_duration(self.waited)} until rank {self.last} came last")
+        if self.outcome:
+            parts.append(self.outcome)
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """How often a rank came last.
+
+    Attributes:
+        rank: of the world.
+        times: calls in which it came last.
+        share: of all calls that were compared, 0 to 1.
+        seconds: by which it came later than the last but one, on average of these calls.
+        recent_times: the same of the recent calls.
+        recent_share: the same of the recent calls.
+        recent_seconds: the same of the recent calls.
+    """
+
+    rank: int
+    times: int
+    share: float
+    seconds: float
+    recent_times: int
+    recent_share: float
+    recent_seconds: float
+
+
+@dataclass(frozen=True)
+class Stragglers:
+    """Who came last in the calls of a group, as far as this process knows. Iterates over ``ranks``.
+
+    Attributes:
+        group: its name.
+        compared: calls of which it is known who came last. 0: nothing is known, as with engines that are not native.
+            In a group that spans hosts, calls are missing in which the clocks do not show who was last.
+        recent: how many of these count as recent: the last 512 to 1,024.
+        ranks: the ranks that were compared, the one that cost most time first.
+    """
+
+    group: str
+    compared: int
+    recent: int
+    ranks: tuple[Straggler, ...]
+
+    def __iter__(self) -> Iterator[Straggler]:
+        return iter(self.ranks)
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        if not self.compared:
+            return f"group '{self.group}': it is not known of any call who came last"
+        lines = [f"group '{self.group}': who came last in {self.compared} calls (the last {self.recent} calls)"]
+        lines += [
+            f"  rank {each.rank}: {each.share:.0%} by {_duration(each.seconds)}"
+            f" ({each.recent_share:.0%} by {_duration(each.recent_seconds)})"
+            for each in self.ranks
+        ]
+        return "\n".join(lines)
+
+
+def last_calls(n: int = 16) -> list[TracedCall]:
+    """The newest calls of this process in all its groups, oldest first.
+
+    Args:
+        n: at most so many; 2,048 calls are kept.
+
+    Returns:
+        The calls. None before the first group, and where calls are not recorded (ALLRANKS_RECORD=0).
+
+    Raises:
+        UsageError: n is negative.
+
+    Cost:
+        about 10 microseconds for each of them; other ranks are not asked.
+
+    Example:
+        >>> import torch, allranks as dist
+        >>> dist.init_process_group()  # one process: the world is this one
+        >>> dist.all_reduce(torch.ones(3))
+        >>> call = dist.trace.last_calls()[-1]
+        >>> call.title, call.count, call.dtype, call.under_way
+        ('all_reduce #1', 3, 'float32', False)
+        >>> dist.destroy_process_group()
+    """
+    if n < 0:
+        raise UsageError(f"last_calls: n={n} is out of range. Expected 0 or more.")
+    reader = memory.reader()
+    if reader is None or n == 0:
+        return []
+    groups = reader.groups()
+    now = time.monotonic_ns()
+    return [_traced(call, groups.get(call.group), now) for call in reader.last(n)]
+
+
+def stragglers(group: ProcessGroup | int | None = None) -> Stragglers:
+    """Who comes last in the calls of a group, how often, and by how much.
+
+    A rank that comes last lets all others wait. In the native engine every rank notices who that is, at no cost. On
+    several hosts their clocks are compared; a call counts if the difference is larger than the error.
+
+    Args:
+        group: None is the world.
+
+    Returns:
+        The ranks, with numbers of the world. Those that never came last are among them.
+
+    Raises:
+        NotInitializedError: there is no such group.
+        UsageError: this rank is not in the group.
+
+    Cost:
+        no call of other ranks.
+
+    Example:
+        >>> import torch, allranks as dist
+        >>> dist.init_process_group()
+        >>> dist.trace.stragglers().compared  # one rank has nobody to wait for
+        0
+        >>> dist.destroy_process_group()
+    """
+    ours = resolve_group(_world() if group is None else group)
+    reader = memory.reader()
+    recorded = [] if reader is None else _recorded(reader, ours)
+    compared = sum(part.compared for part in recorded)
+    recent = sum(part.recently for part in recorded)
+    found = [_straggler(rank, recorded, compared, recent) for rank in ours.ranks] if compared else []
+    found.sort(key=lambda each: (-each.times * each.seconds, each.rank))
+    return Stragglers(ours.name, compared, recent, tuple(found))
+
+
+@contextlib.contextmanager
+def record(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Records all calls of this process meanwhile, in a file.
+
+    Every rank that is to be seen calls it. ``allranks trace timeline PATH`` draws the files of all ranks.
+    ``allranks run --trace DIR`` and ALLRANKS_TRACE do the same for a whole run.
+
+    Args:
+        path: a folder, which is made if it is not there. Rank 3 writes ``rank-3.trace`` in it. Where that file is there
+            already it writes ``rank-3.1.trace``, and so on.
+
+    Yields:
+        The file of this process. It has 64 bytes per call, and at most the 4,194,304 newest calls.
+
+    Raises:
+        NotInitializedError: there is no group yet.
+        UsageError: the file cannot be made, or this process records its calls in another file already.
+
+    Cost:
+        some ten nanoseconds per call.
+
+    Note:
+        If the disk becomes full the program goes on. The file then has the calls until then, and a warning is logged.
+
+    Example:
+        >>> import tempfile, torch, allranks as dist
+        >>> dist.init_process_group()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with dist.trace.record(folder) as file:
+        ...         dist.all_reduce(torch.ones(3))
+        ...     file.name
+        'rank-0.trace'
+        >>> dist.destroy_process_group()
+    """
+    recording = memory.record_in(Path(path))
+    try:
+        yield recording.path
+    finally:
+        recording.stop()
+
+
+def _world() -> Any:
+    """The world; of a program on torch.distributed, torch's."""
+    if is_initialized():
+        return None
+    from torch import distributed
+
+    return distributed.group.WORLD if distributed.is_available() and distributed.is_initialized() else None
+
+
+def _recorded(reader: Reader, group: ProcessGroup) -> list[Group]:
+    """A group in the record: once for each of its engines."""
+    groups = reader.groups()
+    return [groups[number] for number in group.record_numbers if number in groups and number != 0]
+
+
+def _straggler(rank: int, parts: list[Group], compared: int, recent: int) -> Straggler:
+    places = [(part, part.ranks.index(rank)) for part in parts if rank in part.ranks]
+    times = sum(part.late[i].times for part, i in places)
+    seconds = sum(part.late[i].seconds for part, i in places)
+    recent_times = sum(part.recently_late[i].times for part, i in places)
+    recent_seconds = sum(part.recently_late[i].seconds for part, i in places)
+    return Straggler(
+        rank=rank,
+        times=times,
+        share=times / compared,
+        seconds=seconds / times if times else 0.0,
+        recent_times=recent_times,
+        recent_share=recent_times / recent if recent else 0.0,
+        recent_seconds=recent_seconds / recent_times if recent_times else 0.0,
+    )
+
+
+def _traced(call: Call, group: Group | None, now_ns: int) -> TracedCall:
+    def world(rank: int) -> int | None:
+        return None if rank < 0 else group.world_rank(rank) if group is not None else rank
+
+    ended = call.returned_ns != 0
+    known = call.last >= 0 and call.met_ns != 0
+    return TracedCall(
+        group=group.name if group is not None else "",
+        verb=call.purpose or call.verb,
+        number=call.number,
+        tag=call.tag,
+        dtype=call.dtype if call.verb != "barrier" else "",
+        op=call.op,
+        count=call.count,
+        peer=world(call.peer),
+        line=call.site,
+        began=call.entered_ns / 1e9,
+        seconds=((call.returned_ns if ended else now_ns) - call.entered_ns) / 1e9,
+        waited=(call.met_ns - call.entered_ns) / 1e9 if known else None,
+        last=world(call.last) if known else None,
+        outcome=call.outcome,
+        under_way=not ended,
+        async_op=call.async_op,
+    )
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1e6:.0f} us"

@@ -1,0 +1,28 @@
+"""The command ``allranks`` in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+_OTHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ALLRANKS_STORE", "ALLRANKS_TRACE")
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Command:
+    """Runs it there, with its words and more variables."""
+
+    def run(*words: object, **environ: str) -> subprocess.CompletedProcess[str]:
+        clean = {name: value for name, value in os.environ.items() if name not in _OTHERS}
+        return subprocess.run(
+            [sys.executable, "-m", "allranks", *map(str, words)],
+            cwd=tmp_path, env=clean | environ, capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+
+    return run
