@@ -70,7 +70,7 @@ class Comm::Recording {
          {&totals.waited_ns, met_ns_ == 0 ? 0 : met_ns_ - entered_ns_}}};
     for (const auto& [counter, n] : counters) alone ? add_alone(*counter, n) : add(*counter, n);
     if (call_.record == nullptr) return;
-    if (last_ >= 0) comm_.recorder_->count_last(comm_.group_, last_, late_ns_);
+    if (last_ >= 0 && comm_.size_ > 1) comm_.recorder_->count_last(comm_.group_, last_, late_ns_);
     comm_.recorder_->end(call_, now, met_ns_, last_, 0);
     call_.record = nullptr;
   }

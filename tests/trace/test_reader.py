@@ -202,3 +202,12 @@ def test_switched_off():
         return memory.reader() is None, dist.stats().calls
 
     assert run_ranks(2, body, env={memory.RECORD_SWITCH: "0"}) == [(True, 1)] * 2
+
+
+def test_a_rank_alone_is_never_late():
+    def body():
+        dist.all_reduce(torch.ones(2))
+        group = memory.reader().groups()[1]
+        return group.compared, group.late[0].times
+
+    assert run_ranks(1, body) == [(0, 0)]

@@ -1,0 +1,333 @@
+"""What a job's calls took: from the records of all ranks to a table, to JSON, and to the text that Prometheus reads.
+
+Pure. Agents read the records of their ranks (``rank_stats``); what they find travels to the launcher.
+
+All ranks of a group count who came last. Their counts differ a little, as each counts the calls that it has ended. The
+rank that has compared the most calls is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from allranks._trace.reader import Reader
+
+__all__ = ["GroupStats", "JobStats", "LateRank", "RankStats", "VerbRow", "VerbStats", "prometheus", "rank_stats"]
+
+_OFTEN = {2: 2 / 3}  # by size of the group: the share of calls that a rank must have come last in, to stand out
+_OFTEN_OF_MORE = 1 / 2
+_COSTLY = 0.05  # and the share of the time that this must have cost
+_FEW = 20  # calls that say nothing
+
+
+class VerbStats(msgspec.Struct, frozen=True):
+    """What the calls of one verb took on one rank. Seconds are those inside calls; waiting is a part of these."""
+
+    calls: int
+    bytes: int
+    seconds: float
+    waiting: float
+
+
+class GroupStats(msgspec.Struct, frozen=True):
+    """The calls of one rank in one group.
+
+    Attributes:
+        name: of the group.
+        ranks: its members, as ranks of the world; empty where they are not known.
+        verbs: by verb.
+        compared: calls of which it is known who came last.
+        late: by rank of the world: how often it came last, and the seconds by which it did so.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    verbs: dict[str, VerbStats]
+    compared: int = 0
+    late: dict[int, tuple[int, float]] = {}
+
+
+class RankStats(msgspec.Struct, frozen=True, tag=True):
+    """The calls of one rank.
+
+    Attributes:
+        rank: in the world.
+        host: where it runs.
+        seconds: since it has begun to record.
+        groups: those that it has made.
+    """
+
+    rank: int
+    host: str
+    seconds: float
+    groups: tuple[GroupStats, ...] = ()
+
+
+def rank_stats(rank: int, reader: Reader, now_ns: int) -> RankStats:
+    """What a rank of this host has recorded until ``now_ns`` (CLOCK_MONOTONIC)."""
+    identity = reader.identity
+    groups = []
+    for group in reader.groups().values():
+        verbs = {v: VerbStats(t.calls, t.bytes, t.seconds, t.waiting) for v, t in group.totals.items()}
+        late = {group.world_rank(r): (each.times, each.seconds) for r, each in enumerate(group.late) if each.times}
+        if verbs:
+            groups.append(GroupStats(group.name, group.ranks, verbs, group.compared, late))
+    return RankStats(rank, identity.host, (now_ns - identity.monotonic_ns) / 1e9, tuple(groups))
+
+
+@dataclass(frozen=True)
+class VerbRow:
+    """The calls of one verb on all ranks.
+
+    Attributes:
+        verb: its name.
+        calls: of all ranks together.
+        bytes: the same.
+        seconds: the same, inside calls.
+        waiting: of these, until all ranks had come.
+        share: of the time of all ranks.
+    """
+
+    verb: str
+    calls: int
+    bytes: int
+    seconds: float
+    waiting: float
+    share: float
+
+
+@dataclass(frozen=True)
+class LateRank:
+    """How often a rank came last in a group.
+
+    Attributes:
+        group: its name.
+        ranks: the members.
+        rank: in the world.
+        host: where it runs.
+        times: how often it came last.
+        compared: of so many calls.
+        seconds: by how much, in all.
+        share: of the time of the job.
+        stands_out: it is the last so often, and this costs so much, that it is worth a look.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    rank: int
+    host: str
+    times: int
+    compared: int
+    seconds: float
+    share: float
+    stands_out: bool
+
+
+class JobStats:
+    """The calls of all ranks of a job.
+
+    Attributes:
+        ranks: how many ranks are known.
+        seconds: the longest time that one has recorded.
+        share: of the time of all ranks that was spent in calls.
+        verbs: those that were called, the most costly first.
+        late: who came last, the most costly first; ranks that never did are left out.
+    """
+
+    def __init__(self, ranks: Iterable[RankStats]) -> None:
+        all_ranks = list(ranks)
+        self.ranks = len(all_ranks)
+        self.seconds = max((rank.seconds for rank in all_ranks), default=0.0)
+        total = sum(rank.seconds for rank in all_ranks)
+        self.verbs = _verb_rows(all_ranks, total)
+        self.share = sum(row.share for row in self.verbs)
+        self.late = _late_ranks(all_ranks, self.seconds)
+
+    def lines(self) -> list[str]:
+        """The table, for people; and a line for each rank that stands out."""
+        if not self.verbs:
+            return ["no rank has made a call"]
+        lines = [f"{self.ranks} rank{'s' * (self.ranks > 1)}, {self.seconds:.1f} s, {self.share:.0%} of it in calls"]
+        rows = [["", "calls", "bytes", "seconds", "waiting", "of the time"]]
+        for v in self.verbs:
+            numbers = [f"{v.calls:,}", _human(v.bytes), f"{v.seconds:.2f}", f"{v.waiting:.2f}", f"{v.share:.1%}"]
+            rows.append([v.verb, *numbers])
+        lines += _columns(rows)
+        rows = [["came last", "group", "calls", "of", "seconds", "of the time"]]
+        for each in self.late:
+            numbers = [f"{each.times:,}", f"{each.compared:,}", f"{each.seconds:.2f}", f"{each.share:.1%}"]
+            rows.append([f"rank {each.rank}", each.group, *numbers])
+        lines += _columns(rows, words=2) if self.late else []
+        return lines + self.warnings()
+
+    def warnings(self) -> list[str]:
+        """A line for each rank that stands out."""
+        return [
+            f"warning: rank {each.rank}{f' ({each.host})' if each.host else ''} came last in {each.times:,} of "
+            f"{each.compared:,} calls of group '{each.group}', by {each.seconds:.1f} s in all: {each.share:.0%} of the time"
+            for each in self.late
+            if each.stands_out
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {
+            "ranks": self.ranks,
+            "seconds": self.seconds,
+            "share_in_calls": self.share,
+            "verbs": {row.verb: msgspec.to_builtins(row) for row in self.verbs},
+            "late": [msgspec.to_builtins(each) for each in self.late],
+        }
+
+
+def prometheus(ranks: Iterable[RankStats]) -> str:
+    """The numbers of all ranks in the text format of Prometheus, version 0.0.4."""
+    all_ranks = sorted(ranks, key=lambda rank: rank.rank)
+    metrics = _Metrics()
+    for rank in all_ranks:
+        metrics.add("rank_seconds", rank.seconds, rank=rank.rank, host=rank.host)
+        for group in _merged(rank.groups):
+            for verb, v in group.verbs.items():
+                labels = {"rank": rank.rank, "host": rank.host, "group": group.name, "verb": verb}
+                metrics.add("calls_total", v.calls, **labels)
+                metrics.add("bytes_total", v.bytes, **labels)
+                metrics.add("call_seconds_total", v.seconds, **labels)
+                metrics.add("waiting_seconds_total", v.waiting, **labels)
+    metrics.add("ranks", len(all_ranks))
+    hosts = {rank.rank: rank.host for rank in all_ranks}
+    for group in _most_compared(all_ranks):
+        metrics.add("compared_calls_total", group.compared, group=group.name)
+        for late, (times, seconds) in sorted(group.late.items()):
+            labels = {"rank": late, "host": hosts.get(late, ""), "group": group.name}
+            metrics.add("last_calls_total", times, **labels)
+            metrics.add("late_seconds_total", seconds, **labels)
+    return metrics.text()
+
+
+_METRICS = {
+    "ranks": ("gauge", "Ranks of the job that record their calls."),
+    "rank_seconds": ("gauge", "Time since the rank has begun to record its calls."),
+    "calls_total": ("counter", "Calls that have ended well."),
+    "bytes_total": ("counter", "Bytes of the tensors of these calls."),
+    "call_seconds_total": ("counter", "Time inside these calls."),
+    "waiting_seconds_total": ("counter", "Of that, the time until all ranks had come."),
+    "compared_calls_total": ("counter", "Calls of a group of which it is known who came last."),
+    "last_calls_total": ("counter", "Of these, the calls in which the rank came last."),
+    "late_seconds_total": ("counter", "By how much it came later than the last but one."),
+}
+
+
+class _Metrics:
+    def __init__(self) -> None:
+        self._samples: dict[str, dict[str, float]] = {name: {} for name in _METRICS}
+
+    def add(self, name: str, value: float, **labels: object) -> None:
+        """Adds to a sample: groups that have had the same name one after the other are one."""
+        given = ",".join(f'{label}="{_escaped(str(each))}"' for label, each in labels.items())
+        key = f"{{{given}}}" if given else ""
+        samples = self._samples[name]
+        samples[key] = samples.get(key, 0) + value
+
+    def text(self) -> str:
+        lines = []
+        for name, (kind, about) in _METRICS.items():
+            lines += [f"# HELP allranks_{name} {about}", f"# TYPE allranks_{name} {kind}"]
+            lines += [f"allranks_{name}{labels} {value!r}" for labels, value in self._samples[name].items()]
+        return "\n".join(lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+
+
+def _verb_rows(ranks: Sequence[RankStats], total_s: float) -> list[VerbRow]:
+    found: dict[str, VerbRow] = {}
+    for rank in ranks:
+        for group in rank.groups:
+            for verb, v in group.verbs.items():
+                old = found.get(verb, VerbRow(verb, 0, 0, 0.0, 0.0, 0.0))
+                found[verb] = VerbRow(
+                    verb,
+                    old.calls + v.calls,
+                    old.bytes + v.bytes,
+                    old.seconds + v.seconds,
+                    old.waiting + v.waiting,
+                    old.share + _share(v.seconds, total_s),
+                )
+    return sorted(found.values(), key=lambda row: -row.seconds)
+
+
+def _merged(groups: Sequence[GroupStats]) -> list[GroupStats]:
+    """Groups of one rank, those of one name and the same members as one: of several, one has followed the other."""
+    found: dict[tuple[str, tuple[int, ...]], GroupStats] = {}
+    for group in groups:
+        key = group.name, group.ranks
+        if key not in found:
+            found[key] = group
+            continue
+        old = found[key]
+        verbs = dict(old.verbs)
+        for verb, v in group.verbs.items():
+            o = verbs.get(verb, VerbStats(0, 0, 0.0, 0.0))
+            verbs[verb] = VerbStats(o.calls + v.calls, o.bytes + v.bytes, o.seconds + v.seconds, o.waiting + v.waiting)
+        late = dict(old.late)
+        for rank, (times, seconds) in group.late.items():
+            before = late.get(rank, (0, 0.0))
+            late[rank] = before[0] + times, before[1] + seconds
+        found[key] = GroupStats(*key, verbs, old.compared + group.compared, late)
+    return list(found.values())
+
+
+def _most_compared(ranks: Sequence[RankStats]) -> list[GroupStats]:
+    """Each group once, as the rank has it that has compared the most calls."""
+    found: dict[tuple[str, tuple[int, ...]], GroupStats] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.rank):
+        for group in _merged(rank.groups):
+            key = group.name, group.ranks
+            if group.compared and (key not in found or group.compared > found[key].compared):
+                found[key] = group
+    return list(found.values())
+
+
+def _late_ranks(ranks: Sequence[RankStats], seconds: float) -> list[LateRank]:
+    hosts = {rank.rank: rank.host for rank in ranks}
+    found = []
+    for group in _most_compared(ranks):
+        often = _OFTEN.get(len(group.ranks), _OFTEN_OF_MORE)
+        for rank, (times, late_s) in group.late.items():
+            share = _share(late_s, seconds)
+            out = group.compared >= _FEW and times > often * group.compared and share >= _COSTLY
+            host = hosts.get(rank, "")
+            found.append(
+                LateRank(group.name, group.ranks, rank, host, times, group.compared, late_s, share, stands_out=out)
+            )
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _human(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if nbytes < 1024 or unit == "TiB":
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError(nbytes)
+
+
+def _columns(rows: list[list[str]], words: int = 1) -> list[str]:
+    """The rows as lines; the first columns are words, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if index < words else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
