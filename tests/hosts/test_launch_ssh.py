@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -312,3 +313,20 @@ def test_an_agent_that_is_frozen_does_not_hold_up_the_end(job: Jobs, why: str) -
     assert done.code == (130 if why == "signal" else 3)
     assert "allranks run: node1: its agent did not answer for 0.5 s" in done.err
     assert not job.left()
+
+
+LATE = """
+import time, torch, allranks as dist
+dist.init_process_group()
+for _ in range(50):
+    time.sleep(0.02 * (dist.get_rank() == 1))
+    dist.all_reduce(torch.ones(10))
+"""
+
+
+def test_the_calls_of_all_hosts_are_in_one_table(job: Jobs) -> None:
+    done = job.run(0, "-n", "2", "-H", "node0,node1", "--stats", job.write(LATE), torch=True)
+    assert done.code == 0, done.err
+    assert re.search(r"^allranks run: 2 ranks, [\d.]+ s, \d+% of it in calls$", done.err, re.M), done.err
+    assert re.search(r"^  all_reduce +100 ", done.err, re.M), done.err
+    assert re.search(r"warning: rank 1 \(node1\) came last in \d+ of \d+ calls of group 'world'", done.err), done.err

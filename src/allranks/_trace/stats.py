@@ -168,7 +168,8 @@ class JobStats:
         """A line for each rank that stands out."""
         return [
             f"warning: rank {each.rank}{f' ({each.host})' if each.host else ''} came last in {each.times:,} of "
-            f"{each.compared:,} calls of group '{each.group}', by {each.seconds:.1f} s in all: {each.share:.0%} of the time"
+            f"{each.compared:,} calls of group '{each.group}', by {each.seconds:.1f} s in all: {each.share:.0%} of "
+            "the time"
             for each in self.late
             if each.stands_out
         ]

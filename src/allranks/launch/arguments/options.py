@@ -133,6 +133,9 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
         bind=args.bind,
         one_gpu_per_rank=args.one_gpu_per_rank,
         stdin=args.stdin,
+        stats=args.stats,
+        metrics=args.metrics,
+        statistics=args.stats or args.metrics is not None,
     )
 
 
@@ -382,13 +385,20 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_watch(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("hangs and signals").add_argument
+    add = parser.add_argument_group("hangs, statistics and signals").add_argument
     add(
         "--notice-after",
         type=_seconds,
         metavar="TIME",
         help="how long a rank may wait in one call before a line says for whom, and where that rank is; 0 for never"
         " (default 10s)",
+    )
+    add("--stats", action="store_true", help="at the end, print what the calls took, per verb, and who came last")
+    add(
+        "--metrics",
+        type=Path,
+        metavar="FILE",
+        help="write the same there every 10 s, in Prometheus' text format, as node_exporter's textfile collector reads",
     )
     add(
         "--trace",

@@ -108,6 +108,7 @@ class _Round:
             control=self.control,
             command=options.target.words(),
             restart=self.restart,
+            statistics=(options.stats, options.metrics),
         )
         with self.server:
             self.server.start()

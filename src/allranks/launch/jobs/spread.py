@@ -523,6 +523,7 @@ class Job:
             master=-1 if self.first else 0 if options.target.mode == "master" else None,
             command=options.target.words(),
             restart=self.restart,
+            statistics=(options.stats, options.metrics),
         )
         self.supervisor = supervisor
         options.reporter.detail(f"the store is at {', '.join(ready[0].stores) or 'a unix socket there'}")

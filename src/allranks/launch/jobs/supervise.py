@@ -11,6 +11,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence, Set
+from pathlib import Path
 
 import msgspec
 
@@ -20,6 +21,7 @@ from allranks.launch.agents.agent_pool import AgentPool
 from allranks.launch.agents.inquiries import Inquiries
 from allranks.launch.jobs.job_control import SIGNALS, JobControl
 from allranks.launch.jobs.last_words import describe_failure, describe_idle, describe_interrupt, lines_of
+from allranks.launch.jobs.statistics import Statistics
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy import interface
 from allranks.launch.policy.interface import (
@@ -70,6 +72,7 @@ from allranks.launch.spec.events import (
     HostMessage,
     Output,
     RankRestarted,
+    RankStats,
     RestartRank,
     Returned,
     StopRequested,
@@ -97,6 +100,7 @@ class Supervisor:
         control: the terminal, if the job is on this host.
         command: what the ranks run, for who asks what they do.
         restart: how often the job was started again.
+        statistics: whether to print what the calls took, and the file for that, or None.
 
     Attributes:
         ended: how each rank's last process has ended: the status, as in ``Exited``, or why its host was lost.
@@ -122,6 +126,7 @@ class Supervisor:
         control: JobControl | None = None,
         command: str = "",
         restart: int = 0,
+        statistics: tuple[bool, Path | None] = (False, None),
     ) -> None:
         self.ended: dict[int, int | str] = {}
         self.restarts: dict[int, int] = {}
@@ -146,6 +151,7 @@ class Supervisor:
         self._restart = restart
         self._began = time.monotonic()
         self._inquiries = Inquiries()
+        self._statistics = Statistics(*statistics, self._reporter)
 
     @property
     def late(self) -> bool:
@@ -233,6 +239,7 @@ class Supervisor:
         """Passes on what has happened: failures before signals, as one that came before is the cause."""
         for event in events:
             self._take(event)
+        self._statistics.write_if_due()
         for question in self._inquiries.take():
             self._pass(StatesAsked(question.recent, question.stacks))
         while self._requests and isinstance(self._requests[0], RestartRank):
@@ -274,6 +281,9 @@ class Supervisor:
                 self._screen.note(host.encode() + b": " + text)
             case Returned(rank, piece):
                 self.results.setdefault(rank, bytearray()).extend(piece)
+            case RankStats():
+                self._statistics.take(event)
+                return
             case Asked(recent, wanted):
                 self._pass(StatesAsked(recent, wanted))
                 return
@@ -358,6 +368,8 @@ class Supervisor:
                 self._answers.append(RanksFinished())
             case Conclude(outcome):
                 self._conclude(outcome)
+                if table := self._statistics.conclude():
+                    self._screen.note(table)
             case EndRound(code):
                 self._code = code
 

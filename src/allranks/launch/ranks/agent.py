@@ -23,6 +23,7 @@ from functools import partial
 from allranks._base.frames import LARGEST, FrameDecoder
 from allranks._trace.inspection import rank_state
 from allranks._trace.memory import MEMORY
+from allranks._trace.stats import rank_stats
 from allranks.launch.ranks.environ import place_environ
 from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.pipes import Pipes, resize
@@ -41,7 +42,7 @@ from allranks.launch.spec.events import (
     Returned,
     Stacks,
 )
-from allranks.launch.spec.options import RankOptions
+from allranks.launch.spec.options import STATISTICS_S, RankOptions
 from allranks.launch.spec.stdio import Stdio
 from allranks.launch.stacks import DUMP
 
@@ -117,6 +118,7 @@ class Agent:
         self._to_restart: dict[int, RestartRank] = {}  # to be started when its process has ended
         self._limits: tuple[Set[int], tuple[int, int]] = set(), (0, 0)
         self._look_at = 0.0
+        self._measure_at = 0.0
 
     def start(self, mask: Set[int], files: tuple[int, int]) -> Rank | None:
         """Starts all ranks. Returns in each of the processes, as ``os.fork`` does.
@@ -298,8 +300,9 @@ class Agent:
         """Waits for events, for ``wake``, or for the time to pass."""
         assert self._selector is not None
         self._look_for_long_waits()
+        self._measure()
         events, self._due = self._due, []
-        if self._plan.ranks.notice_s > 0 and self.running:
+        if (self._plan.ranks.notice_s > 0 or self._plan.ranks.statistics) and self.running:
             timeout_s = _LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S)
         for key, _ in self._selector.select(0 if events else timeout_s):
             # An earlier handler of this round, a rank's exit, may have read this one to its end.
@@ -355,6 +358,19 @@ class Agent:
             if (process := newest.get(rank)) is not None:
                 self._due.append(rank_state(rank, process.pid, process.recording.reader(), recent, process.exited))
 
+    def _measure(self) -> None:
+        now = time.monotonic()
+        if self._plan.ranks.statistics and now >= self._measure_at:
+            self._measure_at = now + STATISTICS_S
+            for process in self._processes:
+                if not process.exited:
+                    self._report_calls(process, self._due)
+
+    def _report_calls(self, process: _Process, events: list[Event]) -> None:
+        """Reports what a rank's calls took, if it has made a group."""
+        if self._plan.ranks.statistics and (reader := process.recording.reader()) is not None:
+            events.append(rank_stats(process.rank, reader, time.monotonic_ns()))
+
     def _look_for_long_waits(self) -> None:
         first_s, now = self._plan.ranks.notice_s, time.monotonic()
         if first_s <= 0 or now < self._look_at:
@@ -398,6 +414,8 @@ class Agent:
                 with contextlib.suppress(ProcessLookupError):
                     kill(process.pid, signal.SIGKILL)
             self._read_rest(process, events)
+            if not process.exited:
+                self._report_calls(process, events)
         self._guard.dismiss()
         for process in self._processes:
             os.waitpid(process.pid, 0)
@@ -471,6 +489,7 @@ class Agent:
         assert self._selector is not None
         self._selector.unregister(process.pidfd)
         self._read_rest(process, events)
+        self._report_calls(process, events)
         process.exited = True
         status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         events.append(Exited(process.rank, process.pid, status))

@@ -2,7 +2,7 @@
 
 Typed and free of objects of this process, as an agent may run on another host. These are the events that
 ``launch/policy`` decides on, so this file imports nothing of the launcher. ``RankState`` says what a rank does, where
-that was asked for.
+that was asked for; ``RankStats`` what its calls took.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from allranks._trace.state import RankState
+from allranks._trace.stats import RankStats
 
 __all__ = [
     "RestartRank",
@@ -25,6 +26,7 @@ __all__ = [
     "LongWait",
     "Output",
     "RankState",
+    "RankStats",
     "Report",
     "Returned",
     "Stacks",
@@ -174,6 +176,7 @@ Event = (
     | Asked
     | LongWait
     | RankState
+    | RankStats
     | Returned
     | RestartRank
     | RankRestarted

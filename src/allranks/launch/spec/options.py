@@ -14,10 +14,24 @@ from allranks._cluster.hostlist import Slots
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.target import Target
 
-__all__ = ["Bind", "Display", "NOTICE_S", "Options", "RankOptions", "Show", "Streams", "given", "notice_seconds"]
+__all__ = [
+    "Bind",
+    "Display",
+    "NOTICE_S",
+    "Options",
+    "RankOptions",
+    "STATISTICS_S",
+    "Show",
+    "Streams",
+    "given",
+    "notice_seconds",
+]
 
 NOTICE_S = 10.0
 """How long a rank may wait in one call before it is told for whom, unless ``--notice-after`` says otherwise."""
+
+STATISTICS_S = 10.0
+"""How often agents report what their ranks' calls took, where that is wanted."""
 
 Show = Literal["0", "all", "none"]
 Bind = Literal["none", "core", "numa"]
@@ -83,6 +97,7 @@ class RankOptions:
         role: name of what the ranks do.
         signals: those that are passed on to the ranks and stop nothing.
         notice_s: how long a rank may wait in one call before it is told for whom; 0: that is not told.
+        statistics: report what ranks' calls took.
     """
 
     target: Target
@@ -94,6 +109,7 @@ class RankOptions:
     role: str = "default"
     signals: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
     notice_s: float = NOTICE_S
+    statistics: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,6 +143,8 @@ class Options(RankOptions):
         idle_s: stop the job when no rank has written anything for so long; None: never.
         stdin: the rank that has the launcher's stdin, or "none"; "auto": a single rank, or the master.
         trace: the folder in which all ranks record their calls; None for none.
+        stats: print what the calls took, at the end.
+        metrics: file for the same in Prometheus' text format; None for none.
     """
 
     nproc: int | None = None
@@ -154,6 +172,8 @@ class Options(RankOptions):
     idle_s: float | None = None
     stdin: int | Literal["auto", "none"] = "auto"
     trace: Path | None = None
+    stats: bool = False
+    metrics: Path | None = None
 
     def for_ranks(self) -> RankOptions:
         """Those that every agent gets."""

@@ -1,0 +1,77 @@
+"""``--stats`` and ``--metrics``: what the agents report of their ranks' calls, as a table and as a file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from allranks._trace.stats import JobStats, RankStats, prometheus
+from allranks.launch.reporter import Reporter
+from allranks.launch.spec.options import STATISTICS_S
+
+__all__ = ["Statistics"]
+
+
+class Statistics:
+    """What the ranks' calls took, as it was reported last.
+
+    Args:
+        table: print a table at the end.
+        file: where the numbers are written for Prometheus; None: nowhere.
+        reporter: prints what is wrong with the file.
+    """
+
+    def __init__(self, table: bool, file: Path | None, reporter: Reporter) -> None:
+        self._table = table
+        self._file = file
+        self._reporter = reporter
+        self._ranks: dict[int, RankStats] = {}
+        self._new = False
+        self._write_at = 0.0
+        self._refused = 0
+
+    def take(self, rank: RankStats) -> None:
+        """Keeps what is reported of a rank."""
+        self._ranks[rank.rank], self._new = rank, True
+
+    def write_if_due(self) -> None:
+        """Writes the file, if that was long ago and there is something new. After each batch of reports."""
+        now = time.monotonic()
+        if self._new and now >= self._write_at:
+            self._write_at = now + STATISTICS_S / 2  # agents report a little apart
+            self._write()
+
+    def conclude(self) -> bytes:
+        """Writes the file for the last time. Returns the table; b"" where none is wanted."""
+        self._write()
+        if not self._table:
+            return b""
+        first, *lines = JobStats(self._ranks.values()).lines()
+        text = [self._reporter.line(first)]
+        text += [line if line.startswith(" ") else self._reporter.line(line) for line in lines]
+        return "\n".join(text).encode()
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        self._new = False
+        try:
+            _replace(self._file, prometheus(self._ranks.values()))
+        except OSError as error:  # the job goes on without it
+            if self._refused != error.errno:
+                self._refused = error.errno or 0
+                self._reporter.report(f"--metrics {self._file}: cannot write it: {error.strerror}")
+
+
+def _replace(file: Path, text: str) -> None:
+    """Writes a file in one step: who reads it meanwhile finds the old text or the new."""
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}.", delete=False) as new:
+        try:
+            new.write(text)
+            os.fchmod(new.fileno(), 0o644)  # its reader may be another user
+            os.replace(new.name, file)
+        except BaseException:
+            os.unlink(new.name)
+            raise

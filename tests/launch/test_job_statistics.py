@@ -1,0 +1,99 @@
+"""``--stats`` and ``--metrics``: what the calls of a real job took, whatever becomes of its ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from allranks._trace.stats import GroupStats, RankStats, VerbStats
+from allranks.launch.jobs import statistics
+from allranks.launch.jobs.statistics import Statistics
+from allranks.launch.reporter import Reporter
+from support.launcher_process import Launcher
+
+LATE = """
+import sys, time, torch, allranks as dist
+dist.init_process_group()
+for _ in range(50):
+    time.sleep(0.01 * (dist.get_rank() == 1))
+    dist.all_reduce(torch.ones(10))
+if "fail" in sys.argv and dist.get_rank() == 2:
+    sys.exit(3)
+if "kill" in sys.argv and dist.get_rank() == 2:
+    import os
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("fail", 3), ("kill", 137)])
+def test_the_table_names_who_is_late(launcher: Launcher, end: str, code: int) -> None:
+    done = launcher.run("-n", "3", "--stats", launcher.write(LATE), end, real_torch=True)
+    assert done.code == code
+    assert re.search(r"^allranks run: 3 ranks, [\d.]+ s, \d+% of it in calls$", done.err, re.M), done.err
+    assert re.search(r"^  all_reduce +1[45]\d +5\.\d KiB ", done.err, re.M), done.err
+    (rank,) = re.findall(
+        r"^allranks run: warning: rank (\d) .*came last in \d+ of \d+ calls of group 'world'", done.err, re.M
+    )
+    assert rank == "1"
+
+
+def test_without_the_option_nothing_is_printed(launcher: Launcher) -> None:
+    done = launcher.run("-n", "2", launcher.write(LATE), real_torch=True)
+    assert (done.code, done.err) == (0, "")
+
+
+def test_ranks_that_make_no_group(launcher: Launcher) -> None:
+    done = launcher.run("-n", "2", "--stats", launcher.write(""))
+    assert done.err == "allranks run: no rank has made a call\n"
+
+
+def test_the_file_for_prometheus(launcher: Launcher, tmp_path: Path) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    file = tmp_path / "job.prom"
+    file.write_text("old")
+    done = launcher.run("-n", "3", "--metrics", str(file), launcher.write(LATE), real_torch=True)
+    assert (done.code, done.err) == (0, "")
+    families = {family.name: family for family in text_string_to_metric_families(file.read_text())}
+    assert [sample.value for sample in families["allranks_calls"].samples if sample.labels["verb"] == "all_reduce"] == [
+        50.0
+    ] * 3
+    assert file.stat().st_mode & 0o777 == 0o644
+    assert sorted(os.listdir(tmp_path)) == ["job.prom", "script.py"]
+
+
+def test_a_file_that_cannot_be_written_ends_no_job(launcher: Launcher, tmp_path: Path) -> None:
+    done = launcher.run(
+        "-n", "2", "--metrics", str(tmp_path / "no" / "job.prom"), launcher.write(LATE), real_torch=True
+    )
+    assert done.code == 0
+    assert done.err == f"allranks run: --metrics {tmp_path}/no/job.prom: cannot write it: No such file or directory\n"
+
+
+def test_when_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(statistics.time, "monotonic", lambda: clock[0])
+    file = tmp_path / "job.prom"
+    of_job = Statistics(False, file, Reporter())
+
+    def report(calls: int) -> None:
+        group = GroupStats("world", (0, 1), {"all_reduce": VerbStats(calls, 0, 0.0, 0.0)})
+        of_job.take(RankStats(0, "here", 1.0, (group,)))
+        of_job.write_if_due()
+
+    of_job.write_if_due()
+    assert not file.exists()  # there is nothing yet
+    for clock[0], calls, written in ((1.0, 3, 3), (2.0, 4, 3), (11.0, 5, 5)):
+        report(calls)
+        assert f'verb="all_reduce"}} {written}\n' in file.read_text()
+    before = file.stat().st_ino
+    clock[0] = 100.0
+    of_job.write_if_due()
+    assert file.stat().st_ino == before  # nothing is new
+    report(6)
+    report(7)
+    assert of_job.conclude() == b""
+    assert 'verb="all_reduce"} 7\n' in file.read_text()
