@@ -4,6 +4,7 @@ import doctest
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,17 @@ def test_program_with_workers(tmp_path: Path) -> None:
     done = subprocess.run(alone, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True)
     assert re.fullmatch(r"\d+ on worker:2\n", done.stdout)
     assert done.stderr == ""
+
+
+def test_commands_on_trace_files(tmp_path: Path) -> None:
+    """Those of the page on tracing, in its order."""
+    (tmp_path / "train.py").write_text(page_program("hello.py"))
+    text = (ROOT / "docs" / "tracing.md").read_text()
+    lines = re.findall(r"^    (allranks .*(?:--trace|trace [a-qt-z]|trace record).*)$", text, re.MULTILINE)
+    assert len(lines) >= 4
+    for line in lines:
+        words = shlex.split(line.replace(" --profiler profile-*.json", ""))
+        subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, check=True)
 
 
 def test_figures_are_those_that_the_benchmarks_wrote() -> None:

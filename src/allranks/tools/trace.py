@@ -1,4 +1,4 @@
-"""``allranks trace``: what the ranks of a running job do."""
+"""``allranks trace``: what the ranks of a running job do; and what they did, from trace files (``trace_files``)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from allranks._base.console import ArgumentParser, put
-from allranks._base.errors import AllranksError, rank_list
+from allranks._base.console import ArgumentParser, Program, put
+from allranks._base.errors import AllranksError, ConfigError, rank_list
 from allranks._trace.diagnosis import diagnose
 from allranks._trace.jobs import Answer, JobEnded, NoAnswer, Question, ask, find
 from allranks._trace.state import RankState
@@ -16,13 +16,13 @@ from allranks._trace.state import RankState
 __all__ = ["choose", "main", "table"]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command. Returns its exit code."""
+def main(argv: Sequence[str]) -> int | Program:
+    """Runs the command. Returns its exit code; in a forked rank of ``record``, the rank."""
     words = list(argv)
     if words[:1] and words[0] in _COMMANDS:
         try:
             return _COMMANDS[words[0]][0](words[1:])
-        except AllranksError as error:
+        except (AllranksError, ConfigError) as error:
             print(f"allranks trace {words[0]}: error: {error}", file=sys.stderr)
             return 2
     parser = ArgumentParser(prog="allranks trace", description="Tells what the ranks of a job do, or did.")
@@ -139,6 +139,20 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+def _timeline(words: Sequence[str]) -> int:
+    from allranks.tools import trace_files
+
+    return trace_files.timeline(words)
+
+
+def _record(words: Sequence[str]) -> int | Program:
+    from allranks.tools import trace_files
+
+    return trace_files.record(words)
+
+
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int | Program], str]] = {
     "show": (_show, "what the ranks of a running job do"),
+    "timeline": (_timeline, "draws the calls of all ranks on one clock, from trace files"),
+    "record": (_record, "runs a program and writes its timeline"),
 }

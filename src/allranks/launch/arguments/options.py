@@ -404,7 +404,7 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=_folder,
         metavar="DIR",
-        help="record all calls of all ranks, rank 3 in DIR/rank-3.trace",
+        help="record all calls of all ranks, rank 3 in DIR/rank-3.trace; allranks trace timeline DIR draws them",
     )
     add(
         "--idle-timeout",

@@ -1,0 +1,212 @@
+"""Writes a timeline in Chrome's trace format, which Perfetto (ui.perfetto.dev) and chrome://tracing draw.
+
+A rank is a process there, a group is a thread. A call is a slice; what it waited for other ranks is a slice within it.
+Flows lead from the rank that came last to those that waited, and from a send to its recv. Traces of torch.profiler can
+be merged: their times are of the wall clock.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from allranks._trace.matching import Process
+from allranks._trace.reader import TraceError
+from allranks._trace.timeline import Slice, Timeline
+
+__all__ = ["events", "name_of", "other_data", "read_profile", "slice_arguments", "write"]
+
+_FIRST_THREAD = 1_000_000_000  # above the numbers of real threads
+_LANES = 1000
+_PROFILE = 100_000  # numbers of the other processes in a profile: of devices, of spans
+
+
+def write(timeline: Timeline, file: Path, profiles: Sequence[tuple[Process, dict[str, Any]]] = ()) -> None:
+    """Writes the file; packed if its name ends in .gz.
+
+    Args:
+        timeline: what is drawn.
+        file: where.
+        profiles: what ``read_profile`` has returned.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with gzip.open(file, "wt") if file.suffix == ".gz" else open(file, "w") as out:
+        _write(timeline, out, profiles)
+
+
+def _write(timeline: Timeline, out: IO[str], profiles: Sequence[tuple[Process, dict[str, Any]]]) -> None:
+    encode = json.JSONEncoder(separators=(",", ":")).encode
+    out.write('{"displayTimeUnit":"ms","otherData":' + encode(other_data(timeline)) + ',"traceEvents":[\n')
+    separator = ""
+    for event in events(timeline):
+        out.write(separator + encode(event))
+        separator = ",\n"
+    for number, (process, profile) in enumerate(profiles):
+        for event in _profile_events(timeline, number, process, profile):
+            out.write(separator + encode(event))
+            separator = ",\n"
+    out.write("\n]}\n")
+
+
+def other_data(timeline: Timeline) -> dict[str, Any]:
+    """What a viewer shows about the trace: its clocks, and how exact they are."""
+    error = timeline.error
+    return {
+        "written by": "allranks trace timeline",
+        "ranks": len({process.rank for process in timeline.processes}),
+        "calls": len(timeline.slices),
+        "calls that are missing": timeline.missing,
+        "time 0 (ns of the wall clock)": timeline.zero_wall,
+        "error between any two ranks (us)": "not known" if error is None else round(error / 1e3, 1),
+        "collectives of which it is known who came last": timeline.compared,
+        "came last": [
+            {"rank": late.rank, "calls": late.times, "others waited (ms)": round(late.waited / 1e6, 3)}
+            for late in timeline.late
+        ],
+        "clocks": [
+            {
+                "host": clock.host,
+                "ranks": list(clock.ranks),
+                "added (ns)": clock.added,
+                "error (us)": "not known" if clock.error is None else round(clock.error / 1e3, 1),
+                "drift (ppm)": round(clock.drift * 1e6, 3),
+                "compared by calls": clock.calls,
+            }
+            for clock in timeline.clocks
+        ],
+    }
+
+
+def name_of(timeline: Timeline, process: Process) -> str:
+    """Such as ``rank 3 (node1)``; the second of the same rank is ``rank 3.1 (node1)``."""
+    before = sum(1 for other in timeline.processes[: timeline.processes.index(process)] if other.rank == process.rank)
+    return f"rank {process.rank}{f'.{before}' if before else ''} ({process.host})"
+
+
+def slice_arguments(each: Slice) -> dict[str, Any]:
+    """What is known of a call beside its times."""
+    call = each.call
+    found: dict[str, Any] = {"group": each.group}
+    if call.dtype and call.verb != "barrier":
+        found["elements"] = f"{call.count} x {call.dtype}"
+    if call.op:
+        found["op"] = call.op
+    if call.verb in ("send", "recv"):
+        found["tag"] = call.tag
+    elif each.peer >= 0:
+        found["root"] = each.peer
+    if call.purpose:
+        found["part of"] = call.purpose
+    if call.site:
+        found["line"] = call.site
+    if each.last >= 0:
+        found["came last"] = f"rank {each.last}"
+    if each.waited_until > each.begin:
+        found["waited (us)"] = (each.waited_until - each.begin) / 1e3
+    if call.async_op:
+        found["async_op"] = True
+    if call.outcome:
+        found["outcome"] = call.outcome
+    elif not each.ended:
+        found["outcome"] = "had not ended"
+    return found
+
+
+def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """The events of the calls."""
+    places = {process.number: place for place, process in enumerate(timeline.processes)}
+    for place, process in enumerate(timeline.processes):
+        yield _named("process_name", place, 0, name_of(timeline, process))
+        yield {"ph": "M", "name": "process_sort_index", "pid": place, "tid": 0, "args": {"sort_index": place}}
+    for number, row in enumerate(timeline.rows):
+        for lane in range(row.lanes):
+            title = row.title if lane == 0 else f"{row.title} ({lane + 1})"
+            yield _named("thread_name", places[row.process], _thread(number, lane), title)
+    for each in timeline.slices:
+        where = {"pid": places[timeline.rows[each.row].process], "tid": _thread(each.row, each.lane)}
+        yield _slice(each.title, each.call.verb, each.begin, each.end, where) | {"args": slice_arguments(each)}
+        if each.waited_until > each.begin:
+            last = f"waits for rank {each.last}" if each.last >= 0 else "waits for ranks"
+            yield _slice(last, "waiting", each.begin, each.waited_until, where)
+    for number, arrow in enumerate(timeline.arrows):
+        for phase, slice_number, ns in (("s", arrow.source, arrow.source_ns), ("f", arrow.target, arrow.target_ns)):
+            each = timeline.slices[slice_number]
+            where = {"pid": places[timeline.rows[each.row].process], "tid": _thread(each.row, each.lane)}
+            ended = {"bp": "e"} if phase == "f" else {}
+            yield {"ph": phase, "id": number, "name": arrow.kind, "cat": "flow", "ts": ns / 1e3} | where | ended
+
+
+def _thread(row: int, lane: int) -> int:
+    return _FIRST_THREAD + row * _LANES + min(lane, _LANES - 1)
+
+
+def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _slice(name: str, category: str, begin: int, end: int, where: dict[str, int]) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "ts": begin / 1e3, "dur": (end - begin) / 1e3} | where
+
+
+def read_profile(file: Path, timeline: Timeline) -> tuple[Process, dict[str, Any]]:
+    """A trace of torch.profiler, and whose it is: of the process whose number it has.
+
+    Raises:
+        TraceError: it cannot be read, is no such trace, or is of no process of the timeline.
+    """
+    try:
+        with gzip.open(file, "rt") if file.suffix == ".gz" else open(file) as text:
+            profile = json.load(text)
+    except OSError as error:
+        raise TraceError(f"cannot read {file}: {error.strerror or error}") from None
+    except (EOFError, ValueError):
+        raise TraceError(f"{file} is not a trace of torch.profiler: it is not JSON, or cut off") from None
+    found = profile.get("traceEvents") if isinstance(profile, dict) else None
+    if not isinstance(found, list) or not isinstance(profile.get("baseTimeNanoseconds", 0), int):
+        raise TraceError(f"{file} is not a trace of torch.profiler: it has no list of events")
+    if not all(isinstance(event, dict) for event in found):
+        raise TraceError(f"{file} is not a trace of torch.profiler: an event is no object")
+    pids = Counter(event.get("pid") for event in found if event.get("ph") == "X" and isinstance(event.get("pid"), int))
+    rank = (profile.get("distributedInfo") or {}).get("rank")
+    for pid, _ in pids.most_common():
+        mine = [process for process in timeline.processes if process.pid == pid]
+        mine = [process for process in mine if rank is None or process.rank == rank] or mine
+        if len(mine) > 1:
+            raise TraceError(f"{file} may be of several ranks, which have the same pid {pid} on different hosts")
+        if mine:
+            return mine[0], profile
+    raise TraceError(
+        f"{file} is of a process that is not in the timeline (pid {pids.most_common(1)[0][0] if pids else '-'})"
+    )
+
+
+def _profile_events(
+    timeline: Timeline, number: int, process: Process, profile: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    place = timeline.processes.index(process)
+    base = profile.get("baseTimeNanoseconds", 0)
+    others: dict[Any, int] = {}
+    for event in profile["traceEvents"]:
+        pid = event.get("pid")
+        moved = dict(event)
+        if pid == process.pid:
+            moved["pid"] = place
+            if event.get("name") in ("process_name", "process_sort_index", "process_labels"):
+                continue
+        else:
+            moved["pid"] = others.setdefault(pid, _PROFILE * (number + 1) + len(others))
+            if event.get("name") == "process_name":
+                named = (event.get("args") or {}).get("name", "")
+                moved["args"] = {"name": f"{name_of(timeline, process)}: {named} {pid}"}
+        if isinstance(event.get("ts"), int | float):
+            wall = base + round(event["ts"] * 1e3)
+            moved["ts"] = (timeline.times.of_wall(process, wall) - timeline.zero) / 1e3
+        if "id" in event:
+            moved["id"] = f"profile {number}: {event['id']}"
+        yield moved

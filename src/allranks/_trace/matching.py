@@ -1,0 +1,306 @@
+"""Which calls of several processes belong together: the same collective on all its ranks, a send and its recv.
+
+Groups are known by their name and their ranks, collectives by their number. As a rank may have been started again, or a
+folder may have the files of two jobs, a name may stand for several groups, one after the other. Pure.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from allranks._trace.clocks import Bounds
+from allranks._trace.reader import Call, Group, Reader
+
+__all__ = ["Collective", "GroupRun", "Message", "Process", "clock_bounds", "clocks_of", "match", "read_process"]
+
+_SAME_CLOCK_NS = 1_000_000_000
+# Of these a call returns on no rank before all ranks have begun it.
+_ALL_WAIT = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
+_FROM_ROOT = ("broadcast", "scatter")
+_TO_ROOT = ("reduce", "gather")
+_NATIVE = ("native", "tcp")
+
+Key = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process and what it has recorded.
+
+    Attributes:
+        number: in the order in which they were read.
+        source: where from.
+        rank: of the world.
+        world_size: how many ranks there are.
+        pid: its number on its host.
+        host: its host.
+        began: when it began to record, by the monotonic clock of its host, in ns.
+        wall: the same by the wall clock.
+        groups: by index.
+        calls: all that are there, oldest first.
+        missing: calls that were recorded and are not there, as newer ones replaced them or the disk was full.
+        clock: the number of its clock; the processes of a host have the same.
+    """
+
+    number: int
+    source: str
+    rank: int
+    world_size: int
+    pid: int
+    host: str
+    began: int
+    wall: int
+    groups: Mapping[int, Group]
+    calls: Sequence[Call]
+    missing: int = 0
+    clock: int = 0
+
+    @property
+    def ended(self) -> int:
+        """The last time that is known of it."""
+        return max((max(call.entered_ns, call.returned_ns) for call in self.calls), default=self.began)
+
+
+@dataclass(frozen=True)
+class GroupRun:
+    """A group from its beginning to its end: the calls of each of its processes, by the number of the process."""
+
+    name: str
+    ranks: tuple[int, ...]
+    engine: str
+    calls: Mapping[int, Sequence[Call]]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective on those processes that are known."""
+
+    run: GroupRun
+    calls: Mapping[int, Call]
+
+    @property
+    def complete(self) -> bool:
+        """All its ranks are there."""
+        return len(self.calls) == len(self.run.ranks)
+
+
+@dataclass(frozen=True)
+class Message:
+    """A send and its recv, and the numbers of their processes."""
+
+    sender: int
+    send: Call
+    receiver: int
+    recv: Call
+
+
+@dataclass
+class _Stretch:
+    """The calls of one process in one group, from its beginning to its end."""
+
+    process: Process
+    group: Group
+    calls: list[Call] = field(default_factory=list)
+
+    def span(self) -> tuple[int, int]:
+        """From when to when, by the wall clock."""
+        offset = self.process.wall - self.process.began
+        ends = (max(call.entered_ns, call.returned_ns) for call in self.calls)
+        return self.calls[0].entered_ns + offset, max(ends) + offset
+
+
+def read_process(number: int, source: str, reader: Reader) -> Process:
+    """All that a process has recorded."""
+    who = reader.identity
+    calls = list(reader.calls())
+    return Process(
+        number=number,
+        source=source,
+        rank=who.rank,
+        world_size=who.world_size,
+        pid=who.pid,
+        host=who.host,
+        began=who.monotonic_ns,
+        wall=who.wall_ns,
+        groups=reader.groups(),
+        calls=calls,
+        missing=reader.count - len(calls),
+    )
+
+
+def clocks_of(processes: Sequence[Process]) -> dict[int, int]:
+    """The number of the clock of each process. The clock of the lowest rank has number 0.
+
+    Two hosts may have the same name, and a host may have been started anew. So it counts, too, how far the monotonic
+    clock is behind the wall clock.
+    """
+    clocks: list[tuple[str, int]] = []
+    found: dict[int, int] = {}
+    for process in sorted(processes, key=lambda p: (p.rank, p.wall)):
+        ahead = process.wall - process.began
+        for number, (host, other) in enumerate(clocks):
+            if host == process.host and abs(ahead - other) < _SAME_CLOCK_NS:
+                found[process.number] = number
+                break
+        else:
+            found[process.number] = len(clocks)
+            clocks.append((process.host, ahead))
+    return found
+
+
+def match(processes: Sequence[Process]) -> tuple[list[GroupRun], list[Collective], list[Message]]:
+    """The groups, and which calls belong together in them. Those that one process alone has made are among them."""
+    runs = _runs(processes)
+    collectives: list[Collective] = []
+    messages: list[Message] = []
+    for run in runs:
+        by_number: dict[int, dict[int, Call]] = defaultdict(dict)
+        for process, calls in run.calls.items():
+            for call in calls:
+                if call.number:
+                    by_number[call.number][process] = call
+        collectives += [Collective(run, calls) for calls in by_number.values()]
+        messages += _messages(run, {process.number: process for process in processes})
+    return runs, collectives, messages
+
+
+def _runs(processes: Sequence[Process]) -> list[GroupRun]:
+    by_key: dict[Key, dict[int, list[_Stretch]]] = defaultdict(lambda: defaultdict(list))
+    for process in processes:
+        for stretch in _stretches(process):
+            by_key[stretch.group.name, stretch.group.ranks][process.rank].append(stretch)
+    runs: list[GroupRun] = []
+    for by_rank in by_key.values():
+        for stretches in by_rank.values():
+            stretches.sort(key=lambda stretch: stretch.span())
+        counts = {len(stretches) for stretches in by_rank.values()}
+        if len(counts) == 1:
+            together = [[stretches[i] for stretches in by_rank.values()] for i in range(counts.pop())]
+        else:
+            together = _overlapping([stretch for stretches in by_rank.values() for stretch in stretches])
+        for found in together:
+            group = found[0].group
+            calls = {stretch.process.number: stretch.calls for stretch in found}
+            runs.append(GroupRun(group.name, group.ranks, group.engine, calls))
+    return runs
+
+
+def _stretches(process: Process) -> Iterator[_Stretch]:
+    open_: dict[int, _Stretch] = {}
+    highest: dict[int, int] = defaultdict(int)
+    for call in process.calls:
+        group = process.groups.get(call.group)
+        if group is None or not group.ranks:
+            continue
+        if call.number == 1 and highest[call.group] > 0:  # a later group has its place
+            yield open_.pop(call.group)
+            highest[call.group] = 0
+        highest[call.group] = max(highest[call.group], call.number)
+        open_.setdefault(call.group, _Stretch(process, group)).calls.append(call)
+    yield from open_.values()
+
+
+def _overlapping(stretches: list[_Stretch]) -> list[list[_Stretch]]:
+    """Those that are of the same group, as they overlap by the wall clock and are of different ranks."""
+    together: list[tuple[list[_Stretch], int]] = []
+    for stretch in sorted(stretches, key=lambda each: each.span()):
+        begin, end = stretch.span()
+        for i, (found, until) in enumerate(together):
+            if begin <= until + _SAME_CLOCK_NS and all(each.process.rank != stretch.process.rank for each in found):
+                found.append(stretch)
+                together[i] = found, max(until, end)
+                break
+        else:
+            together.append(([stretch], end))
+    return [found for found, _ in together]
+
+
+def _messages(run: GroupRun, processes: Mapping[int, Process]) -> Iterator[Message]:
+    """Messages from one rank to another with the same tag arrive in the order in which they were sent."""
+    number_of = {processes[number].rank: number for number in run.calls}
+    sent: dict[tuple[int, int, int], list[Call]] = defaultdict(list)
+    received: dict[tuple[int, int, int], list[Call]] = defaultdict(list)
+    from_any: set[tuple[int, int]] = set()  # what such a recv has got is not known, and so not what others have got
+    for number, calls in run.calls.items():
+        for call in calls:
+            if call.verb == "recv" and call.peer < 0:
+                from_any.add((number, call.tag))
+            if call.verb in ("send", "recv") and 0 <= call.peer < len(run.ranks) and not call.outcome:
+                other = number_of.get(run.ranks[call.peer], -1)
+                if call.verb == "send":
+                    sent[number, other, call.tag].append(call)
+                else:
+                    received[other, number, call.tag].append(call)
+    for key, sends in sent.items():
+        sender, receiver, tag = key
+        if receiver < 0 or (receiver, tag) in from_any:
+            continue
+        recvs = received.get(key, [])
+        surplus = len(sends) - len(recvs)
+        # Who began to record later lacks the messages from before. At the end, some may not have arrived.
+        sends = sends[min(max(surplus, 0), _before(sends, processes[sender], processes[receiver])) :]
+        recvs = recvs[min(max(-surplus, 0), _before(recvs, processes[receiver], processes[sender])) :]
+        for send, recv in zip(sends, recvs, strict=False):
+            yield Message(sender, send, receiver, recv)
+
+
+def _before(calls: Sequence[Call], process: Process, other: Process) -> int:
+    """How many calls of a process began before the first that the other one has, by the wall clock."""
+    first = (other.calls[0].entered_ns if other.missing and other.calls else other.began) + other.wall - other.began
+    offset = process.wall - process.began
+    return sum(call.entered_ns + offset < first for call in calls)
+
+
+def clock_bounds(
+    processes: Sequence[Process], collectives: Sequence[Collective], messages: Sequence[Message]
+) -> dict[tuple[int, int], Bounds]:
+    """How far clocks can differ at most: by a pair of clocks, what must be added to the first to get the second."""
+    clock = {process.number: process.clock for process in processes}
+    bounds: dict[tuple[int, int], Bounds] = defaultdict(Bounds)
+
+    def after(returned: Call, its: int, entered: Call, other: int) -> None:
+        """One call has returned after another one had begun."""
+        late, early = returned.returned_ns, entered.entered_ns
+        bounds[other, its].upper.append((early, late - early))
+        bounds[its, other].lower.append((late, early - late))
+
+    for collective in collectives:
+        by_clock: dict[int, list[tuple[bool, Call]]] = defaultdict(list)
+        for process, call in collective.calls.items():
+            group = processes[process].groups[call.group]
+            by_clock[clock[process]].append((call.peer == group.rank, call))
+        if len(by_clock) < 2:
+            continue
+        for its, calls in by_clock.items():
+            returned = [(is_root, call) for is_root, call in calls if call.returned_ns and not call.outcome]
+            for other, others in by_clock.items():
+                if other == its or not returned:
+                    continue
+                _compare(collective.run.engine, returned, others, its, other, after)
+    for message in messages:
+        its, other = clock[message.receiver], clock[message.sender]
+        if its != other and message.recv.returned_ns:
+            after(message.recv, its, message.send, other)
+    return dict(bounds)
+
+
+def _compare(
+    engine: str,
+    returned: Sequence[tuple[bool, Call]],
+    others: Sequence[tuple[bool, Call]],
+    its: int,
+    other: int,
+    after: Callable[[Call, int, Call, int], None],
+) -> None:
+    """Notes which call has returned on one host after another one had begun, as that waits for it."""
+    verb = returned[0][1].verb
+    if any(call.verb != verb or (call.count == 0 and verb != "barrier") for _, call in (*returned, *others)):
+        return
+    everywhere = verb in _ALL_WAIT or (verb == "all_to_all" and engine in _NATIVE)
+    late = [call for is_root, call in returned if everywhere or is_root == (verb in _TO_ROOT)]
+    early = [call for is_root, call in others if everywhere or verb in _TO_ROOT or is_root]
+    if late and early and (everywhere or verb in _FROM_ROOT or verb in _TO_ROOT):
+        first, last = min(late, key=lambda call: call.returned_ns), max(early, key=lambda call: call.entered_ns)
+        after(first, its, last, other)

@@ -1,0 +1,392 @@
+"""What all ranks did, on one clock: the calls of each, who waited for whom, and how exact that is.
+
+``chrome``, ``page`` and ``picture`` draw it. The clock is that of the host of the lowest rank, from the first call on.
+Pure but for ``read``, which reads files.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from allranks._trace.clocks import Link, join_clocks
+from allranks._trace.files import open_trace, trace_files
+from allranks._trace.matching import (
+    Collective,
+    Message,
+    Process,
+    clock_bounds,
+    clocks_of,
+    match,
+    read_process,
+)
+from allranks._trace.reader import Call, TraceError
+
+__all__ = ["Arrow", "Clock", "Late", "Row", "Slice", "Timeline", "Times", "build", "read"]
+
+_MESSAGES = "messages"
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The clock of a host.
+
+    Attributes:
+        host: its name.
+        ranks: those that run there.
+        added: what was added to it at the beginning, in ns.
+        error: by how much its times may be wrong, in ns; None: it is not known, as only wall clocks were compared.
+        drift: how much faster the common clock runs; 1e-6 is one microsecond per second.
+        calls: by how many calls it was compared.
+    """
+
+    host: str
+    ranks: tuple[int, ...]
+    added: int
+    error: float | None
+    drift: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A call. Times are in ns since the begin of the timeline, ranks those of the world.
+
+    Attributes:
+        row: the number of its row.
+        lane: calls of a row that overlap have different lanes.
+        begin: when it began.
+        end: when it ended, or the last time that is known.
+        ended: it has ended.
+        waited_until: when the last rank had come; ``begin`` if it did not wait, or if that is not known.
+        title: such as ``all_reduce #42``.
+        call: as it was recorded.
+        group: the name of its group.
+        last: who came last; -1: not known.
+        peer: the root, or the other side of a message; -1: none.
+    """
+
+    row: int
+    lane: int
+    begin: int
+    end: int
+    ended: bool
+    waited_until: int
+    title: str
+    call: Call
+    group: str
+    last: int
+    peer: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """The calls of a process in a group, or its messages.
+
+    Attributes:
+        process: the number of its process.
+        title: the group's name, or messages.
+        lanes: how many of its calls overlap at most.
+    """
+
+    process: int
+    title: str
+    lanes: int
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """From the rank that came last to one that waited for it, or from a send to its recv: slices and times in them."""
+
+    kind: str
+    source: int
+    source_ns: int
+    target: int
+    target_ns: int
+
+
+class Times:
+    """Converts times of processes to the common clock.
+
+    Args:
+        links: by clock.
+        walls: by clock, how far its host's wall clock is ahead of it.
+    """
+
+    def __init__(self, links: Mapping[int, Link], walls: Mapping[int, int]) -> None:
+        self.links = links
+        self.walls = walls
+
+    def __call__(self, process: Process, ns: int) -> int:
+        """A time of the monotonic clock of a process, in ns; where calls do not connect the clocks, by wall clocks."""
+        link = self.links.get(process.clock)
+        return link(ns) if link is not None else ns + self.walls[process.clock] - self.walls[0]
+
+    def of_wall(self, process: Process, wall: int) -> int:
+        """The same of the wall clock of its host."""
+        return self(process, wall - process.wall + process.began)
+
+    def error(self, clock: int) -> float:
+        """By how much they may be wrong, in ns."""
+        link = self.links.get(clock)
+        return link.largest_error if link is not None else float("inf")
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank that came last in some calls.
+
+    Attributes:
+        rank: of the world.
+        times: in how many calls.
+        waited: how long all other ranks have waited in these calls, in ns.
+    """
+
+    rank: int
+    times: int
+    waited: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What all ranks did.
+
+    Attributes:
+        processes: by rank.
+        rows: each process's, one after the other.
+        slices: the calls, by row and begin.
+        arrows: who waited for whom.
+        clocks: of each host.
+        late: ranks that came last, the one for which others waited longest first.
+        compared: collectives of which it is known who came last.
+        zero: the time 0, in ns of the monotonic clock of the host of the lowest rank.
+        zero_wall: the same by its wall clock.
+        times: converts other times.
+    """
+
+    processes: tuple[Process, ...]
+    rows: tuple[Row, ...]
+    slices: tuple[Slice, ...]
+    arrows: tuple[Arrow, ...]
+    clocks: tuple[Clock, ...]
+    late: tuple[Late, ...]
+    compared: int
+    zero: int
+    zero_wall: int
+    times: Times
+
+    @property
+    def end(self) -> int:
+        """The last time."""
+        return max((each.end for each in self.slices), default=0)
+
+    @property
+    def missing(self) -> int:
+        """Calls that were made and are not in the files."""
+        return sum(process.missing for process in self.processes)
+
+    @property
+    def error(self) -> float | None:
+        """By how much the times of two ranks may be wrong against each other, in ns; None if that is not known."""
+        errors = [clock.error for clock in self.clocks]
+        return None if None in errors else sum(sorted(error for error in errors if error is not None)[-2:])
+
+
+def read(paths: Sequence[Path], last_s: float | None = None) -> Timeline:
+    """The timeline of trace files.
+
+    Args:
+        paths: files, and folders with files.
+        last_s: only the calls of the last so many seconds.
+
+    Raises:
+        TraceError: a file cannot be read or is no trace, or there is no call in any of them.
+    """
+    processes = [read_process(i, str(path), open_trace(path)) for i, path in enumerate(trace_files(paths))]
+    return build(processes, last_s)
+
+
+def build(processes: Sequence[Process], last_s: float | None = None) -> Timeline:
+    """The timeline of processes.
+
+    Raises:
+        TraceError: there is no call.
+    """
+    clocks = clocks_of(processes)
+    placed = [replace(process, clock=clocks[process.number]) for process in processes]
+    if not any(process.calls for process in placed):
+        raise TraceError("there is no call to draw: no rank has called anything")
+    _, collectives, messages = match(placed)
+    links = _links(placed, collectives, messages)
+    return _Builder(placed, links, last_s).build(collectives, messages)
+
+
+def _links(
+    processes: Sequence[Process], collectives: Sequence[Collective], messages: Sequence[Message]
+) -> dict[int, Link]:
+    spans: dict[int, tuple[int, int]] = {}
+    for process in processes:
+        begin, end = spans.get(process.clock, (process.began, process.began))
+        first = process.calls[0].entered_ns if process.calls else process.began
+        spans[process.clock] = min(begin, first), max(end, process.ended)
+    return join_clocks(0, spans, clock_bounds(processes, collectives, messages))
+
+
+class _Builder:
+    """Puts calls into rows and lanes, on the common clock."""
+
+    def __init__(self, processes: Sequence[Process], links: Mapping[int, Link], last_s: float | None) -> None:
+        self._processes = sorted(processes, key=lambda p: (p.rank, p.wall, p.number))
+        self._by_number = {process.number: process for process in processes}
+        self._times = Times(links, {p.clock: p.wall - p.began for p in reversed(self._processes)})
+        self._slices: list[Slice] = []
+        self._slice_of: dict[tuple[int, int], int] = {}  # by process and call
+        self._rows: list[Row] = []
+        self._zero = min(self._times(p, p.calls[0].entered_ns) for p in self._processes if p.calls)
+        self._until = max(self._times(p, p.ended) for p in self._processes)
+        self._cut = last_s is not None
+        if last_s is not None:
+            self._zero = max(self._zero, self._until - round(last_s * 1e9))
+
+    def _since_zero(self, process: Process, ns: int) -> int:
+        return self._times(process, ns) - self._zero
+
+    def build(self, collectives: Sequence[Collective], messages: Sequence[Message]) -> Timeline:
+        """All of it."""
+        collective_of = {
+            (process, call.index): collective
+            for collective in collectives
+            for process, call in collective.calls.items()
+        }
+        for process in self._processes:
+            self._add_process(process, collective_of)
+        late: dict[int, Late] = {}
+        arrows = [*self._arrivals(collectives, late), *self._sent(messages)]
+        return Timeline(
+            processes=tuple(self._processes),
+            rows=tuple(self._rows),
+            slices=tuple(self._slices),
+            arrows=tuple(sorted(arrows, key=lambda arrow: arrow.source_ns)),
+            clocks=tuple(self._clocks()),
+            late=tuple(sorted(late.values(), key=lambda each: (-each.waited, each.rank))),
+            compared=sum(each.times for each in late.values()),
+            zero=self._zero,
+            zero_wall=self._zero + self._times.walls[0],
+            times=self._times,
+        )
+
+    def _add_process(self, process: Process, collective_of: Mapping[tuple[int, int], Collective]) -> None:
+        by_row: dict[str, list[Call]] = defaultdict(list)
+        for call in process.calls:
+            group = process.groups.get(call.group)
+            name = group.name if group is not None else "a group that is not known"
+            by_row[_MESSAGES if call.verb in ("send", "recv") else name].append(call)
+        by_row[_MESSAGES] = by_row.pop(_MESSAGES, [])  # the last row
+        for title, calls in by_row.items():
+            free: list[int] = []  # when the last call of each lane ends
+            for call in sorted(calls, key=lambda call: (call.entered_ns, -(call.returned_ns or 1 << 62))):
+                made = self._slice(process, call, collective_of.get((process.number, call.index)))
+                if made.end <= 0 and self._cut:
+                    continue
+                lane = next((i for i, end in enumerate(free) if end <= made.begin), len(free))
+                free[lane : lane + 1] = [made.end]
+                self._slice_of[process.number, call.index] = len(self._slices)
+                self._slices.append(replace(made, row=len(self._rows), lane=lane))
+            if free:
+                self._rows.append(Row(process.number, title, len(free)))
+
+    def _slice(self, process: Process, call: Call, collective: Collective | None) -> Slice:
+        group = process.groups.get(call.group)
+        ranks = group.ranks if group is not None else ()
+
+        def world(rank: int) -> int:
+            return ranks[rank] if 0 <= rank < len(ranks) else -1
+
+        begin = self._since_zero(process, call.entered_ns)
+        end = self._since_zero(process, call.returned_ns) if call.returned_ns else self._until - self._zero
+        met, last = begin, world(call.last)
+        if call.met_ns:
+            met = self._since_zero(process, call.met_ns)
+        elif collective is not None and collective.complete and len(collective.calls) > 1:
+            met, last = self._computed(collective)
+        elif not call.returned_ns and call.number:
+            met = end  # of a call that hangs, all time until now
+        if call.verb in ("send", "recv"):
+            way = "to" if call.verb == "send" else "from"
+            title = f"{call.verb} {way} {'any rank' if call.peer < 0 else f'rank {world(call.peer)}'}"
+        else:
+            title = call.title
+        return Slice(
+            row=0,
+            lane=0,
+            begin=max(0, begin) if end >= 0 else begin,
+            end=max(begin, end),
+            ended=call.returned_ns != 0,
+            waited_until=min(max(begin, met, 0), max(begin, end)),
+            title=title,
+            call=call,
+            group=group.name if group is not None else "",
+            last=last,
+            peer=world(call.peer),
+        )
+
+    def _computed(self, collective: Collective) -> tuple[int, int]:
+        """When the last rank came, and who, by what all ranks have recorded. -1 if clocks are not that exact."""
+        came = sorted(
+            (self._since_zero(self._by_number[number], call.entered_ns), number)
+            for number, call in collective.calls.items()
+        )
+        (before, one), (met, other) = came[-2:]
+        clocks = {self._by_number[number].clock for number in (one, other)}
+        error = sum(self._times.error(clock) for clock in clocks) if len(clocks) > 1 else 0.0
+        return met, self._by_number[other].rank if met - before > error else -1
+
+    def _arrivals(self, collectives: Sequence[Collective], late: dict[int, Late]) -> list[Arrow]:
+        """From those that came last to those that waited. Notes in ``late`` who they are."""
+        arrows = []
+        for collective in collectives:
+            keys = [(number, call.index) for number, call in collective.calls.items()]
+            there = [(self._by_number[key[0]].rank, self._slice_of[key]) for key in keys if key in self._slice_of]
+            last = max((self._slices[i].last for _, i in there), default=-1)
+            if last < 0:
+                continue
+            waited_ns = sum(self._slices[i].waited_until - self._slices[i].begin for rank, i in there if rank != last)
+            before = late.get(last, Late(last, 0, 0))
+            late[last] = Late(last, before.times + 1, before.waited + waited_ns)
+            source = next((i for rank, i in there if rank == last), None)
+            if source is None:
+                continue
+            for _, i in there:
+                waited = self._slices[i].waited_until
+                if i != source and waited > self._slices[i].begin:
+                    arrows.append(Arrow("arrival", source, self._slices[source].begin, i, waited))
+        return arrows
+
+    def _sent(self, messages: Sequence[Message]) -> list[Arrow]:
+        arrows = []
+        for message in messages:
+            source = self._slice_of.get((message.sender, message.send.index))
+            target = self._slice_of.get((message.receiver, message.recv.index))
+            if source is not None and target is not None:
+                arrows.append(Arrow("message", source, self._slices[source].begin, target, self._slices[target].end))
+        return arrows
+
+    def _clocks(self) -> list[Clock]:
+        found = []
+        for number in sorted({process.clock for process in self._processes}):
+            mine = [process for process in self._processes if process.clock == number]
+            link = self._times.links.get(number)
+            at = mine[0].began
+            found.append(
+                Clock(
+                    host=mine[0].host,
+                    ranks=tuple(dict.fromkeys(process.rank for process in mine)),
+                    added=self._times(mine[0], at) - at,
+                    error=None if link is None else link.largest_error,
+                    drift=sum(each.drift for each in link.through) if link is not None else 0.0,
+                    calls=0 if link is None else link.calls,
+                )
+            )
+        return found

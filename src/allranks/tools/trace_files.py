@@ -1,0 +1,186 @@
+"""The parts of ``allranks trace`` that read trace files: ``timeline``, ``flight``; and ``record``, which makes them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from allranks._base.console import ArgumentParser, Program, put
+from allranks._base.errors import ConfigError, rank_list
+from allranks._trace.chrome import other_data, read_profile
+from allranks._trace.timeline import Clock, Timeline, read
+from allranks.tools.outputs import why_not
+
+__all__ = ["record", "timeline"]
+
+_FORMATS = "*.json or *.json.gz: for Perfetto; *.html: a page for a browser; *.png, *.svg, *.pdf: a picture"
+
+
+def timeline(words: Sequence[str]) -> int:
+    """``allranks trace timeline``. Returns its exit code.
+
+    Raises:
+        TraceError: a file is no trace.
+        ConfigError: the arguments are wrong.
+    """
+    parser = ArgumentParser(
+        prog="allranks trace timeline",
+        description="Puts the calls of all ranks on one clock, and draws them: who waited for whom, and how long.",
+    )
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them (allranks run --trace DIR)"
+    )
+    _add_output(parser)
+    parser.add_argument(
+        "--profiler", nargs="+", action="extend", default=[], type=Path, metavar="FILE",
+        help="traces of torch.profiler of the same ranks (export_chrome_trace); they become part of the *.json",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    args = parser.parse_args(words)
+    _check_outputs(args.output)
+    if args.profiler and not any(_is_json(file) for file in args.output):
+        raise ConfigError("--profiler is for a timeline in *.json or *.json.gz (-o)")
+    found = read(args.paths, args.last)
+    _write(found, args.output, args.profiler)
+    if args.json:
+        put(json.dumps(other_data(found)) + "\n")
+    else:
+        put("".join(f"{line}\n" for line in summary(found, args.output)))
+    return 0
+
+
+def record(words: Sequence[str]) -> int | Program:
+    """``allranks trace record``: runs a program and writes its timeline.
+
+    Returns:
+        The exit code of the job; in a forked rank, the rank.
+
+    Raises:
+        TraceError: the ranks have recorded nothing.
+        ConfigError: the arguments are wrong.
+    """
+    parser = ArgumentParser(
+        prog="allranks trace record",
+        usage="allranks trace record -o FILE [--last TIME] -- [options of allranks run] script.py [args ...]",
+        description="Runs a program as allranks run does, and writes the timeline of its calls when it has ended.",
+    )
+    _add_output(parser)
+    own, job = _split(list(words))
+    args = parser.parse_args(own)
+    if not args.output:
+        raise ConfigError("-o FILE is missing: where the timeline is to be written")
+    if not job:
+        raise ConfigError("a program is missing: allranks trace record -o timeline.html -- -n 4 train.py")
+    _check_outputs(args.output)
+    from allranks.launch import cli
+
+    folder = Path(tempfile.mkdtemp(prefix=".allranks-trace-", dir=args.output[0].absolute().parent))
+    code = cli.main(["--trace", str(folder), *job])
+    if not isinstance(code, int):
+        return code
+    try:
+        if any(folder.iterdir()):
+            found = read([folder], args.last)
+            _write(found, args.output, [])
+            for line in summary(found, args.output):
+                print(f"allranks trace record: {line}", file=sys.stderr)
+        elif code == 0:
+            raise ConfigError("there is nothing to draw: no rank of this host has made a group of allranks")
+    finally:
+        shutil.rmtree(folder)
+    return code
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """The command's own arguments, and those of ``allranks run``."""
+    for place, word in enumerate(words):
+        if word == "--":
+            return words[:place], words[place + 1 :]
+    return words, []
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        *("-o", "--output"), action="append", default=[], type=Path, metavar="FILE", help=f"what to write: {_FORMATS}"
+    )
+    parser.add_argument("--last", type=_seconds, metavar="TIME", help="only the last so much time: 30, 5m")
+
+
+def _seconds(text: str) -> float:
+    from allranks._cluster.env import parse_seconds
+
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _is_json(file: Path) -> bool:
+    return file.name.endswith((".json", ".json.gz"))
+
+
+def _check_outputs(files: Sequence[Path]) -> None:
+    for file in files:
+        drawn = not _is_json(file) and file.suffix != ".html"
+        if why := why_not(None if drawn else file, file if drawn else None):
+            raise ConfigError(why.replace("--plot", "-o"))
+
+
+def _write(found: Timeline, files: Sequence[Path], profiler: Sequence[Path]) -> None:
+    profiles = [read_profile(file, found) for file in profiler]
+    for file in files:
+        try:
+            if _is_json(file):
+                from allranks._trace import chrome
+
+                chrome.write(found, file, profiles)
+            elif file.suffix == ".html":
+                from allranks._trace import page
+
+                page.write(found, file)
+            else:
+                from allranks._trace import picture
+
+                picture.write(found, file)
+        except OSError as error:
+            raise ConfigError(f"cannot write {file}: {error.strerror}") from None
+
+
+def summary(found: Timeline, files: Sequence[Path]) -> list[str]:
+    """What is told about a timeline."""
+    ranks = sorted({process.rank for process in found.processes})
+    hosts = len(found.clocks)
+    size = max(process.world_size for process in found.processes)
+    of = f" of {size}" if size > len(ranks) else ""
+    where = f" on {hosts} hosts" if hosts > 1 else ""
+    lines = [f"{len(ranks)}{of} ranks{where}, {len(found.slices)} calls in {found.end / 1e9:.3g} s"]
+    if of:
+        lines.append(f"there are no files of {rank_list(sorted(set(range(size)) - set(ranks)))}")
+    if found.late:
+        late = found.late[0]
+        lines.append(
+            f"rank {late.rank} came last in {late.times} of {found.compared} collectives; others have waited"
+            f" {late.waited / 1e9:.3g} s for it"
+        )
+    lines += [_clock(clock, found.clocks[0]) for clock in found.clocks[1:]]
+    if found.missing:
+        lines.append(f"{found.missing} calls are missing: files keep the newest ones, and end where a disk is full")
+    lines += [f"written to {file}" for file in files]
+    return lines
+
+
+def _clock(clock: Clock, first: Clock) -> str:
+    if clock.error is None:
+        return (
+            f"clock of {clock.host}: taken from its wall clock, so the error is not known; no calls connect it with"
+            f" {first.host}"
+        )
+    return (
+        f"clock of {clock.host}: within {clock.error / 1e3:.1f} us of that of {first.host}, by {clock.calls} calls"
+        f" (drift {clock.drift * 1e6:+.2f} ppm)"
+    )
