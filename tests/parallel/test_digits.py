@@ -34,22 +34,33 @@ def run(*args, ranks=2, launcher=True):
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment(), check=False)
 
 
-def on_rank(*args):
-    """What a rank prints that runs the example."""
-    printed = io.StringIO()
-    sys.argv = [str(TRAIN), *map(str, args)]
-    with contextlib.redirect_stdout(printed):
-        runpy.run_path(str(TRAIN), run_name="__main__")
-    return printed.getvalue()
+def on_rank(runs):
+    """The example once for each list of arguments: its exit code, and what it prints on this rank."""
+    ended = []
+    for args in runs:
+        out, err = io.StringIO(), io.StringIO()
+        sys.argv = [str(TRAIN), *map(str, args)]
+        code = 0
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                runpy.run_path(str(TRAIN), run_name="__main__")
+            except SystemExit as end:
+                code = end.code
+        ended.append((code, out.getvalue(), err.getvalue()))
+    return ended
 
 
-def train(*args, ranks=2):
-    """Accuracy, ranks and fingerprint that the last line states."""
-    printed = "".join(run_ranks(ranks, on_rank, *args, timeout_s=100, init=False))
-    matches = LAST_LINE.findall(printed)
-    assert len(matches) == 1, printed
-    accuracy, size, weights = matches[0]
-    return float(accuracy) / 100, int(size), weights
+def train(*runs, ranks=2):
+    """Accuracy, ranks and fingerprint that the last line of each run states.
+
+    The runs follow each other in the same ranks: to load what the example imports takes longer than a run.
+    """
+    results = []
+    for ended in zip(*run_ranks(ranks, on_rank, runs, timeout_s=100, init=False), strict=True):
+        assert all(code == 0 for code, _, _ in ended), ended
+        ((accuracy, size, weights),) = LAST_LINE.findall("".join(out for _, out, _ in ended))
+        results.append((float(accuracy) / 100, int(size), weights))
+    return results
 
 
 def model_in(folder):
@@ -78,9 +89,13 @@ def test_defaults_reach_97_percent_and_draw_a_picture(tmp_path):
 
 def test_number_of_ranks_and_way_of_synchronising_do_not_matter(tmp_path):
     runs = {"one": (1, "ddp"), "two": (2, "ddp"), "by hand": (2, "manual")}
-    for name, (ranks, sync) in runs.items():
-        _, size, _ = train("--epochs", 1, "--dtype", "float64", "--sync", sync, "--out", tmp_path / name, ranks=ranks)
-        assert size == ranks
+    for ranks in (1, 2):
+        mine = {name: sync for name, (its_ranks, sync) in runs.items() if its_ranks == ranks}
+        common = ("--epochs", 1, "--dtype", "float64")
+        trained = train(
+            *((*common, "--sync", sync, "--out", tmp_path / name) for name, sync in mine.items()), ranks=ranks
+        )
+        assert [size for _, size, _ in trained] == [ranks] * len(mine)
     one, two, by_hand = (model_in(tmp_path / name) for name in runs)
     for name, reference in one.items():
         assert reference.dtype == torch.float64
@@ -109,10 +124,10 @@ def killed_and_started_again(folder, *args):
 
 def test_stopped_and_resumed_equals_straight_through(tmp_path):
     options = ("--save-every", 2)
-    _, _, straight = train("--epochs", 8, "--out", tmp_path / "a", *options)
-    stopped = run("--epochs", 4, "--out", tmp_path / "b", *options)
-    assert stopped.returncode == 0, stopped.stdout + stopped.stderr
-    _, _, resumed = train("--epochs", 8, "--out", tmp_path / "b", "--resume", *options)
+    (_, _, straight), _ = train(
+        ("--epochs", 8, "--out", tmp_path / "a", *options), ("--epochs", 4, "--out", tmp_path / "b", *options)
+    )
+    ((_, _, resumed),) = train(("--epochs", 8, "--out", tmp_path / "b", "--resume", *options))
     assert resumed == straight
     assert killed_and_started_again(tmp_path / "c", "--epochs", 8, *options) == straight
     a, b = (checkpoint.load(tmp_path / name / "checkpoint.pt") for name in "ab")
@@ -122,7 +137,8 @@ def test_stopped_and_resumed_equals_straight_through(tmp_path):
 
 
 def test_equal_runs_give_equal_bits_and_seeds_others(tmp_path):
-    first, second, other = (train("--epochs", 1, "--out", tmp_path, "--seed", seed)[2] for seed in (0, 0, 1))
+    runs = (("--epochs", 1, "--out", tmp_path, "--seed", seed) for seed in (0, 0, 1))
+    (_, _, first), (_, _, second), (_, _, other) = train(*runs)
     assert first == second
     assert first != other
 
@@ -157,23 +173,36 @@ def test_each_rank_in_a_shell_of_its_own(tmp_path):
     assert one == ""
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        (["--epochs", "0"], "--epochs"),
-        (["--lr", "fast"], "--lr"),
-        (["--sync", "telepathy"], "telepathy"),
-        (["--nonsense"], "--nonsense"),
-        (["--init-method", "carrier://pigeon", "--world-size", "2", "--rank", "0"], "carrier"),
-        (["--backend", "semaphore"], "semaphore"),
-    ],
-)
-def test_wrong_arguments_are_one_line_and_exit_2(tmp_path, wrong, says):
-    result = run("--out", tmp_path, *wrong, launcher=False)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert says in result.stderr
-    assert len(result.stderr.splitlines()) == 1, result.stderr
+WRONG = {
+    "--epochs": ["--epochs", "0"],
+    "--lr": ["--lr", "fast"],
+    "telepathy": ["--sync", "telepathy"],
+    "--nonsense": ["--nonsense"],
+    "carrier": ["--init-method", "carrier://pigeon", "--world-size", "2", "--rank", "0"],
+    "semaphore": ["--backend", "semaphore"],
+}
+
+
+@pytest.fixture(scope="module")
+def ended_by_wrong_arguments(tmp_path_factory):
+    runs = [["--out", tmp_path_factory.mktemp("out"), *wrong] for wrong in WRONG.values()]
+
+    def unlaunched():
+        unset = os.environ.keys() - environment().keys()
+        for name in unset:
+            del os.environ[name]
+        return on_rank(runs)
+
+    return dict(zip(WRONG, run_ranks(1, unlaunched, init=False)[0], strict=True))
+
+
+@pytest.mark.parametrize("says", WRONG)
+def test_wrong_arguments_are_one_line_and_exit_2(ended_by_wrong_arguments, says):
+    code, out, err = ended_by_wrong_arguments[says]
+    assert code == 2
+    assert out == ""
+    assert says in err
+    assert len(err.splitlines()) == 1, err
 
 
 def test_batch_that_does_not_divide_is_refused_by_all_ranks(tmp_path):
@@ -184,7 +213,8 @@ def test_batch_that_does_not_divide_is_refused_by_all_ranks(tmp_path):
 
 
 def test_resuming_with_other_settings_is_refused(tmp_path):
-    train("--epochs", 1, "--out", tmp_path, ranks=1)
+    train(("--epochs", 1, "--out", tmp_path), ranks=1)
     result = run("--epochs", 2, "--out", tmp_path, "--resume", "--lr", 0.5, launcher=False)
     assert result.returncode == 2
     assert "lr 0.05, not 0.5" in result.stderr
+    assert (result.stdout, len(result.stderr.splitlines())) == ("", 1), result.stderr
