@@ -37,9 +37,29 @@ QUICK = {
     "tools": ("bench_parts", "env_command"),
     ".": ("data",),
 }  # fmt: skip
-QUICK_FILES = {Path(__file__).parent / folder / f"test_{name}.py" for folder, names in QUICK.items() for name in names}
-if gone := [str(file) for file in QUICK_FILES if not file.exists()]:
-    raise pytest.UsageError(f"QUICK in tests/conftest.py names files that are not there: {gone}")
+# The files that take longest, which are begun first: no worker of pytest-xdist then ends alone with a long one.
+LONG = {
+    "conformance": ("torch_suite",),
+    "engines": ("mpi",),
+    "faults": ("forks",),
+    "hosts": ("hosts", "launch_ssh", "networks"),
+    "house": ("examples", "master_worker_page"),
+    "launch": ("launch_ranks", "torchrun"),
+    "parallel": ("ddp", "digits"),
+    "plugin": ("programs_of_torch",),
+    "remote": ("bootstrap", "capture_changes"),
+    "tools": ("bench",),
+}
+
+
+def _files(table: dict[str, tuple[str, ...]]) -> set[Path]:
+    files = {Path(__file__).parent / folder / f"test_{name}.py" for folder, names in table.items() for name in names}
+    if gone := [str(file) for file in files if not file.exists()]:
+        raise pytest.UsageError(f"tests/conftest.py names files that are not there: {gone}")
+    return files
+
+
+QUICK_FILES, LONG_FILES = _files(QUICK), _files(LONG)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -48,7 +68,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("markexpr") == "quick" and is_other else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path in QUICK_FILES:
             item.add_marker("quick")
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path not in LONG_FILES)
