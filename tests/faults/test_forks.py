@@ -81,8 +81,8 @@ def test_a_child_that_collects_groups_with_calls_under_way() -> None:
     assert run_ranks(2, body) == [[0] * 2] * 2
 
 
-def test_a_child_that_is_forked_within_a_call() -> None:
-    """By a signal handler, which then returns, or raises, in the child too."""
+def test_a_child_that_is_forked_within_a_call(tmp_path: Path) -> None:
+    """By a signal handler, which then returns, or raises, in the child too. The other rank comes when it has run."""
 
     def body() -> list[int]:
         children: list[int] = []
@@ -99,6 +99,8 @@ def test_a_child_that_is_forked_within_a_call() -> None:
                     signal.signal(signal.SIGALRM, signal.SIG_DFL)
                     if raises:
                         raise Enough
+                else:
+                    (tmp_path / f"forked {len(codes)}").touch()
 
         for raises in (False, True):
             for call in (
@@ -110,8 +112,8 @@ def test_a_child_that_is_forked_within_a_call() -> None:
                 if dist.get_rank() == 0:
                     children.clear()
                     signal.signal(signal.SIGALRM, handler)
-                    signal.setitimer(signal.ITIMER_REAL, 0.02)
                     try:
+                        signal.setitimer(signal.ITIMER_REAL, 0.02)
                         call()
                     except (Enough, dist.NotInitializedError) as error:
                         os._exit(0 if isinstance(error, Enough) == raises and children == [0] else 1)
@@ -119,8 +121,9 @@ def test_a_child_that_is_forked_within_a_call() -> None:
                         os._exit(2)
                     codes.append(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
             if dist.get_rank() == 1:
-                for message in (False, False, True, True):
-                    time.sleep(0.3)
+                for number, message in enumerate((False, False, True, True), 4 * raises):
+                    while not (tmp_path / f"forked {number}").exists():
+                        time.sleep(0.01)
                     dist.send(torch.ones(2), 0) if message else dist.all_reduce(torch.ones(2))
         dist.barrier()
         return codes
