@@ -127,6 +127,12 @@ void bind_trace(nb::module_& m) {
           },
           nb::arg("fd"), nb::arg("records"), nb::arg("rank"), nb::arg("world_size"), nb::arg("members"),
           nb::arg("host"), "From now on records all calls in this file, too. Takes over the descriptor.")
+      .def(
+          "doing", [](Recorder& recorder) { return reinterpret_cast<uintptr_t>(live(recorder).doing()); },
+          "The address of the number of what is done at this moment (uint32), 0 for nothing. Lives as long as this.")
+      .def(
+          "site", [](Recorder& recorder, const std::string& text) { return live(recorder).site(text); },
+          nb::arg("text"), "The number of a text; 0: there is no room.")
       .def("stop", [](Recorder& recorder) { live(recorder).record_to(nullptr); }, "No longer records in a file.");
 }
 

@@ -38,6 +38,7 @@ struct Header {
   alignas(64) std::atomic<uint64_t> records;  // begun since the start; only the newest are kept
   alignas(64) std::atomic<uint32_t> groups;
   std::atomic<uint32_t> members;
+  uint32_t doing;  // of a worker: the site whose text names the operation under way; 0: none
 };
 static_assert(sizeof(Header) == 320);
 

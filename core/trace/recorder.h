@@ -94,6 +94,9 @@ class Recorder {
   void close_group(size_t group);
   Group& group(size_t group) const { return memory_->group(group); }
 
+  // Where a worker notes what it executes: the number of a site.
+  uint32_t* doing() const { return &memory_->header().doing; }
+
   // The number of a line of the program.
   uint16_t site(std::string_view text);
   // The same of a blocking call that begins now; 0 where its turn has not come.

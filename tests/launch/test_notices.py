@@ -198,3 +198,34 @@ def test_a_wrong_time_is_refused(launcher: Launcher) -> None:
     done = launcher.run("-n", "1", "x.py", environ={"ALLRANKS_NOTICE_AFTER": "soon"})
     assert done.code == 2
     assert "ALLRANKS_NOTICE_AFTER: 'soon' is not a time (30 or 30s, 5m, 2h)" in done.err
+
+
+MASTER = """
+import time, torch, allranks as ar
+mw = ar.init_master_worker()
+x = torch.randn({size}, {size}, device="worker:1")
+
+def load():
+    time.sleep(4)
+    return 1
+
+print({what})
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "size", "place"),
+    [
+        ("(x @ x).sum().item()", 5000, r"which executes aten::\w+; its process is \w[\w ]*"),
+        ("mw.remote(load, on=1)().result()", 1, r"which is at .*script.py:7 in load; its process is sleeping"),
+    ],
+    ids=["operator", "function"],
+)
+def test_the_master_waits_for_a_worker(launcher: Launcher, what: str, size: int, place: str) -> None:
+    script = launcher.write(MASTER.format(what=what, size=size))
+    done = launcher.run("--mode", "master", "-n", "2", "--notice-after", "1s", str(script), real_torch=True)
+    assert done.code == 0, done.err
+    line = (
+        r"^allranks run: rank 0 has waited \d s in a wait for worker 1 \(.*script.py:\d+\) for rank 1, " + place + "$"
+    )
+    assert re.search(line, done.err, re.M), done.err

@@ -65,7 +65,7 @@ class Diagnosis:
 
     def key(self) -> tuple[object, ...]:
         """What two diagnoses have in common that say the same."""
-        waits = sorted((w.rank, w.call.title, w.call.group, w.awaited) for w in self.waits.values())
+        waits = sorted((w.rank, w.call.title, w.call.group, w.call.site, w.awaited) for w in self.waits.values())
         return tuple(waits), self.late, self.circles
 
     def lines(self, hosts: Mapping[int, str] | None = None, places: Mapping[int, str] | None = None) -> list[str]:
@@ -105,6 +105,8 @@ class Diagnosis:
         state = self.states.get(rank)
         if state is None:
             return "of which nothing is known"
+        if state.doing and state.process not in ("gone", "stopped"):
+            return f"which executes {state.doing}; its process is {state.process}"
         if place and state.process not in ("gone", "stopped"):
             return f"which is at {place}; its process is {state.process}"
         process = "whose process has ended" if state.process == "gone" else f"whose process is {state.process}"

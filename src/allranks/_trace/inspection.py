@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from allranks._trace.reader import Call, Group, Reader
 from allranks._trace.state import CallState, GroupState, RankState, Usage
 
-__all__ = ["call_state", "process_state", "rank_state", "usage"]
+__all__ = ["OF_MASTER", "call_state", "process_state", "rank_state", "usage"]
 
 _MESSAGES = ("send", "recv")
+OF_MASTER = "master"
+"""The engine of the group whose messages are a master's waits for its workers."""
 _MOST_OPEN = 16
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGESIZE")
@@ -48,6 +50,7 @@ def rank_state(rank: int, pid: int, reader: Reader | None, recent: int = 0, ende
         recent=tuple(states[call.index] for call in newest[-recent:]) if recent else (),
         groups=tuple(GroupState(g.name, g.ranks, g.engine, g.number, g.open) for g in groups.values()),
         usage=usage(pid, tuple(groups.values())),
+        doing=reader.doing,
     )
 
 
@@ -60,7 +63,9 @@ def call_state(call: Call, groups: dict[int, Group], now: float) -> CallState:
         return group.world_rank(rank) if group is not None and rank >= 0 else rank
 
     title = call.title
-    if call.verb in _MESSAGES:
+    if group is not None and group.engine == OF_MASTER:
+        name, title = "", f"a wait for worker {call.peer}"
+    elif call.verb in _MESSAGES:
         peer = "any rank" if call.peer < 0 else f"rank {world(call.peer)}"
         title = f"{call.verb} {'to' if call.verb == 'send' else 'from'} {peer}"
     ended = call.returned_ns != 0

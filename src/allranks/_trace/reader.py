@@ -64,7 +64,7 @@ OUTCOMES: Final = {
 _MAGIC = b"allrtrc\0"
 _HEADER = struct.Struct("<8sIiiiqq" + "QII" * 4 + "64s")
 _PID = struct.Struct("<i")
-_COUNTERS = struct.Struct("<Q56xII")
+_COUNTERS = struct.Struct("<Q56xIII")
 _COUNTERS_AT = 192
 _GROUP = struct.Struct("<96s16sIiiIIIQQ")
 _TOTALS = struct.Struct("<QQQQ")
@@ -273,9 +273,14 @@ class Reader:
 
     def groups(self) -> dict[int, Group]:
         """All groups, by index. Of those that were destroyed some may have been replaced by later ones."""
-        _, used, _ = _COUNTERS.unpack_from(self._data, _COUNTERS_AT)
+        _, used, _, _ = _COUNTERS.unpack_from(self._data, _COUNTERS_AT)
         found = (self._group(index) for index in range(min(used, self._tables[0][2])))
         return {group.index: group for group in found if group is not None}
+
+    @property
+    def doing(self) -> str:
+        """Of a worker: the operation that it executes, such as ``aten::mm``; "" between two, and of other processes."""
+        return self._site(_COUNTERS.unpack_from(self._data, _COUNTERS_AT)[3])
 
     def last(self, most: int) -> list[Call]:
         """The newest calls, oldest first."""

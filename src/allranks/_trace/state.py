@@ -91,6 +91,7 @@ class RankState(msgspec.Struct, frozen=True, tag=True):
         recent: the newest calls, oldest first, where they were asked for.
         groups: those that it has made.
         usage: what it has used.
+        doing: of a worker: the operation that it executes; "" for none.
     """
 
     rank: int
@@ -105,6 +106,7 @@ class RankState(msgspec.Struct, frozen=True, tag=True):
     recent: tuple[CallState, ...] = ()
     groups: tuple[GroupState, ...] = ()
     usage: Usage = Usage()
+    doing: str = ""
 
     @property
     def waiting(self) -> CallState | None:

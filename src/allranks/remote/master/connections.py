@@ -25,6 +25,7 @@ import torch
 from allranks import _core
 from allranks._base.errors import TimeoutError, UsageError, WorkerLost
 from allranks._base.forks import forks, refusal
+from allranks.remote.master.long_waits import LongWaits
 from allranks.remote.protocol import flags, wire
 from allranks.remote.protocol.faults import error_of
 from allranks.remote.protocol.wire import Answer, Command
@@ -110,6 +111,7 @@ class Connections:
         self._answers: dict[tuple[int, int], Answer] = {}
         self._received: dict[int, bytearray] = {}
         self._raised: set[tuple[int, int]] = set()  # the faults of which an exception has been raised
+        self._waits = LongWaits()
         self._interrupted: dict[int, float] = {}  # when Ctrl-C has ended a wait for a worker, by rank
         _core.while_waiting(self._receive_while_full)
 
@@ -186,6 +188,8 @@ class Connections:
             except KeyboardInterrupt:
                 self._interrupted.setdefault(rank, time.monotonic())
                 raise
+            finally:
+                self._waits.end((rank, number) in self._answers)
             self._interrupted.pop(rank, None)
             answer = self._answers.pop((rank, number))
         if answer.fault is not None:
@@ -258,6 +262,7 @@ class Connections:
             part = worker.socket.recv(_CHUNK)
         except BlockingIOError:
             if time.monotonic() < deadline:
+                self._waits.begin(rank, len(self.by_rank) + 1)
                 self._warn_of_interrupted(rank)
                 return
             raise TimeoutError(

@@ -117,8 +117,11 @@ def call_source(
     return CallSource(plain, checked, source.inputs, len(outputs))
 
 
-def call_function(code: Code, inputs: int, outputs: int) -> Callable[[Slots, Any, int], None]:
-    """A function of slots, a buffer, and where in the buffer the ids of a call begin."""
+def call_function(code: Code, inputs: int, outputs: int, site: int = 0) -> Callable[[Slots, Any, int], None]:
+    """A function of slots, a buffer, and where in the buffer the ids of a call begin.
+
+    ``site`` is the number under which it notes that it runs; 0: it notes nothing.
+    """
     numbers = len(code.layout.unpack(bytes(code.layout.size))) - inputs - outputs
     ids = [f"i{each}" for each in range(inputs)], [f"o{each}" for each in range(outputs)]
     values = [f"n{each}" for each in range(numbers)]
@@ -127,7 +130,8 @@ def call_function(code: Code, inputs: int, outputs: int) -> Callable[[Slots, Any
     slots = [[f"S[{each}]" for each in kind] for kind in ids]
     body = code.text.format(i=slots[0], o=slots[1], n=values)
     space = {**code.space, "unpack": code.layout.unpack_from}
-    return _execute(f"def run(S, B, at):\n  {taken}\n  {body}", space)  # type: ignore[no-any-return]
+    noted = f"doing[0] = {site}" if site else "pass"
+    return _execute(f"def run(S, B, at):\n  {noted}\n  {taken}\n  {body}", space)  # type: ignore[no-any-return]
 
 
 def program_function(inputs: Sequence[int], lines: Sequence[str], results: str, space: dict[str, Any]) -> Any:

@@ -138,6 +138,7 @@ class Interpreter(WorkerState):
 
     def _handle_message(self, payload: memoryview) -> None:
         message, data = wire.unpack(payload)
+        self.doing[0] = 0
         match message:
             case Define():
                 try:
@@ -199,6 +200,7 @@ class Interpreter(WorkerState):
 
     def _ask(self, ask: Ask) -> None:
         """Runs an operator whose results only the data can tell."""
+        self.doing[0] = self.site(ask.op)
         self.kept.pop(self._last_ask, None)  # the master has raised what another worker answered
         self._last_ask = ask.number
         inputs: list[Any] = [self.slots.get(each) for each in ask.inputs]
@@ -248,16 +250,17 @@ class Interpreter(WorkerState):
     def _compile(self, define: Define) -> Template:
         """A function for a template, of slots, a buffer and where in it the ids begin."""
         op = self._resolve(define.op)
-        space = {"settle": self._settle, "generators": self.generators}
+        space = {"settle": self._settle, "generators": self.generators, "doing": self.doing}
         call = call_source(define.number, define.args, define.kwargs, define.results, op, self.device, space)
         inputs, outputs = call.inputs, call.outputs
         code = call.checked if define.checked else call.plain
         changes = tuple(written_by(_named(op), define.args, define.kwargs))
-        run = call_function(call.checked, inputs, outputs)
+        site = self.site(define.op)
+        run = call_function(call.checked, inputs, outputs, site)
         made = Template(define.op, inputs, outputs, code.layout.size, changes, run, code)
         if define.checked or not outputs:
             return made
-        plain = made._replace(run=call_function(call.plain, inputs, outputs))
+        plain = made._replace(run=call_function(call.plain, inputs, outputs, site))
 
         def first(slots: Slots, buffer: Any, at: int) -> None:
             mended = self._mended
@@ -377,3 +380,4 @@ def serve(context: WorkerContext) -> None:
             return
         end += count
         start = interpreter.execute(buffer, start, end, interpreter.slots)
+        interpreter.doing[0] = 0

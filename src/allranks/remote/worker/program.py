@@ -66,7 +66,10 @@ def compile_program(worker: WorkerState, program: wire.Program, table: dict[int,
     layout = struct.Struct(f"<{len(program.inputs) + len(program.outputs)}I")
     inputs, kept = len(program.inputs), tuple(program.kept.values())
 
+    site = worker.site("a captured step")
+
     def run(slots: Slots, buffer: Any, at: int) -> None:
+        worker.doing[0] = site
         ids = layout.unpack_from(buffer, at)
         try:
             made = fast(slots, *[slots[each] for each in ids[:inputs]])

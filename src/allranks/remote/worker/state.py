@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import socket
 import struct
 import traceback
 from collections.abc import Callable, Sequence
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from allranks._trace import memory
 from allranks.launch.ranks.function import pack_error
 from allranks.remote.protocol import wire
 from allranks.remote.protocol.faults import Poison, Poisoned
@@ -16,10 +20,18 @@ from allranks.remote.protocol.wire import Fault, Meta
 from allranks.remote.worker.template import Slots, Template
 
 if TYPE_CHECKING:
+    from allranks import _core
     from allranks._group.process_group import ProcessGroup
     from allranks.remote.bootstrap.worker_context import WorkerContext
 
 __all__ = ["WorkerState", "describe"]
+
+
+def _recorder(rank: int) -> _core.Recorder | None:
+    """The recorder of a worker's process."""
+    if os.environ.get("RANK") != str(rank):  # the memory is for the calls of the process that has started this one
+        os.environ.pop(memory.MEMORY, None)
+    return memory.recorder(rank, int(os.environ.get("WORLD_SIZE", rank + 1)), socket.gethostname())
 
 
 class WorkerState:
@@ -41,6 +53,7 @@ class WorkerState:
         marks: times, by the number of an event.
         copies: copied storages by address, for each deep copy under way.
         generators: random number generators, by number.
+        doing: its only element is the number of what is executed, for others to see; 0 is nothing.
     """
 
     def __init__(self, rank: int, device: torch.device, context: WorkerContext | None = None) -> None:
@@ -60,6 +73,18 @@ class WorkerState:
         self.copies: dict[int, dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]] = {}
         self.generators: dict[int, torch.Generator] = {}
         self._faults = 0
+        self._sites: dict[str, int] = {}
+        self._recorder = None if context is None else _recorder(rank)
+        address = 0 if self._recorder is None else self._recorder.doing()
+        word = ctypes.c_uint32.from_address(address) if address else ctypes.c_uint32()
+        self.doing = memoryview(word).cast("B").cast("I")
+
+    def site(self, name: str) -> int:
+        """The number under which an operation is recorded."""
+        number = self._sites.get(name)
+        if number is None:
+            number = self._sites[name] = 0 if self._recorder is None else self._recorder.site(name)
+        return number
 
     def generator(self, number: int) -> torch.Generator:
         """A generator by its number; 0 is that of all operations that are given none."""
