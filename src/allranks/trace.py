@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from allranks._api.world import is_initialized, resolve_group
-from allranks._base.errors import UsageError
+from allranks._base.errors import NotInitializedError, UsageError
 from allranks._group.process_group import ProcessGroup
-from allranks._trace import memory
+from allranks._trace import flight_recorder, memory
+from allranks._trace.matching import read_process
 from allranks._trace.reader import Call, Group, Reader
 
-__all__ = ["Straggler", "Stragglers", "TracedCall", "last_calls", "record", "stragglers"]
+__all__ = ["Straggler", "Stragglers", "TracedCall", "flight_dump", "last_calls", "record", "stragglers"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class TracedCall:
         return f"{self.verb} #{self.number}"
 
     def __str__(self) -> str:
-        tensor = f"({self.count} x {self.dtype}{', ' if self.op else ''}{self.op})" if self.dtype else ""
+        what = f"{self.count} x {self.dtype}" if self.dtype and self.count else ""
+        tensor = f"({', '.join(filter(None, (what, self.op)))})" if what or self.op else ""
         parts = [f"{self.title}{tensor}" + (f" on '{self.group}'" if self.group != "world" else "")]
         if self.line:
             parts.append(f"at {self.line}")
@@ -251,6 +253,37 @@ def record(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield recording.path
     finally:
         recording.stop()
+
+
+def flight_dump(folder: str | os.PathLike[str]) -> Path:
+    """Writes the newest calls of this process in the format of torch's Flight Recorder.
+
+    Every rank that is to be compared calls it, for example where a timeout is caught. Then ``torchfrtrace FOLDER`` says
+    which rank has not called what the others have. ``allranks trace flight`` makes these files from trace files, which
+    have all calls of all ranks.
+
+    Args:
+        folder: one for all ranks, which is made if it is not there, and has no other files.
+
+    Returns:
+        The file: ``allranks_trace_rank_3`` of rank 3.
+
+    Raises:
+        NotInitializedError: there is no group yet, or calls are not recorded (ALLRANKS_RECORD=0).
+        UsageError: the file cannot be written.
+
+    Cost:
+        about 20 microseconds for each call in memory (2,048 at most); other ranks are not asked.
+    """
+    reader = memory.reader()
+    if reader is None:
+        raise NotInitializedError("there are no calls: there is no group yet, or calls are not recorded")
+    process = read_process(0, "memory", reader)
+    ((dump, _),) = flight_recorder.dumps([process]).values()
+    try:
+        return flight_recorder.write(Path(folder), dump, process, first=process.missing)
+    except OSError as error:
+        raise UsageError(f"cannot write to {os.fspath(folder)!r}: {error.strerror}") from error
 
 
 def _world() -> Any:

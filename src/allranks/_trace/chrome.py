@@ -93,7 +93,7 @@ def slice_arguments(each: Slice) -> dict[str, Any]:
     """What is known of a call beside its times."""
     call = each.call
     found: dict[str, Any] = {"group": each.group}
-    if call.dtype and call.verb != "barrier":
+    if call.dtype and call.count:
         found["elements"] = f"{call.count} x {call.dtype}"
     if call.op:
         found["op"] = call.op

@@ -21,6 +21,7 @@ _ALL_WAIT = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
 _FROM_ROOT = ("broadcast", "scatter")
 _TO_ROOT = ("reduce", "gather")
 _NATIVE = ("native", "tcp")
+_WITHOUT_COUNT = ("barrier", "all_to_all")
 
 Key = tuple[str, tuple[int, ...]]
 
@@ -296,7 +297,7 @@ def _compare(
 ) -> None:
     """Notes which call has returned on one host after another one had begun, as that waits for it."""
     verb = returned[0][1].verb
-    if any(call.verb != verb or (call.count == 0 and verb != "barrier") for _, call in (*returned, *others)):
+    if any(call.verb != verb or (call.count == 0 and verb not in _WITHOUT_COUNT) for _, call in (*returned, *others)):
         return
     everywhere = verb in _ALL_WAIT or (verb == "all_to_all" and engine in _NATIVE)
     late = [call for is_root, call in returned if everywhere or is_root == (verb in _TO_ROOT)]

@@ -151,8 +151,15 @@ def _record(words: Sequence[str]) -> int | Program:
     return trace_files.record(words)
 
 
+def _flight(words: Sequence[str]) -> int:
+    from allranks.tools import trace_files
+
+    return trace_files.flight(words)
+
+
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int | Program], str]] = {
     "show": (_show, "what the ranks of a running job do"),
     "timeline": (_timeline, "draws the calls of all ranks on one clock, from trace files"),
     "record": (_record, "runs a program and writes its timeline"),
+    "flight": (_flight, "writes trace files in the format of torch's Flight Recorder, for torchfrtrace"),
 }

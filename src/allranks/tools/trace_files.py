@@ -12,12 +12,16 @@ from pathlib import Path
 
 from allranks._base.console import ArgumentParser, Program, put
 from allranks._base.errors import ConfigError, rank_list
+from allranks._trace import flight_recorder
 from allranks._trace.chrome import other_data, read_profile
+from allranks._trace.files import open_trace, trace_files
+from allranks._trace.matching import read_process
 from allranks._trace.timeline import Clock, Timeline, read
 from allranks.tools.outputs import why_not
 
-__all__ = ["record", "timeline"]
+__all__ = ["flight", "record", "timeline"]
 
+_PATHS = "trace files, or folders of them (allranks run --trace DIR)"
 _FORMATS = "*.json or *.json.gz: for Perfetto; *.html: a page for a browser; *.png, *.svg, *.pdf: a picture"
 
 
@@ -32,9 +36,7 @@ def timeline(words: Sequence[str]) -> int:
         prog="allranks trace timeline",
         description="Puts the calls of all ranks on one clock, and draws them: who waited for whom, and how long.",
     )
-    parser.add_argument(
-        "paths", nargs="+", type=Path, metavar="PATH", help="trace files, or folders of them (allranks run --trace DIR)"
-    )
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=_PATHS)
     _add_output(parser)
     parser.add_argument(
         "--profiler", nargs="+", action="extend", default=[], type=Path, metavar="FILE",
@@ -94,6 +96,44 @@ def record(words: Sequence[str]) -> int | Program:
     finally:
         shutil.rmtree(folder)
     return code
+
+
+def flight(words: Sequence[str]) -> int:
+    """``allranks trace flight``. Returns its exit code.
+
+    Raises:
+        TraceError: a file is no trace.
+        ConfigError: the files cannot be written.
+    """
+    parser = ArgumentParser(
+        prog="allranks trace flight",
+        description="Writes the calls of each rank in the format of torch's Flight Recorder. torchfrtrace FOLDER, which"
+        " comes with torch, then says which rank has not called what the others have.",
+    )
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=_PATHS)
+    parser.add_argument(
+        *("-o", "--output"), required=True, type=Path, metavar="FOLDER", help="where to write; it has no other files"
+    )
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
+    args = parser.parse_args(words)
+    processes = [read_process(i, str(path), open_trace(path)) for i, path in enumerate(trace_files(args.paths))]
+    found = flight_recorder.dumps(processes)
+    try:
+        files = [flight_recorder.write(args.output, dump, process) for dump, process in found.values()]
+    except OSError as error:
+        raise ConfigError(f"cannot write to {args.output}: {error.strerror}") from None
+    left_out = sum(dump.left_out for dump, _ in found.values())
+    if args.json:
+        put(json.dumps({"files": [str(file) for file in files], "left_out": left_out}) + "\n")
+        return 0
+    lines = [f"{len(files)} ranks, {sum(len(dump.calls) for dump, _ in found.values())} calls, in {args.output}"]
+    if left_out:
+        lines.append(
+            f"{left_out} messages are left out, as it is not known which message they were (recv from any rank)"
+        )
+    lines.append(f"now: torchfrtrace {args.output}")
+    put("".join(f"{line}\n" for line in lines))
+    return 0
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:

@@ -1,0 +1,222 @@
+"""Writes calls in the format of torch's Flight Recorder, which ``torchfrtrace`` reads: a pickled file for each rank.
+
+That tool compares what the ranks of a group have called, by the number of the call. It takes a message for a call of
+all ranks of its group. So messages from one rank to another with one tag are a group of their own here, of these two.
+
+Source: the dumps and the tool of torch 2.10 to 2.13 (torch/distributed/flight_recorder); version 2.10 of the format.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from allranks._trace.matching import GroupRun, Process, match
+from allranks._trace.reader import Call
+
+__all__ = ["PREFIX", "Dump", "dumps", "write"]
+
+PREFIX = "allranks_trace_rank_"
+"""Of the files' names; the number of the rank follows, as the tool expects it."""
+
+_VERSION = "2.10"
+_BACKEND = "gloo"  # the tool knows only names of torch's backends
+_TYPES = {
+    "uint8": "Byte", "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "uint16": "UInt16",
+    "uint32": "UInt32", "uint64": "UInt64", "float16": "Half", "bfloat16": "BFloat16", "float32": "Float",
+    "float64": "Double", "bool": "Bool", "complex32": "ComplexHalf", "complex64": "ComplexFloat",
+    "complex128": "ComplexDouble", "float8_e4m3fn": "Float8_e4m3fn", "float8_e5m2": "Float8_e5m2",
+    "float8_e4m3fnuz": "Float8_e4m3fnuz", "float8_e5m2fnuz": "Float8_e5m2fnuz",
+}  # fmt: skip
+
+
+@dataclass
+class Dump:
+    """What is written for a rank.
+
+    Attributes:
+        rank: of the world.
+        groups: by name, the ranks.
+        calls: of which group, its number there, and the words of the tool for it.
+        left_out: calls that the format cannot have.
+    """
+
+    rank: int
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    calls: list[tuple[Call, str, int, str]] = field(default_factory=list)
+    left_out: int = 0
+
+
+def dumps(processes: Sequence[Process]) -> dict[int, tuple[Dump, Process]]:
+    """What is written for each rank. Of a rank that was started again, it is the last process."""
+    latest: dict[int, Process] = {}
+    for process in sorted(processes, key=lambda p: p.wall):
+        latest[process.rank] = process
+    kept = {process.number: process for process in latest.values()}
+    found = {rank: Dump(rank) for rank in latest}
+    seen: Counter[str] = Counter()
+    runs, _, _ = match(list(kept.values()))
+    for run in runs:
+        seen[run.name] += 1
+        name = run.name if seen[run.name] == 1 else f"{run.name}#{seen[run.name]}"
+        _add_collectives(run, name, kept, found)
+        _add_messages(run, name, kept, found)
+    return {rank: (dump, latest[rank]) for rank, dump in sorted(found.items())}
+
+
+def write(folder: Path, dump: Dump, process: Process, first: int = 0) -> Path:
+    """Writes the file of a rank.
+
+    Args:
+        folder: where; it is made.
+        dump: what.
+        process: whose calls they are.
+        first: the number of the first call in the file. The tool leaves out calls that another rank's file has no more,
+            by this number.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = {name: number for number, name in enumerate(sorted(dump.groups))}
+    entries = [
+        _entry(process, first + place, numbers, dump.groups, *each)
+        for place, each in enumerate(sorted(dump.calls, key=lambda each: each[0].index))
+    ]
+    content = {
+        "version": _VERSION,
+        "comm_lib_version": "",
+        "pg_config": {
+            name: {"name": name, "desc": name, "ranks": str(list(ranks))} for name, ranks in dump.groups.items()
+        },
+        "pg_status": {str(numbers[name]): _status(dump, name) for name in dump.groups},
+        "entries": entries,
+    }
+    path = folder / f"{PREFIX}{dump.rank}"
+    path.write_bytes(pickle.dumps(content, protocol=4))
+    return path
+
+
+def _add_collectives(run: GroupRun, name: str, processes: Mapping[int, Process], found: Mapping[int, Dump]) -> None:
+    # Where a rank no longer has its first calls, those of the others would be taken for calls that it has not made.
+    first = max(
+        (min((call.number for call in calls if call.number), default=1) for calls in _incomplete(run, processes)),
+        default=1,
+    )
+    for number, calls in run.calls.items():
+        dump = found[processes[number].rank]
+        for call in calls:
+            if call.number >= first:
+                dump.groups[name] = tuple(sorted(run.ranks))
+                dump.calls.append((call, name, call.number, call.verb))
+
+
+def _incomplete(run: GroupRun, processes: Mapping[int, Process]) -> Iterator[Sequence[Call]]:
+    return (calls for number, calls in run.calls.items() if processes[number].missing)
+
+
+def _add_messages(run: GroupRun, name: str, processes: Mapping[int, Process], found: Mapping[int, Dump]) -> None:
+    # What such a recv has got is not known, and so not which sends are left for others.
+    from_any = {
+        (processes[number].rank, call.tag)
+        for number, calls in run.calls.items()
+        for call in calls
+        if call.verb == "recv" and call.peer < 0
+    }
+    incomplete = {processes[number].rank for number in run.calls if processes[number].missing}
+    for number, calls in run.calls.items():
+        rank = processes[number].rank
+        dump = found[rank]
+        counts: dict[tuple[int, int, int], int] = defaultdict(int)
+        for call in calls:
+            if call.number:
+                continue
+            other = run.ranks[call.peer] if 0 <= call.peer < len(run.ranks) else -1
+            source, target = (rank, other) if call.verb == "send" else (other, rank)
+            if other in (-1, rank) or incomplete & {rank, other} or (target, call.tag) in from_any:
+                dump.left_out += 1
+                continue
+            ranks = tuple(sorted((source, target)))
+            own = f"{name}: {source} to {target}{f', tag {call.tag}' if call.tag else ''}"
+            counts[source, target, call.tag] += 1
+            dump.groups[own] = ranks
+            here, there = ranks.index(rank), ranks.index(other)
+            words = f"send {here}->{there}" if call.verb == "send" else f"recv {here}<-{there}"
+            dump.calls.append((call, own, counts[source, target, call.tag], words))
+
+
+def _entry(
+    process: Process,
+    record: int,
+    numbers: Mapping[str, int],
+    groups: Mapping[str, tuple[int, ...]],
+    call: Call,
+    group: str,
+    number: int,
+    words: str,
+) -> dict[str, Any]:
+    ahead = process.wall - process.began
+    message = call.verb in ("send", "recv")
+    gets, gives = _sizes(call, len(groups[group]))
+    kind = [_TYPES.get(call.dtype, call.dtype)] if gets else []
+    ended = call.returned_ns != 0 and not call.outcome
+    return {
+        "record_id": record,
+        "pg_id": numbers[group],
+        "process_group": (group, group),
+        "collective_seq_id": number,
+        "p2p_seq_id": number if message else 0,
+        "op_id": record,
+        "profiling_name": f"{_BACKEND}:{words}",
+        "time_created_ns": call.entered_ns + ahead,
+        "time_discovered_started_ns": call.met_ns + ahead if call.met_ns else None,
+        "time_discovered_completed_ns": call.returned_ns + ahead if ended else None,
+        "input_sizes": gets,
+        "output_sizes": gives,
+        "input_dtypes": kind,
+        "output_dtypes": kind,
+        "state": "completed" if ended else "started",
+        "retired": ended,
+        "timeout_ms": 0,
+        "is_p2p": message,
+        "thread_id": "",
+        "thread_name": "",
+        "frames": _frames(call.site),
+    }
+
+
+def _sizes(call: Call, ranks: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Of what a call is given, and of what it gives. ``count`` is that of one rank's part."""
+    if call.verb == "barrier":
+        return [], []
+    one, all_ = [[call.count]], [[call.count * ranks]]
+    return {
+        "all_gather": (one, all_),
+        "gather": (one, all_),
+        "reduce_scatter": (all_, one),
+        "scatter": (all_, one),
+    }.get(call.verb, (one, one))
+
+
+def _frames(site: str) -> list[dict[str, Any]]:
+    """The line of a call, as ``file.py:12 in step, shape (3,)``."""
+    place, _, more = site.partition(" in ")
+    file, _, line = place.partition(",")[0].rpartition(":")
+    if not file or not line.isdecimal():
+        return []
+    return [{"name": more.partition(",")[0] or "<module>", "filename": file, "line": int(line)}]
+
+
+def _status(dump: Dump, group: str) -> dict[str, int]:
+    mine = [(number, call) for call, name, number, _ in dump.calls if name == group]
+    ended = [number for number, call in mine if call.returned_ns and not call.outcome]
+    begun = [number for number, _ in mine]
+    return {
+        "last_enqueued_collective": max(begun, default=-1),
+        "last_started_collective": max(begun, default=-1),
+        "last_completed_collective": max(ended, default=-1),
+    }
