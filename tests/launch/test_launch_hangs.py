@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from allranks.launch.stacks import main_place, parse, render
+from allranks._trace.stacks import main_place, parse, render
 from support.launcher_process import Launcher
 from support.marked import wait_for
 

@@ -10,10 +10,10 @@ import time
 
 import pytest
 
+from allranks._trace.inspection import next_limit
 from allranks._trace.state import CallState, GroupState, RankState
 from allranks.launch.policy.interface import DumpStacks, InspectRanks, PrintNotice
 from allranks.launch.policy.notices import Notices
-from allranks.launch.ranks.agent import next_limit
 from allranks.launch.spec.events import LongWait, Stacks
 from support.launcher_process import Launcher
 

@@ -31,6 +31,10 @@ DEFAULT_BACKEND = "cpu:native,cuda:nccl"
 """The engines of a world for which nobody names any."""
 
 
+NOTICE_S = 10.0
+"""How long a rank may wait in one call before it is told for whom, unless somebody says otherwise."""
+
+
 @dataclass(frozen=True)
 class Variable:
     """One row of the table of environment variables.
@@ -264,6 +268,16 @@ def read_seconds(environ: Mapping[str, str], name: str) -> float | None:
         return parse_seconds(text) if text else None
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def notice_seconds(environ: Mapping[str, str]) -> float:
+    """How long a rank may wait in one call before it is told for whom; 0: it never is.
+
+    Raises:
+        ConfigError: the variable is no time.
+    """
+    asked = read_seconds(environ, "ALLRANKS_NOTICE_AFTER")
+    return NOTICE_S if asked is None else asked
 
 
 def split_host_port(text: str, source: str) -> tuple[str, int | None]:

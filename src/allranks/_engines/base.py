@@ -123,6 +123,10 @@ class Engine(abc.ABC):
         """The engines that it consists of, by a type of device that each moves tensors of."""
         return {self.device: self}
 
+    def last_numbers(self) -> Sequence[int] | None:
+        """The number of the last collective that each rank has begun, as far as is known here; None: it is not."""
+        return None
+
     def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
         """Sockets that end with the processes of these ranks, which a group of them may share; None: there are none."""
         return None

@@ -6,6 +6,7 @@ functions (`_api`) translate the world's.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -16,8 +17,10 @@ from allranks._base.forks import follow, forks, refusal
 from allranks._base.public import publish
 from allranks._call.types import PremulSum, ReduceOp, Stats, as_reduce_op
 from allranks._call.work import seconds_of
+from allranks._cluster.env import notice_seconds
 from allranks._engines.base import Parent, never
 from allranks._trace import memory
+from allranks._trace.watcher import Peer, watch
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -87,6 +90,17 @@ class ProcessGroup:
             part.record_in(recorder, number)
             self.record_numbers.append(number)
             self._recorded.append(partial(recorder.close_group, number))
+        machine = self.members[rank].machine
+        watch(
+            self,
+            me.rank,
+            lambda: [Peer(m.rank, m.pid, m.host, m.machine == machine) for m in self.members],
+            notice_seconds(os.environ),
+        )
+
+    def last_numbers(self) -> Sequence[int] | None:
+        """The number of the last collective that each rank has begun, as far as is known here; None: it is not."""
+        return self._engine.last_numbers() if self._engine is not None and not self.inherited else None
 
     def rank(self) -> int:
         """This process, 0 to size - 1."""

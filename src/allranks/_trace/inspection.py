@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from allranks._trace.reader import Call, Group, Reader
 from allranks._trace.state import CallState, GroupState, RankState, Usage
 
-__all__ = ["OF_MASTER", "call_state", "process_state", "rank_state", "usage"]
+__all__ = ["OF_MASTER", "QuietClock", "call_state", "next_limit", "process_state", "rank_state", "usage"]
 
 _MESSAGES = ("send", "recv")
 OF_MASTER = "master"
@@ -17,6 +17,45 @@ OF_MASTER = "master"
 _MOST_OPEN = 16
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGESIZE")
+
+
+_TELL_AGAIN_S = (60.0, 300.0, 1800.0)  # a wait that was told is told again, and then every so often
+
+
+class QuietClock:
+    """For how long a rank has begun no call. A rank that hangs in one begins no other, unless it has more threads."""
+
+    def __init__(self) -> None:
+        self._count = -1
+        self._since = 0.0
+        self._told_s = 0.0
+
+    def long_wait(self, reader: Reader, first_s: float) -> tuple[Call, float] | None:
+        """The call in which the rank has waited for so long that it is to be told, and the limit that was passed.
+
+        To be called about once a second: it reads little, unless the rank has begun no call for long.
+
+        Args:
+            reader: what the rank has recorded.
+            first_s: the first limit.
+        """
+        now = time.monotonic()
+        if (count := reader.count) != self._count:
+            self._count, self._since, self._told_s = count, now, 0.0
+        limit_s = next_limit(first_s, self._told_s)
+        if now - self._since < limit_s:
+            return None
+        self._told_s = limit_s
+        waits = [call for call in reader.open_calls() if not call.async_op or call.awaited]
+        return (waits[0], limit_s) if waits else None
+
+
+def next_limit(first_s: float, told_s: float) -> float:
+    """After how many seconds of waiting a rank is told of next."""
+    if told_s == 0:
+        return first_s
+    later = [limit_s for limit_s in _TELL_AGAIN_S if limit_s > max(told_s, first_s)]
+    return later[0] if later else told_s + _TELL_AGAIN_S[-1]
 
 
 def rank_state(rank: int, pid: int, reader: Reader | None, recent: int = 0, ended: bool = False) -> RankState:
@@ -37,6 +76,8 @@ def rank_state(rank: int, pid: int, reader: Reader | None, recent: int = 0, ende
     newest = reader.last(max(256, recent))
     states = {call.index: call_state(call, groups, now) for call in newest[-max(1, recent) :]}
     under_way = [call_state(call, groups, now) for call in newest if call.returned_ns == 0]
+    if newest and newest[-1].outcome == "timeout":  # it waited in vain, and does nothing since
+        under_way.append(states[newest[-1].index])
     return RankState(
         rank,
         pid,
@@ -88,7 +129,7 @@ def call_state(call: Call, groups: dict[int, Group], now: float) -> CallState:
         last=world(call.last),
         outcome=call.outcome,
         ended=ended,
-        waits=not ended and (not call.async_op or call.awaited),
+        waits=call.outcome == "timeout" or (not ended and (not call.async_op or call.awaited)),
     )
 
 

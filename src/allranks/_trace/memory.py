@@ -11,14 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from allranks._base.errors import NotInitializedError, UsageError
-from allranks._base.forks import forks
+from allranks._base.forks import Descriptor, forks, leak
 from allranks._trace.files import FileRecording, Owner
 from allranks._trace.reader import Reader, TraceError, memory_bytes
 
 if TYPE_CHECKING:
     from allranks import _core
 
-__all__ = ["MEMORY", "RECORDS", "RECORD_SWITCH", "TRACE_FOLDER", "create_memory", "reader", "record_in", "recorder"]
+__all__ = [
+    "MEMORY",
+    "RECORDS",
+    "RECORD_SWITCH",
+    "TRACE_FOLDER",
+    "create_memory",
+    "has_agent",
+    "memory_of",
+    "reader",
+    "record_in",
+    "recorder",
+]
 
 RECORDS = 2048
 """How many calls are kept in memory: 128 KiB, and as many calls as torch's Flight Recorder keeps."""
@@ -38,6 +49,9 @@ _owner: Owner | None = None
 _file: FileRecording | None = None
 _reader: Reader | None = None
 _made = -1  # forks() then
+_kept: Descriptor | None = None
+has_agent = False
+"""Whether an agent holds this process's memory, and tells why ranks wait."""
 
 
 def create_memory(world_size: int) -> int:
@@ -53,7 +67,7 @@ def create_memory(world_size: int) -> int:
 
 def recorder(rank: int = 0, world_size: int = 1, host: str = "") -> _core.Recorder | None:
     """This process's recorder, which the first call makes; None if it is switched off (ALLRANKS_RECORD=0)."""
-    global _recorder, _reader, _made, _owner, _file
+    global _recorder, _reader, _made, _owner, _file, _kept, has_agent
     with _lock:
         if _made != forks():
             _recorder, _reader, _made, _owner, _file = None, None, forks(), None, None
@@ -61,9 +75,15 @@ def recorder(rank: int = 0, world_size: int = 1, host: str = "") -> _core.Record
                 return None
             from allranks import _core
 
-            memory = _given(world_size) or (create_memory(world_size), world_size)
-            fd, layout_size = memory
+            given = _given(world_size)
+            has_agent = given is not None
+            fd, layout_size = given or (create_memory(world_size), world_size)
+            if not has_agent:
+                _kept = Descriptor(os.dup(fd))  # other ranks of this host find it in /proc
             view = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+            # A forked child has no such mapping, and must not remove what it has there instead.
+            view.madvise(mmap.MADV_DONTFORK)
+            leak(view)
             _recorder = _core.Recorder(fd, RECORDS, rank, world_size, layout_size, host)
             _reader = Reader(view)
             _owner = Owner(rank, world_size, layout_size, host)
@@ -110,6 +130,19 @@ def record_in(folder: Path) -> FileRecording:
 def reader() -> Reader | None:
     """What this process has recorded; None if nothing is."""
     return _reader if _made == forks() else None
+
+
+def memory_of(pid: int) -> Reader | None:
+    """A copy of what another process of this host has recorded, if it belongs to this user and has no agent."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        for name in os.listdir(folder):
+            if os.readlink(f"{folder}/{name}").startswith("/memfd:allranks-calls"):
+                with open(f"{folder}/{name}", "rb") as file:
+                    return Reader(file.read())
+    except (OSError, TraceError):  # it is gone, another user's, or about to begin
+        return None
+    return None
 
 
 def _given(world_size: int) -> tuple[int, int] | None:

@@ -31,7 +31,7 @@ class CallState(msgspec.Struct, frozen=True):
         last: who came last; -1: not known.
         outcome: "" or how it failed.
         ended: it has ended.
-        waits: the program waits for it.
+        waits: the program waits for it, or has waited in vain.
     """
 
     index: int
@@ -85,7 +85,7 @@ class RankState(msgspec.Struct, frozen=True, tag=True):
         at: when, in seconds of its host's monotonic clock.
         recorded: it records its calls: it has made a group.
         reads_stdin: it waits for input.
-        calls: those under way, oldest first.
+        calls: those under way, oldest first; the last one also if it has timed out.
         last: the last that has begun; None before the first.
         near: the line of the last call whose line is known; "" if none is.
         recent: the newest calls, oldest first, where they were asked for.

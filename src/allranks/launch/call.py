@@ -17,6 +17,7 @@ from typing import Any, TextIO, TypeVar, get_args
 from allranks._base.errors import ConfigError, RankError, TimeoutError, UsageError, rank_list
 from allranks._base.public import publish
 from allranks._cluster.detection import command_for, detect, read_hosts
+from allranks._cluster.env import notice_seconds
 from allranks._cluster.host import visible_gpus
 from allranks._cluster.hostlist import Slots, parse_hosts
 from allranks._cluster.schedulers.interface import RemoteCommand
@@ -25,7 +26,7 @@ from allranks.launch.arguments.layout import share_out
 from allranks.launch.jobs.spread import Job
 from allranks.launch.ranks.function import name_of, pack, unpack_error, unpack_result
 from allranks.launch.reporter import Reporter
-from allranks.launch.spec.options import Bind, Display, Options, Show, notice_seconds
+from allranks.launch.spec.options import Bind, Display, Options, Show
 from allranks.launch.spec.target import Target
 
 __all__ = ["output_streams", "run"]

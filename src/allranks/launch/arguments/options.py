@@ -18,13 +18,13 @@ from typing import Any, NoReturn, get_args
 from allranks._base.console import ArgumentParser
 from allranks._base.errors import ConfigError
 from allranks._cluster.detection import CHOICES
-from allranks._cluster.env import parse_seconds
+from allranks._cluster.env import notice_seconds, parse_seconds
 from allranks._cluster.hostlist import Slots, parse_hostfile, parse_hosts
 from allranks._cluster.schedulers import scheduler_named
 from allranks._engines import registry
 from allranks.launch.arguments.meeting import Meeting, add_meeting, read_meeting
 from allranks.launch.reporter import Reporter
-from allranks.launch.spec.options import Display, Options, Streams, notice_seconds
+from allranks.launch.spec.options import Display, Options, Streams
 from allranks.launch.spec.target import Mode, read_target
 
 __all__ = ["Parser", "environment_kind", "parse"]

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from allranks._base.errors import rank_list
-from allranks.launch import stacks
+from allranks._trace import stacks
 from allranks.launch.policy.interface import Outcome
 from allranks.launch.policy.root_cause import Failure
 from allranks.launch.reporter import Reporter

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import msgspec
 
+from allranks._trace import stacks
 from allranks._trace.jobs import Answer
-from allranks.launch import stacks
 from allranks.launch.agents.agent_pool import AgentPool
 from allranks.launch.agents.inquiries import Inquiries
 from allranks.launch.jobs.job_control import SIGNALS, JobControl
+from allranks.launch.jobs.last_calls import describe_calls, report, write_report
 from allranks.launch.jobs.last_words import describe_failure, describe_idle, describe_interrupt, lines_of
 from allranks.launch.jobs.statistics import Statistics
 from allranks.launch.output.screen import Screen
@@ -373,6 +374,18 @@ class Supervisor:
             case EndRound(code):
                 self._code = code
 
+    def _report_calls(self, outcome: Outcome) -> None:
+        """Prints the last calls of ranks, where they have made some, and writes all that is known to a file."""
+        if outcome.ending is not Ending.FAILED or not any(state.last is not None for state in outcome.states):
+            return
+        hosts = self._round.rules.hosts
+        if said := describe_calls(outcome, hosts):
+            for line in said:
+                self._reporter.remark(line)
+            path = write_report(report(outcome, hosts, self._command), self._screen.logs.folder, os.environ)
+            if path is not None:
+                self._reporter.remark(f"the last calls of all ranks are in {path}")
+
     def _answer(self, action: AnswerStates) -> None:
         places = {rank: stacks.main_place(text.decode(errors="replace")) for rank, text in action.stacks.items()}
         hosts = tuple(self._round.rules.hosts)
@@ -414,3 +427,4 @@ class Supervisor:
             self.last_words = describe_failure(outcome.cause, outcome.before, tail, self._reporter, outcome.exited)
         if self.last_words and shown:
             self._screen.note(self.last_words)
+            self._report_calls(outcome)

@@ -37,6 +37,7 @@ class Logs:
         attempt: how often the job has been started again.
 
     Attributes:
+        folder: that of ``--logs``; None if there is none.
         temporary: folder that was not named and that is kept; None if there is none.
 
     Raises:
@@ -47,6 +48,7 @@ class Logs:
         self._lines: dict[int, _File] = {}
         self._bytes: dict[tuple[int, int], _File] = {}
         self.temporary: Path | None = None
+        self.folder = display.logs
         if (folder := display.logs) is not None:
             with _refusing("--logs", folder):
                 folder.mkdir(parents=True, exist_ok=True)

@@ -288,7 +288,9 @@ class Outcome:
         before: those that happened before the job was stopped.
         exited: ranks that had exited with code 0 while all was well.
         signal: the signal that stopped the job, or None.
-        stacks: where ranks were that could not report it themselves; for ``IDLE`` where all were.
+        stacks: where ranks were that could not report it themselves; for ``IDLE`` where all were; where a rank failed
+            because others did not come, where those were.
+        states: what ranks did when a rank failed, and their last calls.
     """
 
     ending: Ending
@@ -299,6 +301,7 @@ class Outcome:
     exited: Sequence[int] = ()
     signal: int | None = None
     stacks: Mapping[int, bytes] = field(default_factory=dict)
+    states: Sequence[RankState] = ()
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from allranks.launch.policy.interface import (
     EndRound,
     Event,
     FinishRanks,
+    InspectRanks,
     KillRequested,
     LauncherContinued,
     LendTerminal,
@@ -86,6 +87,8 @@ HINT_S = 1.5  # from Ctrl-C to a remark about ranks that do not end
 DUMP_S = 1.0  # how long a signal waits for stacks, which take milliseconds
 IDLE_DUMP_S = 2.0  # the same where the stacks are the only purpose
 IDLE_CODE = 124  # as timeout(1)'s
+LAST_CALLS = 64  # of each rank, kept when a rank has failed
+_LATE_ERRORS = ("allranks.TimeoutError", "allranks.PeerLostError")
 KILLED_S = 3.0  # after SIGKILL: a rank that is not gone then is frozen, or cut off with its agent
 
 
@@ -169,6 +172,7 @@ class Round:
         self._all: frozenset[int] = frozenset()
         self._notices = Notices()
         self._inquiry: Inquiry | None = None  # of another command
+        self._last_states: dict[int, RankState] = {}  # what ranks did when the cause was clear
         self._request: StackRequest | None = None
         self._answered: StackRequest | None = None
         self._silent: list[int] = []  # ranks that the stop's signal ended before they could report where they were
@@ -410,7 +414,13 @@ class Round:
         settles_at = self._root_cause.settles_at()
         if not self.stopping and settles_at is not None and now >= settles_at:
             self.cause = self._root_cause.select()
-            self._stop(signal.SIGTERM, self.running - {self.cause.rank})
+            self._actions.append(InspectRanks(tuple(sorted(self._all)), LAST_CALLS))
+            if self._others_were_late(self.cause):
+                self._stopped_at = now
+                self._ask_for_stacks(DUMP_S, Purpose.STOP_AFTER_FAILURE)
+                self._kill_at = now + DUMP_S + self.rules.grace_s
+            else:
+                self._stop(signal.SIGTERM, self.running - {self.cause.rank})
         if not self.stopping and self.rules.until is not None and now >= self.rules.until and self.running:
             self.late = True
             self._take_signal(signal.SIGINT)  # a python rank reports the line where it was interrupted
@@ -418,6 +428,8 @@ class Round:
             self._answered, self._request = self._request, None
             if self._answered.purpose is Purpose.STOP_BY_SIGNAL:
                 self._stop(self._stop_number, self.running)
+            elif self._answered.purpose is Purpose.STOP_AFTER_FAILURE and self.cause is not None:
+                self._stop(signal.SIGTERM, self.running - {self.cause.rank})
             elif self._answered.purpose is Purpose.STOP_IDLE:
                 self._stop_idle(self._answered)
         if self.stopping or self._request is not None:
@@ -476,6 +488,8 @@ class Round:
             case StatesAsked(recent, stacks):
                 self._ask(recent, stacks)
             case RankState():
+                if self.cause is not None:
+                    self._last_states.setdefault(event.rank, event)
                 self._notices.take_state(event)
                 if self._inquiry is not None:
                     self._inquiry.take_state(event)
@@ -580,14 +594,23 @@ class Round:
             self._stopped_at = self._now
         if self.cause is None:
             return self._result(Ending.CLEAN, self._own_code(), failures)
-        return self._result(Ending.FAILED, self.cause.exit_code, failures)
+        places = {rank: stacks[rank] for rank in sorted(stacks)}
+        return self._result(Ending.FAILED, self.cause.exit_code, failures, places)
 
     def _result(
         self, ending: Ending, code: int, failures: Sequence[Failure], stacks: dict[int, bytes] | None = None
     ) -> Outcome:
         before = [failure for failure in failures if failure.at < self._stopped_at]
         return Outcome(
-            ending, code, self.cause, failures, before, sorted(self._exited), self.signalled, dict(stacks or {})
+            ending,
+            code,
+            self.cause,
+            failures,
+            before,
+            sorted(self._exited),
+            self.signalled,
+            dict(stacks or {}),
+            [self._last_states[rank] for rank in sorted(self._last_states)],
         )
 
     def _own_code(self) -> int:
@@ -601,6 +624,10 @@ class Round:
         self._actions.append(EndRound(self._outcome.code or self._own_code()))
 
     # Parts.
+
+    def _others_were_late(self, cause: Failure) -> bool:
+        """Whether a rank failed because others did not come: where these are is the reason."""
+        return cause.report is not None and cause.report.title.startswith(_LATE_ERRORS) and bool(self.running)
 
     def _may_fail(self, rank: int) -> bool:
         """Whether the others go on without this rank."""

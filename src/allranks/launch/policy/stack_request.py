@@ -18,6 +18,7 @@ class Purpose(Enum):
     NOTHING = 0
     STOP_BY_SIGNAL = 1
     STOP_IDLE = 2
+    STOP_AFTER_FAILURE = 3
 
 
 @dataclass

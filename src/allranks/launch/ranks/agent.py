@@ -23,6 +23,7 @@ from functools import partial
 from allranks._base.frames import LARGEST, FrameDecoder
 from allranks._trace.inspection import rank_state
 from allranks._trace.memory import MEMORY
+from allranks._trace.stacks import DUMP
 from allranks._trace.stats import rank_stats
 from allranks.launch.ranks.environ import place_environ
 from allranks.launch.ranks.guard import Guard
@@ -44,13 +45,11 @@ from allranks.launch.spec.events import (
 )
 from allranks.launch.spec.options import STATISTICS_S, RankOptions
 from allranks.launch.spec.stdio import Stdio
-from allranks.launch.stacks import DUMP
 
 __all__ = ["Agent", "Plan"]
 
 _CHUNK = 1 << 16
 _LOOK_S = 1.0  # between two looks for ranks that wait for long
-_TELL_AGAIN_S = (60.0, 300.0, 1800.0)  # a wait that was told is told again, and then every so often
 _LAST_BYTES = 1 << 17  # more than pipes hold: all that an exited rank wrote, but no endless stream of a child it left
 
 
@@ -85,7 +84,6 @@ class _Process:
     pidfd: int
     pipes: Pipes
     recording: Recording
-    told_s: float = 0.0  # of the present wait, the limit that was told last
     status_frames: FrameDecoder = field(default_factory=lambda: FrameDecoder(LARGEST))
     exited: bool = False
 
@@ -377,18 +375,9 @@ class Agent:
             return
         self._look_at = now + _LOOK_S
         for process in self._processes:
-            quiet_s = 0.0 if process.exited else process.recording.quiet_for()
-            if quiet_s < first_s:
-                process.told_s = 0.0
-                continue
-            limit_s = next_limit(first_s, process.told_s)
-            reader = process.recording.reader()
-            if quiet_s < limit_s or reader is None:
-                continue
-            process.told_s = limit_s
-            waits = [call for call in reader.open_calls() if not call.async_op or call.awaited]
-            if waits:
-                self._due.append(LongWait(process.rank, waits[0].index, limit_s))
+            if not process.exited and (found := process.recording.long_wait(first_s)) is not None:
+                call, limit_s = found
+                self._due.append(LongWait(process.rank, call.index, limit_s))
 
     def resize(self, rows: int, columns: int) -> None:
         """Sets the size of all ranks' terminals, and sends them SIGWINCH."""
@@ -517,14 +506,6 @@ class Agent:
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
             os.close(fd)
-
-
-def next_limit(first_s: float, told_s: float) -> float:
-    """After how many seconds of waiting a rank is told of next."""
-    if told_s == 0:
-        return first_s
-    later = [limit_s for limit_s in _TELL_AGAIN_S if limit_s > max(told_s, first_s)]
-    return later[0] if later else told_s + _TELL_AGAIN_S[-1]
 
 
 def _why_mute(pid: int) -> str:

@@ -34,11 +34,11 @@ import msgspec
 
 from allranks._base.errors import AllranksError, PeerLostError, UsageError
 from allranks._base.frames import FrameDecoder, pack_frame
+from allranks._trace.stacks import DUMP, describe, is_own
 from allranks.launch.ranks.pipes import Pipes
 from allranks.launch.spec.events import Report, RestartRank
 from allranks.launch.spec.stdio import Stdio
 from allranks.launch.spec.target import Kind, Target, set_first_path
-from allranks.launch.stacks import DUMP, describe, is_own
 
 __all__ = ["Rank", "become_rank", "decode_status", "is_echo", "this_rank"]
 

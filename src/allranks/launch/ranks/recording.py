@@ -1,17 +1,13 @@
-"""The memory in which a rank records its calls, as its agent holds it: it outlives the rank.
-
-A rank that hangs in a call begins no other one. So an agent only compares, once in a while, how many calls each rank
-has begun, and reads more where that number has not changed for a while.
-"""
+"""The memory in which a rank records its calls, as its agent holds it: it outlives the rank."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import time
 
+from allranks._trace.inspection import QuietClock
 from allranks._trace.memory import create_memory
-from allranks._trace.reader import Reader, TraceError
+from allranks._trace.reader import Call, Reader, TraceError
 
 __all__ = ["Recording"]
 
@@ -31,8 +27,7 @@ class Recording:
         self._map: mmap.mmap | None = None
         self._reader: Reader | None = None
         self._pid = 0
-        self._count = -1
-        self._since = 0.0
+        self._clock = QuietClock()
 
     @property
     def path(self) -> str:
@@ -51,18 +46,10 @@ class Recording:
             self._reader = None
         return self._reader
 
-    def quiet_for(self) -> float:
-        """For how many seconds the rank has been in a call and begun no other, as far as was looked; 0: it is in none.
-
-        To be called about once a second.
-        """
+    def long_wait(self, first_s: float) -> tuple[Call, float] | None:
+        """See ``QuietClock``."""
         reader = self.reader()
-        if reader is None:
-            return 0.0
-        now = time.monotonic()
-        if reader.count != self._count:
-            self._count, self._since = reader.count, now
-        return now - self._since
+        return None if reader is None else self._clock.long_wait(reader, first_s)
 
     def close(self) -> None:
         """Frees it."""

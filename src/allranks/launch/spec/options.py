@@ -9,26 +9,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from allranks._cluster.env import read_seconds
+from allranks._cluster.env import NOTICE_S
 from allranks._cluster.hostlist import Slots
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.target import Target
 
-__all__ = [
-    "Bind",
-    "Display",
-    "NOTICE_S",
-    "Options",
-    "RankOptions",
-    "STATISTICS_S",
-    "Show",
-    "Streams",
-    "given",
-    "notice_seconds",
-]
-
-NOTICE_S = 10.0
-"""How long a rank may wait in one call before it is told for whom, unless ``--notice-after`` says otherwise."""
+__all__ = ["Bind", "Display", "Options", "RankOptions", "STATISTICS_S", "Show", "Streams", "given"]
 
 STATISTICS_S = 10.0
 """How often agents report what their ranks' calls took, where that is wanted."""
@@ -188,16 +174,6 @@ class Options(RankOptions):
         if self.trace is not None:  # a rank may change its folder
             asked["ALLRANKS_TRACE"] = os.path.abspath(self.trace)
         return given(self.exports) | asked
-
-
-def notice_seconds(environ: Mapping[str, str]) -> float:
-    """``RankOptions.notice_s`` where no option sets it.
-
-    Raises:
-        ConfigError: the variable is no time.
-    """
-    asked = read_seconds(environ, "ALLRANKS_NOTICE_AFTER")
-    return NOTICE_S if asked is None else asked
 
 
 def given(wanted: Sequence[str]) -> dict[str, str]:

@@ -1,0 +1,177 @@
+"""Tells why ranks wait where no agent does: under srun, mpirun, torchrun, or by hand.
+
+A thread of each rank looks once a second whether this rank has been in one call for long. Such a rank waits without the
+GIL, so that the thread runs. It reads what the ranks of its host have recorded, and what the group knows of those on
+other hosts: the number of their last collective. One rank tells for all: the lowest waiting one on the host of a late
+rank, or, where nobody waits there, the lowest waiting one of the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from allranks._base.forks import Descriptor, forks
+from allranks._trace import memory
+from allranks._trace.diagnosis import Diagnosis, diagnose
+from allranks._trace.inspection import QuietClock, rank_state
+from allranks._trace.stacks import DUMP, main_place
+from allranks._trace.state import CallState, GroupState, RankState
+
+__all__ = ["Peer", "choose_teller", "watch"]
+
+_LOOK_S = 1.0
+_STACKS_S = 0.3  # for a rank to write its stacks, which takes milliseconds
+_STACKS = "allranks-stacks"
+
+
+class _Group(Protocol):
+    name: str
+    ranks: tuple[int, ...]
+
+    def last_numbers(self) -> Sequence[int] | None:
+        """Of each rank's last collective, as far as this rank knows; None where it knows nothing."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank of the world: its number, its process, its host, and whether that is this one."""
+
+    rank: int
+    pid: int
+    host: str
+    here: bool
+
+
+class _Watcher:
+    def __init__(self, me: int, notice_s: float) -> None:
+        self._me = me
+        self._peers: dict[int, Peer] = {}
+        self._notice_s = notice_s
+        self._clock = QuietClock()
+        self._told: set[tuple[object, ...]] = set()
+        self._stacks: Descriptor | None = None
+        self._groups: weakref.WeakSet[_Group] = weakref.WeakSet()
+
+    def start(self) -> None:
+        fd = os.memfd_create(_STACKS, os.MFD_CLOEXEC)
+        self._stacks = Descriptor(fd)
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(DUMP) is signal.SIG_DFL:
+            faulthandler.register(DUMP, fd)
+        threading.Thread(target=self._run, name="allranks-notices", daemon=True).start()
+
+    def add(self, group: _Group, peers: Iterable[Peer]) -> None:
+        self._peers |= {peer.rank: peer for peer in peers}
+        self._groups.add(group)
+
+    def _run(self) -> None:
+        here = forks()
+        while forks() == here:
+            time.sleep(_LOOK_S)
+            reader = memory.reader()
+            if reader is not None and (found := self._clock.long_wait(reader, self._notice_s)) is not None:
+                self._look(found[1])
+
+    def _look(self, limit_s: float) -> None:
+        states = {peer.rank: self._state(peer) for peer in list(self._peers.values()) if peer.here}
+        mine = states[self._me].waiting
+        if mine is None:
+            return
+        group = next((g for g in list(self._groups) if (g.name, g.ranks) == (mine.group, mine.ranks)), None)
+        numbers = group.last_numbers() if group is not None else None
+        for place, rank in enumerate(mine.ranks):
+            if rank not in states and numbers is not None:
+                states[rank] = _far_state(self._peers[rank], mine, numbers[place])
+        found = diagnose(states.values())
+        # Of ranks elsewhere nothing may be known.
+        late = tuple(rank for rank in found.late if rank in states and not states[rank].reads_stdin)
+        found = replace(found, late=late)
+        key = (*found.key(), limit_s)
+        if (not late and not found.circles) or key in self._told:
+            return
+        self._told.add(key)
+        if choose_teller(found, self._peers, mine) == self._me:
+            self._tell(found)
+
+    def _state(self, peer: Peer) -> RankState:
+        return rank_state(peer.rank, peer.pid, memory.reader() if peer.rank == self._me else memory.memory_of(peer.pid))
+
+    def _tell(self, found: Diagnosis) -> None:
+        places = {}
+        for rank in found.late:
+            peer = self._peers[rank]
+            if peer.here and found.states[rank].process not in ("gone", "stopped"):
+                places[rank] = _place_of(peer.pid)
+        hosts = {rank: peer.host for rank, peer in self._peers.items() if not peer.here}
+        for line in found.lines(hosts, places):
+            sys.stderr.write(f"allranks: rank {self._me}: {line}\n")
+        sys.stderr.flush()
+
+
+def choose_teller(found: Diagnosis, peers: Mapping[int, Peer], mine: CallState) -> int:
+    """The rank that tells, as every waiting rank finds it. ``mine``: the call that this rank waits in."""
+    concerned = found.late or tuple(rank for circle in found.circles for rank in circle)
+    waiting = set(found.waits) | {rank for rank in mine.ranks if _has_begun(found.states.get(rank), mine)}
+    waiting -= set(found.late)
+    there = [rank for rank in waiting if concerned and peers[rank].host == peers[min(concerned)].host]
+    return min(there or waiting, default=-1)
+
+
+def _has_begun(state: RankState | None, call: CallState) -> bool:
+    """Whether a rank has begun a collective, as far as is known."""
+    if state is None or not call.number:
+        return False
+    return any(g.number >= call.number for g in state.groups if (g.name, g.ranks) == (call.group, call.ranks))
+
+
+def _far_state(peer: Peer, call: CallState, number: int) -> RankState:
+    """What is known of a rank on another host."""
+    group = GroupState(call.group, call.ranks, "", number, True)
+    return RankState(peer.rank, peer.pid, "not to be seen from here", 0.0, groups=(group,))
+
+
+def _place_of(pid: int) -> str:
+    """The line of the program in which another process of this host is; "" if it cannot report it."""
+    folder = f"/proc/{pid}/fd"
+    with contextlib.suppress(OSError, ValueError):
+        if not _catches(pid):
+            return ""
+        name = next(n for n in os.listdir(folder) if os.readlink(f"{folder}/{n}").startswith(f"/memfd:{_STACKS}"))
+        with open(f"{folder}/{name}", "rb") as file:
+            before = file.seek(0, os.SEEK_END)
+            os.kill(pid, DUMP)
+            time.sleep(_STACKS_S)
+            return main_place(file.read().decode(errors="replace")) if before >= 0 else ""
+    return ""
+
+
+def _catches(pid: int) -> bool:
+    """Whether the signal is answered, and does not end the process."""
+    with open(f"/proc/{pid}/status") as file:
+        status = dict(line.rstrip("\n").partition(":\t")[::2] for line in file)
+    return bool(int(status.get("SigCgt", "0"), 16) >> (DUMP - 1) & 1)
+
+
+_watcher: _Watcher | None = None
+_made = -1
+
+
+def watch(group: _Group, me: int, peers: Callable[[], Iterable[Peer]], notice_s: float) -> None:
+    """Watches a group's calls. The first group of a process starts the thread."""
+    global _watcher, _made
+    if memory.has_agent or notice_s <= 0 or memory.reader() is None:
+        return
+    if _made != forks():
+        _watcher, _made = _Watcher(me, notice_s), forks()
+        _watcher.start()
+    assert _watcher is not None
+    _watcher.add(group, peers())
