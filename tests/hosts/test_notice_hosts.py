@@ -60,6 +60,7 @@ def told(process: subprocess.Popen[bytes], start: str) -> str:
     assert process.stderr is not None
     for raw in process.stderr:
         line = re.sub(r"pid \d+", "pid N", raw.decode().rstrip("\n"))
+        line = re.sub(r"^(allranks.PeerLostError: all_reduce)(?: #\d)?( on group 'world' \(rank) \d", r"\1\2 0", line)
         line = re.sub(r"(for|waited) \d+ s\b", r"\1 N s", line)
         if line.startswith(start):
             return line

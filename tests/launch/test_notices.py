@@ -12,8 +12,17 @@ import pytest
 
 from allranks._trace.inspection import next_limit
 from allranks._trace.state import CallState, GroupState, RankState
-from allranks.launch.policy.interface import DumpStacks, InspectRanks, PrintNotice
+from allranks.launch.policy.interface import (
+    AnswerStates,
+    DumpStacks,
+    InspectRanks,
+    PrintNotice,
+    RanksStarted,
+    StatesAsked,
+    TimePassed,
+)
 from allranks.launch.policy.notices import Notices
+from allranks.launch.policy.round import Round, Rules, step
 from allranks.launch.spec.events import LongWait, Stacks
 from support.launcher_process import Launcher
 
@@ -120,6 +129,25 @@ def test_stacks_are_not_asked_of_ranks_that_ended_meanwhile() -> None:
         notices.take_state(state)
     (notice,) = notices.check({0, 1}, None, 0.1)
     assert isinstance(notice, PrintNotice)
+
+
+def test_another_command_asks() -> None:
+    state = Round(Rules(10.0))
+    step(state, RanksStarted((0, 1, 2)), 0.0)
+    assert step(state, StatesAsked(5), 1.0) == [InspectRanks((0, 1, 2), 5)]
+    assert step(state, StatesAsked(5), 1.1) == []  # gets the same answer
+    assert state.deadline() == 1.5
+    for each in (waiting(0), waiting(1), late(2)):
+        step(state, each, 1.2)
+    assert step(state, TimePassed(), 1.2) == [DumpStacks((2,))]
+    step(state, Stacks(2, STACK), 1.3)
+    assert state.deadline() == 1.5
+    (answer,) = step(state, TimePassed(), 1.5)
+    assert answer == AnswerStates([waiting(0), waiting(1), late(2)], {2: STACK}, {})
+    assert state.deadline() is None
+    assert step(state, StatesAsked(0, stacks=False), 2.0) == [InspectRanks((0, 1, 2))]
+    (answer,) = step(state, TimePassed(), 2.5)  # no agent has answered
+    assert answer == AnswerStates([], {}, {})
 
 
 def test_limits() -> None:

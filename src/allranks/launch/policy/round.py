@@ -197,6 +197,7 @@ class Round:
             self._hint_at,
             self._request.ends_at() if self._request is not None else None,
             self._notices.deadline(),
+            self._inquiry.deadline() if self._inquiry is not None else None,
         ]
         if self.phase is Phase.CLOSING:
             times.append(self._phase_ends_at)
