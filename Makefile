@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 CORE := $(shell find core -type f) CMakeLists.txt
 CORE_TESTS := $(wildcard tests/core/*)
 SANITIZERS := plain address thread
-WORKERS ?= 2
+WORKERS ?= 3
 BENCH := build/bench-venv
 MPICH := build/mpich-venv
 TORCHES ?= 2.10.0 2.15.0
@@ -21,7 +21,8 @@ BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
 
-# Two at a time, as many tests mostly wait. A file's tests stay together, which share what is dear to set up.
+# Three at a time, as many tests mostly wait: two cores are then busy. A file's tests stay together, which share what is
+# dear to set up; the longest files come first (tests/conftest.py).
 test: $(VENV)/installed core-tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
