@@ -24,7 +24,7 @@ def running() -> Iterator[dict[tuple[str, int], "Future[Rows]"]]:
         yield {each: pool.submit(torch_suite.run, *each, names_for(*each)) for each in RUNS}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)  # a minute and a half, and longer where others use the machine
 @pytest.mark.parametrize(("library", "ranks"), RUNS)
 def test_what_gloo_takes(
     library: str, ranks: int, running: dict[tuple[str, int], "Future[Rows]"], capsys: pytest.CaptureFixture[str]
