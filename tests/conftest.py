@@ -35,6 +35,7 @@ QUICK = {
     "rendezvous": ("init", "unlaunched"),
     "store": ("store",),
     "tools": ("bench_parts", "env_command"),
+    "trace": ("clocks", "diagnosis"),
     ".": ("data",),
 }  # fmt: skip
 # The files that take longest, which are begun first: no worker of pytest-xdist then ends alone with a long one.

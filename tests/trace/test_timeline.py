@@ -2,10 +2,14 @@
 
 import gzip
 import json
+import os
 import random
 import shutil
+import signal
 import struct
 import subprocess
+import sys
+import time
 from collections import defaultdict
 
 import pytest
@@ -229,6 +233,29 @@ def test_record(command, tmp_path):
     done = command("trace", "record", "-o", "out.html", "--", "nothing.py")
     assert (done.returncode, done.stdout) == (2, "[0] 1\n")
     assert done.stderr.startswith("allranks trace record: error: there is nothing to draw: ")
+
+
+def test_a_job_that_hangs(tmp_path):
+    (tmp_path / "steps.py").write_text(STEPS + "if rank: print('here', flush=True); time.sleep(100)\ndist.barrier()\n")
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    job = subprocess.Popen(
+        [sys.executable, "-m", "allranks", "trace", "record", "-o", "out.json", "--", "-n", "2", "steps.py"],
+        cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert job.stdout.readline() == "[1] here\n"
+    time.sleep(1.5)
+    (folder,) = tmp_path.glob(".allranks-trace-*")
+    found = read([folder])  # while it runs
+    hung = next(each for each in found.slices if not each.ended)
+    assert hung.title == "barrier #6"
+    assert hung.waited_until - hung.begin > 1e9
+    job.send_signal(signal.SIGTERM)
+    job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGTERM
+    (hung,) = (e for e in json.loads((tmp_path / "out.json").read_text())["traceEvents"] if e["name"] == "barrier #6")
+    assert hung["dur"] > 1e6
+    assert hung["args"]["outcome"] == "had not ended"
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(

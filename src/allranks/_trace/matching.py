@@ -41,6 +41,7 @@ class Process:
         wall: the same by the wall clock.
         groups: by index.
         calls: all that are there, oldest first.
+        until: when it was seen, by the monotonic clock of its host; calls that had not ended still went on then.
         missing: calls that were recorded and are not there, as newer ones replaced them or the disk was full.
         clock: the number of its clock; the processes of a host have the same.
     """
@@ -55,6 +56,7 @@ class Process:
     wall: int
     groups: Mapping[int, Group]
     calls: Sequence[Call]
+    until: int = 0
     missing: int = 0
     clock: int = 0
 
@@ -62,6 +64,12 @@ class Process:
     def ended(self) -> int:
         """The last time that is known of it."""
         return max((max(call.entered_ns, call.returned_ns) for call in self.calls), default=self.began)
+
+    @property
+    def seen(self) -> int:
+        """The same, with the time when it was seen, if it was in a call then."""
+        in_call = any(call.returned_ns == 0 for call in self.calls)
+        return max(self.ended, self.until) if in_call else self.ended
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """What all ranks did, on one clock: the calls of each, who waited for whom, and how exact that is.
 
 ``chrome``, ``page`` and ``picture`` draw it. The clock is that of the host of the lowest rank, from the first call on.
-Pure but for ``read``, which reads files.
+Pure but for ``read``.
 """
 
 from __future__ import annotations
 
+import socket
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +29,7 @@ from allranks._trace.reader import Call, TraceError
 __all__ = ["Arrow", "Clock", "Late", "Row", "Slice", "Timeline", "Times", "build", "read"]
 
 _MESSAGES = "messages"
+_SAME_HOST_NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -194,18 +197,37 @@ class Timeline:
         return None if None in errors else sum(sorted(error for error in errors if error is not None)[-2:])
 
 
-def read(paths: Sequence[Path], last_s: float | None = None) -> Timeline:
-    """The timeline of trace files.
+def read(paths: Sequence[Path], last_s: float | None = None, just_ended: bool = False) -> Timeline:
+    """The timeline of trace files. Their processes may still run; calls under way then go on until now.
 
     Args:
         paths: files, and folders with files.
         last_s: only the calls of the last so many seconds.
+        just_ended: those processes have ended now that did not run on other hosts.
 
     Raises:
         TraceError: a file cannot be read or is no trace, or there is no call in any of them.
     """
-    processes = [read_process(i, str(path), open_trace(path)) for i, path in enumerate(trace_files(paths))]
+    processes = []
+    for number, path in enumerate(trace_files(paths)):
+        process = read_process(number, str(path), open_trace(path))
+        if _is_of_this_host(process) and (just_ended or _is_written(path, process.pid)):
+            process = replace(process, until=time.monotonic_ns())
+        processes.append(process)
     return build(processes, last_s)
+
+
+def _is_of_this_host(process: Process) -> bool:
+    ahead = time.time_ns() - time.monotonic_ns()
+    return process.host == socket.gethostname() and abs(ahead - process.wall + process.began) < _SAME_HOST_NS
+
+
+def _is_written(path: Path, pid: int) -> bool:
+    """Whether the process lives that writes the file. Its number alone may be another one's by now."""
+    try:
+        return str(path.resolve()) in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
 
 
 def build(processes: Sequence[Process], last_s: float | None = None) -> Timeline:
@@ -245,7 +267,7 @@ class _Builder:
         self._slice_of: dict[tuple[int, int], int] = {}  # by process and call
         self._rows: list[Row] = []
         self._zero = min(self._times(p, p.calls[0].entered_ns) for p in self._processes if p.calls)
-        self._until = max(self._times(p, p.ended) for p in self._processes)
+        self._until = max(self._times(p, p.seen) for p in self._processes)
         self._cut = last_s is not None
         if last_s is not None:
             self._zero = max(self._zero, self._until - round(last_s * 1e9))

@@ -87,7 +87,7 @@ def record(words: Sequence[str]) -> int | Program:
         return code
     try:
         if any(folder.iterdir()):
-            found = read([folder], args.last)
+            found = read([folder], args.last, just_ended=True)
             _write(found, args.output, [])
             for line in summary(found, args.output):
                 print(f"allranks trace record: {line}", file=sys.stderr)
