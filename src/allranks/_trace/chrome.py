@@ -10,18 +10,19 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from allranks._trace.matching import Process
 from allranks._trace.reader import TraceError
-from allranks._trace.timeline import Slice, Timeline
+from allranks._trace.timeline import Arrow, Slice, Timeline
 
 __all__ = ["events", "name_of", "other_data", "read_profile", "slice_arguments", "write"]
 
-_FIRST_THREAD = 1_000_000_000  # above the numbers of real threads
-_LANES = 1000
+_ABOVE_THREADS = 1_000_000_000  # above the numbers of real threads, which a profile has
+_INSTANT = 4  # ns
 _PROFILE = 100_000  # numbers of the other processes in a profile: of devices, of spans
 
 
@@ -44,7 +45,7 @@ def _write(timeline: Timeline, out: IO[str], profiles: Sequence[tuple[Process, d
     encode = json.JSONEncoder(separators=(",", ":")).encode
     out.write('{"displayTimeUnit":"ms","otherData":' + encode(other_data(timeline)) + ',"traceEvents":[\n')
     separator = ""
-    for event in events(timeline):
+    for event in events(timeline, bool(profiles)):
         out.write(separator + encode(event))
         separator = ",\n"
     for number, (process, profile) in enumerate(profiles):
@@ -118,32 +119,63 @@ def slice_arguments(each: Slice) -> dict[str, Any]:
     return found
 
 
-def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """The events of the calls."""
-    places = {process.number: place for place, process in enumerate(timeline.processes)}
+@dataclass(frozen=True)
+class _Places:
+    """The numbers that viewers know processes and threads by: of each process, and of the first lane of each row."""
+
+    processes: Mapping[int, int]
+    rows: Sequence[int]
+
+
+def events(timeline: Timeline, merged: bool = False) -> Iterator[dict[str, Any]]:
+    """The events of the calls. ``merged``: others follow, of real threads."""
+    rows: list[int] = []
+    following = _ABOVE_THREADS if merged else 1
+    for row in timeline.rows:
+        rows.append(following)
+        following += row.lanes
+    places = _Places({process.number: place for place, process in enumerate(timeline.processes)}, rows)
     for place, process in enumerate(timeline.processes):
         yield _named("process_name", place, 0, name_of(timeline, process))
         yield {"ph": "M", "name": "process_sort_index", "pid": place, "tid": 0, "args": {"sort_index": place}}
     for number, row in enumerate(timeline.rows):
         for lane in range(row.lanes):
             title = row.title if lane == 0 else f"{row.title} ({lane + 1})"
-            yield _named("thread_name", places[row.process], _thread(number, lane), title)
-    for each in timeline.slices:
-        where = {"pid": places[timeline.rows[each.row].process], "tid": _thread(each.row, each.lane)}
-        yield _slice(each.title, each.call.verb, each.begin, each.end, where) | {"args": slice_arguments(each)}
-        if each.waited_until > each.begin:
-            last = f"waits for rank {each.last}" if each.last >= 0 else "waits for ranks"
-            yield _slice(last, "waiting", each.begin, each.waited_until, where)
+            yield _named("thread_name", places.processes[row.process], rows[number] + lane, title)
+    arrived = {
+        number for arrow in timeline.arrows if arrow.kind == "arrival" for number in (arrow.source, arrow.target)
+    }
+    for number, each in enumerate(timeline.slices):
+        yield from _call_events(each, _place(timeline, places, each), number in arrived)
     for number, arrow in enumerate(timeline.arrows):
-        for phase, slice_number, ns in (("s", arrow.source, arrow.source_ns), ("f", arrow.target, arrow.target_ns)):
-            each = timeline.slices[slice_number]
-            where = {"pid": places[timeline.rows[each.row].process], "tid": _thread(each.row, each.lane)}
-            ended = {"bp": "e"} if phase == "f" else {}
-            yield {"ph": phase, "id": number, "name": arrow.kind, "cat": "flow", "ts": ns / 1e3} | where | ended
+        yield from _flow(timeline, places, number, arrow)
 
 
-def _thread(row: int, lane: int) -> int:
-    return _FIRST_THREAD + row * _LANES + min(lane, _LANES - 1)
+def _call_events(each: Slice, where: dict[str, int], arrived: bool) -> Iterator[dict[str, Any]]:
+    """A call, and within it what it waited, and where arrows begin or end: viewers draw these from slice to slice."""
+    yield _slice(each.title, each.call.verb, each.begin, each.end, where) | {"args": slice_arguments(each)}
+    if each.waited_until > each.begin:
+        last = f"waits for rank {each.last}" if each.last >= 0 else "waits for ranks"
+        yield _slice(last, "waiting", each.begin, each.waited_until, where)
+        if arrived:
+            yield _slice("all ranks are there", "met", each.waited_until, each.end, where)
+    elif arrived:
+        yield _slice("the last to come", "met", each.begin, min(each.begin + _INSTANT, each.end), where)
+
+
+def _flow(timeline: Timeline, places: _Places, number: int, arrow: Arrow) -> Iterator[dict[str, Any]]:
+    source, target = timeline.slices[arrow.source], timeline.slices[arrow.target]
+    # Within the slices: at the edge of two, viewers take either.
+    begin = min(arrow.source_ns + _INSTANT // 2, source.end)
+    end = min(arrow.target_ns + _INSTANT, target.end) if arrow.kind == "arrival" else arrow.target_ns - 1
+    for phase, each, ns in (("s", source, begin), ("f", target, max(begin, end))):
+        ended = {"bp": "e"} if phase == "f" else {}
+        where = _place(timeline, places, each)
+        yield {"ph": phase, "id": number, "name": arrow.kind, "cat": "flow", "ts": ns / 1e3} | where | ended
+
+
+def _place(timeline: Timeline, places: _Places, each: Slice) -> dict[str, int]:
+    return {"pid": places.processes[timeline.rows[each.row].process], "tid": places.rows[each.row] + each.lane}
 
 
 def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
