@@ -140,6 +140,21 @@ def test_overlap(tmp_path: Path) -> None:
         assert (each["wrong"], each["nbytes"]) == (0, 256 << 10)
 
 
+def test_trace(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = bench("trace", "-n", "2", "--budget", "0.01", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(figures.read_text())
+    assert [each["nbytes"] for each in report["recorded"]] == [4, 4096]
+    for each in report["recorded"]:
+        assert min(each["on_s"], each["off_s"]) > 0
+        assert each["blocks"] >= 20
+    found = report["straggling"]
+    assert (found["late"], found["found"], found["steps"]) == (1, 1, 100)
+    assert found["share"] > 0.5
+    assert "rank 1 is 2 ms late in each of 100 steps; found: rank 1, last in " in done.stdout
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_python(tmp_path: Path, ranks: int) -> None:
     figures = tmp_path / "figures.json"
@@ -169,6 +184,8 @@ def test_python(tmp_path: Path, ranks: int) -> None:
         (["all_reduce", "--op", "AVG", "--dtype", "int32", "--against", "gloo"], "gloo has no AVG of int32"),
         (["all", "--against", "mpi", "--dtype", "bfloat16"], "MPI has no SUM of bfloat16"),
         (["python", "--against", "gloo"], "this library alone"),
+        (["trace", "--against", "gloo"], "this library alone"),
+        (["trace", "-n", "1"], "trace takes two ranks"),
         (["master", "--against", "gloo"], "beside torch's RPC"),
         (["master", "-n", "127"], "at most 126"),
         (["master", "--sizes", "1"], "4 bytes at least"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import mmap
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,7 @@ __all__ = [
     "reader",
     "record_in",
     "recorder",
+    "switched_off",
 ]
 
 RECORDS = 2048
@@ -49,6 +52,7 @@ _owner: Owner | None = None
 _file: FileRecording | None = None
 _reader: Reader | None = None
 _made = -1  # forks() then
+_off = False
 _kept: Descriptor | None = None
 has_agent = False
 """Whether an agent holds this process's memory, and tells why ranks wait."""
@@ -88,7 +92,7 @@ def recorder(rank: int = 0, world_size: int = 1, host: str = "") -> _core.Record
             _reader = Reader(view)
             _owner = Owner(rank, world_size, layout_size, host)
             _record_all(_recorder, _owner)
-        return _recorder
+        return None if _off else _recorder
 
 
 def _record_all(recorder: _core.Recorder, owner: Owner) -> None:
@@ -125,6 +129,17 @@ def record_in(folder: Path) -> FileRecording:
             )
         _file = FileRecording(_recorder, _owner, folder)
         return _file
+
+
+@contextlib.contextmanager
+def switched_off() -> Iterator[None]:
+    """Groups that are made meanwhile are not recorded: for who measures what recording costs."""
+    global _off
+    _off = True
+    try:
+        yield
+    finally:
+        _off = False
 
 
 def reader() -> Reader | None:

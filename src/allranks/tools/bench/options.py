@@ -12,7 +12,7 @@ from allranks.tools.outputs import why_not
 
 __all__ = ["parse"]
 
-_STUDIES = ("overlap", "python", "master")
+_STUDIES = ("overlap", "python", "master", "trace")
 _MOST_WORKERS = 126
 _PEERS = ("gloo", "mpi")
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
@@ -51,7 +51,8 @@ def _parser() -> ArgumentParser:
         choices=("all", *VERBS, *_STUDIES),
         metavar="VERB",
         help=f"all, or one of {', '.join(VERBS)}; or overlap (what async calls hide behind computation), "
-        "or python (Python's share of a call), or master (the goals of master-worker mode, beside torch's RPC)",
+        "or python (Python's share of a call), or trace (what the record of calls costs), or master (the goals of "
+        "master-worker mode, beside torch's RPC)",
     )
     parser.add_argument(
         "-n",
@@ -87,10 +88,10 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("-H takes --against mpi; without, start it on each host with RANK, WORLD_SIZE and MASTER_ADDR set")
     if options.nproc < 1:
         parser.error("-n must be at least 1")
-    if options.nproc < 2 and options.verb in ("send", "overlap"):
+    if options.nproc < 2 and options.verb in ("send", "overlap", "trace"):
         parser.error(f"{options.verb} takes two ranks: -n 2")
-    if options.verb == "python" and (options.against or options.plot):
-        parser.error("python measures this library alone, and draws nothing")
+    if options.verb in ("python", "trace") and (options.against or options.plot):
+        parser.error(f"{options.verb} measures this library alone, and draws nothing")
     if options.verb == "master" and (options.against or options.hosts or options.plot):
         parser.error("master measures on this host, beside torch's RPC, and draws nothing")
     if options.verb == "overlap" and options.plot:

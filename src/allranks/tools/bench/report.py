@@ -9,7 +9,19 @@ from pathlib import Path
 
 from allranks.tools.quiet import Conditions
 
-__all__ = ["Overlap", "Report", "Row", "Share", "Summary", "Table", "Timing", "summaries", "write"]
+__all__ = [
+    "Overlap",
+    "Recorded",
+    "Report",
+    "Row",
+    "Share",
+    "Straggling",
+    "Summary",
+    "Table",
+    "Timing",
+    "summaries",
+    "write",
+]
 
 
 @dataclass
@@ -72,6 +84,46 @@ class Share:
 
 
 @dataclass
+class Recorded:
+    """What the record of calls costs an all_reduce (``trace``): medians of seconds per call.
+
+    Attributes:
+        nbytes: of the tensor.
+        on_s: where it is recorded.
+        off_s: where it is not.
+        paired_s: the median of the differences of neighbouring blocks.
+        blocks: of each.
+    """
+
+    nbytes: int
+    on_s: float
+    off_s: float
+    paired_s: float
+    blocks: int
+
+
+@dataclass
+class Straggling:
+    """Whether a rank that comes late to each step is found (``trace``).
+
+    Attributes:
+        late: that rank.
+        late_s: how late it comes.
+        found: who was found.
+        share: of the steps in which that rank came last.
+        found_s: by how much, on average.
+        steps: how many.
+    """
+
+    late: int
+    late_s: float
+    found: int
+    share: float
+    found_s: float
+    steps: int
+
+
+@dataclass
 class Report:
     """A whole run: verbs, or overlap, or Python's share."""
 
@@ -87,6 +139,8 @@ class Report:
     tables: list[Table] = field(default_factory=list)
     overlaps: list[Overlap] = field(default_factory=list)
     share: Share | None = None
+    recorded: list[Recorded] = field(default_factory=list)
+    straggling: Straggling | None = None
     conditions: Conditions | None = None  # of rank 0's host, while it was measured
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from allranks.tools.bench.report import Overlap, Report, Row, Share, Table, summaries
+from allranks.tools.bench.report import Overlap, Recorded, Report, Row, Share, Straggling, Table, summaries
 from allranks.tools.quiet import READING, Conditions, judge
 
 __all__ = [
@@ -11,8 +11,10 @@ __all__ = [
     "overlap_head",
     "overlap_line",
     "preface",
+    "recorded_line",
     "row_line",
     "share_text",
+    "straggling_line",
     "summary",
     "table_head",
     "times",
@@ -57,6 +59,22 @@ def conditions(found: Conditions, ranks: int, cores: int) -> str:
     if found.busy is None:
         return f"# quiet so far: load {found.load:.1f} in the last minute"
     return f"# quiet: other processes kept {found.busy:.2f} of {found.cpus} CPUs busy, steal {found.steal or 0:.1%}"
+
+
+def recorded_line(found: Recorded) -> str:
+    """What the record costs at one size."""
+    return (
+        f"{human(found.nbytes):>8}  recorded {found.on_s * 1e9:,.0f} ns, not recorded {found.off_s * 1e9:,.0f} ns: "
+        f"{found.paired_s * 1e9:+,.0f} ns ({found.paired_s / found.off_s:.1%}), medians of {found.blocks} blocks"
+    )
+
+
+def straggling_line(found: Straggling) -> str:
+    """Whether the late rank was found."""
+    return (
+        f"rank {found.late} is {found.late_s * 1e3:g} ms late in each of {found.steps} steps; found: rank "
+        f"{found.found}, last in {found.share:.0%}, by {found.found_s * 1e3:.2f} ms"
+    )
 
 
 def table_head(report: Report, table: Table) -> str:
