@@ -50,8 +50,8 @@ def _parser() -> ArgumentParser:
         "verb",
         choices=("all", *VERBS, *_STUDIES),
         metavar="VERB",
-        help=f"all, or one of {', '.join(VERBS)}; or overlap (what async calls hide behind computation), "
-        "or python (Python's share of a call), or trace (what the record of calls costs), or master (the goals of "
+        help=f"all, or one of {', '.join(VERBS)}; or overlap (what async calls hide behind computation); "
+        "or python (Python's share of a call); or trace (what the record of calls costs); or master (the goals of "
         "master-worker mode, beside torch's RPC)",
     )
     parser.add_argument(
