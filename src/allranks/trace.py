@@ -233,7 +233,7 @@ def record(path: str | os.PathLike[str]) -> Iterator[Path]:
         UsageError: the file cannot be made, or this process records its calls in another file already.
 
     Cost:
-        some ten nanoseconds per call.
+        about 100 nanoseconds per call.
 
     Note:
         If the disk becomes full the program goes on. The file then has the calls until then, and a warning is logged.
