@@ -14,11 +14,12 @@ import torch
 import allranks as dist
 dist.init_process_group(timeout=2)
 def load():
+    if sys.argv[1] == "differ": return
     if sys.argv[1] == "kill": os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1000)
 for step in range(5):
     time.sleep(0.06)
-    dist.all_reduce(torch.ones(4))
+    dist.all_reduce(torch.ones(4 + (sys.argv[1] == "differ" and step == 4 and dist.get_rank() == 2)))
     if dist.get_rank() == 1 and step == 3: load()
 """
 
@@ -37,12 +38,12 @@ def run(launcher: Launcher, how: str, *options: str) -> tuple[list[str], str]:
 def test_a_timeout_says_where_the_late_rank_is(launcher: Launcher) -> None:
     lines, text = run(launcher, "sleep")
     assert lines[-2] == (
-        "allranks run: ranks 0, 2 have waited 2 s in all_reduce #5 (late.py:11, shape (4,)) for rank 1, which is at "
-        "late.py:8 in load; its process is sleeping"
+        "allranks run: ranks 0, 2 have waited 2 s in all_reduce #5 (late.py:12, shape (4,)) for rank 1, which is at "
+        "late.py:9 in load; its process is sleeping"
     )
-    assert "  all_reduce #5 (late.py:11, shape (4,)) failed (timeout) after 2." in text
+    assert "  all_reduce #5 (late.py:12, shape (4,)) failed (timeout) after 2." in text
     assert '  File "' in text.partition("stacks of ranks 1:")[2]
-    assert 'late.py", line 8 in load' in text
+    assert 'late.py", line 9 in load' in text
     (file,) = launcher.folder.glob("state/allranks/failed-*.txt")
     assert file.read_text() == text
 
@@ -50,10 +51,21 @@ def test_a_timeout_says_where_the_late_rank_is(launcher: Launcher) -> None:
 def test_the_last_calls_of_a_killed_rank_are_shown(launcher: Launcher) -> None:
     lines, text = run(launcher, "kill", "--logs", "logs")
     line = re.sub(r"\d+(\.\d+)? (us|ms|s)", "N s", re.sub(r"rank \d came", "rank X came", lines[-2]))
-    calls = [f"all_reduce #{n} (late.py:11, shape (4,)) took N s, rank X came last" for n in (2, 3, 4)]
+    calls = [f"all_reduce #{n} (late.py:12, shape (4,)) took N s, rank X came last" for n in (2, 3, 4)]
     assert line == f"allranks run: last calls of rank 1: {'; '.join(calls)}"
     assert "rank 1, pid " in text
     assert text == (launcher.folder / "logs" / "last_calls.txt").read_text()
+
+
+def test_what_led_to_a_mismatch_is_in_the_file(launcher: Launcher) -> None:
+    _, text = run(launcher, "differ")
+    for rank in range(3):
+        part = text.partition(f"rank {rank}, pid ")[2].partition("\nrank ")[0]
+        assert "  all_reduce #4 (late.py:12, shape (4,)) took " in part
+        # The first rank that fails makes the launcher look at all; another may not have compared yet.
+        shape = 5 if rank == 2 else 4
+        assert re.search(rf"  all_reduce #5 \(late.py:12, shape \({shape},\)\)(,| failed \(mismatch\) after )", part)
+    assert "failed (mismatch)" in text
 
 
 def test_files_among_the_user_s_are_few(tmp_path: Path) -> None:

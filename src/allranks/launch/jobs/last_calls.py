@@ -15,7 +15,7 @@ from allranks._trace.diagnosis import diagnose
 from allranks._trace.state import CallState
 from allranks.launch.policy.interface import Outcome
 
-__all__ = ["describe_calls", "report", "write_report"]
+__all__ = ["describe_calls", "differ", "report", "write_report"]
 
 _KEPT = 10  # files among the user's
 _SHORT = 3  # calls of a rank, on the terminal
@@ -34,6 +34,12 @@ def describe_calls(outcome: Outcome, hosts: Sequence[str]) -> list[str]:
     if not outcome.stacks:
         return []
     return diagnose(outcome.states).lines(dict(enumerate(hosts)), _places(outcome.stacks))
+
+
+def differ(outcome: Outcome) -> bool:
+    """Whether ranks called different things, which the error itself says; what led there is in their last calls."""
+    report = outcome.cause.report if outcome.cause is not None else None
+    return report is not None and report.title.startswith("allranks.MismatchError")
 
 
 def report(outcome: Outcome, hosts: Sequence[str], command: str) -> str:

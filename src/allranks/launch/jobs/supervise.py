@@ -20,7 +20,7 @@ from allranks._trace.jobs import Answer
 from allranks.launch.agents.agent_pool import AgentPool
 from allranks.launch.agents.inquiries import Inquiries
 from allranks.launch.jobs.job_control import SIGNALS, JobControl
-from allranks.launch.jobs.last_calls import describe_calls, report, write_report
+from allranks.launch.jobs.last_calls import describe_calls, differ, report, write_report
 from allranks.launch.jobs.last_words import describe_failure, describe_idle, describe_interrupt, lines_of
 from allranks.launch.jobs.statistics import Statistics
 from allranks.launch.output.screen import Screen
@@ -379,9 +379,10 @@ class Supervisor:
         if outcome.ending is not Ending.FAILED or not any(state.last is not None for state in outcome.states):
             return
         hosts = self._round.rules.hosts
-        if said := describe_calls(outcome, hosts):
-            for line in said:
-                self._reporter.remark(line)
+        said = describe_calls(outcome, hosts)
+        for line in said:
+            self._reporter.remark(line)
+        if said or differ(outcome):
             path = write_report(report(outcome, hosts, self._command), self._screen.logs.folder, os.environ)
             if path is not None:
                 self._reporter.remark(f"the last calls of all ranks are in {path}")
