@@ -97,3 +97,18 @@ def test_when_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     report(7)
     assert of_job.conclude() == b""
     assert 'verb="all_reduce"} 7\n' in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "quiet", "told"), [(100.0, False, True), (100.0, True, False), (30.0, False, False)]
+)
+def test_a_straggler_of_a_long_job_is_named_without_being_asked(seconds: float, quiet: bool, told: bool) -> None:
+    of_job = Statistics(False, None, Reporter("allranks run", quiet))
+    for rank in range(3):
+        world = GroupStats(
+            "world", (0, 1, 2), {"all_reduce": VerbStats(1000, 4096, 20.0, 15.0)}, 1000, {2: (900, 12.0)}
+        )
+        of_job.take(RankStats(rank, "here", seconds, (world,)))
+    line = of_job.conclude().decode()
+    assert line.startswith("allranks run: warning: rank 2 (here) came last in 900 of 1,000 calls") == told
+    assert bool(line) == told

@@ -13,6 +13,8 @@ from allranks.launch.spec.options import STATISTICS_S
 
 __all__ = ["Statistics"]
 
+_LONG_S = 60.0
+
 
 class Statistics:
     """What the ranks' calls took, as it was reported last.
@@ -44,11 +46,16 @@ class Statistics:
             self._write()
 
     def conclude(self) -> bytes:
-        """Writes the file for the last time. Returns the table; b"" where none is wanted."""
+        """Writes the file for the last time. Returns the table.
+
+        Where none is wanted: a line for each rank that stands out in a job that was not short.
+        """
         self._write()
+        found = JobStats(self._ranks.values())
         if not self._table:
-            return b""
-        first, *lines = JobStats(self._ranks.values()).lines()
+            told = found.warnings() if found.seconds >= _LONG_S and not self._reporter.quiet else []
+            return "\n".join(map(self._reporter.line, told)).encode()
+        first, *lines = found.lines()
         text = [self._reporter.line(first)]
         text += [line if line.startswith(" ") else self._reporter.line(line) for line in lines]
         return "\n".join(text).encode()

@@ -366,7 +366,7 @@ class Agent:
 
     def _report_calls(self, process: _Process, events: list[Event]) -> None:
         """Reports what a rank's calls took, if it has made a group."""
-        if self._plan.ranks.statistics and (reader := process.recording.reader()) is not None:
+        if (reader := process.recording.reader()) is not None:
             events.append(rank_stats(process.rank, reader, time.monotonic_ns()))
 
     def _look_for_long_waits(self) -> None:
