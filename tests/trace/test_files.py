@@ -85,13 +85,15 @@ def test_record_is_refused(tmp_path):
 
 
 def test_nothing_to_record(tmp_path):
-    with pytest.raises(dist.NotInitializedError, match="before the first group"), dist.trace.record(tmp_path):
-        pass
+    def early():
+        with pytest.raises(dist.NotInitializedError, match="before the first group"), dist.trace.record(tmp_path):
+            pass
 
     def body():
         with pytest.raises(dist.UsageError, match="ALLRANKS_RECORD=0"), dist.trace.record(tmp_path):
             pass
 
+    run_ranks(1, early, init=False)
     run_ranks(1, body, env={"ALLRANKS_RECORD": "0"})
     assert list(tmp_path.iterdir()) == []
 

@@ -123,8 +123,11 @@ open("{folder}/torchs", "wb").write(torch._C._distributed_c10d._dump_fr_trace())
 
 
 def test_before_there_is_a_group(tmp_path):
-    with pytest.raises(dist.NotInitializedError, match="there are no calls"):
-        dist.trace.flight_dump(tmp_path)
+    def body():
+        with pytest.raises(dist.NotInitializedError, match="there are no calls"):
+            dist.trace.flight_dump(tmp_path)
+
+    run_ranks(1, body, init=False)
 
 
 def test_ranks_that_no_longer_have_their_first_calls(tmp_path):

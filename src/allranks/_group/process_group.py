@@ -20,7 +20,7 @@ from allranks._call.work import seconds_of
 from allranks._cluster.env import notice_seconds
 from allranks._engines.base import Parent, never
 from allranks._trace import memory
-from allranks._trace.watcher import Peer, watch
+from allranks._trace.watcher import Peer, unwatch, watch
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -400,6 +400,7 @@ class ProcessGroup:
         if self._engine is not None:
             if not self.inherited:
                 self._engine.close()
+                unwatch(self)
                 for close in self._recorded:
                     close()
             self._engine, self._now = None, never

@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from allranks._base.forks import Descriptor, forks
+from allranks._base.threads import Daemon
 from allranks._trace import memory
 from allranks._trace.diagnosis import Diagnosis, diagnose
 from allranks._trace.inspection import QuietClock, rank_state
 from allranks._trace.stacks import DUMP, main_place
 from allranks._trace.state import CallState, GroupState, RankState
 
-__all__ = ["Peer", "choose_teller", "watch"]
+__all__ = ["Peer", "choose_teller", "unwatch", "watch"]
 
 _LOOK_S = 1.0
 _STACKS_S = 0.3  # for a rank to write its stacks, which takes milliseconds
@@ -61,22 +62,40 @@ class _Watcher:
         self._told: set[tuple[object, ...]] = set()
         self._stacks: Descriptor | None = None
         self._groups: weakref.WeakSet[_Group] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
 
-    def start(self) -> None:
+    def add(self, group: _Group, peers: Iterable[Peer]) -> None:
+        with self._lock:
+            self._peers |= {peer.rank: peer for peer in peers}
+            self._groups.add(group)
+            if self._thread is None:
+                self._offer_stacks()
+                self._stop = threading.Event()
+                self._thread = Daemon(target=self._run, args=(self._stop,), name="allranks-notices")
+                self._thread.start()
+
+    def remove(self, group: _Group) -> None:
+        with self._lock:
+            self._groups.discard(group)
+            if self._groups or self._thread is None:
+                return
+            thread, self._thread = self._thread, None
+            self._stop.set()
+        if thread is not threading.current_thread():
+            thread.join(_LOOK_S)
+
+    def _offer_stacks(self) -> None:
+        if self._stacks is not None:
+            return
         fd = os.memfd_create(_STACKS, os.MFD_CLOEXEC)
         self._stacks = Descriptor(fd)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(DUMP) is signal.SIG_DFL:
             faulthandler.register(DUMP, fd)
-        threading.Thread(target=self._run, name="allranks-notices", daemon=True).start()
 
-    def add(self, group: _Group, peers: Iterable[Peer]) -> None:
-        self._peers |= {peer.rank: peer for peer in peers}
-        self._groups.add(group)
-
-    def _run(self) -> None:
-        here = forks()
-        while forks() == here:
-            time.sleep(_LOOK_S)
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.wait(_LOOK_S):
             reader = memory.reader()
             if reader is not None and (found := self._clock.long_wait(reader, self._notice_s)) is not None:
                 self._look(found[1])
@@ -172,6 +191,11 @@ def watch(group: _Group, me: int, peers: Callable[[], Iterable[Peer]], notice_s:
         return
     if _made != forks():
         _watcher, _made = _Watcher(me, notice_s), forks()
-        _watcher.start()
     assert _watcher is not None
     _watcher.add(group, peers())
+
+
+def unwatch(group: _Group) -> None:
+    """A group is destroyed. With the last one the thread ends."""
+    if _watcher is not None and _made == forks():
+        _watcher.remove(group)
