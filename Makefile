@@ -54,6 +54,7 @@ bench: $(VENV)/installed $(BENCH)/installed
 	$(BENCH_RUN) all -n 2 --against gloo,mpi --shared --json benchmarks/shared_2.json $(BENCH_FLAGS)
 	$(BENCH_RUN) overlap -n 2 --against gloo,mpi --json benchmarks/overlap.json $(BENCH_FLAGS)
 	$(BENCH_RUN) python --json benchmarks/python.json $(BENCH_FLAGS)
+	$(BENCH_RUN) trace -n 2 --json benchmarks/trace.json $(BENCH_FLAGS)
 	$(BENCH_RUN) master --json benchmarks/master.json $(BENCH_FLAGS)
 	$(BIN)/allranks run -n 2 benchmarks/ddp_step.py --json benchmarks/ddp_step.json
 	$(BIN)/allranks run -n 2 --show 0 benchmarks/torch_plugin.py --json benchmarks/torch_plugin.json

@@ -22,7 +22,7 @@
 
 namespace allranks::trace {
 
-constexpr int64_t kSiteShare = 200;  // one part in so many
+constexpr int64_t kSiteShare = 1000;  // one part in so many
 
 struct Identity {
   int rank = 0;
