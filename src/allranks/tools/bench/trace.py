@@ -1,7 +1,7 @@
 """``allranks bench trace``: what the record of calls costs, and whether it finds a late rank.
 
-The same all_reduce is called in two groups of the same ranks, one of which is not recorded, in alternating blocks. Then
-the last rank comes 2 ms late to each of some steps, and the record says who was late, and by how much.
+The same all_reduce is called in pairs of groups of the same ranks, one of which is not recorded, in alternating blocks.
+Then the last rank comes 2 ms late to each of some steps, and the record says who was late, and by how much.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = ["measure_recorded", "measure_straggling"]
 
 _SIZES = (4, 4096)
 _CALLS = 2000
+_PAIRS = 8  # where the memory of a group lies makes a difference of its own
 _ROUNDS = (20, 400)
 _STEPS = 100
 _STEP_S = 0.003
@@ -30,21 +31,23 @@ _LATE_S = 0.002
 
 def measure_recorded(plan: Plan) -> Iterator[Recorded]:
     """Of each size. Every rank calls it."""
-    recorded = allranks.new_group()
-    with memory.switched_off():
-        unrecorded = allranks.new_group()
+    pairs = []
+    for _ in range(_PAIRS):
+        recorded = allranks.new_group()
+        with memory.switched_off():
+            pairs.append({True: recorded, False: allranks.new_group()})
     for nbytes in _SIZES:
-        calls = {
-            on: partial(allranks.all_reduce, torch.zeros(nbytes // 4), group=group)
-            for on, group in ((True, recorded), (False, unrecorded))
-        }
+        calls = [
+            {on: partial(allranks.all_reduce, torch.zeros(nbytes // 4), group=group) for on, group in pair.items()}
+            for pair in pairs
+        ]
         samples: dict[bool, list[float]] = {True: [], False: []}
         least, most = _ROUNDS
         rounds = torch.tensor(0)
         for turn in range(most):
-            for on in (True, False) if turn % 2 else (False, True):
+            for on in (True, False) if turn // _PAIRS % 2 else (False, True):
                 allranks.barrier()
-                samples[on].append(seconds_per_call(calls[on], _CALLS))
+                samples[on].append(seconds_per_call(calls[turn % _PAIRS][on], _CALLS))
             rounds.fill_(turn + 1 >= least and sum(map(sum, samples.values())) * _CALLS >= plan.budget_s)
             allranks.broadcast(rounds, 0)  # all stop after the same round
             if rounds:
@@ -52,8 +55,9 @@ def measure_recorded(plan: Plan) -> Iterator[Recorded]:
         on_s, off_s = (statistics.median(samples[on]) for on in (True, False))
         paired_s = statistics.median(a - b for a, b in zip(samples[True], samples[False], strict=True))
         yield Recorded(nbytes, on_s, off_s, paired_s, len(samples[True]))
-    allranks.destroy_process_group(recorded)
-    allranks.destroy_process_group(unrecorded)
+    for pair in pairs:
+        for group in pair.values():
+            allranks.destroy_process_group(group)
 
 
 def measure_straggling(plan: Plan) -> Straggling:
