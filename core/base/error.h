@@ -20,6 +20,7 @@ enum class Kind : uint32_t {
   unreachable,  // the host of `peer` does not answer
   memory,       // `peer` ran out of memory in the middle of a call
   forked,       // this process was forked from the one whose group it is
+  aborted,      // the program of `peer` has ended the group
 };
 
 constexpr int32_t kAnyPeer = -2;

@@ -260,6 +260,25 @@ void Shm::check_verdict() {
   throw Error(failure);
 }
 
+std::vector<int> Shm::lost() {
+  std::vector<bool> gone(static_cast<size_t>(ranks()));
+  for (int r = 0; r < ranks(); r++) {
+    gone[static_cast<size_t>(r)] = r != number(rank_) && presence(r) != Presence::here;
+  }
+  try {
+    check_verdict();
+  } catch (const Error& error) {
+    const Failure& verdict = error.failure;
+    const bool one = verdict.kind == Kind::died || verdict.kind == Kind::left || verdict.kind == Kind::unreachable;
+    if (one && verdict.peer >= 0 && verdict.peer != number(rank_)) gone[static_cast<size_t>(verdict.peer)] = true;
+  }
+  std::vector<int> found;
+  for (int r = 0; r < ranks(); r++) {
+    if (gone[static_cast<size_t>(r)]) found.push_back(r);
+  }
+  return found;
+}
+
 void Shm::allocate_ring(uint64_t end) {
   constexpr uint64_t kAtOnce = 64 << 10;
   end = std::min<uint64_t>((end + kAtOnce - 1) / kAtOnce * kAtOnce, sizes().ring);

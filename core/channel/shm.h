@@ -124,6 +124,9 @@ class Shm {
     look_around(patience, about, call, &ready, began_ns);
   }
 
+  // The ranks of the group that are known here to be gone: by their sockets, by other hosts, by the verdict.
+  std::vector<int> lost();
+
   bool has_left(int rank) { return leaving(rank) != Leaving::no; }
   void leave();  // notifies the others that this rank leaves on purpose; ends this rank's blocked calls
   void gone();   // at the end, when nothing more comes from this rank

@@ -171,6 +171,18 @@ Liveness Comm::liveness(const std::vector<int>& ranks) {
   return sockets;
 }
 
+void Comm::abort() {
+  check_process();
+  local_comm_.shm().condemn({.kind = Kind::aborted, .peer = rank(), .reporter = rank()});
+}
+
+std::vector<int> Comm::lost() {
+  check_process();
+  const std::lock_guard lock(queue_lock_);
+  if (stopping_) return {};
+  return local_comm_.shm().lost();
+}
+
 void Comm::adopt(int rank, Connection kind, sys::Fd fd, const std::string& greeting) {
   check_process();
   net_->adopt(rank, kind, std::move(fd), greeting);

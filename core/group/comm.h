@@ -87,6 +87,11 @@ class Comm {
   // closed.
   Liveness liveness(const std::vector<int>& ranks);
 
+  // Ends all calls of the group, on every rank: those that are pending, now, and all later ones.
+  void abort();
+  // The ranks that are known here to be gone: dead, unreachable, or no longer in the group. Empty once it is closed.
+  std::vector<int> lost();
+
   // Leaves the group: the others' pending and later calls that need this rank fail. Returns always.
   void close();
 

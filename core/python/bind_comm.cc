@@ -246,6 +246,8 @@ void bind_rest(nb::class_<Comm>& comm) {
              const Stats s = c.stats();
              return std::tuple(s.calls, s.bytes, s.seconds, s.shared);
            })
+      .def("abort", &Comm::abort, nb::call_guard<nb::gil_scoped_release>(), "Ends all calls of the group, everywhere.")
+      .def("lost", &Comm::lost, nb::call_guard<nb::gil_scoped_release>(), "The ranks that are known to be gone.")
       .def("close", [](Comm& c) {
         nb::gil_scoped_release release;
         c.close();

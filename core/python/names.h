@@ -19,7 +19,7 @@ inline constexpr std::array kReduceOpNames = {"SUM",  "AVG", "PRODUCT", "MIN",  
                                               "BAND", "BOR", "BXOR",    "PREMUL_SUM"};
 static_assert(kReduceOpNames.size() == kReduceOps);
 inline constexpr std::array kKinds = {"",       "timeout", "died",        "left",   "interrupted", "mismatch",
-                                      "closed", "system",  "unreachable", "memory", "forked"};
+                                      "closed", "system",  "unreachable", "memory", "forked",      "aborted"};
 
 inline constexpr std::array kPurposes = {"",
                                          "new_group",

@@ -66,6 +66,8 @@ _HOME = {
         "send",
     ),
     "_api.groups": (
+        "SHRINK_ABORT",
+        "SHRINK_DEFAULT",
         "get_global_rank",
         "get_group_rank",
         "get_node_local_rank",
@@ -73,6 +75,7 @@ _HOME = {
         "new_group",
         "new_subgroups",
         "new_subgroups_by_enumeration",
+        "shrink_group",
         "split_group",
     ),
     "_api.legacy": (
@@ -123,12 +126,14 @@ _HOME = {
         "stats",
     ),
     "_base.errors": (
+        "AbortedError",
         "AllranksError",
         "ConfigError",
         "DistBackendError",
         "DistError",
         "DistNetworkError",
         "DistStoreError",
+        "ExcludedError",
         "JoinError",
         "MismatchError",
         "NotInitializedError",
@@ -192,7 +197,6 @@ _ONLY_TORCHS = (
     "get_pg_count",
     "record_comm",
     "rendezvous",
-    "shrink_group",
 )
 _TORCHS = {
     "DeviceMesh": "torch.distributed.device_mesh",

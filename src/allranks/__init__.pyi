@@ -48,6 +48,8 @@ from allranks._api.collectives import reduce_scatter_single as reduce_scatter_si
 from allranks._api.collectives import reduce_scatter_tensor as reduce_scatter_tensor
 from allranks._api.collectives import scatter as scatter
 from allranks._api.collectives import send as send
+from allranks._api.groups import SHRINK_ABORT as SHRINK_ABORT
+from allranks._api.groups import SHRINK_DEFAULT as SHRINK_DEFAULT
 from allranks._api.groups import get_global_rank as get_global_rank
 from allranks._api.groups import get_group_rank as get_group_rank
 from allranks._api.groups import get_node_local_rank as get_node_local_rank
@@ -55,6 +57,7 @@ from allranks._api.groups import get_process_group_ranks as get_process_group_ra
 from allranks._api.groups import new_group as new_group
 from allranks._api.groups import new_subgroups as new_subgroups
 from allranks._api.groups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
+from allranks._api.groups import shrink_group as shrink_group
 from allranks._api.groups import split_group as split_group
 from allranks._api.legacy import Backend as Backend
 from allranks._api.legacy import default_pg_timeout as default_pg_timeout
@@ -95,12 +98,14 @@ from allranks._api.world import init_process_group as init_process_group
 from allranks._api.world import is_available as is_available
 from allranks._api.world import is_initialized as is_initialized
 from allranks._api.world import stats as stats
+from allranks._base.errors import AbortedError as AbortedError
 from allranks._base.errors import AllranksError as AllranksError
 from allranks._base.errors import ConfigError as ConfigError
 from allranks._base.errors import DistBackendError as DistBackendError
 from allranks._base.errors import DistError as DistError
 from allranks._base.errors import DistNetworkError as DistNetworkError
 from allranks._base.errors import DistStoreError as DistStoreError
+from allranks._base.errors import ExcludedError as ExcludedError
 from allranks._base.errors import JoinError as JoinError
 from allranks._base.errors import MismatchError as MismatchError
 from allranks._base.errors import NotInitializedError as NotInitializedError

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from allranks import _engines
-from allranks._api.world import GroupMember, register, resolve_group
+from allranks._api.world import GroupMember, register, replace_world, resolve_group
 from allranks._base.errors import ConfigError, MismatchError, UsageError, rank_list
 from allranks._base.public import publish
 from allranks._call.bytes import bytes_of
@@ -24,8 +25,11 @@ from allranks._call.work import seconds_of
 from allranks._cluster.detection import detect
 from allranks._engines.spec import RECORD_BYTES
 from allranks._group.process_group import ProcessGroup
+from allranks._group.succession import Lineage
 
 __all__ = [
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
     "exchange_locally",
     "get_global_rank",
     "get_group_rank",
@@ -34,8 +38,12 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "shrink_group",
     "split_group",
 ]
+
+SHRINK_DEFAULT, SHRINK_ABORT = 0, 1
+"""Flags of ``shrink_group``, with torch's values."""
 
 _DIGEST_BYTES = 16
 
@@ -316,7 +324,66 @@ def _make(
         engine_name, mine.index(me), members, exchange, name, timeout_s, parent.parent_of(mine)
     )
     made = ProcessGroup(engine, name, mine.index(me), members, timeout_s)
+    made.lineage = _lineage_of(made, engine_name, mine, digest)
+    made.register = register
     register(made)
+    return made
+
+
+_of_members: Counter[bytes] = Counter()  # the same on all members, who make their groups in the same order
+
+
+def _lineage_of(made: ProcessGroup, engine_name: str, ranks: list[int], digest: bytes) -> Lineage | None:
+    """That of a new group of these ranks of the world; None where the world has none."""
+    world = resolve_group(None).lineage
+    if world is None or any(rank >= len(world.members) for rank in ranks):
+        return None
+    members = [world.members[rank] for rank in ranks]
+    _of_members[digest] += 1
+    number = f"{world.generation}.{digest.hex()}.{'-'.join(map(str, ranks[:4]))}.{_of_members[digest]}"
+    prefix = f"{world.board.prefix}group/{number}/"
+    return Lineage(world.board, prefix, engine_name, made.name, made.timeout_s, world.seat, members)
+
+
+def shrink_group(
+    ranks_to_exclude: Sequence[int],
+    group: ProcessGroup | None = None,
+    shrink_flags: int = SHRINK_DEFAULT,
+    pg_options: Any = None,
+) -> ProcessGroup:
+    """The group of the ranks of a group that are left. Called by all ranks but those that are left out.
+
+    Unlike torch's, it also leaves out ranks that are lost and not listed, so that the list may be empty.
+
+    Args:
+        ranks_to_exclude: ranks of the group to leave out, dead or alive.
+        group: the group, which is closed; None: the world, in whose place the new group comes. All other groups are
+            closed then, as ranks have other numbers.
+        shrink_flags: ``SHRINK_ABORT``: first end the calls that are pending, on every rank.
+        pg_options: none are known.
+
+    Raises:
+        UsageError: wrong ranks; or the ranks have no store that outlives them.
+        ExcludedError: the others have gone on without this rank.
+        StoreLostError: the store is gone, and nobody can decide.
+    """
+    old = resolve_group(group)
+    if pg_options is not None:
+        raise UsageError(f"shrink_group: pg_options {pg_options!r} is not known")
+    if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
+        raise UsageError(f"shrink_group: shrink_flags must be SHRINK_DEFAULT or SHRINK_ABORT, not {shrink_flags!r}")
+    excluded = list(ranks_to_exclude)
+    if len(set(excluded)) < len(excluded):
+        raise UsageError(f"shrink_group: a rank is listed twice in {excluded}")
+    if old.rank() in excluded:
+        raise UsageError(f"shrink_group: rank {old.rank()} leaves itself out; ranks that are left out must not call")
+    if shrink_flags == SHRINK_ABORT:
+        old.abort()
+    is_world = old is resolve_group(None)
+    made = old.shrink(excluded)
+    if is_world:
+        made = made.renumbered()
+        replace_world(made)
     return made
 
 

@@ -16,6 +16,7 @@ from allranks._base.public import publish
 from allranks._call.futures import end_futures
 from allranks._call.work import seconds_of
 from allranks._group.process_group import ProcessGroup
+from allranks._group.succession import Lineage
 from allranks._rendezvous import rendezvous
 from allranks.launch.ranks.rank import this_rank
 from allranks.launch.spec.target import SERVE, Target
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from allranks._call.types import Stats
     from allranks._engines.c10d.store import GroupStore
     from allranks._engines.spec import Meeting
+    from allranks._rendezvous.board import Board
 
 __all__ = [
     "GroupMember",
@@ -40,6 +42,7 @@ __all__ = [
     "is_available",
     "is_initialized",
     "register",
+    "replace_world",
     "resolve_group",
     "stats",
     "torch_store",
@@ -268,7 +271,25 @@ def establish(
     finally:
         meeting.close()
     _world, _store = ProcessGroup(engine, name, meeting.rank, meeting.members, timeout_s), store
+    _world.register = register
+    board: Board | None = getattr(meeting, "board", None)
+    if board is not None:
+        starts = [(member.rank, 0) for member in meeting.members]
+        _world.lineage = Lineage(board, f"{board.prefix}world/", engine_name, name, timeout_s, meeting.rank, starts)
     return _world
+
+
+def replace_world(made: ProcessGroup) -> None:
+    """Makes a group of the ranks that are left the world. All other groups are closed: they count ranks otherwise."""
+    global _store, _world
+    torch_world.withdraw()
+    for other in _groups:
+        if other is not made:
+            other.close()
+    _groups.clear()
+    if _store is not None:
+        _store.close()
+    _world, _store = made, None
 
 
 def torch_store() -> GroupStore | None:
@@ -374,7 +395,10 @@ def _close_all() -> None:
     torch_world.withdraw()
     for made in (*_groups, _world):
         if made is not None:
+            lineage = made.lineage
             made.close()
+            if lineage is not None and not made.inherited:
+                lineage.board.close()
     _groups.clear()
     if _store is not None:
         _store.close()

@@ -12,6 +12,8 @@ bytes, seconds) and what to do next. The tree::
     |   |-- JoinError                 ranks did not meet in time: names those that are missing
     |   |-- QueueEmptyError           a queue of a store holds nothing, and the call does not wait
     |-- PeerLostError                 a rank died, left or broke off; `.rank` is which
+    |-- AbortedError                  a rank has ended the group by abort(); `.rank` is which
+    |-- ExcludedError                 the others have gone on without this process
     |-- StoreLostError                the connection to the store broke: its server ended
     |-- MismatchError                 ranks disagree on what they call
     |-- RankError                     a rank of a job started from Python failed; `.rank` is which
@@ -28,12 +30,14 @@ import builtins
 from collections.abc import Sequence
 
 __all__ = [
+    "AbortedError",
     "AllranksError",
     "ConfigError",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "ExcludedError",
     "JoinError",
     "MismatchError",
     "NotInitializedError",
@@ -102,6 +106,18 @@ class PeerLostError(_OfRankError):
     Attributes:
         rank: the rank that was lost (in the group's numbering).
     """
+
+
+class AbortedError(_OfRankError):
+    """A rank has called ``abort()``: all calls of the group end, on every rank.
+
+    Attributes:
+        rank: the rank that called it (in the group's numbering).
+    """
+
+
+class ExcludedError(AllranksError):
+    """The other ranks have gone on without this process, which they took for lost. It must end, and change nothing."""
 
 
 class StoreLostError(AllranksError):

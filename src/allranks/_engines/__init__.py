@@ -109,6 +109,7 @@ def make_engine(
     group_name: str,
     timeout_s: float,
     parent: Parent | None = None,
+    connect_s: float | None = None,
 ) -> Engine:
     """Connects an engine with the other members of a group.
 
@@ -118,14 +119,15 @@ def make_engine(
         members: who is in the group, by rank.
         exchange: gives every rank the records of all.
         group_name: for errors.
-        timeout_s: of the connecting and of every later call.
+        timeout_s: of every later call.
         parent: the group that ``exchange`` goes through, on every rank, or None.
+        connect_s: of the connecting; None: as ``timeout_s``.
     """
     engines = engines_of(backend)
     made: dict[str, Engine] = {}
     try:
         for name in dict.fromkeys(engines.values()):
-            once = _Once(name, exchange, alone=len(members) == 1)
+            once = _Once(name, exchange, len(members) == 1, timeout_s if connect_s is None else connect_s)
             setup = GroupSetup(rank, members, once, group_name, timeout_s, parent)
             made[name] = _known(name, backend).make(setup)
             once.call()
@@ -143,7 +145,8 @@ def make_engine(
 class _Once:
     """An Exchange that takes place once, whatever the engine does: other ranks may be in it for this one's sake."""
 
-    def __init__(self, engine: str, exchange: Exchange, alone: bool) -> None:
+    def __init__(self, engine: str, exchange: Exchange, alone: bool, connect_s: float) -> None:
+        self.connect_s = connect_s  # how long the engine may take to connect, if it can tell that from its calls
         self._engine = engine
         self._exchange = exchange
         self._alone = alone

@@ -6,6 +6,8 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from allranks._base.errors import UsageError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -130,6 +132,14 @@ class Engine(abc.ABC):
     def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
         """Sockets that end with the processes of these ranks, which a group of them may share; None: there are none."""
         return None
+
+    def lost(self) -> Sequence[int]:
+        """The ranks that are known here to be gone, by their process, their host or their leaving."""
+        return ()
+
+    def abort(self) -> None:
+        """Ends all calls of the group, on every rank: those that are pending, now, and all later ones."""
+        raise UsageError(f"abort: the {self.name} engine cannot end the calls of other ranks: use the native engine")
 
     @abc.abstractmethod
     def stats(self) -> Stats: ...

@@ -76,6 +76,13 @@ class ByDevice(Engine):
         first = {engine: device for device, engine in reversed(self._engines.items())}
         return {device: engine for engine, device in reversed(first.items())}
 
+    def lost(self) -> Sequence[int]:
+        return self._cpu.lost()
+
+    def abort(self) -> None:
+        for engine in self._engines.values():
+            engine.abort()
+
     def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
         return self._cpu.liveness(ranks)
 

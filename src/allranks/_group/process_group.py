@@ -12,6 +12,8 @@ from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast, overload
 
+import msgspec
+
 from allranks._base.errors import NotInitializedError, TimeoutError, UsageError
 from allranks._base.forks import follow, forks, refusal
 from allranks._base.public import publish
@@ -19,6 +21,7 @@ from allranks._call.types import PremulSum, ReduceOp, Stats, as_reduce_op
 from allranks._call.work import seconds_of
 from allranks._cluster.env import notice_seconds
 from allranks._engines.base import Parent, never
+from allranks._group import survival
 from allranks._trace import memory
 from allranks._trace.watcher import Peer, unwatch, watch
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
     from allranks._call.work import Work
     from allranks._engines.base import Engine
+    from allranks._group.succession import Lineage
     from allranks._rendezvous.rendezvous import Member
 
     Op: TypeAlias = ReduceOp | PremulSum
@@ -48,6 +52,8 @@ class ProcessGroup:
         in_world_order: whether a rank has the same number here and in the world.
         timeout_s: how long its calls wait for other ranks.
         closing: called when the group closes.
+        lineage: its generations; None where its ranks cannot decide who goes on after a loss.
+        register: called with each group that is made from this one by ``shrink``.
         record_numbers: of the group in the record of this process's calls, for each of its engines.
     """
 
@@ -62,6 +68,9 @@ class ProcessGroup:
         self._engine: Engine | None = engine
         self._now = engine.now
         self.closing: Callable[[], None] | None = None
+        self.lineage: Lineage | None = None
+        self._ballot: Tensor | None = None
+        self.register: Callable[[ProcessGroup], None] | None = None
         self._forks = forks()
         self._record(engine, rank)
         follow(self)
@@ -390,6 +399,113 @@ class ProcessGroup:
     def stats(self) -> Stats:
         """See :class:`allranks.Stats`."""
         return self._live().stats()
+
+    # After a loss. See docs/resilience.md.
+
+    def failed_ranks(self) -> list[int]:
+        """The ranks of this group that are known here to be lost: dead, unreachable, or no longer in the group.
+
+        The ranks of a host learn of a death within some milliseconds; ranks of other hosts when they call something,
+        or by the heartbeats between hosts. Not the same on all ranks: ``agree`` and ``shrink`` are.
+
+        Cost:
+            a system call for each rank of this host.
+        """
+        return list(self._live().lost())
+
+    def abort(self) -> None:
+        """Ends all calls of the group, on every rank: those that are pending, now, and all later ones.
+
+        They raise AbortedError. What is left to do with the group is ``shrink``.
+
+        Raises:
+            UsageError: the engine cannot: it has to be native or tcp.
+        """
+        self._live().abort()
+
+    def agree(self, value: int = 1) -> int:
+        """The least value of all ranks; the same on every rank that survives, whatever is lost meanwhile.
+
+        A rank that is lost before it has given its value counts as 0, if no survivor has the outcome already. Called by
+        all ranks, in the same order as the group's collectives. Afterwards the group may be broken: its next call shows
+        that, and ``shrink`` mends it.
+
+        Args:
+            value: a whole number of 64 bits, at least 0; or a bool.
+
+        Raises:
+            ExcludedError: the others have gone on without this rank.
+            StoreLostError: the store on which the ranks decide is gone.
+            UsageError: a rank is lost, and the ranks have no store that outlives them.
+
+        Cost:
+            an all_reduce of 8 bytes; after a loss some round trips to the store.
+        """
+        return survival.agree(self, value)
+
+    def shrink(self, ranks_to_exclude: Sequence[int] = (), timeout: timedelta | float | None = None) -> ProcessGroup:
+        """The group of the ranks that are left. Called by all of them; this group is closed.
+
+        The ranks decide on the store on which they met who is left: those of which nobody knows that they are lost. The
+        decision is one, whatever is lost meanwhile; a rank that comes later raises ExcludedError. Ranks keep their
+        order.
+
+        Args:
+            ranks_to_exclude: ranks of this group to leave out although they live. They must not call.
+            timeout: how long to wait for ranks that are not known to be lost; they are left out then. None: the timeout
+                of the group's calls.
+
+        Raises:
+            ExcludedError: the others have gone on without this rank.
+            StoreLostError: the store is gone, and nobody can decide.
+            UsageError: the ranks have no store that outlives them.
+
+        Cost:
+            some round trips to the store, and that of making a group.
+        """
+        return survival.shrink(self, ranks_to_exclude, None if timeout is None else seconds_of(timeout))
+
+    def successor(self, engine: Engine, rank: int, members: Sequence[Member]) -> ProcessGroup:
+        """Another group in this one's place, which is closed."""
+        lineage, self.lineage = self.lineage, None
+        self.close()
+        made = ProcessGroup(engine, self.name, rank, members, self.timeout_s)
+        made.lineage, made.register = lineage, self.register
+        return made
+
+    def renumbered(self) -> ProcessGroup:
+        """This group as the world: its ranks are the world's."""
+        members = [msgspec.structs.replace(m, rank=r, world_size=self._size) for r, m in enumerate(self.members)]
+        self.members = tuple(members)
+        self.ranks = tuple(range(self._size))
+        self.in_world_order = True
+        return self
+
+    def ballot(self) -> Tensor:
+        """One whole number for ``agree``, on a device whose tensors the group moves."""
+        if self._ballot is None:
+            import torch
+
+            self._ballot = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return self._ballot
+
+    def _become(self, engine: Engine, rank: int, members: Sequence[Member]) -> None:
+        """Puts a new engine, rank and members into this object. The old engine is closed."""
+        old = self._engine
+        self._now = never
+        if old is not None:
+            old.close()
+            unwatch(self)
+            for close in self._recorded:
+                close()
+        self.members = tuple(members)
+        self.ranks = tuple(member.rank for member in members)
+        self.in_world_order = self.ranks == tuple(range(len(self.ranks)))
+        self._rank = rank
+        self._size = len(self.ranks)
+        self._engine = engine
+        self._now = engine.now
+        self._record(engine, rank)
 
     def parent_of(self, ranks: Sequence[int]) -> Parent:
         """This group as that through which a group of these ranks of the world is made."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
 
+from allranks._rendezvous.board import Board
+from allranks._rendezvous.driver import drive
 from allranks._rendezvous.finders.interface import Finder
-from allranks._rendezvous.join_protocol import TABLE, Act, Answer, Member, Steps, exchange, unpack_members
+from allranks._rendezvous.join_protocol import TABLE, Member, exchange, unpack_members
 from allranks._store import Store
 
-__all__ = ["Meeting", "drive"]
-
-_T = TypeVar("_T")
+__all__ = ["Meeting"]
 
 _LINGER_S = 3.0  # how long rank 0, when it leaves, keeps the store for those who have not left yet
 
@@ -27,6 +25,7 @@ class Meeting:
         rank: this process.
         world_size: how many there are.
         store: what they share; its keys are this meeting's own.
+        board: where they decide who goes on after a loss; None where no store outlives the meeting.
     """
 
     rank: int
@@ -35,6 +34,7 @@ class Meeting:
     _me: Member = field(repr=False)
     _timeout_s: float = field(repr=False)
     _local: tuple[int | None, int | None] = field(default=(None, None), repr=False)
+    board: Board | None = field(default=None, repr=False)
     _finder: Finder | None = field(default=None, repr=False)
     _times: Iterator[int] = field(default_factory=itertools.count, repr=False)
     _members: tuple[Member, ...] = field(default=(), repr=False)
@@ -75,14 +75,3 @@ class Meeting:
         """Leaves. Rank 0, where it serves the store, first waits a little for the others to leave. Idempotent."""
         if self._finder is not None:
             self._finder.close(_LINGER_S)
-
-
-def drive(steps: Steps[_T], perform: Callable[[Act], Answer]) -> _T:
-    """Runs a state machine to its end."""
-    try:
-        act = next(steps)
-        while True:
-            answer = perform(act)
-            act = steps.send((time.monotonic(), answer))
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]

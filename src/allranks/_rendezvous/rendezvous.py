@@ -23,6 +23,8 @@ from allranks._base.errors import ConfigError, JoinError, StoreLostError, Timeou
 from allranks._cluster.env import read_int
 from allranks._cluster.network import machine, published_addresses
 from allranks._rendezvous import finders
+from allranks._rendezvous.board import Board
+from allranks._rendezvous.driver import drive
 from allranks._rendezvous.finders.interface import Finder, NotYet, Request, notify
 from allranks._rendezvous.finders.store import GivenStoreFinder
 from allranks._rendezvous.join_protocol import (
@@ -38,7 +40,7 @@ from allranks._rendezvous.join_protocol import (
     Notify,
     Pause,
 )
-from allranks._rendezvous.meeting import Meeting, drive
+from allranks._rendezvous.meeting import Meeting
 from allranks._store import HashStore, PrefixStore, Store, reason
 
 __all__ = ["Meeting", "Member", "join", "this_member"]
@@ -88,7 +90,7 @@ def join(
     me = this_member(job.rank, job.world_size)
     if job.world_size == 1:
         finder.close(0.0)
-        return Meeting(0, 1, HashStore(), me, timeout_s, (0, 1))
+        return Meeting(0, 1, HashStore(), me, timeout_s, (0, 1), Board.of(finder, me, "allranks/alone", environ))
     try:
         finder.open(me)
         shared = _join(finder, me, began)
@@ -96,7 +98,8 @@ def join(
         finder.close(GRACE_S if isinstance(error, JoinError) else 0.0)
         raise
     local = (job.local_rank, job.local_world_size)
-    return Meeting(me.rank, me.world_size, shared, me, timeout_s, local, finder)
+    board = Board.of(finder, me, shared.prefix, environ)
+    return Meeting(me.rank, me.world_size, shared, me, timeout_s, local, board, finder)
 
 
 def _finder(
@@ -123,7 +126,7 @@ def _finder(
     return method.make(request)
 
 
-def _join(finder: Finder, me: Member, began: float) -> Store:
+def _join(finder: Finder, me: Member, began: float) -> PrefixStore:
     """Meets the others on the store of a finder. Returns it, with this meeting's keys only."""
     joining = Joining(
         me,

@@ -58,6 +58,7 @@ OUTCOMES: Final = {
     8: "host unreachable",
     9: "out of memory",
     10: "forked",
+    11: "aborted",
     255: "failed",
 }
 

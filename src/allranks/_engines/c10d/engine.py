@@ -64,6 +64,7 @@ class C10dEngine(FlatEngine):
         self.device = "cpu" if name == "gloo" else "cuda"
         self.averages_integers = self.queues = name == "nccl"
         self._backend: Any = None
+        self._died: Sequence[int] = ()  # as far as known when the engine was closed
         self._store = GroupStore.among(rank, members, exchange, timeout_s)
         try:
             self._presence = Presence(rank, members, self._store.secret)
@@ -137,6 +138,17 @@ class C10dEngine(FlatEngine):
             raise UsageError(f"recv on group '{self.group_name}': nccl receives from a given rank only, not from any")
         return self._message(self._backend.recv_anysource([into], tag), source)
 
+    def lost(self) -> Sequence[int]:
+        if self._presence is not None:
+            self._died = self._presence.gone(0.0)[0]
+        return self._died
+
+    def abort(self) -> None:
+        self.lost()  # what is known ends with the engine
+        if self._backend is not None and self.device == "cpu" and len(self.members) > 1:
+            self._hang_up(self._backend)
+        self.close()
+
     def close(self) -> None:
         backend, self._backend = self._backend, None
         if self._presence is not None:
@@ -190,14 +202,17 @@ class C10dEngine(FlatEngine):
     def _end_gloo(self, backend: Any) -> None:
         pending = [work for work in tuple(self._pending) if not work.done()]
         if pending:
-            # A receive that times out ends everything that is pending, here and on the other ranks.
-            other = 1 if self.rank == 0 else 0
-            nothing = [torch.empty(0, dtype=torch.uint8)]
-            with contextlib.suppress(RuntimeError):  # the time is up
-                while True:  # a message of that tag may have come
-                    backend.recv(nothing, other, _HANG_UP_TAG).wait(timedelta(seconds=_SHORTEST_S))
+            self._hang_up(backend)
         if not _within(_ENDING_S, lambda: all(work.done() for work in pending)):
             leak(backend)  # its destructor would wait for as long as they take
+
+    def _hang_up(self, backend: Any) -> None:
+        """Ends everything that is pending in gloo, here and on the other ranks, as a receive that times out does."""
+        nothing = [torch.empty(0, dtype=torch.uint8)]
+        for other in range(len(self.members)):  # one of them may be dead, and has nothing to end
+            with contextlib.suppress(RuntimeError):  # the time is up
+                while other != self.rank:  # a message of that tag may have come
+                    backend.recv(nothing, other, _HANG_UP_TAG).wait(timedelta(seconds=_SHORTEST_S))
 
     def _end_nccl(self, backend: Any) -> None:
         if _cuda.is_initialized():  # else nothing was called, and an event would start CUDA

@@ -92,6 +92,7 @@ class NativeEngine(Engine):
         timeout_s: float,
         parent: Parent | None = None,
     ) -> None:
+        connect_s: float = getattr(exchange, "connect_s", timeout_s)
         self._rank = rank
         self._members = members
         self._group_name = group_name
@@ -111,7 +112,7 @@ class NativeEngine(Engine):
         if parent is not None:  # if it is closed, the exchange raises
             shared = parent.engine.liveness([parent.ranks[r] for r, host in enumerate(hosts) if host == hosts[rank]])
         made = connect(
-            rank, members, host_of, exchange, lambda: _core.create_segment(local_rank, size, sizes), timeout_s
+            rank, members, host_of, exchange, lambda: _core.create_segment(local_rank, size, sizes), connect_s
         )
         self._peers = made.peers
         self._troubles = made.peers.troubles if made.peers is not None else {}
@@ -129,7 +130,7 @@ class NativeEngine(Engine):
             raise
         if shared is not None:
             try:
-                confirm(rank, made.liveness, timeout_s)
+                confirm(rank, made.liveness, connect_s)
             except BaseException:
                 self.close()
                 raise
@@ -333,6 +334,12 @@ class NativeEngine(Engine):
     def record_in(self, recorder: _core.Recorder, group: int) -> bool:
         self.comm.record_in(recorder, group)
         return True
+
+    def lost(self) -> Sequence[int]:
+        return self.comm.lost()
+
+    def abort(self) -> None:
+        self.comm.abort()
 
     def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
         return self.comm.liveness(list(ranks))

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from allranks import _core
-from allranks._base.errors import AllranksError, MismatchError, PeerLostError, TimeoutError, UsageError, rank_list
+from allranks._base.errors import (
+    AbortedError,
+    AllranksError,
+    MismatchError,
+    PeerLostError,
+    TimeoutError,
+    UsageError,
+    rank_list,
+)
 from allranks._base.forks import refusal
 
 if TYPE_CHECKING:
@@ -59,6 +67,8 @@ def explain(
     if kind == "closed":
         return UsageError(f"{here}: the group was destroyed while the call was pending")
     who = ranks.name(peer)
+    if kind == "aborted":
+        return AbortedError(f"{here}: {who} has ended the group by abort().{noticed}", peer)
     if kind == "memory":
         return AllranksError(
             f"{here}: {who} ran out of memory in the middle of the call, so that the group cannot go on.{noticed}"

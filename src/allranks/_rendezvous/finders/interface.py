@@ -10,7 +10,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import SplitResult
 
 from allranks._cluster.env import JobEnv, read_env
@@ -106,6 +106,18 @@ class Finder(ABC):
         """All ranks have met: the store stays, and nobody looks for it any more."""
         if self._client is not None:
             self._client.deadline = float("inf")
+
+    def find_again(self, timeout_s: float) -> Store:
+        """After the meeting, where the store outlives it: the store, on a connection of its own.
+
+        Raises:
+            StoreLostError, TimeoutError, NotYet: it does not answer in time.
+        """
+        self._client = None
+        self.request = replace(self.request, deadline=time.monotonic() + timeout_s)
+        store = self.find()
+        self.finish()
+        return store
 
     def close(self, linger_s: float) -> None:
         """Ends what was opened. Idempotent.

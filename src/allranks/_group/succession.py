@@ -1,0 +1,190 @@
+"""A group's way through its generations: who goes on after a loss, and a new engine for them.
+
+``_rendezvous/succession`` decides, as a pure state machine; here it gets what this process knows, and its decision
+becomes a connected engine. Where a member is lost meanwhile there is another generation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from allranks import _engines
+from allranks._base.errors import JoinError, PeerLostError, TimeoutError, UsageError, rank_list
+from allranks._rendezvous import succession
+from allranks._rendezvous.succession import Claim, Decision, Sighting, Vote
+
+if TYPE_CHECKING:
+    from allranks._engines.base import Engine
+    from allranks._rendezvous.board import Board
+    from allranks._rendezvous.rendezvous import Member
+
+__all__ = ["Lineage", "Successor", "no_board"]
+
+_CONNECT_S = 10.0  # for members that have all claimed: those that are lost meanwhile are seen earlier
+_VAIN = 5  # so many generations of the same members that could not connect are enough
+
+
+@dataclass(frozen=True)
+class Successor:
+    """The next generation of a group, connected.
+
+    Attributes:
+        engine: moves its tensors.
+        rank: this process in it.
+        members: who is in it, by rank; ``rank`` is their seat.
+        decision: what was decided.
+    """
+
+    engine: Engine
+    rank: int
+    members: tuple[Member, ...]
+    decision: Decision
+
+
+@dataclass
+class Lineage:
+    """The generations of one group, as far as this process is in them.
+
+    Attributes:
+        board: where they are decided.
+        prefix: of their keys.
+        backend: the engine of every generation.
+        name: the group's name.
+        timeout_s: of its calls.
+        seat: this process's place.
+        members: seat and start of the members of the present generation, by rank.
+        generation: its number.
+        vote: this rank's agreements in it.
+        decided: the next generation, if it has been decided already.
+    """
+
+    board: Board
+    prefix: str
+    backend: str
+    name: str
+    timeout_s: float
+    seat: int
+    members: Sequence[tuple[int, int]]
+    generation: int = 0
+    vote: Vote = field(default_factory=Vote)
+    decided: Decision | None = None
+    _own: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._own = (self.seat, self.board.start)
+
+    def decide(
+        self,
+        look: Callable[[], Sighting],
+        *,
+        without: Sequence[int] = (),
+        progress: int = 0,
+        replaces: bool = False,
+        timeout_s: float | None = None,
+    ) -> Decision:
+        """Decides with the others who is in the next generation. The same decision again until it is connected.
+
+        Args:
+            look: the members that this process knows to be lost.
+            without: seats to do without.
+            progress: how far this process's program has come; -1: it is new.
+            replaces: wait for processes that take lost seats.
+            timeout_s: how long to wait for members that are not known to be lost; None: the group's timeout.
+
+        Raises:
+            ExcludedError: this process is not.
+            StoreLostError: the store is gone.
+            AllranksError: too few are left.
+        """
+        if self.decided is None:
+            claim = Claim(
+                self.seat,
+                self._own[1],
+                msgspec.structs.replace(self.board.me, rank=self.seat),
+                without=tuple(without),
+                vote=self.vote,
+                progress=progress,
+            )
+            machine = succession.Succession(
+                self.prefix,
+                self.generation,
+                claim,
+                dict(self.members),
+                self.board.launched,
+                replaces,
+                time.monotonic(),
+                self.timeout_s if timeout_s is None else timeout_s,
+                self.board.where,
+            )
+            self.decided = self.board.drive(machine.steps(), look)
+        return self.decided
+
+    def succeed(
+        self,
+        look: Callable[[], Sighting],
+        *,
+        without: Sequence[int] = (),
+        progress: int = 0,
+        replaces: bool = False,
+        timeout_s: float | None = None,
+    ) -> Successor:
+        """Decides, and connects those who are in the next generation. Arguments and errors as ``decide``.
+
+        Raises:
+            JoinError: the members, of whom none is lost, cannot connect.
+        """
+        vain, trouble = 0, JoinError("")
+        while vain < _VAIN:
+            before = self.members
+            decision = self.decide(look, without=without, progress=progress, replaces=replaces, timeout_s=timeout_s)
+            members = [(claim.seat, claim.start) for claim in decision.claims]
+            rank = members.index(self._own)
+            engine = None
+            try:
+                engine = self._connect(decision, rank, look)
+            except (JoinError, PeerLostError, TimeoutError) as error:
+                trouble = error if isinstance(error, JoinError) else JoinError(str(error))
+                vain = vain + 1 if members == list(before) else 0
+            self._begin(decision, members)
+            if engine is not None:
+                found = tuple(claim.member for claim in decision.claims)
+                return Successor(engine, rank, found, decision)
+        raise JoinError(
+            f"group '{self.name}': {rank_list([seat for seat, _ in self.members])} could not connect with each other,"
+            f" although none of them is lost: {trouble}"
+        ) from trouble
+
+    def _begin(self, decision: Decision, members: Sequence[tuple[int, int]]) -> None:
+        self.members = members
+        self.generation = decision.generation
+        self.vote = Vote(decision.ended, decision.outcome)
+        self.decided = None
+
+    def _connect(self, decision: Decision, rank: int, look: Callable[[], Sighting]) -> Engine:
+        def exchange(record: bytes) -> list[bytes]:
+            steps = succession.exchange(
+                self.prefix, rank, decision, record, time.monotonic(), _CONNECT_S, self.board.where
+            )
+            records = self.board.drive(steps, look)
+            if records is None:
+                raise JoinError(f"group '{self.name}': a member was lost while the ranks were connecting")
+            return records
+
+        members = [claim.member for claim in decision.claims]
+        return _engines.make_engine(
+            self.backend, rank, members, exchange, self.name, self.timeout_s, connect_s=_CONNECT_S
+        )
+
+
+def no_board(name: str, call: str) -> UsageError:
+    """The error of a group whose ranks have no store on which they could decide who goes on."""
+    return UsageError(
+        f"{call} on group '{name}': the ranks have nowhere to decide who goes on, as the store on which they met was"
+        " rank 0's and ended with the meeting.\n  Start the program with allranks run, or give init_process_group a"
+        " store= that outlives every rank."
+    )

@@ -1,0 +1,114 @@
+"""What a group does after a loss: an agreement that a loss cannot cut in two, and the group of those that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from allranks._base.errors import AbortedError, PeerLostError, TimeoutError, UsageError
+from allranks._call.types import ReduceOp
+from allranks._group.succession import Lineage, Successor, no_board
+from allranks._rendezvous.succession import Sighting, Vote
+
+if TYPE_CHECKING:
+    from allranks._group.process_group import ProcessGroup
+
+__all__ = ["LOSSES", "advance", "agree", "shrink"]
+
+LOSSES = (PeerLostError, AbortedError, TimeoutError)
+"""The errors of calls that a loss has cut off."""
+
+
+def agree(group: ProcessGroup, value: int) -> int:
+    """See ``ProcessGroup.agree``."""
+    if not 0 <= value < 1 << 63:
+        raise UsageError(f"agree: expected a whole number from 0 to 2**63 - 1, not {value!r}")
+    if group.size() == 1:
+        return int(value)
+    lineage = group.lineage
+    try:
+        outcome = _least(group, value)
+    except LOSSES as error:
+        if lineage is None:
+            raise no_board(group.name, "agree") from error
+        lineage.vote = msgspec.structs.replace(lineage.vote, value=int(value))
+        decision = lineage.decide(_look(group, lineage))
+        lineage.vote = Vote(decision.ended, decision.outcome)
+        return decision.outcome
+    if lineage is not None:
+        lineage.vote = Vote(lineage.vote.ended + 1, outcome)
+    return outcome
+
+
+def shrink(group: ProcessGroup, ranks_to_exclude: Sequence[int], timeout_s: float | None) -> ProcessGroup:
+    """See ``ProcessGroup.shrink``."""
+    lineage = _lineage(group, "shrink")
+    without = []
+    for rank in ranks_to_exclude:
+        if not isinstance(rank, int) or not 0 <= rank < group.size():
+            raise UsageError(
+                f"shrink: {rank!r} is not a rank of group '{group.name}': expected 0 to {group.size() - 1}"
+            )
+        without.append(lineage.members[rank][0])
+    world_ranks = {seat: member for (seat, _), member in zip(lineage.members, group.members, strict=True)}
+    successor = _succeed(group, lineage, without=without, timeout_s=timeout_s)
+    members = [world_ranks[claim.seat] for claim in successor.decision.claims]
+    made = group.successor(successor.engine, successor.rank, members)
+    if group.register is not None:
+        group.register(made)
+    return made
+
+
+def advance(group: ProcessGroup, *, progress: int, replaces: bool, timeout_s: float | None = None) -> Successor:
+    """Takes the world into its next generation, in place: the same object with other ranks.
+
+    Args:
+        group: the world.
+        progress: how far this process's program has come; -1: it is new.
+        replaces: wait for processes that take lost seats, and take newcomers.
+        timeout_s: how long to wait for ranks that are not known to be lost.
+    """
+    lineage = _lineage(group, "go on after a loss")
+    successor = _succeed(group, lineage, progress=progress, replaces=replaces, timeout_s=timeout_s)
+    size = len(successor.members)
+    members = [
+        msgspec.structs.replace(member, rank=rank, world_size=size) for rank, member in enumerate(successor.members)
+    ]
+    group._become(successor.engine, successor.rank, members)
+    return successor
+
+
+def _succeed(
+    group: ProcessGroup,
+    lineage: Lineage,
+    *,
+    without: Sequence[int] = (),
+    progress: int = 0,
+    replaces: bool = False,
+    timeout_s: float | None = None,
+) -> Successor:
+    if group.failed_ranks():
+        group.abort()  # for ranks that are in a call and have not seen the loss
+    return lineage.succeed(
+        _look(group, lineage), without=without, progress=progress, replaces=replaces, timeout_s=timeout_s
+    )
+
+
+def _lineage(group: ProcessGroup, call: str) -> Lineage:
+    if group.lineage is None:
+        raise no_board(group.name, call)
+    return group.lineage
+
+
+def _look(group: ProcessGroup, lineage: Lineage) -> Callable[[], Sighting]:
+    members = list(lineage.members)  # of the generation that has ended, also while the next ones are made
+    return lambda: frozenset(members[rank] for rank in group.failed_ranks())
+
+
+def _least(group: ProcessGroup, value: int) -> int:
+    ballot = group.ballot()
+    ballot.fill_(value)
+    group.all_reduce(ballot, ReduceOp.MIN)
+    return int(ballot)

@@ -1,0 +1,209 @@
+"""Groups after a loss: failed_ranks, abort, agree, shrink, shrink_group, with ranks that are killed.
+
+Each world runs as real processes on a store that outlives them. What the survivors compute afterwards is compared with
+what they must.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks.testing import run_ranks
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _call_until_lost(group: dist.ProcessGroup) -> None:
+    for _ in range(10000):
+        _total(group)
+
+
+def _total(group: dist.ProcessGroup) -> float:
+    """The sum over the group's ranks of 10 to the rank in the first world."""
+    tensor = torch.tensor([10.0 ** int(os.environ["RANK"])], dtype=torch.float64)
+    group.all_reduce(tensor)
+    return tensor.item()
+
+
+@pytest.mark.parametrize("backend", ["native", "tcp", "gloo"])
+def test_survivors_shrink_and_go_on(backend: str) -> None:
+    def main() -> Any:
+        dist.init_process_group(backend, timeout=20)
+        world = dist.group.WORLD
+        assert world is not None
+        _total(world)
+        if dist.get_rank() == 1:
+            _die()
+        with pytest.raises((dist.PeerLostError, dist.TimeoutError)):
+            _call_until_lost(world)
+        smaller = world.shrink()
+        sums = [_total(smaller) for _ in range(3)]
+        with pytest.raises(dist.NotInitializedError):
+            world.barrier()
+        return smaller.rank(), smaller.size(), smaller.ranks, sums
+
+    found = run_ranks(4, main, init=False, may_die=[1])
+    for place, rank in enumerate((0, 2, 3)):
+        assert found[rank] == (place, 3, (0, 2, 3), [1101.0] * 3)
+
+
+def test_two_deaths_rank_0_and_one_during_the_decision() -> None:
+    def main() -> Any:
+        world = dist.group.WORLD
+        assert world is not None
+        rank = dist.get_rank()
+        if rank in (0, 3):
+            time.sleep(0.05 * rank)
+            _die()
+        with pytest.raises(dist.PeerLostError):
+            _call_until_lost(world)
+        if rank == 4:
+            threading.Timer(random.Random(os.getpid()).random() * 0.05, _die).start()
+        group = world.shrink()
+        try:
+            return group.ranks, _total(group)
+        except dist.PeerLostError:
+            group = group.shrink()
+            return group.ranks, _total(group)
+
+    for _ in range(5):
+        found = run_ranks(6, main, may_die=[0, 3, 4])
+        for rank in (1, 2, 5):
+            assert found[rank] in [((1, 2, 5), 100110.0), ((1, 2, 4, 5), 110110.0)], found
+        assert len({found[rank] for rank in (1, 2, 5)}) == 1
+
+
+def test_agree_is_one_value_for_all_survivors() -> None:
+    def main(seed: int) -> Any:
+        world = dist.group.WORLD
+        assert world is not None
+        rank = dist.get_rank()
+        pick = random.Random(seed)
+        at, delay = pick.randrange(30), pick.random() * 2e-4
+        values = []
+        for n in range(60):
+            if rank == 1 and n == at:
+                threading.Thread(target=lambda: (time.sleep(delay), _die())).start()
+            values.append(world.agree(n + rank + 1))
+            if world.failed_ranks():
+                break
+        group = world.shrink()
+        return values, group.agree(7), group.ranks
+
+    for seed in range(8):
+        found = run_ranks(3, main, seed, may_die=[1])
+        (first, *rest), (second, *others) = found[0], found[2]
+        assert rest == others == [7, (0, 2)]
+        short = min(len(first), len(second))
+        assert first[:short] == second[:short]
+        assert first[: short - 1] == list(range(1, short))
+
+
+def test_abort_ends_pending_calls_of_all() -> None:
+    def main() -> Any:
+        world = dist.group.WORLD
+        assert world is not None
+        rank = dist.get_rank()
+        work = dist.irecv(torch.empty(4), 2, tag=9) if rank == 1 else None
+        if rank == 2:
+            time.sleep(0.3)
+            began = time.monotonic()
+            world.abort()
+        else:
+            began = time.monotonic()
+            with pytest.raises(dist.AbortedError, match=r"rank 2 .* has ended the group by abort") as caught:
+                world.all_reduce(torch.ones(1 << 20))
+            assert caught.value.rank == 2
+        if work is not None:
+            with pytest.raises(dist.AbortedError):
+                work.wait()
+        with pytest.raises(dist.AbortedError):
+            world.barrier()
+        took = time.monotonic() - began
+        group = world.shrink()
+        return took, group.size(), _total(group)
+
+    for took, size, total in run_ranks(3, main):
+        assert took < 5
+        assert (size, total) == (3, 111.0)
+
+
+def test_shrink_group_takes_the_place_of_the_world() -> None:
+    def main() -> Any:
+        rank = dist.get_rank()
+        pair = dist.new_group([0, 1])
+        if rank == 2:
+            return None
+        with pytest.raises(dist.UsageError, match="leaves itself out"):
+            dist.shrink_group([rank])
+        made = dist.shrink_group([2], shrink_flags=dist.SHRINK_ABORT)
+        assert made is dist.group.WORLD
+        if rank < 2:
+            with pytest.raises(dist.NotInitializedError):
+                pair.barrier()
+        again = dist.new_group([0, 2])
+        total = _total(made)
+        return dist.get_rank(), dist.get_world_size(), total, None if dist.get_rank() == 1 else _total(again)
+
+    found = run_ranks(4, main)
+    assert found == [(0, 3, 1011.0, 1001.0), (1, 3, 1011.0, None), None, (2, 3, 1011.0, 1001.0)]
+
+
+def test_a_subgroup_shrinks_alone() -> None:
+    def main() -> Any:
+        rank = dist.get_rank()
+        group = dist.new_group([0, 1, 2])
+        other = dist.new_group([0, 3])
+        if rank == 1:
+            _die()
+        if rank == 3:
+            return _total(other)
+        with pytest.raises(dist.PeerLostError):
+            _call_until_lost(group)
+        group = group.shrink()
+        return group.ranks, _total(group), _total(other) if rank == 0 else None
+
+    found = run_ranks(4, main, may_die=[1])
+    assert found == [((0, 2), 101.0, 1001.0), None, ((0, 2), 101.0, None), 1001.0]
+
+
+def test_a_rank_that_was_silent_too_long_is_out() -> None:
+    def main() -> Any:
+        world = dist.group.WORLD
+        assert world is not None
+        if dist.get_rank() == 2:
+            time.sleep(2.5)
+            with pytest.raises(dist.AbortedError):
+                world.barrier()
+            with pytest.raises(dist.ExcludedError, match=r"rank 2 .*: ranks 0-1 went on without it, in generation 1"):
+                world.shrink()
+            return None
+        world.abort()
+        group = world.shrink(timeout=1)
+        total = _total(group)
+        group.agree()  # the other has also seen its result before the store ends
+        time.sleep(2)
+        return total
+
+    assert run_ranks(3, main) == [11.0, 11.0, None]
+
+
+def test_without_a_store_that_outlives_the_ranks_the_error_says_so(tmp_path: Any) -> None:
+    def main() -> None:
+        rank = int(os.environ["RANK"])
+        dist.init_process_group(init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        with pytest.raises(dist.UsageError, match="nowhere to decide who goes on"):
+            dist.group.WORLD.shrink()  # type: ignore[union-attr]
+
+    run_ranks(2, main, init=False)
