@@ -28,6 +28,7 @@ WORDS = {
     "testing": "run_ranks",
     "data": "samplers",
     "checkpoint": "save, load",
+    "resilience": "a training loop that survives lost ranks",
     "trace": "own calls",
     "logging": "log files",
     "_trace": "the record of calls, and who reads it",

@@ -21,6 +21,7 @@ meaning, over allranks' own channel. The map of the package:
     checkpoint     save, load
     multiprocessing  spawn
     launch         allranks run; run: the same from Python
+    resilience     State: a training loop that survives lost ranks
     remote         init_master_worker: one process drives all others; all_reduce_, broadcast_ on its groups
     testing        run_ranks: real ranks for tests
     trace          the last calls of this process, stragglers, a file with all calls
@@ -171,6 +172,7 @@ _MODULES = (
     "nn",
     "parallel",
     "remote",
+    "resilience",
     "schedulers",
     "testing",
     "tools",

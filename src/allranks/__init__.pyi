@@ -21,6 +21,7 @@ from allranks import multiprocessing as multiprocessing
 from allranks import nn as nn
 from allranks import parallel as parallel
 from allranks import remote as remote
+from allranks import resilience as resilience
 from allranks import schedulers as schedulers
 from allranks import testing as testing
 from allranks import tools as tools

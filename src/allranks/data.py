@@ -11,9 +11,10 @@ the tail of the data set (see `DistributedSampler`).
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as _TorchDistributedSampler
 
@@ -72,6 +73,51 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
         if not 0 <= rank < num_replicas:
             raise UsageError(f"DistributedSampler: rank {rank} is not in [0, {num_replicas}) (num_replicas)")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+        self._dealt = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffles otherwise in each epoch. All of the data is to be dealt again."""
+        super().set_epoch(epoch)
+        self._dealt = 0
+
+    def deal(self, dealt: int, rank: int, num_replicas: int) -> None:
+        """Deals the rest of an epoch, to other ranks or to the same ones.
+
+        Args:
+            dealt: how many elements of the permutation all ranks together have had already.
+            rank: this rank.
+            num_replicas: the number of ranks.
+
+        Raises:
+            UsageError: ``rank`` is not in [0, ``num_replicas``), or more was dealt than there is.
+        """
+        if not 0 <= rank < num_replicas:
+            raise UsageError(f"DistributedSampler: rank {rank} is not in [0, {num_replicas}) (num_replicas)")
+        if dealt < 0:
+            raise UsageError(f"DistributedSampler: {dealt} elements cannot have been dealt already")
+        self.rank, self.num_replicas = rank, num_replicas
+        self._dealt = min(dealt, len(self.dataset))  # type: ignore[arg-type]
+        left = len(self.dataset) - self._dealt  # type: ignore[arg-type]
+        self.num_samples = left // num_replicas if self.drop_last else -(-left // num_replicas)
+        self.total_size = self.num_samples * num_replicas
+
+    def __iter__(self) -> Iterator[T_co]:
+        if not self._dealt:
+            yield from super().__iter__()
+            return
+        order = self._permutation()
+        rest = order[self._dealt :][: self.total_size]
+        while len(rest) < self.total_size:
+            rest += order[: self.total_size - len(rest)]
+        yield from rest[self.rank :: self.num_replicas]
+
+    def _permutation(self) -> list[Any]:
+        count = len(self.dataset)  # type: ignore[arg-type]
+        if not self.shuffle:
+            return list(range(count))
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        return torch.randperm(count, generator=generator).tolist()
 
 
 publish(globals())

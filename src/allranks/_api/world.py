@@ -15,6 +15,7 @@ from allranks._base.errors import ConfigError, MismatchError, NotInitializedErro
 from allranks._base.public import publish
 from allranks._call.futures import end_futures
 from allranks._call.work import seconds_of
+from allranks._group.elastic import join_elastic
 from allranks._group.process_group import ProcessGroup
 from allranks._group.succession import Lineage
 from allranks._rendezvous import rendezvous
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GroupMember",
     "behind",
+    "close_groups",
     "destroy_process_group",
     "establish",
     "get_backend",
@@ -194,6 +196,10 @@ def init_process_group(
     if _world is not None:
         _close_all()  # the parent's: of it and torch's groups around it this process knew the names
     name = group_name or "world"
+    board = rendezvous.elastic_board(init_method, timeout_s=timeout_s, store=store)
+    if board is not None:
+        _establish_elastic(join_elastic(board, engine_name, name, timeout_s))
+        return
     offers = torch_world.is_wanted()
     meeting: Meeting
     meets_by = _engines.meets_by(engine_name)
@@ -277,6 +283,19 @@ def establish(
         starts = [(member.rank, 0) for member in meeting.members]
         _world.lineage = Lineage(board, f"{board.prefix}world/", engine_name, name, timeout_s, meeting.rank, starts)
     return _world
+
+
+def _establish_elastic(made: ProcessGroup) -> None:
+    global _world
+    _world = made
+    _world.register = register
+
+
+def close_groups() -> None:
+    """Closes all groups but the world, whose ranks have changed."""
+    for other in _groups:
+        other.close()
+    _groups.clear()
 
 
 def replace_world(made: ProcessGroup) -> None:

@@ -473,6 +473,16 @@ class ProcessGroup:
         made.lineage, made.register = lineage, self.register
         return made
 
+    @property
+    def engine(self) -> Engine:
+        """What moves the group's tensors."""
+        return self._existing()
+
+    def use(self, engine: Engine) -> None:
+        """Calls go to this engine from now on: the one that the present engine has stood before."""
+        self._engine = engine
+        self._now = engine.now
+
     def renumbered(self) -> ProcessGroup:
         """This group as the world: its ranks are the world's."""
         members = [msgspec.structs.replace(m, rank=r, world_size=self._size) for r, m in enumerate(self.members)]

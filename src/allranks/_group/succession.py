@@ -132,8 +132,15 @@ class Lineage:
         progress: int = 0,
         replaces: bool = False,
         timeout_s: float | None = None,
-    ) -> Successor:
+        waits: bool = True,
+    ) -> Successor | Decision:
         """Decides, and connects those who are in the next generation. Arguments and errors as ``decide``.
+
+        Args:
+            waits: a newcomer that is too late for a generation waits for the next one.
+
+        Returns:
+            The next generation; the decision about it, which does not name this process, if a newcomer does not wait.
 
         Raises:
             JoinError: the members, of whom none is lost, cannot connect.
@@ -143,6 +150,11 @@ class Lineage:
             before = self.members
             decision = self.decide(look, without=without, progress=progress, replaces=replaces, timeout_s=timeout_s)
             members = [(claim.seat, claim.start) for claim in decision.claims]
+            if self._own not in members:  # a newcomer, too late for this generation
+                self.begin(decision)
+                if not waits:
+                    return decision
+                continue
             rank = members.index(self._own)
             engine = None
             try:
@@ -150,7 +162,7 @@ class Lineage:
             except (JoinError, PeerLostError, TimeoutError) as error:
                 trouble = error if isinstance(error, JoinError) else JoinError(str(error))
                 vain = vain + 1 if members == list(before) else 0
-            self._begin(decision, members)
+            self.begin(decision)
             if engine is not None:
                 found = tuple(claim.member for claim in decision.claims)
                 return Successor(engine, rank, found, decision)
@@ -159,8 +171,9 @@ class Lineage:
             f" although none of them is lost: {trouble}"
         ) from trouble
 
-    def _begin(self, decision: Decision, members: Sequence[tuple[int, int]]) -> None:
-        self.members = members
+    def begin(self, decision: Decision) -> None:
+        """The generation that was decided is the present one."""
+        self.members = [(claim.seat, claim.start) for claim in decision.claims]
         self.generation = decision.generation
         self.vote = Vote(decision.ended, decision.outcome)
         self.decided = None

@@ -14,8 +14,12 @@ from allranks._rendezvous.succession import Sighting, Vote
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
+    from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["LOSSES", "advance", "agree", "shrink"]
+__all__ = ["LATEST", "LOSSES", "advance", "agree", "numbered", "shrink"]
+
+LATEST = "latest"
+"""The key, on the board, of the decision about the latest generation of an elastic world."""
 
 LOSSES = (PeerLostError, AbortedError, TimeoutError)
 """The errors of calls that a loss has cut off."""
@@ -72,12 +76,15 @@ def advance(group: ProcessGroup, *, progress: int, replaces: bool, timeout_s: fl
     """
     lineage = _lineage(group, "go on after a loss")
     successor = _succeed(group, lineage, progress=progress, replaces=replaces, timeout_s=timeout_s)
-    size = len(successor.members)
-    members = [
-        msgspec.structs.replace(member, rank=rank, world_size=size) for rank, member in enumerate(successor.members)
-    ]
-    group._become(successor.engine, successor.rank, members)
+    group._become(successor.engine, successor.rank, numbered(successor.members))
+    if successor.rank == 0 and lineage.board.launched:
+        lineage.board.write(LATEST, msgspec.msgpack.encode(successor.decision))
     return successor
+
+
+def numbered(members: Sequence[Member]) -> list[Member]:
+    """These as the members of a world, by rank."""
+    return [msgspec.structs.replace(m, rank=rank, world_size=len(members)) for rank, m in enumerate(members)]
 
 
 def _succeed(
@@ -91,9 +98,11 @@ def _succeed(
 ) -> Successor:
     if group.failed_ranks():
         group.abort()  # for ranks that are in a call and have not seen the loss
-    return lineage.succeed(
+    successor = lineage.succeed(
         _look(group, lineage), without=without, progress=progress, replaces=replaces, timeout_s=timeout_s
     )
+    assert isinstance(successor, Successor)
+    return successor
 
 
 def _lineage(group: ProcessGroup, call: str) -> Lineage:

@@ -19,6 +19,7 @@ from allranks._rendezvous.join_protocol import Act, Answer, Lost, Member, Steps
 from allranks._rendezvous.seats import ELASTIC, START
 from allranks._rendezvous.succession import Look, Sighting
 from allranks._store import Store, reason
+from allranks._store.wire import Found, Peek
 
 __all__ = ["Board"]
 
@@ -73,6 +74,16 @@ class Board:
                 return Lost(reason(error.__cause__ or error), error)
 
         return drive(steps, perform)  # type: ignore[arg-type]
+
+    def write(self, key: str, value: bytes) -> None:
+        """Sets a key under the prefix."""
+        self._opened().set(self.prefix + key, value)
+
+    def read(self, key: str) -> bytes | None:
+        """The value of a key under the prefix; None if there is none."""
+        found = self._opened()._ask(Peek([self.prefix + key]))
+        assert isinstance(found, Found)
+        return found.values[0]
 
     def close(self) -> None:
         """Ends the connection. Idempotent."""

@@ -41,9 +41,10 @@ from allranks._rendezvous.join_protocol import (
     Pause,
 )
 from allranks._rendezvous.meeting import Meeting
+from allranks._rendezvous.seats import ELASTIC
 from allranks._store import HashStore, PrefixStore, Store, reason
 
-__all__ = ["Meeting", "Member", "join", "this_member"]
+__all__ = ["Meeting", "Member", "elastic_board", "join", "this_member"]
 
 _NOTICE_S = NOTICE_S
 _PROCESS = uuid.uuid4().hex  # with the pid, unlike the pid alone: no two processes share it, in any container
@@ -100,6 +101,25 @@ def join(
     local = (job.local_rank, job.local_world_size)
     board = Board.of(finder, me, shared.prefix, environ)
     return Meeting(me.rank, me.world_size, shared, me, timeout_s, local, board, finder)
+
+
+def elastic_board(
+    init_method: str | None, *, timeout_s: float, store: object | None = None, environ: Mapping[str, str] = os.environ
+) -> Board | None:
+    """Where the ranks of an elastic job decide who they are; None in any other job, whose ranks ``join``.
+
+    Args:
+        init_method: as for ``join``, as are the others.
+        timeout_s: see there.
+        store: see there.
+        environ: see there.
+    """
+    if environ.get(ELASTIC) != "1" or store is not None or init_method not in (None, "env://"):
+        return None
+    finder = _finder(init_method, -1, -1, time.monotonic() + timeout_s, timeout_s, None, environ)
+    me = this_member(finder.job.rank, max(finder.job.world_size, 2))  # there may be more of them later
+    board = Board(finder, me, "", environ)
+    return board if board.launched else None
 
 
 def _finder(

@@ -129,10 +129,11 @@ class Succession:
         """Claims, waits for the others, decides.
 
         Returns:
-            The decision, which is the same for all. This process is a member.
+            The decision, which is the same for all. This process is a member, or a newcomer that came too late for
+            this generation.
 
         Raises:
-            ExcludedError: it is not.
+            ExcludedError: it is neither.
             StoreLostError: the store ended: without it nobody can decide.
             AllranksError: too few ranks are left.
         """
@@ -231,6 +232,8 @@ class Succession:
 
     def _judge(self, decision: Decision) -> Decision:
         me = self.claim
+        if decision.rank_of(me.seat, me.start) is None and me.progress < 0:
+            return decision
         if decision.rank_of(me.seat, me.start) is None:
             others = rank_list([claim.seat for claim in decision.claims])
             raise ExcludedError(

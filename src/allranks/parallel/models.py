@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from allranks._api import objects
 from allranks._base.errors import MismatchError, rank_list
+from allranks._engines.prelude import brought_by_the_state
 from allranks._group.process_group import ProcessGroup
 from allranks.parallel.buckets import ALONE_BYTES
 
@@ -46,7 +47,8 @@ def broadcast_values(tensors: list[Tensor], group: ProcessGroup, source: int = 0
 
 def _broadcast_bytes(tensor: Tensor, group: ProcessGroup, source: int) -> None:
     # As bytes: a broadcast does not compute, so any dtype can travel.
-    group.broadcast(tensor.view(-1).view(torch.uint8), source)
+    with brought_by_the_state():
+        group.broadcast(tensor.view(-1).view(torch.uint8), source)
 
 
 def require_same_model(

@@ -1,0 +1,430 @@
+"""The loop of a training that survives losses.
+
+A step is done when all ranks agree that it is (``commit``): after their last communication, and before any of them
+changes its weights. A loss before that undoes the step on every survivor, and it is repeated; a loss after it does not
+touch the step, as what is left of it needs no other rank. So the survivors are always at the same step, with the same
+weights, and a process that takes a lost rank's place gets them from the memory of one of them.
+
+What a step may change before its commit is taken back: buffers of modules (running means), tensors and dicts of the
+state, gradients. Random numbers need not be: each step begins with seeds of its own, which follow from the seed of the
+program, the rank, and the number of the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from allranks._api.world import close_groups, resolve_group
+from allranks._base.errors import AllranksError, ExcludedError, UsageError
+from allranks._engines.prelude import Recorder, Replayer, encode
+from allranks._group.process_group import ProcessGroup
+from allranks._group.survival import LOSSES, advance
+from allranks.data import DistributedSampler
+from allranks.resilience import handover
+from allranks.resilience.buddies import Buddies
+
+__all__ = ["State", "Step"]
+
+_OVER = "over"  # the key, on the board, of a training that has ended
+
+
+@dataclass
+class _Position:
+    """Where the training is.
+
+    Attributes:
+        epoch: of ``epochs``.
+        section: the number of the call of ``steps`` in the epoch.
+        index: of the step in the section.
+        samples: how many samples all ranks together have had in the section.
+        done: all steps that are done.
+    """
+
+    epoch: int = 0
+    section: int = 0
+    index: int = 0
+    samples: int = 0
+    done: int = 0
+
+
+class _Undone(Exception):
+    """The step is not done, because a rank was lost. Internal: a step's ``with`` takes it."""
+
+
+class State:
+    """What a training consists of, and its loop, which survives the loss of ranks.
+
+    ::
+
+        state = dist.resilience.State(model=model, optimizer=optimizer)
+        for epoch in state.epochs(10):
+            sampler.set_epoch(epoch)
+            for step in state.steps(loader):
+                with step:
+                    images, labels = step.batch
+                    optimizer.zero_grad()
+                    F.cross_entropy(model(images), labels).backward()
+                    optimizer.step()
+
+    When a rank is lost in a step, the others take back what they did of it. Under ``allranks run --elastic`` the
+    launcher starts another process in its place, which runs the program from the top, gets the state from another
+    rank's memory when it reaches the loop, and the step is repeated: the weights at the end are, to the last bit, those
+    of a run without a loss. Where nobody takes the place the others go on without it: ranks have other numbers then,
+    ``get_rank()`` and ``get_world_size()`` say which, and an ``allranks.data.DistributedSampler`` deals what is left of
+    the epoch to those that are left.
+
+    Whatever is called on other ranks must be in a step: a loss outside of it ends the program. A section of one step is
+    ``for step in state.steps(1): with step: evaluate()``.
+
+    Args:
+        reseed: seed torch's generators, and ``random``, at the beginning of each step, so that a repeated step draws
+            the same numbers, on the process that takes a place, too.
+        parts: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``, tensors, and dicts
+            of values that can be pickled. The same on all ranks, but for what each step computes anew. Optimizers
+            commit the step by themselves, before their first ``step()``.
+
+    Attributes:
+        replaced: how often another process has taken the place of a lost rank, as far as this process has seen.
+        lost: how many ranks have been lost.
+
+    Raises:
+        NotInitializedError: there is no process group yet.
+        UsageError: a part cannot be one.
+
+    Cost:
+        a step: an all_reduce of 8 bytes, a copy of the modules' buffers and of the tensors among the parts, and where
+        there are buffers, a message with them to another rank. A loss: some round trips to the launcher's store, making
+        the group, and the size of the state through shared memory or TCP.
+    """
+
+    def __init__(self, *, reseed: bool = True, **parts: Any) -> None:
+        for name, part in parts.items():
+            handover.check_part(name, part)
+        self._world = resolve_group(None)
+        self._parts = {name: _innermost(part) for name, part in parts.items()}
+        self._position = _Position()
+        self._reseed = reseed
+        self._seed = torch.initial_seed()
+        self._entered = False
+        self._in_epochs = False
+        self._step: Step | None = None
+        self._buddies = Buddies([part for part in self._parts.values() if isinstance(part, nn.Module)])
+        self.replaced = self.lost = 0
+        for part in self._parts.values():
+            if isinstance(part, torch.optim.Optimizer):
+                part.register_step_pre_hook(self._before_optimizer)
+
+    @property
+    def steps_done(self) -> int:
+        """How many steps are done, in all epochs."""
+        return self._position.done
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs, beginning with the one in which the training is.
+
+        Args:
+            count: how many there are.
+        """
+        self._enter()
+        self._in_epochs = True
+        while self._position.epoch < count:
+            epoch = self._position.epoch
+            self._section = 0
+            yield epoch
+            self._position = _Position(epoch + 1, done=self._position.done)
+        for step in self.steps(1):  # so that no rank is past the loop while another may still need it
+            with step:
+                pass
+        self._in_epochs = False
+        lineage = self._world.lineage
+        if lineage is not None and lineage.board.launched:
+            lineage.board.write(_OVER, b"1")
+
+    def steps(self, source: Any) -> Iterator[Step]:
+        """The steps of a section, each again until it is done.
+
+        Args:
+            source: a DataLoader or any other iterable: a step has one batch of it; or a number of steps. A process that
+                takes a place skips the batches that are done: at no cost with allranks' DistributedSampler.
+        """
+        self._enter()
+        if not self._in_epochs:
+            self._section = getattr(self, "_section", 0)
+        section, self._section = self._section, self._section + 1
+        if section < self._position.section:
+            return
+        if section > self._position.section:
+            self._position = _Position(self._position.epoch, section, done=self._position.done)
+        yield from self._run_section(_Batches(source, self._world, self._position, self._seeds))
+        self._position = _Position(self._position.epoch, section + 1, done=self._position.done)
+
+    def _run_section(self, batches: _Batches) -> Iterator[Step]:
+        size = self._world.size()
+        while True:
+            if self._world.size() != size:
+                size = self._world.size()
+                batches.deal_anew()
+            if not batches.prepare():
+                return
+            step = self._step = Step(self, batches.batch, self._position.index)
+            yield step
+            if not step.entered:
+                raise UsageError("a step of State.steps() was not used: write `with step:` around its body")
+            self._step = None
+            if step.committed:
+                batches.take()
+                self._position.index += 1
+                self._position.done += 1
+            if step.broken:
+                self._recover()
+
+    # --- what a step calls ---
+
+    def _begin(self) -> _Undo:
+        if self._reseed:
+            self._sow(self._seeds(self._position.index))
+        return _Undo(self._parts)
+
+    def _commit(self) -> None:
+        """Returns when all ranks agree that the step is done.
+
+        Raises:
+            _Undone: it is not.
+        """
+        lineage = self._world.lineage
+        self._buddies.exchange(self._world)
+        if self._world.size() > 1 and not self._world.agree(1):
+            raise _Undone
+        assert self._step is not None
+        self._step.committed = True
+        self._buddies.commit(self._world, self._seats())
+        if lineage is not None and lineage.decided is not None:
+            self._step.broken = True  # the group; the step is done
+
+    def _seats(self) -> list[int]:
+        lineage = self._world.lineage
+        return [] if lineage is None else [seat for seat, _ in lineage.members]
+
+    def _before_optimizer(self, *_: object) -> None:
+        if self._step is not None and self._step.running and not self._step.committed:
+            self._commit()
+
+    # --- losses ---
+
+    def _enter(self) -> None:
+        """The loop begins: what was called before is over."""
+        if self._entered:
+            return
+        self._entered = True
+        engine, lineage = self._world.engine, self._world.lineage
+        if isinstance(engine, Replayer):
+            self._recover(newcomer=True)
+        elif isinstance(engine, Recorder):
+            assert lineage is not None
+            lineage.board.write(f"prelude/{lineage.seat}", encode(engine.entries))
+            self._world.use(engine.engine)
+
+    def _recover(self, newcomer: bool = False) -> None:
+        """Goes on with those that are left, and with those that have taken the places of others."""
+        while True:
+            before = self._world.size()
+            progress = -1 if newcomer else self._position.done
+            successor = advance(self._world, progress=progress, replaces=True)
+            close_groups()
+            claims = successor.decision.claims
+            empty = [rank for rank, claim in enumerate(claims) if claim.progress < 0]
+            full = [rank for rank, claim in enumerate(claims) if claim.progress >= 0]
+            if not full:
+                raise self._nobody_left()
+            try:
+                self._hand_over(full, empty)
+            except LOSSES:
+                continue
+            self.replaced += len(empty)
+            self.lost += len(empty) + max(before - len(claims), 0)
+            return
+
+    def _hand_over(self, full: list[int], empty: list[int]) -> None:
+        world, seats = self._world, self._seats()
+        me, machines = world.rank(), [member.machine for member in world.members]
+        for rank in empty:
+            near = [donor for donor in full if machines[donor] == machines[rank]] or full
+            donor = near[rank % len(near)]
+            if me == rank:
+                head = handover.receive(self._parts, world, donor)
+                self._position, self.replaced, self.lost, keeper = head
+                if keeper is not None:
+                    self._buddies.receive(world, keeper)
+                continue
+            kept_by = self._buddies.keeper_of(seats[rank])
+            keeper = seats.index(kept_by) if kept_by in seats and seats.index(kept_by) in full else None
+            if me == donor:
+                handover.send(self._parts, (self._position, self.replaced, self.lost, keeper), world, rank)
+            if me == keeper:
+                self._buddies.send(world, rank)
+
+    def _nobody_left(self) -> AllranksError:
+        lineage = self._world.lineage
+        assert lineage is not None
+        if lineage.board.read(_OVER) is not None:
+            return ExcludedError(
+                f"rank {lineage.seat}: the training was over when this process came to take a lost rank's place"
+            )
+        return AllranksError(
+            f"rank {lineage.seat}: all ranks that had the state of the training are lost. Start the job again from a"
+            " checkpoint (allranks run --restarts does so by itself)"
+        )
+
+    # --- random numbers ---
+
+    def _seeds(self, index: int) -> int:
+        """The seed of a step, on this rank; of the section where the index is -1."""
+        place = (self._seed, self._position.epoch, self._position.section, index, self._world.rank())
+        return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "big")
+
+    def _sow(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+
+
+class Step:
+    """One step: a context in which a loss does not end the program.
+
+    Attributes:
+        batch: of the source; the index, where the source is a number.
+        index: the number of the step in its section.
+        committed: all ranks have agreed that it is done.
+    """
+
+    def __init__(self, state: State, batch: Any, index: int) -> None:
+        self.batch = batch
+        self.index = index
+        self.committed = False
+        self.entered = self.running = self.broken = False
+        self._state = state
+        self._undo: _Undo | None = None
+
+    def commit(self) -> None:
+        """Ends the part of the step that is taken back after a loss.
+
+        To be called after the last communication of the step, and before anything is changed that is not taken back.
+        Optimizers of the state call it before their ``step()``; a step without it is committed at its end.
+        """
+        if not self.committed:
+            self._state._commit()
+
+    def __enter__(self) -> Step:
+        self.entered = self.running = True
+        self._undo = self._state._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        try:
+            if error is None and not self.committed:
+                self._state._commit()
+        except (*LOSSES, _Undone) as loss:
+            error = loss
+        finally:
+            self.running = False
+        if error is None:
+            return True
+        if not isinstance(error, (*LOSSES, _Undone)):
+            return False
+        self.broken = True
+        if not self.committed and self._undo is not None:
+            self._undo.take_back()
+        return True
+
+
+class _Undo:
+    """What a step may change before its commit, as it was at its beginning."""
+
+    def __init__(self, parts: handover.Parts) -> None:
+        self._modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+        buffers = [buffer for module in self._modules for buffer in module.buffers()]
+        self._tensors = [*buffers, *(part for part in parts.values() if isinstance(part, Tensor))]
+        self._copies = torch._foreach_add(self._tensors, 0) if self._tensors else []
+        self._dicts = [(part, dict(part)) for part in parts.values() if isinstance(part, dict)]
+
+    def take_back(self) -> None:
+        with torch.no_grad():
+            for tensor, copy in zip(self._tensors, self._copies, strict=True):
+                tensor.copy_(copy)
+        for values, before in self._dicts:
+            values.clear()
+            values.update(before)
+        for module in self._modules:
+            for parameter in module.parameters():
+                parameter.grad = None
+
+
+class _Batches:
+    """The batches of a section on this rank, from where the training is."""
+
+    def __init__(self, source: Any, world: ProcessGroup, position: _Position, seeds: Callable[[int], int]) -> None:
+        self._source = source
+        self._world = world
+        self._position = position
+        self._seeds = seeds
+        self._sampler = _sampler_of(source)
+        self._iterator: Iterator[Any] | None = None
+        self._ready = False
+        self.batch: Any = None
+
+    def prepare(self) -> bool:
+        """Gets the batch of the present step. Whether there is one."""
+        if self._iterator is None:
+            self._iterator = self._begin()
+        if not self._ready:
+            try:
+                self.batch = next(self._iterator)
+            except StopIteration:
+                return False
+            self._ready = True
+        return True
+
+    def take(self) -> None:
+        """The step is done."""
+        self._ready = False
+        size = getattr(self._source, "batch_size", None)
+        self._position.samples += (size or 0) * self._world.size()
+
+    def deal_anew(self) -> None:
+        """The ranks are others: what is left of the epoch is dealt to them."""
+        if self._sampler is not None:
+            self._iterator, self._ready = None, False
+
+    def _begin(self) -> Iterator[Any]:
+        if isinstance(self._source, int):
+            return iter(range(self._position.index, self._source))
+        torch.manual_seed(self._seeds(-1))  # an iterator of a DataLoader draws a seed for its workers
+        if self._sampler is not None:
+            self._sampler.deal(self._position.samples, self._world.rank(), self._world.size())
+            return iter(self._source)
+        return itertools.islice(iter(self._source), self._position.index, None)
+
+
+def _sampler_of(source: Any) -> DistributedSampler[Any] | None:
+    """The sampler of a DataLoader, where it can deal what is left of an epoch."""
+    sampler = getattr(source, "sampler", None)
+    known = isinstance(sampler, DistributedSampler) and isinstance(getattr(source, "batch_size", None), int)
+    return sampler if known and isinstance(source, Sized) else None
+
+
+def _innermost(part: Any) -> Any:
+    """The module in a wrapper such as DistributedDataParallel, whose process may have another one."""
+    return part.module if isinstance(part, nn.Module) and isinstance(getattr(part, "module", None), nn.Module) else part
