@@ -169,9 +169,7 @@ class Group:
         for _ in range(30):
             member = Member(process.seat, 1, "host", "machine", self.size)
             claim = Claim(process.seat, process.start, member, vote=vote, progress=-1 if newcomer else 5)
-            machine = Succession(
-                PREFIX, generation, claim, members, self.launched, self.replaces, self.now, TIMEOUT_S
-            )
+            machine = Succession(PREFIX, generation, claim, members, self.launched, self.replaces, self.now, TIMEOUT_S)
             decision = yield from machine.steps()
             process.decisions.append(decision)
             generation, members = decision.generation, {c.seat: c.start for c in decision.claims}

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from allranks.resilience.changed import buffers_of, owners_of_buffers
+
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
 
@@ -27,11 +29,13 @@ class Buddies:
 
     Attributes:
         ring: the seats of the ranks at the last commit, by rank; empty before the first.
+        needed: there are buffers.
         step: how far the buddy of a rank is from it, in ranks.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+        self._owners = owners_of_buffers(modules)
+        self.needed = bool(self._owners)
         self.ring: tuple[int, ...] = ()
         self.step = 1
         self._kept: Tensor | None = None
@@ -77,7 +81,7 @@ class Buddies:
 
     def _buffers(self) -> list[Tensor]:
         """The memory of the buffers on the CPU, as bytes."""
-        found = [buffer for module in self._modules for buffer in module.buffers()]
+        found = buffers_of(self._owners)
         return [b.detach().view(-1).view(torch.uint8) for b in found if b.is_cpu and b.is_contiguous() and b.numel()]
 
 

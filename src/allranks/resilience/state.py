@@ -32,6 +32,7 @@ from allranks._group.survival import LOSSES, advance
 from allranks.data import DistributedSampler
 from allranks.resilience import handover
 from allranks.resilience.buddies import Buddies
+from allranks.resilience.changed import Changed
 
 __all__ = ["State", "Step"]
 
@@ -94,6 +95,7 @@ class State:
             commit the step by themselves, before their first ``step()``.
 
     Attributes:
+        parts: the parts, by name; of a wrapper such as DistributedDataParallel the module in it.
         replaced: how often another process has taken the place of a lost rank, as far as this process has seen.
         lost: how many ranks have been lost.
 
@@ -111,16 +113,18 @@ class State:
         for name, part in parts.items():
             handover.check_part(name, part)
         self._world = resolve_group(None)
-        self._parts = {name: _innermost(part) for name, part in parts.items()}
+        self.parts = {name: _innermost(part) for name, part in parts.items()}
         self._position = _Position()
         self._reseed = reseed
         self._seed = torch.initial_seed()
         self._entered = False
         self._in_epochs = False
         self._step: Step | None = None
-        self._buddies = Buddies([part for part in self._parts.values() if isinstance(part, nn.Module)])
+        modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        self._buddies = Buddies(modules)
+        self._changed = Changed(self.parts, modules)
         self.replaced = self.lost = 0
-        for part in self._parts.values():
+        for part in self.parts.values():
             if isinstance(part, torch.optim.Optimizer):
                 part.register_step_pre_hook(self._before_optimizer)
 
@@ -190,10 +194,13 @@ class State:
 
     # --- what a step calls ---
 
-    def _begin(self) -> _Undo:
+    def _begin(self) -> None:
         if self._reseed:
             self._sow(self._seeds(self._position.index))
-        return _Undo(self._parts)
+        self._changed.keep()
+
+    def _take_back(self) -> None:
+        self._changed.take_back()
 
     def _commit(self) -> None:
         """Returns when all ranks agree that the step is done.
@@ -201,13 +208,15 @@ class State:
         Raises:
             _Undone: it is not.
         """
-        lineage = self._world.lineage
-        self._buddies.exchange(self._world)
-        if self._world.size() > 1 and not self._world.agree(1):
+        world, lineage = self._world, self._world.lineage
+        if self._buddies.needed:
+            self._buddies.exchange(world)
+        if world.size() > 1 and not world.agree(1):
             raise _Undone
         assert self._step is not None
         self._step.committed = True
-        self._buddies.commit(self._world, self._seats())
+        if self._buddies.needed:
+            self._buddies.commit(world, self._seats())
         if lineage is not None and lineage.decided is not None:
             self._step.broken = True  # the group; the step is done
 
@@ -261,7 +270,7 @@ class State:
             near = [donor for donor in full if machines[donor] == machines[rank]] or full
             donor = near[rank % len(near)]
             if me == rank:
-                head = handover.receive(self._parts, world, donor)
+                head = handover.receive(self.parts, world, donor)
                 self._position, self.replaced, self.lost, keeper = head
                 if keeper is not None:
                     self._buddies.receive(world, keeper)
@@ -269,7 +278,7 @@ class State:
             kept_by = self._buddies.keeper_of(seats[rank])
             keeper = seats.index(kept_by) if kept_by in seats and seats.index(kept_by) in full else None
             if me == donor:
-                handover.send(self._parts, (self._position, self.replaced, self.lost, keeper), world, rank)
+                handover.send(self.parts, (self._position, self.replaced, self.lost, keeper), world, rank)
             if me == keeper:
                 self._buddies.send(world, rank)
 
@@ -293,7 +302,9 @@ class State:
         return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "big")
 
     def _sow(self, seed: int) -> None:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for all kinds of devices: 200 us
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
@@ -314,7 +325,6 @@ class Step:
         self.committed = False
         self.entered = self.running = self.broken = False
         self._state = state
-        self._undo: _Undo | None = None
 
     def commit(self) -> None:
         """Ends the part of the step that is taken back after a loss.
@@ -327,7 +337,7 @@ class Step:
 
     def __enter__(self) -> Step:
         self.entered = self.running = True
-        self._undo = self._state._begin()
+        self._state._begin()
         return self
 
     def __exit__(
@@ -345,31 +355,9 @@ class Step:
         if not isinstance(error, (*LOSSES, _Undone)):
             return False
         self.broken = True
-        if not self.committed and self._undo is not None:
-            self._undo.take_back()
+        if not self.committed:
+            self._state._take_back()
         return True
-
-
-class _Undo:
-    """What a step may change before its commit, as it was at its beginning."""
-
-    def __init__(self, parts: handover.Parts) -> None:
-        self._modules = [part for part in parts.values() if isinstance(part, nn.Module)]
-        buffers = [buffer for module in self._modules for buffer in module.buffers()]
-        self._tensors = [*buffers, *(part for part in parts.values() if isinstance(part, Tensor))]
-        self._copies = torch._foreach_add(self._tensors, 0) if self._tensors else []
-        self._dicts = [(part, dict(part)) for part in parts.values() if isinstance(part, dict)]
-
-    def take_back(self) -> None:
-        with torch.no_grad():
-            for tensor, copy in zip(self._tensors, self._copies, strict=True):
-                tensor.copy_(copy)
-        for values, before in self._dicts:
-            values.clear()
-            values.update(before)
-        for module in self._modules:
-            for parameter in module.parameters():
-                parameter.grad = None
 
 
 class _Batches:
@@ -411,7 +399,7 @@ class _Batches:
     def _begin(self) -> Iterator[Any]:
         if isinstance(self._source, int):
             return iter(range(self._position.index, self._source))
-        torch.manual_seed(self._seeds(-1))  # an iterator of a DataLoader draws a seed for its workers
+        torch.default_generator.manual_seed(self._seeds(-1))  # an iterator of a DataLoader draws a seed for its workers
         if self._sampler is not None:
             self._sampler.deal(self._position.samples, self._world.rank(), self._world.size())
             return iter(self._source)

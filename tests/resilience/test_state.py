@@ -1,0 +1,148 @@
+"""The loop of `State`: what is taken back, what is dealt anew, what is refused. Without a launcher: the others go on
+with fewer ranks. Ranks that are replaced are in test_elastic.py."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import allranks as dist
+from allranks.data import DistributedSampler
+from allranks.testing import run_ranks
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _Forwards(nn.Module):
+    """Counts its forwards in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 8), _Forwards(), nn.ReLU(), nn.Linear(8, 2))
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "commit", "after"])
+def test_those_that_are_left_deal_the_rest_of_the_epoch(moment: str) -> None:
+    size, batch = 96, 2
+
+    def main() -> Any:
+        torch.set_num_threads(1)
+        model = dist.nn.parallel.DistributedDataParallel(_model())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sampler = DistributedSampler(range(size), seed=5)
+        loader = DataLoader(range(size), batch_size=batch, sampler=sampler)  # type: ignore[arg-type]
+        seen: list[list[int]] = []
+        state = dist.resilience.State(model=model, optimizer=optimizer, counts={"steps": 0})
+        first = dist.get_rank()
+        counts = state.parts["counts"]
+        for epoch in state.epochs(2):
+            sampler.set_epoch(epoch)
+            seen.append([])
+            for step in state.steps(loader):
+                with step:
+                    counts["steps"] += 1
+                    doomed = first == 1 and epoch == 0 and step.index == 5
+                    if doomed and moment == "forward":
+                        _die()
+                    optimizer.zero_grad()
+                    x = torch.stack([step.batch.float() + k for k in range(4)], 1) / size
+                    if doomed and moment == "backward":
+                        x.requires_grad_().register_hook(lambda _: _die())
+                    F.cross_entropy(model(x), step.batch % 2).backward()
+                    if doomed and moment == "commit":
+                        _die()
+                    optimizer.step()
+                    if doomed and moment == "after":
+                        _die()
+                if step.committed:
+                    seen[-1] += step.batch.tolist()
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        forwards = state.parts["model"][1].count.item()
+        return seen, dist.get_world_size(), state.steps_done, counts["steps"], weights.tolist(), state.lost, forwards
+
+    results = run_ranks(3, main, may_die=[1])
+    left = [results[0], results[2]]
+    assert [each[1] for each in left] == [2, 2]
+    assert left[0][4] == left[1][4]
+    assert {each[5] for each in left} == {1}
+    steps = 6 if moment == "after" else 5  # of the dead rank
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(5)).tolist()
+    of_dead = [order[i * 3 * batch + 1 + 3 * k] for i in range(steps) for k in range(batch)]
+    assert sorted(left[0][0][0] + left[1][0][0] + of_dead) == list(range(size))
+    assert sorted(left[0][0][1] + left[1][0][1]) == list(range(size))
+    for each in left:
+        # What was counted in a step that was taken back is not; the last step is the loop's own.
+        assert each[3] == each[6] == each[2] - 1
+
+
+def test_hand_written_updates_commit_by_hand() -> None:
+    def main() -> Any:
+        weight = torch.zeros(1)
+        state = dist.resilience.State(weight=weight)
+        pick = random.Random(1)
+        for step in state.steps(20):
+            with step:
+                gradient = torch.tensor([float(step.index)])
+                if dist.get_rank() == 2 and dist.get_world_size() == 3 and step.index == 7:
+                    _die()
+                dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
+                step.commit()
+                weight += gradient
+                pick.random()
+        return weight.item()
+
+    found = run_ranks(3, main, may_die=[2])
+    assert found[0] == found[1] == sum(range(20))
+
+
+def test_steps_that_are_not_protected_and_wrong_parts_are_refused() -> None:
+    def main() -> None:
+        with pytest.raises(dist.UsageError, match="State: x is a list. Expected a module"):
+            dist.resilience.State(x=[1])
+        state = dist.resilience.State()
+        with pytest.raises(dist.UsageError, match="write `with step:` around its body"):
+            for _ in state.steps(2):
+                pass
+        for step in dist.resilience.State().steps(1):
+            with pytest.raises(ZeroDivisionError), step:
+                raise ZeroDivisionError
+            break
+
+    run_ranks(1, main)
+
+
+def test_two_runs_of_a_step_draw_the_same_numbers() -> None:
+    def main() -> Any:
+        state = dist.resilience.State()
+        drawn = []
+        for step in state.steps(6):
+            with step:
+                drawn.append((step.index, torch.rand(1).item(), random.random()))
+                if dist.get_rank() == 1 and dist.get_world_size() == 3 and step.index == 3:
+                    _die()
+                dist.barrier()
+        return drawn
+
+    drawn = run_ranks(3, main, may_die=[1])[0]
+    assert [index for index, _, _ in drawn] == [0, 1, 2, 3, 3, 4, 5]
+    assert drawn[3] == drawn[4]
+    assert len({value for _, value, _ in drawn}) == 6
