@@ -72,7 +72,7 @@ class Group:
         self.waiting: dict[Any, Callable[[Any], None]] = {}
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-        self.members = {seat: 0 for seat in range(self.size)}
+        self.members = dict.fromkeys(range(self.size), 0)
         self.processes: dict[tuple[int, int], Process] = {}
         self.seats = SeatTable(1, 1, tuple(Seat(seat, 0, RUNNING) for seat in range(self.size)))
         self.respawns = rng.randint(0, 2)

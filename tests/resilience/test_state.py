@@ -116,7 +116,7 @@ def test_hand_written_updates_commit_by_hand() -> None:
 
 def test_steps_that_are_not_protected_and_wrong_parts_are_refused() -> None:
     def main() -> None:
-        with pytest.raises(dist.UsageError, match="State: x is a list. Expected a module"):
+        with pytest.raises(dist.UsageError, match=r"State: x is a list\. Expected a module"):
             dist.resilience.State(x=[1])
         state = dist.resilience.State()
         with pytest.raises(dist.UsageError, match="write `with step:` around its body"):

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from allranks._api.world import close_groups, resolve_group
 from allranks._base.errors import AllranksError, ExcludedError, UsageError
@@ -36,6 +36,7 @@ from allranks.resilience.changed import Changed
 
 __all__ = ["State", "Step"]
 
+_cuda: Any = torch.cuda  # its annotations are few
 _OVER = "over"  # the key, on the board, of a training that has ended
 
 
@@ -303,8 +304,8 @@ class State:
 
     def _sow(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for all kinds of devices: 200 us
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed_all(seed)
+        if _cuda.is_initialized():
+            _cuda.manual_seed_all(seed)
         random.seed(seed)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
