@@ -1,0 +1,132 @@
+"""Groups that span hosts and lose ranks, leaders of hosts, whole hosts, and hosts that come back."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks.testing import run_ranks
+from support.cluster import Cluster
+
+SECRET = "a secret of the tests, long enough"
+_ports = itertools.count(29900)
+
+
+def on_hosts(
+    hosts: Cluster, places: list[int], body: Callable[[], Any], may_die: list[int], seconds: float = 60
+) -> Any:
+    """Runs rank r on host ``places[r]``, and a store that outlives all of them on host 0."""
+    port, size = next(_ports), len(places)
+
+    def main() -> Any:
+        rank = int(os.environ["RANK"])
+        hosts.hosts[0 if rank == size else places[rank]].enter()
+        os.environ.pop("ALLRANKS_STORE")
+        if rank == size:
+            store = dist.TCPStore("node0", port, is_master=True, wait_for_workers=False)
+            store.wait([f"over/{r}" for r in range(size) if r not in may_die], seconds)
+            return None
+        store = dist.TCPStore("node0", port, is_master=False)
+        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=10)
+        try:
+            return body()
+        finally:
+            store.set(f"over/{rank}", "")
+            dist.destroy_process_group()
+
+    return run_ranks(size + 1, main, init=False, env={"ALLRANKS_SECRET": SECRET}, may_die=may_die, timeout_s=seconds)[
+        :-1
+    ]
+
+
+def _total(group: dist.ProcessGroup | None = None) -> float:
+    tensor = torch.full((5000,), 10.0 ** int(os.environ["RANK"]), dtype=torch.float64)
+    dist.all_reduce(tensor, group=group)
+    return tensor[-1].item()
+
+
+def _call_until_lost() -> None:
+    deadline = time.monotonic() + 40
+    while time.monotonic() < deadline:
+        _total()
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("places", "dying"),
+    [([0, 0, 1, 1], [3]), ([0, 0, 1, 1], [0]), ([0, 1, 1, 2], [1, 2]), ([0, 0, 1, 2], [3]), ([0, 1], [0])],
+    ids=["a rank", "a leader", "a host's ranks", "a lone rank", "one of two"],
+)
+def test_survivors_shrink(three_hosts: Cluster, places: list[int], dying: list[int]) -> None:
+    def main() -> Any:
+        _total()
+        if dist.get_rank() in dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(dist.PeerLostError):
+            _call_until_lost()
+        group = dist.shrink_group([])
+        return dist.get_rank(), [_total() for _ in range(3)], group.ranks
+
+    found = on_hosts(three_hosts, places, main, dying)
+    left = [rank for rank in range(len(places)) if rank not in dying]
+    total = float(sum(10**rank for rank in left))
+    for number, rank in enumerate(left):
+        assert found[rank] == (number, [total] * 3, tuple(range(len(left))))
+
+
+def test_an_unplugged_host_is_left_out_and_stays_out(three_hosts: Cluster) -> None:
+    def main() -> Any:
+        _total()
+        rank = dist.get_rank()
+        if rank == 2:
+            with pytest.raises(dist.PeerLostError):
+                _call_until_lost()
+            time.sleep(6)  # until it is plugged in again
+            with pytest.raises((dist.ExcludedError, dist.StoreLostError)):
+                dist.group.WORLD.shrink()  # type: ignore[union-attr]
+            return "out"
+        with pytest.raises((dist.PeerLostError, dist.TimeoutError)):
+            _call_until_lost()
+        dist.shrink_group([])
+        totals = [_total()]
+        time.sleep(8)
+        return [*totals, _total()]
+
+    timers = [threading.Timer(1, three_hosts.cut, [1]), threading.Timer(10, three_hosts.plug, [1])]
+    for timer in timers:
+        timer.start()
+    try:
+        found = on_hosts(three_hosts, [0, 0, 1], main, [])
+    finally:
+        for timer in timers:
+            timer.join()
+        three_hosts.plug(1)
+    assert found == [[11.0, 11.0], [11.0, 11.0], "out"]
+
+
+def test_a_state_goes_on_across_hosts(three_hosts: Cluster) -> None:
+    def main() -> Any:
+        weight = torch.zeros(1000)
+        state = dist.resilience.State(weight=weight)
+        first = dist.get_rank()
+        for step in state.steps(40):
+            with step:
+                if (first == 3 and step.index == 11) or (first == 0 and step.index == 25):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                gradient = torch.full((1000,), float(step.index))
+                dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
+                step.commit()
+                weight += gradient
+        return dist.get_world_size(), weight[0].item(), weight[-1].item()
+
+    found = on_hosts(three_hosts, [0, 0, 1, 2], main, [0, 3])
+    assert found[1] == found[2] == (2, 780.0, 780.0)
