@@ -197,10 +197,12 @@ def init_process_group(
         _close_all()  # the parent's: of it and torch's groups around it this process knew the names
     name = group_name or "world"
     board = rendezvous.elastic_board(init_method, timeout_s=timeout_s, store=store)
-    if board is not None:
-        _establish_elastic(join_elastic(board, engine_name, name, timeout_s))
-        return
     offers = torch_world.is_wanted()
+    if board is not None:
+        _establish_elastic(board, join_elastic(board, engine_name, name, timeout_s))
+        if offers:
+            torch_world.offer(lambda: allranks.torch_group())
+        return
     meeting: Meeting
     meets_by = _engines.meets_by(engine_name)
     if meets_by is not None:
@@ -285,9 +287,13 @@ def establish(
     return _world
 
 
-def _establish_elastic(made: ProcessGroup) -> None:
-    global _world
+def _establish_elastic(board: Board, made: ProcessGroup) -> None:
+    global _store, _world
     _world = made
+    if torch_world.is_possible():
+        from allranks._engines.c10d.store import BoardStore  # late: torch may be built without torch.distributed
+
+        _store = BoardStore(board, made.timeout_s)
     _world.register = register
 
 

@@ -1,8 +1,8 @@
-"""The calls that an elastic program makes before its training loop, so that a process that takes a lost seat can make
-them, too: the other ranks are past them, and will not come.
+"""The calls that an elastic program makes before its training loop, so that they survive losses, too.
 
-Each rank records what such calls gave it (`Recorder`). A process that takes its seat runs the program from the top, and
-is given the same (`Replayer`), until it reaches the loop. There it gets the state of the training, and a connection.
+Each rank records what such calls gave it. A process that takes a lost rank's seat runs the program from the top, while
+the others are past those calls, and is given the same. Where a loss cuts a call off before the loop, a process takes
+the seat, comes to the same call, and all make it again; a rank that had not got its result is given that of another.
 
 What is large is not kept: its memory is filled with bits that are no number (all ones: NaN as a float), and it must be
 part of the state that the loop brings, as the weights are that DistributedDataParallel broadcasts.
@@ -11,6 +11,7 @@ part of the state that the loop brings, as the weights are that DistributedDataP
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 import torch
 
-from allranks._base.errors import UsageError
+from allranks._base.errors import AbortedError, PeerLostError, TimeoutError, UsageError
 from allranks._call.bytes import bytes_of
 from allranks._call.callsite import where
 from allranks._call.types import Stats
@@ -32,11 +33,17 @@ if TYPE_CHECKING:
     from allranks._call.types import PremulSum, ReduceOp
     from allranks._call.work import Work
 
-__all__ = ["Entry", "Recorder", "Replayer", "brought_by_the_state", "decode", "encode"]
+__all__ = ["LOSSES", "Prelude", "brought_by_the_state"]
+
+LOSSES = (PeerLostError, AbortedError, TimeoutError)
+"""The errors of calls that a loss has cut off."""
 
 _SMALL = 64 << 10  # bytes of one tensor: larger ones of floats are not kept
 _MOST = 4 << 20  # bytes of all entries of a rank
 _MANY = 10_000  # calls: a program that makes so many has no loop of ours
+
+_ALIKE = ("all_reduce", "broadcast", "all_gather", "barrier")  # what they give is the same on all ranks
+_LENGTH = struct.Struct("!I")
 
 _local = threading.local()
 
@@ -65,13 +72,20 @@ def brought_by_the_state() -> Iterator[None]:
         _local.brought = False
 
 
-def encode(entries: Sequence[Entry] | None) -> bytes:
-    """What a process that takes the seat needs; None: it was too much to keep."""
-    return msgspec.msgpack.encode(entries)
+def encode(entry: Entry | None) -> bytes:
+    """An entry for the end of a record; None: there is too much to keep, and nothing follows."""
+    data = msgspec.msgpack.encode(entry)
+    return _LENGTH.pack(len(data)) + data
 
 
-def decode(data: bytes) -> list[Entry] | None:
-    return msgspec.msgpack.decode(data, type=list[Entry] | None)
+def decode(record: bytes) -> list[Entry | None]:
+    """The entries of a record."""
+    entries, at = [], 0
+    while at < len(record):
+        (length,) = _LENGTH.unpack_from(record, at)
+        at += _LENGTH.size + length
+        entries.append(msgspec.msgpack.decode(record[at - length : at], type=Entry | None))
+    return entries
 
 
 def _kept(tensor: Tensor) -> bytes | int:
@@ -93,11 +107,118 @@ def _fill(tensor: Tensor, data: bytes | int) -> bool:
     return True
 
 
-class _Calls(Engine):
-    """Each verb as one function of its name, the tensors that it writes, and itself."""
+class Prelude(Engine):
+    """What stands before the engine of a group until the loop begins.
+
+    Attributes:
+        engine: the group's; None in a process that is not connected yet.
+        calls: how many calls were made.
+        lacks: something was not kept, so that this process needs the state of another.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        engine: Engine | None,
+        append: Callable[[bytes], None],
+        renew: Callable[[Prelude], tuple[Engine, int]],
+        read: Callable[[], Sequence[bytes]],
+    ) -> None:
+        """
+        Args:
+            backend: the engine's name.
+            engine: the engine; None: calls are given what is recorded.
+            append: puts bytes behind this rank's record.
+            renew: connects a new engine after a loss, or the first one; returns it and the number of calls that some
+                rank has made.
+            read: the records: this seat's, and those of the others.
+        """
+        self.name = backend
+        self.now = never
+        self.engine = engine
+        self.calls = 0
+        self.lacks = False
+        self._append = append
+        self._renew = renew
+        self._read = read
+        self._records = [decode(record) for record in read()] if engine is None else []
+        self._made = 0  # by some rank, as far as known after a loss: so many are given, not made
+        self._kept = len(self._records[0]) if self._records else 0  # entries of this seat's record
+        self._keeps = not (self._records and self._records[0] and self._records[0][-1] is None)
+        self._bytes = 0
 
     def _call(self, verb: str, written: Sequence[Tensor], call: Callable[[Engine], Any]) -> int:
-        raise NotImplementedError
+        if self.engine is None or self.calls < self._made:
+            entry = self._find()
+            if entry is not None or self.engine is not None:
+                self._give(verb, entry, written)
+                assert entry is not None
+                self._add(entry)
+                return entry.sender
+            self._connect()
+            return self._call(verb, written, call)
+        before = [tensor.detach().clone() for tensor in written]
+        assert self.engine is not None
+        try:
+            answer = call(self.engine)
+        except LOSSES:
+            with torch.no_grad():
+                for tensor, copy in zip(written, before, strict=True):
+                    tensor.copy_(copy)
+            self._connect()
+            return self._call(verb, written, call)
+        sender = answer if isinstance(answer, int) and verb == "recv" else -1
+        self._add(Entry(verb, tuple(_kept(tensor) for tensor in written), sender) if self._keeps else None)
+        return sender
+
+    def _connect(self) -> None:
+        self.engine, self._made = self._renew(self)
+        self._records = [decode(record) for record in self._read()]
+
+    def _add(self, entry: Entry | None) -> None:
+        self.calls += 1
+        if not self._keeps or self.calls <= self._kept:
+            return
+        if entry is not None:
+            self._bytes += sum(len(data) for data in entry.outputs if isinstance(data, bytes))
+        if self._bytes > _MOST or self.calls > _MANY:
+            entry = None
+        self._keeps = entry is not None
+        self._append(encode(entry))
+
+    def _find(self) -> Entry | None:
+        own, *others = self._records
+        if self.calls < len(own):
+            return own[self.calls]
+        # Another rank has got the result of a call that a loss has cut off here.
+        found = [record[self.calls] for record in others if self.calls < len(record)]
+        return next((entry for entry in found if entry is not None and entry.verb in _ALIKE), None)
+
+    def _give(self, verb: str, entry: Entry | None, written: Sequence[Tensor]) -> None:
+        fits = entry is not None and entry.verb == verb and len(entry.outputs) == len(written)
+        if fits and entry is not None:
+            fits = all(_fill(tensor, data) for tensor, data in zip(written, entry.outputs, strict=True))
+        if not fits or entry is None:
+            self._refuse(verb, entry)
+        self.lacks |= any(isinstance(data, int) for data in entry.outputs)
+
+    def _refuse(self, verb: str, entry: Entry | None) -> NoReturn:
+        if entry is not None:
+            why = f"the lost process had called {entry.verb} here, or with other sizes"
+        elif not self._keeps:
+            why = "the calls before the loop gave it more than is kept (4 MiB), or are asynchronous messages"
+        else:
+            why = "what it gave that rank is not known"
+        raise UsageError(
+            f"{verb} at {where()}: this process takes a lost rank's place and is given what the calls of that rank gave"
+            f" before the training loop, but {why}.\n  Make large or changing calls in a step of the loop; see"
+            " docs/resilience.md"
+        )
+
+    def _live(self, verb: str) -> Engine:
+        if self.engine is None:
+            self._refuse(verb, None)
+        return self.engine
 
     def _work(self, async_op: bool, tensors: Sequence[Tensor]) -> Work | None:
         return Complete(list(tensors)) if async_op else None
@@ -143,121 +264,57 @@ class _Calls(Engine):
         return self._work(async_op, [])
 
     def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
+        if async_op:  # a blocking one might never end here
+            self._keeps_nothing_more()
+            return self._live("isend").send(tensor, to, tag, True)
         self._call("send", [], lambda engine: engine.send(tensor, to, tag, False))
-        return self._work(async_op, [tensor])
+        return None
 
     def recv(self, tensor: Tensor, source: int, tag: int) -> int:
         return self._call("recv", [tensor], lambda engine: engine.recv(tensor, source, tag))
 
+    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
+        engine = self._live("irecv")
+        self._keeps_nothing_more()
+        return engine.irecv(tensor, source, tag)
+
+    def _keeps_nothing_more(self) -> None:
+        if self._keeps:
+            self._keeps = False
+            self._append(encode(None))
+
+    def empty_shared(self, nbytes: int) -> Tensor:
+        return super().empty_shared(nbytes)  # the ranks that are connected later have none of it
+
+    def record_in(self, recorder: _core.Recorder, group: int) -> bool:
+        return self.engine is not None and self.engine.record_in(recorder, group)
+
+    def parts(self) -> Mapping[str, Engine]:
+        return {self.device: self} if self.engine is None else self.engine.parts()
+
+    def last_numbers(self) -> Sequence[int] | None:
+        return None if self.engine is None else self.engine.last_numbers()
+
+    def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
+        return None if self.engine is None else self.engine.liveness(ranks)
+
+    def lost(self) -> Sequence[int]:
+        return () if self.engine is None else self.engine.lost()
+
+    def abort(self) -> None:
+        self._live("abort").abort()
+
+    def stats(self) -> Stats:
+        return Stats(0, 0, 0.0, 0) if self.engine is None else self.engine.stats()
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def abandon(self) -> None:
+        if self.engine is not None:
+            self.engine.abandon()
+
 
 def _listed(outputs: Sequence[Tensor] | Tensor) -> list[Tensor]:
     return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]  # type: ignore[list-item]
-
-
-class Recorder(_Calls):
-    """The engine of a group, with a record of what its calls give. ``engine`` is the group's afterwards.
-
-    Attributes:
-        entries: the record; None: there was too much to keep.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.name, self.device, self.highest_tag = engine.name, engine.device, engine.highest_tag
-        self.entries: list[Entry] | None = []
-        self._bytes = 0
-
-    def _call(self, verb: str, written: Sequence[Tensor], call: Callable[[Engine], Any]) -> int:
-        answer = call(self.engine)
-        sender = answer if isinstance(answer, int) and verb == "recv" else -1
-        if self.entries is not None:
-            entry = Entry(verb, tuple(_kept(tensor) for tensor in written), sender)
-            self._bytes += sum(len(data) for data in entry.outputs if isinstance(data, bytes))
-            self.entries.append(entry)
-            if self._bytes > _MOST or len(self.entries) > _MANY:
-                self.entries = None
-        return sender
-
-    def send(self, tensor: Tensor, to: int, tag: int, async_op: bool) -> Work | None:
-        if self.entries is not None:
-            self.entries.append(Entry("send"))
-        return self.engine.send(tensor, to, tag, async_op)  # a blocking one might never end
-
-    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        self.entries = None  # what it gives is not known yet
-        return self.engine.irecv(tensor, source, tag)
-
-    def empty_shared(self, nbytes: int) -> Tensor:
-        return self.engine.empty_shared(nbytes)
-
-    def record_in(self, recorder: _core.Recorder, group: int) -> bool:
-        return self.engine.record_in(recorder, group)
-
-    def parts(self) -> Mapping[str, Engine]:
-        return self.engine.parts()
-
-    def last_numbers(self) -> Sequence[int] | None:
-        return self.engine.last_numbers()
-
-    def liveness(self, ranks: Sequence[int]) -> _core.Liveness | None:
-        return self.engine.liveness(ranks)
-
-    def lost(self) -> Sequence[int]:
-        return self.engine.lost()
-
-    def abort(self) -> None:
-        self.engine.abort()
-
-    def stats(self) -> Stats:
-        return self.engine.stats()
-
-    def close(self) -> None:
-        self.engine.close()
-
-    def abandon(self) -> None:
-        self.engine.abandon()
-
-
-class Replayer(_Calls):
-    """What a process that takes a seat calls before it reaches the loop."""
-
-    name = "native"
-
-    def __init__(self, backend: str, entries: Sequence[Entry] | None) -> None:
-        self.name = backend
-        self.now = never
-        self._entries = iter(entries or ())
-        self._kept = entries is not None
-
-    def _call(self, verb: str, written: Sequence[Tensor], call: Callable[[Engine], Any]) -> int:
-        entry = next(self._entries, None)
-        if entry is None or entry.verb != verb or len(entry.outputs) != len(written):
-            self._refuse(verb, entry)
-        if not all(_fill(tensor, data) for tensor, data in zip(written, entry.outputs, strict=True)):
-            self._refuse(verb, entry)
-        return entry.sender
-
-    def _refuse(self, verb: str, entry: Entry | None) -> NoReturn:
-        if not self._kept:
-            why = "the calls before the loop gave the lost process more than is kept (4 MiB), or asynchronous messages"
-        elif entry is None:
-            why = "the lost process had made no such call before the loop"
-        else:
-            why = f"the lost process had called {entry.verb} here, or with other sizes"
-        raise UsageError(
-            f"{verb} at {where()}: this process takes a lost rank's place and is given what the calls of that rank gave"
-            f" before the training loop, but {why}.\n  Make large or changing calls in a step of the loop; see"
-            " docs/resilience.md"
-        )
-
-    def irecv(self, tensor: Tensor, source: int, tag: int) -> Work:
-        self._refuse("irecv", None)
-
-    def stats(self) -> Stats:
-        return Stats(0, 0, 0.0, 0)
-
-    def close(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from allranks._engines.base import Engine
     from allranks._group.succession import Lineage
     from allranks._rendezvous.rendezvous import Member
+    from allranks._rendezvous.succession import Decision
 
     Op: TypeAlias = ReduceOp | PremulSum
 
@@ -53,6 +54,7 @@ class ProcessGroup:
         timeout_s: how long its calls wait for other ranks.
         closing: called when the group closes.
         lineage: its generations; None where its ranks cannot decide who goes on after a loss.
+        entered: the decision by which this process came to ranks whose training loop had begun; None if it did not.
         register: called with each group that is made from this one by ``shrink``.
         record_numbers: of the group in the record of this process's calls, for each of its engines.
     """
@@ -69,6 +71,7 @@ class ProcessGroup:
         self._now = engine.now
         self.closing: Callable[[], None] | None = None
         self.lineage: Lineage | None = None
+        self.entered: Decision | None = None
         self._ballot: Tensor | None = None
         self.register: Callable[[ProcessGroup], None] | None = None
         self._forks = forks()
@@ -477,6 +480,14 @@ class ProcessGroup:
     def engine(self) -> Engine:
         """What moves the group's tensors."""
         return self._existing()
+
+    def meet_again(self, members: Sequence[Member], engine: Engine) -> None:
+        """The same ranks, of which some are other processes now, on a new engine."""
+        for close in self._recorded:
+            close()
+        unwatch(self)
+        self.members = tuple(members)
+        self._record(engine, self._rank)
 
     def use(self, engine: Engine) -> None:
         """Calls go to this engine from now on: the one that the present engine has stood before."""

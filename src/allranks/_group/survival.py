@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from allranks._base.errors import AbortedError, PeerLostError, TimeoutError, UsageError
+from allranks._base.errors import UsageError
 from allranks._call.types import ReduceOp
+from allranks._engines.prelude import LOSSES
 from allranks._group.succession import Lineage, Successor, no_board
 from allranks._rendezvous.succession import Sighting, Vote
 
@@ -16,13 +17,10 @@ if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["LATEST", "LOSSES", "advance", "agree", "numbered", "shrink"]
+__all__ = ["LATEST", "advance", "agree", "numbered", "shrink"]
 
 LATEST = "latest"
 """The key, on the board, of the decision about the latest generation of an elastic world."""
-
-LOSSES = (PeerLostError, AbortedError, TimeoutError)
-"""The errors of calls that a loss has cut off."""
 
 
 def agree(group: ProcessGroup, value: int) -> int:

@@ -18,7 +18,7 @@ from allranks._rendezvous.finders.launcher import LauncherFinder
 from allranks._rendezvous.join_protocol import Act, Answer, Lost, Member, Steps
 from allranks._rendezvous.seats import ELASTIC, START
 from allranks._rendezvous.succession import Look, Sighting
-from allranks._store import Store, reason
+from allranks._store import PrefixStore, Store, reason
 from allranks._store.wire import Found, Peek
 
 __all__ = ["Board"]
@@ -79,11 +79,21 @@ class Board:
         """Sets a key under the prefix."""
         self._opened().set(self.prefix + key, value)
 
+    def append(self, key: str, value: bytes) -> None:
+        """Puts bytes behind the value of a key under the prefix."""
+        self._opened().append(self.prefix + key, value)
+
     def read(self, key: str) -> bytes | None:
         """The value of a key under the prefix; None if there is none."""
         found = self._opened()._ask(Peek([self.prefix + key]))
         assert isinstance(found, Found)
         return found.values[0]
+
+    def view(self, name: str, timeout_s: float) -> Store:
+        """The keys under the prefix and a name, as a store."""
+        view = PrefixStore(f"{self.prefix}{name}", self._opened())
+        view.timeout_s = timeout_s
+        return view
 
     def close(self) -> None:
         """Ends the connection. Idempotent."""

@@ -26,9 +26,10 @@ from torch import nn
 
 from allranks._api.world import close_groups, resolve_group
 from allranks._base.errors import AllranksError, ExcludedError, UsageError
-from allranks._engines.prelude import Recorder, Replayer, encode
+from allranks._engines.prelude import LOSSES, Prelude
 from allranks._group.process_group import ProcessGroup
-from allranks._group.survival import LOSSES, advance
+from allranks._group.survival import advance
+from allranks._rendezvous.succession import Decision
 from allranks.data import DistributedSampler
 from allranks.resilience import handover
 from allranks.resilience.buddies import Buddies
@@ -115,6 +116,7 @@ class State:
             handover.check_part(name, part)
         self._world = resolve_group(None)
         self.parts = {name: _innermost(part) for name, part in parts.items()}
+        self._torchs = [part for part in parts.values() if isinstance(part, nn.parallel.DistributedDataParallel)]
         self._position = _Position()
         self._reseed = reseed
         self._seed = torch.initial_seed()
@@ -236,13 +238,28 @@ class State:
         if self._entered:
             return
         self._entered = True
-        engine, lineage = self._world.engine, self._world.lineage
-        if isinstance(engine, Replayer):
+        prelude, decision = self._world.engine, self._world.entered
+        if not isinstance(prelude, Prelude):
+            return
+        if prelude.engine is None:
             self._recover(newcomer=True)
-        elif isinstance(engine, Recorder):
-            assert lineage is not None
-            lineage.board.write(f"prelude/{lineage.seat}", encode(engine.entries))
-            self._world.use(engine.engine)
+            return
+        self._world.use(prelude.engine)
+        try:
+            if decision is not None:
+                self._hand_over(*_full_and_empty(decision))
+            else:
+                self._complete(prelude.lacks)
+        except LOSSES:
+            self._recover(newcomer=prelude.lacks or decision is not None)
+
+    def _complete(self, lacks: bool) -> None:
+        """Gives those their state that were given only a part of what the calls before the loop had brought."""
+        flags = torch.zeros(self._world.size(), dtype=torch.uint8)
+        self._world.all_gather(flags, torch.tensor([lacks], dtype=torch.uint8))
+        empty = flags.nonzero().flatten().tolist()
+        if empty:
+            self._hand_over([rank for rank in range(len(flags)) if rank not in empty], empty)
 
     def _recover(self, newcomer: bool = False) -> None:
         """Goes on with those that are left, and with those that have taken the places of others."""
@@ -251,20 +268,20 @@ class State:
             progress = -1 if newcomer else self._position.done
             successor = advance(self._world, progress=progress, replaces=True)
             close_groups()
-            claims = successor.decision.claims
-            empty = [rank for rank, claim in enumerate(claims) if claim.progress < 0]
-            full = [rank for rank, claim in enumerate(claims) if claim.progress >= 0]
-            if not full:
-                raise self._nobody_left()
+            full, empty = _full_and_empty(successor.decision)
+            if not newcomer:
+                self._renew_torchs(before)
             try:
                 self._hand_over(full, empty)
             except LOSSES:
                 continue
             self.replaced += len(empty)
-            self.lost += len(empty) + max(before - len(claims), 0)
+            self.lost += len(empty) + max(before - self._world.size(), 0)
             return
 
     def _hand_over(self, full: list[int], empty: list[int]) -> None:
+        if not full:
+            raise self._nobody_left()
         world, seats = self._world, self._seats()
         me, machines = world.rank(), [member.machine for member in world.members]
         for rank in empty:
@@ -282,6 +299,17 @@ class State:
                 handover.send(self.parts, (self._position, self.replaced, self.lost, keeper), world, rank)
             if me == keeper:
                 self._buddies.send(world, rank)
+
+    def _renew_torchs(self, size: int) -> None:
+        """Lets torch's DistributedDataParallel begin as that of a new process does: it learns in its first step."""
+        if self._torchs and self._world.size() != size:
+            raise UsageError(
+                "State: torch.nn.parallel.DistributedDataParallel cannot go on with other ranks. Use"
+                " allranks.nn.parallel.DistributedDataParallel, or let lost ranks be replaced (allranks run --elastic)"
+            )
+        for wrapper in self._torchs:
+            learnt = wrapper.__getstate__()  # type: ignore[no-untyped-call]
+            wrapper.__setstate__(learnt)  # type: ignore[no-untyped-call]
 
     def _nobody_left(self) -> AllranksError:
         lineage = self._world.lineage
@@ -405,6 +433,12 @@ class _Batches:
             self._sampler.deal(self._position.samples, self._world.rank(), self._world.size())
             return iter(self._source)
         return itertools.islice(iter(self._source), self._position.index, None)
+
+
+def _full_and_empty(decision: Decision) -> tuple[list[int], list[int]]:
+    """The ranks that have the state of the training, and those that have none."""
+    full = [rank for rank, claim in enumerate(decision.claims) if claim.progress >= 0]
+    return full, [rank for rank in range(len(decision.claims)) if rank not in full]
 
 
 def _sampler_of(source: Any) -> DistributedSampler[Any] | None:

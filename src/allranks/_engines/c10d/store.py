@@ -21,12 +21,13 @@ from allranks._base.errors import JoinError
 from allranks._base.forks import follow, forks
 from allranks._cluster.network import nearest_first
 from allranks._engines.spec import RECORD_BYTES, Exchange
-from allranks._store import StoreClient, StoreServer
+from allranks._store import Store, StoreClient, StoreServer
 
 if TYPE_CHECKING:
+    from allranks._rendezvous.board import Board
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["GroupStore"]
+__all__ = ["BoardStore", "GroupStore"]
 
 # A record: the port of rank 0's server, and its secret. On a unix socket (port 0), where the kernel vouches for the
 # user, its random name.
@@ -92,7 +93,7 @@ class GroupStore(TorchStore):
             self._server.start()
 
     @property
-    def _client(self) -> StoreClient:
+    def _client(self) -> Store:
         with self._lock:
             if self._connected is None:
                 port, secret = _RECORD.unpack(self.record)
@@ -148,3 +149,18 @@ class GroupStore(TorchStore):
 
     def delete_key(self, key: str) -> bool:
         return self._client.delete_key(key)
+
+
+class BoardStore(GroupStore):
+    """The same, in the launcher's store, which outlives the ranks of an elastic job."""
+
+    def __init__(self, board: Board, timeout_s: float) -> None:
+        super().__init__(1, (), timeout_s)  # it serves nothing
+        self._board = board
+
+    @property
+    def _client(self) -> Store:
+        return self._board.view("torch", self._timeout_s)
+
+    def close(self) -> None:
+        """Leaves the board as it is."""
