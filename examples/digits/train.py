@@ -1,6 +1,7 @@
 """Trains a small LeNet on scikit-learn's handwritten digits, data-parallel.
 
     allranks run -n 2 examples/digits/train.py
+    allranks run -n 2 --elastic 1 examples/digits/train.py       # survives kill -9 of its ranks
     allranks run -n 2 examples/digits/train.py --sync manual     # what DDP does, by hand
     python examples/digits/train.py                              # one process
     python examples/digits/train.py --init-method tcp://127.0.0.1:29511 --world-size 2 --rank 0
@@ -177,33 +178,43 @@ def train(args, rank, world_size):
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader = DataLoader(train_set, batch_size=args.batch_size // world_size, sampler=sampler, drop_last=True)
 
+    # With allranks run --elastic a rank that dies is replaced, and the step in which it died is repeated. Each rank has
+    # its own sum of losses; the history is the same on all.
+    loss_sum, record = torch.zeros(1, dtype=torch.float64), {"history": history}
+    state = dist.resilience.State(model=model, optimizer=optimizer, record=record, own=[loss_sum])
+
     # One bar, on rank 0, and none where nobody watches (a file, a pipe).
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=rank > 0 or not console.is_terminal) as progress:
         bar = progress.add_task("training", total=args.epochs * len(loader), completed=len(history) * len(loader))
-        for epoch in range(len(history), args.epochs):
+        for epoch in state.epochs(args.epochs, first=len(history)):
             sampler.set_epoch(epoch)
-            loss_sum = torch.zeros(1, dtype=torch.float64)
-            for data, target in loader:
-                optimizer.zero_grad()
-                loss = F.nll_loss(forward(data), target)
-                loss.backward()
-                if args.sync == "manual":
-                    sync_gradients(model, rank, world_size)
-                optimizer.step()
-                loss_sum += loss.detach()
+            for step in state.steps(loader):
+                with step:
+                    data, target = step.batch
+                    optimizer.zero_grad()
+                    loss = F.nll_loss(forward(data), target)
+                    loss.backward()
+                    if args.sync == "manual":
+                        sync_gradients(model, dist.get_rank(), dist.get_world_size())
+                    loss_sum += loss.detach()
+                    optimizer.step()
                 progress.advance(bar)
-            dist.all_reduce(loss_sum, op=dist.ReduceOp.AVG)
-            test_loss, test_accuracy = evaluate(model, test_set, rank, world_size)
-            train_loss = loss_sum.item() / len(loader)
-            history.append({"train_loss": train_loss, "test_loss": test_loss, "test_accuracy": test_accuracy})
+            for step in state.steps(1):
+                with step:
+                    mean = loss_sum / len(loader)
+                    loss_sum.zero_()
+                    dist.all_reduce(mean, op=dist.ReduceOp.AVG)
+                    test_loss, test_accuracy = evaluate(model, test_set, dist.get_rank(), dist.get_world_size())
+                    found = {"train_loss": mean.item(), "test_loss": test_loss, "test_accuracy": test_accuracy}
+                    record["history"] = [*record["history"], found]
+                    if dist.get_rank() == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
+                        args.out.mkdir(parents=True, exist_ok=True)
+                        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                        checkpoint.save({**saved, **record, "settings": settings}, saved_to)
             progress.update(bar, description=f"epoch {epoch + 1}, test accuracy {test_accuracy:.1%}")
-            if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
-                args.out.mkdir(parents=True, exist_ok=True)
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                checkpoint.save({**state, "history": history, "settings": settings}, saved_to)
-    return model, history
+    return model, record["history"]
 
 
 def positive(kind):

@@ -1,8 +1,9 @@
-"""What only one rank has, kept by another: the buffers of modules, such as running means.
+"""What only one rank has, kept by another: the buffers of modules, such as running means, and tensors that a program
+names.
 
 Parameters are the same on all ranks, buffers are not: each rank's follow from its own samples. So before a step is
-committed each rank sends its buffers to its buddy, on another host where there is one, which keeps those of the last
-step that was committed.
+committed each rank sends its own to its buddy, on another host where there is one, which keeps those of the last step
+that was committed.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class Buddies:
         step: how far the buddy of a rank is from it, in ranks.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], own: Sequence[Tensor]) -> None:
         self._owners = owners_of_buffers(modules)
-        self.needed = bool(self._owners)
+        self._own = own
+        self.needed = bool(self._owners or own)
         self.ring: tuple[int, ...] = ()
         self.step = 1
         self._kept: Tensor | None = None
@@ -81,7 +83,7 @@ class Buddies:
 
     def _buffers(self) -> list[Tensor]:
         """The memory of the buffers on the CPU, as bytes."""
-        found = buffers_of(self._owners)
+        found = [*buffers_of(self._owners), *self._own]
         return [b.detach().view(-1).view(torch.uint8) for b in found if b.is_cpu and b.is_contiguous() and b.numel()]
 
 

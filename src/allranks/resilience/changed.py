@@ -16,10 +16,10 @@ __all__ = ["Changed", "buffers_of", "owners_of_buffers"]
 class Changed:
     """Copies of these, as they were when the step began."""
 
-    def __init__(self, parts: Parts, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, parts: Parts, modules: Sequence[nn.Module], own: Sequence[Tensor]) -> None:
         self._modules = modules
         self._owners = owners_of_buffers(modules)
-        self._own = [part for part in parts.values() if isinstance(part, Tensor)]
+        self._own = [*own, *(part for part in parts.values() if isinstance(part, Tensor))]
         self._dicts = [part for part in parts.values() if isinstance(part, dict)]
         self._tensors: list[Tensor] = []
         self._copies: Sequence[Tensor] = ()

@@ -37,6 +37,13 @@ def check_part(name: str, part: object) -> None:
         )
 
 
+def check_own(own: object) -> None:
+    """Refuses what no other rank could keep."""
+    for tensor in own if isinstance(own, (list, tuple)) else [own]:
+        if not (isinstance(tensor, Tensor) and tensor.is_cpu and tensor.is_contiguous()):
+            raise UsageError(f"State: own={own!r:.80}. Expected a list of contiguous tensors on the CPU")
+
+
 def send(parts: Parts, head: object, group: ProcessGroup, to: int) -> None:
     """Sends a state to a rank. ``head``: what goes before it."""
     tensors: list[Tensor] = []

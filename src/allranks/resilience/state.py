@@ -16,13 +16,13 @@ import hashlib
 import itertools
 import random
 import sys
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from allranks._api.world import close_groups, resolve_group
 from allranks._base.errors import AllranksError, ExcludedError, UsageError
@@ -92,6 +92,8 @@ class State:
     Args:
         reseed: seed torch's generators, and ``random``, at the beginning of each step, so that a repeated step draws
             the same numbers, on the process that takes a place, too.
+        own: tensors on the CPU that have other values on each rank, such as a sum of losses. Another rank keeps them,
+            as of the commit of each step.
         parts: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``, tensors, and dicts
             of values that can be pickled. The same on all ranks, but for what each step computes anew. Optimizers
             commit the step by themselves, before their first ``step()``.
@@ -111,9 +113,10 @@ class State:
         the group, and the size of the state through shared memory or TCP.
     """
 
-    def __init__(self, *, reseed: bool = True, **parts: Any) -> None:
+    def __init__(self, *, reseed: bool = True, own: Sequence[Tensor] = (), **parts: Any) -> None:
         for name, part in parts.items():
             handover.check_part(name, part)
+        handover.check_own(own)
         self._world = resolve_group(None)
         self.parts = {name: _innermost(part) for name, part in parts.items()}
         self._torchs = [part for part in parts.values() if isinstance(part, nn.parallel.DistributedDataParallel)]
@@ -124,8 +127,8 @@ class State:
         self._in_epochs = False
         self._step: Step | None = None
         modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
-        self._buddies = Buddies(modules)
-        self._changed = Changed(self.parts, modules)
+        self._buddies = Buddies(modules, own)
+        self._changed = Changed(self.parts, modules, own)
         self.replaced = self.lost = 0
         for part in self.parts.values():
             if isinstance(part, torch.optim.Optimizer):
@@ -136,13 +139,16 @@ class State:
         """How many steps are done, in all epochs."""
         return self._position.done
 
-    def epochs(self, count: int) -> Iterator[int]:
+    def epochs(self, count: int, first: int = 0) -> Iterator[int]:
         """The epochs, beginning with the one in which the training is.
 
         Args:
-            count: how many there are.
+            count: the number after the last one's.
+            first: the one with which a training begins that goes on from a checkpoint.
         """
         self._enter()
+        if not self._position.done:
+            self._position.epoch = first
         self._in_epochs = True
         while self._position.epoch < count:
             epoch = self._position.epoch
