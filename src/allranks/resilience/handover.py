@@ -1,13 +1,13 @@
 """The state of a training on its way to processes that have none: parts, as tensors and as what is not tensors.
 
-Tensors go over the data channel straight into their place where the receiver has one of the same shape (parameters,
-buffers, plain tensors), else into new memory; the rest is pickled. Nothing is put into its place before all has come.
+Tensors go over the data channel straight into their place where the receiver has the same (modules, plain tensors),
+else into new memory; the rest is pickled. A process to which not all has come has no state, and must get it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,34 +46,63 @@ def check_own(own: object) -> None:
 
 def send(parts: Parts, head: object, group: ProcessGroup, to: int) -> None:
     """Sends a state to a rank. ``head``: what goes before it."""
-    tensors: list[Tensor] = []
-    structure = {name: _pack(_state_of(part), tensors) for name, part in parts.items()}
-    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-    objects.send_object_list([head, structure, shapes], to, group)
-    for tensor in tensors:
-        if tensor.numel():
-            group.send(tensor.detach().contiguous(), to)
+    packed = {name: _Packed.of(part) for name, part in parts.items()}
+    objects.send_object_list([head, [(name, each.structure, each.shapes) for name, each in packed.items()]], to, group)
+    for each in packed.values():
+        for tensor in each.tensors:
+            if tensor.numel():
+                group.send(tensor.contiguous(), to)
 
 
 def receive(parts: Parts, group: ProcessGroup, source: int) -> Any:
     """Receives a state from a rank into these parts. Returns its head."""
-    message: list[Any] = [None, None, None]
+    message: list[Any] = [None, None]
     objects.recv_object_list(message, source, group)
-    head, structure, shapes = message
-    if set(structure) != set(parts):
+    head, described = message
+    if {name for name, _, _ in described} != set(parts):
         raise UsageError(
-            f"State: this process has the parts {sorted(parts)}, rank {source} has {sorted(structure)}. All ranks make"
-            " it of the same parts"
+            f"State: this process has the parts {sorted(parts)}, rank {source} has"
+            f" {sorted(name for name, _, _ in described)}. All ranks make it of the same parts"
         )
-    tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
-    for tensor in tensors:
-        if tensor.numel():
-            group.recv(tensor, source)
-    come = iter(tensors)
-    states = {name: _unpack(structure[name], come) for name in structure}  # in the sender's order
-    for name, part in parts.items():
-        _put(part, states[name])
+    for name, structure, shapes in described:
+        _receive_part(parts[name], structure, shapes, group, source)
     return head
+
+
+def _receive_part(part: Any, structure: Any, shapes: list[Any], group: ProcessGroup, source: int) -> None:
+    own = _Packed.of(part)
+    # New memory would cost as much as the transfer: the kernel clears each page when it is first touched.
+    in_place = isinstance(part, (Tensor, nn.Module)) and (own.structure, own.shapes) == (structure, shapes)
+    tensors = own.tensors if in_place else [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+    for tensor in tensors:
+        if tensor.numel() and tensor.is_contiguous():
+            group.recv(tensor, source)
+        elif tensor.numel():
+            group.recv(come := torch.empty_like(tensor, memory_format=torch.contiguous_format), source)
+            tensor.copy_(come)
+    if not in_place:
+        _put(part, _unpack(structure, iter(tensors)))
+
+
+class _Packed(NamedTuple):
+    """A part of a state, with its tensors taken out.
+
+    Attributes:
+        structure: the rest, with places for them.
+        shapes: shape and dtype of each.
+        tensors: they, detached.
+    """
+
+    structure: Any
+    shapes: list[Any]
+    tensors: list[Tensor]
+
+    @classmethod
+    def of(cls, part: Any) -> _Packed:
+        tensors: list[Tensor] = []
+        structure = _pack(_state_of(part), tensors)
+        tensors = [tensor.detach() for tensor in tensors]
+        return cls(structure, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors], tensors)
 
 
 def _state_of(part: Any) -> Any:
@@ -87,8 +116,6 @@ def _put(part: Any, state: Any) -> None:
     elif isinstance(part, dict):
         part.clear()
         part.update(state)
-    elif isinstance(part, nn.Module):
-        part.load_state_dict(state)
     else:
         part.load_state_dict(state)
 
