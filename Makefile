@@ -11,12 +11,14 @@ SANITIZERS := plain address thread
 WORKERS ?= 3
 BENCH := build/bench-venv
 MPICH := build/mpich-venv
-TORCHES ?= 2.10.0 2.15.0
+NEWEST_TORCH := 2.15.0
+TORCHES ?= 2.10.0 $(NEWEST_TORCH)
 INSTRUMENTED := --coverage -fprofile-update=atomic -O1
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
-.PHONY: train test quick check format coverage bench bench-mpi bench-programs mpi core-tests torch-versions clean
+.PHONY: train test quick check format coverage bench bench-mpi bench-programs mpi core-tests torch-versions newest-torch
+.PHONY: clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -87,18 +89,22 @@ $(BENCH)/installed $(MPICH)/installed: constraints.txt | $(VENV)/installed
 	touch $@
 
 # The plugin's tests and the programs of the documents on the oldest torch that is promised and on the newest that is known.
-# PyPI has them with CUDA only, 7 GB each; with their tests that is ten minutes each, too much for every change. To be
-# run once a month, when torch has a new version (TORCHES="2.10.0 2.16.0"), and when src/allranks/_plugin changes.
+# To be run once a month, when torch has a new version (TORCHES="2.10.0 2.16.0"), and when src/allranks/_plugin changes.
 torch-versions: $(TORCHES:%=build/torch-%/tested)
 
 build/torch-%/tested: build/torch-%/installed
 	$(@D)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 300 -W default tests/plugin tests/house/test_docs.py
 
+# The plugin's tests on the newest torch, for every change: .venv has torch 2.13, which knows nothing of what the plugin
+# does on later versions.
+newest-torch: build/torch-$(NEWEST_TORCH)/installed
+	$(<D)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 300 -W default tests/plugin tests/api/test_reconfigure.py
+
 .PRECIOUS: build/torch-%/installed
-build/torch-%/installed: | $(VENV)/installed
+build/torch-%/installed: .ci/torch_without_cuda.py | $(VENV)/installed
 	@echo 'Installing torch $* into $(@D), with what $(VENV) has besides'
 	$(BIN)/python -m venv --clear $(@D)
-	$(@D)/bin/python -m pip install -q --disable-pip-version-check torch==$*
+	$(BIN)/python .ci/torch_without_cuda.py $(@D)/bin/python $*
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(@D)/bin/python $(PURELIB))/venv.pth
 	touch $@
 
