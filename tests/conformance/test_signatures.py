@@ -27,7 +27,6 @@ MISSING = {
     "ProcessGroupGloo": 'engines are chosen by name: init_process_group("gloo")',
     "get_pg_count": "counts torch's registry of groups",
     "record_comm": "of torch's profiler",
-    "shrink_group": "not here: torch has it for nccl alone",
 }
 # Parameters that are here and not in torch, or the other way round, and why.
 DIFFERENT = {
@@ -77,7 +76,6 @@ MISSING_METHODS = {
             "UCC",
             "UNDEFINED",
             "XCCL",
-            "abort",
             "all_gather_single",
             "all_gather_single_coalesced",
             "allgather_coalesced",
@@ -189,7 +187,7 @@ def test_the_tables_name_what_torch_has() -> None:
 def test_what_is_missing_is_said_by_the_package() -> None:
     assert set(allranks._ONLY_TORCHS) == set(MISSING)
     with pytest.raises(AttributeError, match=r"torch\.distributed has it"):
-        _ = allranks.shrink_group
+        _ = allranks.record_comm
     for name in ("DataParallel", "data_parallel", "gather", "parallel_apply", "replicate", "scatter"):
         same_arguments(name, getattr(torch.nn.parallel, name), getattr(allranks.nn.parallel, name))
 

@@ -35,6 +35,7 @@ __all__ = [
     "get_group_rank",
     "get_node_local_rank",
     "get_process_group_ranks",
+    "lineage_of",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
@@ -324,7 +325,7 @@ def _make(
         engine_name, mine.index(me), members, exchange, name, timeout_s, parent.parent_of(mine)
     )
     made = ProcessGroup(engine, name, mine.index(me), members, timeout_s)
-    made.lineage = _lineage_of(made, engine_name, mine, digest)
+    made.lineage = lineage_of(made, engine_name, mine, digest)
     made.register = register
     register(made)
     return made
@@ -333,7 +334,7 @@ def _make(
 _of_members: Counter[bytes] = Counter()  # the same on all members, who make their groups in the same order
 
 
-def _lineage_of(made: ProcessGroup, engine_name: str, ranks: list[int], digest: bytes) -> Lineage | None:
+def lineage_of(made: ProcessGroup, engine_name: str, ranks: list[int], digest: bytes) -> Lineage | None:
     """That of a new group of these ranks of the world; None where the world has none."""
     world = resolve_group(None).lineage
     if world is None or any(rank >= len(world.members) for rank in ranks):

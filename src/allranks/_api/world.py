@@ -36,6 +36,7 @@ __all__ = [
     "close_groups",
     "destroy_process_group",
     "establish",
+    "first_lineage",
     "get_backend",
     "get_rank",
     "get_world_size",
@@ -279,11 +280,8 @@ def establish(
     finally:
         meeting.close()
     _world, _store = ProcessGroup(engine, name, meeting.rank, meeting.members, timeout_s), store
-    _world.register = register
-    board: Board | None = getattr(meeting, "board", None)
-    if board is not None:
-        starts = [(member.rank, 0) for member in meeting.members]
-        _world.lineage = Lineage(board, f"{board.prefix}world/", engine_name, name, timeout_s, meeting.rank, starts)
+    _world.register, _world.is_world = register, True
+    _world.lineage = first_lineage(meeting, engine_name, name, timeout_s)
     return _world
 
 
@@ -294,7 +292,7 @@ def _establish_elastic(board: Board, made: ProcessGroup) -> None:
         from allranks._engines.c10d.store import BoardStore  # late: torch may be built without torch.distributed
 
         _store = BoardStore(board, made.timeout_s)
-    _world.register = register
+    _world.register, _world.is_world = register, True
 
 
 def close_groups() -> None:
@@ -304,8 +302,17 @@ def close_groups() -> None:
     _groups.clear()
 
 
+def first_lineage(meeting: Meeting, engine_name: str, name: str, timeout_s: float) -> Lineage | None:
+    """That of the group of those who have met; None where no store outlives the meeting."""
+    board: Board | None = getattr(meeting, "board", None)
+    if board is None:
+        return None
+    starts = [(member.rank, 0) for member in meeting.members]
+    return Lineage(board, f"{board.prefix}world/", engine_name, name, timeout_s, meeting.rank, starts)
+
+
 def replace_world(made: ProcessGroup) -> None:
-    """Makes a group of the ranks that are left the world. All other groups are closed: they count ranks otherwise."""
+    """Makes a group the world. All other groups are closed: they count ranks otherwise."""
     global _store, _world
     torch_world.withdraw()
     for other in _groups:
@@ -315,6 +322,7 @@ def replace_world(made: ProcessGroup) -> None:
     if _store is not None:
         _store.close()
     _world, _store = made, None
+    made.register, made.is_world = register, True
 
 
 def torch_store() -> GroupStore | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast, overload
@@ -21,7 +22,8 @@ from allranks._call.types import PremulSum, ReduceOp, Stats, as_reduce_op
 from allranks._call.work import seconds_of
 from allranks._cluster.env import notice_seconds
 from allranks._engines.base import Parent, never
-from allranks._group import survival
+from allranks._group import reconfigure, survival
+from allranks._rendezvous.rendezvous import this_member
 from allranks._trace import memory
 from allranks._trace.watcher import Peer, unwatch, watch
 
@@ -56,6 +58,7 @@ class ProcessGroup:
         lineage: its generations; None where its ranks cannot decide who goes on after a loss.
         entered: the decision by which this process came to ranks whose training loop had begun; None if it did not.
         register: called with each group that is made from this one by ``shrink``.
+        is_world: whether its ranks are those of the world.
         record_numbers: of the group in the record of this process's calls, for each of its engines.
     """
 
@@ -73,6 +76,8 @@ class ProcessGroup:
         self.lineage: Lineage | None = None
         self.entered: Decision | None = None
         self._ballot: Tensor | None = None
+        self.is_world = False
+        self._place: reconfigure.Place | None = None
         self.register: Callable[[ProcessGroup], None] | None = None
         self._forks = forks()
         self._record(engine, rank)
@@ -468,6 +473,73 @@ class ProcessGroup:
         """
         return survival.shrink(self, ranks_to_exclude, None if timeout is None else seconds_of(timeout))
 
+    def reconfigure_handle(self) -> str:
+        """This process's part of the group, as a text for the other processes that are to be in it with this one.
+
+        It stays the same as long as the group exists here. From the first call on a thread of this process serves
+        those who come with it: on a socket of this host, and where the job may have other hosts on a TCP port, too,
+        for holders of the job's secret.
+
+        Raises:
+            ConfigError: other hosts may come, and there is no secret, or no port.
+        """
+        self._live()
+        if self._place is None:
+            self._place = reconfigure.Place(self._rank)
+        return self._place.handle
+
+    def reconfigure(
+        self, uuid: int, handles: Sequence[str] | AbstractSet[str], timeout: timedelta | float | None = None
+    ) -> None:
+        """Makes the processes with these handles the members of the group, in this object.
+
+        Called by all of them, and by nobody else. They may be members of this group, of another one, or of none. Where
+        it fails the group is as it was; the next attempt needs another uuid. When it has succeeded, what is pending in
+        the group has ended with an error, and groups that were made from it remain as they are.
+
+        Args:
+            uuid: a whole number that none of the processes has used before, the same on all.
+            handles: what ``reconfigure_handle`` has returned in each, the same on all: a list, in the order of the
+                ranks; or a set, which is sorted: by rank when the handles were made.
+            timeout: how long to wait for the others, a timedelta or seconds; None: the timeout of the group's calls.
+
+        Raises:
+            JoinError: processes did not come, or are gone; names them.
+            MismatchError: another process was called with other handles, or has a group on another engine.
+            UsageError: the uuid was used before, or a handle is wrong, there twice, or this process's own is missing.
+
+        Cost:
+            some round trips to the store of the first handle, and that of making a group.
+
+        Example:
+            >>> import allranks as dist
+            >>> dist.init_process_group()
+            >>> group = dist.group.WORLD
+            >>> group.reconfigure(1, [group.reconfigure_handle()])
+            >>> group.size()
+            1
+            >>> dist.destroy_process_group()
+        """
+        self.reconfigure_handle()
+        assert self._place is not None
+        seconds = self.timeout_s if timeout is None else seconds_of(timeout)
+        reconfigure.reconfigure(self, self._place, uuid, handles, seconds)
+
+    @classmethod
+    def unconnected(cls, backend: str, name: str, timeout_s: float, number: int) -> ProcessGroup:
+        """A group that has no members before its first reconfiguration: rank and size are -1.
+
+        Args:
+            backend: the engine that it gets then.
+            name: of the group.
+            timeout_s: of its calls.
+            number: by which handles are sorted.
+        """
+        made = cls(reconfigure.Unconnected(backend, name), name, 0, [this_member(0, 1)], timeout_s)
+        made._rank = made._size = -1
+        made._place = reconfigure.Place(number)
+        return made
+
     def successor(self, engine: Engine, rank: int, members: Sequence[Member]) -> ProcessGroup:
         """Another group in this one's place, which is closed."""
         lineage, self.lineage = self.lineage, None
@@ -534,6 +606,9 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Leaves the group; later calls raise. May be called twice."""
+        if self._place is not None:
+            self._place.close()
+            self._place = None
         if self._engine is not None:
             if not self.inherited:
                 self._engine.close()

@@ -146,6 +146,7 @@ class Joining:
         refusals: and whom it refused.
         notice_s: when to print who is missing.
         started: how many ranks were started on which host, where a scheduler has set it.
+        longer: how errors call the argument by which this takes longer.
     """
 
     me: Member
@@ -159,6 +160,7 @@ class Joining:
     refusals: Callable[[], Iterable[str]] = tuple
     notice_s: float = NOTICE_S
     started: Mapping[str, int] = field(default_factory=dict)
+    longer: str = "init_process_group(timeout=...)"
 
     def __post_init__(self) -> None:
         self._now = self.began
@@ -211,7 +213,7 @@ class Joining:
             if self._left() <= 0:
                 raise JoinError(
                     f"{self.me}: {self.where} did not answer for {self.timeout_s:.1f} s (last: {trouble.text}).\n"
-                    f"  {self.advice}    Longer: init_process_group(timeout=...)"
+                    f"  {self.advice}    Longer: {self.longer}"
                 ) from trouble.cause
             if self._now - self.began >= self.notice_s:
                 yield from self._notice(f"for {self.where}; last: {trouble.text}")
@@ -316,7 +318,7 @@ class Joining:
             ),
             *self.refusals(),
             *self._empty_hosts(members),
-            "Look at the output of those that are missing.    Longer: init_process_group(timeout=...)",
+            f"Look at the output of those that are missing.    Longer: {self.longer}",
         ]
         return (yield from self._settle(_Verdict("\n  ".join(lines), missing)))
 
@@ -348,7 +350,7 @@ class Joining:
             case Lost(text, cause) if self._left() <= 0:
                 raise JoinError(
                     f"{self.me}: not all ranks joined in {self.timeout_s:.1f} s, and {self.where} did not answer in"
-                    f" time who is missing ({text}).\n  Look at its output.    Longer: init_process_group(timeout=...)"
+                    f" time who is missing ({text}).\n  Look at its output.    Longer: {self.longer}"
                 ) from cause
             case Lost(text, cause):
                 raise JoinError(
@@ -387,7 +389,7 @@ class Joining:
             yield from self._do(
                 Notify(
                     f"allranks: rank {self.me.rank} has waited {waited_s:.0f} s {facts};"
-                    f" it gives up after {self.timeout_s:.0f} s, see init_process_group(timeout=...)"
+                    f" it gives up after {self.timeout_s:.0f} s, see {self.longer}"
                 )
             )
 

@@ -1,0 +1,460 @@
+"""Reconfiguration: processes that have each other's handles become the members of a group, in the same object.
+
+The meaning is c10d's (torch 2.14 and later). Every process has a handle of its group, a text, which the program passes
+to other processes in any way. Each process that is to be a member calls ``reconfigure`` with the same handles, and with
+a number that has not been used before. To go on with the same ranks, with fewer, with more, or with those of several
+groups is this one call.
+
+A handle is the address of a small store in its process, which lives as long as the group does there. The callers meet
+on the store of the first handle, by ``join_protocol``. Each of them first writes on its own store what it was called
+with. A process that waits therefore finds out, by the handles of those that are missing, which of them are gone, and
+which were called with other handles. The old engine stays until the new one is connected: where that fails, the group
+is as it was.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import ipaddress
+import os
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import msgspec
+
+from allranks import _engines
+from allranks._base.errors import (
+    AllranksError,
+    JoinError,
+    MismatchError,
+    NotInitializedError,
+    StoreLostError,
+    TimeoutError,
+    UsageError,
+    rank_list,
+)
+from allranks._cluster.network import machine, published_addresses
+from allranks._engines.base import Engine
+from allranks._rendezvous.driver import drive
+from allranks._rendezvous.finders.interface import notify
+from allranks._rendezvous.join_protocol import (
+    GRACE_S,
+    TABLE,
+    Act,
+    Answer,
+    Connect,
+    Joining,
+    Leave,
+    Lost,
+    Member,
+    Notify,
+    Pause,
+    exchange,
+    unpack_members,
+)
+from allranks._rendezvous.rendezvous import this_member
+from allranks._rendezvous.seats import ELASTIC
+from allranks._store import PrefixStore, Store, StoreClient, StoreServer, load_secret, reason
+from allranks._store.wire import Late, Reply, Wait
+
+if TYPE_CHECKING:
+    from allranks._call.types import Stats
+    from allranks._group.process_group import ProcessGroup
+
+__all__ = ["Place", "Unconnected", "reconfigure"]
+
+_FORM = "allranks:"
+_LOOKS_S = (0.05, 1.0)  # how long a process waits before it looks for those that are missing: first, and at most
+_LOOKED_AT = 8  # of many that are missing, each time
+_DIAL_S = 1.0
+_BOARD = "allranks/1/join/"  # where Joining registers members, the first time on a store
+_LINGER_S = 3.0  # a store stays so long for others that have not left it yet
+_ABOUT = struct.Struct("!q16s")  # what members tell each other: the rank in the world, and a digest of the engine
+
+
+class _Handle(msgspec.Struct, frozen=True, array_like=True):
+    """What a handle consists of.
+
+    Attributes:
+        number: the rank when the handle was made; sorted handles are in its order.
+        pid: the process.
+        host: its host's name.
+        machine: as in ``Member``.
+        here: the address of its store for processes of its host.
+        far: addresses for other hosts; empty where the job is known to have one host.
+    """
+
+    number: int
+    pid: int
+    host: str
+    machine: str
+    here: str
+    far: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"host {self.host}, pid {self.pid}"
+
+    def text(self) -> str:
+        packed = base64.urlsafe_b64encode(msgspec.msgpack.encode(self)).decode()
+        return f"{_FORM}{max(self.number, 0):08d}:{packed}"
+
+    @classmethod
+    def parse(cls, text: object) -> _Handle:
+        try:
+            if not isinstance(text, str) or not text.startswith(_FORM):
+                raise ValueError
+            packed = base64.urlsafe_b64decode(text.rpartition(":")[2])
+            return msgspec.msgpack.decode(packed, type=cls)
+        except (ValueError, binascii.Error, msgspec.MsgspecError):
+            raise UsageError(
+                f"reconfigure: {text!r:.60} is no handle: expected what reconfigure_handle() returns"
+            ) from None
+
+
+class _Call(msgspec.Struct, frozen=True, array_like=True):
+    """What a process was called with, as it stands on its store."""
+
+    size: int
+    members: bytes
+    order: bytes
+
+    @classmethod
+    def of(cls, handles: Sequence[str]) -> _Call:
+        return cls(len(handles), _digest(sorted(handles)), _digest(handles))
+
+    def compare(self, other: _Call) -> str:
+        """How the other call differs from this one."""
+        if self.members == other.members:
+            return f"the same {self.size} handles in another order"
+        if self.size == other.size:
+            return f"{other.size} other handles"
+        return f"{other.size} handles, here with {self.size}"
+
+
+class Place:
+    """Where the other processes find this process's part of a group.
+
+    Attributes:
+        handle: its address, as a text.
+        lock: held while the group is reconfigured.
+        used: the numbers of earlier reconfigurations.
+    """
+
+    def __init__(self, number: int, environ: Mapping[str, str] = os.environ) -> None:
+        far = not _has_one_host(environ) and bool(published_addresses(environ))
+        self._server = StoreServer.unix(load_secret(environ) if far else b"").start()
+        try:
+            addresses = tuple(self._server.listen_to_other_hosts()) if far else ()
+        except BaseException:
+            self._server.close()
+            raise
+        me = this_member(0, 1)
+        self.handle = _Handle(number, me.pid, me.host, me.machine, self._server.address, addresses).text()
+        self.lock = threading.Lock()
+        self.used: set[int] = set()
+
+    def close(self) -> None:
+        self._server.close(_LINGER_S)
+
+
+class Unconnected(Engine):
+    """In the place of an engine, of a group that has no members before its first reconfiguration."""
+
+    def __init__(self, backend: str, group_name: str) -> None:
+        self.name = backend
+        self._group_name = group_name
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise NotInitializedError(f"process group '{self._group_name}' has no members yet: call reconfigure() first")
+
+    all_reduce = reduce = broadcast = all_gather = gather = scatter = reduce_scatter = all_to_all = barrier = _refuse
+    send = recv = irecv = empty_shared = abort = _refuse
+
+    def parts(self) -> Mapping[str, Engine]:
+        return {}
+
+    def stats(self) -> Stats:
+        self._refuse()
+
+    def close(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
+def reconfigure(
+    group: ProcessGroup, place: Place, uuid: int, handles: Sequence[str] | AbstractSet[str], timeout_s: float
+) -> None:
+    """See ``ProcessGroup.reconfigure``."""
+    backend = group.backend
+    if _engines.meets_by(backend) is not None:
+        raise UsageError(f"reconfigure: a group on {backend} cannot be reconfigured: its ranks meet by themselves")
+    texts = _in_order(handles, place.handle)
+    if isinstance(uuid, bool) or not isinstance(uuid, int):
+        raise UsageError(f"reconfigure: uuid must be a whole number, not {uuid!r}")
+    if not place.lock.acquire(blocking=False):
+        raise UsageError(f"reconfigure: process group '{group.name}' is being reconfigured already, by another thread")
+    try:
+        if uuid in place.used:
+            raise UsageError(f"reconfigure: uuid {uuid} was already used: each reconfiguration needs a new number")
+        place.used.add(uuid)
+        rank = texts.index(place.handle)
+        attempt = _Attempt(uuid, texts, rank, timeout_s)
+        try:
+            members, engine = attempt.connect(group, backend, attempt.meet())
+        finally:
+            attempt.close()
+        group._become(engine, rank, members)
+        lineage, group.lineage = group.lineage, None  # its board knows nothing of these members
+        if lineage is not None:
+            lineage.board.close()
+    finally:
+        place.lock.release()
+
+
+class _Attempt:
+    """One process's part in one reconfiguration."""
+
+    def __init__(self, uuid: int, texts: Sequence[str], rank: int, timeout_s: float) -> None:
+        self._uuid = uuid
+        self._handles = [_Handle.parse(text) for text in texts]
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._call = _Call.of(texts)
+        self._key = f"called/{uuid}"
+        self._machine = machine()
+        self._client: StoreClient | None = None
+        self._store: Store | None = None
+        self._watched: list[str] = []  # the key, by rank, whose absence means that the rank is missing
+        self._looks = 0
+        self._missing: list[int] = []  # at the last look
+        self._trouble: JoinError | None = None
+
+    def meet(self) -> tuple[Member, ...]:
+        """Waits for the others."""
+        size = len(self._handles)
+        me = this_member(self._rank, size)
+        if size == 1:
+            return (me,)
+        self._publish()
+        joining = Joining(
+            me,
+            self._handles[self._rank].here,
+            time.monotonic(),
+            self._timeout_s,
+            f"the store of rank 0 ({self._handles[0]})",
+            "Is that process running, and can this host reach it?",
+            longer="reconfigure(timeout=...)",
+        )
+        self._watched = [f"{_BOARD}member/{r}" for r in range(size)]
+        try:
+            prefix = drive(joining.steps(), self._perform)
+        except JoinError as error:
+            if error is not self._trouble and self._missing:
+                named = "; ".join(f"rank {r} is {self._handles[r]}" for r in self._missing[:_LOOKED_AT])
+                error.args = (f"{error}\n  Of those, {named}.",)
+                error.ranks = tuple(self._missing)
+            raise
+        assert self._store is not None
+        self._store = PrefixStore(prefix, self._store)
+        return unpack_members(self._store.get(TABLE, self._left()))
+
+    def connect(self, group: ProcessGroup, backend: str, members: Sequence[Member]) -> tuple[list[Member], Engine]:
+        """The members with their ranks in the world, and an engine between them."""
+        world_rank = self._rank if group.is_world else group.ranks[group.rank()]
+        rows = self._exchange("about", _ABOUT.pack(world_rank, _digest([backend])))
+        about = [_ABOUT.unpack(row) for row in rows]
+        others = [r for r, (_, engine) in enumerate(about) if engine != about[self._rank][1]]
+        if others:
+            raise MismatchError(
+                f"reconfigure: {rank_list(others)} {'has' if len(others) == 1 else 'have'} a group with another "
+                f"engine than this process, rank {self._rank}, whose group is on '{backend}'"
+            )
+        found = [msgspec.structs.replace(m, rank=number) for m, (number, _) in zip(members, about, strict=True)]
+        times = iter(range(_engines.meetings(backend)))
+
+        def meet(record: bytes) -> list[bytes]:
+            return self._exchange(f"engine/{next(times)}", record)
+
+        made = _engines.make_engine(
+            backend, self._rank, found, meet, group.name, group.timeout_s, connect_s=max(self._left(), 0.1)
+        )
+        return found, made
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+
+    def _publish(self) -> None:
+        with self._dial(self._rank) as own:
+            own.set(self._key, msgspec.msgpack.encode(self._call))
+
+    def _exchange(self, name: str, record: bytes) -> list[bytes]:
+        size = len(self._handles)
+        if size == 1:
+            return [record]
+        place = f"{name}/"
+        self._watched, self._looks = [f"{place}{r}" for r in range(size)], 0
+        try:
+            return drive(exchange(place, self._rank, size, record, self._left()), self._ask_and_look)
+        except StoreLostError as error:
+            raise JoinError(
+                f"reconfigure: rank 0 ({self._handles[0]}) went away while the ranks connected: {error}"
+            ) from error
+
+    # --- what the protocols request ---
+
+    def _perform(self, act: Act) -> Answer:
+        match act:
+            case Pause(seconds):
+                time.sleep(max(seconds, 0.0))
+            case Notify(line):
+                notify(line)
+            case Leave():
+                self.close()
+            case Connect():
+                return self._connect()
+            case request:
+                try:
+                    return self._ask_and_look(request)
+                except (StoreLostError, TimeoutError) as error:
+                    if error is self._trouble:
+                        raise
+                    return Lost(reason(error.__cause__ or error), error)
+        return None
+
+    def _connect(self) -> Answer:
+        try:
+            self._client = self._dial(0)
+        except (StoreLostError, TimeoutError) as error:
+            if _is_refusal(error):
+                raise self._gone(0) from error
+            return Lost(reason(error.__cause__ or error), error)
+        self._client.timeout_s = self._timeout_s
+        self._client.deadline = self._deadline + GRACE_S
+        self._store = PrefixStore(f"{self._uuid}/{self._call.order.hex()}", self._client)
+        return None
+
+    def _ask_and_look(self, request: Any) -> Reply:
+        """Asks the store. While it waits, it looks for those that are missing."""
+        assert self._store is not None
+        if not isinstance(request, Wait):
+            return self._store._ask(request)
+        until = time.monotonic() + request.timeout_s
+        while True:
+            left_s = max(until - time.monotonic(), 0.0)
+            slice_s = min(left_s, _LOOKS_S[0] * 2**self._looks, _LOOKS_S[1])
+            answer = self._store._ask(msgspec.structs.replace(request, timeout_s=slice_s))
+            if not isinstance(answer, Late) or slice_s == left_s:
+                return answer
+            self._look(self._store)
+
+    # --- those that are missing ---
+
+    def _look(self, store: Store) -> None:
+        """Raises where one that is missing is gone, or was called with other handles."""
+        self._looks += 1
+        found = store.peek(self._watched)
+        self._missing = missing = [r for r, value in enumerate(found) if value is None and r != self._rank]
+        first = self._looks * _LOOKED_AT % max(len(missing), 1)
+        for rank in (missing + missing)[first : first + min(_LOOKED_AT, len(missing))]:
+            self._look_at(rank)
+
+    def _look_at(self, rank: int) -> None:
+        try:
+            with self._dial(rank) as client:
+                (found,) = client.peek([self._key])
+        except (StoreLostError, TimeoutError) as error:
+            if _is_refusal(error):
+                raise self._gone(rank) from error
+            return
+        if found is None:
+            return
+        theirs = msgspec.msgpack.decode(found, type=_Call)
+        if theirs != self._call:
+            raise MismatchError(
+                f"reconfigure: rank {rank} ({self._handles[rank]}) was called with uuid {self._uuid} and "
+                f"{self._call.compare(theirs)} (this is rank {self._rank}).\n"
+                "  Call it on every member with the same handles, and with a new uuid."
+            )
+
+    def _gone(self, rank: int) -> JoinError:
+        error = JoinError(
+            f"reconfigure: rank {rank} ({self._handles[rank]}) is gone: its process has ended, or has destroyed the "
+            "group.\n  Leave out its handle; a process in its place has a handle of its own."
+        )
+        error.ranks = (rank,)
+        self._trouble = error
+        return error
+
+    def _dial(self, rank: int) -> StoreClient:
+        """Connects to the store of a member.
+
+        Raises:
+            TimeoutError: it did not answer. The cause is a refusal if nobody listens at any of its addresses.
+        """
+        handle = self._handles[rank]
+        near = handle.machine == self._machine
+        addresses = (handle.here,) if near else handle.far
+        if not addresses:
+            raise UsageError(
+                f"reconfigure: rank {rank} ({handle}) listens on its host only: its job was started for one host"
+            )
+        secret = b"" if near and not handle.far else load_secret()
+        errors: list[AllranksError] = []
+        for address in addresses:
+            left_s = max(min(_DIAL_S, self._left()), 0.01)
+            try:
+                return StoreClient.connect(address, secret, left_s, retry=False)
+            except (StoreLostError, TimeoutError) as error:
+                errors.append(error)
+        raise next((error for error in errors if not _is_refusal(error)), errors[0])
+
+    def _left(self) -> float:
+        return max(self._deadline - time.monotonic(), 0.0)
+
+
+def _in_order(handles: Sequence[str] | AbstractSet[str], own: str) -> list[str]:
+    if isinstance(handles, str) or not isinstance(handles, Sequence | AbstractSet):
+        raise UsageError(f"reconfigure: handles must be a list (by rank) or a set of handles, not {handles!r:.80}")
+    texts = list(handles) if isinstance(handles, Sequence) else sorted(handles)
+    if not texts:
+        raise UsageError("reconfigure: at least one handle is needed, that of this process")
+    for text in texts:
+        _Handle.parse(text)
+    if len(set(texts)) != len(texts):
+        raise UsageError("reconfigure: the handles must be unique, and one of them is there twice")
+    if own not in texts:
+        raise UsageError(
+            f"reconfigure: the handle of this process is not among the {len(texts)}: a process that is left out does "
+            "not call"
+        )
+    return texts
+
+
+def _has_one_host(environ: Mapping[str, str]) -> bool:
+    """Whether the job is known to be on this host alone, so that no port has to be opened."""
+    if environ.get(ELASTIC) == "1":
+        return False
+    size = environ.get("WORLD_SIZE")
+    if size and size == environ.get("LOCAL_WORLD_SIZE"):
+        return True
+    master = environ.get("MASTER_ADDR", "")
+    try:
+        return master == "localhost" or ipaddress.ip_address(master).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_refusal(error: BaseException) -> bool:
+    return isinstance(error.__cause__ or error.__context__, ConnectionRefusedError)
+
+
+def _digest(texts: Sequence[str]) -> bytes:
+    return hashlib.sha256("\n".join(texts).encode()).digest()[:16]

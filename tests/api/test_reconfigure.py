@@ -1,0 +1,320 @@
+"""ProcessGroup.reconfigure: all changes of members, what it refuses, and what it tells of those that do not come."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks.testing import run_ranks
+from support.handles import pass_on, wait_for
+
+SHORT_S = 3.0
+
+
+def me() -> int:
+    return int(os.environ["RANK"])
+
+
+def world() -> dist.ProcessGroup:
+    found = dist.group.WORLD
+    assert found is not None
+    return found
+
+
+def summed(group: dist.ProcessGroup | None = None) -> float:
+    tensor = torch.tensor([2.0 ** me()])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def place() -> tuple[int, int, float]:
+    return dist.get_rank(), dist.get_world_size(), summed()
+
+
+def alone() -> dist.ProcessGroup:
+    """A world of this process only, as a process has that comes later."""
+    dist.init_process_group(rank=0, world_size=1, store=dist.HashStore(), timeout=20)
+    return world()
+
+
+def error_of(call: Callable[[], object], kind: type[Exception]) -> tuple[str, float]:
+    began = time.monotonic()
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value), time.monotonic() - began
+
+
+def test_the_same_ranks_in_any_order(tmp_path: Path) -> None:
+    def body() -> None:
+        group = world()
+        handles = pass_on(tmp_path, "first", group.reconfigure_handle(), 3)
+        assert group.reconfigure_handle() == handles[me()]
+        group.reconfigure(1, handles)
+        assert place() == (me(), 3, 7)
+        group.reconfigure(2, handles[::-1])
+        assert place() == (2 - me(), 3, 7)
+        assert group.ranks == (0, 1, 2)
+        group.reconfigure(3, set(handles))  # in the order of the ranks when the handles were made
+        assert place() == (me(), 3, 7)
+        message = torch.tensor([float(me())])
+        if me() == 0:
+            dist.send(message, 2)
+        elif me() == 2:
+            dist.recv(message, 0)
+            assert message.item() == 0
+
+    run_ranks(3, body)
+
+
+def test_shrink_split_merge_and_grow(tmp_path: Path) -> None:
+    def body() -> None:
+        group = alone()
+        handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 4)
+        pairs = handles[:2] if me() < 2 else handles[2:]
+        group.reconfigure(1, pairs)  # the same number for two groups that know nothing of each other
+        assert place() == (me() % 2, 2, 3 if me() < 2 else 12)
+        group.reconfigure(2, handles)
+        assert place() == (me(), 4, 15)
+        group.reconfigure(3 + me(), [handles[me()]])
+        assert place() == (0, 1, 2.0 ** me())
+        if me() != 1:
+            group.reconfigure(10, handles[:1] + handles[2:])
+            assert place() == ((0, -1, 1, 2)[me()], 3, 13)
+        group.reconfigure(11, handles)
+        assert place() == (me(), 4, 15)
+        dist.destroy_process_group()
+
+    run_ranks(4, body, init=False)
+
+
+def test_a_new_process_in_the_place_of_a_dead_one(tmp_path: Path) -> None:
+    def body() -> None:
+        group = alone()
+        if me() == 3:  # it comes later
+            wait_for(tmp_path / "lost.0")
+            handles = pass_on(tmp_path, "new", group.reconfigure_handle(), 3, 1)
+        else:
+            handles = pass_on(tmp_path, "old", group.reconfigure_handle(), 3)
+            group.reconfigure(1, handles)
+            if me() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with pytest.raises(dist.PeerLostError):
+                summed()
+            pass_on(tmp_path, "lost", "", 1)
+            handles = pass_on(tmp_path, "new", handles[me()], 3)
+        group.reconfigure(2, handles)
+        assert place() == ({0: 0, 3: 1, 2: 2}[me()], 3, 13)
+        dist.destroy_process_group()
+
+    run_ranks(4, body, init=False, may_die=(1,))
+
+
+def test_after_an_abort_and_after_a_timeout(tmp_path: Path) -> None:
+    def body() -> None:
+        group = world()
+        handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 2)
+        pending = dist.all_reduce(torch.ones(1), async_op=True) if me() == 0 else None
+        if me() == 1:
+            group.abort()
+        if pending is not None:
+            with pytest.raises(dist.AbortedError):
+                pending.wait()
+        group.reconfigure(1, handles)
+        assert place() == (me(), 2, 3)
+        if me() == 0:
+            with pytest.raises(dist.TimeoutError):
+                group.monitored_barrier(timeout=0.2)
+        group.reconfigure(2, handles)
+        assert place() == (me(), 2, 3)
+        late = dist.all_reduce(torch.ones(1), async_op=True) if me() == 0 else None
+        group.reconfigure(3, handles)
+        if late is not None:  # of a call that the other rank never makes
+            with pytest.raises(dist.AllranksError):
+                late.wait()
+        assert place() == (me(), 2, 3)
+
+    run_ranks(2, body)
+
+
+def test_processes_that_disagree(tmp_path: Path) -> None:
+    """In time, not at the end of the timeout, and the group is as it was."""
+
+    def body() -> list[tuple[str, float]]:
+        group = world()
+        handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 3)
+        asked = (handles, handles[:2], handles)[me()], (handles, handles[::-1], handles)[me()]
+        found = [
+            error_of(lambda n=n, h=h: group.reconfigure(n, h, timeout=20), dist.MismatchError)  # type: ignore[misc]
+            for n, h in enumerate(asked)
+        ]
+        assert place() == (me(), 3, 7)
+        return found
+
+    zero, one, _ = run_ranks(3, body)
+    assert zero is not None
+    assert one is not None
+    assert "rank 1" in zero[0][0]
+    assert "2 handles, here with 3" in zero[0][0]
+    assert "3 handles, here with 2" in one[0][0]
+    assert "in another order" in zero[1][0]
+    assert max(seconds for found in (zero, one) for _, seconds in found) < 10
+
+
+def test_a_dead_process_is_named(tmp_path: Path) -> None:
+    def body() -> tuple[str, float] | None:
+        group = world()
+        handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 3)
+        if me() == 2:
+            pass_on(tmp_path, "pid", str(os.getpid()), 0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        pid = wait_for(tmp_path / "pid.2")
+        text, seconds = error_of(lambda: group.reconfigure(1, handles, timeout=20), dist.JoinError)
+        assert f"pid {pid}" in text
+        dead_first = error_of(lambda: group.reconfigure(2, handles[::-1], timeout=20), dist.JoinError)
+        assert f"rank 0 (host {os.uname().nodename}, pid {pid}) is gone" in dead_first[0]
+        group.reconfigure(3, handles[:2])
+        assert place() == (me(), 2, 3)
+        return text, seconds
+
+    for found in run_ranks(3, body, may_die=(2,))[:2]:
+        assert found is not None
+        assert "rank 2" in found[0]
+        assert "is gone" in found[0]
+        assert found[1] < 10
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_process_is_named_at_the_timeout(tmp_path: Path, stopped: int) -> None:
+    """It is not dead, and may answer until then."""
+
+    def body() -> None:
+        group = world()
+        handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 3)
+        pass_on(tmp_path, "pid", str(os.getpid()), 3)
+        pid = int(wait_for(tmp_path / f"pid.{stopped}"))
+        if me() == stopped:
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            with pytest.raises(dist.JoinError, match=rf"(?s)rank {stopped} .*pid {pid}"):
+                group.reconfigure(1, handles, timeout=SHORT_S)
+            pass_on(tmp_path, "seen", "", 0)
+        if me() == 2:
+            wait_for(tmp_path / f"seen.{1 - stopped}")
+            os.kill(pid, signal.SIGCONT)
+        group.reconfigure(2, handles)
+        assert place() == (me(), 3, 7)
+
+    run_ranks(3, body)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    def body() -> None:
+        group = world()
+        handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 2)
+        mine = handles[me()]
+        group.reconfigure(5 + me(), [mine])
+        for uuid, given, words in (
+            (5 + me(), [mine], "already used"),
+            (7, [mine, mine], "unique"),
+            (7, [], "at least one"),
+            (7, [handles[1 - me()]], "not among the 1"),
+            (7, [mine, "rubbish"], "'rubbish' is no handle"),
+            (7, [mine, mine[:-9]], "is no handle"),
+            (7, [mine, 3], "3 is no handle"),
+            (7, mine, "a list"),
+            ("7", [mine], "whole number"),
+        ):
+            with pytest.raises(dist.UsageError, match=words):
+                group.reconfigure(uuid, given)  # type: ignore[arg-type]
+        group.reconfigure(7, handles)  # nothing of that has used the number
+        assert place() == (me(), 2, 3)
+
+    run_ranks(2, body)
+
+
+def test_groups_on_other_engines_do_not_mix(tmp_path: Path) -> None:
+    def body() -> None:
+        backend = ("native", "tcp")[me()]
+        dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+        group = world()
+        handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 2)
+        with pytest.raises(dist.MismatchError, match=f"rank {1 - me()} has a group with another engine"):
+            group.reconfigure(1, handles)
+        dist.destroy_process_group()
+
+    run_ranks(2, body, init=False)
+
+
+@pytest.mark.parametrize("backend", ["tcp", "gloo"])
+def test_other_engines(tmp_path: Path, backend: str) -> None:
+    def body() -> None:
+        dist.init_process_group(backend)
+        group = world()
+        handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 3)
+        group.reconfigure(1, handles[::-1])
+        assert place() == (2 - me(), 3, 7)
+        if me():
+            group.reconfigure(2, handles[1:])
+            assert place() == (me() - 1, 2, 6)
+        dist.destroy_process_group()
+
+    run_ranks(3, body, init=False)
+
+
+def test_a_group_of_some_ranks(tmp_path: Path) -> None:
+    """Its members keep their ranks in the world, which stays as it is."""
+
+    def body() -> None:
+        group = dist.new_group([0, 2, 3])
+        if me() != 1:
+            numbers = {0: 0, 2: 1, 3: 2}
+            handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 3, numbers[me()])
+            if me():
+                group.reconfigure(1, handles[:0:-1])
+                assert (group.rank(), group.size(), group.ranks) == (3 - me(), 2, (3, 2))
+                tensor = torch.tensor([float(me())])
+                dist.broadcast(tensor, 3, group=group)
+                assert tensor.item() == 3
+        assert summed() == 15
+
+    run_ranks(4, body)
+
+
+def test_one_call_at_a_time_and_nothing_is_left(tmp_path: Path) -> None:
+    def body() -> None:
+        group = world()
+        threads = threading.active_count()
+        handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 2)
+        refused: list[str] = []
+
+        def second() -> None:
+            try:
+                group.reconfigure(2, handles)
+            except dist.UsageError as error:
+                refused.append(str(error))
+
+        if me() == 0:
+            other = threading.Thread(target=group.reconfigure, args=(1, handles))
+            other.start()
+            time.sleep(0.2)
+            second()
+            pass_on(tmp_path, "tried", "", 0)
+            other.join()
+            assert "by another thread" in refused[0]
+        else:
+            wait_for(tmp_path / "tried.0")
+            group.reconfigure(1, handles)
+        assert place() == (me(), 2, 3)
+        dist.destroy_process_group()
+        assert threading.active_count() <= threads
+        with pytest.raises(dist.NotInitializedError):
+            group.reconfigure(9, handles)
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+
+    run_ranks(2, body)

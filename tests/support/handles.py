@@ -1,0 +1,28 @@
+"""Handles of processes for ``reconfigure``, passed on by files: the program's own way, which is not ours."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+__all__ = ["pass_on", "wait_for"]
+
+
+def pass_on(folder: Path, step: str, handle: str, size: int, number: int | None = None) -> list[str]:
+    """Gives every process the handles of ``size`` processes, by number; None: this process's RANK."""
+    here = folder / f"{step}.{int(os.environ['RANK']) if number is None else number}"
+    draft = here.with_suffix(f".draft{os.getpid()}")
+    draft.write_text(handle)
+    draft.replace(here)
+    return [wait_for(folder / f"{step}.{each}") for each in range(size)]
+
+
+def wait_for(path: Path, timeout_s: float = 30.0) -> str:
+    """What somebody writes there."""
+    until = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(f"nobody wrote {path}")
+        time.sleep(0.002)
+    return path.read_text()
