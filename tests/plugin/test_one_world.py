@@ -292,12 +292,13 @@ def test_whatever_torch_asks_of_a_group() -> None:
         for asked in (group, group._get_backend(torch.device("cpu"))):
             for name in dir(asked):
                 value = getattr(asked, name)
-                if name.startswith("supports_") and name != "supports_coalescing":
-                    assert value is False, name
+                if name.startswith("supports_"):
+                    assert value is (name in ("supports_coalescing", "supports_reconfigure", "supports_shrinking")), (
+                        name
+                    )
         for name, args in (
             ("split_group", ([0],)),
             ("merge_remote_group", (td.HashStore(), 1, TIMEOUT)),
-            ("get_reconfigure_handle", ()),
             ("new_window", ()),
             ("register_abort_hook", (1, lambda: None)),
             ("unregister_abort_hook", (1,)),
@@ -306,7 +307,7 @@ def test_whatever_torch_asks_of_a_group() -> None:
                 with pytest.raises(RuntimeError, match=r"not|new_group"):
                     getattr(group, name)(*args)
         if hasattr(td, "_supports_reconfigure"):
-            assert not td._supports_reconfigure()
+            assert td._supports_reconfigure()
         if hasattr(group, "register_pre_hook"):
             seen: list[str] = []
             group.register_pre_hook(1, lambda _: seen.append("before"))

@@ -27,6 +27,7 @@ def adapt() -> None:
     _let_barrier_be_monitored()
     _let_hooks_be_built_in()
     _let_reducers_hold_works()
+    _let_groups_be_shrunk()
 
 
 def _let_barrier_be_monitored() -> None:
@@ -66,6 +67,25 @@ def _let_reducers_hold_works() -> None:
 def _set_forward_pass_work_handle(torchs: Callable[..., None], reducer: Any, work: Any, *named: Any) -> None:
     _works[reducer] = work
     torchs(reducer, work, *named)
+
+
+def _let_groups_be_shrunk() -> None:
+    """torch.distributed.shrink_group puts what a backend returns into a group of torch's; ours is a group already."""
+    if hasattr(_c10d.distributed_c10d, "_create_shrunk_process_group"):  # torch from 2.10 on
+        _replace(_c10d.distributed_c10d, "_create_shrunk_process_group", _create_shrunk_process_group)
+
+
+def _create_shrunk_process_group(
+    torchs: Callable[..., Any], made: Any, remaining: list[int], about: Any, is_default: bool
+) -> Any:
+    ours = getattr(made, "allranks_group", None)
+    if ours is None:
+        return torchs(made, remaining, about, is_default)
+    # torch numbers this list: ranks that were lost meanwhile are left out, too, and those of the world are new.
+    remaining[:] = ours.ranks
+    made._set_group_name(about["new_group_name"])
+    made._set_group_desc("default:shrunken" if is_default else f"{about['original_group_name']}:shrunk")
+    return made
 
 
 def _replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from allranks._base.errors import UsageError
+from allranks._base.errors import AllranksError, NotInitializedError, UsageError
 from allranks._call.types import PremulSum, ReduceOp, premul_sum
 from allranks._call.work import Complete, Then, Together, Work, seconds_of
 from allranks._engines.checks import check_apart
@@ -44,12 +44,29 @@ _LOCALLY: dict[ReduceOp, Callable[[Tensor, Tensor], Any]] = {
 
 
 class Calls:
-    """The calls of a group. Each method takes what the method of that name of a backend of torch's takes."""
+    """The calls of a group. Each method takes what the method of that name of a backend of torch's takes.
+
+    Attributes:
+        group: ours.
+        count: of the collectives that were called.
+        coalesced: the works of calls that are to end as one, while torch gathers such calls.
+        failure: the first error after which the group cannot go on; None: there was none here.
+    """
 
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.count = 0
         self.coalesced: list[Work] | None = None
+        self.failure: AllranksError | None = None
+
+    def restart(self) -> None:
+        """The group has other members: nothing has been called on it, and nothing has failed."""
+        self.count, self.coalesced, self.failure = 0, None, None
+
+    def note(self, error: AllranksError) -> None:
+        """Remembers how the group broke, if the error means that."""
+        if self.failure is None and not isinstance(error, UsageError):
+            self.failure = error
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
         if len(tensors) == 1:
@@ -209,7 +226,7 @@ class Calls:
 
     def end_coalescing(self) -> TorchWork:
         works, self.coalesced = self.coalesced or [], None
-        return TorchWork(Together(works))
+        return TorchWork(Together(works), self.note)
 
     # --- how they are made ---
 
@@ -223,16 +240,21 @@ class Calls:
                 return DONE
             work = verb(*args, async_op=True)
             return DONE if work is None else self._started(work)
+        except NotInitializedError:
+            raise
         except UsageError as error:
             if words := _in_gloos_words(self.group.size(), opts, args):
                 error.args = (f"{error}\n  In gloo's words: {words}",)
+            raise
+        except AllranksError as error:
+            self.note(error)
             raise
 
     def _call_now(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> None:
         self.count += 1
         work = verb(*args, async_op=True)
         if work is not None:
-            work.wait(opts.timeout if opts.timeout > _NOW else None)
+            TorchWork(work, self.note).wait(opts.timeout if opts.timeout > _NOW else None)
 
     def _calls_of(self, opts: Any, calls: Sequence[Callable[[], Work | None]]) -> TorchWork:
         self.count += 1
@@ -241,7 +263,7 @@ class Calls:
             return self._limited(opts, together, opts.timeout)
         if opts.asyncOp:
             return self._started(together)
-        together.wait()
+        TorchWork(together, self.note).wait()
         return DONE
 
     def _limited(self, opts: Any, work: Work | None, limit: timedelta) -> TorchWork:
@@ -249,13 +271,13 @@ class Calls:
             return DONE
         if opts.asyncOp:
             return self._started(_Limited(work, limit))
-        work.wait(limit)
+        TorchWork(work, self.note).wait(limit)
         return DONE
 
     def _started(self, work: Work) -> TorchWork:
         if self.coalesced is not None:
             self.coalesced.append(work)
-        return TorchWork(work)
+        return TorchWork(work, self.note)
 
     def _of_root(self, verb: str, what: str, lists: Sequence[Sequence[Tensor]], opts: Any) -> Sequence[Tensor] | None:
         """The list that only the root gives."""

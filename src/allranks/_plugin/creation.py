@@ -6,18 +6,28 @@ torch calls ``create`` for its default group, and for each that new_group makes.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from msgspec.structs import replace
 
 from allranks import _engines
-from allranks._api.groups import exchange_locally
-from allranks._api.world import destroy_process_group, establish, is_initialized, register, resolve_group, torch_store
+from allranks._api.groups import exchange_locally, lineage_of, shrink_group
+from allranks._api.world import (
+    destroy_process_group,
+    establish,
+    first_lineage,
+    is_initialized,
+    register,
+    replace_world,
+    resolve_group,
+    torch_store,
+)
 from allranks._base.errors import UsageError
 from allranks._base.forks import leak
 from allranks._group.process_group import ProcessGroup
@@ -25,10 +35,6 @@ from allranks._plugin.adapt import adapt
 from allranks._plugin.group import TorchGroup
 from allranks._plugin.names import NAME
 from allranks._rendezvous import rendezvous
-
-if TYPE_CHECKING:
-    from allranks._engines.base import Engine
-    from allranks._rendezvous.rendezvous import Member
 
 __all__ = ["MADE", "adopting", "create", "helper_of"]
 
@@ -57,11 +63,16 @@ def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str
     if options is not None:
         raise UsageError(f"pg_options {options!r} is not known to the {name} backend")
     adapt()
+    _leave_aborted()
     ours = _adopted or (_sub_group(about) if about.global_ranks_in_group else _the_world(about))
     if ours in MADE:
         raise UsageError(f"torch.distributed has group '{ours.name}' already")
+    return _wrap(ours, name, {} if helper is None else _other_backends(helper, about, name))
+
+
+def _wrap(ours: ProcessGroup, name: str, others: Mapping[str, tuple[Any, Any]]) -> TorchGroup:
     ours.closing = partial(_close, ours)
-    made = MADE[ours] = TorchGroup(ours, name, _leave, {} if helper is None else _other_backends(helper, about, name))
+    made = MADE[ours] = TorchGroup(ours, name, _leave, _shrink, others)
     return made
 
 
@@ -93,6 +104,10 @@ def _the_world(about: Any) -> ProcessGroup:
             )
         return world
     timeout_s = about.timeout.total_seconds()
+    if getattr(about, "enable_reconfigure", False):
+        made = ProcessGroup.unconnected(_ENGINE, "world", timeout_s, rank)
+        replace_world(made)
+        return made
     meeting = _meet(about, rank, size, timeout_s)
     return establish(_ENGINE, meeting, "world", timeout_s)
 
@@ -113,15 +128,18 @@ def _sub_group(about: Any) -> ProcessGroup:
         exchange = partial(exchange_locally, world, ranks)
         parent = world.parent_of(ranks)
         engine = _engines.make_engine(world.backend, rank, members, exchange, name, timeout_s, parent)
+        made = ProcessGroup(engine, name, rank, members, timeout_s)
+        digest = hashlib.sha256(f"{about.group_id} {ranks}".encode()).digest()[:16]
+        made.lineage = lineage_of(made, world.backend, ranks, digest)
     else:
-        engine, members = _met(about, name)
-    made = ProcessGroup(engine, name, rank, members, timeout_s)
+        made = _met(about, name)
+    made.register = register
     register(made)
     return made
 
 
-def _met(about: Any, name: str) -> tuple[Engine, list[Member]]:
-    """The engine of a group in a world that is not ours, and its members."""
+def _met(about: Any, name: str) -> ProcessGroup:
+    """A group in a world that is not ours."""
     ranks, rank, timeout_s = about.global_ranks_in_group, about.group_rank, about.timeout.total_seconds()
     meeting = _meet(about, rank, len(ranks), timeout_s)
     members = [replace(member, rank=r) for member, r in zip(meeting.members, ranks, strict=True)]
@@ -130,9 +148,12 @@ def _met(about: Any, name: str) -> tuple[Engine, list[Member]]:
         return meeting.exchange(record, timeout_s)
 
     try:
-        return _engines.make_engine(_ENGINE, rank, members, exchange, name, timeout_s), members
+        engine = _engines.make_engine(_ENGINE, rank, members, exchange, name, timeout_s)
     finally:
         meeting.close()
+    made = ProcessGroup(engine, name, rank, members, timeout_s)
+    made.lineage = first_lineage(meeting, _ENGINE, name, timeout_s)
+    return made
 
 
 def _leave(ours: ProcessGroup) -> None:
@@ -140,6 +161,28 @@ def _leave(ours: ProcessGroup) -> None:
     if MADE.pop(ours, None) is not None:
         ours.closing = None
         destroy_process_group(ours)
+
+
+def _leave_aborted() -> None:
+    """torch forgets groups that it aborts, without a word to them."""
+    known = _c10d.distributed_c10d._world.pg_map
+    for ours, made in list(MADE.items()):
+        if made.aborted and made not in known:
+            _leave(ours)
+
+
+def _shrink(group: TorchGroup, ranks_to_exclude: Sequence[int], flags: int) -> TorchGroup:
+    """The group of those that are left. torch destroys the old one itself, and puts this in its place."""
+    ours = group.allranks_group
+    name = group.name()
+    MADE.pop(ours, None)
+    closing, ours.closing = ours.closing, None
+    try:
+        made = shrink_group(list(ranks_to_exclude), ours, flags)
+    except BaseException:
+        MADE[ours], ours.closing = group, closing
+        raise
+    return _wrap(made, name, {})
 
 
 def _close(ours: ProcessGroup) -> None:

@@ -9,7 +9,9 @@ Python function that calls it has the name that C++ knows.
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -18,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from allranks._base.errors import UsageError
+from allranks._base.errors import PeerLostError, TimeoutError, UsageError
 from allranks._plugin.calls import Calls, tensors_in
 from allranks._plugin.names import NAME
 from allranks._plugin.operators import BACKENDS_IN_PYTHON, Operator, install, make_backend
-from allranks._plugin.work import TorchWork
+from allranks._plugin.work import DONE, TorchWork
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
@@ -48,11 +50,23 @@ _OLD = {  # names of torch before 2.12
 }
 
 
+def _torch_hooks(environ: Mapping[str, str]) -> bool:
+    """Whether somebody asks for what torch, from 2.15 on, does by hooks in C++ that only its operators run.
+
+    torch attaches its recorder also where nobody asks for it. A call by the operators takes three times as long.
+    """
+    sizes = [environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")]
+    asked = next((size for size in sizes if size), "0")
+    records = hasattr(_c10d.distributed_c10d, "_maybe_attach_flight_recorder") and asked.strip() != "0"
+    return records or (hasattr(_C, "NanCheckHook") and environ.get("TORCH_DIST_NAN_CHECK") == "1")
+
+
 class TorchGroup(_Base):  # type: ignore[misc]
     """A group of ours as torch's C++ and Python know one.
 
     Attributes:
         allranks_group: ours.
+        aborted: this rank has ended its calls.
     """
 
     _name = _desc = ""
@@ -62,6 +76,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         group: ProcessGroup,
         backend: str,
         leave: Callable[[ProcessGroup], None],
+        shrink: Callable[[TorchGroup, Sequence[int], int], TorchGroup],
         others: Mapping[str, tuple[Any, Any]],
     ) -> None:
         """Wraps a group.
@@ -70,20 +85,23 @@ class TorchGroup(_Base):  # type: ignore[misc]
             group: ours.
             backend: the name by which torch knows it.
             leave: called when torch destroys the group.
+            shrink: makes the group of those that are left; it gets this one, the ranks to exclude, and torch's flags.
             others: torch's own backends for other devices, by the device's type, with their BackendType.
         """
         super().__init__(group.rank(), group.size())
         self.allranks_group = group
         self._backend = backend
         self._leave = leave
+        self._shrink = shrink
+        self.aborted = False
         self._calls = Calls(group)
         self._others = {device: made for device, (_, made) in others.items()}
-        self._hooks: set[tuple[str, int]] = set()
-        self._watched = bool(others)
+        self._hooks: set[tuple[str, int]] = {("of torch", 0)} if _torch_hooks(os.environ) else set()
+        self._watched = bool(others or self._hooks)
         self.options = SimpleNamespace(_timeout=timedelta(seconds=group.timeout_s))
         if BACKENDS_IN_PYTHON:
-            self._behind = make_backend(self._calls, backend, NAME)
-            for device in self._device_types:
+            self._behind = make_backend(self._calls, backend, NAME, weakref.ref(self))
+            for device in self._kinds():
                 self._register_backend(device, self.BackendType.CUSTOM, self._behind)
             self._set_default_backend(self.BackendType.CUSTOM)
         install(TorchGroup)
@@ -135,6 +153,10 @@ class TorchGroup(_Base):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
+        """None before there are members: torch would note for its recorder which these are."""
+        return self._kinds() if self.size() >= 0 else []
+
+    def _kinds(self) -> list[torch.device]:
         here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         kinds = ["cpu", *self._others, *([here.type] if here and not self._others else [])]
         return [torch.device(kind) for kind in kinds]
@@ -143,9 +165,58 @@ class TorchGroup(_Base):  # type: ignore[misc]
         kind = torch.device(device).type
         return self._others.get(kind, self)  # the native engine moves tensors of any device
 
+    # --- its members ---
+
+    def rank(self) -> int:
+        return self.allranks_group.rank()
+
+    getRank = rank
+
+    def size(self) -> int:
+        return self.allranks_group.size()
+
+    getSize = size
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        self._check_alone()
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        self._check_alone()
+        return self.allranks_group.reconfigure_handle()
+
+    def reconfigure(self, opts: Any) -> TorchWork:
+        """Carried out when it returns, as gloo's."""
+        self._check_alone()
+        ours = self.allranks_group
+        ours.reconfigure(opts.uuid, opts.handles, opts.timeout)
+        self._calls.restart()
+        self.aborted = False
+        torchs = _c10d.distributed_c10d
+        if self in torchs._world.pg_map:
+            torchs._world.pg_group_ranks[self] = {rank: i for i, rank in enumerate(ours.ranks)}
+            if self not in getattr(torchs._world, "pg_flight_recorder_hooks", {self}):
+                kinds = torchs.BackendConfig(_c10d.Backend(self._backend))
+                torchs._maybe_attach_flight_recorder(self, kinds, list(ours.ranks))
+        return DONE
+
+    def _check_alone(self) -> None:
+        if self._others:  # torch's words
+            raise UsageError("ProcessGroup reconfigure APIs do not support process groups with multiple backends")
+
+    @property
+    def supports_shrinking(self) -> bool:
+        return not self._others
+
+    def shrink(self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts_override: Any = None) -> TorchGroup:
+        """For torch.distributed.shrink_group, which takes what this returns as the new group."""
+        if opts_override is not None:
+            raise UsageError(f"shrink_group: pg_options {opts_override!r} is not known to the {NAME} backend")
+        return self._shrink(self, ranks_to_exclude, shrink_flags)
+
     supports_coalescing = True
     supports_splitting = False
-    supports_shrinking = False
     supports_time_estimate = False
     supports_tensor_alloc = False
     use_pg_for_symm_mem_rendezvous = False
@@ -180,9 +251,25 @@ class TorchGroup(_Base):  # type: ignore[misc]
         self._leave(self.allranks_group)
 
     def abort(self) -> None:
-        for other in () if self.allranks_group.inherited else self._others.values():
+        """Ends all calls on every rank. The group stays, for ``reconfigure``; torch may forget it."""
+        self.aborted = True
+        if self.allranks_group.inherited:
+            return
+        for other in self._others.values():
             other.abort()
-        self._leave(self.allranks_group)
+        if self.rank() >= 0:
+            self.allranks_group.abort()
+
+    def get_error(self) -> Any:
+        """What torch calls the failure of the group: whether this rank, another one or the time ended it."""
+        failure = self._calls.failure
+        if isinstance(failure, TimeoutError):
+            return _C.ErrorType.TIMEOUT
+        if isinstance(failure, PeerLostError):
+            return _C.ErrorType.REMOTE_ERROR
+        if failure is not None or self.aborted:
+            return _C.ErrorType.COMM_ERROR
+        return _C.ErrorType.REMOTE_ERROR if self.allranks_group.failed_ranks() else _C.ErrorType.SUCCESS
 
 
 def _verb(name: str, *form: type) -> None:

@@ -132,9 +132,16 @@ def _carry_out(calls: Calls, backend: str, method: str, *args: Any) -> TorchWork
 # --- torch from 2.15 on: a backend in Python ---
 
 
-def make_backend(calls: Calls, backend: str, name: str) -> Any:
-    """What torch's kernels call; ``backend`` stands in profiles."""
-    return _backend_class()(calls, backend, name)
+def make_backend(calls: Calls, backend: str, name: str, group: Callable[[], Any]) -> Any:
+    """What torch's kernels call.
+
+    Args:
+        calls: those of the group.
+        backend: stands in profiles.
+        name: by which torch's C++ knows it.
+        group: returns torch's group around it.
+    """
+    return _backend_class()(calls, backend, name, group)
 
 
 @cache
@@ -142,9 +149,9 @@ def _backend_class() -> type:
     base = _C.Backend
 
     class Backend(base):  # type: ignore[misc, valid-type]
-        def __init__(self, calls: Calls, backend: str, name: str) -> None:
+        def __init__(self, calls: Calls, backend: str, name: str, group: Callable[[], Any]) -> None:
             super().__init__(calls.group.rank(), calls.group.size())
-            self._calls, self._backend, self._name = calls, backend, name
+            self._calls, self._backend, self._name, self._group = calls, backend, name, group
 
         def getBackendName(self) -> str:
             return self._name
@@ -156,10 +163,16 @@ def _backend_class() -> type:
     def method(name: str) -> Callable[..., TorchWork]:
         return lambda self, *args: _carry_out(self._calls, self._backend, name, *args)
 
+    def of_group(name: str) -> Callable[..., Any]:
+        return lambda self, *args: getattr(self._group(), name)(*args)
+
     for name in ("allreduce_sparse", *(name for name, _ in _OPERATORS.values())):
         setattr(Backend, name, method(name))
+    for name in ("rank", "size", "get_reconfigure_handle", "reconfigure", "abort", "get_error"):
+        setattr(Backend, name, of_group(name))
     for name in filter(lambda name: name.startswith("supports_"), dir(base)):
         setattr(Backend, name, False)  # torch's own properties ask this class again, without end
+    Backend.supports_reconfigure = True
     return Backend
 
 

@@ -19,6 +19,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import _engine_run_backward
 
+from allranks._base.errors import AllranksError
 from allranks._call.work import Complete
 
 if TYPE_CHECKING:
@@ -35,14 +36,21 @@ _BACKWARD = _engine_run_backward.__code__
 class TorchWork(_c10d.Work):  # type: ignore[misc]
     """A call of ours as torch's C++ and Python know one."""
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: Work, note: Callable[[AllranksError], None] | None = None) -> None:
+        """``note`` is called with the error of the call."""
         super().__init__()
         self._work = work
+        self._note = note
         self._future: Any = None
         self._waited = isinstance(work, Complete)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._waited = self._work.wait(timeout or None)
+        try:
+            self._waited = self._work.wait(timeout or None)
+        except AllranksError as error:
+            if self._note is not None:
+                self._note(error)
+            raise
         return True
 
     def synchronize(self) -> None:
