@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,24 @@ def test_shrink_group(tmp_path: Path) -> None:
         assert not dist.is_initialized()
 
     run_ranks(4, body, init=False, may_die=(1,))
+
+
+@pytest.mark.skipif(not hasattr(td, "shrink_group"), reason=f"torch {torch.__version__} has no shrink_group")
+def test_a_store_that_ends_with_rank_0() -> None:
+    """Nobody can decide who goes on. That is an error of ours, not what a socket of torch's says."""
+
+    def body() -> None:
+        port = int(os.environ["TEST_PORT"])
+        td.init_process_group("allranks", init_method=f"tcp://127.0.0.1:{port}", rank=me(), world_size=3)
+        assert summed() == 7
+        if me() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(dist.PeerLostError):
+            summed()
+        with pytest.raises(dist.StoreLostError):
+            td.shrink_group([0])
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run_ranks(3, body, init=False, may_die=(0,), env={"TEST_PORT": str(port)})

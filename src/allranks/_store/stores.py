@@ -11,6 +11,7 @@ Source: the methods, their arguments and what they answer are torch.distributed.
 from __future__ import annotations
 
 import abc
+import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
-from allranks._base.errors import QueueEmptyError, TimeoutError, UsageError
+from allranks._base.errors import QueueEmptyError, StoreLostError, TimeoutError, UsageError
 from allranks._base.forks import follow
 from allranks._store.table import KeyTable
 from allranks._store.wire import (
@@ -361,6 +362,15 @@ class ForeignStore(Store):
         return f"store={type(self._store).__name__}"
 
     def _ask(self, request: Request) -> Reply:
+        try:
+            return self._call(request)
+        except RuntimeError as error:
+            torchs = getattr(sys.modules.get("torch.distributed"), "DistNetworkError", None)
+            if torchs is None or not isinstance(error, torchs):
+                raise
+            raise StoreLostError(f"{self}: the connection broke: {str(error).partition(chr(10))[0]}") from error
+
+    def _call(self, request: Request) -> Reply:
         match request:
             case Set(key, value):
                 self._store.set(key, value)
