@@ -823,3 +823,14 @@ def test_a_pickled_store_says_what_to_do_instead(tmp_path: Path) -> None:
             clone = store.clone()
             clone.set_timeout(1)
             assert (type(clone), store.timeout.seconds) == (type(store), 300)
+
+
+def test_who_has_the_server_sets_values_without_being_a_client() -> None:
+    server = StoreServer.unix()
+    server.put("before", b"1")
+    with server.start(), StoreClient.connect(server.address) as client, ThreadPoolExecutor() as pool:
+        assert client.get("before") == b"1"
+        waits = pool.submit(client.get, "after", 20.0)
+        server.put("after", b"2")
+        assert waits.result() == b"2"
+        assert client.num_keys() == 2

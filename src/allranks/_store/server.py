@@ -13,6 +13,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -41,6 +42,7 @@ from allranks._store.wire import (
     FrameDecoder,
     Greeting,
     Reply,
+    Set,
     TlsError,
     WireError,
     decode_request,
@@ -114,6 +116,7 @@ class StoreServer:
         self._context = context
         self._listeners = tuple(listeners)
         self._more: tuple[socket.socket, ...] = ()  # listeners that the thread has not taken yet
+        self._given: deque[tuple[str, bytes]] = deque()  # values that the thread has not taken yet
         self._forks = forks()
         self._wake = Descriptor(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
         self._thread: threading.Thread | None = None
@@ -215,6 +218,12 @@ class StoreServer:
         trouble = trouble_with(self.host) if self.host else ""
         return where + (f"; {self.host!r} {trouble}" if trouble else "")
 
+    def put(self, key: str, value: bytes) -> None:
+        """Sets a value without being a client. Never waits. What is put before ``start`` is there for all."""
+        self._given.append((key, value))
+        if self._thread is not None:
+            os.eventfd_write(self._wake.fileno(), 1)
+
     def start(self) -> StoreServer:
         """Starts the thread that serves."""
         self._thread = Daemon(target=self._run, name="allranks-store")
@@ -263,6 +272,7 @@ class StoreServer:
             self._listen_to_strangers(True)
             self._selector.register(self._wake, selectors.EVENT_READ)
             try:
+                self._take_given()
                 while self._stop_at is None:
                     self._turn()
                 # Also wakes whoever shares this socket after a fork, and frees the port although they hold it.
@@ -287,12 +297,19 @@ class StoreServer:
 
     def _take_more(self) -> None:
         os.eventfd_read(self._wake.fileno())
+        self._take_given()
         more, self._more = self._more, ()
         self._listeners += more
         for listener in more:
             listener.setblocking(False)
             if self._full_until is None:
                 self._selector.register(listener, selectors.EVENT_READ, listener)
+
+    def _take_given(self) -> None:
+        while self._given:
+            key, value = self._given.popleft()
+            due = self._table.handle(self, Set(key, value), time.monotonic())
+            self._reply([(who, reply) for who, reply in due if who is not self])
 
     def _stop_listening(self) -> None:
         for listener in self._listeners:

@@ -43,6 +43,7 @@ class RemoteCommand:
         explain: the reason in what the command printed. Arguments: the host, the exit code or None, stderr.
             Returns "" where it knows none.
         noise: lines of stderr that mean nothing.
+        outlives: options, behind the program's name, with which it goes on when one of the hosts is lost.
     """
 
     name: str
@@ -53,6 +54,7 @@ class RemoteCommand:
     takes_names: bool = True
     explain: Callable[[str, int | None, str], str] = lambda host, code, stderr: ""
     noise: tuple[bytes, ...] = ()
+    outlives: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

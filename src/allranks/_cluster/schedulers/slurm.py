@@ -159,6 +159,7 @@ SCHEDULER = Scheduler(
         RemoteCommand(
             "srun",
             for_all=_srun,
+            outlives=("--no-kill", "--kill-on-bad-exit=0"),
             environ=_srun_environ,
             # CPUs are not bound, where it was asked that they should not be.
             noise=(b"cluster configuration lacks support for cpu binding",),

@@ -82,6 +82,7 @@ class Host:
         place: its place in the order of ranks.
         ranks: what it runs in this round.
         running: those of them whose process is not gone.
+        starting: those that are being started again.
         offset: added to its clock gives ours.
     """
 
@@ -95,6 +96,7 @@ class Host:
     place: int = 0
     ranks: range = range(0)
     running: set[int] = field(default_factory=set)
+    starting: set[int] = field(default_factory=set)
     offset: float = math.inf
     start_again: Callable[[], Host] | None = None
     answer: Ready | Unable | Finished | None = None
@@ -338,6 +340,7 @@ class AgentPool:
             host.answer = None
             host.ranks = range(command.first, command.first + command.count)
             host.running = set(host.ranks)
+            host.starting.clear()
         for host, command in zip(self.hosts, commands, strict=True):
             self._send(host, command)
 
@@ -377,10 +380,13 @@ class AgentPool:
                 self._send(host, Signal(number, chosen, alone))
 
     def restart(self, wanted: RestartRank) -> None:
-        """Starts a rank again; see ``Agent.restart``. If its host is lost, nothing happens."""
+        """Starts a rank again; see ``Agent.restart``. Of a lost host, ranks that are all alike are lost too."""
         for host in self.hosts:
             if wanted.rank in host.ranks and host.link is not None:
+                host.starting.add(wanted.rank)
                 self._send(host, wanted)
+            elif wanted.rank in host.ranks and not self._has_master:
+                self._events.append(HostLost(host.name, (wanted.rank,), host.why))
 
     def dump(self, ranks: list[int]) -> None:
         """Asks for the stacks of ranks, which come as ``Stacks``."""
@@ -625,10 +631,12 @@ class AgentPool:
                 self._events.append(Failed(rank, pid, report))
             case Exited(rank, pid, status):
                 host.running.discard(rank)
+                host.starting.discard(rank)
                 self._events.append(message)
                 self._forward_to_master(Ended(rank, pid, status))
             case RankRestarted():
                 host.running.add(message.rank)
+                host.starting.discard(message.rank)
                 self._events.append(message)
             case Asked():
                 self._asking.append(host)
@@ -695,11 +703,12 @@ class AgentPool:
                 self._reap(host.process)
         host.why = why
         host.answer = None
-        if host.running:
-            self._events.append(HostLost(host.name, tuple(sorted(host.running)), why))
-            for rank in host.running:
+        if gone := sorted(host.running | host.starting):
+            self._events.append(HostLost(host.name, tuple(gone), why))
+            for rank in gone:
                 self._forward_to_master(Ended(rank, 0, why))
             host.running.clear()
+            host.starting.clear()
 
     def _settle(self, gone: list[Host]) -> None:
         """Gives the others a moment to fail too, so that one message names all."""

@@ -28,7 +28,7 @@ from allranks import __version__
 from allranks._base.errors import ConfigError, JoinError, TimeoutError
 from allranks._cluster.env import split_host_port
 from allranks._cluster.host import usable_cpus, visible_gpus
-from allranks._cluster.network import interface_of, nearest_first
+from allranks._cluster.network import interface_of, nearest_first, published_addresses
 from allranks._store import StoreClient, StoreLostError, StoreServer, load_secret
 from allranks.launch.agents.inquiries import Inquiries
 from allranks.launch.agents.link import Link, LinkLost, to_launcher
@@ -164,7 +164,7 @@ class AgentServer:
         if (own := self._own) is not None:
             command = msgspec.structs.replace(
                 command,
-                ranks=own.ranks,
+                ranks=dataclasses.replace(own.ranks, elastic=command.ranks.elastic),
                 folder=own.folder,
                 environ=own.environ,
                 master=own.master if command.master else "",
@@ -180,6 +180,7 @@ class AgentServer:
             self._guard = Guard()  # while this process is small
             if command.serves:
                 self._server = StoreServer.tcp("", 0, command.secret) if command.spans else StoreServer.unix()
+            addresses = published_addresses() if ranks.elastic is not None else ()
             self._seats = seats(command.nproc, ranks.bind, ranks.one_gpu_per_rank, os.environ)
             self._prepared = command
             if ranks.start == "fork" and ranks.target.is_python:
@@ -199,7 +200,8 @@ class AgentServer:
             return
         server = self._server
         stores = (server.published() or (server.here,)) if server is not None and command.spans else ()
-        self._link.send(Ready(stores, free_port() if server is not None else 0, time.monotonic()))
+        port = free_port() if server is not None or addresses else 0
+        self._link.send(Ready(stores, port, time.monotonic(), addresses))
 
     def _start(self, command: Start) -> Rank | None:
         prepared, guard = self._prepared, self._guard
@@ -249,6 +251,7 @@ class AgentServer:
             prepared.ranks.role,
             command.role_size,
             _masters(prepared),
+            elastic=prepared.ranks.elastic is not None,
         )
         if self._server is None and not command.stores:  # the ranks meet elsewhere, at an address that they have
             return common_environ(os.environ, share, prepared.ranks.threads, "", ("", 0), self._seats)
@@ -260,8 +263,9 @@ class AgentServer:
             own = _host_of(command.stores[0])
             store, host = self._server.here, own
         else:
-            store, own = _reach(command.stores, prepared.secret)
-            host = _host_of(store)
+            where = "launcher" if command.leader else "host of rank 0"
+            store, own = _reach(command.stores, prepared.secret, where)
+            host = nearest_first(command.leader)[0] if command.leader else _host_of(store)
         host = prepared.master or host
         environ = common_environ(os.environ, share, prepared.ranks.threads, store, (host, command.port), self._seats)
         environ["ALLRANKS_SECRET"] = prepared.secret.decode()
@@ -426,7 +430,7 @@ def _host_of(address: str) -> str:
     return split_host_port(address.removeprefix("tcp:"), "the store's address")[0]
 
 
-def _reach(stores: Sequence[str], secret: bytes) -> tuple[str, str]:
+def _reach(stores: Sequence[str], secret: bytes, where: str) -> tuple[str, str]:
     """The first address at which the store answers, and this host's own on the way there."""
     by_host = {_host_of(store): store for store in stores}
     tried = []
@@ -441,9 +445,7 @@ def _reach(stores: Sequence[str], secret: bytes) -> tuple[str, str]:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))
             return store, str(probe.getsockname()[0])
-    raise ConfigError(
-        f"cannot reach the host of rank 0 at {', '.join(tried) or 'any address'}; which network to use: --iface"
-    )
+    raise ConfigError(f"cannot reach the {where} at {', '.join(tried) or 'any address'}; which network to use: --iface")
 
 
 def main(argv: Sequence[str]) -> int | Rank:

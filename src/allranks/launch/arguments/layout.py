@@ -13,7 +13,27 @@ from typing import Literal
 from allranks._base.errors import ConfigError
 from allranks._cluster.hostlist import Slots
 
-__all__ = ["describe_plan", "share_out"]
+__all__ = ["check_elastic", "describe_plan", "share_out"]
+
+
+def check_elastic(elastic: tuple[int, int | None] | None, nproc: int) -> None:
+    """Raises where so many ranks are no elastic job as it was asked for.
+
+    Args:
+        elastic: the least and the greatest number of ranks; None for a job that is not elastic.
+        nproc: the number that is started.
+
+    Raises:
+        ConfigError: with what to do.
+    """
+    if elastic is None:
+        return
+    least, most = elastic
+    if nproc < least:
+        raise ConfigError(f"--elastic {least}: at least {least} ranks, and {nproc} would be started (more: -n)")
+    if most is not None and most != nproc:
+        why = "more were asked for" if most < nproc else "ranks that come later cannot join yet"
+        raise ConfigError(f"--elastic {least}:{most}: {nproc} ranks would be started, and {why}; give MIN alone")
 
 
 def share_out(

@@ -31,6 +31,7 @@ __all__ = ["Parser", "environment_kind", "parse"]
 
 _HIDE = argparse.SUPPRESS
 
+_RESPAWNS = Options.respawns
 _USAGE = """allranks run [options] script.py [args ...]
        allranks run [options] -m module [args ...]
        allranks run [options] -- command [args ...]"""
@@ -90,6 +91,7 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
     meeting = read_meeting(args)
     hosts = _hosts(args.hosts, args.hostfile)
     _refuse_contradictions(args, meeting, bool(hosts))
+    _check_elastic(args)
     return Options(
         target=target,
         nproc=args.nproc if isinstance(args.nproc, int) else None,
@@ -136,7 +138,24 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
         stats=args.stats,
         metrics=args.metrics,
         statistics=args.stats or args.metrics is not None,
+        elastic=args.elastic,
+        respawns=_RESPAWNS if args.respawns is None else args.respawns,
     )
+
+
+def _check_elastic(args: argparse.Namespace) -> None:
+    """Raises if an option contradicts what an elastic job is.
+
+    Raises:
+        ConfigError: with its name.
+    """
+    if args.elastic is None and args.respawns is not None:
+        raise ConfigError("--respawns is for a job that goes on after a loss: add --elastic MIN")
+    if args.elastic is not None and args.mode == "master":
+        raise ConfigError(
+            "--elastic is for ranks that are all alike. With --mode master a worker may be lost anyway, and"
+            " the master starts it again (respawn)"
+        )
 
 
 def _refuse_contradictions(args: argparse.Namespace, meeting: Meeting, listed: bool) -> None:
@@ -217,6 +236,17 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_elastic(add: Callable[..., Any]) -> None:
+    add(
+        "--elastic",
+        type=_elastic,
+        metavar="MIN[:MAX]",
+        help="a lost rank does not end the job as long as MIN are left (docs/resilience.md: how a program goes on)",
+    )
+    shown = f"with --elastic: start each lost rank again, up to K times (default {_RESPAWNS}; 0: go on without it)"
+    add("--respawns", type=_whole, metavar="K", help=shown)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="allranks run",
@@ -232,6 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("--restarts", "--max-restarts", "--max_restarts"):
         shown = "start the job again when a rank fails, up to K times (default 0)"
         add(name, dest="restarts", type=_whole, default=0, metavar="K", help=shown if name == "--restarts" else _HIDE)
+    _add_elastic(add)
     add("--join-timeout", type=_seconds, default=300.0, metavar="TIME", help="how long to wait for hosts (default 5m)")
     add(
         *("-x", "--export"),
@@ -296,13 +327,20 @@ def _whole(text: str) -> int:
 
 
 def _nodes(text: str) -> tuple[int, int]:
+    least, greatest = _interval(text, "a number of hosts (N or MIN:MAX)")
+    return least, least if greatest is None else greatest
+
+
+def _elastic(text: str) -> tuple[int, int | None]:
+    return _interval(text, "a number of ranks (MIN or MIN:MAX)")
+
+
+def _interval(text: str, what: str) -> tuple[int, int | None]:
     least, colon, greatest = text.partition(":")
-    numbers = [
-        _at_least_one(part, "a number of hosts (N or MIN:MAX)") for part in (least, greatest if colon else least)
-    ]
-    if numbers[0] > numbers[1]:
+    numbers = [_at_least_one(part, what) for part in ([least, greatest] if colon else [least])]
+    if numbers[0] > numbers[-1]:
         raise argparse.ArgumentTypeError(f"{text!r}: MIN is greater than MAX")
-    return numbers[0], numbers[1]
+    return numbers[0], numbers[1] if colon else None
 
 
 def _hosts(text: str | None, file: Path | None) -> tuple[Slots, ...]:

@@ -16,10 +16,12 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from allranks._base.errors import ConfigError
+from allranks._rendezvous.seats import TABLE_KEY
 from allranks._store import StoreServer
+from allranks.launch.arguments.layout import check_elastic
 from allranks.launch.jobs.error_file import write_error_file
 from allranks.launch.jobs.job_control import SIGNALS, JobControl
-from allranks.launch.jobs.supervise import FORWARDED, Supervisor
+from allranks.launch.jobs.supervise import FORWARDED, Supervisor, elastic_rules
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy.job import (
     AwaitHosts,
@@ -33,6 +35,7 @@ from allranks.launch.policy.job import (
     StartRound,
     step,
 )
+from allranks.launch.policy.seats import first_table
 from allranks.launch.ranks.agent import Agent, Plan
 from allranks.launch.ranks.environ import Share, common_environ, free_port
 from allranks.launch.ranks.guard import Guard
@@ -58,8 +61,10 @@ def run_here(options: Options, nproc: int) -> int | Rank:
         ConfigError: the job cannot be started as asked.
     """
     check_size(options.target, nproc)
+    check_elastic(options.elastic, nproc)
     masters = int(options.target.mode == "master")
     share = Share(nproc, nproc, run=options.run or secrets.token_hex(8), restarts=options.restarts, role=options.role)
+    share = replace(share, elastic=options.elastic is not None)
     job = Job(JobRules(options.restarts))
     event: JobStarted | RoundEnded | HostsCounted = JobStarted()
     supervisor: Supervisor | None = None
@@ -109,6 +114,8 @@ class _Round:
             command=options.target.words(),
             restart=self.restart,
             statistics=(options.stats, options.metrics),
+            elastic=elastic_rules(options),
+            store=self.server,
         )
         with self.server:
             self.server.start()
@@ -151,6 +158,8 @@ def _prepare(options: Options, share: Share) -> _Round | Rank:
         options.reporter.detail(
             f"ranks are forked {forked}" if ranks.start == "fork" else "torch cannot be imported: no forking"
         )
+    if options.elastic is not None:
+        server.put(TABLE_KEY, first_table(range(nproc), options.elastic[0]).encode())
     agent = Agent(Plan(nproc, ranks, environ, screen.stdio(), seats=places), guard)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals, *SIGNALS))
     try:

@@ -29,18 +29,20 @@ from allranks._cluster.host import usable_cpus, visible_gpus
 from allranks._cluster.hostlist import Slots
 from allranks._cluster.network import published_addresses
 from allranks._cluster.schedulers.interface import PerHost, RemoteCommand
-from allranks._store import load_secret
+from allranks._rendezvous.seats import TABLE_KEY
+from allranks._store import StoreServer, load_secret
 from allranks._store.address import addresses_of
 from allranks.launch.agents.agent_command import HERE, agent_words, carried
 from allranks.launch.agents.agent_pool import AgentPool, Host, wrong_version
 from allranks.launch.agents.link import LinkLost, to_launcher
 from allranks.launch.agents.listener import Listener, dial, store_secret
 from allranks.launch.agents.serve import AgentServer, hello
-from allranks.launch.arguments.layout import describe_plan, share_out
+from allranks.launch.arguments.layout import check_elastic, describe_plan, share_out
 from allranks.launch.jobs.error_file import write_error_file
-from allranks.launch.jobs.supervise import FORWARDED, Supervisor
+from allranks.launch.jobs.supervise import FORWARDED, Supervisor, elastic_rules
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy import job as policy
+from allranks.launch.policy.seats import first_table
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.spec.messages import Prepare, Ready, Start
 from allranks.launch.spec.options import Options
@@ -309,6 +311,8 @@ class Job:
         environ = command.environ({**os.environ, "ALLRANKS_SECRET": self.key.decode()})
         assert command.for_all is not None
         for words in command.for_all(hosts, agent):
+            if self.options.elastic is not None:
+                words = [words[0], *command.outlives, *words[1:]]
             self.options.reporter.detail(f"starting {shlex.join(words)}")
             self.pool.start_shared(command, words, environ)
 
@@ -474,8 +478,9 @@ class Job:
 
     def _prepare_all(self) -> tuple[list[int], list[Ready]]:
         options, pool = self.options, self.pool
-        counts = self._counts()
+        counts, elastic = self._counts(), options.elastic is not None
         check_size(options.target, self.first + sum(counts))
+        check_elastic(options.elastic, sum(counts))
         secret = store_secret(self.key, self.salt)
         prepare = [
             msgspec.structs.replace(
@@ -483,8 +488,8 @@ class Job:
                 _prepare_of(options, count, self.master if pool.hosts[0].place == 0 else ""),
                 secret=secret if host.process is not None else b"",  # it is not sent over a plain TCP connection
                 salt=self.salt,
-                serves=number == self.first == 0,
-                spans=len(counts) > 1,
+                serves=number == self.first == 0 and not elastic,
+                spans=len(counts) > 1 or elastic,
             )
             for number, (host, count) in enumerate(zip(pool, counts, strict=True))
         ]
@@ -509,7 +514,8 @@ class Job:
             attempt=self.restart,
             streams=self.streams,
         )
-        start = self._start_commands(counts, ready[0], screen.stdio())
+        server = self._open_store() if options.elastic is not None else None
+        start = self._start_commands(counts, ready[0], screen.stdio(), server)
         supervisor = Supervisor(
             pool,
             screen,
@@ -524,35 +530,53 @@ class Job:
             command=options.target.words(),
             restart=self.restart,
             statistics=(options.stats, options.metrics),
+            elastic=elastic_rules(options),
+            store=server,
         )
         self.supervisor = supervisor
-        options.reporter.detail(f"the store is at {', '.join(ready[0].stores) or 'a unix socket there'}")
+        options.reporter.detail(f"the store is at {', '.join(start[0].stores) or 'a unix socket there'}")
         for host, command in zip(pool, start, strict=True):
             ranks = rank_list(range(command.first, command.first + command.count))
             options.reporter.detail(f"{host.name} starts {ranks}")
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
-        pool.report_callers(self._vet if self.elastic and len(pool.hosts) < self.most else None)
+        grows = self.elastic and options.elastic is None and len(pool.hosts) < self.most
+        pool.report_callers(self._vet if grows else None)
         try:
+            if server is not None:
+                server.start()
             pool.start(start)
             code = supervisor.run(mask)
         finally:
             pool.report_callers(None)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             screen.close()
+            if server is not None:
+                server.close()
         lost = [host for host in pool if host.why]
         for host in lost:
             pool.drop(host, try_again=self.elastic)
         return policy.RoundEnded(code, supervisor.failed, supervisor.joined, len(lost))
 
-    def _start_commands(self, counts: Sequence[int], ready: Ready, stdio: tuple[Stdio, ...]) -> list[Start]:
+    def _open_store(self) -> StoreServer:
+        """The store of an elastic job, which outlives every host but this one."""
+        least = self.options.elastic[0] if self.options.elastic is not None else 0
+        server = StoreServer.tcp("", 0, store_secret(self.key, self.salt))
+        server.put(TABLE_KEY, first_table(range(self.world_size), least).encode())
+        return server
+
+    def _start_commands(
+        self, counts: Sequence[int], ready: Ready, stdio: tuple[Stdio, ...], server: StoreServer | None
+    ) -> list[Start]:
         """What each host is to start.
 
         Args:
             counts: the number of ranks of each host.
             ready: the answer of the host of rank 0.
             stdio: the standard streams of the ranks that are shown here.
+            server: the job's store, if it is in this process.
         """
+        stores = ready.stores if server is None else server.published() or (server.here,)
         firsts = [self.first + sum(counts[:number]) for number in range(len(counts))]
         roles = [(host.hello.role if host.hello is not None else "") or self.options.role for host in self.pool]
         return [
@@ -562,7 +586,7 @@ class Job:
                 world_size=self.world_size,
                 node=number,
                 nodes=len(counts),
-                stores=ready.stores,
+                stores=stores,
                 port=self.port or ready.port,
                 run=self.run_id,
                 restart=self.restart,
@@ -570,6 +594,7 @@ class Job:
                 role_first=sum(c for c, r in zip(counts[:number], roles, strict=False) if r == roles[number]),
                 role_size=sum(c for c, r in zip(counts, roles, strict=True) if r == roles[number]),
                 stdio=stdio[first - self.first :][:count],
+                leader=ready.addresses,
             )
             for number, (first, count) in enumerate(zip(firsts, counts, strict=True))
         ]

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from allranks._rendezvous.seats import TABLE_KEY
+from allranks._store import StoreServer
 from allranks._trace import stacks
 from allranks._trace.jobs import Answer
 from allranks.launch.agents.agent_pool import AgentPool
@@ -48,6 +50,7 @@ from allranks.launch.policy.interface import (
     PrintNotice,
     PrintReport,
     PrintStacks,
+    PublishSeats,
     RanksFinished,
     RanksStarted,
     ReaderChanged,
@@ -61,6 +64,7 @@ from allranks.launch.policy.interface import (
 )
 from allranks.launch.policy.root_cause import Failure
 from allranks.launch.policy.round import Phase, Round, Rules, step
+from allranks.launch.policy.seats import Elastic
 from allranks.launch.ranks.agent import Agent
 from allranks.launch.reporter import Reporter
 from allranks.launch.signals import FORWARDED, handled
@@ -78,10 +82,16 @@ from allranks.launch.spec.events import (
     Returned,
     StopRequested,
 )
+from allranks.launch.spec.options import Options
 
-__all__ = ["FORWARDED", "Supervisor"]
+__all__ = ["FORWARDED", "Supervisor", "elastic_rules"]
 
 _BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
+
+
+def elastic_rules(options: Options, spares: Sequence[str] = ()) -> Elastic | None:
+    """What the policy gets of the options of an elastic job; None if the job is not elastic."""
+    return None if options.elastic is None else Elastic(options.elastic[0], options.respawns, tuple(spares))
 
 
 class Supervisor:
@@ -102,6 +112,8 @@ class Supervisor:
         command: what the ranks run, for who asks what they do.
         restart: how often the job was started again.
         statistics: whether to print what the calls took, and the file for that, or None.
+        elastic: see ``Rules``.
+        store: the job's, where the table of seats is put in an elastic round.
 
     Attributes:
         ended: how each rank's last process has ended: the status, as in ``Exited``, or why its host was lost.
@@ -128,6 +140,8 @@ class Supervisor:
         command: str = "",
         restart: int = 0,
         statistics: tuple[bool, Path | None] = (False, None),
+        elastic: Elastic | None = None,
+        store: StoreServer | None = None,
     ) -> None:
         self.ended: dict[int, int | str] = {}
         self.restarts: dict[int, int] = {}
@@ -135,7 +149,8 @@ class Supervisor:
         self.caught: int | None = None
         self.last_words = b""
         reader = control.reader if control is not None else None
-        self._round = Round(Rules(grace_s, hosts, idle_s, until, signals, master, reader))
+        self._round = Round(Rules(grace_s, hosts, idle_s, until, signals, master, reader, elastic))
+        self._store = store
         self._agent = agent
         self._screen = screen
         self._reporter = reporter.through(screen.note)
@@ -353,6 +368,9 @@ class Supervisor:
                 self._agent.inspect(list(chosen), recent)
             case RestartRank():
                 self._agent.restart(action)
+            case PublishSeats(seats):
+                assert self._store is not None
+                self._store.put(TABLE_KEY, seats.encode())
             case LendTerminal(rank):
                 self._answers.append(TerminalLent(self._control is not None and self._control.lend(rank)))
             case ReclaimTerminal(_, restore):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from allranks._rendezvous.seats import SeatTable
 from allranks._trace.diagnosis import Diagnosis
 from allranks._trace.state import RankState
 from allranks.launch.policy.root_cause import Failure
@@ -37,6 +38,7 @@ __all__ = [
     "PrintNotice",
     "PrintReport",
     "PrintStacks",
+    "PublishSeats",
     "RanksFinished",
     "RanksStarted",
     "ReaderChanged",
@@ -235,6 +237,13 @@ class InspectRanks:
 
 
 @dataclass(frozen=True)
+class PublishSeats:
+    """Put the table of seats into the store of the job, where ranks read it. Before any later action."""
+
+    table: SeatTable
+
+
+@dataclass(frozen=True)
 class LendTerminal:
     """Make the reader the foreground process group of the terminal. Answered by ``TerminalLent``."""
 
@@ -328,6 +337,7 @@ Action: TypeAlias = (
     | DumpStacks
     | InspectRanks
     | RestartRank
+    | PublishSeats
     | LendTerminal
     | ReclaimTerminal
     | StopLauncher

@@ -12,8 +12,9 @@ reaped; the output is written; the end. The rules of the first phase:
 - Each of these decisions is made once. A failure that comes later is a consequence.
 - A rank is signalled only while it runs as far as is known: not after its exit, nor after its host was lost.
 
-A rule for one rank alone (``RestartRank``) changes that rank's entry in ``running`` and ``failures`` only. So a policy
-that restarts single ranks, or moves them to a spare host, needs another answer in ``_take_exit`` and ``_take_loss``.
+In an elastic round (``Rules.elastic``) a rank that is lost does not stop the round. ``seats`` has the rules, and each
+change of its table is published before the action that follows from it. What still stops such a round: too few ranks
+are left; or a rank fails only because another was lost (an echo), as then the program does not survive losses.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from allranks._base.errors import rank_list
+from allranks._rendezvous.seats import START
 from allranks.launch.policy.inquiry import Inquiry
 from allranks.launch.policy.interface import (
     Action,
@@ -48,6 +50,7 @@ from allranks.launch.policy.interface import (
     Print,
     PrintReport,
     PrintStacks,
+    PublishSeats,
     RanksFinished,
     RanksStarted,
     ReaderChanged,
@@ -61,6 +64,7 @@ from allranks.launch.policy.interface import (
 )
 from allranks.launch.policy.notices import Notices
 from allranks.launch.policy.root_cause import Failure, RootCause
+from allranks.launch.policy.seats import Elastic, Seats
 from allranks.launch.policy.stack_request import Purpose, StackRequest
 from allranks.launch.spec.events import (
     Exited,
@@ -89,6 +93,8 @@ IDLE_DUMP_S = 2.0  # the same where the stacks are the only purpose
 IDLE_CODE = 124  # as timeout(1)'s
 LAST_CALLS = 64  # of each rank, kept when a rank has failed
 _LATE_ERRORS = ("allranks.TimeoutError", "allranks.PeerLostError")
+_EXCLUDED = "allranks.ExcludedError"
+LEAVE_S = 0.5  # the least that a rank of an elastic round gets to end after its failure
 KILLED_S = 3.0  # after SIGKILL: a rank that is not gone then is frozen, or cut off with its agent
 
 
@@ -115,6 +121,7 @@ class Rules:
         master: the rank that all others work for: they may fail one by one, and end with it. -1: that is the caller,
             who ends the round by ``KillRequested``. None: all ranks are alike.
         reader: the rank whose stdin is the terminal of the launcher; None if there is none.
+        elastic: a lost rank does not stop the round; None: it does. Not where there is a master.
     """
 
     grace_s: float
@@ -124,6 +131,7 @@ class Rules:
     passed_on: Sequence[int] = ()
     master: int | None = None
     reader: int | None = None
+    elastic: Elastic | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +189,9 @@ class Round:
         self._lent_after: int | None = None  # the signal that stopped the reader which is being lent the terminal
         self._phase_ends_at = 0.0
         self._outcome = Outcome(Ending.CLEAN, 0)
+        self._seats: Seats | None = None  # of an elastic round
+        self._reports: dict[int, Failure] = {}  # there, of ranks that are on their way out
+        self._leaving: dict[int, float] = {}  # when those are killed
 
     @property
     def stopping(self) -> bool:
@@ -207,6 +218,7 @@ class Round:
             times += [self._root_cause.settles_at(), self._linger_at]
             times += [self._idle_at] if self._request is None and self.phase is Phase.RUNNING else []
             times += [self.rules.until] if self.running else []
+            times += self._leaving.values()
         elif self._killed_at is None and self.running:
             times.append(self._kill_at)
         return min((at for at in times if at is not None), default=None)
@@ -223,6 +235,9 @@ class Round:
                 self.running = set(ranks)
                 self._all = frozenset(ranks)
                 self._print(f"{rank_list(sorted(self.running))} started", Level.DETAIL)
+                if self.rules.elastic is not None:
+                    self._seats = Seats(self.rules.elastic, ranks)
+                    self._publish()
                 self._restart_idle_time()
             case TimePassed():
                 self._check_deadlines()
@@ -269,8 +284,12 @@ class Round:
         if self._may_fail(event.rank):
             self._actions.append(PrintReport(event.rank, event.report.text))
             return
+        interrupts = event.report.interrupted and self._has_keys(event.rank)
+        if self._seats is not None and not self.stopping and not interrupts:
+            self._take_elastic_report(event, self._seats)
+            return
         self._add_failure(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
-        if event.report.interrupted and self._has_keys(event.rank):
+        if interrupts:
             self._interrupt([event.rank])
 
     def _take_exit(self, event: Exited) -> None:
@@ -291,12 +310,16 @@ class Round:
         elif self._may_fail(event.rank):
             if event.status:
                 self._print(f"{failure}; the others go on", Level.REMARK)
+        elif self._seats is not None and (event.status or event.rank in self._reports):
+            self._take_elastic_exit(failure, self._seats)
         elif event.status:
             self._add_failure(failure)
         else:
             if not self._exited:
                 self._linger_at = self._now + (LINGER_S if self.rules.master is None else WORKERS_S)
             self._exited.append(event.rank)
+            if self._seats is not None:
+                self._take_elastic_end(event.rank, self._seats)
 
     def _take_loss(self, event: HostLost) -> None:
         self.running.difference_update(event.ranks)
@@ -304,6 +327,8 @@ class Round:
             self._request.awaited.difference_update(event.ranks)
         if all(map(self._may_fail, event.ranks)):
             self._print(event.why)
+        elif not self.stopping and self._seats is not None:
+            self._take_elastic_loss(event, self._seats)
         elif not self.stopping:
             lost = Failure(event.ranks[0], 0, LOST_CODE, self._now, host=event.host, lost=event.why)
             self._root_cause.add(lost)
@@ -315,10 +340,129 @@ class Round:
             return  # it is reaped with the others
         self.running.add(rank)
         self._print(f"rank {rank} started again", Level.DETAIL)
+        if self._seats is not None and self._seats.start(rank):
+            self._publish()
         if self._killed_at is not None:
             self._signal(signal.SIGKILL, [rank])
         elif self.stopping:
             self._signal(self._stop_number, [rank])
+
+    # An elastic round.
+
+    def _take_elastic_report(self, event: Failed, seats: Seats) -> None:
+        """A rank fails. What follows from that is decided when its process is gone, unless it is an echo."""
+        failure = self._on_host(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
+        if self._is_doomed():
+            self._root_cause.add(failure)
+        elif failure.echo and not _is_excluded(failure):
+            self._root_cause.add(failure)
+            if seats.last_loss is not None:
+                self._stop_for_echo(failure, seats.last_loss)
+        else:
+            self._reports[event.rank] = failure
+            self._leaving[event.rank] = self._now + max(self.rules.grace_s, LEAVE_S)
+
+    def _take_elastic_exit(self, failure: Failure, seats: Seats) -> None:
+        rank = failure.rank
+        reported = self._reports.pop(rank, None)
+        if reported is not None and failure.status >= 0:
+            failure = reported
+        excluded = _is_excluded(failure)
+        if rank in self._root_cause.failures:
+            return  # an echo, whose cause has not come yet
+        if self._has_failures() and not excluded:
+            self._take_cause(failure)
+            return
+        again = bool(self.running) and not excluded and seats.may_start(rank)
+        seats.lose(failure, again)
+        self._publish()
+        if not (again or self._may_go_on(seats)):
+            self._root_cause.add(failure)
+        elif excluded:
+            self._go_on(f"rank {rank} has ended, as the others had gone on without it", seats)
+        else:
+            if reported is not None and reported.report is not None:
+                self._actions.append(PrintReport(rank, reported.report.text))
+            if again:
+                start = seats.start_of(rank)
+                self._print(f"{failure}; started again ({start} of {seats.respawns})", Level.REMARK)
+                self._actions.append(RestartRank(rank, {START: str(start)}))
+            else:
+                self._go_on(str(failure), seats)
+        self._give_up_starting(seats)
+
+    def _take_elastic_loss(self, event: HostLost, seats: Seats) -> None:
+        for rank in event.ranks:
+            self._reports.pop(rank, None)
+        losses = [Failure(rank, 0, LOST_CODE, self._now, host=event.host, lost=event.why) for rank in event.ranks]
+        if self._has_failures():
+            self._take_cause(losses[0])
+            return
+        for loss in losses:
+            seats.lose(loss, again=False)
+        self._publish()
+        if self._may_go_on(seats):
+            self._go_on(f"{event.why}; {rank_list(event.ranks)} ended with it", seats)
+        else:
+            self._root_cause.add(losses[0])
+        self._give_up_starting(seats)
+
+    def _take_elastic_end(self, rank: int, seats: Seats) -> None:
+        """A rank has ended with code 0."""
+        seats.end(rank)
+        self._publish()
+        self._give_up_starting(seats)
+
+    def _give_up_starting(self, seats: Seats) -> None:
+        """No rank runs that has the state of the program: one that is being started again has nothing to go on with."""
+        if self.running or self._has_failures() or not (starting := seats.starting):
+            return
+        for rank in starting:
+            seats.lose(seats.losses[rank], again=False)
+        self._publish()
+        if not self._may_go_on(seats):
+            self._root_cause.add(seats.losses[starting[0]])
+
+    def _may_go_on(self, seats: Seats) -> bool:
+        return seats.is_enough() and bool(self.running or self._exited)
+
+    def _has_failures(self) -> bool:
+        """Whether failures are known that stop the round, or will unless their cause comes before."""
+        return bool(self._root_cause.failures)
+
+    def _is_doomed(self) -> bool:
+        """Whether the cause of the end is known, and is selected at the next ``TimePassed``."""
+        return any(not failure.echo for failure in self._root_cause.failures.values())
+
+    def _take_cause(self, loss: Failure) -> None:
+        """A loss comes after failures that may be its echoes."""
+        if self._is_doomed():
+            self._root_cause.add(loss)
+        else:
+            self._stop_for_echo(self._root_cause.select(), loss)
+
+    def _stop_for_echo(self, echo: Failure, loss: Failure) -> None:
+        """The loss is the cause, as it is no echo."""
+        title = f" ({echo.report.title})" if echo.report is not None and echo.report.title else ""
+        self._root_cause.add(loss)
+        self._print(
+            f"rank {echo.rank} did not survive the loss of rank {loss.rank}{title}; the job ends"
+            " (how a program survives losses: docs/resilience.md)"
+        )
+
+    def _go_on(self, what: str, seats: Seats) -> None:
+        self._print(f"{what}; the others go on ({seats.left} of at least {seats.table.least})", Level.REMARK)
+
+    def _publish(self) -> None:
+        if self._seats is not None:
+            self._actions.append(PublishSeats(self._seats.table))
+
+    def _check_leaving(self) -> None:
+        """Kills ranks that have failed, and whose process does not end."""
+        late = [rank for rank, at in self._leaving.items() if self._now >= at]
+        for rank in late:
+            del self._leaving[rank]
+        self._signal(signal.SIGKILL, self.running.intersection(late).intersection(self._reports))
 
     def _take_host(self, event: HostJoined) -> None:
         if not self.stopping and self.phase is Phase.RUNNING:
@@ -412,6 +556,8 @@ class Round:
             if self._asked_again or (self.stopping and now >= self._phase_ends_at):
                 self._end()
             return
+        if not self.stopping:
+            self._check_leaving()
         settles_at = self._root_cause.settles_at()
         if not self.stopping and settles_at is not None and now >= settles_at:
             self.cause = self._root_cause.select()
@@ -646,6 +792,11 @@ class Round:
 
     def _print(self, text: str, level: Level = Level.ESSENTIAL) -> None:
         self._actions.append(Print(text, level))
+
+
+def _is_excluded(failure: Failure) -> bool:
+    """Whether a rank ended because the others had gone on without it."""
+    return failure.report is not None and failure.report.title.startswith(_EXCLUDED)
 
 
 def _in_no_call(states: Mapping[int, RankState]) -> list[int]:

@@ -16,9 +16,11 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 from allranks._base.frames import LARGEST, FrameDecoder
 from allranks._trace.inspection import rank_state
@@ -31,6 +33,7 @@ from allranks.launch.ranks.pipes import Pipes, resize
 from allranks.launch.ranks.placement import Seat
 from allranks.launch.ranks.rank import Rank, become_rank, decode_status
 from allranks.launch.ranks.recording import Recording
+from allranks.launch.ranks.template import NewRank, Template
 from allranks.launch.spec.events import (
     Event,
     Exited,
@@ -86,6 +89,16 @@ class _Process:
     recording: Recording
     status_frames: FrameDecoder = field(default_factory=lambda: FrameDecoder(LARGEST))
     exited: bool = False
+    reaped: bool = False  # another process has taken its rank
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A rank that is being started again."""
+
+    wanted: RestartRank
+    pipes: Pipes
+    recording: Recording
 
 
 class Agent:
@@ -115,6 +128,8 @@ class Agent:
         self._due: list[Event] = []  # for the next poll
         self._to_restart: dict[int, RestartRank] = {}  # to be started when its process has ended
         self._limits: tuple[Set[int], tuple[int, int]] = set(), (0, 0)
+        self._template: Template | None = None
+        self._awaited: deque[_Start] = deque()  # of the template
         self._look_at = 0.0
         self._measure_at = 0.0
 
@@ -138,6 +153,11 @@ class Agent:
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or each rank would write what is buffered once more
+        if self._plan.ranks.elastic is not None and self._forks:
+            made = Template.fork(self._enter_template)
+            if isinstance(made, NewRank):
+                return self._become_new(made, parent)
+            self._template = made
         for local_rank in range(self._plan.nproc):
             pipes = Pipes.open(self._plan.stdio[local_rank])
             recording = self._recording()
@@ -161,36 +181,132 @@ class Agent:
         self._open_selector()
         return None
 
+    @property
+    def _forks(self) -> bool:
+        return self._plan.ranks.start == "fork" and self._plan.ranks.target.is_python
+
+    def _enter_template(self) -> None:
+        """Takes the template out of the process group of this agent, which the terminal signals."""
+        if any(stdio.terminal for stdio in self._plan.stdio):
+            os.setpgid(0, 0)  # a rank can have the terminal only in its session
+        else:
+            os.setsid()
+
+    def _become_new(self, new: NewRank, parent: int) -> Rank:
+        """Becomes a rank, in a process that the template has made."""
+        rank: Rank | None = None
+        try:
+            self._guard.protect(os.getpid())
+            local_rank = new.wanted.rank - self._plan.first
+            inherited = self._guard.fd, self._wake_read_fd, self.wake
+            become_rank(parent, new.pipes, self._plan.stdio[local_rank], inherited, *self._limits)
+            rank = self._become(local_rank, new.pipes, new.memory, new.wanted.environ)
+        finally:
+            if rank is None:
+                traceback.print_exc()
+                os._exit(1)
+        return rank
+
     def restart(self, wanted: RestartRank) -> None:
-        """Starts a rank in a fresh interpreter, once its process, which is killed, has ended."""
+        """Starts a rank again, once its process, which is killed, has ended.
+
+        In an elastic job it is a copy of the template; else, or where that is gone, a fresh interpreter.
+        """
         for process in self._processes:
             if process.rank == wanted.rank and not process.exited:
                 self._to_restart[wanted.rank] = wanted
                 os.killpg(process.pid, signal.SIGKILL)
                 return
+        for process in self._processes:
+            if process.rank == wanted.rank and not process.reaped:
+                self._reap(process)
+        try:
+            start = _Start(wanted, Pipes.open(self._plan.stdio[wanted.rank - self._plan.first]), self._recording())
+            if self._template is not None and self._template.ask(wanted, start.pipes, start.recording.path):
+                self._awaited.append(start)
+            else:
+                self._execute(start)
+        except OSError as error:
+            self._due += _unable(wanted.rank, error)
+
+    def _execute(self, start: _Start) -> None:
+        """Starts a rank in a fresh interpreter."""
+        wanted, pipes, recording = start.wanted, start.pipes, start.recording
         local_rank, parent = wanted.rank - self._plan.first, os.getpid()
-        pipes = Pipes.open(self._plan.stdio[local_rank])
-        recording = self._recording()
         path = recording.path
         pid = os.fork()  # threads or not: all that it does is to execute
         if pid == 0:
             try:
                 self._guard.protect(os.getpid())
                 become_rank(parent, pipes, self._plan.stdio[local_rank], (), *self._limits)
-                self._become(local_rank, pipes, path, wanted.environ)
+                self._become(local_rank, pipes, path, wanted.environ, fresh=True)
             finally:
                 traceback.print_exc()
                 os._exit(1)
-        pipes.close_rank_ends()
-        process = _Process(wanted.rank, pid, os.pidfd_open(pid), pipes, recording)
+        self._add(start, pid, self._due)
+
+    def _add(self, start: _Start, pid: int, events: list[Event]) -> None:
+        start.pipes.close_rank_ends()
+        process = _Process(start.wanted.rank, pid, os.pidfd_open(pid), start.pipes, start.recording)
         self._processes.append(process)
         self._attend(process)
-        self._due.append(RankRestarted(wanted.rank))
+        events.append(RankRestarted(process.rank))
+
+    def _take_new(self, events: list[Event]) -> None:
+        """The template has made a process, or is gone."""
+        assert self._template is not None
+        pid = self._template.take()
+        if pid is None:
+            self._close_template()
+            while self._awaited:
+                self._execute_or_tell(self._awaited.popleft(), events)
+            return
+        start = self._awaited.popleft()
+        if pid:
+            self._add(start, pid, events)
+        self._template.open_gate(bool(pid))
+        if not pid:
+            self._execute_or_tell(start, events)
+
+    def _execute_or_tell(self, start: _Start, events: list[Event]) -> None:
+        if self._finished:
+            start.pipes.close_rank_ends()
+            for fd in start.pipes.own_fds():
+                os.close(fd)
+            start.recording.close()
+            return
+        try:
+            self._execute(start)
+        except OSError as error:
+            events += _unable(start.wanted.rank, error)
+
+    def _close_template(self) -> None:
+        assert self._template is not None
+        if self._selector is not None:
+            self._selector.unregister(self._template.fd)
+        self._template.close()
+        self._template = None
+
+    def _reap(self, process: _Process) -> None:
+        """Ends what an exited rank has left behind: a GPU, a port or a lock that the next process of the rank needs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        os.waitpid(process.pid, 0)
+        os.close(process.pidfd)
+        process.recording.close()
+        process.reaped = True
 
     def _recording(self) -> Recording:
         return Recording(int(self._plan.environ["WORLD_SIZE"]))
 
-    def _become(self, local_rank: int, pipes: Pipes, memory: str, more: Mapping[str, str] | None = None) -> Rank:
+    def _become(
+        self,
+        local_rank: int,
+        pipes: Pipes,
+        memory: str,
+        more: Mapping[str, str] = MappingProxyType({}),
+        fresh: bool = False,
+    ) -> Rank:
         plan = self._plan
         target = plan.ranks.target.on(local_rank, plan.first + local_rank)
         rank = Rank(target, pipes.status, pipes.stacks, os.getpid())
@@ -213,9 +329,10 @@ class Agent:
         if stdio.out_tty or stdio.err_tty:
             size = {"LINES": stdio.rows, "COLUMNS": stdio.columns}
             environ |= {name: str(value) for name, value in size.items() if name in environ}
-        if more is not None:
-            rank.execute({**environ, **more}, fresh=True)
-        elif plan.ranks.start == "fork" and plan.ranks.target.is_python:
+        environ |= more
+        if fresh and plan.ranks.target.is_python:
+            rank.execute(environ, fresh=True)
+        elif self._forks:
             rank.adopt(environ)
         else:
             rank.execute(environ, fresh=plan.ranks.target.is_python)
@@ -226,6 +343,8 @@ class Agent:
         self._selector.register(self._wake_read_fd, selectors.EVENT_READ, partial(self._awake))
         for process in self._processes:
             self._attend(process)
+        if self._template is not None:
+            self._selector.register(self._template.fd, selectors.EVENT_READ, partial(self._take_new))
 
     def _attend(self, process: _Process) -> None:
         assert self._selector is not None
@@ -398,8 +517,12 @@ class Agent:
         if self._finished:
             return events
         self._finished = True
+        while self._awaited:
+            self._take_new(events)
+        if self._template is not None:
+            self._close_template()
         for process in self._processes:
-            for kill in (os.killpg, os.kill):  # it may not have made its group yet
+            for kill in () if process.reaped else (os.killpg, os.kill):  # it may not have made its group yet
                 with contextlib.suppress(ProcessLookupError):
                     kill(process.pid, signal.SIGKILL)
             self._read_rest(process, events)
@@ -407,12 +530,13 @@ class Agent:
                 self._report_calls(process, events)
         self._guard.dismiss()
         for process in self._processes:
-            os.waitpid(process.pid, 0)
-            process.exited = True
-            if self._selector is not None and process.pidfd in self._selector.get_map():
-                self._selector.unregister(process.pidfd)
-            os.close(process.pidfd)
-            process.recording.close()
+            if not process.reaped:
+                os.waitpid(process.pid, 0)
+                process.exited = True
+                if self._selector is not None and process.pidfd in self._selector.get_map():
+                    self._selector.unregister(process.pidfd)
+                os.close(process.pidfd)
+                process.recording.close()
             for fd in process.pipes.own_fds():
                 self._forget(fd)
         return events
@@ -506,6 +630,12 @@ class Agent:
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
             os.close(fd)
+
+
+def _unable(rank: int, error: OSError) -> list[Event]:
+    """What is reported of a rank that cannot be started again."""
+    text = f"rank {rank} cannot be started again: {error.strerror}\n"
+    return [Failed(rank, 0, Report(126, text=text, at=time.monotonic())), Exited(rank, 0, 126)]
 
 
 def _why_mute(pid: int) -> str:

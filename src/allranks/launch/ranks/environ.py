@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from allranks._cluster.host import usable_cpus
+from allranks._rendezvous.seats import ELASTIC, START
 from allranks.launch.ranks.placement import Seat
 
 __all__ = ["Share", "common_environ", "free_port", "place_environ", "threads_per_rank"]
 
 # Left over from a job that this job is started from; they would lead torch to that job's agent.
-_FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ALLRANKS_CPUS")
+_FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "ALLRANKS_CPUS", ELASTIC, START)
 
 
 def threads_per_rank(nproc: int, threads: int | None, environ: Mapping[str, str], seats: Sequence[Seat] = ()) -> str:
@@ -47,6 +48,7 @@ class Share:
         restart: how often it has been started again.
         restarts: how often it may be.
         masters: ranks on this host that only have others work.
+        elastic: a lost rank does not end the job.
     """
 
     nproc: int
@@ -59,6 +61,7 @@ class Share:
     role: str = "default"
     role_size: int | None = None
     masters: int = 0
+    elastic: bool = False
 
 
 def common_environ(
@@ -102,6 +105,7 @@ def common_environ(
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             "ALLRANKS_STORE": store,
         }
+        | ({ELASTIC: "1", START: "0"} if share.elastic else {})
     )
 
 

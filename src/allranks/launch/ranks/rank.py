@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from allranks._base.errors import AllranksError, PeerLostError, UsageError
+from allranks._base.errors import AbortedError, AllranksError, PeerLostError, UsageError
 from allranks._base.frames import FrameDecoder, pack_frame
 from allranks._trace.stacks import DUMP, describe, is_own
 from allranks.launch.ranks.pipes import Pipes
@@ -40,9 +40,10 @@ from allranks.launch.spec.events import Report, RestartRank
 from allranks.launch.spec.stdio import Stdio
 from allranks.launch.spec.target import Kind, Target, set_first_path
 
-__all__ = ["Rank", "become_rank", "decode_status", "is_echo", "this_rank"]
+__all__ = ["Rank", "adopt_orphans", "become_rank", "decode_status", "die_with", "is_echo", "this_rank"]
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _decode: Callable[[bytes], Report | RestartRank | bytes] = msgspec.msgpack.Decoder(Report | RestartRank | bytes).decode
@@ -70,10 +71,7 @@ def become_rank(
         os.setpgid(0, 0)
     else:
         os.setsid()
-    if _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
+    die_with(parent)
     stdin = os.dup(0) if stdio.stdin else os.open(os.devnull, os.O_RDONLY)
     streams = (stdin, pipes.out, pipes.err)
     for number, fd in enumerate(streams):
@@ -85,6 +83,23 @@ def become_rank(
         signal.signal(number, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_NOFILE, files)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def die_with(parent: int) -> None:
+    """The kernel kills this process when its parent ends."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def adopt_orphans(on: bool) -> None:
+    """Whether this process becomes the parent of descendants whose parent ends, in place of init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value)) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def this_rank() -> Rank | None:
@@ -220,7 +235,7 @@ def decode_status(frames: FrameDecoder) -> Iterator[Report | RestartRank | bytes
 
 
 def is_echo(error: BaseException) -> bool:
-    """True if an exception is a ``PeerLostError``, or was raised because of or while handling one."""
+    """True if an exception is a ``PeerLostError`` or its like, or was raised because of or while handling one."""
     todo, seen = [error], set()
     while todo:
         current = todo.pop()
@@ -228,7 +243,7 @@ def is_echo(error: BaseException) -> bool:
             continue
         seen.add(id(current))
         parts: tuple[BaseException, ...] = getattr(current, "exceptions", ())  # an exception group
-        if isinstance(current, PeerLostError) or (parts and all(is_echo(part) for part in parts)):
+        if isinstance(current, PeerLostError | AbortedError) or (parts and all(is_echo(part) for part in parts)):
             return True
         todo += [e for e in (current.__cause__, current.__context__) if e is not None]
     return False

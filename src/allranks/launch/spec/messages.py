@@ -89,11 +89,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
             reach; empty if it is elsewhere, or of this host alone.
         port: a TCP port that is free there.
         now: its clock.
+        addresses: of the host, where other hosts have ranks and the store is elsewhere.
     """
 
     stores: tuple[str, ...]
     port: int
     now: float
+    addresses: tuple[str, ...] = ()
 
 
 class Unable(msgspec.Struct, frozen=True, tag=True):
@@ -120,7 +122,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
         environ: variables on top of the agent's own.
         secret: guards the job's store; empty where the agent has connected, and makes it from ``salt``.
         salt: see ``listener.store_secret``.
-        serves: rank 0 is there, and the store with it.
+        serves: the store is there: with rank 0, except in an elastic job, whose launcher has it.
         spans: other hosts have ranks, too.
         master: what rank 0's host is called, for programs that use torch.distributed; "" for its address.
     """
@@ -145,7 +147,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         world_size: how many there are in the job.
         node: number of the host.
         nodes: how many hosts there are.
-        stores: where the store may be reached, from other hosts than rank 0's.
+        stores: where the store may be reached, from other hosts than its own.
         port: a port that was free on rank 0's host, for programs that use torch.distributed.
         run: name of the job.
         restart: how often it has been started again.
@@ -153,6 +155,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         role_first: number of the first one there among the ranks of its role.
         role_size: how many of that role there are in the job.
         stdio: what stdout and stderr of each rank are; empty where the agent shows them itself.
+        leader: addresses of the host of rank 0, where the store is elsewhere.
     """
 
     first: int
@@ -168,6 +171,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     role_first: int
     role_size: int
     stdio: tuple[Stdio, ...]
+    leader: tuple[str, ...] = ()
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):

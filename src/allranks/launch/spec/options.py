@@ -84,6 +84,8 @@ class RankOptions:
         signals: those that are passed on to the ranks and stop nothing.
         notice_s: how long a rank may wait in one call before it is told for whom; 0: that is not told.
         statistics: report what ranks' calls took.
+        elastic: the least and the greatest number of ranks of a job that goes on after a loss; None: a lost rank ends
+            the job. The greatest is None for the number that is started.
     """
 
     target: Target
@@ -96,6 +98,7 @@ class RankOptions:
     signals: tuple[int, ...] = (signal.SIGUSR1, signal.SIGUSR2)
     notice_s: float = NOTICE_S
     statistics: bool = False
+    elastic: tuple[int, int | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Options(RankOptions):
         trace: the folder in which all ranks record their calls; None for none.
         stats: print what the calls took, at the end.
         metrics: file for the same in Prometheus' text format; None for none.
+        respawns: how often each lost rank of an elastic job is started again.
     """
 
     nproc: int | None = None
@@ -160,6 +164,7 @@ class Options(RankOptions):
     trace: Path | None = None
     stats: bool = False
     metrics: Path | None = None
+    respawns: int = 3
 
     def for_ranks(self) -> RankOptions:
         """Those that every agent gets."""

@@ -1,0 +1,121 @@
+"""The bookkeeping of an elastic round: which rank may be lost, which is started again, and what the table says. Pure.
+
+``_rendezvous/seats`` is what ranks read of it. The rules:
+
+- A lost rank is started again as long as it has respawns left, and another rank runs that has the state of the program.
+- A rank that is not started again is gone for good. The others go on while at least ``Elastic.least`` ranks are left.
+  A rank that has ended with code 0 counts as left: it has done its part.
+- The ranks of a lost host are started on a spare host, as long as there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from allranks._rendezvous.seats import GONE, RUNNING, STARTING, Seat, SeatTable
+from allranks.launch.policy.root_cause import Failure
+
+__all__ = ["Elastic", "Seats", "first_table"]
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """What is fixed for the seats of a round.
+
+    Attributes:
+        least: the number of ranks without which the job does not go on.
+        respawns: how often each rank may be started again.
+        spares: hosts that run no rank at first.
+    """
+
+    least: int
+    respawns: int = 0
+    spares: tuple[str, ...] = ()
+
+
+def first_table(ranks: Iterable[int], least: int) -> SeatTable:
+    """The table of a round that begins. It is in the store before ranks start."""
+    return SeatTable(1, least, tuple(Seat(rank) for rank in sorted(ranks)))
+
+
+class Seats:
+    """The seats of a round.
+
+    Args:
+        rules: what is fixed.
+        ranks: those that were started.
+
+    Attributes:
+        table: as it is now.
+        losses: the last loss of each rank that was lost.
+        spares: spare hosts that have no ranks yet.
+    """
+
+    def __init__(self, rules: Elastic, ranks: Sequence[int]) -> None:
+        self._rules = rules
+        self.table = first_table(ranks, rules.least)
+        self.losses: dict[int, Failure] = {}
+        self.spares = list(rules.spares)
+        self._gone: set[int] = set()  # lost, and not started again
+
+    @property
+    def respawns(self) -> int:
+        """How often each rank may be started again."""
+        return self._rules.respawns
+
+    @property
+    def last_loss(self) -> Failure | None:
+        """The newest loss; None if no rank was lost."""
+        return max(self.losses.values(), key=lambda failure: failure.at, default=None)
+
+    @property
+    def starting(self) -> list[int]:
+        """The ranks that are being started again."""
+        return [seat.number for seat in self.table.seats if seat.state == STARTING]
+
+    @property
+    def left(self) -> int:
+        """How many ranks are not gone for good."""
+        return len(self.table.seats) - len(self._gone)
+
+    def is_enough(self) -> bool:
+        """Whether the others go on."""
+        return self.left >= self._rules.least
+
+    def start_of(self, rank: int) -> int:
+        """How many processes had this rank's seat before the present one, or before the one that is being started."""
+        return self._seat(rank).start
+
+    def may_start(self, rank: int) -> bool:
+        """Whether a lost rank has respawns left."""
+        return self.start_of(rank) < self._rules.respawns
+
+    def lose(self, failure: Failure, again: bool) -> None:
+        """A rank is lost. ``again``: it is being started again."""
+        seat = self._seat(failure.rank)
+        self.losses[failure.rank] = failure
+        if again:
+            self._change(Seat(seat.number, seat.start + 1, STARTING))
+        else:
+            self._gone.add(seat.number)
+            self._change(Seat(seat.number, seat.start, GONE))
+
+    def start(self, rank: int) -> bool:
+        """The next process of a rank runs. False if it is not awaited."""
+        seat = self._seat(rank)
+        if seat.state == STARTING:
+            self._change(Seat(rank, seat.start, RUNNING))
+        return seat.state == STARTING
+
+    def end(self, rank: int) -> None:
+        """A rank has ended with code 0: nobody waits for it."""
+        self._change(Seat(rank, self._seat(rank).start, GONE))
+
+    def _seat(self, rank: int) -> Seat:
+        seat = self.table.find(rank)
+        assert seat is not None
+        return seat
+
+    def _change(self, seat: Seat) -> None:
+        self.table = self.table.changed([seat])

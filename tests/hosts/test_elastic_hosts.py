@@ -1,0 +1,81 @@
+"""``allranks run --elastic`` on several hosts: a rank is started again on its host, and the others outlive a host."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.jobs import Jobs, finish, jobs, read_until
+from support.seat_watch import SEAT_WATCH
+from support.sshd import Ssh
+
+KILLED = """
+import socket
+say("start", start, socket.gethostname(), os.environ["MASTER_ADDR"])
+if rank == 2 and start == 0:
+    die()
+wait_for(2, 1, "running")
+"""
+HOST_LOST = """
+say("up")
+wait_for(2, 0, "gone")
+wait_for(3, 0, "gone")
+say("end")
+"""
+
+
+@pytest.fixture
+def job(ssh: Ssh, tmp_path: Path) -> Iterator[Jobs]:
+    with jobs(ssh.hosts, ssh.environ, tmp_path) as made:
+        yield made
+
+
+def without_pids(text: str) -> list[str]:
+    return [re.sub(r"pid \d+", "pid N", line).removeprefix("allranks run: ") for line in text.splitlines()]
+
+
+def test_a_killed_rank_is_started_again_on_its_host(job: Jobs) -> None:
+    done = job.run(2, "-H", "node0:2,node1:2", "--elastic", "3", job.write(SEAT_WATCH + KILLED))
+    again = ["rank 2 (host node1, pid N) was killed by SIGKILL; started again (1 of 3)"]
+    assert (done.code, without_pids(done.err)) == (0, again)
+    leader = job.hosts.hosts[0].address
+    assert done.lines == [
+        f"[node0:0] start 0 node0 {leader}",
+        f"[node0:1] start 0 node0 {leader}",
+        f"[node1:2] start 0 node1 {leader}",
+        f"[node1:2] start 1 node1 {leader}",
+        f"[node1:3] start 0 node1 {leader}",
+    ]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_others_outlive_a_host(job: Jobs, lost: int) -> None:
+    """Host 0, too: the store is the launcher's."""
+    body = HOST_LOST if lost else HOST_LOST.replace("for(2,", "for(0,").replace("for(3,", "for(1,")
+    process = job.start(2, "-H", "node0:2,node1:2", "--elastic", "2", job.write(SEAT_WATCH + body))
+    read_until(process, 4)
+    name = f"node{lost}"
+    for pid in job.on(lost, "agents.serve"):
+        os.kill(pid, signal.SIGKILL)
+    done = finish(process)
+    ranks = (0, 1) if lost == 0 else (2, 3)
+    assert done.code == 0, done.err
+    assert done.out.count("end") == 2
+    line = next(line for line in without_pids(done.err) if "go on" in line)
+    assert line.startswith(f"{name}: ")
+    assert line.endswith(f"; ranks {ranks[0]}-{ranks[1]} ended with it; the others go on (2 of at least 2)")
+
+
+def test_the_same_command_on_each_host(job: Jobs) -> None:
+    words = ["-N", "2", "--nproc-per-node", "2", "--master-addr", "node0:15998", "--elastic", "3"]
+    script = job.write(SEAT_WATCH + KILLED)
+    processes = [job.start(node, "--node-rank", str(node), *words, script) for node in (0, 1)]
+    done = [finish(process) for process in processes]
+    assert [each.code for each in done] == [0, 0], done
+    assert "started again (1 of 3)" in done[0].err
+    assert "start 1 node1" in done[1].out

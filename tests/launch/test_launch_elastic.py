@@ -1,0 +1,224 @@
+"""``allranks run --elastic``: a lost rank is started again alone, or the others go on without it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from support.launcher_process import Done, Launcher
+from support.seat_watch import SEAT_WATCH
+
+STARTS = pytest.mark.parametrize("start", ["fork", "spawn"])
+
+
+def run(launcher: Launcher, body: str, *options: str, real_torch: bool = False) -> Done:
+    return launcher.run(*options, str(launcher.write(SEAT_WATCH + body)), real_torch=real_torch)
+
+
+def without_pids(text: str) -> list[str]:
+    return [re.sub(r"pid \d+", "pid N", line).removeprefix("allranks run: ") for line in text.splitlines()]
+
+
+KILLED = """
+assert os.environ["ALLRANKS_ELASTIC"] == "1"
+say("start", start)
+if rank == 1 and start == 0:
+    assert seat(2) == (0, "running")
+    die()
+wait_for(1, 1, "running")
+if rank == 0:
+    await_key("seen")
+else:
+    tell("seen")
+"""
+
+
+@STARTS
+def test_a_killed_rank_is_started_again_alone(launcher: Launcher, start: str) -> None:
+    done = run(launcher, KILLED, "-n", "3", "--elastic", "2", "--start", start)
+    assert (done.code, without_pids(done.err)) == (0, ["rank 1 (pid N) was killed by SIGKILL; started again (1 of 3)"])
+    assert done.lines == ["[0] start 0", "[1] start 0", "[1] start 1", "[2] start 0"]
+
+
+def test_a_command_is_started_again(launcher: Launcher) -> None:
+    script = "echo $RANK $ALLRANKS_START; [ $RANK$ALLRANKS_START = 10 ] && kill -9 $$; sleep 0.5"
+    done = launcher.run("-n", "2", "--elastic", "1", "--", "sh", "-c", script)
+    assert (done.code, done.lines) == (0, ["[0] 0 0", "[1] 1 0", "[1] 1 1"])
+
+
+def test_without_respawns_the_others_go_on(launcher: Launcher) -> None:
+    body = """
+if rank == 1: die()
+wait_for(1, 0, "gone")
+if rank == 2: sys.exit(3)
+wait_for(2, 0, "gone")
+say("end")
+"""
+    done = run(launcher, body, "-n", "4", "--elastic", "2", "--respawns", "0")
+    assert (done.code, done.lines) == (0, ["[0] end", "[3] end"])
+    assert without_pids(done.err) == [
+        "rank 1 (pid N) was killed by SIGKILL; the others go on (3 of at least 2)",
+        "rank 2 (pid N) exited with code 3; the others go on (2 of at least 2)",
+    ]
+
+
+def test_too_few_are_left(launcher: Launcher) -> None:
+    body = """
+if rank == 1: die()
+wait_for(1, 0, "gone")
+if rank == 2: raise ValueError("boom")
+time.sleep(60)
+"""
+    done = run(launcher, body, "-n", "3", "--elastic", "2", "--respawns", "0")
+    lines = without_pids(done.err)
+    assert done.code == 1
+    assert lines[:2] == [
+        "rank 1 (pid N) was killed by SIGKILL; the others go on (2 of at least 2)",
+        "rank 2 (pid N) exited with code 1",
+    ]
+    assert lines[-1] == "ValueError: boom"
+
+
+def test_a_rank_that_fails_again_and_again_is_left_out(launcher: Launcher) -> None:
+    body = """
+if rank == 1: raise ValueError(f"boom {start}")
+wait_for(1, 2, "gone")
+"""
+    done = run(launcher, body, "-n", "2", "--elastic", "1", "--respawns", "2")
+    lines = without_pids(done.err)
+    assert done.code == 0
+    assert [line for line in lines if line.startswith("rank 1 (")] == [
+        "rank 1 (pid N) exited with code 1; started again (1 of 2)",
+        "rank 1 (pid N) exited with code 1; started again (2 of 2)",
+        "rank 1 (pid N) exited with code 1; the others go on (1 of at least 1)",
+    ]
+    assert [line for line in lines if "ValueError: " in line] == [f"[1] ValueError: boom {n}" for n in range(3)]
+
+
+@pytest.mark.parametrize("first", ["echo", "death"])
+def test_a_program_that_does_not_survive_losses_is_stopped(launcher: Launcher, first: str) -> None:
+    wait = 'tell("echoed")' if first == "echo" else 'wait_for(1, 1, "running")'
+    before = 'await_key("echoed")' if first == "echo" else ""
+    body = f"""
+if rank == 1 and start == 0:
+    {before}
+    die()
+if rank == 0:
+    {wait}
+    raise PeerLostError("rank 1 died", 1)
+time.sleep(60)
+"""
+    done = run(launcher, body, "-n", "3", "--elastic", "2")
+    lines = without_pids(done.err)
+    assert done.code == 137
+    assert any(line.startswith("rank 1 (pid N) was killed by SIGKILL (often") for line in lines)
+    assert (
+        "rank 0 did not survive the loss of rank 1 (allranks.PeerLostError: rank 1 died); the job ends (how a program"
+        " survives losses: docs/resilience.md)" in lines
+    )
+
+
+def test_an_excluded_rank_is_gone_and_is_no_failure(launcher: Launcher) -> None:
+    body = """
+if rank == 1: raise ExcludedError("the others have gone on")
+wait_for(1, 0, "gone")
+"""
+    done = run(launcher, body, "-n", "3", "--elastic", "2")
+    assert done.code == 0
+    assert without_pids(done.err) == [
+        "rank 1 has ended, as the others had gone on without it; the others go on (2 of at least 2)"
+    ]
+
+
+def test_a_rank_that_ends_well_is_gone(launcher: Launcher) -> None:
+    done = run(launcher, 'rank and wait_for(0, 0, "gone")', "-n", "2", "--elastic", "2")
+    assert (done.code, done.err) == (0, "")
+
+
+def test_the_last_rank_is_not_started_again(launcher: Launcher) -> None:
+    """It has nobody to get the state of the program from."""
+    done = run(launcher, "die()", "-n", "1", "--elastic", "1")
+    assert done.code == 137
+    assert "started again" not in done.err
+
+
+def test_what_a_lost_rank_leaves_behind_ends_before_it_is_started_again(launcher: Launcher) -> None:
+    body = """
+import subprocess
+if rank == 1 and start == 0:
+    child = subprocess.Popen(["sleep", "100"])
+    _store.set("child", str(child.pid))
+    die()
+wait_for(1, 1, "running")
+if rank == 1:
+    pid = int(_store.get("child", 10))
+    try:
+        with open(f"/proc/{pid}/stat") as file: say(file.read().split()[2])
+    except FileNotFoundError: say("Z")
+"""
+    done = run(launcher, body, "-n", "2", "--elastic", "1")
+    assert (done.code, done.lines) == (0, ["[1] Z"])
+
+
+@pytest.mark.parametrize("part", ["template", "launcher"])
+def test_nothing_is_left_of_the_template(launcher: Launcher, part: str) -> None:
+    """Where it is killed, ranks are started in fresh interpreters; where the launcher is, it ends with it."""
+    body = """
+if rank == 1:
+    if start == 0:
+        say("up")
+        await_key("die")
+        die()
+    say("again")
+    tell("end")
+if Path("go").exists() or rank == 0:
+    while not Path("go").exists(): time.sleep(0.01)
+    tell("die")
+await_key("end")
+"""
+    process = launcher.start("-n", "2", "--elastic", "1", str(launcher.write(SEAT_WATCH + body)))
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"[1] up\n"
+    template = next(pid for pid in children(process.pid) if stdout(pid) == stdout(process.pid))
+    if part == "launcher":
+        process.kill()
+        process.wait()
+        until = time.monotonic() + 5
+        while Path(f"/proc/{template}").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not Path(f"/proc/{template}").exists()
+        process.communicate()
+        return
+    os.kill(template, signal.SIGKILL)
+    (launcher.folder / "go").touch()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, b"[1] again\n"), err
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def stdout(pid: int) -> str:
+    """Those of ranks are pipes of their own, the guard's is /dev/null."""
+    return os.readlink(f"/proc/{pid}/fd/1")
+
+
+def test_options(launcher: Launcher) -> None:
+    script = str(launcher.write("pass"))
+    for options, text in (
+        (("-n", "2", "--respawns", "1"), "--respawns is for a job that goes on after a loss: add --elastic MIN"),
+        (("-n", "2", "--elastic", "3"), "--elastic 3: at least 3 ranks, and 2 would be started (more: -n)"),
+        (("-n", "2", "--elastic", "1:4"), "--elastic 1:4: 2 ranks would be started, and ranks that come later cannot"),
+        (("-n", "4", "--elastic", "1:2"), "--elastic 1:2: 4 ranks would be started, and more were asked for"),
+        (("-n", "2", "--elastic", "2:1"), "'2:1': MIN is greater than MAX"),
+        (("-n", "2", "--elastic", "1", "--mode", "master"), "--elastic is for ranks that are all alike"),
+    ):
+        done = launcher.run(*options, script)
+        assert done.code == 2
+        assert text in done.err
