@@ -60,6 +60,7 @@ from allranks.launch.policy.round import (
     Round,
     Rules,
 )
+from allranks.launch.policy.seats import Elastic
 from allranks.launch.spec.events import (
     Exited,
     Failed,
@@ -170,7 +171,7 @@ class SimulatedRound:
         names = [] if job.local else [host.name for host in hosts for _ in host.ranks]
         if self.master == -1:
             names = [names[0] if names else "here", *names] if names else []
-        self.rules = Rules(grace, names, idle, until, (signal.SIGUSR1,), self.master, reader)
+        self.rules = Rules(grace, names, idle, until, (signal.SIGUSR1,), self.master, reader, job.seats)
         self.state = Round(self.rules)
         self.watch = Watch(last_output=began)
         self.processes: dict[int, Process] = {}
@@ -819,6 +820,7 @@ class Job:
         self.restarts = rng.choice([0, 0, 1, 2])
         self.hosts = count
         self.rounds: list[SimulatedRound] = []
+        self.seats: Elastic | None = None
 
     def log(self, line: str, *arguments: object) -> None:
         if self.events is not None:
@@ -838,7 +840,7 @@ class Job:
                         raise Wrong(f"round {len(self.rounds)} starts as {restart} on {self.hosts} hosts")
                     if paid > self.restarts or restart > paid + free:
                         raise Wrong(f"{restart} restarts, {self.restarts} are allowed, {free} were free")
-                    simulated = SimulatedRound(self, self.new_hosts(), now)
+                    simulated = self.new_round(self.new_hosts(), now)
                     self.rounds.append(simulated)
                     simulated.run()
                     simulated.check_end()
@@ -880,6 +882,9 @@ class Job:
         hosts_left = self.hosts >= self.least
         if last in failed and hosts_left and not self.elastic and len(failed) <= self.restarts and self.local:
             raise Wrong(f"{len(failed)} rounds failed, {self.restarts} restarts are allowed, and the job ends")
+
+    def new_round(self, hosts: list[Host], began: float) -> SimulatedRound:
+        return SimulatedRound(self, hosts, began)
 
     def new_hosts(self) -> list[Host]:
         first = 1 if self.master == -1 else 0

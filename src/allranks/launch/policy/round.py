@@ -342,6 +342,8 @@ class Round:
         self._print(f"rank {rank} started again", Level.DETAIL)
         if self._seats is not None and self._seats.start(rank):
             self._publish()
+        elif self._seats is not None and not self.stopping:  # it comes too late: there is nothing to go on with
+            self._signal(signal.SIGKILL, [rank])
         if self._killed_at is not None:
             self._signal(signal.SIGKILL, [rank])
         elif self.stopping:
@@ -368,12 +370,12 @@ class Round:
         if reported is not None and failure.status >= 0:
             failure = reported
         excluded = _is_excluded(failure)
-        if rank in self._root_cause.failures:
+        if rank in self._root_cause.failures or seats.is_gone(rank):
             return  # an echo, whose cause has not come yet
         if self._has_failures() and not excluded:
             self._take_cause(failure)
             return
-        again = bool(self.running) and not excluded and seats.may_start(rank)
+        again = bool(self.running.difference(self._reports)) and not excluded and seats.may_start(rank)
         seats.lose(failure, again)
         self._publish()
         if not (again or self._may_go_on(seats)):
@@ -567,7 +569,7 @@ class Round:
                 self._ask_for_stacks(DUMP_S, Purpose.STOP_AFTER_FAILURE)
                 self._kill_at = now + DUMP_S + self.rules.grace_s
             else:
-                self._stop(signal.SIGTERM, self.running - {self.cause.rank})
+                self._stop(signal.SIGTERM, self._without_cause(self.cause))
         if not self.stopping and self.rules.until is not None and now >= self.rules.until and self.running:
             self.late = True
             self._take_signal(signal.SIGINT)  # a python rank reports the line where it was interrupted
@@ -576,7 +578,7 @@ class Round:
             if self._answered.purpose is Purpose.STOP_BY_SIGNAL:
                 self._stop(self._stop_number, self.running)
             elif self._answered.purpose is Purpose.STOP_AFTER_FAILURE and self.cause is not None:
-                self._stop(signal.SIGTERM, self.running - {self.cause.rank})
+                self._stop(signal.SIGTERM, self._without_cause(self.cause))
             elif self._answered.purpose is Purpose.STOP_IDLE:
                 self._stop_idle(self._answered)
         if self.stopping or self._request is not None:
@@ -771,6 +773,11 @@ class Round:
         self._actions.append(EndRound(self._outcome.code or self._own_code()))
 
     # Parts.
+
+    def _without_cause(self, cause: Failure) -> set[int]:
+        """Whom the stop is for: not a rank that is on its way out, but one that has been started again."""
+        again = self._seats is not None and cause.rank in self._seats.losses
+        return self.running if again else self.running - {cause.rank}
 
     def _others_were_late(self, cause: Failure) -> bool:
         """Whether a rank failed because others did not come: where these are is the reason."""

@@ -87,6 +87,10 @@ class Seats:
         """How many processes had this rank's seat before the present one, or before the one that is being started."""
         return self._seat(rank).start
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether nobody will come."""
+        return self._seat(rank).state == GONE
+
     def may_start(self, rank: int) -> bool:
         """Whether a lost rank has respawns left."""
         return self.start_of(rank) < self._rules.respawns
