@@ -1,0 +1,270 @@
+"""Jobs under random faults: does each end with the weights of an undisturbed one, or a typed error, and in time?
+
+    python benchmarks/faults.py --seeds 0:100              # a job per seed, several faults in each
+    python benchmarks/faults.py --seeds 17:18 --verbose    # one again
+
+A job is ``allranks run -n 3 --elastic 1`` on this file, which trains a small model with batch normalisation and dropout.
+A seed decides which ranks are killed, stopped for a while, or killed together, and when: also in an all_reduce of 64 MB,
+while the others recover, and while the process that takes a place joins. Afterwards the weights of all ranks must be
+those of the job without a fault, to the last bit; and no process may be left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+RANKS = 3
+STEPS = 400
+STEP_S = 0.008
+LONG_S = 60.0
+BIG = 16 << 20  # numbers in the large all_reduce
+ERRORS = ("all ranks that had the state of the training are lost", "ranks are left before the training loop")
+
+
+def train(folder: Path) -> None:
+    """What the ranks run."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import allranks as dist
+
+    start = os.environ.get("ALLRANKS_START", "0")
+    (folder / f"pid-{os.environ['RANK']}-{start}").write_text(str(os.getpid()))
+    torch.set_num_threads(1)
+    dist.init_process_group(timeout=30)
+    torch.manual_seed(1 + dist.get_rank())
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(1200, 20, generator=generator)
+    dist.all_reduce(torch.ones(4))
+    net = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 2))
+    model = dist.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+    data = TensorDataset(x, (x.sum(1) > 0).long())
+    sampler = dist.data.DistributedSampler(data, drop_last=True)  # type: ignore[arg-type]
+    loader = DataLoader(data, batch_size=8, sampler=sampler, drop_last=True)
+    state = dist.resilience.State(model=model, optimizer=optimizer)
+    pauses, before, last = [0.0], 0, time.monotonic()
+    for epoch in state.epochs(STEPS // len(loader)):
+        sampler.set_epoch(epoch)
+        for step in state.steps(loader):
+            with step:
+                images, labels = step.batch
+                optimizer.zero_grad()
+                F.cross_entropy(model(images), labels).backward()
+                if step.index == 20:
+                    dist.all_reduce(torch.ones(BIG))
+                optimizer.step()
+                time.sleep(STEP_S)
+            if state.lost > before:
+                pauses.append(time.monotonic() - last)
+                before = state.lost
+            last = time.monotonic()
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in net.parameters())
+    found = {"weights": hashlib.sha256(weights).hexdigest()[:16], "lost": state.lost, "pauses": pauses[1:]}
+    (folder / f"end-{os.environ['RANK']}").write_text(json.dumps(found))
+
+
+class Job:
+    """One job, and what is done to it."""
+
+    def __init__(self, verbose: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
+        words = [
+            sys.executable,
+            "-m",
+            "allranks",
+            "run",
+            "-n",
+            str(RANKS),
+            "--elastic",
+            "1",
+            "--respawns",
+            "100",
+            "--restarts",
+            "3",
+        ]
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            [*words, __file__, "--train", str(self.folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.output = ""
+        self.verbose = verbose
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            if self.verbose:
+                print("   ", line, end="", flush=True)
+
+    def pids(self) -> dict[str, int]:
+        """The newest process of each rank, by rank."""
+        found: dict[str, tuple[int, int]] = {}
+        for path in self.folder.glob("pid-*"):
+            _, rank, start = path.name.split("-")
+            text = path.read_text()
+            if text and (rank not in found or int(start) > found[rank][0]):
+                found[rank] = int(start), int(text)
+        return {rank: pid for rank, (_, pid) in found.items()}
+
+    def strike(self, number: int, ranks: list[str]) -> None:
+        pids = self.pids()
+        for rank in ranks:
+            if rank in pids and self.process.poll() is None:
+                try:
+                    os.kill(pids[rank], number)
+                except ProcessLookupError:
+                    continue
+                if self.verbose:
+                    print(f"--- {signal.Signals(number).name} to rank {rank}", flush=True)
+
+    def end(self) -> list[dict[str, object]]:
+        """Waits; returns what the ranks found."""
+        try:
+            self.process.wait(max(1.0, self.began + LONG_S - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.output += f"--- the job had not ended after {LONG_S:g} s\n"
+        self._reader.join()
+        found = [json.loads(path.read_text()) for path in sorted(self.folder.glob("end-*"))]
+        left = [pid for path in self.folder.glob("pid-*") if _alive(pid := int(path.read_text() or "0"))]
+        if left:
+            self.output += f"--- processes are left: {left}\n"
+            found = []
+        shutil.rmtree(self.folder)
+        return found
+
+
+def _alive(pid: int) -> bool:
+    if not pid:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def disturb(job: Job, pick: random.Random) -> int:
+    """Does several things to a job. Returns how many ranks were killed."""
+    killed = 0
+
+    def one() -> list[str]:
+        return [str(pick.randrange(RANKS))]
+
+    def kill(ranks: list[str]) -> None:
+        nonlocal killed
+        killed += len(ranks)
+        job.strike(signal.SIGKILL, ranks)
+
+    def two() -> None:
+        kill([str(rank) for rank in pick.sample(range(RANKS), 2)])
+
+    def during_recovery() -> None:
+        first, second = pick.sample(range(RANKS), 2)
+        kill([str(first)])
+        time.sleep(pick.random() * 0.4)
+        kill([str(second)])
+
+    def the_joiner() -> None:
+        (rank,) = one()
+        before = job.pids().get(rank)
+        kill([rank])
+        until = time.monotonic() + 5
+        while job.pids().get(rank) == before and time.monotonic() < until and job.process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(pick.random() * 0.3)
+        kill([rank])
+
+    def stop() -> None:
+        ranks = one()
+        job.strike(signal.SIGSTOP, ranks)
+        time.sleep(pick.random() * 0.7)
+        job.strike(signal.SIGCONT, ranks)
+
+    kinds: list[Callable[[], None]] = [lambda: kill(one()), lambda: kill(one()), two, during_recovery, the_joiner, stop]
+    while not job.pids() and job.process.poll() is None:
+        time.sleep(0.01)
+    time.sleep(pick.random() * 2.5)
+    for _ in range(pick.randint(1, 4)):
+        if job.process.poll() is not None:
+            break
+        pick.choice(kinds)()
+        time.sleep(0.2 + pick.random() * 1.2)
+    return killed
+
+
+def run(seed: int, right: str, verbose: bool) -> tuple[str, int, list[float]]:
+    """One job. Returns what it came to ("": right), how many ranks were killed, and the pauses."""
+    job = Job(verbose)
+    killed = disturb(job, random.Random(seed))
+    found = job.end()
+    pauses = [pause for each in found for pause in each["pauses"]]  # type: ignore[attr-defined]
+    if found and {each["weights"] for each in found} == {right} and job.process.returncode == 0:
+        return "", killed, pauses
+    if any(error in job.output for error in ERRORS) and job.process.returncode and killed > 1:
+        return "typed error", killed, pauses
+    ended = f"exit code {job.process.returncode}, weights {[each['weights'] for each in found]}"
+    return f"WRONG: {ended}\n{job.output}", killed, pauses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0:20", help="FIRST:END")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.train:
+        train(options.train)
+        return
+    first, end = map(int, options.seeds.split(":"))
+    undisturbed = Job(False)
+    right = {each["weights"] for each in undisturbed.end()}
+    if len(right) != 1:
+        sys.exit(f"the job without a fault ended with weights {right}:\n{undisturbed.output}")
+    (weights,) = right
+    results: dict[str, int] = {"right": 0, "typed error": 0, "wrong": 0}
+    kills, pauses, began = 0, [], time.monotonic()
+    for seed in range(first, end):
+        outcome, killed, more = run(seed, str(weights), options.verbose)
+        kills += killed
+        pauses += more
+        kind = "wrong" if outcome.startswith("WRONG") else outcome or "right"
+        results[kind] += 1
+        if kind == "wrong":
+            print(f"seed {seed}: {outcome}", flush=True)
+    seconds = time.monotonic() - began
+    longest = f", pauses median {statistics.median(pauses):.2f} s, longest {max(pauses):.2f} s" if pauses else ""
+    print(f"{end - first} jobs, {kills} ranks killed, {results}{longest}; {seconds:.0f} s", flush=True)
+    if options.json:
+        figures = {"jobs": end - first, "killed": kills, "results": results, "pauses_s": sorted(pauses)}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    sys.exit(results["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    main()
