@@ -146,3 +146,26 @@ def test_two_runs_of_a_step_draw_the_same_numbers() -> None:
     assert [index for index, _, _ in drawn] == [0, 1, 2, 3, 3, 4, 5]
     assert drawn[3] == drawn[4]
     assert len({value for _, value, _ in drawn}) == 6
+
+
+def test_a_rank_that_is_told_to_leave_finishes_its_step() -> None:
+    def main() -> Any:
+        first, sums = dist.get_rank(), []
+        state = dist.resilience.State(leave_on=[signal.SIGTERM])
+        try:
+            for step in state.steps(12):
+                with step:
+                    if first == 1 and step.index == 4:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    tensor = torch.tensor([10.0**first])
+                    dist.all_reduce(tensor)
+                    sums.append(tensor.item())
+        except SystemExit as end:
+            assert state.leaving
+            assert not dist.is_initialized()
+            return end.code, sums
+        return dist.get_world_size(), sums
+
+    first, second, third = run_ranks(3, main)
+    assert second == (0, [111.0] * 5)
+    assert first == third == (2, [111.0] * 5 + [101.0] * 7)

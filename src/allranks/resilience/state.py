@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks._api.world import close_groups, resolve_group
+from allranks._api.world import close_groups, destroy_process_group, resolve_group
 from allranks._base.errors import AllranksError, ExcludedError, UsageError
 from allranks._engines.prelude import LOSSES, Prelude
 from allranks._group.process_group import ProcessGroup
@@ -38,6 +39,7 @@ from allranks.resilience.changed import Changed
 __all__ = ["State", "Step"]
 
 _cuda: Any = torch.cuda  # its annotations are few
+_UNDONE, _LEAVES, _STAYS = range(3)  # what a rank says at the commit of a step, and what all come to
 _OVER = "over"  # the key, on the board, of a training that has ended
 
 
@@ -94,6 +96,9 @@ class State:
             the same numbers, on the process that takes a place, too.
         own: tensors on the CPU that have other values on each rank, such as a sum of losses. Another rank keeps them,
             as of the commit of each step.
+        leave_on: signals that announce the end of this process, such as ``signal.SIGTERM`` of a cloud that takes a host
+            back. After one the rank finishes its step, leaves, and ends with exit code 0; the others go on without it
+            and repeat nothing. Given in the main thread.
         parts: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``, tensors, and dicts
             of values that can be pickled. The same on all ranks, but for what each step computes anew. Optimizers
             commit the step by themselves, before their first ``step()``.
@@ -113,7 +118,9 @@ class State:
         the group, and the size of the state through shared memory or TCP.
     """
 
-    def __init__(self, *, reseed: bool = True, own: Sequence[Tensor] = (), **parts: Any) -> None:
+    def __init__(
+        self, *, reseed: bool = True, own: Sequence[Tensor] = (), leave_on: Sequence[int] = (), **parts: Any
+    ) -> None:
         for name, part in parts.items():
             handover.check_part(name, part)
         handover.check_own(own)
@@ -130,9 +137,17 @@ class State:
         self._buddies = Buddies(modules, own)
         self._changed = Changed(self.parts, modules, own)
         self.replaced = self.lost = 0
+        self._leaves = self._somebody_leaves = False
+        for number in leave_on:
+            signal.signal(number, self._take_notice)
         for part in self.parts.values():
             if isinstance(part, torch.optim.Optimizer):
                 part.register_step_pre_hook(self._before_optimizer)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this process was told to leave, and does so after the present step."""
+        return self._leaves
 
     @property
     def steps_done(self) -> int:
@@ -198,7 +213,10 @@ class State:
                 batches.take()
                 self._position.index += 1
                 self._position.done += 1
-            if step.broken:
+            if step.committed and step.leaves:
+                destroy_process_group()
+                raise SystemExit(0)
+            if step.broken or (step.committed and self._somebody_leaves):
                 self._recover()
 
     # --- what a step calls ---
@@ -220,9 +238,12 @@ class State:
         world, lineage = self._world, self._world.lineage
         if self._buddies.needed:
             self._buddies.exchange(world)
-        if world.size() > 1 and not world.agree(1):
-            raise _Undone
         assert self._step is not None
+        self._step.leaves = self._leaves
+        outcome = world.agree(_LEAVES if self._step.leaves else _STAYS)
+        if outcome == _UNDONE:
+            raise _Undone
+        self._somebody_leaves = outcome == _LEAVES
         self._step.committed = True
         if self._buddies.needed:
             self._buddies.commit(world, self._seats())
@@ -232,6 +253,9 @@ class State:
     def _seats(self) -> list[int]:
         lineage = self._world.lineage
         return [] if lineage is None else [seat for seat, _ in lineage.members]
+
+    def _take_notice(self, number: int, _: object) -> None:
+        self._leaves = True
 
     def _before_optimizer(self, *_: object) -> None:
         if self._step is not None and self._step.running and not self._step.committed:
@@ -358,7 +382,7 @@ class Step:
         self.batch = batch
         self.index = index
         self.committed = False
-        self.entered = self.running = self.broken = False
+        self.entered = self.running = self.broken = self.leaves = False
         self._state = state
 
     def commit(self) -> None:
