@@ -28,15 +28,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 RANKS = 3
-STEPS = 400
 STEP_S = 0.008
-LONG_S = 60.0
+LONG_S = 90.0
 BIG = 16 << 20  # numbers in the large all_reduce
 OVER = "has ended, as the others had gone on without it"
 ERRORS = ("all ranks that had the state of the training are lost", "ranks are left before the training loop")
 
 
-def train(folder: Path) -> None:
+def train(folder: Path, steps: int) -> None:
     """What the ranks run."""
     import torch
     import torch.nn.functional as F
@@ -61,7 +60,7 @@ def train(folder: Path) -> None:
     loader = DataLoader(data, batch_size=8, sampler=sampler, drop_last=True)
     state = dist.resilience.State(model=model, optimizer=optimizer)
     pauses, before, last = [0.0], 0, time.monotonic()
-    for epoch in state.epochs(STEPS // len(loader)):
+    for epoch in state.epochs(steps // len(loader)):
         sampler.set_epoch(epoch)
         for step in state.steps(loader):
             with step:
@@ -84,7 +83,7 @@ def train(folder: Path) -> None:
 class Job:
     """One job, and what is done to it."""
 
-    def __init__(self, verbose: bool) -> None:
+    def __init__(self, steps: int, verbose: bool = False) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
         words = [
             sys.executable,
@@ -102,7 +101,7 @@ class Job:
         ]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            [*words, __file__, "--train", str(self.folder)],
+            [*words, __file__, "--train", str(self.folder), "--steps", str(steps)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -115,10 +114,11 @@ class Job:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if self.verbose:
-                print("   ", line, end="", flush=True)
+        with self.process.stdout as lines:
+            for line in lines:
+                self.output += line
+                if self.verbose:
+                    print("   ", line, end="", flush=True)
 
     def pids(self) -> dict[str, int]:
         """The newest process of each rank, by rank."""
@@ -169,8 +169,8 @@ def _alive(pid: int) -> bool:
     return "zombie" not in Path(f"/proc/{pid}/status").read_text()
 
 
-def disturb(job: Job, pick: random.Random) -> int:
-    """Does several things to a job. Returns how many ranks were killed."""
+def disturb(job: Job, pick: random.Random, most: int) -> tuple[int, int]:
+    """Does up to so many things to a job. Returns how many, and how many ranks were killed."""
     killed = 0
 
     def one() -> list[str]:
@@ -210,50 +210,58 @@ def disturb(job: Job, pick: random.Random) -> int:
     while not job.pids() and job.process.poll() is None:
         time.sleep(0.01)
     time.sleep(pick.random() * 2.5)
-    for _ in range(pick.randint(1, 4)):
+    faults = 0
+    for _ in range(pick.randint(1, most)):
         if job.process.poll() is not None:
             break
         pick.choice(kinds)()
+        faults += 1
         time.sleep(0.2 + pick.random() * 1.2)
-    return killed
+    return faults, killed
 
 
-def run(seed: int, right: str, verbose: bool) -> tuple[str, int, list[float]]:
-    """One job. Returns what it came to ("": right), how many ranks were killed, and the pauses."""
-    job = Job(verbose)
-    killed = disturb(job, random.Random(seed))
+def undisturbed(steps: int) -> str:
+    """The weights of a job to which nothing is done."""
+    job = Job(steps)
+    (weights,) = {str(each["weights"]) for each in job.end()} or {job.output}
+    return weights
+
+
+def run(seed: int, right: str, steps: int, most: int, verbose: bool = False) -> tuple[str, int, int, list[float]]:
+    """One job. Returns what it came to ("": right), the number of faults and of ranks killed, and the pauses."""
+    job = Job(steps, verbose)
+    faults, killed = disturb(job, random.Random(seed), most)
     found = job.end()
     pauses = [pause for each in found for pause in each["pauses"]]  # type: ignore[attr-defined]
     # A rank that is killed behind the loop is not replaced: the training is over.
     all_there = len(found) == RANKS or OVER in job.output
     if found and all_there and {each["weights"] for each in found} == {right} and job.process.returncode == 0:
-        return "", killed, pauses
+        return "", faults, killed, pauses
     if any(error in job.output for error in ERRORS) and job.process.returncode and killed > 1:
-        return "typed error", killed, pauses
+        return "typed error", faults, killed, pauses
     ended = f"exit code {job.process.returncode}, weights {[each['weights'] for each in found]}"
-    return f"WRONG: {ended}\n{job.output}", killed, pauses
+    return f"WRONG: {ended}\n{job.output}", faults, killed, pauses
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:20", help="FIRST:END")
+    parser.add_argument("--steps", type=int, default=400, help="of each job, at least 10 ms each")
+    parser.add_argument("--most", type=int, default=4, help="faults in a job")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        train(options.train)
+        train(options.train, options.steps)
         return
     first, end = map(int, options.seeds.split(":"))
-    undisturbed = Job(False)
-    right = {each["weights"] for each in undisturbed.end()}
-    if len(right) != 1:
-        sys.exit(f"the job without a fault ended with weights {right}:\n{undisturbed.output}")
-    (weights,) = right
+    weights = undisturbed(options.steps)
     results: dict[str, int] = {"right": 0, "typed error": 0, "wrong": 0}
-    kills, pauses, began = 0, [], time.monotonic()
+    faults, kills, pauses, began = 0, 0, [], time.monotonic()
     for seed in range(first, end):
-        outcome, killed, more = run(seed, str(weights), options.verbose)
+        outcome, struck, killed, more = run(seed, weights, options.steps, options.most, options.verbose)
+        faults += struck
         kills += killed
         pauses += more
         kind = "wrong" if outcome.startswith("WRONG") else outcome or "right"
@@ -262,9 +270,15 @@ def main() -> None:
             print(f"seed {seed}: {outcome}", flush=True)
     seconds = time.monotonic() - began
     longest = f", pauses median {statistics.median(pauses):.2f} s, longest {max(pauses):.2f} s" if pauses else ""
-    print(f"{end - first} jobs, {kills} ranks killed, {results}{longest}; {seconds:.0f} s", flush=True)
+    print(f"{end - first} jobs, {faults} faults, {kills} ranks killed, {results}{longest}; {seconds:.0f} s", flush=True)
     if options.json:
-        figures = {"jobs": end - first, "killed": kills, "results": results, "pauses_s": sorted(pauses)}
+        figures = {
+            "jobs": end - first,
+            "faults": faults,
+            "killed": kills,
+            "results": results,
+            "pauses_s": sorted(pauses),
+        }
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     sys.exit(results["wrong"] > 0)
 

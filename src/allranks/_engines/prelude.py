@@ -302,7 +302,8 @@ class Prelude(Engine):
         return () if self.engine is None else self.engine.lost()
 
     def abort(self) -> None:
-        self._live("abort").abort()
+        if self.engine is not None:
+            self.engine.abort()
 
     def stats(self) -> Stats:
         return Stats(0, 0, 0.0, 0) if self.engine is None else self.engine.stats()

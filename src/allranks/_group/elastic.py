@@ -80,8 +80,8 @@ class _Beginning:
         group, lineage, old = self._group, self._lineage, prelude.engine
         assert group is not None
         before = list(lineage.members)
-        if old is not None and old.lost():
-            old.abort()
+        if old is not None:
+            old.abort()  # others may wait for this rank in a call
         found = lineage.succeed(
             lambda: frozenset(before[rank] for rank in (old.lost() if old is not None else ())),
             progress=BEFORE_THE_LOOP - prelude.calls,

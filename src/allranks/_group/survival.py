@@ -73,6 +73,7 @@ def advance(group: ProcessGroup, *, progress: int, replaces: bool, timeout_s: fl
         timeout_s: how long to wait for ranks that are not known to be lost.
     """
     lineage = _lineage(group, "go on after a loss")
+    group.abort()  # whatever has brought this rank here: others may wait for it in a call
     successor = _succeed(group, lineage, progress=progress, replaces=replaces, timeout_s=timeout_s)
     group._become(successor.engine, successor.rank, numbered(successor.members))
     if successor.rank == 0 and lineage.board.launched:

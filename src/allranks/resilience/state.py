@@ -170,6 +170,7 @@ class State:
             self._section = 0
             yield epoch
             self._position = _Position(epoch + 1, done=self._position.done)
+        self._section = 0
         for step in self.steps(1):  # so that no rank is past the loop while another may still need it
             with step:
                 pass

@@ -1,0 +1,101 @@
+"""``allranks run --elastic``: ranks that die are replaced, and the weights are those of an undisturbed run.
+
+The jobs and the faults are those of benchmarks/faults.py; a seed that fails is run again by
+``python benchmarks/faults.py --seeds SEED:SEED+1 --steps 500 --most 6 --verbose``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEPS = 500
+FAULTS = 6
+
+
+@functools.cache
+def _faults() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("faults", ROOT / "benchmarks" / "faults.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def _right() -> str:
+    weights = _faults().undisturbed(STEPS)
+    assert isinstance(weights, str)
+    assert len(weights) == 16, weights
+    return weights
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_faults(seed: int) -> None:
+    outcome, faults, _, _ = _faults().run(seed, _right(), STEPS, FAULTS)
+    assert outcome in ("", "typed error"), f"{faults} faults: {outcome}"
+
+
+PROGRAM = """
+import os, signal, sys
+import torch
+import allranks as dist
+
+dist.init_process_group(timeout=30)
+start = int(os.environ["ALLRANKS_START"])
+seen = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(seen)
+weight = torch.zeros(3)
+state = dist.resilience.State(weight=weight)
+dist.barrier()
+for step in state.steps(30):
+    with step:
+        if start == 0 and os.environ["RANK"] == "1" and step.index == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        gradient = torch.full((3,), step.index * (1.0 + dist.get_rank()))
+        dist.all_reduce(gradient)
+        step.commit()
+        weight += gradient
+print("end", dist.get_rank(), dist.get_world_size(), seen.item(), weight[0].item(), state.replaced, flush=True)
+"""
+
+
+def _run(folder: Path, *options: str, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
+    script = folder / "program.py"
+    script.write_text(program)
+    words = [sys.executable, "-m", "allranks", "run", "-n", "3", *options, script]
+    return subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_a_rank_is_replaced(tmp_path: Path) -> None:
+    done = _run(tmp_path, "--elastic", "2")
+    lines = sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line)
+    assert lines == [f"{rank} 3 6.0 {float(6 * sum(range(30)))} 1" for rank in range(3)], done
+    assert done.returncode == 0
+    assert "was killed by SIGKILL; started again (1 of 3)" in done.stderr
+
+
+def test_without_respawns_the_others_go_on(tmp_path: Path) -> None:
+    done = _run(tmp_path, "--elastic", "2", "--respawns", "0")
+    lines = sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line)
+    total = 6 * sum(range(12)) + 3 * sum(range(12, 30))
+    assert lines == [f"{rank} 2 6.0 {float(total)} 0" for rank in range(2)], done
+    assert done.returncode == 0
+
+
+def test_a_program_that_is_not_made_for_losses_ends_with_the_cause(tmp_path: Path) -> None:
+    program = PROGRAM.replace("for step in state.steps(30):", "for step in []:").replace(
+        "print(", "os.kill(os.getpid(), 9) if dist.get_rank() == 1 else dist.barrier()\nprint("
+    )
+    done = _run(tmp_path, "--elastic", "2", program=program)
+    assert done.returncode == 137, done
+    assert "rank 1" in done.stderr
+    assert "resilience" in done.stderr
