@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,12 +166,16 @@ class Group:
     def _life(self, process: Process) -> Generator[Any, Any, None]:
         generation, members, vote = 0, dict(self.members), process.vote
         newcomer = process.start > 0
+        out: Sequence[tuple[int, int]] = ()
         for _ in range(30):
             member = Member(process.seat, 1, "host", "machine", self.size)
             claim = Claim(process.seat, process.start, member, vote=vote, progress=-1 if newcomer else 5)
-            machine = Succession(PREFIX, generation, claim, members, self.launched, self.replaces, self.now, TIMEOUT_S)
+            machine = Succession(
+                PREFIX, generation, claim, members, self.launched, self.replaces, self.now, TIMEOUT_S, out=out
+            )
             decision = yield from machine.steps()
             process.decisions.append(decision)
+            out = decision.out
             generation, members = decision.generation, {c.seat: c.start for c in decision.claims}
             rank = decision.rank_of(*process.key)
             if rank is None:

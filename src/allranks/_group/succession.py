@@ -61,6 +61,7 @@ class Lineage:
         generation: its number.
         vote: this rank's agreements in it.
         decided: the next generation, if it has been decided already.
+        out: who was left out of earlier generations.
     """
 
     board: Board
@@ -73,6 +74,7 @@ class Lineage:
     generation: int = 0
     vote: Vote = field(default_factory=Vote)
     decided: Decision | None = None
+    out: Sequence[tuple[int, int]] = ()
     _own: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +122,7 @@ class Lineage:
                 time.monotonic(),
                 self.timeout_s if timeout_s is None else timeout_s,
                 self.board.where,
+                self.out,
             )
             self.decided = self.board.drive(machine.steps(), look)
         return self.decided
@@ -175,6 +178,7 @@ class Lineage:
         """The generation that was decided is the present one."""
         self.members = [(claim.seat, claim.start) for claim in decision.claims]
         self.generation = decision.generation
+        self.out = decision.out
         self.vote = Vote(decision.ended, decision.outcome)
         self.decided = None
 

@@ -82,6 +82,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
         ended: the number of the last agreement of the generation before.
         outcome: what that came to.
         least: the number of ranks without which the job does not go on.
+        out: members of earlier generations that are none any more: seat and start. Nobody waits for them again.
     """
 
     generation: int
@@ -89,6 +90,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     ended: int
     outcome: int
     least: int
+    out: tuple[tuple[int, int], ...] = ()
 
     def rank_of(self, seat: int, start: int) -> int | None:
         """The rank of a process; None if it is not a member."""
@@ -109,6 +111,7 @@ class Succession:
         began: the time now.
         timeout_s: how long to wait for members that are not known to be lost.
         where: what errors call the store.
+        out: those who were left out before.
     """
 
     prefix: str
@@ -120,6 +123,7 @@ class Succession:
     began: float
     timeout_s: float
     where: str = "the store"
+    out: Sequence[tuple[int, int]] = ()
     _now: float = field(init=False, default=0.0)
     _table: SeatTable | None = field(init=False, default=None)
     _claims: dict[tuple[int, int], Claim] = field(init=False, default_factory=dict)
@@ -172,6 +176,8 @@ class Succession:
             return {} if self.launched else dict.fromkeys(self.members.items(), True)
         found: dict[tuple[int, int], bool] = {}
         for seat in table.seats:
+            if (seat.number, seat.start) in self.out:
+                continue
             if seat.state != GONE and (self.replaces or self.members.get(seat.number) == seat.start):
                 found[seat.number, seat.start] = seat.state != OPTIONAL
         return found
@@ -197,12 +203,15 @@ class Succession:
                 return None
 
     def _lost(self) -> set[tuple[int, int]]:
-        """Members that others have seen to be lost. Where there is a launcher it has the word, for some seconds."""
-        seen = {tuple(pair) for claim in self._claims.values() for pair in claim.lost}
+        """Members that others have seen to be lost. Where there is a launcher it has the word, for some seconds.
+
+        Who has claimed is not lost, whatever others see: it has left the group's engine, or the network between is cut.
+        """
+        seen = {pair for claim in self._claims.values() for pair in claim.lost if pair not in self._claims}
         for pair in seen:
-            self._seen.setdefault(pair, self._now)  # type: ignore[arg-type]
+            self._seen.setdefault(pair, self._now)
         patience_s = UNCONFIRMED_S if self.launched else 0.0
-        return {pair for pair, at in self._seen.items() if self._now >= at + patience_s}
+        return {pair for pair in seen if self._now >= self._seen[pair] + patience_s}
 
     def _taken(self) -> dict[tuple[int, int], bool]:
         without = {seat for claim in self._claims.values() for seat in claim.without}
@@ -224,7 +233,9 @@ class Succession:
         claims = [self._claims[each] for each in sorted(self._taken()) if each in self._claims]
         ended, outcome = _settle([claim for claim in claims if claim.progress >= 0])
         least = 1 if self._table is None else self._table.least
-        mine = Decision(self.generation + 1, tuple(claims), ended, outcome, least)
+        members = {(claim.seat, claim.start) for claim in claims}
+        out = sorted({*self.out, *self.members.items()} - members)
+        mine = Decision(self.generation + 1, tuple(claims), ended, outcome, least, tuple(out))
         answer = yield from self._ask(CompareSet(self._decision, b"", msgspec.msgpack.encode(mine)))
         assert isinstance(answer, Found)
         assert answer.values[0] is not None
