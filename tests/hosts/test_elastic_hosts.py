@@ -79,3 +79,67 @@ def test_the_same_command_on_each_host(job: Jobs) -> None:
     assert [each.code for each in done] == [0, 0], done
     assert "started again (1 of 3)" in done[0].err
     assert "start 1 node1" in done[1].out
+
+
+SPARE = """
+import socket
+say("start", start, socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"])
+if start:
+    say("master", os.environ["MASTER_ADDR"])
+if rank == max(LOST) and start == 1:
+    die()
+wait_for(max(LOST), 2, "running")
+"""
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_ranks_of_a_lost_host_are_started_on_a_spare_one(job: Jobs, lost: int) -> None:
+    ranks = (0, 1) if lost == 0 else (2, 3)
+    script = job.write(SEAT_WATCH + f"LOST = {ranks}\n" + SPARE)
+    words = ("-H", "node0:2,node1:2,node2:2", "--elastic", "3", "--spares", "1", script)
+    process = job.start(1 - lost, *words)
+    first = read_until(process, 4)
+    for pid in job.on(lost, "agents.serve"):
+        os.kill(pid, signal.SIGKILL)
+    done = finish(process)
+    assert done.code == 0, done.err
+    assert sorted(first) == [f"[node{r // 2}:{r}] start 0 node{r // 2} {r % 2} {r // 2}" for r in range(4)]
+    again = [f"[node2:{r}] start {1 + n} node2 {r % 2} {lost}" for r in ranks for n in range(1 + (r == max(ranks)))]
+    leader = job.hosts.hosts[2 if lost == 0 else 0].address
+    masters = [f"[node2:{r}] master {leader}" for r in ranks for n in range(1 + (r == max(ranks)))]
+    assert done.lines == sorted(again + masters)
+    lines = [line for line in without_pids(done.err) if "start" in line]
+    assert lines[0].endswith(f"; ranks {ranks[0]}-{ranks[1]} are started on node2")
+    assert lines[1] == f"rank {ranks[1]} (host node2, pid N) was killed by SIGKILL; started again (1 of 3)"
+
+
+def test_a_spare_host_is_lost(job: Jobs) -> None:
+    body = """
+say("up")
+await_key("end")
+"""
+    script = job.write(SEAT_WATCH + body)
+    process = job.start(0, "-H", "node0:2,node1", "--elastic", "2", "--spares", "1", script)
+    read_until(process, 2)
+    for pid in job.on(1, "agents.serve"):
+        os.kill(pid, signal.SIGKILL)
+    assert process.stderr is not None
+    line = process.stderr.readline().decode()
+    assert line.startswith("allranks run: node1: ")
+    assert line.endswith("; no spare host is left\n")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process).code == 143
+
+
+def test_spares_of_an_allocation_of_one_host(job: Jobs) -> None:
+    script = job.write("pass")
+    for words, text in (
+        (("-H", "node0,node1", "--elastic", "1", "--spares", "2"), "--spares 2: there are 2 hosts, and at least one"),
+        (("-n", "2", "--elastic", "1", "--spares", "1"), "--spares 1: for several hosts, and there is only localhost"),
+        (("-H", "node0,node1", "--spares", "1"), "--spares is for a job that goes on after a loss: add --elastic MIN"),
+    ):
+        done = job.run(0, *words, script)
+        assert done.code == 2
+        assert text in done.err
+    done = job.run(0, "-H", "node0:2,node1,node2", "--elastic", "1", "--spares", "1", "--dry-run", script)
+    assert done.out.splitlines()[1:] == ["  node0  ranks 0-1", "  node1  rank 2", "  node2  none"]

@@ -21,6 +21,7 @@ from allranks.launch.policy.interface import (
     PublishSeats,
     RestartRank,
     SignalRanks,
+    StartElsewhere,
 )
 from allranks.launch.policy.round import LEAVE_S, Phase
 from allranks.launch.policy.seats import Elastic
@@ -42,12 +43,14 @@ class ElasticRound(SimulatedRound):
         starts: how often each rank was asked for.
         ended: ranks that ended with code 0, as far as the launcher knows.
         echoed: a rank failed because of another's loss, and the launcher knows.
+        unused: spare hosts that have no ranks yet.
         lonely: no rank ran when one was lost, as far as the launcher knew.
     """
 
     def __init__(self, job: Job, hosts: list[Host], began: float) -> None:
         super().__init__(job, hosts, began)
         self.table: SeatTable | None = None
+        self.unused = list(self.seats.spares)
         self.asked: set[int] = set()
         self.starts = dict.fromkeys(self.ranks, 0)
         self.ended: set[int] = set()
@@ -55,6 +58,8 @@ class ElasticRound(SimulatedRound):
         self.echoes = job.rng.choice([0.0, 0.0, 0.0, 0.3])
         self.excluded: set[int] = set()  # pids
         self.lost_events: set[str] = set()
+        self.asked_at: dict[int, Host] = {}
+        self.respawned = dict.fromkeys(self.ranks, 0)
         self.late: set[int] = set()
         self.continued_at = 0.0  # after the launcher was stopped
 
@@ -100,7 +105,9 @@ class ElasticRound(SimulatedRound):
         super().end(process, status)
 
     def restart(self, rank: int) -> None:
-        host = next(host for host in self.hosts if rank in host.ranks)
+        self.start_again(rank, self.asked_at[rank])
+
+    def start_again(self, rank: int, host: Host) -> None:
         if host.lost or self.watch.finished:
             return
         if self.processes[rank].alive:
@@ -121,12 +128,14 @@ class ElasticRound(SimulatedRound):
         last = {event.rank: event for event in self.inbox if isinstance(event, (Exited, RankRestarted))}
         there = (self.watch.running - exited) | (self.asked - again - exited)
         there |= {rank for rank, event in last.items() if isinstance(event, RankRestarted)}
-        if (ranks := tuple(rank for rank in host.ranks if rank in there)) and not self.watch.finished:
+        ranks = tuple(rank for rank in host.ranks if rank in there)
+        if (ranks or host.name in self.unused) and not self.watch.finished:
             self.lose_ranks(host, ranks)
 
     def lose_ranks(self, host: Host, ranks: tuple[int, ...]) -> None:
         event = HostLost(host.name, ranks, f"{host.name}: the connection is gone")
-        self.note(event, host)
+        if ranks:
+            self.note(event, host)
         self.inbox.append(event)
 
     # The launcher.
@@ -143,14 +152,37 @@ class ElasticRound(SimulatedRound):
             self.check_restart(action)
             self.asked.add(action.rank)
             self.starts[action.rank] += 1
+            self.respawned[action.rank] += 1
             host = next(host for host in self.hosts if action.rank in host.ranks)
+            self.asked_at[action.rank] = host
             if host.name in self.lost_events:
                 self.lose_ranks(host, (action.rank,))
+        if isinstance(action, StartElsewhere):
+            self.start_elsewhere(action)
         kill_at = self.watch.kill_at
         super().perform(action)
         if isinstance(action, SignalRanks) and action.number == signal.SIGKILL and self.well:
             self.check_single_kill(action)
             self.watch.kill_at = kill_at  # that of the round
+
+    def start_elsewhere(self, action: StartElsewhere) -> None:
+        lost = next(host for host in self.hosts if host.name == action.lost)
+        spare = next(host for host in self.hosts if host.name == action.spare)
+        ranks = tuple(sorted(action.starts))
+        if not lost.lost or spare.name not in self.unused or not self.well:
+            raise Wrong(f"{action}: unused spare hosts are {self.unused}")
+        if not self.watch.running:
+            raise Wrong(f"{action}, and no rank has the state of the program")
+        self.unused.remove(spare.name)
+        lost.ranks, spare.ranks = (), ranks
+        for rank in ranks:
+            self.asked.add(rank)
+            self.starts[rank] += 1
+            self.at(self.now + self.rng.random(), self.start_again, rank, spare)
+        if action.starts != {rank: self.starts[rank] for rank in ranks}:
+            raise Wrong(f"{action}, and ranks were started {self.starts} times")
+        if spare.name in self.lost_events:
+            self.lose_ranks(spare, ranks)
 
     def observe(self, event: Event, before: Before) -> None:
         super().observe(event, before)
@@ -229,7 +261,7 @@ class ElasticRound(SimulatedRound):
         seat = self.table.find(rank) if self.table is not None else None
         if not others or rank in self.watch.running or rank in self.asked:
             raise Wrong(f"{action}: {self.watch.running} run, and {self.asked} were asked for")
-        if self.starts[rank] >= self.seats.respawns:
+        if self.respawned[rank] >= self.seats.respawns:
             raise Wrong(f"rank {rank} is started again more than {self.seats.respawns} times")
         if seat is None or seat.state != STARTING or action.environ != {START: str(seat.start)}:
             raise Wrong(f"{action}, and the table says {seat}")
@@ -300,5 +332,7 @@ class ElasticJob(Job):
 
     def new_round(self, hosts: list[Host], began: float) -> SimulatedRound:
         count = sum(len(host.ranks) for host in hosts)
-        self.seats = Elastic(self.rng.randrange(1, count + 1), self.rng.choice([0, 1, 3]))
+        spares = [] if self.local else [f"spare{number}" for number in range(self.rng.choice([0, 0, 1, 2]))]
+        self.seats = Elastic(self.rng.randrange(1, count + 1), self.rng.choice([0, 1, 3]), tuple(spares))
+        hosts += [Host(name, (), self.rng.choice([0.0005, 0.1])) for name in spares]
         return ElasticRound(self, hosts, began)

@@ -83,6 +83,8 @@ class Host:
         ranks: what it runs in this round.
         running: those of them whose process is not gone.
         starting: those that are being started again.
+        addresses: its own, for other hosts, as its agent has reported them.
+        started: the last command to start ranks there; None where none was sent.
         offset: added to its clock gives ours.
     """
 
@@ -97,6 +99,8 @@ class Host:
     ranks: range = range(0)
     running: set[int] = field(default_factory=set)
     starting: set[int] = field(default_factory=set)
+    addresses: tuple[str, ...] = ()
+    started: Start | None = None
     offset: float = math.inf
     start_again: Callable[[], Host] | None = None
     answer: Ready | Unable | Finished | None = None
@@ -335,14 +339,35 @@ class AgentPool:
         return [host.answer for host in self.hosts if isinstance(host.answer, Ready)]
 
     def start(self, commands: Sequence[Start]) -> None:
-        """Has all hosts start their ranks."""
+        """Has all hosts start their ranks. A spare host, which has none, gets no command yet."""
         for host, command in zip(self.hosts, commands, strict=True):
             host.answer = None
+            host.started = command
             host.ranks = range(command.first, command.first + command.count)
             host.running = set(host.ranks)
             host.starting.clear()
         for host, command in zip(self.hosts, commands, strict=True):
-            self._send(host, command)
+            if command.count:
+                self._send(host, command)
+
+    def start_elsewhere(self, lost: str, spare: str, starts: Mapping[int, int]) -> None:
+        """Starts ranks of a lost host on a spare one.
+
+        Args:
+            lost: the lost host.
+            spare: the spare one.
+            starts: the ranks; see ``Start``.
+        """
+        old = next(host for host in self.hosts if host.name == lost and set(starts) <= set(host.ranks))
+        new = next(host for host in self.hosts if host.name == spare and not host.ranks)
+        assert old.started is not None
+        leader = new.addresses if 0 in starts else old.started.leader
+        command = msgspec.structs.replace(old.started, starts=dict(starts), leader=leader)
+        new.ranks, new.starting, new.started = old.ranks, set(starts), command
+        old.ranks = range(0)
+        if new.link is None:
+            self._lose_ranks(new)
+        self._send(new, command)
 
     # What an agent has, too.
 
@@ -623,7 +648,8 @@ class AgentPool:
                 host.answer = message
                 if isinstance(message, Ready):
                     host.update_clock(message.now)
-                elif isinstance(message, Unable) and host.ranks and host.running:
+                    host.addresses = message.addresses
+                elif isinstance(message, Unable) and (host.running or host.starting):
                     self._lose(host, f"{host.name}: {message.why}")
             case Failed(rank, pid, report):
                 at = report.at + host.offset if report.at else time.monotonic()
@@ -703,12 +729,17 @@ class AgentPool:
                 self._reap(host.process)
         host.why = why
         host.answer = None
-        if gone := sorted(host.running | host.starting):
-            self._events.append(HostLost(host.name, tuple(gone), why))
-            for rank in gone:
-                self._forward_to_master(Ended(rank, 0, why))
-            host.running.clear()
-            host.starting.clear()
+        if host.running or host.starting or (host.started is not None and not host.started.count):
+            self._lose_ranks(host)
+
+    def _lose_ranks(self, host: Host) -> None:
+        """Of a spare host, none."""
+        gone = sorted(host.running | host.starting)
+        self._events.append(HostLost(host.name, tuple(gone), host.why))
+        for rank in gone:
+            self._forward_to_master(Ended(rank, 0, host.why))
+        host.running.clear()
+        host.starting.clear()
 
     def _settle(self, gone: list[Host]) -> None:
         """Gives the others a moment to fail too, so that one message names all."""

@@ -43,7 +43,7 @@ from allranks.launch.ranks.preload import preload
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.reporter import Reporter
 from allranks.launch.signals import FORWARDED, handled
-from allranks.launch.spec.events import Asked, Event, Exited, Output, RestartRank, StopRequested
+from allranks.launch.spec.events import Asked, Event, Exited, Output, RankRestarted, RestartRank, StopRequested
 from allranks.launch.spec.messages import (
     Answered,
     Command,
@@ -216,8 +216,9 @@ class AgentServer:
         screen = self._show(command) if self._show is not None else None
         stdio = command.stdio if screen is None else screen.stdio()
         plan = Plan(
-            *(prepared.nproc, prepared.ranks, environ, stdio, command.first, self._seats),
+            *(command.count, prepared.ranks, environ, stdio, command.first, self._seats),
             role_first=command.role_first,
+            starts=command.starts,
         )
         agent = Agent(plan, guard)
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
@@ -236,12 +237,14 @@ class AgentServer:
             screen.open()
         if self._server is not None:
             self._server.start()
+        for started in command.starts:
+            self._link.send(RankRestarted(started))
         self._watch(agent, prepared.ranks.signals)
         return None
 
     def _environ(self, prepared: Prepare, command: Start) -> dict[str, str]:
         share = Share(
-            prepared.nproc,
+            command.count,
             command.world_size,
             command.node,
             command.nodes,

@@ -139,6 +139,7 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
         metrics=args.metrics,
         statistics=args.stats or args.metrics is not None,
         elastic=args.elastic,
+        spares=args.spares,
         respawns=_RESPAWNS if args.respawns is None else args.respawns,
     )
 
@@ -151,6 +152,8 @@ def _check_elastic(args: argparse.Namespace) -> None:
     """
     if args.elastic is None and args.respawns is not None:
         raise ConfigError("--respawns is for a job that goes on after a loss: add --elastic MIN")
+    if args.elastic is None and args.spares:
+        raise ConfigError("--spares is for a job that goes on after a loss: add --elastic MIN")
     if args.elastic is not None and args.mode == "master":
         raise ConfigError(
             "--elastic is for ranks that are all alike. With --mode master a worker may be lost anyway, and"
@@ -245,6 +248,8 @@ def _add_elastic(add: Callable[..., Any]) -> None:
     )
     shown = f"with --elastic: start each lost rank again, up to K times (default {_RESPAWNS}; 0: go on without it)"
     add("--respawns", type=_whole, metavar="K", help=shown)
+    shown = "with --elastic, of several hosts: the last N run no rank at first; a lost host's ranks are started there"
+    add("--spares", type=_whole, default=0, metavar="N", help=shown)
 
 
 def _parser() -> argparse.ArgumentParser:

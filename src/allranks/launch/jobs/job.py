@@ -146,6 +146,8 @@ def _check_number(options: Options, nodes: tuple[int, int] | None) -> None:
 
 
 def _run_here(options: Options, host: Slots) -> int | Rank:
+    if options.spares:
+        raise ConfigError(f"--spares {options.spares}: for several hosts, and there is only {host.name}")
     if options.nodes is not None and options.nodes[0] > 1:
         raise ConfigError(f"{options.nodes[0]} hosts were asked for (-N), and there is only {host.name}")
     gpus = len(visible_gpus(os.environ)) if options.per_host == "gpu" else 0

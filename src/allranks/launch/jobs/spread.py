@@ -98,6 +98,7 @@ def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) 
             f"{least} hosts were asked for (-N), and there are {len(hosts)}: {', '.join(map(str, hosts))}"
         )
     hosts = hosts[:most]
+    hosts, spares = _split(hosts, options.spares)
     if least < len(hosts) and options.nproc is not None:
         fewest = sorted(hosts, key=lambda host: 1 if host.count is None else host.count)[:least]
         try:
@@ -117,15 +118,27 @@ def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) 
         words: list[int | str] = [count for count in counts if count]
     else:
         words = ["one rank for each CPU" if options.per_host == "auto" else "one rank for each GPU"] * len(hosts)
+    hosts, words = [*hosts, *spares], [*words, *(0 for _ in spares)]
     if options.dry_run:
         print(describe_plan([host.name for host in hosts], words, f"by {command.name}", options.target.words()))
         return 0
-    job = Job(options, least, len(hosts))
+    job = Job(options, least if options.nodes is not None else len(hosts), len(hosts))
     try:
         job.open_by(command, hosts)
         return job.run()
     finally:
         job.close()
+
+
+def _split(hosts: Sequence[Slots], spares: int) -> tuple[Sequence[Slots], Sequence[Slots]]:
+    """Those that run ranks, and those that are spare.
+
+    Raises:
+        ConfigError: no host would run ranks.
+    """
+    if spares >= len(hosts):
+        raise ConfigError(f"--spares {spares}: there are {len(hosts)} hosts, and at least one must run ranks")
+    return hosts[: len(hosts) - spares], hosts[len(hosts) - spares :]
 
 
 def lead(options: Options, nodes: tuple[int, int], name: str, ports: Sequence[int], secret: bytes) -> int:
@@ -485,7 +498,7 @@ class Job:
         prepare = [
             msgspec.structs.replace(
                 # Where host 0 is gone, another is what MASTER_ADDR names.
-                _prepare_of(options, count, self.master if pool.hosts[0].place == 0 else ""),
+                _prepare_of(options, count or max(counts), self.master if pool.hosts[0].place == 0 else ""),
                 secret=secret if host.process is not None else b"",  # it is not sent over a plain TCP connection
                 salt=self.salt,
                 serves=number == self.first == 0 and not elastic,
@@ -530,14 +543,14 @@ class Job:
             command=options.target.words(),
             restart=self.restart,
             statistics=(options.stats, options.metrics),
-            elastic=elastic_rules(options),
+            elastic=elastic_rules(options, [host.name for host, count in zip(pool, counts, strict=True) if not count]),
             store=server,
         )
         self.supervisor = supervisor
         options.reporter.detail(f"the store is at {', '.join(start[0].stores) or 'a unix socket there'}")
         for host, command in zip(pool, start, strict=True):
             ranks = rank_list(range(command.first, command.first + command.count))
-            options.reporter.detail(f"{host.name} starts {ranks}")
+            options.reporter.detail(f"{host.name} starts {ranks}" if command.count else f"{host.name} is spare")
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
         grows = self.elastic and options.elastic is None and len(pool.hosts) < self.most
@@ -585,7 +598,7 @@ class Job:
                 count=count,
                 world_size=self.world_size,
                 node=number,
-                nodes=len(counts),
+                nodes=sum(map(bool, counts)),
                 stores=stores,
                 port=self.port or ready.port,
                 run=self.run_id,
@@ -601,11 +614,19 @@ class Job:
 
     def _counts(self) -> list[int]:
         """How many ranks each host gets in this round."""
+        slots, spares = _split([Slots(host.name, host.slots) for host in self.pool], self._spares)
+        return [*self._counts_of(slots), *(0 for _ in spares)]
+
+    @property
+    def _spares(self) -> int:
+        """How many hosts are spare in this round: those that are there beyond what the job began with."""
+        return max(0, self.options.spares - (self.most - len(self.pool.hosts)))
+
+    def _counts_of(self, slots: Sequence[Slots]) -> list[int]:
         options, pool = self.options, self.pool
-        slots = [Slots(host.name, host.slots) for host in pool]
         if pool.by_callers and options.nproc is None:  # each host's own command line has the number
             return [1 if slot.count is None else slot.count for slot in slots]
-        has = [(host.hello.cpus, host.hello.gpus or 0) for host in pool if host.hello is not None]
+        has = [(host.hello.cpus, host.hello.gpus or 0) for host in pool if host.hello is not None][: len(slots)]
         counts = share_out(slots, options.nproc, options.per_host, has, strict=bool(options.hosts))
         if not all(counts):  # of hosts that were asked for one by one
             raise ConfigError(

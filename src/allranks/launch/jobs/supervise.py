@@ -57,6 +57,7 @@ from allranks.launch.policy.interface import (
     ReclaimTerminal,
     SignalRanks,
     SignalReceived,
+    StartElsewhere,
     StatesAsked,
     StopLauncher,
     TerminalLent,
@@ -356,7 +357,7 @@ class Supervisor:
                     self._screen.print_lines(ranks, [line.encode() for line in lines])
             case PrintNotice(diagnosis, texts):
                 places = {rank: stacks.main_place(text.decode(errors="replace")) for rank, text in texts.items()}
-                for line in diagnosis.lines(dict(enumerate(self._round.rules.hosts)), places):
+                for line in diagnosis.lines(dict(enumerate(self._round.hosts)), places):
                     self._reporter.report(line)
             case AnswerStates():
                 self._answer(action)
@@ -368,6 +369,10 @@ class Supervisor:
                 self._agent.inspect(list(chosen), recent)
             case RestartRank():
                 self._agent.restart(action)
+            case StartElsewhere(lost, spare, starts):
+                assert isinstance(self._agent, AgentPool)
+                self._screen.move(starts, spare)
+                self._agent.start_elsewhere(lost, spare, starts)
             case PublishSeats(seats):
                 assert self._store is not None
                 self._store.put(TABLE_KEY, seats.encode())
@@ -396,7 +401,7 @@ class Supervisor:
         """Prints the last calls of ranks, where they have made some, and writes all that is known to a file."""
         if outcome.ending is not Ending.FAILED or not any(state.last is not None for state in outcome.states):
             return
-        hosts = self._round.rules.hosts
+        hosts = self._round.hosts
         said = describe_calls(outcome, hosts)
         for line in said:
             self._reporter.remark(line)
@@ -407,7 +412,7 @@ class Supervisor:
 
     def _answer(self, action: AnswerStates) -> None:
         places = {rank: stacks.main_place(text.decode(errors="replace")) for rank, text in action.stacks.items()}
-        hosts = tuple(self._round.rules.hosts)
+        hosts = tuple(self._round.hosts)
         answer = Answer(
             launcher=os.getpid(),
             launcher_host=socket.gethostname(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import TextIO
@@ -90,14 +90,17 @@ class Screen:
         self._merged = streams is None and os.path.sameopenfile(1, 2)
         # The output of a single rank needs no prefix: it passes as that rank writes it.
         alone = display.show == "0"
-        names = Names(world_size or len(self.ranks), hosts)
+        self._hosts = None if hosts is None else list(hosts)  # changes when ranks move
+        names = Names(world_size or len(self.ranks), self._hosts)
         self._names = names
         self._prefix_width = (0 if alone else names.width) + len(self._stamp())
         collapse = {"auto": len(self._shown) >= _MANY, "always": len(self._shown) > 1, "never": False}[display.collapse]
         self._collapsers: dict[int, Through] = {}
+        self._prefixes: list[tuple[Names, dict[int, bytes]]] = []
         for fd in (1,) if self._merged else (1, 2):
             names = replace(names, colour=colour and os.isatty(fd))
             prefixes = dict.fromkeys(self.ranks, b"") if alone else names.each(self.ranks)
+            self._prefixes += [] if alone else [(names, prefixes)]
             renderer = Live(prefixes, _window(fd)[1], stdin) if self._live(fd) else Plain(prefixes)
             of = (lambda ranks: b"") if alone else names.of
             self._collapsers[fd] = Collapse(renderer, of, self._shown) if collapse else Through(renderer, of)
@@ -105,6 +108,15 @@ class Screen:
         self._tails: dict[int, deque[bytes]] = {rank: deque(maxlen=_TAIL_LINES) for rank, _ in self._hidden_streams}
         self._bare = {stream: Plain(dict.fromkeys(self.ranks, b"")) for stream in (1, 2)}  # lines for files and tails
         self._apart = Plain(dict.fromkeys(self.ranks, b""))  # stderr that comes by itself and goes where stdout goes
+
+    def move(self, ranks: Iterable[int], host: str) -> None:
+        """These ranks are on another host from now on."""
+        assert self._hosts is not None
+        moved = [rank for rank in ranks if rank in self._mine]
+        for rank in moved:
+            self._hosts[rank] = host
+        for names, prefixes in self._prefixes:
+            prefixes |= names.each(moved)
 
     def open(self) -> None:
         """Makes ready to write. After the ranks are forked, so that none keeps our reader waiting for its end."""

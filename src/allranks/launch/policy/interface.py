@@ -46,6 +46,7 @@ __all__ = [
     "RestartRank",
     "SignalRanks",
     "SignalReceived",
+    "StartElsewhere",
     "StatesAsked",
     "StopLauncher",
     "TerminalLent",
@@ -237,6 +238,21 @@ class InspectRanks:
 
 
 @dataclass(frozen=True)
+class StartElsewhere:
+    """Start the ranks of a lost host on a spare one. Each comes as ``RankRestarted``.
+
+    Attributes:
+        lost: the lost host.
+        spare: the spare one.
+        starts: how many processes had the seat of each rank before. Ranks that are not there are not started.
+    """
+
+    lost: str
+    spare: str
+    starts: Mapping[int, int]
+
+
+@dataclass(frozen=True)
 class PublishSeats:
     """Put the table of seats into the store of the job, where ranks read it. Before any later action."""
 
@@ -337,6 +353,7 @@ Action: TypeAlias = (
     | DumpStacks
     | InspectRanks
     | RestartRank
+    | StartElsewhere
     | PublishSeats
     | LendTerminal
     | ReclaimTerminal

@@ -57,6 +57,7 @@ from allranks.launch.policy.interface import (
     ReclaimTerminal,
     SignalRanks,
     SignalReceived,
+    StartElsewhere,
     StatesAsked,
     StopLauncher,
     TerminalLent,
@@ -190,8 +191,14 @@ class Round:
         self._phase_ends_at = 0.0
         self._outcome = Outcome(Ending.CLEAN, 0)
         self._seats: Seats | None = None  # of an elastic round
+        self._hosts = list(rules.hosts)  # where each rank is now
         self._reports: dict[int, Failure] = {}  # there, of ranks that are on their way out
         self._leaving: dict[int, float] = {}  # when those are killed
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The host of each rank, if there are several."""
+        return self._hosts
 
     @property
     def stopping(self) -> bool:
@@ -325,11 +332,11 @@ class Round:
         self.running.difference_update(event.ranks)
         if self._request is not None:
             self._request.awaited.difference_update(event.ranks)
-        if all(map(self._may_fail, event.ranks)):
-            self._print(event.why)
-        elif not self.stopping and self._seats is not None:
+        if self._seats is not None and not self.stopping:
             self._take_elastic_loss(event, self._seats)
-        elif not self.stopping:
+        elif event.ranks and all(map(self._may_fail, event.ranks)):
+            self._print(event.why)
+        elif not self.stopping and event.ranks:
             lost = Failure(event.ranks[0], 0, LOST_CODE, self._now, host=event.host, lost=event.why)
             self._root_cause.add(lost)
         elif self._killed_at is not None:
@@ -386,25 +393,43 @@ class Round:
             if reported is not None and reported.report is not None:
                 self._actions.append(PrintReport(rank, reported.report.text))
             if again:
-                start = seats.start_of(rank)
-                self._print(f"{failure}; started again ({start} of {seats.respawns})", Level.REMARK)
-                self._actions.append(RestartRank(rank, {START: str(start)}))
+                how_often = f"{seats.respawned(rank)} of {seats.respawns}"
+                self._print(f"{failure}; started again ({how_often})", Level.REMARK)
+                self._actions.append(RestartRank(rank, {START: str(seats.start_of(rank))}))
             else:
                 self._go_on(str(failure), seats)
         self._give_up_starting(seats)
 
     def _take_elastic_loss(self, event: HostLost, seats: Seats) -> None:
-        for rank in event.ranks:
+        if event.host in seats.spares:
+            seats.spares.remove(event.host)
+            self._print(f"{event.why}; {_spares(seats.spares)} left", Level.REMARK)
+            return
+        # A rank that was being started there is lost, too, and the pool tells of it once more.
+        starting = [rank for rank in seats.starting if rank not in event.ranks]
+        there = [rank for rank in sorted((*event.ranks, *starting)) if self._hosts[rank] == event.host]
+        ranks = [rank for rank in there if not seats.is_gone(rank)]
+        if not ranks:
+            return
+        for rank in ranks:
             self._reports.pop(rank, None)
-        losses = [Failure(rank, 0, LOST_CODE, self._now, host=event.host, lost=event.why) for rank in event.ranks]
+        losses = [Failure(rank, 0, LOST_CODE, self._now, host=event.host, lost=event.why) for rank in ranks]
         if self._has_failures():
             self._take_cause(losses[0])
             return
+        spare = seats.spares.pop(0) if seats.spares and self.running.difference(self._reports) else ""
         for loss in losses:
-            seats.lose(loss, again=False)
+            seats.lose(loss, again=bool(spare))
         self._publish()
-        if self._may_go_on(seats):
-            self._go_on(f"{event.why}; {rank_list(event.ranks)} ended with it", seats)
+        if spare:
+            for rank in ranks:
+                self._hosts[rank] = spare
+            verb = "is" if len(ranks) == 1 else "are"
+            self._print(f"{event.why}; {rank_list(ranks)} {verb} started on {spare}", Level.REMARK)
+            starts = {rank: seats.start_of(rank) for rank in ranks}
+            self._actions.append(StartElsewhere(event.host, spare, starts))
+        elif self._may_go_on(seats):
+            self._go_on(f"{event.why}; {rank_list(ranks)} ended with it", seats)
         else:
             self._root_cause.add(losses[0])
         self._give_up_starting(seats)
@@ -791,7 +816,7 @@ class Round:
         self._root_cause.add(self._on_host(failure))
 
     def _on_host(self, failure: Failure) -> Failure:
-        return replace(failure, host=self.rules.hosts[failure.rank]) if self.rules.hosts else failure
+        return replace(failure, host=self._hosts[failure.rank]) if self._hosts else failure
 
     def _signal(self, number: int, ranks: Iterable[int], alone: bool = False) -> None:
         if chosen := tuple(sorted(ranks)):
@@ -804,6 +829,12 @@ class Round:
 def _is_excluded(failure: Failure) -> bool:
     """Whether a rank ended because the others had gone on without it."""
     return failure.report is not None and failure.report.title.startswith(_EXCLUDED)
+
+
+def _spares(hosts: Sequence[str]) -> str:
+    if not hosts:
+        return "no spare host is"
+    return "1 spare host is" if len(hosts) == 1 else f"{len(hosts)} spare hosts are"
 
 
 def _in_no_call(states: Mapping[int, RankState]) -> list[int]:

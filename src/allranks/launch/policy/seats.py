@@ -58,6 +58,7 @@ class Seats:
         self.losses: dict[int, Failure] = {}
         self.spares = list(rules.spares)
         self._gone: set[int] = set()  # lost, and not started again
+        self._respawned = dict.fromkeys(ranks, 0)
 
     @property
     def respawns(self) -> int:
@@ -93,13 +94,18 @@ class Seats:
 
     def may_start(self, rank: int) -> bool:
         """Whether a lost rank has respawns left."""
-        return self.start_of(rank) < self._rules.respawns
+        return self._respawned[rank] < self._rules.respawns
+
+    def respawned(self, rank: int) -> int:
+        """How many of its respawns a rank has used. That its host was lost costs none."""
+        return self._respawned[rank]
 
     def lose(self, failure: Failure, again: bool) -> None:
         """A rank is lost. ``again``: it is being started again."""
         seat = self._seat(failure.rank)
         self.losses[failure.rank] = failure
         if again:
+            self._respawned[failure.rank] += not failure.lost
             self._change(Seat(seat.number, seat.start + 1, STARTING))
         else:
             self._gone.add(seat.number)

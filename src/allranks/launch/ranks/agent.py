@@ -23,6 +23,7 @@ from functools import partial
 from types import MappingProxyType
 
 from allranks._base.frames import LARGEST, FrameDecoder
+from allranks._rendezvous.seats import START
 from allranks._trace.inspection import rank_state
 from allranks._trace.memory import MEMORY
 from allranks._trace.stacks import DUMP
@@ -69,6 +70,8 @@ class Plan:
         stdio: what the standard streams of each rank are.
         seats: CPUs and GPU of each rank; empty where all have all.
         role_first: number of the first among the ranks of its role; None: as in the job.
+        starts: of ranks that come from a lost host: how many processes had the seat of each before. Others are not
+            started. Empty where all start for the first time.
     """
 
     nproc: int
@@ -78,6 +81,7 @@ class Plan:
     first: int = 0
     seats: tuple[Seat, ...] = ()
     role_first: int | None = None
+    starts: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -159,6 +163,8 @@ class Agent:
                 return self._become_new(made, parent)
             self._template = made
         for local_rank in range(self._plan.nproc):
+            if self._plan.starts and self._plan.first + local_rank not in self._plan.starts:
+                continue
             pipes = Pipes.open(self._plan.stdio[local_rank])
             recording = self._recording()
             path = recording.path
@@ -329,6 +335,8 @@ class Agent:
         if stdio.out_tty or stdio.err_tty:
             size = {"LINES": stdio.rows, "COLUMNS": stdio.columns}
             environ |= {name: str(value) for name, value in size.items() if name in environ}
+        if start := plan.starts.get(plan.first + local_rank, 0):
+            environ[START] = str(start)
         environ |= more
         if fresh and plan.ranks.target.is_python:
             rank.execute(environ, fresh=True)

@@ -156,6 +156,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
         role_size: how many of that role there are in the job.
         stdio: what stdout and stderr of each rank are; empty where the agent shows them itself.
         leader: addresses of the host of rank 0, where the store is elsewhere.
+        starts: where these ranks come from a lost host: how many processes had the seat of each before. Others are not
+            started. Each is reported by ``RankRestarted``. Empty where all start for the first time.
     """
 
     first: int
@@ -172,6 +174,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     role_size: int
     stdio: tuple[Stdio, ...]
     leader: tuple[str, ...] = ()
+    starts: dict[int, int] = {}
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):

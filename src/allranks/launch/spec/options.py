@@ -135,6 +135,7 @@ class Options(RankOptions):
         stats: print what the calls took, at the end.
         metrics: file for the same in Prometheus' text format; None for none.
         respawns: how often each lost rank of an elastic job is started again.
+        spares: how many of an elastic job's hosts run no rank at first: the last ones.
     """
 
     nproc: int | None = None
@@ -165,6 +166,7 @@ class Options(RankOptions):
     stats: bool = False
     metrics: Path | None = None
     respawns: int = 3
+    spares: int = 0
 
     def for_ranks(self) -> RankOptions:
         """Those that every agent gets."""
