@@ -44,6 +44,7 @@ class ElasticRound(SimulatedRound):
         ended: ranks that ended with code 0, as far as the launcher knows.
         echoed: a rank failed because of another's loss, and the launcher knows.
         unused: spare hosts that have no ranks yet.
+        losses: of ranks and hosts, as far as the launcher knows, without those that echo others.
         lonely: no rank ran when one was lost, as far as the launcher knew.
     """
 
@@ -61,6 +62,7 @@ class ElasticRound(SimulatedRound):
         self.asked_at: dict[int, Host] = {}
         self.respawned = dict.fromkeys(self.ranks, 0)
         self.late: set[int] = set()
+        self.losses: list[Event] = []
         self.continued_at = 0.0  # after the launcher was stopped
 
     @property
@@ -199,12 +201,15 @@ class ElasticRound(SimulatedRound):
                 process = next((each for each in self.all if each.pid == pid), None)
                 if before.well and status == 0 and not (process is not None and process.reported):
                     self.ended.add(rank)
-                elif before.well and not self.watch.running:
-                    self.lonely = True
+                elif before.well:
+                    self.lonely |= not self.watch.running
+                    if process is not None and not process.echo and pid not in self.excluded:
+                        self.losses.append(event)
                 if before.well and not self.watch.running and self.asked:
                     self.lonely = True
             case HostLost(_, ranks):
                 self.asked.difference_update(ranks)
+                self.losses += [event] if before.well and ranks else []
                 if before.well and not self.watch.running:
                     self.lonely = True
             case Failed(_, pid, report):
@@ -315,11 +320,8 @@ class ElasticRound(SimulatedRound):
         enough = len(table.seats) - len(gone) >= table.least
         if enough and not (self.echoed or self.lonely):
             raise Wrong(f"{len(gone)} of {len(table.seats)} ranks were lost, {table.least} are enough, and it fails")
-        if not cause.lost:
-            blamed = next(process for process in self.all if process.pid == cause.pid)
-            own = [each for each in self.all if each.failed_at is not None and not each.echo]
-            if blamed.echo and any(each.failed_at < (blamed.failed_at or 0.0) - LAG_S - 1.0 for each in own):
-                raise Wrong(f"{blamed} is named, which only echoes one of {own}")
+        if cause.echo and self.losses:
+            raise Wrong(f"{cause} is named, which only echoes one of {self.losses}")
 
 
 class ElasticJob(Job):

@@ -78,7 +78,6 @@ lose = Seats.lose
         (Seats, "lose", lose_for_good),
         (Seats, "end", nothing),
         (Seats, "start", always),
-        (Seats, "is_gone", lambda self, rank: False),
     ],
 )
 def test_the_simulation_finds_a_broken_rule(
