@@ -58,11 +58,15 @@ def files() -> set[str]:
 
 def start(job: Jobs, choice: random.Random, script: str) -> list[subprocess.Popen[bytes]]:
     words = ["--start", choice.choice(["fork", "spawn"]), "--grace", "1"]
-    kind = choice.choice(["here", "ssh", "ssh", "ssh", "elastic", "among"])
+    words += choice.choice([[], ["--elastic", "1"]])
+    kind = choice.choice(["here", "ssh", "ssh", "ssh", "elastic", "among", "spare"])
     if kind == "here":
         return [job.start(0, "-n", "3", *words, script)]
     if kind == "ssh":
         return [job.start(2, "-H", "node0:2,node1", *words, script)]
+    if kind == "spare":
+        spare = ["--elastic", "1", "--spares", "1"]
+        return [job.start(2, "-H", "node0:2,node1,node2", *spare, *words, script)]
     if kind == "elastic":
         return [job.start(0, "-N", "2:3", "-H", "node0,node1", "--join-timeout", "1", *words, script)]
     common = ["-N", "2", "--master-addr", "node0:15999", "--join-timeout", "10", *words, script]

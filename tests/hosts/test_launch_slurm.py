@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.jobs import Done, Jobs, finish, jobs, read_until
+from support.seat_watch import SEAT_WATCH
 from support.slurm import Slurm
 
 RUN = (sys.executable, "-m", "allranks", "run")
@@ -146,3 +147,26 @@ def await_lines(path: Path, words: str, count: int) -> None:
     while not path.exists() or path.read_text().count(words) < count:
         assert time.monotonic() < until, path.read_text() if path.exists() else "nothing"
         time.sleep(0.05)
+
+
+def test_an_elastic_job_outlives_a_node(job: Jobs) -> None:
+    """srun is told not to end the step with the node's agent."""
+    body = """
+import socket
+say("start", start, socket.gethostname())
+LOST = (2, 3)
+if rank == 0:
+    wait_for(2, 0, "gone")
+    wait_for(3, 0, "gone")
+    tell("end")
+await_key("end")
+"""
+    script = job.write(SEAT_WATCH + body)
+    process = job.start_any(0, "salloc", "-N2", "--ntasks-per-node=2", *RUN, "-v", "--elastic", "2", script)
+    assert sorted(read_until(process, 4)) == [f"[node{r // 2}:{r}] start 0 node{r // 2}" for r in range(4)]
+    for pid in job.on(1, "agents.serve"):
+        os.kill(pid, signal.SIGKILL)
+    done = finish(process)
+    assert done.code == 0, done.err
+    assert "srun --no-kill --kill-on-bad-exit=0" in done.err
+    assert "; ranks 2-3 ended with it; the others go on (2 of at least 2)" in done.err

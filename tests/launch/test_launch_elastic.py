@@ -165,9 +165,23 @@ if rank == 1:
     assert (done.code, done.lines) == (0, ["[1] Z"])
 
 
-@pytest.mark.parametrize("part", ["template", "launcher"])
+def test_a_rank_that_is_started_again_has_torch_and_allranks_imported(launcher: Launcher) -> None:
+    script = launcher.write(
+        'import sys\nfound = [name in sys.modules for name in ("torch", "allranks._engines.native.engine")]\n'
+        + SEAT_WATCH
+        + """
+if rank == 1 and start == 0: die()
+wait_for(1, 1, "running")
+if rank == 1: say(found)
+"""
+    )
+    done = launcher.run("-n", "2", "--elastic", "1", str(script), real_torch=True)
+    assert (done.code, done.lines) == (0, ["[1] [True, True]"])
+
+
+@pytest.mark.parametrize("part", ["template", "stopped template", "launcher"])
 def test_nothing_is_left_of_the_template(launcher: Launcher, part: str) -> None:
-    """Where it is killed, ranks are started in fresh interpreters; where the launcher is, it ends with it."""
+    """Where it is killed or stopped, ranks start in fresh interpreters; where the launcher is, it ends with it."""
     body = """
 if rank == 1:
     if start == 0:
@@ -194,7 +208,7 @@ await_key("end")
         assert not Path(f"/proc/{template}").exists()
         process.communicate()
         return
-    os.kill(template, signal.SIGKILL)
+    os.kill(template, signal.SIGKILL if part == "template" else signal.SIGSTOP)
     (launcher.folder / "go").touch()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, b"[1] again\n"), err

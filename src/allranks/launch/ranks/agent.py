@@ -32,9 +32,10 @@ from allranks.launch.ranks.environ import place_environ
 from allranks.launch.ranks.guard import Guard
 from allranks.launch.ranks.pipes import Pipes, resize
 from allranks.launch.ranks.placement import Seat
+from allranks.launch.ranks.preload import preload_for_elastic_ranks
 from allranks.launch.ranks.rank import Rank, become_rank, decode_status
 from allranks.launch.ranks.recording import Recording
-from allranks.launch.ranks.template import NewRank, Template
+from allranks.launch.ranks.template import PATIENCE_S, NewRank, Template
 from allranks.launch.spec.events import (
     Event,
     Exited,
@@ -103,6 +104,7 @@ class _Start:
     wanted: RestartRank
     pipes: Pipes
     recording: Recording
+    at: float
 
 
 class Agent:
@@ -192,11 +194,12 @@ class Agent:
         return self._plan.ranks.start == "fork" and self._plan.ranks.target.is_python
 
     def _enter_template(self) -> None:
-        """Takes the template out of the process group of this agent, which the terminal signals."""
+        """Makes the template ready, outside of the process group of this agent, which the terminal signals."""
         if any(stdio.terminal for stdio in self._plan.stdio):
             os.setpgid(0, 0)  # a rank can have the terminal only in its session
         else:
             os.setsid()
+        preload_for_elastic_ranks()
 
     def _become_new(self, new: NewRank, parent: int) -> Rank:
         """Becomes a rank, in a process that the template has made."""
@@ -227,7 +230,8 @@ class Agent:
             if process.rank == wanted.rank and not process.reaped:
                 self._reap(process)
         try:
-            start = _Start(wanted, Pipes.open(self._plan.stdio[wanted.rank - self._plan.first]), self._recording())
+            pipes = Pipes.open(self._plan.stdio[wanted.rank - self._plan.first])
+            start = _Start(wanted, pipes, self._recording(), time.monotonic())
             if self._template is not None and self._template.ask(wanted, start.pipes, start.recording.path):
                 self._awaited.append(start)
             else:
@@ -263,9 +267,7 @@ class Agent:
         assert self._template is not None
         pid = self._template.take()
         if pid is None:
-            self._close_template()
-            while self._awaited:
-                self._execute_or_tell(self._awaited.popleft(), events)
+            self._do_without_template(events)
             return
         start = self._awaited.popleft()
         if pid:
@@ -273,6 +275,11 @@ class Agent:
         self._template.open_gate(bool(pid))
         if not pid:
             self._execute_or_tell(start, events)
+
+    def _do_without_template(self, events: list[Event]) -> None:
+        self._close_template()
+        while self._awaited:
+            self._execute_or_tell(self._awaited.popleft(), events)
 
     def _execute_or_tell(self, start: _Start, events: list[Event]) -> None:
         if self._finished:
@@ -426,6 +433,10 @@ class Agent:
         assert self._selector is not None
         self._look_for_long_waits()
         self._measure()
+        if self._awaited:
+            timeout_s = PATIENCE_S if timeout_s is None else min(timeout_s, PATIENCE_S)
+            if time.monotonic() > self._awaited[0].at + PATIENCE_S:
+                self._do_without_template(self._due)
         events, self._due = self._due, []
         if (self._plan.ranks.notice_s > 0 or self._plan.ranks.statistics) and self.running:
             timeout_s = _LOOK_S if timeout_s is None else min(timeout_s, _LOOK_S)

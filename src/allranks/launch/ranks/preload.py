@@ -13,12 +13,21 @@ import sys
 
 from allranks.launch.spec.target import SERVE, Target
 
-__all__ = ["preload"]
+__all__ = ["preload", "preload_for_elastic_ranks"]
 
 _OF_WORKERS = (
     "allranks.remote.bootstrap.worker_context",
     "allranks.remote.worker.interpreter",
     "allranks._engines.native.engine",
+)
+
+# What the ranks of an elastic job need from ``import allranks`` to their first collective.
+_OF_RANKS = (
+    "allranks._api.world",
+    "allranks._engines.native.engine",
+    "allranks.data",
+    "allranks.nn.parallel",
+    "allranks.resilience",
 )
 
 # Importing by other means than a statement: what comes is not known before.
@@ -54,6 +63,18 @@ def preload(target: Target, threads: str) -> bool:
             os.environ["OMP_NUM_THREADS"] = before
     gc.freeze()
     return True
+
+
+def preload_for_elastic_ranks() -> None:
+    """Imports allranks into the process that lost ranks are replaced from, if it has torch: a quarter of a second."""
+    if "torch" not in sys.modules:
+        return
+    try:
+        for name in _OF_RANKS:
+            importlib.import_module(name)
+    except Exception:  # noqa: BLE001 - whatever it is, the ranks meet it again
+        return
+    gc.freeze()
 
 
 def _is_useful(target: Target) -> bool:

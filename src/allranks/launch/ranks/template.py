@@ -26,14 +26,12 @@ from allranks.launch.ranks.pipes import Pipes
 from allranks.launch.ranks.rank import adopt_orphans, die_with
 from allranks.launch.spec.events import RestartRank
 
-__all__ = ["NewRank", "Template"]
+__all__ = ["PATIENCE_S", "NewRank", "Template"]
 
 _LARGEST = 1 << 16
 _MOST_FDS = 8
 _OPEN = b"!"
-_PATIENCE_S = (
-    5.0  # a template that does not answer is stopped or starved: an interpreter that is started anew is quicker
-)
+PATIENCE_S = 5.0  # a template that does not answer by then is stopped, or hangs in an import
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -90,7 +88,7 @@ class Template:
         pid = os.fork()
         if pid:
             theirs.close()
-            ours.settimeout(_PATIENCE_S)
+            ours.settimeout(PATIENCE_S)
             return cls(pid, ours)
         try:
             ours.close()
