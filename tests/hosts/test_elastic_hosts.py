@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -81,6 +82,31 @@ def test_the_same_command_on_each_host(job: Jobs) -> None:
     assert "start 1 node1" in done[1].out
 
 
+@pytest.mark.parametrize("how", ["ssh", "the same command"])
+def test_the_others_outlive_a_host_that_vanishes(job: Jobs, how: str) -> None:
+    """Its cable is pulled: nobody is told."""
+    script = job.write(SEAT_WATCH + HOST_LOST)
+    if how == "ssh":
+        process, count = job.start(0, "-H", "node0:2,node1:2", "--elastic", "2", script), 4
+    else:
+        words = ["-N", "2", "--nproc-per-node", "2", "--master-addr", "node0:15997", "--elastic", "2", script]
+        process, count = job.start(0, "--node-rank", "0", *words), 2
+        job.start(1, "--node-rank", "1", *words)
+    read_until(process, count)
+    there = job.on(1, "python")
+    job.hosts.cut(1)
+    try:
+        done = finish(process)
+        assert done.code == 0, done.err
+        assert done.out.count("end") == 2
+        assert "; ranks 2-3 ended with it; the others go on (2 of at least 2)" in done.err
+    finally:
+        job.hosts.plug(1)
+        for pid in there:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # it would end when its own kernel gives up, in many minutes
+
+
 SPARE = """
 import socket
 say("start", start, socket.gethostname(), os.environ["LOCAL_RANK"], os.environ["GROUP_RANK"])
@@ -111,6 +137,23 @@ def test_the_ranks_of_a_lost_host_are_started_on_a_spare_one(job: Jobs, lost: in
     lines = [line for line in without_pids(done.err) if "start" in line]
     assert lines[0].endswith(f"; ranks {ranks[0]}-{ranks[1]} are started on node2")
     assert lines[1] == f"rank {ranks[1]} (host node2, pid N) was killed by SIGKILL; started again (1 of 3)"
+
+
+def test_a_spare_host_where_the_same_command_is_started(job: Jobs) -> None:
+    script = job.write(SEAT_WATCH + "LOST = (1, 1)\n" + SPARE)
+    words = ("-N", "3", "--nproc-per-node", "1", "--master-addr", "node0:15996", "--elastic", "2", "--spares", "1")
+    processes = [job.start(node, "--node-rank", str(node), *words, script) for node in range(3)]
+    read_until(processes[1], 1)
+    processes[1].kill()
+    done = [finish(process) for process in processes]
+    assert (done[0].code, done[2].code) == (0, 0), done
+    assert done[0].lines == ["[node0:0] start 0 node0 0 0"]
+    assert done[2].lines == [
+        *("[node2:1] master node0",) * 2,
+        "[node2:1] start 1 node2 0 1",
+        "[node2:1] start 2 node2 0 1",
+    ]
+    assert "rank 1 is started on node2" in done[0].err
 
 
 def test_a_spare_host_is_lost(job: Jobs) -> None:

@@ -43,7 +43,8 @@ class RemoteCommand:
         explain: the reason in what the command printed. Arguments: the host, the exit code or None, stderr.
             Returns "" where it knows none.
         noise: lines of stderr that mean nothing.
-        outlives: options, behind the program's name, with which it goes on when one of the hosts is lost.
+        outlives: options for a job that goes on when a host is lost, right behind the program's name: the command ends
+            with none but its own host, and ends soon when that has vanished.
     """
 
     name: str

@@ -43,4 +43,14 @@ def _explain(host: str, code: int | None, stderr: str) -> str:
     return f"ssh cannot connect: {lines[-1] if lines else 'no reason given'}{hint}"
 
 
-SSH = RemoteCommand("ssh", per_host=_words, explain=_explain)
+SSH = RemoteCommand(
+    "ssh",
+    per_host=_words,
+    explain=_explain,
+    outlives=(
+        "-o",
+        "ServerAliveInterval=2",
+        "-o",
+        "ServerAliveCountMax=3",
+    ),  # of an option that stands twice, the first
+)

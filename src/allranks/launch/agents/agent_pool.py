@@ -24,7 +24,7 @@ from allranks._base.errors import ConfigError
 from allranks._cluster.schedulers.interface import RemoteCommand
 from allranks.launch.agents.agent_command import CONNECTED, explain
 from allranks.launch.agents.link import Garbled, Link, LinkLost, to_agent
-from allranks.launch.agents.listener import Listener
+from allranks.launch.agents.listener import Listener, detect_soon
 from allranks.launch.reporter import Reporter
 from allranks.launch.spec.events import (
     Asked,
@@ -136,16 +136,20 @@ class AgentPool:
         reporter: makes the lines that are sent to agents.
         listener: where agents connect; None if none do. The pool closes it.
         has_master: the host of rank 0 gets a message when another rank ends.
+        elastic: the job goes on without a host, so that one that vanishes is to be detected soon.
 
     Attributes:
         hosts: those that the job counts on; in the order of their ranks, once it is known.
         wake: a byte written to this descriptor makes ``poll`` return.
     """
 
-    def __init__(self, reporter: Reporter, listener: Listener | None = None, *, has_master: bool = False) -> None:
+    def __init__(
+        self, reporter: Reporter, listener: Listener | None = None, *, has_master: bool = False, elastic: bool = False
+    ) -> None:
         self._reporter = reporter
         self.hosts: list[Host] = []
         self._has_master = has_master
+        self._elastic = elastic
         self._starters: list[SharedStarter] = []
         self._listener = listener
         self._callers: list[
@@ -565,6 +569,8 @@ class AgentPool:
     def _let_in(self) -> None:
         assert self._listener is not None
         for sock in self._listener.take():
+            if self._elastic:
+                detect_soon(sock)
             fd = sock.detach()
             host = Host("?", CONNECTED, link=to_agent(fd, fd))
             self._callers.append(host)

@@ -38,7 +38,7 @@ from allranks._store.wire import (
     answer_greeting,
 )
 
-__all__ = ["Listener", "dial", "store_secret"]
+__all__ = ["Listener", "detect_soon", "dial", "store_secret"]
 
 _AT_ONCE = 64
 _BACKLOG = 1024
@@ -238,6 +238,15 @@ def _keep(sock: socket.socket) -> None:
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
+
+
+def detect_soon(sock: socket.socket) -> None:
+    """Makes a connection end some seconds after the other host has vanished."""
+    if sock.family == socket.AF_UNIX:
+        return
+    for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 8_000)
 
 
 def store_secret(secret: bytes, salt: str) -> bytes:

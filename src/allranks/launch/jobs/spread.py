@@ -29,6 +29,7 @@ from allranks._cluster.host import usable_cpus, visible_gpus
 from allranks._cluster.hostlist import Slots
 from allranks._cluster.network import published_addresses
 from allranks._cluster.schedulers.interface import PerHost, RemoteCommand
+from allranks._cluster.schedulers.ssh import SSH
 from allranks._rendezvous.seats import TABLE_KEY
 from allranks._store import StoreServer, load_secret
 from allranks._store.address import addresses_of
@@ -257,7 +258,8 @@ class Job:
         self.run_id = self.options.run or secrets.token_hex(8)
 
     def _new_pool(self, listener: Listener | None) -> AgentPool:
-        return AgentPool(self.options.reporter, listener, has_master=self.options.target.mode == "master")
+        has_master, elastic = self.options.target.mode == "master", self.options.elastic is not None
+        return AgentPool(self.options.reporter, listener, has_master=has_master, elastic=elastic)
 
     @contextlib.contextmanager
     def reporting_errors(self) -> Iterator[None]:
@@ -309,6 +311,7 @@ class Job:
                 self.pool.start_host(host.name, HERE, agent, sys.executable, environ)
             else:
                 words = words_for(host.name, ["env", *needed, *agent] if needed else agent, options.ssh)
+                words = self._outliving(words, command)
                 options.reporter.detail(f"starting {shlex.join(words)}")
                 self.pool.start_host(host.name, command, words, sys.executable, command.environ(environ))
 
@@ -324,10 +327,16 @@ class Job:
         environ = command.environ({**os.environ, "ALLRANKS_SECRET": self.key.decode()})
         assert command.for_all is not None
         for words in command.for_all(hosts, agent):
-            if self.options.elastic is not None:
-                words = [words[0], *command.outlives, *words[1:]]
+            words = self._outliving(words, command)
             self.options.reporter.detail(f"starting {shlex.join(words)}")
             self.pool.start_shared(command, words, environ)
+
+    def _outliving(self, words: list[str], command: RemoteCommand) -> list[str]:
+        """The command as an elastic job needs it; not where the user calls another program in its place."""
+        if self.options.elastic is None or os.path.basename(words[0]) != command.name:
+            return words
+        own = len(shlex.split(self.options.ssh)) if command is SSH else 0  # the user's options come first, and count
+        return [*words[: own or 1], *command.outlives, *words[own or 1 :]]
 
     def _agent_words(self, dial: str = "") -> list[str]:
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
