@@ -1,6 +1,7 @@
 """ProcessGroup.reconfigure: all changes of members, what it refuses, and what it tells of those that do not come."""
 
 import os
+import random
 import signal
 import threading
 import time
@@ -15,6 +16,7 @@ from allranks.testing import run_ranks
 from support.handles import pass_on, wait_for
 
 SHORT_S = 3.0
+SEEDS = int(os.environ.get("ALLRANKS_TEST_MOMENTS", "4"))
 
 
 def me() -> int:
@@ -318,3 +320,38 @@ def test_one_call_at_a_time_and_nothing_is_left(tmp_path: Path) -> None:
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_processes_that_die_at_any_moment_of_it(tmp_path: Path, seed: int) -> None:
+    """Those that are left learn it in time, and go on together; ALLRANKS_TEST_MOMENTS says how often."""
+    size = 5
+    pick = random.Random(seed)
+    victims = pick.sample(range(size), size - 2)
+    delays = [pick.uniform(0, 0.012) for _ in victims]
+
+    def body() -> float:
+        group = alone()
+        handles = pass_on(tmp_path, "all", group.reconfigure_handle(), size)
+        here, longest = list(range(size)), 0.0
+        for i, (victim, delay) in enumerate(zip(victims, delays, strict=True)):
+            began = time.monotonic()
+            if me() == victim:
+                threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+            try:
+                group.reconfigure(2 * i, [handles[r] for r in here], timeout=20)
+            except dist.AllranksError:
+                longest = max(longest, time.monotonic() - began)
+            if me() == victim:
+                signal.pause()
+            here.remove(victim)
+            (tmp_path / f"done {i}.{me()}").touch()
+            for rank in here:
+                wait_for(tmp_path / f"done {i}.{rank}")
+            group.reconfigure(2 * i + 1, [handles[r] for r in here], timeout=20)
+            assert place() == (here.index(me()), len(here), sum(2.0**r for r in here))
+        dist.destroy_process_group()
+        return longest
+
+    found = run_ranks(size, body, init=False, may_die=victims, timeout_s=90)
+    assert max(seconds for seconds in found if seconds is not None) < 10

@@ -111,3 +111,14 @@ def test_what_listens_in_a_rank_s_place_hears_nothing(offers: list[SegmentExchan
     assert os.read(heard, 100) == b"heard: "
     os.close(heard)
     os.close(told)
+
+
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    """Its address answers no more; those that wait for its connection look there."""
+    here, ended = (SegmentExchange(os.memfd_create("memory")) for _ in range(2))
+    records = [here.record, ended.record]
+    ended.__exit__()
+    began = time.monotonic()
+    with here, pytest.raises(JoinError, match="rank 1 ended while the ranks were connecting"):
+        here.meet(0, records, 30.0)
+    assert time.monotonic() - began < WAITED_S

@@ -362,8 +362,10 @@ class _Attempt:
         self._looks += 1
         found = store.peek(self._watched)
         self._missing = missing = [r for r, value in enumerate(found) if value is None and r != self._rank]
-        first = self._looks * _LOOKED_AT % max(len(missing), 1)
-        for rank in (missing + missing)[first : first + min(_LOOKED_AT, len(missing))]:
+        # Where none is missing, the last to come has died before it could tell the others.
+        suspects = missing or [rank for rank in range(len(found)) if rank != self._rank]
+        first = self._looks * _LOOKED_AT % len(suspects)
+        for rank in (suspects + suspects)[first : first + min(_LOOKED_AT, len(suspects))]:
             self._look_at(rank)
 
     def _look_at(self, rank: int) -> None:

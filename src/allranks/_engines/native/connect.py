@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import os
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from allranks import _core
@@ -51,6 +52,10 @@ assert OFFER_BYTES + _PORT.size <= RECORD_BYTES
 # of their calls may be long.
 _THERE_S = 60.0
 _LOOPBACK = "127.0.0.1"
+
+# So long nobody connects until a rank looks which of those that are to connect have ended, and at how many of them.
+_LOOK_S = 0.2
+_LOOKED_AT = 8
 
 
 class Connections(NamedTuple):
@@ -234,6 +239,10 @@ def _meet(
     def left() -> float:
         return max(0.001, deadline - time.monotonic())
 
+    def look_for_ended() -> None:
+        absent = [peer for peer in range(rank + 1, size) if peer not in sockets]
+        _check_there(numbers[rank], {numbers[peer]: records[peer][:_NAME_BYTES] for peer in absent[:_LOOKED_AT]})
+
     try:
         for peer in range(rank):
             connection = Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -247,7 +256,7 @@ def _meet(
                     f"this process to user {os.geteuid()}"
                 )
             socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
-        with contextlib.closing(_callers(listener, token, deadline)) as callers:
+        with contextlib.closing(_callers(listener, token, deadline, look_for_ended)) as callers:
             while len(sockets) < size - 1:
                 connection, peer, segment = next(callers)
                 if not rank < peer < size or peer in sockets:
@@ -287,10 +296,24 @@ def _agree(number: int, sockets: Collection[Socket], deadline: float) -> None:
             raise JoinError(f"rank {number}: another rank broke off while the ranks were connecting")
 
 
-def _callers(listener: Socket, token: bytes, deadline: float) -> Generator[tuple[Socket, int, int], None, None]:
+def _check_there(number: int, names: Mapping[int, bytes]) -> None:
+    """Raises where a rank has closed its listener, which it does not before all ranks are connected."""
+    for other, name in names.items():
+        with Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
+            if probe.connect_ex(_address(name)) == errno.ECONNREFUSED:
+                raise JoinError(
+                    f"rank {number}: rank {other} ended while the ranks were connecting.\n"
+                    "  Look at the end of its output"
+                )
+
+
+def _callers(
+    listener: Socket, token: bytes, deadline: float, look: Callable[[], None]
+) -> Generator[tuple[Socket, int, int], None, None]:
     """The peers that connect and have the token: the connection, the rank and the segment.
 
-    Others are dropped: those of another user at once, those that send nothing at the end. None delays another.
+    Others are dropped: those of another user at once, those that send nothing at the end. None delays another. While
+    nobody comes, ``look`` is called now and then.
 
     Raises:
         TimeoutError: at the deadline.
@@ -301,7 +324,10 @@ def _callers(listener: Socket, token: bytes, deadline: float) -> Generator[tuple
     selector.register(listener, selectors.EVENT_READ)
     try:
         while time.monotonic() < deadline:
-            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+            ready = selector.select(min(max(0.0, deadline - time.monotonic()), _LOOK_S))
+            if not ready:
+                look()
+            for key, _ in ready:
                 connection = key.fileobj
                 assert isinstance(connection, Socket)
                 if connection is listener:
