@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,27 @@ def test_a_program_that_is_not_made_for_losses_ends_with_the_cause(tmp_path: Pat
     assert done.returncode == 137, done
     assert "rank 1" in done.stderr
     assert "resilience" in done.stderr
+
+
+def test_chaos_ends_with_the_weights_of_a_calm_run(tmp_path: Path) -> None:
+    def weights(*options: str) -> tuple[int, str]:
+        words = [
+            sys.executable,
+            ROOT / "examples" / "digits" / "chaos.py",
+            "--epochs",
+            "8",
+            "--plot",
+            picture,
+            *options,
+        ]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False)
+        assert done.returncode == 0, done
+        found = re.search(r"(\d+) ranks killed; weights (\w{12});", done.stdout)
+        assert found, done
+        return int(found[1]), found[2]
+
+    picture = tmp_path / "chaos.png"
+    calm, hit = weights("--every", "0"), weights("--every", "0.4")
+    assert calm[1] == hit[1]
+    assert calm[0] == 0 < hit[0]
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -35,7 +35,7 @@ def join_elastic(board: Board, backend: str, name: str, timeout_s: float) -> Pro
     The first processes meet. A process that takes a seat later is not connected before it comes to a call that the
     others have not made yet, or to the loop.
     """
-    lineage = Lineage(board, f"{board.prefix}world/", backend, name, timeout_s, board.me.rank, [])
+    lineage = Lineage(board, f"{board.prefix}world/", backend, name, timeout_s, board.me.rank, [], replaces=True)
     latest = board.read(LATEST)
     found: Successor | Decision
     if latest is None:

@@ -62,6 +62,8 @@ class Lineage:
         vote: this rank's agreements in it.
         decided: the next generation, if it has been decided already.
         out: who was left out of earlier generations.
+        replaces: processes that take lost seats are waited for: in agreements too, whose decision is also that about
+            the next generation.
     """
 
     board: Board
@@ -75,6 +77,7 @@ class Lineage:
     vote: Vote = field(default_factory=Vote)
     decided: Decision | None = None
     out: Sequence[tuple[int, int]] = ()
+    replaces: bool = False
     _own: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ def agree(group: ProcessGroup, value: int) -> int:
         if lineage is None:
             raise no_board(group.name, "agree") from error
         lineage.vote = msgspec.structs.replace(lineage.vote, value=int(value))
-        decision = lineage.decide(_look(group, lineage))
+        decision = lineage.decide(_look(group, lineage), replaces=lineage.replaces)
         lineage.vote = Vote(decision.ended, decision.outcome)
         return decision.outcome
     if lineage is not None:

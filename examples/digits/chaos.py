@@ -1,0 +1,156 @@
+"""Kills ranks at random while they train on the digits, and draws what happened.
+
+    python examples/digits/chaos.py                     # 3 ranks, 20 epochs, a kill about a second after the last
+    python examples/digits/chaos.py --seed 5 --plot out/digits/chaos.png
+
+It runs ``allranks run -n 3 --elastic 1`` on itself. The picture has the loss over time, a mark where each rank died and
+where another process took its place, and at the end the fingerprint of the weights: the same with every seed, and
+without any kill (``--every 0``).
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import optim
+from torch.utils.data import DataLoader
+from train import LeNet, fingerprint, load_data
+
+import allranks as dist
+from allranks.data import DistributedSampler
+from allranks.nn.parallel import DistributedDataParallel
+
+RANKS = 3
+
+
+def note(folder, **facts):
+    """Adds a line to this process's notes."""
+    with open(folder / f"{os.getpid()}.jsonl", "a") as file:
+        place = {"at": time.monotonic(), "pid": os.getpid(), "rank": int(os.environ["RANK"])}
+        file.write(json.dumps(place | facts) + "\n")
+
+
+def train(folder, epochs):
+    torch.set_num_threads(1)
+    note(folder, what="start")
+    dist.init_process_group(timeout=60)
+    torch.manual_seed(0)
+    data, _ = load_data(torch.float32)
+    model = LeNet()
+    forward = DistributedDataParallel(model)
+    optimizer = optim.SGD(model.parameters(), lr=0.05, momentum=0.85)
+    sampler = DistributedSampler(data, drop_last=True)
+    loader = DataLoader(data, batch_size=21, sampler=sampler, drop_last=True)
+    state = dist.resilience.State(model=model, optimizer=optimizer)
+    for epoch in state.epochs(epochs):
+        sampler.set_epoch(epoch)
+        for step in state.steps(loader):
+            with step:
+                images, labels = step.batch
+                optimizer.zero_grad()
+                loss = F.nll_loss(forward(images), labels)
+                loss.backward()
+                optimizer.step()
+                time.sleep(0.01)  # so that there is time to be killed
+            if step.committed:
+                note(folder, what="step", step=state.steps_done, loss=loss.item())
+    note(folder, what="end", weights=fingerprint(model), lost=state.lost)
+
+
+def newest(folder):
+    """The process of each rank that has begun last."""
+    return {each["rank"]: each["pid"] for each in read(folder) if each["what"] == "start"}
+
+
+def all_train(folder, dead):
+    """Whether a process that lives has finished a step in the place of each rank."""
+    stepped = {each["pid"] for each in read(folder) if each["what"] == "step"} - dead
+    return all(pid in stepped for pid in newest(folder).values())
+
+
+def read(folder):
+    lines = [line for path in folder.glob("*.jsonl") for line in path.read_text().splitlines() if line.endswith("}")]
+    return sorted(map(json.loads, lines), key=lambda each: each["at"])
+
+
+def draw(notes, kills, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = [each for each in notes if each["what"] == "step"]
+    began = steps[0]["at"]
+    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    for rank in range(RANKS):
+        mine = [each for each in steps if each["rank"] == rank]
+        axes.plot([e["at"] - began for e in mine], [e["loss"] for e in mine], ".", ms=2, color=f"C{rank}", alpha=0.5)
+    top = max(each["loss"] for each in steps)
+    for at, rank in kills:
+        axes.plot(at - began, top, "x", color=f"C{rank}", ms=8)
+        back = next((e["at"] for e in steps if e["rank"] == rank and e["at"] > at), None)
+        if back is not None:
+            axes.plot([at - began, back - began], [top, top], color=f"C{rank}", lw=1)
+            axes.plot(back - began, top, "o", color=f"C{rank}", ms=5, mfc="none")
+    ends = [each for each in notes if each["what"] == "end"]
+    for rank in range(RANKS):
+        axes.plot([], [], ".", color=f"C{rank}", label=f"rank {rank}")
+    axes.plot([], [], "x", color="gray", label="killed")
+    axes.plot([], [], "o", color="gray", mfc="none", label="its place finishes a step")
+    axes.set(xlabel="seconds", ylabel="loss of the rank's batch", yscale="log")
+    axes.set_title(f"{len(kills)} kills, weights {ends[0]['weights'] if ends else 'none: the job failed'}")
+    axes.legend(frameon=False, ncols=5, loc="lower left", fontsize="small")
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--every", type=float, default=1.0, help="seconds until the next kill, on average; 0: none")
+    parser.add_argument("--seed", type=int, default=0, help="of the kills")
+    parser.add_argument("--plot", type=Path, default=Path("out/digits/chaos.png"))
+    parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.train:
+        train(args.train, args.epochs)
+        return
+    pick, kills, dead = random.Random(args.seed), [], set()
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+        folder = Path(name)
+        words = ["-n", str(RANKS), "--elastic", "1", "--respawns", "1000", "--restarts", "3", __file__]
+        options = ["--train", name, "--epochs", str(args.epochs)]
+        job = subprocess.Popen([sys.executable, "-m", "allranks", "run", *words, *options])
+        while job.poll() is None and not any(each["what"] == "step" for each in read(folder)):
+            time.sleep(0.05)
+        while args.every and job.poll() is None:
+            if not all_train(folder, dead):  # one at a time: who has the state of the training must not all die
+                time.sleep(0.05)
+                continue
+            time.sleep(pick.expovariate(1 / args.every))
+            rank, pid = pick.choice(sorted(newest(folder).items()))
+            with contextlib.suppress(ProcessLookupError):  # its place has not been taken yet
+                os.kill(pid, signal.SIGKILL)
+                kills.append((time.monotonic(), rank))
+                dead.add(pid)
+        code = job.wait()
+        notes = read(folder)
+    draw(notes, kills, args.plot)
+    ends = {each["weights"] for each in notes if each["what"] == "end"}
+    print(f"{len(kills)} ranks killed; weights {', '.join(sorted(ends)) or 'none'}; what happened is in {args.plot}")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
