@@ -139,6 +139,17 @@ def test_the_ranks_of_a_lost_host_are_started_on_a_spare_one(job: Jobs, lost: in
     assert lines[1] == f"rank {ranks[1]} (host node2, pid N) was killed by SIGKILL; started again (1 of 3)"
 
 
+def test_a_host_with_room_is_spare(job: Jobs) -> None:
+    script = job.write(SEAT_WATCH + "LOST = (1, 1)\n" + SPARE)
+    process = job.start(0, "-n", "2", "-H", "node0:1,node1:1,node2:2", "--elastic", "2", script)
+    read_until(process, 2)
+    for pid in job.on(1, "agents.serve"):
+        os.kill(pid, signal.SIGKILL)
+    done = finish(process)
+    assert done.code == 0, done.err
+    assert "; rank 1 is started on node2" in done.err
+
+
 def test_a_spare_host_where_the_same_command_is_started(job: Jobs) -> None:
     script = job.write(SEAT_WATCH + "LOST = (1, 1)\n" + SPARE)
     words = ("-N", "3", "--nproc-per-node", "1", "--master-addr", "node0:15996", "--elastic", "2", "--spares", "1")

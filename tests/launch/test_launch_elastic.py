@@ -147,6 +147,38 @@ def test_the_last_rank_is_not_started_again(launcher: Launcher) -> None:
     assert "started again" not in done.err
 
 
+def test_restarts_begin_anew_when_too_few_are_left(launcher: Launcher) -> None:
+    body = """
+round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+assert start == 0 and table().version == 1
+if rank == 1 and round == 0: die()
+if round == 0: time.sleep(60)
+say("round", round)
+"""
+    done = run(launcher, body, "-n", "2", "--elastic", "2", "--respawns", "0", "--restarts", "1")
+    assert (done.code, done.lines) == (0, ["[0] round 1", "[1] round 1"])
+    assert "starting again (1 of 1)" in done.err
+
+
+def test_two_ranks_are_lost_at_once(launcher: Launcher) -> None:
+    body = """
+if start == 0 and rank in (1, 2):
+    tell(f"there{rank}")
+    await_key(f"there{3 - rank}")
+    die()
+wait_for(1, 1, "running")
+wait_for(2, 1, "running")
+if rank != 0: tell(f"back{rank}")
+await_key("back1")
+await_key("back2")
+"""
+    done = run(launcher, body, "-n", "4", "--elastic", "2")
+    assert done.code == 0
+    assert sorted(without_pids(done.err)) == [
+        f"rank {rank} (pid N) was killed by SIGKILL; started again (1 of 3)" for rank in (1, 2)
+    ]
+
+
 def test_what_a_lost_rank_leaves_behind_ends_before_it_is_started_again(launcher: Launcher) -> None:
     body = """
 import subprocess

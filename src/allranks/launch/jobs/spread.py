@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from typing import TextIO
 
 import msgspec
@@ -110,6 +110,9 @@ def run_there(options: Options, hosts: Sequence[Slots], command: RemoteCommand) 
             ) from None
     if not isinstance(options.per_host, str):
         counts = share_out(hosts, options.nproc, options.per_host, strict=bool(options.hosts))
+        if options.elastic is not None:  # a host with room for ranks is as good as a spare one
+            spares = [*(h for h, count in zip(hosts, counts, strict=True) if not count and h.count != 0), *spares]
+            options = replace(options, spares=len(spares))
         hosts = [host for host, count in zip(hosts, counts, strict=True) if count]
         if options.nodes is not None and len(hosts) < least:
             raise ConfigError(
