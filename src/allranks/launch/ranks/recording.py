@@ -35,7 +35,12 @@ class Recording:
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def reader(self) -> Reader | None:
-        """What the rank has recorded; None as long as that is nothing. A later program of the rank begins anew."""
+        """What the rank has recorded; None as long as that is nothing, and when it was freed.
+
+        A later program of the rank begins anew.
+        """
+        if self.fd < 0:
+            return None
         if self._map is None:
             self._map = mmap.mmap(self.fd, 0, prot=mmap.PROT_READ)
         try:
@@ -57,3 +62,4 @@ class Recording:
         if self._map is not None:
             self._map.close()
         os.close(self.fd)
+        self.fd = -1
