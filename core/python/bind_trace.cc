@@ -133,6 +133,21 @@ void bind_trace(nb::module_& m) {
       .def(
           "site", [](Recorder& recorder, const std::string& text) { return live(recorder).site(text); },
           nb::arg("text"), "The number of a text; 0: there is no room.")
+      .def(
+          "add_commands",
+          [](Recorder& recorder, size_t group, uint16_t site, uint64_t count, int64_t entered_ns, int64_t returned_ns) {
+            recorder.add_commands({group, site, count, entered_ns, returned_ns});
+          },
+          nb::arg("group"), nb::arg("site"), nb::arg("count"), nb::arg("entered_ns"), nb::arg("returned_ns"),
+          "Records commands of a worker that followed each other, in the file only.")
+      .def(
+          "count_commands",
+          [](Recorder& recorder, size_t group, uint64_t count, uint64_t ns) {
+            trace::Totals& totals = recorder.group(group).totals[static_cast<size_t>(Verb::none)];
+            totals.calls.fetch_add(count, std::memory_order_relaxed);
+            totals.ns.fetch_add(ns, std::memory_order_relaxed);
+          },
+          nb::arg("group"), nb::arg("count"), nb::arg("ns"))
       .def("stop", [](Recorder& recorder) { live(recorder).record_to(nullptr); }, "No longer records in a file.");
 }
 

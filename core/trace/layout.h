@@ -16,7 +16,7 @@ namespace allranks::trace {
 
 constexpr std::array<char, 8> kMagic = {'a', 'l', 'l', 'r', 't', 'r', 'c', '\0'};
 constexpr uint32_t kVersion = 1;
-constexpr size_t kVerbs = 12;  // of Verb, with none
+constexpr size_t kVerbs = 12;  // of Verb; none: commands that a worker has executed
 
 // Where a table lies, and of what.
 struct Table {

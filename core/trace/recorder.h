@@ -136,6 +136,25 @@ class Recorder {
     if (call.in_file != nullptr) call.in_file->site = site;
   }
 
+  // What a worker has executed: commands that follow each other, as one record of the file. It is not in memory, where
+  // a moment of them would replace all calls.
+  struct Commands {
+    size_t group;
+    uint16_t site;  // names the one that took longest
+    uint64_t count;
+    int64_t entered_ns;
+    int64_t returned_ns;
+  };
+  void add_commands(const Commands& commands) {
+    Memory* const file = file_.load(std::memory_order_acquire);
+    if (file == nullptr || forked()) return;
+    const auto [record, index] = file->next();
+    if (record == nullptr) return;
+    const Fingerprint fingerprint{.verb = Verb::none, .count = commands.count};
+    write(*record, index, {commands.group, 0, fingerprint, -1, commands.site, false, commands.entered_ns});
+    write(record, index, commands.returned_ns, 0, -1, 0);
+  }
+
   static void set_awaited(Record& record) { record.flags.fetch_or(kAwaited, std::memory_order_relaxed); }
 
   // Counts that a rank of a group came last, by that much. By one thread at a time for each group.

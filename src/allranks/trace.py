@@ -219,7 +219,8 @@ def record(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Records all calls of this process meanwhile, in a file.
 
     Every rank that is to be seen calls it. ``allranks trace timeline PATH`` draws the files of all ranks.
-    ``allranks run --trace DIR`` and ALLRANKS_TRACE do the same for a whole run.
+    ``allranks run --trace DIR`` and ALLRANKS_TRACE do the same for a whole run. In the master of workers it records the
+    workers, too: the commands that they execute, in files of their own.
 
     Args:
         path: a folder, which is made if it is not there. Rank 3 writes ``rank-3.trace`` in it. Where that file is there
@@ -249,10 +250,11 @@ def record(path: str | os.PathLike[str]) -> Iterator[Path]:
         >>> dist.destroy_process_group()
     """
     recording = memory.record_in(Path(path))
-    try:
+    with contextlib.ExitStack() as ends:
+        ends.callback(recording.stop)
+        for follow in memory.followers:
+            ends.callback(follow(Path(path).absolute()))
         yield recording.path
-    finally:
-        recording.stop()
 
 
 def flight_dump(folder: str | os.PathLike[str]) -> Path:

@@ -63,7 +63,7 @@ def test_groups_of_one_name_that_followed_each_other_are_one():
 def test_nothing():
     stats = JobStats([])
     assert stats.lines() == ["no rank has made a call"]
-    assert stats.as_json() == {"ranks": 0, "seconds": 0.0, "share_in_calls": 0, "verbs": {}, "late": []}
+    assert stats.as_json() == {"ranks": 0, "seconds": 0.0, "share_in_calls": 0, "verbs": {}, "late": [], "workers": []}
     assert JobStats([rank(0)]).lines() == ["no rank has made a call"]
     assert "allranks_ranks 0\n" in prometheus([])
 

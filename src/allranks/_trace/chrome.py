@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from allranks._trace.matching import Process
-from allranks._trace.reader import TraceError
+from allranks._trace.reader import COMMAND, TraceError
 from allranks._trace.timeline import Arrow, Slice, Timeline
 
 __all__ = ["events", "name_of", "other_data", "read_profile", "slice_arguments", "write"]
@@ -61,7 +61,8 @@ def other_data(timeline: Timeline) -> dict[str, Any]:
     return {
         "written by": "allranks trace timeline",
         "ranks": len({process.rank for process in timeline.processes}),
-        "calls": len(timeline.slices),
+        "calls": timeline.calls,
+        "commands of workers": timeline.commands,
         "calls that are missing": timeline.missing,
         "time 0 (ns of the wall clock)": timeline.zero_wall,
         "error between any two ranks (us)": "not known" if error is None else round(error / 1e3, 1),
@@ -93,6 +94,8 @@ def name_of(timeline: Timeline, process: Process) -> str:
 def slice_arguments(each: Slice) -> dict[str, Any]:
     """What is known of a call beside its times."""
     call = each.call
+    if call.verb == COMMAND:
+        return {"commands": call.count} | ({"took longest": call.site} if call.count > 1 else {})
     found: dict[str, Any] = {"group": each.group}
     if call.dtype and call.count:
         found["elements"] = f"{call.count} x {call.dtype}"

@@ -16,6 +16,7 @@ COLOURS = {
     "barrier": "#5b6673",
     "send": "#3f7d3a",
     "recv": "#6f9a2e",
+    "command": "#3d6b85",
 }
 
 

@@ -6,14 +6,16 @@ import os
 import time
 from collections.abc import Sequence
 
-from allranks._trace.reader import Call, Group, Reader
+from allranks._trace.reader import COMMAND, Call, Group, Reader
 from allranks._trace.state import CallState, GroupState, RankState, Usage
 
-__all__ = ["OF_MASTER", "QuietClock", "call_state", "next_limit", "process_state", "rank_state", "usage"]
+__all__ = ["OF_MASTER", "OF_WORKER", "QuietClock", "call_state", "next_limit", "process_state", "rank_state", "usage"]
 
 _MESSAGES = ("send", "recv")
 OF_MASTER = "master"
 """The engine of the group whose messages are a master's waits for its workers."""
+OF_WORKER = "worker"
+"""The engine of the group of a worker alone, whose calls are the commands that it has executed."""
 _MOST_OPEN = 16
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGESIZE")
@@ -148,7 +150,8 @@ def process_state(pid: int) -> str:
 
 def usage(pid: int, groups: Sequence[Group]) -> Usage:
     """What a process of this host has used until now."""
-    totals = [total for group in groups for total in group.totals.values()]
+    totals = [total for group in groups for verb, total in group.totals.items() if verb != COMMAND]
+    commands = sum(group.totals[COMMAND].calls for group in groups if COMMAND in group.totals)
     try:
         with open(f"/proc/{pid}/stat") as file:
             words = file.read().rpartition(") ")[2].split()
@@ -164,6 +167,7 @@ def usage(pid: int, groups: Sequence[Group]) -> Usage:
         waiting=sum(total.waiting for total in totals),
         cpu=cpu,
         resident=resident,
+        commands=commands,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from allranks._trace.clocks import Bounds
+from allranks._trace.inspection import OF_MASTER, OF_WORKER
 from allranks._trace.reader import Call, Group, Reader
 
 __all__ = ["Collective", "GroupRun", "Message", "Process", "clock_bounds", "clocks_of", "match", "read_process"]
@@ -41,6 +42,7 @@ class Process:
         wall: the same by the wall clock.
         groups: by index.
         calls: all that are there, oldest first.
+        alone: what no other process has a part in, oldest first: a worker's commands, a master's waits for its workers.
         until: when it was seen, by the monotonic clock of its host; calls that had not ended still went on then.
         missing: calls that were recorded and are not there, as newer ones replaced them or the disk was full.
         clock: the number of its clock; the processes of a host have the same.
@@ -56,6 +58,7 @@ class Process:
     wall: int
     groups: Mapping[int, Group]
     calls: Sequence[Call]
+    alone: Sequence[Call] = ()
     until: int = 0
     missing: int = 0
     clock: int = 0
@@ -63,12 +66,13 @@ class Process:
     @property
     def ended(self) -> int:
         """The last time that is known of it."""
-        return max((max(call.entered_ns, call.returned_ns) for call in self.calls), default=self.began)
+        calls = (*self.calls, *self.alone)
+        return max((max(call.entered_ns, call.returned_ns) for call in calls), default=self.began)
 
     @property
     def seen(self) -> int:
         """The same, with the time when it was seen, if it was in a call then."""
-        in_call = any(call.returned_ns == 0 for call in self.calls)
+        in_call = any(call.returned_ns == 0 for call in (*self.calls, *self.alone))
         return max(self.ended, self.until) if in_call else self.ended
 
 
@@ -124,6 +128,8 @@ def read_process(number: int, source: str, reader: Reader) -> Process:
     """All that a process has recorded."""
     who = reader.identity
     calls = list(reader.calls())
+    groups = reader.groups()
+    own = {index for index, group in groups.items() if group.engine in (OF_MASTER, OF_WORKER)}
     return Process(
         number=number,
         source=source,
@@ -133,8 +139,9 @@ def read_process(number: int, source: str, reader: Reader) -> Process:
         host=who.host,
         began=who.monotonic_ns,
         wall=who.wall_ns,
-        groups=reader.groups(),
-        calls=calls,
+        groups=groups,
+        calls=[call for call in calls if call.group not in own],
+        alone=[call for call in calls if call.group in own],
         missing=reader.count - len(calls),
     )
 

@@ -8,7 +8,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +26,13 @@ __all__ = [
     "RECORD_SWITCH",
     "TRACE_FOLDER",
     "create_memory",
+    "followers",
     "has_agent",
     "memory_of",
     "reader",
     "record_in",
     "recorder",
+    "records_in_file",
     "switched_off",
 ]
 
@@ -54,6 +56,9 @@ _reader: Reader | None = None
 _made = -1  # forks() then
 _off = False
 _kept: Descriptor | None = None
+followers: list[Callable[[Path], Callable[[], None]]] = []
+"""Called with the folder when this process begins to record in a file, for those that record with it:
+a master's workers. Returns what ends that."""
 has_agent = False
 """Whether an agent holds this process's memory, and tells why ranks wait."""
 
@@ -129,6 +134,11 @@ def record_in(folder: Path) -> FileRecording:
             )
         _file = FileRecording(_recorder, _owner, folder)
         return _file
+
+
+def records_in_file() -> bool:
+    """Whether all calls of this process are recorded in a file now."""
+    return _file is not None and _file.active
 
 
 @contextlib.contextmanager

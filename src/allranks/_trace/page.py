@@ -57,5 +57,7 @@ def _data(timeline: Timeline) -> dict[str, Any]:
         "hosts": len(timeline.clocks),
         "error": error,
         "missing": timeline.missing,
+        "calls": timeline.calls,
+        "commands": timeline.commands,
         "zero_wall": timeline.zero_wall // 1_000_000,
     }

@@ -116,7 +116,8 @@ def _draw_legend(figure: Any, timeline: Timeline) -> None:
 
 def _title(timeline: Timeline) -> str:
     ranks = len({process.rank for process in timeline.processes})
-    words = [f"{ranks} ranks, {len(timeline.slices):,} calls in {timeline.end / 1e9:.3g} s"]
+    commands = f" and {timeline.commands:,} commands" if timeline.commands else ""
+    words = [f"{ranks} ranks, {timeline.calls:,} calls{commands} in {timeline.end / 1e9:.3g} s"]
     if timeline.late:
         late = timeline.late[0]
         words.append(

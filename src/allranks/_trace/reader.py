@@ -17,6 +17,7 @@ from typing_extensions import Buffer
 from allranks._base.errors import AllranksError
 
 __all__ = [
+    "COMMAND",
     "PURPOSES",
     "VERBS",
     "VERSION",
@@ -33,9 +34,21 @@ __all__ = [
 
 VERSION: Final = 1
 VERBS: Final = (
-    *("none", "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
+    *(
+        "command",
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        "all_gather",
+        "gather",
+        "scatter",
+        "reduce_scatter",
+        "all_to_all",
+    ),
     *("barrier", "send", "recv"),
 )
+COMMAND: Final = VERBS[0]
+"""What a worker executes is no verb of a group; it has the number that no verb has."""
 DTYPES: Final = (
     *("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32"),
     *("float64", "bool", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"),
@@ -158,7 +171,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective or a message.
+    """A collective or a message; or the commands that a worker has executed one after the other (verb ``command``).
 
     Attributes:
         index: in the order of the process's calls, from 1.
@@ -169,9 +182,10 @@ class Call:
         tag: of a message.
         dtype: such as ``float32``.
         op: such as ``SUM``, of verbs that reduce; else "".
-        count: elements.
+        count: elements; of commands, how many.
         peer: the root, or the other side of a message, in the group; -1: none, or any.
-        site: its line in the program, such as ``train.py:12 in step``; "" where it was not looked up.
+        site: its line in the program, such as ``train.py:12 in step``; "" where it was not looked up. Of commands, the
+            name of the one that took longest.
         entered_ns: when it began (CLOCK_MONOTONIC of its host).
         met_ns: when the last rank came; 0: not yet, or not known.
         returned_ns: when it ended; 0: not yet.
@@ -202,7 +216,9 @@ class Call:
 
     @property
     def title(self) -> str:
-        """The call with its number: ``all_reduce #42``, ``send to 3``."""
+        """The call with its number: ``all_reduce #42``, ``send to 3``; a command's name: ``aten::mm and 7 more``."""
+        if self.verb == COMMAND:
+            return f"{self.site or 'a command'}{f' and {self.count - 1} more' if self.count > 1 else ''}"
         if self.verb in ("send", "recv"):
             way = "to" if self.verb == "send" else "from"
             return f"{self.verb} {way} {'any rank' if self.peer < 0 else self.peer}"
@@ -323,7 +339,7 @@ class Reader:
             purpose=PURPOSES[purpose] if purpose < len(PURPOSES) else "",
             number=0 if message else number,
             tag=number if message else 0,
-            dtype=DTYPES[dtype] if dtype < len(DTYPES) else "",
+            dtype=DTYPES[dtype] if dtype < len(DTYPES) and VERBS[verb] != COMMAND else "",
             op=OPS[op] if reduces and op < len(OPS) else "",
             count=count,
             peer=peer,

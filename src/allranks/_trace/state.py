@@ -65,7 +65,10 @@ class GroupState(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What a rank has used until now: calls, their bytes, seconds in calls, CPU seconds; its resident memory, bytes."""
+    """What a rank has used until now: calls, their bytes, seconds in calls, CPU seconds; its resident memory, bytes.
+
+    ``commands``: how many a worker has executed.
+    """
 
     calls: int = 0
     bytes: int = 0
@@ -73,6 +76,7 @@ class Usage(msgspec.Struct, frozen=True):
     waiting: float = 0.0
     cpu: float = 0.0
     resident: int = 0
+    commands: int = 0
 
 
 class RankState(msgspec.Struct, frozen=True, tag=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from allranks._trace.reader import Reader
+from allranks._trace.reader import COMMAND, Reader
 
 __all__ = ["GroupStats", "JobStats", "LateRank", "RankStats", "VerbRow", "VerbStats", "prometheus", "rank_stats"]
 
@@ -59,24 +59,32 @@ class RankStats(msgspec.Struct, frozen=True, tag=True):
         host: where it runs.
         seconds: since it has begun to record.
         groups: those that it has made.
+        commands: of a worker: how many it has executed.
+        command_seconds: inside these.
     """
 
     rank: int
     host: str
     seconds: float
     groups: tuple[GroupStats, ...] = ()
+    commands: int = 0
+    command_seconds: float = 0.0
 
 
 def rank_stats(rank: int, reader: Reader, now_ns: int) -> RankStats:
     """What a rank of this host has recorded until ``now_ns`` (CLOCK_MONOTONIC)."""
     identity = reader.identity
-    groups = []
+    groups, commands = [], [0, 0.0]
     for group in reader.groups().values():
+        executed = group.totals.pop(COMMAND, None)
+        if executed is not None:
+            commands = [commands[0] + executed.calls, commands[1] + executed.seconds]
         verbs = {v: VerbStats(t.calls, t.bytes, t.seconds, t.waiting) for v, t in group.totals.items()}
         late = {group.world_rank(r): (each.times, each.seconds) for r, each in enumerate(group.late) if each.times}
         if verbs:
             groups.append(GroupStats(group.name, group.ranks, verbs, group.compared, late))
-    return RankStats(rank, identity.host, (now_ns - identity.monotonic_ns) / 1e9, tuple(groups))
+    seconds = (now_ns - identity.monotonic_ns) / 1e9
+    return RankStats(rank, identity.host, seconds, tuple(groups), int(commands[0]), commands[1])
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,7 @@ class JobStats:
         share: of the time of all ranks that was spent in calls.
         verbs: those that were called, the most costly first.
         late: who came last, the most costly first; ranks that never did are left out.
+        workers: ranks that have executed commands.
     """
 
     def __init__(self, ranks: Iterable[RankStats]) -> None:
@@ -146,17 +155,23 @@ class JobStats:
         self.verbs = _verb_rows(all_ranks, total)
         self.share = sum(row.share for row in self.verbs)
         self.late = _late_ranks(all_ranks, self.seconds)
+        self.workers = sorted((rank for rank in all_ranks if rank.commands), key=lambda rank: rank.rank)
 
     def lines(self) -> list[str]:
         """The table, for people; and a line for each rank that stands out."""
-        if not self.verbs:
+        if not self.verbs and not self.workers:
             return ["no rank has made a call"]
         lines = [f"{self.ranks} rank{'s' * (self.ranks > 1)}, {self.seconds:.1f} s, {self.share:.0%} of it in calls"]
+        rows = [["worker", "commands", "seconds", "of the time"]]
+        for w in self.workers:
+            share = _share(w.command_seconds, w.seconds)
+            rows.append([f"rank {w.rank}", f"{w.commands:,}", f"{w.command_seconds:.2f}", f"{share:.1%}"])
+        lines += _columns(rows) if self.workers else []
         rows = [["", "calls", "bytes", "seconds", "waiting", "of the time"]]
         for v in self.verbs:
             numbers = [f"{v.calls:,}", _human(v.bytes), f"{v.seconds:.2f}", f"{v.waiting:.2f}", f"{v.share:.1%}"]
             rows.append([v.verb, *numbers])
-        lines += _columns(rows)
+        lines += _columns(rows) if self.verbs else []
         rows = [["came last", "group", "calls", "of", "seconds", "of the time"]]
         for each in self.late:
             numbers = [f"{each.times:,}", f"{each.compared:,}", f"{each.seconds:.2f}", f"{each.share:.1%}"]
@@ -182,6 +197,10 @@ class JobStats:
             "share_in_calls": self.share,
             "verbs": {row.verb: msgspec.to_builtins(row) for row in self.verbs},
             "late": [msgspec.to_builtins(each) for each in self.late],
+            "workers": [
+                {"rank": w.rank, "host": w.host, "commands": w.commands, "seconds": w.command_seconds}
+                for w in self.workers
+            ],
         }
 
 
@@ -191,6 +210,9 @@ def prometheus(ranks: Iterable[RankStats]) -> str:
     metrics = _Metrics()
     for rank in all_ranks:
         metrics.add("rank_seconds", rank.seconds, rank=rank.rank, host=rank.host)
+        if rank.commands:
+            metrics.add("commands_total", rank.commands, rank=rank.rank, host=rank.host)
+            metrics.add("command_seconds_total", rank.command_seconds, rank=rank.rank, host=rank.host)
         for group in _merged(rank.groups):
             for verb, v in group.verbs.items():
                 labels = {"rank": rank.rank, "host": rank.host, "group": group.name, "verb": verb}
@@ -216,6 +238,8 @@ _METRICS = {
     "bytes_total": ("counter", "Bytes of the tensors of these calls."),
     "call_seconds_total": ("counter", "Time inside these calls."),
     "waiting_seconds_total": ("counter", "Of that, the time until all ranks had come."),
+    "commands_total": ("counter", "Commands that the worker has executed."),
+    "command_seconds_total": ("counter", "Time inside these commands."),
     "compared_calls_total": ("counter", "Calls of a group of which it is known who came last."),
     "last_calls_total": ("counter", "Of these, the calls in which the rank came last."),
     "late_seconds_total": ("counter", "By how much it came later than the last but one."),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from allranks._trace.clocks import Link, join_clocks
 from allranks._trace.files import open_trace, trace_files
+from allranks._trace.inspection import OF_MASTER
 from allranks._trace.matching import (
     Collective,
     Message,
@@ -24,11 +25,13 @@ from allranks._trace.matching import (
     match,
     read_process,
 )
-from allranks._trace.reader import Call, TraceError
+from allranks._trace.reader import COMMAND, Call, TraceError
 
 __all__ = ["Arrow", "Clock", "Late", "Row", "Slice", "Timeline", "Times", "build", "read"]
 
 _MESSAGES = "messages"
+_COMMANDS = "commands"
+_WAITS = "waits for workers"
 _SAME_HOST_NS = 1_000_000_000
 
 
@@ -186,6 +189,16 @@ class Timeline:
         return max((each.end for each in self.slices), default=0)
 
     @property
+    def calls(self) -> int:
+        """How many calls there are."""
+        return sum(each.call.verb != COMMAND for each in self.slices)
+
+    @property
+    def commands(self) -> int:
+        """How many commands workers have executed."""
+        return sum(each.call.count for each in self.slices if each.call.verb == COMMAND)
+
+    @property
     def missing(self) -> int:
         """Calls that were made and are not in the files."""
         return sum(process.missing for process in self.processes)
@@ -238,7 +251,7 @@ def build(processes: Sequence[Process], last_s: float | None = None) -> Timeline
     """
     clocks = clocks_of(processes)
     placed = [replace(process, clock=clocks[process.number]) for process in processes]
-    if not any(process.calls for process in placed):
+    if not any(process.calls or process.alone for process in placed):
         raise TraceError("there is no call to draw: no rank has called anything")
     _, collectives, messages = match(placed)
     links = _links(placed, collectives, messages)
@@ -266,7 +279,8 @@ class _Builder:
         self._slices: list[Slice] = []
         self._slice_of: dict[tuple[int, int], int] = {}  # by process and call
         self._rows: list[Row] = []
-        self._zero = min(self._times(p, p.calls[0].entered_ns) for p in self._processes if p.calls)
+        begun = [(p, calls[0]) for p in self._processes for calls in (p.calls, p.alone) if calls]
+        self._zero = min(self._times(p, call.entered_ns) for p, call in begun)
         self._until = max(self._times(p, p.seen) for p in self._processes)
         self._cut = last_s is not None
         if last_s is not None:
@@ -301,6 +315,8 @@ class _Builder:
 
     def _add_process(self, process: Process, collective_of: Mapping[tuple[int, int], Collective]) -> None:
         by_row: dict[str, list[Call]] = defaultdict(list)
+        for call in process.alone:
+            by_row[_COMMANDS if call.verb == COMMAND else _WAITS].append(call)
         for call in process.calls:
             group = process.groups.get(call.group)
             name = group.name if group is not None else "a group that is not known"
@@ -335,7 +351,9 @@ class _Builder:
             met, last = self._computed(collective)
         elif not call.returned_ns and call.number:
             met = end  # of a call that hangs, all time until now
-        if call.verb in ("send", "recv"):
+        if group is not None and group.engine == OF_MASTER:
+            title, met, last = f"a wait for worker {call.peer}", end, world(call.peer)
+        elif call.verb in ("send", "recv"):
             way = "to" if call.verb == "send" else "from"
             title = f"{call.verb} {way} {'any rank' if call.peer < 0 else f'rank {world(call.peer)}'}"
         else:

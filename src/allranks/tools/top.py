@@ -22,8 +22,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command. Returns its exit code."""
     parser = ArgumentParser(
         prog="allranks top",
-        description="Shows calls and bytes per second, the share of the time in which a rank waits for others, its CPU"
-        " and memory, and what it is in. Ctrl-C ends it.",
+        description="Shows calls (of workers: and commands) and bytes per second, the share of the time in which a rank"
+        " waits for others, its CPU and memory, and what it is in. Ctrl-C ends it.",
     )
     parser.add_argument(
         "job", nargs="?", type=int, metavar="JOB", help="the pid of its launcher, where several jobs run"
@@ -72,8 +72,9 @@ def rows(before: Answer, now: Answer) -> list[str]:
             lines.append(f"{state.rank:>4} {'':>10} {'':>9} {'':>6} {'':>6} {_size(state.usage.resident):>9}  started")
             continue
         seconds, a, b = state.at - then.at, then.usage, state.usage
+        calls = b.calls + b.commands - a.calls - a.commands
         lines.append(
-            f"{state.rank:>4} {(b.calls - a.calls) / seconds:>10,.0f} {(b.bytes - a.bytes) / seconds / 1e6:>9,.1f}"
+            f"{state.rank:>4} {calls / seconds:>10,.0f} {(b.bytes - a.bytes) / seconds / 1e6:>9,.1f}"
             f" {_waited(then, state, seconds):>6.0%} {(b.cpu - a.cpu) / seconds:>6.0%} {_size(b.resident):>9}"
             f"  {_doing(state)}"
         )

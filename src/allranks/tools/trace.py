@@ -100,16 +100,19 @@ def _overview(answer: Answer, calls: int) -> list[str]:
 def table(answer: Answer) -> list[str]:
     """A row for each rank: its host, its process, what it is in, for how long, and for whom it waits."""
     found = diagnose(answer.states)
-    rows: list[tuple[str, ...]] = [("rank", "host", "process", "in", "for", "waits for")]
+    rows: list[tuple[str, ...]] = [("rank", "host", "process", "in", "for", "waits for", "commands")]
     states = {state.rank: state for state in answer.states}
     for rank in range(answer.size):
         host = answer.hosts[rank] if answer.hosts else ""
         if (state := states.get(rank)) is None:
-            rows.append((str(rank), host, "not known", "its agent has not answered", "", ""))
+            rows.append((str(rank), host, "not known", "its agent has not answered", "", "", ""))
             continue
         wait = found.waits.get(rank)
         awaited = rank_list(list(wait.awaited)) if wait is not None and wait.awaited else ""
-        rows.append((str(rank), host, state.process, *_doing(state, answer), awaited))
+        commands = f"{state.usage.commands:,}" if state.usage.commands else ""
+        rows.append((str(rank), host, state.process, *_doing(state, answer), awaited, commands))
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
     if not answer.hosts:
         rows = [(row[0], *row[2:]) for row in rows]
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
@@ -121,6 +124,8 @@ def _doing(state: RankState, answer: Answer) -> tuple[str, str]:
     if (call := state.waiting) is not None:
         group = "" if call.group in ("", "world") else f" of group '{call.group}'"
         return f"{call.title}{group}{f' ({call.site})' if call.site else ''}", _time(call.seconds)
+    if state.doing:
+        return f"executes {state.doing}", ""
     since = ""
     if state.last is not None and state.last.ended:
         since = _time(state.at - state.last.began - state.last.seconds)

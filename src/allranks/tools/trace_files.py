@@ -198,7 +198,8 @@ def summary(found: Timeline, files: Sequence[Path]) -> list[str]:
     size = max(process.world_size for process in found.processes)
     of = f" of {size}" if size > len(ranks) else ""
     where = f" on {hosts} hosts" if hosts > 1 else ""
-    lines = [f"{len(ranks)}{of} ranks{where}, {len(found.slices)} calls in {found.end / 1e9:.3g} s"]
+    commands = f" and {found.commands} commands of workers" if found.commands else ""
+    lines = [f"{len(ranks)}{of} ranks{where}, {found.calls} calls{commands} in {found.end / 1e9:.3g} s"]
     if of:
         lines.append(f"there are no files of {rank_list(sorted(set(range(size)) - set(ranks)))}")
     if found.late:

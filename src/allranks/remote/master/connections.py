@@ -25,6 +25,7 @@ import torch
 from allranks import _core
 from allranks._base.errors import TimeoutError, UsageError, WorkerLost
 from allranks._base.forks import forks, refusal
+from allranks._trace import memory
 from allranks.remote.master.long_waits import LongWaits
 from allranks.remote.protocol import flags, wire
 from allranks.remote.protocol.faults import error_of
@@ -182,6 +183,8 @@ class Connections:
             timeout_s = self.timeout_s if timeout_s is None else timeout_s
             deadline = time.monotonic() + timeout_s
             self._decode_received(rank)
+            if memory.records_in_file():
+                self._waits.begin(rank, len(self.by_rank) + 1)
             try:
                 while (rank, number) not in self._answers:
                     self._receive(rank, deadline, timeout_s, what)
@@ -238,7 +241,7 @@ class Connections:
         # Backwards: when the last has answered most others have too, and the master has slept meanwhile.
         for rank in reversed(place.ranks):
             worker, received = self.by_rank[rank], self._received[rank]
-            if not received:
+            if not received and not memory.records_in_file():
                 with contextlib.suppress(OSError):
                     received += worker.socket.recv(_CHUNK)
                 if received == plain:

@@ -1,4 +1,5 @@
-"""The record of a master's waits for its workers: of those only that take long, so that others cost nothing.
+"""The record of a master's waits for its workers: of those only that take long, so that others cost nothing; of all
+where they are recorded in a file.
 
 It is what lets a launcher tell that the master waits, for which worker, and at which line.
 """
@@ -27,7 +28,7 @@ class LongWaits:
         self._call: _core.OtherCall | None = None
 
     def begin(self, worker: int, size: int) -> None:
-        """A wait for a worker has begun to take long. May be called again.
+        """A wait for a worker has begun to take long, or is to be recorded. May be called again.
 
         Args:
             worker: its rank.
@@ -44,7 +45,7 @@ class LongWaits:
         self._call = recorder.begin(self._group, _RECV, 0, 0, 0, worker, 0, 0, where(), False)
 
     def end(self, succeeded: bool) -> None:
-        """The wait has ended, if one had begun to take long."""
+        """The wait has ended, if one was recorded."""
         call, self._call = self._call, None
         if call is not None:
             call.end(succeeded)

@@ -7,11 +7,14 @@ concerns several of them is here.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks._base.errors import UsageError, rank_list, spans
 from allranks._base.forks import follow
+from allranks._trace import memory
 from allranks.remote.master.connections import Connections, exclusive, has_ended
 from allranks.remote.master.device_table import DeviceTable
 from allranks.remote.master.functions import RemoteFunction
@@ -37,6 +40,10 @@ class Master:
         self.devices = DeviceTable(self.connections, self)
         self.operators = OperatorCache(self.connections, self.devices)
         self.transfers = Transfers(self.connections, self.devices, self.operators)
+        self._recorded_in: Path | None = None
+        # So that its waits are recorded from now on, and its workers with it, where a file is asked for.
+        memory.recorder(0, len(workers.connections) + 1, socket.gethostname())
+        memory.followers.append(self.record)
         for worker in workers.connections:
             self._admit(worker)
         workers.on_lost = self.connections.lose
@@ -144,6 +151,28 @@ class Master:
             for rank in self.ranks:
                 self.operators.invoke(self.devices.worker(rank), "flags", 0, [], [changed])
 
+    @exclusive
+    def record(self, folder: Path) -> Callable[[], None]:
+        """Has the workers record their commands in files in a folder. Returns what ends that.
+
+        Raises:
+            UsageError: a worker cannot make its file.
+        """
+        self._recorded_in = folder
+        try:
+            for rank in self.ranks:
+                self.connections.request(self.devices.worker(rank), "record", folder=str(folder))
+        except BaseException:
+            self._end_record()
+            raise
+        return self._end_record
+
+    @exclusive
+    def _end_record(self) -> None:
+        self._recorded_in = None
+        for rank in [] if self.closed else self.ranks:
+            self.connections.command(self.devices.worker(rank), "record", folder="")
+
     def shutdown(self) -> None:
         """Ends the workers, when they have done what is queued. Idempotent.
 
@@ -161,6 +190,7 @@ class Master:
         """Ends the workers at once."""
         if self.closed:
             return
+        memory.followers.remove(self.record)
         self.connections.close()
         self.transfers.close()
         self.connections.workers.close()
@@ -178,6 +208,8 @@ class Master:
         place = self.devices.admit(worker.rank)
         self.operators.invoke(place, "flags", 0, [], [self.connections.flags])
         self.connections.command(place, "seed", seed=self.connections.seed)
+        if self._recorded_in is not None:
+            self.connections.command(place, "record", folder=str(self._recorded_in))
 
     def _lose(self, rank: int, why: str) -> None:
         self.transfers.end(self.devices.lose(rank, why))

@@ -17,7 +17,7 @@ from allranks.remote.protocol.arguments import Form
 
 __all__ = [
     "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LARGE", "LINE", "MESSAGE", "NEG", "ONLY_STRIDED", "SMALL",
-    "Answer", "Ask", "Command", "Define", "Fault", "Hold", "Meta", "Program",
+    "Answer", "Ask", "Command", "Define", "Fault", "Hold", "Message", "Meta", "Program",
     "bits_of", "dtype_of", "frame", "pack", "pack_fault", "refuse_odd", "unpack", "unpack_fault",
 ]  # fmt: skip
 
@@ -128,6 +128,10 @@ class Answer(msgspec.Struct, array_like=True):
     fault: Fault | None = None
 
 
+Message = Define | Ask | Hold | Command | Program
+"""What a master sends beside calls of templates."""
+
+
 def frame(answer: Answer) -> bytes:
     """An answer as it travels."""
     packed = _encode(answer)
@@ -148,13 +152,13 @@ _answers = msgspec.msgpack.Decoder(Answer).decode
 _LENGTH = struct.Struct("<I")
 
 
-def pack(message: Define | Ask | Hold | Command | Program) -> bytes:
+def pack(message: Message) -> bytes:
     """A message, with its length, as data may follow it."""
     packed = _encode(message)
     return _LENGTH.pack(len(packed)) + packed
 
 
-def unpack(payload: memoryview) -> tuple[Define | Ask | Hold | Command | Program, memoryview]:
+def unpack(payload: memoryview) -> tuple[Message, memoryview]:
     """A message and what follows it."""
     (length,) = _LENGTH.unpack_from(payload)
     return _decode(payload[4 : 4 + length]), payload[4 + length :]

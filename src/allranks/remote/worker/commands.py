@@ -254,6 +254,11 @@ def copied(worker: WorkerState, data: memoryview, copying: int) -> None:
     worker.copies.pop(copying, None)
 
 
+def record(worker: WorkerState, data: memoryview, folder: str) -> None:
+    """Records the commands from here on in a file in a folder; "" ends it."""
+    worker.record(Path(folder) if folder else None)
+
+
 def kind(worker: WorkerState, data: memoryview) -> str:
     """The kind of device on which tensors live here."""
     return worker.device.type
@@ -452,6 +457,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         storage,
         twin,
         copied,
+        record,
         kind,
         function,
         start,

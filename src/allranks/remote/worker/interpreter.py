@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ from allranks.remote.protocol.wire import Answer, Ask, Command, Define, Fault, H
 from allranks.remote.worker.commands import COMMANDS, OPERATIONS
 from allranks.remote.worker.generated import call_function, call_source, flatten
 from allranks.remote.worker.program import compile_program
+from allranks.remote.worker.recording import CommandSlices, RecordedTemplates
 from allranks.remote.worker.state import WorkerState, describe
 from allranks.remote.worker.template import Code, Slots, Template
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Interpreter", "serve"]
 
 _CHUNK = 1 << 18
+_COUNTED = 64  # commands, after which their number is shown to others
 _WATCHED = {"mkldnn_rnn_layer"}
 
 
@@ -72,35 +75,41 @@ class Interpreter(WorkerState):
         self._last_ask = 0
         self._mended = 0
         self._table: dict[int, Template] = {}
+        self._recorded: RecordedTemplates | None = None
 
     def execute(self, buffer: bytearray | bytes, start: int, end: int, slots: Slots) -> int:
         """Runs the complete frames in a buffer: where the first incomplete one begins."""
-        at, table, head = start, self._table, wire.HEAD.unpack_from
+        at, executed, head = start, 0, wire.HEAD.unpack_from
+        table = self._table if self.slices is None else self._recorded_templates(self.slices)
         while end - at >= 2:
             (number,) = head(buffer, at)
             if number >= wire.CALL:
                 template = table[number]
                 after = at + 2 + template.nbytes
                 if after > end:
-                    return at
+                    break
                 try:
                     template.run(slots, buffer, at + 2)
                 except Exception as error:  # noqa: BLE001 - it goes to whoever uses the result
                     self.fail(template, slots, buffer, at + 2, error)
                 at = after
+                executed += 1
+                if executed == _COUNTED:
+                    self.count_executed(executed)
+                    executed = 0
             elif number == wire.FREE:
                 if end - at < 4:
-                    return at
+                    break
                 count = wire.HEAD.unpack_from(buffer, at + 2)[0]
                 after = at + 4 + 4 * count
                 if after > end:
-                    return at
+                    break
                 for each in struct.unpack_from(f"<{count}I", buffer, at + 4):
                     slots.pop(each, None)
                 at = after
             else:
                 if end - at < 6:
-                    return at
+                    break
                 word = int.from_bytes(buffer[at + 2 : at + 6], "little")
                 if number == wire.ECHO:
                     self._echo(word)
@@ -110,11 +119,19 @@ class Interpreter(WorkerState):
                     self.line, at = word, at + 6
                     continue
                 if end - at < 6 + word:
-                    return at
+                    break
                 with memoryview(buffer)[at + 6 : at + 6 + word] as payload:
                     self._handle_message(payload)
                 at += 6 + word
+                executed += 1
+        self.count_executed(executed)
         return at
+
+    def _recorded_templates(self, slices: CommandSlices) -> RecordedTemplates:
+        """The templates, as they record their calls."""
+        if self._recorded is None or self._recorded.slices is not slices:
+            self._recorded = RecordedTemplates(self._table, slices, self.site)
+        return self._recorded
 
     def missing(self, buffer: bytearray, start: int, end: int) -> int:
         """How long the incomplete frame is that begins there, as far as its head tells."""
@@ -139,8 +156,31 @@ class Interpreter(WorkerState):
     def _handle_message(self, payload: memoryview) -> None:
         message, data = wire.unpack(payload)
         self.doing[0] = 0
+        began = time.monotonic_ns()
+        self._execute_message(message, data)
+        if self.slices is not None:
+            self.slices.add(self.site(self._name_of(message)), began, time.monotonic_ns())
+
+    def _name_of(self, message: wire.Message) -> str:
+        """What a message is recorded as."""
+        match message:
+            case Ask():
+                return message.op
+            case Command("start", _, {"function": number}):
+                function = self.functions.get(number)
+                return f"remote {getattr(function, '__qualname__', type(function).__name__)}"
+            case Command():
+                return message.name
+            case Hold():
+                return "upload"
+            case _:
+                return "a template"
+
+    def _execute_message(self, message: wire.Message, data: memoryview) -> None:
         match message:
             case Define():
+                if self._recorded is not None:
+                    self._recorded.pop(message.number, None)
                 try:
                     self._table[message.number] = self._compile(message)
                 except Exception as error:  # noqa: BLE001 - whoever calls it gets the error
@@ -154,6 +194,8 @@ class Interpreter(WorkerState):
                     self.slots[id] = Poison(self.fault("a tensor of the master's", error))
                     self.unreported.append(self.slots[id].fault)
             case Program():
+                if self._recorded is not None:
+                    self._recorded.pop(message.number, None)
                 self._table[message.number] = compile_program(self, message, self._table)
             case Command(name, number, arguments):
                 self._execute_command(name, number, arguments, data)
@@ -377,7 +419,10 @@ def serve(context: WorkerContext) -> None:
         quiet = start == end and not interpreter.unreported and device.type == "cpu"
         count = _core.receive(line.fileno(), buffer, end, quiet)
         if count == 0:
+            if interpreter.slices is not None:
+                interpreter.slices.flush()
             return
         end += count
+        interpreter.since = time.monotonic_ns()
         start = interpreter.execute(buffer, start, end, interpreter.slots)
         interpreter.doing[0] = 0

@@ -6,22 +6,28 @@ import ctypes
 import os
 import socket
 import struct
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from allranks._trace import memory
+from allranks._trace.inspection import OF_WORKER
 from allranks.launch.ranks.function import pack_error
 from allranks.remote.protocol import wire
 from allranks.remote.protocol.faults import Poison, Poisoned
 from allranks.remote.protocol.wire import Fault, Meta
+from allranks.remote.worker.recording import CommandSlices
 from allranks.remote.worker.template import Slots, Template
 
 if TYPE_CHECKING:
     from allranks import _core
     from allranks._group.process_group import ProcessGroup
+    from allranks._trace.files import FileRecording
     from allranks.remote.bootstrap.worker_context import WorkerContext
 
 __all__ = ["WorkerState", "describe"]
@@ -54,6 +60,8 @@ class WorkerState:
         copies: copied storages by address, for each deep copy under way.
         generators: random number generators, by number.
         doing: its only element is the number of what is executed, for others to see; 0 is nothing.
+        since: from when on the time in commands is not counted in the record yet, in ns.
+        slices: where commands are recorded with their times; None where no file is recorded.
     """
 
     def __init__(self, rank: int, device: torch.device, context: WorkerContext | None = None) -> None:
@@ -78,6 +86,37 @@ class WorkerState:
         address = 0 if self._recorder is None else self._recorder.doing()
         word = ctypes.c_uint32.from_address(address) if address else ctypes.c_uint32()
         self.doing = memoryview(word).cast("B").cast("I")
+        self.since = time.monotonic_ns()
+        self.slices: CommandSlices | None = None
+        self._commands = 0 if self._recorder is None else self._recorder.add_group("commands", OF_WORKER, 0, [rank])
+        self._recording: FileRecording | None = None
+        self._follow_file()
+
+    def record(self, folder: Path | None) -> None:
+        """Begins to record commands in a file in a folder; None: ends it.
+
+        Raises:
+            UsageError: the file cannot be made, or commands are recorded already.
+        """
+        if folder is not None:
+            self._recording = memory.record_in(folder)
+        elif self._recording is not None and self.slices is not None:
+            self.slices.flush()
+            self._recording.stop()
+            self._recording = None
+        self._follow_file()
+
+    def _follow_file(self) -> None:
+        if self._recorder is None or not memory.records_in_file():
+            self.slices = None
+        elif self.slices is None:
+            self.slices = CommandSlices(partial(self._recorder.add_commands, self._commands))
+
+    def count_executed(self, commands: int) -> None:
+        """Counts commands in the record, and the time since the last were counted."""
+        if self._recorder is not None:
+            before, self.since = self.since, time.monotonic_ns()
+            self._recorder.count_commands(self._commands, commands, self.since - before)
 
     def site(self, name: str) -> int:
         """The number under which an operation is recorded."""
