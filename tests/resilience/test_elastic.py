@@ -124,3 +124,33 @@ def test_chaos_ends_with_the_weights_of_a_calm_run(tmp_path: Path) -> None:
     assert calm[1] == hit[1]
     assert calm[0] == 0 < hit[0]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_rank_that_was_stopped_for_long_learns_that_it_is_out(tmp_path: Path) -> None:
+    body = """
+for step in state.steps(60):
+    with step:
+        if os.environ["RANK"] == "1" and step.index == 10:
+            pid = os.getpid()
+            if os.fork() == 0:
+                time.sleep(11)
+                os.kill(pid, signal.SIGCONT)
+                os._exit(0)
+            os.kill(pid, signal.SIGSTOP)
+        dist.all_reduce(weight)
+        time.sleep(0.1)
+print("end", dist.get_rank(), dist.get_world_size(), flush=True)
+"""
+    head = PROGRAM.partition("for step in")[0].replace("timeout=30", "timeout=3")
+    done = _run(tmp_path, "--elastic", "2", program="import time\n" + head + body)
+    assert done.returncode == 0, done
+    assert sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line) == ["0 2", "1 2"]
+    assert "rank 1 has ended, as the others had gone on without it" in done.stderr
+
+
+def test_a_group_before_the_loop_is_warned_of(tmp_path: Path) -> None:
+    program = PROGRAM.replace("dist.barrier()\n", "dist.new_group([0, 1])\n", 1)
+    done = _run(tmp_path, "--elastic", "2", "--respawns", "1", program=program)
+    assert "UserWarning: a group that is made before the training loop" in done.stderr
+    assert "UsageError: new_group before the training loop: this process takes a lost rank's place" in done.stderr
+    assert sorted(line.split()[-2] for line in done.stdout.splitlines() if "end " in line) == ["1503.0"] * 2, done

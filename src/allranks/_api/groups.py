@@ -23,6 +23,7 @@ from allranks._call.bytes import bytes_of
 from allranks._call.purpose import part_of
 from allranks._call.work import seconds_of
 from allranks._cluster.detection import detect
+from allranks._engines.prelude import Prelude
 from allranks._engines.spec import RECORD_BYTES
 from allranks._group.process_group import ProcessGroup
 from allranks._group.succession import Lineage
@@ -295,6 +296,8 @@ def _make(
     """The part that this rank is in, if any. The parts' members are ranks of the world."""
     global _made
     _made += 1
+    if isinstance(parent.engine, Prelude):
+        parent.engine.notice_group()
     timeout_s = parent.timeout_s if timeout is None else seconds_of(timeout)
     if timeout_s <= 0:
         raise UsageError(f"timeout must be positive, not {timeout!r}")

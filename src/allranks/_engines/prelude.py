@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -213,6 +214,23 @@ class Prelude(Engine):
             f"{verb} at {where()}: this process takes a lost rank's place and is given what the calls of that rank gave"
             f" before the training loop, but {why}.\n  Make large or changing calls in a step of the loop; see"
             " docs/resilience.md"
+        )
+
+    def notice_group(self) -> None:
+        """Another group is made from this one before the loop.
+
+        Raises:
+            UsageError: this process takes a lost rank's place, and the others are past that call.
+        """
+        if self.engine is None:
+            raise UsageError(
+                "new_group before the training loop: this process takes a lost rank's place, and the other ranks are"
+                " past this call.\n  Make groups in a step of the loop, or use the world; see docs/resilience.md"
+            )
+        warnings.warn(
+            "a group that is made before the training loop keeps lost ranks of an elastic job from being replaced: make"
+            " it in a step of the loop, or use the world",
+            stacklevel=4,
         )
 
     def _live(self, verb: str) -> Engine:
