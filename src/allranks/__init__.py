@@ -22,7 +22,7 @@ meaning, over allranks' own channel. The map of the package:
     multiprocessing  spawn
     launch         allranks run; run: the same from Python
     resilience     State: a training loop that survives lost ranks
-    remote         init_master_worker: one process drives all others; all_reduce_, broadcast_ on its groups
+    remote         init_master_worker: one process drives all others; all_reduce_, broadcast_ on its groups; keep
     testing        run_ranks: real ranks for tests
     trace          the last calls of this process, stragglers, a file with all calls
     tools          bench, doctor, submit
@@ -147,6 +147,7 @@ _HOME = {
         "TimeoutError",
         "UsageError",
         "WorkerLost",
+        "WorkerReplaced",
     ),
     "_call.debug": ("DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"),
     "_call.types": ("ReduceOp", "Stats", "premul_sum", "reduce_op"),
@@ -160,7 +161,7 @@ _HOME = {
     "parallel": ("DataParallel", "DistributedDataParallel", "GradBucket"),
     "remote.capture.capture": ("capture",),
     "remote.master.groups": ("all_reduce_", "broadcast_"),
-    "remote.master.start": ("init_master_worker",),
+    "remote.master.start": ("init_master_worker", "keep"),
 }
 _MODULES = (
     "algorithms",

@@ -119,6 +119,7 @@ from allranks._base.errors import StoreLostError as StoreLostError
 from allranks._base.errors import TimeoutError as TimeoutError
 from allranks._base.errors import UsageError as UsageError
 from allranks._base.errors import WorkerLost as WorkerLost
+from allranks._base.errors import WorkerReplaced as WorkerReplaced
 from allranks._call.debug import DebugLevel as DebugLevel
 from allranks._call.debug import get_debug_level as get_debug_level
 from allranks._call.debug import set_debug_level as set_debug_level
@@ -145,6 +146,7 @@ from allranks.remote.capture.capture import capture as capture
 from allranks.remote.master.groups import all_reduce_ as all_reduce_
 from allranks.remote.master.groups import broadcast_ as broadcast_
 from allranks.remote.master.start import init_master_worker as init_master_worker
+from allranks.remote.master.start import keep as keep
 
 __version__: str
 __all__: list[str]

@@ -269,7 +269,7 @@ def test_what_is_shown(healed: Master) -> None:
     host = socket.gethostname()
     assert repr(mw) == f"Master(workers 1-2 on {host})"
     assert [each for each in dir(mw) if not each.startswith("_")] == [
-        "closed", "group", "lost", "ranks", "remote", "respawn", "shutdown", "synchronize",
+        "closed", "group", "keep", "lost", "on_lost", "ranks", "remote", "respawn", "shutdown", "synchronize",
     ]  # fmt: skip
     x = torch.ones(2, device="worker:2")
     kill(mw, 2)

@@ -19,6 +19,7 @@ bytes, seconds) and what to do next. The tree::
     |-- RankError                     a rank of a job started from Python failed; `.rank` is which
     |-- RemoteError                   an operation on a worker failed (master-worker mode); names it and its line
     |-- WorkerLost                    a worker is gone, and its tensors (master-worker mode); `.rank` is which
+    |   `-- WorkerReplaced            it has been replaced, and what is kept restored; `.snapshot` is the number
 
 torch's names for what programs catch are aliases: DistError is AllranksError, DistBackendError (a collective broke)
 PeerLostError, DistNetworkError (a connection did) StoreLostError, DistStoreError (a wait in a store did) TimeoutError.
@@ -50,6 +51,7 @@ __all__ = [
     "TimeoutError",
     "UsageError",
     "WorkerLost",
+    "WorkerReplaced",
 ]
 
 
@@ -168,6 +170,22 @@ class WorkerLost(_OfRankError):
     Attributes:
         rank: the worker.
     """
+
+
+class WorkerReplaced(WorkerLost):
+    """A worker was lost, and has been replaced (`Master.on_lost`). The step under way is to be made again.
+
+    Attributes:
+        rank: the worker.
+        snapshot: the number of the snapshot that what is kept has been restored from; 0 for none.
+    """
+
+    def __init__(self, message: str, rank: int, snapshot: int = 0) -> None:
+        super().__init__(message, rank)
+        self.snapshot = snapshot
+
+    def __reduce__(self) -> tuple[type[WorkerReplaced], tuple[str, int, int]]:  # type: ignore[override]
+        return type(self), (str(self), self.rank, self.snapshot)
 
 
 # torch's tree, on ours: the last three are errors of the first.

@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -46,6 +46,8 @@ _WITHOUT_EFFECT = (
 
 _END_S = 0.2  # between the end of a process and that of its connection
 _LOOK_S = 0.5
+_CAUSE_S = 2.0  # between the fault of a worker that has met a loss and word of the loss
+_OF_LOSSES = ("PeerLostError", "AbortedError")
 _CHUNK = 1 << 18
 CPU = "What the child needs is fetched before it is forked, with .cpu()"
 
@@ -62,12 +64,13 @@ class Inherited(dict[Any, Any]):
 class Gone(dict[Any, Any]):
     """Takes the place of the calls of a lost worker. Every operation looks one up, and raises."""
 
-    def __init__(self, why: str, rank: int) -> None:
+    def __init__(self, why: str, rank: int, error: Callable[[int, str], WorkerLost] | None = None) -> None:
         self.why = why
         self.rank = rank
+        self._error = error
 
     def get(self, key: Any, default: Any = None) -> Any:
-        raise WorkerLost(self.why, self.rank)
+        raise WorkerLost(self.why, self.rank) if self._error is None else self._error(self.rank, self.why)
 
 
 class Connections:
@@ -88,6 +91,9 @@ class Connections:
         seed: of workers to come.
         poisoned: the fault of the last answer that was about an operand; None if it was about the operation.
         on_lost: called with a lost worker's rank and the reason, by any thread.
+        recover: called where a worker is needed that is gone: replaces it, and returns what is to be raised; None where
+            programs do that.
+        unrecovered: workers whose replacement was begun, and has not come to its end; why they were lost.
     """
 
     def __init__(self, workers: Workers, timeout_s: float, on_lost: Callable[[int, str], None]) -> None:
@@ -106,6 +112,9 @@ class Connections:
         self.seed = torch.initial_seed()
         self.poisoned: wire.Fault | None = None
         self._states = {self.flags: 0}
+        self.recover: Callable[[], WorkerLost | None] | None = None
+        self.unrecovered: dict[int, str] = {}
+        self._recovering = False
         self._forks = forks()
         self._losing = threading.RLock()
         self._numbers = itertools.count(1)
@@ -179,6 +188,17 @@ class Connections:
         """
         self.check_process()
         self.outbox.flush()
+        try:
+            answer = self._wait(number, rank, what, timeout_s)
+        except WorkerLost as lost:
+            raise self.gone(lost.rank, str(lost)) from None
+        if answer.fault is not None:
+            self.poisoned = None if answer.result == "now" else answer.fault
+            self._raised.add((answer.fault.rank, answer.fault.serial))
+            raise self._cause(answer.fault, error_of(answer.fault, line_of(answer.fault.line), answer.result == "now"))
+        return answer.result
+
+    def _wait(self, number: int, rank: int, what: str, timeout_s: float | None) -> Answer:
         with self.lock:
             timeout_s = self.timeout_s if timeout_s is None else timeout_s
             deadline = time.monotonic() + timeout_s
@@ -194,12 +214,11 @@ class Connections:
             finally:
                 self._waits.end((rank, number) in self._answers)
             self._interrupted.pop(rank, None)
-            answer = self._answers.pop((rank, number))
-        if answer.fault is not None:
-            self.poisoned = None if answer.result == "now" else answer.fault
-            self._raised.add((answer.fault.rank, answer.fault.serial))
-            raise error_of(answer.fault, line_of(answer.fault.line), answer.result == "now")
-        return answer.result
+            return self._answers.pop((rank, number))
+
+    def take_answer(self, number: int, rank: int) -> Answer | None:
+        """An answer, if it has come. Nobody waits for it any more."""
+        return self._answers.pop((rank, number), None)
 
     def wait_for_all(self, number: int, place: DeviceTarget, what: str) -> Any:
         """Waits for the one answer of all workers of a group.
@@ -252,7 +271,7 @@ class Connections:
         new = [each for each in faults if (each.rank, each.serial) not in self._raised]
         self._raised -= {(each.rank, each.serial) for each in faults}
         if new:
-            raise error_of(new[0], line_of(new[0].line), False, len(new) - 1)
+            raise self._cause(new[0], error_of(new[0], line_of(new[0].line), False, len(new) - 1))
 
     def _receive(self, rank: int, deadline: float, timeout_s: float, what: str) -> None:
         if rank in self.lost:
@@ -343,6 +362,36 @@ class Connections:
             self.outbox.lose(self.indices[rank])
             self.on_lost(rank, self.lost[rank])
 
+    def gone(self, rank: int, why: str) -> WorkerLost:
+        """What is to be raised where a worker is needed that is gone. It has been replaced then, if that is wanted."""
+        if self.recover is not None and not self._recovering:
+            with self.lock, self.without_recovery():
+                found = self.recover()
+            if found is not None:
+                return found
+        return WorkerLost(why, rank)
+
+    @contextlib.contextmanager
+    def without_recovery(self) -> Iterator[None]:
+        """Meanwhile lost workers are not replaced: what meets one is no step of the program, or replaces it."""
+        before, self._recovering = self._recovering, True
+        try:
+            yield
+        finally:
+            self._recovering = before
+
+    def _cause(self, fault: wire.Fault, error: Exception) -> Exception:
+        """What is to be raised of a fault: where lost workers are replaced, the loss that it follows from."""
+        if self.recover is None or self._recovering or fault.kind not in _OF_LOSSES:
+            return error
+        until = time.monotonic() + _CAUSE_S
+        while not self.lost and time.monotonic() < until:
+            time.sleep(_LOOK_S / 100)
+        if not self.lost:
+            return error
+        rank = min(self.lost)
+        return self.gone(rank, self.lost[rank])
+
     def check(self, place: DeviceTarget) -> None:
         """
         Raises:
@@ -350,12 +399,21 @@ class Connections:
         """
         self.check_open()
         if isinstance(place.calls, Gone):
-            raise WorkerLost(place.calls.why, place.calls.rank)
+            raise self.gone(place.calls.rank, place.calls.why)
         for rank in place.ranks:
-            if rank not in self.lost and self.outbox.failure(self.indices[rank]):
-                self.lose(rank)
-            if rank in self.lost:
-                raise WorkerLost(self.lost[rank], rank)
+            self.check_worker(rank)
+
+    def check_worker(self, rank: int) -> None:
+        """
+        Raises:
+            WorkerLost: it is gone.
+        """
+        if rank not in self.lost and self.outbox.failure(self.indices[rank]):
+            self.lose(rank)
+        if rank in self.lost:
+            raise self.gone(rank, self.lost[rank])
+        if rank in self.unrecovered and not self._recovering:
+            raise self.gone(rank, self.unrecovered[rank])
 
     def check_process(self) -> None:
         """

@@ -41,6 +41,7 @@ class DeviceTable:
         # A device's name does not hold its group, and a loop may make the same one again.
         self._latest: deque[DeviceTarget] = deque(maxlen=_LATEST)
         self._index = _LAST_INDEX + 1  # of the last group
+        self._gone: weakref.WeakSet[DeviceTarget] = weakref.WeakSet()  # those that have had a lost worker
 
     def admit(self, rank: int) -> DeviceTarget:
         """Makes the device of a worker that is new."""
@@ -105,11 +106,30 @@ class DeviceTable:
         ended: list[Link] = []
         for each in self.all():
             if rank in each.ranks:
-                each.calls = Gone(why, rank)
+                each.calls = Gone(why, rank, self.connections.gone)
+                self._gone.add(each)
                 if each.index != rank:
                     end_device(each.index)
             ended += [(ranks, each.links.pop(ranks)) for ranks in list(each.links) if rank in ranks]
         return ended
+
+    def successor(self, old: DeviceTarget) -> DeviceTarget:
+        """The same workers, where lost ones have been replaced; of the same device, if no other has it by now."""
+        if not isinstance(old.calls, Gone):
+            return old
+        if len(old.ranks) == 1:
+            return self._workers[old.ranks[0]]
+        found = self.groups.get(old.ranks)
+        if found is None or isinstance(found.calls, Gone):
+            found = self._make(old.ranks, old.index if index_is_free(old.index) else self._spare_index())
+        return found
+
+    def revive(self) -> None:
+        """Groups that have lost a worker which has been replaced are groups again. Their tensors are not."""
+        for old in list(self._gone):
+            if not any(rank in self.connections.lost for rank in old.ranks):
+                old.successor = self.successor(old)
+                self._gone.discard(old)
 
     def close(self) -> None:
         """Ends all devices."""

@@ -62,8 +62,8 @@ class Future:
     def _take(self, timeout: float | None) -> None:
         place, connections = self._place, self._place.master.connections
         connections.refuse_recording("the result of a function is waited for")
+        connections.check(place)
         if not self._number:
-            connections.check(place)
             self._number = connections.next_number()
             connections.put(place, Command("result", self._number, {"call": self._call}))
         try:

@@ -40,18 +40,28 @@ class Group:
     """
 
     def __init__(self, place: DeviceTarget) -> None:
-        self._place = place
+        self._target = place
         self.ranks = place.ranks
-        self.device = place.device
         self._contexts: list[Any] = []
 
+    @property
+    def _place(self) -> DeviceTarget:
+        while self._target.successor is not None:
+            self._target = self._target.successor
+        return self._target
+
+    @property
+    def device(self) -> torch.device:
+        return self._place.device
+
     def __enter__(self) -> Group:
-        self._contexts.append(self.device.__enter__())
+        device = self.device
+        device.__enter__()
+        self._contexts.append(device)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._contexts.pop()
-        self.device.__exit__(*exception)
+        self._contexts.pop().__exit__(*exception)
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -272,6 +282,8 @@ class Group:
 
     def _mine(self, tensor: torch.Tensor) -> RemoteTensor:
         if not isinstance(tensor, RemoteTensor) or tensor._place is not self._place:
+            if isinstance(tensor, RemoteTensor):
+                tensor._place.master.connections.check(tensor._place)  # it may be what a lost worker has left
             where = tensor._place if isinstance(tensor, RemoteTensor) else tensor.device
             raise UsageError(f"expected a tensor on {self._place}, not on {where}")
         return tensor

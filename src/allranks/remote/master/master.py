@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from allranks._base.errors import UsageError, rank_list, spans
+from allranks._base.errors import UsageError, WorkerLost, rank_list, spans
 from allranks._base.forks import follow
 from allranks._trace import memory
 from allranks.remote.master.connections import Connections, exclusive, has_ended
 from allranks.remote.master.device_table import DeviceTable
 from allranks.remote.master.functions import RemoteFunction
 from allranks.remote.master.groups import Group
+from allranks.remote.master.keeping import Kept, NothingLeft
+from allranks.remote.master.losses import Losses, OnLost
 from allranks.remote.master.operator_cache import OperatorCache
 from allranks.remote.master.transfers import Transfers
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Master"]
 
-_OFFERED = ("closed", "group", "lost", "ranks", "remote", "respawn", "shutdown", "synchronize")
+_OFFERED = ("closed", "group", "keep", "lost", "on_lost", "ranks", "remote", "respawn", "shutdown", "synchronize")
 
 
 class Master:
@@ -40,6 +42,7 @@ class Master:
         self.devices = DeviceTable(self.connections, self)
         self.operators = OperatorCache(self.connections, self.devices)
         self.transfers = Transfers(self.connections, self.devices, self.operators)
+        self._losses = Losses(self.connections, self.devices, self._admit)
         self._recorded_in: Path | None = None
         # So that its waits are recorded from now on, and its workers with it, where a file is asked for.
         memory.recorder(0, len(workers.connections) + 1, socket.gethostname())
@@ -92,13 +95,17 @@ class Master:
         if place is None:
             place = self.devices.everyone()
         connections.check(place)
+        if connections.recover is not None:
+            for rank in connections.by_rank:
+                connections.check_worker(rank)
         self.transfers.leave_ended()
         connections.synchronize(place)
 
     def respawn(self, rank: int, force: bool = False) -> None:
         """Starts a new worker in the place of one that is gone.
 
-        What was on it is lost: its handles, and its groups', go on to raise `WorkerLost`.
+        What was on it is lost: its handles, and its groups', go on to raise `WorkerLost`. What is kept (`keep`) is
+        restored, when no other worker is lost.
 
         Args:
             rank: the worker's.
@@ -108,6 +115,7 @@ class Master:
             UsageError: there is no such worker, or it lives, or nobody is there who could start another.
             ConfigError: it ended while it was started.
             JoinError: it did not come in time.
+            WorkerLost: it is there, and what was kept is lost.
 
         Cost:
             a start of Python and an import of torch.
@@ -123,7 +131,36 @@ class Master:
             )
         if rank not in self.lost:
             connections.lose(rank, "its place is taken by another")
-        self._admit(connections.workers.respawn(rank))
+        with connections.lock, connections.without_recovery():
+            self._admit(connections.workers.respawn(rank))
+            if self._losses.kept is not None and not self.lost:
+                try:
+                    self._losses.restore()
+                except NothingLeft as nothing:
+                    raise WorkerLost(str(nothing), rank) from None
+
+    def on_lost(self, action: OnLost) -> None:
+        """Chooses what happens when a worker is lost.
+
+        Args:
+            action: ``"raise"``: `WorkerLost`, and the program calls `respawn`; this is so at the beginning.
+                ``"respawn"``: where the program needs the worker next, the master starts another in its place and
+                restores what is kept (`keep`), on all workers; then it raises `WorkerReplaced`. A function: the same,
+                and it is called before that is raised, with the rank and the number of the snapshot, 0 for none.
+
+        Raises:
+            UsageError: there is no such action.
+        """
+        self._losses.choose(action)
+
+    @exclusive
+    def keep(self, *things: Any) -> Kept:
+        """Marks tensors that outlive their workers, see `allranks.keep`."""
+        self.connections.check_open()
+        if (before := self._losses.kept) is not None and not before.closed:
+            raise UsageError("keep: there is one already: name all in one call, or end that one with its close()")
+        made = self._losses.kept = Kept(things, self.connections, self.devices, self.transfers)
+        return made
 
     @property
     def ranks(self) -> list[int]:
@@ -182,7 +219,8 @@ class Master:
         if self.closed:
             return
         try:
-            self.synchronize()
+            with self.connections.without_recovery():
+                self.synchronize(self.devices.everyone())
         finally:
             self.close()
 

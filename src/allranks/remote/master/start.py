@@ -6,7 +6,7 @@ import atexit
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from allranks._base.errors import NotInitializedError, UsageError
 from allranks._base.public import publish
@@ -14,9 +14,10 @@ from allranks._call.work import seconds_of
 from allranks.launch.ranks.rank import this_rank
 
 if TYPE_CHECKING:
+    from allranks.remote.master.keeping import Kept
     from allranks.remote.master.master import Master
 
-__all__ = ["init_master_worker", "master_of_this_process", "shutdown"]
+__all__ = ["init_master_worker", "keep", "master_of_this_process", "shutdown"]
 
 _TIMEOUT_S = 1800.0  # as of a process group
 
@@ -125,6 +126,30 @@ def master_of_this_process() -> Master:
     if _master is None or _master.closed:
         raise NotInitializedError("there are no workers: call allranks.init_master_worker() first")
     return _master
+
+
+def keep(*things: Any) -> Kept:
+    """Marks what outlives the workers that it is on (master-worker mode).
+
+    `Kept.refresh` makes a snapshot. When a worker is lost and has been replaced (`Master.on_lost`, `Master.respawn`),
+    everything is as in the last complete snapshot, on all workers and on the master, in the same Python objects.
+
+    Args:
+        things: modules (their parameters and buffers), optimizers (their state and options), tensors on workers or on
+            the master, dicts and lists of these; numbers in dicts come back, too. Other objects by their `state_dict`
+            and `load_state_dict`, as schedulers of learning rates.
+
+    Returns:
+        What makes snapshots: ``refresh()``, ``close()``. There is one at a time.
+
+    Raises:
+        UsageError: something cannot be kept, or there is another one.
+        NotInitializedError: there are no workers.
+
+    Cost:
+        none before the first `refresh`.
+    """
+    return master_of_this_process().keep(*things)
 
 
 def shutdown() -> None:

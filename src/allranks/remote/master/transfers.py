@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from allranks._base.errors import AllranksError, PeerLostError, RemoteError, WorkerLost
+from allranks._base.errors import AllranksError, PeerLostError, RemoteError
 from allranks._call.bytes import view_of
 from allranks.remote.master.connections import Connections, exclusive
 from allranks.remote.master.device_table import DeviceTable, Link
@@ -126,7 +126,7 @@ class Transfers:
             self._unlink(place, (0, rank))
             if isinstance(error, PeerLostError) or rank in lost:
                 self.connections.lose(rank)
-                raise WorkerLost(lost[rank], rank) from None
+                raise self.connections.gone(rank, lost[rank]) from None
             raise
 
     # Among workers.
@@ -194,8 +194,16 @@ class Transfers:
                     connections.put(self._devices.worker(rank), Command("group", 0, arguments))
             if 0 in ranks:
                 connections.outbox.flush()
-                self._groups[number] = connections.workers.make_group(name, ranks, connections.timeout_s)
+                self._groups[number] = self._meet(name, ranks)
         return number
+
+    def _meet(self, name: str, ranks: tuple[int, ...]) -> ProcessGroup:
+        connections = self.connections
+        try:
+            return connections.workers.make_group(name, ranks, connections.timeout_s)
+        except PeerLostError as error:
+            connections.lose(rank := ranks[error.rank])
+            raise connections.gone(rank, connections.lost[rank]) from None
 
     @exclusive
     def leave_ended(self) -> None:

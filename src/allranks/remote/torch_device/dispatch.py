@@ -244,6 +244,8 @@ def _lift(op: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def apart(name: str, args: Any, kwargs: Any) -> RuntimeError:
     found: list[str] = []
     for each in flatten([*args, *kwargs.values()]):
+        if isinstance(each, Handle):
+            each._place.master.connections.check(each._place)  # it may be what a lost worker has left
         where = str(each._place) if isinstance(each, Handle) else None
         if where is None and isinstance(each, torch.Tensor):
             where = str(each.device)

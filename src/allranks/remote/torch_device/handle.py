@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,7 @@ class Connections(Protocol):
     def wait(self, number: int, rank: int, what: str, timeout_s: float | None = None) -> Any: ...
     def check(self, place: DeviceTarget) -> None: ...
     def check_process(self) -> None: ...
+    def without_recovery(self) -> AbstractContextManager[None]: ...
     def refuse_recording(self, why: str, always: bool = True) -> None: ...
 
 
@@ -115,11 +117,13 @@ class DeviceTarget:
         learnt: `calls` for each state of torch's flags, by the state's number.
         call: queues a call: the outbox's method, or the recorder's while a step is captured.
         links: native groups that were made for it, by their ranks; they end with it.
+        successor: what its group is since a lost worker has been replaced; None before.
     """
 
     __slots__ = (
         "__weakref__", "_kind",
-        "call", "calls", "device", "index", "lazy", "learnt", "links", "master", "ranks", "target",
+        "call", "calls", "device", "index", "lazy", "learnt", "links", "master", "ranks", "successor",
+        "target",
     )  # fmt: skip
 
     def __init__(self, master: Driver, index: int, ranks: tuple[int, ...], target: int) -> None:
@@ -133,6 +137,7 @@ class DeviceTarget:
         self.learnt: dict[int, dict[Any, KnownCall]] = {}
         self.calls: dict[Any, KnownCall] = self.learnt.setdefault(master.connections.state, {})
         self.call = master.connections.outbox.call
+        self.successor: DeviceTarget | None = None
         self._kind = ""
 
     @property

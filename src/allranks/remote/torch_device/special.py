@@ -97,6 +97,11 @@ def _is_pinned(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return False
 
 
+@special(aten._has_compatible_shallow_copy_type.default)
+def _is_like(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return isinstance(args[0], Handle) and isinstance(args[1], Handle)  # as `.data = ` asks; also of what is lost
+
+
 @special(aten.select.int)
 def _select(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x, dim, index = args

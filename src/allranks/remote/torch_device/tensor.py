@@ -112,7 +112,8 @@ class RemoteTensor(Handle):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         try:
-            return _show(self)
+            with self._place.master.connections.without_recovery():
+                return _show(self)
         except WorkerLost as lost:
             why = str(lost).partition("\n")[0]
             return f"tensor(..., device='{self.device}', size={tuple(self.shape)}, dtype={self.dtype}): {why}"

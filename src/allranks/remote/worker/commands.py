@@ -19,6 +19,7 @@ from allranks._cluster.host import processor
 from allranks.remote.protocol import wire
 from allranks.remote.protocol.faults import GIVEN, Given, Poison, Poisoned
 from allranks.remote.protocol.flags import apply
+from allranks.remote.worker.snapshots import SNAPSHOTS
 from allranks.remote.worker.state import WorkerState, describe
 
 if TYPE_CHECKING:
@@ -464,5 +465,6 @@ COMMANDS: dict[str, Callable[..., Any]] = {
         result,
         drop,
         forget,
+        *SNAPSHOTS,
     )
 }

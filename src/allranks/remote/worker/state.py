@@ -59,6 +59,7 @@ class WorkerState:
         marks: times, by the number of an event.
         copies: copied storages by address, for each deep copy under way.
         generators: random number generators, by number.
+        snapshots: of kept tensors (`snapshots.Snapshots`); None where nothing is kept.
         doing: its only element is the number of what is executed, for others to see; 0 is nothing.
         since: from when on the time in commands is not counted in the record yet, in ns.
         slices: where commands are recorded with their times; None where no file is recorded.
@@ -80,6 +81,7 @@ class WorkerState:
         self.marks: dict[int, float] = {}
         self.copies: dict[int, dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]] = {}
         self.generators: dict[int, torch.Generator] = {}
+        self.snapshots: Any = None
         self._faults = 0
         self._sites: dict[str, int] = {}
         self._recorder = None if context is None else _recorder(rank)

@@ -1,0 +1,405 @@
+"""`keep`: tensors on workers that are there again, as they were, when another worker has taken a lost one's place.
+
+A snapshot is a command to each worker at the same place of the program: each copies its kept tensors, and sends the
+copy to its buddy, another worker. It is complete when all buddies have answered. The one before is dropped only then,
+so that a loss at any moment leaves a complete one. Two are never under way at a time.
+
+What is restored is the newest snapshot of which every worker's part is on some worker that is there. All workers go
+back to it, also those that live. docs/master_worker.md describes it for users.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from allranks._base.errors import RemoteError, UsageError, WorkerLost
+from allranks.remote.master.connections import Connections, exclusive
+from allranks.remote.master.device_table import DeviceTable
+from allranks.remote.master.transfers import Transfers
+from allranks.remote.protocol.wire import Command
+from allranks.remote.torch_device.handle import DeviceTarget, Handle, make
+
+__all__ = ["Kept", "NothingLeft"]
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+
+
+class NothingLeft(WorkerLost):
+    """A worker is gone, and with it, and its buddy, what was kept."""
+
+
+class _Kept(NamedTuple):
+    """A tensor on workers as a snapshot has it."""
+
+    handle: Handle
+    like: Handle  # on the same data: what the handle was at that time
+
+
+class _Record:
+    """What the master has of one snapshot.
+
+    Attributes:
+        number: from 1 on.
+        tensors: on workers.
+        answers: that are awaited: the number of the request, and the worker.
+    """
+
+    def __init__(self, number: int, things: Iterable[Any]) -> None:
+        self.number = number
+        self.tensors: list[_Kept] = []
+        self.answers: list[tuple[int, int]] = []
+        self._here: list[tuple[torch.Tensor, torch.Tensor]] = []  # the master's, and copies
+        self._grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._objects: list[tuple[Any, Any]] = []
+        self._seen: set[int] = set()
+        self._grown: list[Any] = list(things)  # also so that no id becomes another's
+        for each in self._grown:
+            self._add(each, strict=True)
+
+    def _add(self, thing: Any, strict: bool = False) -> None:
+        if id(thing) in self._seen or isinstance(thing, _PLAIN):
+            return
+        self._seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            self._add_tensor(thing)
+        elif isinstance(thing, torch.nn.Module):
+            for module in thing.modules():
+                self._add(module._parameters)
+                self._add(module._buffers)
+        elif isinstance(thing, torch.optim.Optimizer):
+            self._add(thing.state)
+            self._add(thing.param_groups)
+        elif isinstance(thing, dict):
+            self._containers.append((thing, dict(thing)))
+            for each in list(thing.values()):
+                self._add(each)
+            for key in thing:
+                if isinstance(key, torch.Tensor):
+                    self._add(key)
+        elif isinstance(thing, list):
+            self._containers.append((thing, list(thing)))
+            for each in list(thing):
+                self._add(each)
+        elif isinstance(thing, tuple):
+            for each in thing:
+                self._add(each)
+        elif strict:
+            if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+                raise UsageError(f"keep: expected modules, optimizers, tensors and dicts, not {type(thing).__name__}")
+            self._objects.append((thing, copy.deepcopy(thing.state_dict())))
+
+    def _add_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.is_leaf:
+            self._grads.append((tensor, tensor.grad))
+            if tensor.grad is not None:
+                self._add(tensor.grad)
+        if not isinstance(tensor, Handle):
+            self._here.append((tensor, tensor.detach().clone()))
+            return
+        if tensor._sig.bits or tensor.is_inference():
+            raise UsageError(
+                "keep: a conjugated or negated view, or a tensor of inference mode, cannot be kept: clone it"
+            )
+        self.tensors.append(_Kept(tensor, make(tensor._place, tensor._sig, tensor._ref, tensor._off)))
+
+    def ranks(self) -> list[int]:
+        """The workers that have kept tensors."""
+        return sorted({rank for each in self.tensors for rank in each.like._place.ranks})
+
+    def of(self, rank: int) -> list[_Kept]:
+        """Those on one worker."""
+        return [each for each in self.tensors if rank in each.like._place.ranks]
+
+    def restore(self) -> None:
+        """Makes of the master's objects what they were. The handles' data is on the workers again."""
+        for container, was in self._containers:
+            _refill(container, was)
+        with torch.no_grad():
+            for tensor, _ in self._grads:
+                tensor.grad = None
+            for handle, like in self.tensors:
+                if handle._ref is not like._ref or handle._sig is not like._sig or handle._off != like._off:
+                    handle.data = like
+                else:
+                    torch.autograd.graph.increment_version(handle)  # so that a backward from before does not go on
+            for tensor, was in self._here:
+                if tensor.shape == was.shape:
+                    tensor.copy_(was)
+                else:
+                    tensor.data = was.clone()
+            for tensor, grad in self._grads:
+                tensor.grad = grad
+        for thing, was in self._objects:
+            thing.load_state_dict(copy.deepcopy(was))
+
+
+def _refill(container: Any, was: Any) -> None:
+    """Gives a dict or list its items of that time, where they differ."""
+    if isinstance(container, dict):
+        if len(container) != len(was) or any(
+            mine is not key or container[mine] is not was[key] for mine, key in zip(container, was, strict=True)
+        ):
+            container.clear()
+            container.update(was)
+    elif len(container) != len(was) or any(mine is not other for mine, other in zip(container, was, strict=True)):
+        container[:] = was
+
+
+class Kept:
+    """What `keep` has been given: `refresh` at the end of a step makes a snapshot of it.
+
+    Attributes:
+        snapshot: the number of the snapshot that was begun or restored last; 0 for none.
+    """
+
+    def __init__(
+        self, things: Sequence[Any], connections: Connections, devices: DeviceTable, transfers: Transfers
+    ) -> None:
+        self.connections = connections
+        self.snapshot = 0
+        self.closed = False
+        self._things = tuple(things)
+        self._devices = devices
+        self._transfers = transfers
+        self._begun = 0
+        self._complete: _Record | None = None
+        self._running: _Record | None = None
+        self._here: dict[int, tuple[Any, list[bytes]]] = {}  # what the master keeps of an only worker, by number
+        _Record(0, things)  # refuses what cannot be kept
+
+    @exclusive
+    def refresh(self) -> int:
+        """Makes a snapshot of all that is kept, as it is at this place of the program. Returns its number.
+
+        Workers copy, and send, when they come to it. The call waits only for the snapshot before, if that is not
+        complete yet. Gradients belong to the tensors, and the state of each worker's random generator to the worker.
+
+        Raises:
+            WorkerReplaced: a worker was lost, and all is as in the snapshot before (`Master.on_lost`).
+            WorkerLost: a worker is gone.
+            RemoteError: a kept tensor is what a failed operation left. The snapshot is dropped, this one or the one
+                before; the last complete one remains.
+            UsageError: `close` was called.
+
+        Cost:
+            one command, and one per transfer, for each worker. A worker copies its kept tensors twice: in its memory
+            and to its buddy. The kept bytes are four times in the memory of workers then: two snapshots, each of them
+            twice.
+        """
+        connections = self.connections
+        if self.closed:
+            raise UsageError("refresh: close() has ended this keep")
+        connections.refuse_recording("a snapshot is made")
+        connections.check_open()
+        for rank in connections.by_rank:
+            connections.check_worker(rank)
+        self._finish()
+        self._begun += 1
+        record = _Record(self._begun, self._things)
+        for each in record.tensors:
+            connections.check(each.like._place)
+        self._running, self.snapshot = record, record.number
+        complete = self._complete.number if self._complete is not None else 0
+        ranks = record.ranks()
+        for rank in ranks:
+            ids = [each.like._ref.id for each in record.of(rank)]
+            connections.command(
+                self._devices.worker(rank), "snapshot", number=record.number, ids=ids, complete=complete
+            )
+        if len(connections.by_rank) == 1:
+            record.answers = [(self._ask(rank, "give", number=record.number, begin=0), rank) for rank in ranks]
+            return record.number
+        pairs = [(rank, self._buddy(rank)) for rank in ranks]
+        # Those that have no worker in common first: each transfer waits for those before of its two workers.
+        for rank, buddy in sorted(pairs, key=lambda pair: pair[0] % 2):
+            record.answers.append((self._send(rank, rank, buddy, record.number, complete), buddy))
+        return record.number
+
+    def close(self) -> None:
+        """Keeps nothing any more. The workers' memory for it is free again."""
+        if self.closed:
+            return
+        self.closed = True
+        self._complete = self._running = None
+        self._here.clear()
+        if not self.connections.closed:
+            for rank in self.connections.ranks:
+                self.connections.command(self._devices.worker(rank), "discard")
+
+    @exclusive
+    def restore(self) -> int:
+        """Restores the newest snapshot that is whole, and returns its number; 0 where none was begun.
+
+        Raises:
+            NothingLeft: a part of it is on no worker.
+            WorkerLost: a worker has died meanwhile. It can be called again when it has been replaced.
+        """
+        if self.closed or (self._complete is None and self._running is None):
+            return 0
+        self._transfers.leave_ended()
+        holdings = {
+            rank: {(owner, number) for owner, number in self._request(rank, "holdings")}
+            for rank in self.connections.by_rank
+        }
+        self._take_given()
+        records = [each for each in (self._running, self._complete) if each is not None]
+        record = next((each for each in records if self._is_whole(each, holdings)), None)
+        for each in records:
+            for number, rank in each.answers:
+                self.connections.take_answer(number, rank)
+            each.answers.clear()
+        if record is None:
+            self._complete = self._running = None
+            raise NothingLeft(self._what_is_left(records[-1], holdings), 0)
+        self._return_parts(record, holdings)
+        self._restore_tensors(record)
+        self._complete, self._running, self.snapshot = record, None, record.number
+        self._protect(record, holdings)
+        return record.number
+
+    # Steps of a snapshot.
+
+    def _finish(self) -> None:
+        """Waits until the snapshot that has been begun is complete.
+
+        Raises:
+            RemoteError: a kept tensor is what a failed operation left, or a worker has no memory for it.
+        """
+        record = self._running
+        if record is None:
+            return
+        error: RemoteError | None = None
+        while record.answers:  # of which none is waited for twice, whatever ends this
+            number, rank = record.answers[0]
+            try:
+                answer = self.connections.wait(number, rank, "keep")
+                if answer is not None:
+                    self._here[record.number] = (answer[0], self._fetch_rest(rank, record.number, answer))
+            except RemoteError as failed:
+                error = error or failed
+            record.answers.pop(0)
+        self._running = None
+        if error is not None:
+            raise error
+        self._complete = record
+        self._here = {number: each for number, each in self._here.items() if number == record.number}
+
+    def _fetch_rest(self, rank: int, number: int, answer: Any) -> list[bytes]:
+        layout, *parts = answer
+        while (begin := sum(map(len, parts))) < layout[2]:
+            parts.append(self.connections.wait(self._ask(rank, "give", number=number, begin=begin), rank, "keep")[1])
+        return list(parts)
+
+    def _take_given(self) -> None:
+        """Takes what an only worker has sent of its snapshot before it was lost, if that is all."""
+        if self._running is not None and len(self.connections.by_rank) == 1:
+            for number, rank in self._running.answers:
+                answer = self.connections.take_answer(number, rank)
+                if answer is not None and answer.result is not None and len(answer.result[1]) == answer.result[0][2]:
+                    self._here[self._running.number] = (answer.result[0], [answer.result[1]])
+
+    def _buddy(self, rank: int) -> int:
+        """The next worker on another host; if there is none, the next worker."""
+        workers = self.connections.by_rank
+        following = [each for each in sorted(workers) if each > rank] + [
+            each for each in sorted(workers) if each < rank
+        ]
+        elsewhere = [each for each in following if workers[each].host != workers[rank].host]
+        return (elsewhere or following)[0]
+
+    def _send(self, owner: int, sender: int, receiver: int, number: int, complete: int) -> int:
+        """Has a worker send a worker's snapshot to another. Returns the number of the answer."""
+        pair = (min(sender, receiver), max(sender, receiver))
+        link = self._transfers.link(self._devices.worker(pair[0]), *pair)
+        to, of = int(receiver > sender), int(sender > receiver)
+        self.connections.command(self._devices.worker(sender), "hand", owner=owner, number=number, link=link, peer=to)
+        return self._ask(receiver, "shelter", owner=owner, number=number, link=link, peer=of, complete=complete)
+
+    def _ask(self, rank: int, name: str, /, **arguments: Any) -> int:
+        number = self.connections.next_number()
+        self.connections.put(self._devices.worker(rank), Command(name, number, arguments))
+        return number
+
+    def _request(self, rank: int, name: str, /, **arguments: Any) -> Any:
+        return self.connections.request(self._devices.worker(rank), name, **arguments)
+
+    # Steps of a restoration.
+
+    def _is_whole(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> bool:
+        found = set().union(*holdings.values())
+        return all((rank, record.number) in found or record.number in self._here for rank in record.ranks())
+
+    def _what_is_left(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> str:
+        if self.snapshot <= 1:
+            return (
+                "What was kept is lost: its first snapshot was not complete, or a worker is gone together with its"
+                " buddy.\n  mw.synchronize() after refresh() waits for a snapshot"
+            )
+        found = set().union(*holdings.values())
+        gone = [rank for rank in record.ranks() if (rank, record.number) not in found]
+        pairs = [f"worker {rank} and its buddy, worker {self._buddy(rank)}," for rank in gone]
+        whose = " and ".join(pairs) if len(self.connections.by_rank) > 1 else "the worker"
+        return (
+            f"What was kept is lost: {whose} are gone together. Other workers have taken their places, without their"
+            " tensors.\n  Load a checkpoint, and keep its tensors"
+        )
+
+    def _return_parts(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> None:
+        """Gives workers that are new their part."""
+        answers = []
+        for rank in record.ranks():
+            if (rank, record.number) in holdings[rank]:
+                continue
+            if (found := self._here.get(record.number)) is not None:
+                layout, parts = found
+                begin = 0
+                for part in parts:
+                    arguments = {"number": record.number, "layout": layout, "begin": begin}
+                    self.connections.put(self._devices.worker(rank), Command("accept", 0, arguments), part)
+                    begin += len(part)
+                continue
+            holder = next(each for each, has in holdings.items() if (rank, record.number) in has)
+            answers.append((self._send(rank, holder, rank, record.number, 0), rank))
+        self._wait_for(answers)
+
+    def _restore_tensors(self, record: _Record) -> None:
+        """Has the workers make the tensors what they were, and the handles mean these."""
+        places: dict[DeviceTarget, DeviceTarget] = {}
+        refs: dict[int, Any] = {}
+        new: list[_Kept] = []
+        for handle, like in record.tensors:
+            place = places.setdefault(like._place, self._devices.successor(like._place))
+            ref = like._ref
+            if place is not like._place:
+                if id(ref) not in refs:
+                    (refs[id(ref)],) = self.connections.outbox.reserve(place.target, 1)
+                ref = refs[id(ref)]
+            new.append(_Kept(handle, like if ref is like._ref else make(place, like._sig, ref, like._off)))
+        answers = []
+        for rank in record.ranks():
+            both = [(old, now) for old, now in zip(record.tensors, new, strict=True) if rank in old.like._place.ranks]
+            ids, outputs = [old.like._ref.id for old, _ in both], [now.like._ref.id for _, now in both]
+            answers.append((self._ask(rank, "restore", number=record.number, ids=ids, outputs=outputs), rank))
+        self._wait_for(answers)
+        record.tensors = new
+        record.restore()
+
+    def _protect(self, record: _Record, holdings: dict[int, set[tuple[int, int]]]) -> None:
+        """Gives buddies that are new the part that they are to keep."""
+        if len(self.connections.by_rank) == 1:
+            return
+        answers = []
+        for rank in sorted(record.ranks(), key=lambda rank: rank % 2):
+            buddy = self._buddy(rank)
+            if (rank, record.number) not in holdings[buddy]:
+                answers.append((self._send(rank, rank, buddy, record.number, record.number), buddy))
+        self._wait_for(answers)
+
+    def _wait_for(self, answers: list[tuple[int, int]]) -> None:
+        for number, rank in answers:
+            self.connections.wait(number, rank, "keep")

@@ -1,0 +1,130 @@
+"""What happens when a worker is lost: `Master.on_lost`.
+
+A loss is met by the thread that drives the workers, where it needs a worker that is gone. That thread starts another in
+its place, has what was kept restored, and only then is `WorkerReplaced` raised, so that the step in which it happens
+does not go on with tensors of two different moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from allranks._base.errors import (
+    AllranksError,
+    ConfigError,
+    JoinError,
+    RemoteError,
+    TimeoutError,
+    UsageError,
+    WorkerLost,
+    WorkerReplaced,
+)
+from allranks.remote.master.connections import Connections
+from allranks.remote.master.device_table import DeviceTable
+from allranks.remote.master.keeping import Kept, NothingLeft
+
+if TYPE_CHECKING:
+    from allranks.remote.bootstrap.endpoint import WorkerConnection
+
+__all__ = ["Losses", "OnLost"]
+
+OnLost = Literal["raise", "respawn"] | Callable[[int, int], None]
+
+_TRIES = 5
+
+
+class Losses:
+    """The policy, and its execution.
+
+    Attributes:
+        kept: what is kept; None for nothing.
+        action: as given to `Master.on_lost`.
+    """
+
+    def __init__(
+        self, connections: Connections, devices: DeviceTable, admit: Callable[[WorkerConnection], None]
+    ) -> None:
+        self.kept: Kept | None = None
+        self.action: OnLost = "raise"
+        self._connections = connections
+        self._devices = devices
+        self._admit = admit
+
+    def choose(self, action: OnLost) -> None:
+        """
+        Raises:
+            UsageError: there is no such action.
+        """
+        if action not in ("raise", "respawn") and not callable(action):
+            raise UsageError(
+                f"on_lost: expected 'raise', 'respawn' or a function of a rank and a number, not {action!r}"
+            )
+        self.action = action
+        self._connections.recover = None if action == "raise" else self.recover
+
+    def recover(self) -> WorkerLost | None:
+        """Replaces workers that are lost. Returns what is to be raised then; None where nothing is to be done.
+
+        Raises:
+            WorkerLost: they could not be replaced, or what was kept is lost.
+        """
+        connections = self._connections
+        lost = {**connections.unrecovered, **connections.lost}
+        if not lost or connections.closed:
+            return None
+        connections.unrecovered = lost
+        recorder, connections.recorder = connections.recorder, None
+        try:
+            with torch.no_grad():
+                number = self._replace(lost)
+        finally:
+            connections.recorder = recorder
+        connections.unrecovered = {}
+        if callable(self.action):
+            for rank in sorted(lost):
+                self.action(rank, number)
+        rank = min(lost)
+        why = lost[rank].partition("\n")[0]
+        kept = f"what was kept is as in snapshot {number}" if number else "nothing was kept"
+        return WorkerReplaced(f"{why}\n  Another has taken its place, and {kept}", rank, number)
+
+    def _replace(self, lost: dict[int, str]) -> int:
+        connections, tries = self._connections, 0
+        while True:
+            tries += 1
+            try:
+                for rank in sorted(connections.lost):
+                    self._admit(connections.workers.respawn(rank))
+                number = self.restore()
+            except NothingLeft as nothing:
+                connections.unrecovered = {}
+                raise WorkerLost(f"{next(iter(lost.values())).partition(chr(10))[0]}\n  {nothing}", min(lost)) from None
+            except (WorkerLost, RemoteError, ConfigError, JoinError, TimeoutError, UsageError) as error:
+                if tries == _TRIES or not _may_pass(error):
+                    raise WorkerLost(_not_replaced(lost, tries, error), min(lost)) from error
+            else:
+                if not connections.lost:
+                    return number
+            lost.update(connections.lost)
+
+    def restore(self) -> int:
+        """Restores what is kept, when lost workers have been replaced. Returns the number of the snapshot; 0: none."""
+        self._devices.revive()
+        return self.kept.restore() if self.kept is not None else 0
+
+
+def _may_pass(error: AllranksError) -> bool:
+    """Whether another try may succeed: another worker has died meanwhile, as far as can be told."""
+    if isinstance(error, RemoteError):
+        return error.operation in ("shelter", "a link between workers")
+    return isinstance(error, WorkerLost | ConfigError)
+
+
+def _not_replaced(lost: dict[int, str], tries: int, error: AllranksError) -> str:
+    rank = min(lost)
+    why = lost[rank].partition("\n")[0]
+    times = f"{tries} tries" if tries > 1 else "a try"
+    return f"{why}\n  No other could take its place, after {times}: {error}"

@@ -1,0 +1,226 @@
+"""Snapshots of kept tensors on a worker: its own, and those of the worker whose buddy it is. `master.keeping` decides.
+
+A snapshot has the whole memory of each kept tensor once, however many of them share it, in one piece of the host's
+memory. Tensors that are restored share memory as they did. The state of the worker's random generator belongs to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from allranks._call.bytes import bytes_of
+from allranks.remote.protocol import wire
+from allranks.remote.protocol.faults import Poisoned
+from allranks.remote.protocol.wire import Fault, Meta
+from allranks.remote.worker.state import WorkerState, describe
+
+__all__ = ["SNAPSHOTS", "Snapshot", "Snapshots"]
+
+_ALIGNED = 64
+_CHUNK = 1 << 30  # of an answer, whose length has 32 bits
+_OF_LOSSES = {"PeerLostError", "AbortedError"}
+
+Layout = tuple[list[tuple[int, Meta]], list[tuple[int, int]], int]
+"""Of each tensor the number of its memory, and how it looks; of each memory where it begins, and how long it is; the
+length of all. Memory 0 is the random generator's state."""
+
+
+class Snapshot(NamedTuple):
+    """One worker's kept tensors at one moment."""
+
+    layout: Layout
+    memory: torch.Tensor
+
+    def part(self, which: int) -> torch.Tensor:
+        """The bytes of one memory."""
+        begin, nbytes = self.layout[1][which]
+        return self.memory[begin : begin + nbytes]
+
+
+class Snapshots:
+    """Those that a worker has.
+
+    Attributes:
+        held: by the worker that they are of, and their number; a fault where one could not be made.
+    """
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, int], Snapshot | Fault] = {}
+        self._spare: dict[int, torch.Tensor] = {}  # memory of what was dropped, by the worker that it was of
+
+    def drop(self, complete: int) -> None:
+        """Drops those before the newest that all workers have. Their memory is used again."""
+        for key in [each for each in self.held if each[1] < complete]:
+            dropped = self.held.pop(key)
+            if isinstance(dropped, Snapshot):
+                self._spare[key[0]] = dropped.memory
+
+    def room(self, owner: int, nbytes: int) -> torch.Tensor:
+        """Memory for a new one: pages that have been used before cost a third of new ones."""
+        spare = self._spare.pop(owner, None)
+        return torch.empty(nbytes, dtype=torch.uint8) if spare is None or spare.numel() != nbytes else spare
+
+    def find(self, owner: int, number: int) -> Snapshot:
+        """
+        Raises:
+            Poisoned: it could not be made.
+        """
+        found = self.held[owner, number]
+        if isinstance(found, Fault):
+            raise Poisoned(found)
+        return found
+
+
+def snapshot(worker: WorkerState, data: memoryview, number: int, ids: list[int], complete: int) -> None:
+    """Copies the kept tensors as they are at this place of the queue."""
+    snapshots = _of(worker)
+    snapshots.drop(complete)
+    try:
+        snapshots.held[worker.rank, number] = _take(worker, snapshots, ids)
+    except Poisoned as poisoned:
+        snapshots.held[worker.rank, number] = poisoned.fault
+    except Exception as error:  # noqa: BLE001 - out of memory, most likely: the buddy, or the master, gets it instead
+        snapshots.held[worker.rank, number] = worker.fault("keep", error)
+
+
+def hand(worker: WorkerState, data: memoryview, owner: int, number: int, link: int, peer: int) -> None:
+    """Sends a snapshot over a link."""
+    group, found = worker.link(link), _of(worker).held[owner, number]
+    head = msgspec.msgpack.encode((found, None) if isinstance(found, Fault) else (None, found.layout))
+    group.send(torch.tensor([len(head)]), peer)
+    group.send(torch.frombuffer(bytearray(head), dtype=torch.uint8), peer)
+    if isinstance(found, Snapshot):
+        group.send(found.memory, peer)
+
+
+def shelter(
+    worker: WorkerState, data: memoryview, owner: int, number: int, link: int, peer: int, complete: int
+) -> None:
+    """Receives a snapshot over a link."""
+    snapshots, group = _of(worker), worker.link(link)
+    if owner != worker.rank:
+        snapshots.drop(complete)
+    length = torch.empty(1, dtype=torch.int64)
+    group.recv(length, peer)
+    head = torch.empty(int(length), dtype=torch.uint8)
+    group.recv(head, peer)
+    fault, layout = msgspec.msgpack.decode(bytes_of(head), type=tuple[Fault | None, Layout | None])
+    if layout is None:
+        assert fault is not None
+        raise Poisoned(fault)
+    memory = snapshots.room(owner, layout[2])
+    group.recv(memory, peer)
+    snapshots.held[owner, number] = Snapshot(layout, memory)
+
+
+def give(worker: WorkerState, data: memoryview, number: int, begin: int) -> tuple[Layout, bytes]:
+    """A part of a snapshot, for a master that keeps it itself."""
+    found = _of(worker).find(worker.rank, number)
+    return found.layout, bytes_of(found.memory[begin : begin + _CHUNK])
+
+
+def accept(worker: WorkerState, data: memoryview, number: int, layout: Any, begin: int) -> None:
+    """Takes back a part of a snapshot that the master has kept."""
+    snapshots, layout = _of(worker), msgspec.convert(layout, Layout)
+    if begin == 0:
+        snapshots.held[worker.rank, number] = Snapshot(layout, snapshots.room(worker.rank, layout[2]))
+    memory = snapshots.find(worker.rank, number).memory
+    memory[begin : begin + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def holdings(worker: WorkerState, data: memoryview) -> list[tuple[int, int]]:
+    """The snapshots that are here, when all before is done. What has failed by a loss need not be reported any more."""
+    worker.unreported = [each for each in worker.unreported if each.kind not in _OF_LOSSES]
+    return [key for key, each in _of(worker).held.items() if isinstance(each, Snapshot)]
+
+
+def restore(worker: WorkerState, data: memoryview, number: int, ids: list[int], outputs: list[int]) -> None:
+    """Makes tensors what they were. All other snapshots are dropped.
+
+    Args:
+        worker: this one.
+        data: none.
+        number: of the snapshot.
+        ids: of the tensors then. Where they are still there, in the same memory, that memory is written.
+        outputs: what they are called from now on.
+    """
+    snapshots = _of(worker)
+    found = snapshots.find(worker.rank, number)
+    tensors, spans, _ = found.layout
+    made: dict[int, Any] = {}
+    for which in range(1, len(spans)):
+        positions = [each for each, (memory, _) in enumerate(tensors) if memory == which]
+        metas = [tensors[each][1] for each in positions]
+        old = [worker.slots.get(ids[each]) for each in positions]
+        memory = _memory_of(old, metas, spans[which][1])
+        if memory is None:
+            memory = torch.empty(spans[which][1], dtype=torch.uint8, device=worker.device).untyped_storage()
+            old = [_see(memory, meta, worker.device) for meta in metas]
+        _bytes(memory, worker.device).copy_(found.part(which))
+        made.update(zip(positions, old, strict=True))
+    worker.slots.update((outputs[each], tensor) for each, tensor in made.items())
+    worker.generator(0).set_state(found.part(0).clone())
+    for key in [each for each in snapshots.held if each[1] != number]:
+        del snapshots.held[key]
+
+
+def discard(worker: WorkerState, data: memoryview) -> None:
+    """Nothing is kept any more."""
+    worker.snapshots = None
+
+
+def _of(worker: WorkerState) -> Snapshots:
+    if worker.snapshots is None:
+        worker.snapshots = Snapshots()
+    assert isinstance(worker.snapshots, Snapshots)
+    return worker.snapshots
+
+
+def _take(worker: WorkerState, snapshots: Snapshots, ids: list[int]) -> Snapshot:
+    held = [worker.take(each) for each in ids]
+    random = worker.generator(0).get_state()
+    memories: dict[int, torch.UntypedStorage] = {}
+    tensors: list[tuple[int, Meta]] = []
+    numbers: dict[int, int] = {}
+    for tensor in held:
+        memory = tensor.untyped_storage()
+        memories.setdefault(memory._cdata, memory)
+        tensors.append((numbers.setdefault(memory._cdata, len(numbers) + 1), describe(tensor)))
+    spans, end = [], 0
+    for nbytes in (random.numel(), *(each.nbytes() for each in memories.values())):
+        spans.append((end, nbytes))
+        end += -(-nbytes // _ALIGNED) * _ALIGNED
+    made = Snapshot((tensors, spans, end), snapshots.room(worker.rank, end))
+    made.part(0).copy_(random)
+    for which, memory in enumerate(memories.values(), 1):
+        made.part(which).copy_(_bytes(memory, worker.device))
+    return made
+
+
+def _memory_of(held: Sequence[Any], metas: Sequence[Meta], nbytes: int) -> torch.UntypedStorage | None:
+    """The memory of tensors, if they are there, look as they did, and share it."""
+    found: torch.UntypedStorage | None = None
+    for tensor, meta in zip(held, metas, strict=True):
+        if not isinstance(tensor, torch.Tensor) or describe(tensor) != meta:
+            return None
+        memory = tensor.untyped_storage()
+        if found is not None and memory._cdata != found._cdata:
+            return None
+        found = memory
+    return found if found is not None and found.nbytes() == nbytes else None
+
+
+def _see(memory: torch.UntypedStorage, meta: Meta, device: torch.device) -> torch.Tensor:
+    dtype, shape, strides, offset, _ = meta
+    return torch.empty(0, dtype=wire.dtype_of(dtype), device=device).set_(memory, offset, shape, strides)
+
+
+def _bytes(memory: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(memory)
+
+
+SNAPSHOTS = (snapshot, hand, shelter, give, accept, holdings, restore, discard)
