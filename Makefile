@@ -51,7 +51,7 @@ format: $(VENV)/checkers
 	$(BIN)/clang-format -i $$(find core tests/core -name '*.cc' -o -name '*.h')
 
 # The figures of the README and of docs/. BENCH_FLAGS="--budget 0.1" gives a quick look.
-bench: $(VENV)/installed $(BENCH)/installed
+bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(BENCH_RUN) all -n 2 --against gloo,mpi --json benchmarks/verbs_2.json --plot benchmarks/verbs_2.png $(BENCH_FLAGS)
 	$(BENCH_RUN) all -n 4 --against gloo,mpi --json benchmarks/verbs_4.json --plot benchmarks/verbs_4.png $(BENCH_FLAGS)
 	$(BENCH_RUN) all -n 2 --against gloo,mpi --shared --json benchmarks/shared_2.json $(BENCH_FLAGS)
@@ -59,6 +59,7 @@ bench: $(VENV)/installed $(BENCH)/installed
 	$(BENCH_RUN) python --json benchmarks/python.json $(BENCH_FLAGS)
 	$(BENCH_RUN) trace -n 2 --json benchmarks/trace.json $(BENCH_FLAGS)
 	$(BENCH_RUN) master --json benchmarks/master.json $(BENCH_FLAGS)
+	$(TORCHFT)/bin/python -m allranks bench resilience --json benchmarks/resilience.json $(BENCH_FLAGS)
 	$(BIN)/allranks run -n 2 benchmarks/ddp_step.py --json benchmarks/ddp_step.json
 	$(BIN)/allranks run -n 2 --show 0 benchmarks/torch_plugin.py --json benchmarks/torch_plugin.json
 	$(BENCH)/bin/python benchmarks/hosts.py --json benchmarks/hosts_1.json $(BENCH_FLAGS)

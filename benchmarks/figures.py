@@ -244,7 +244,24 @@ def master_table():
     found = load("master")
     yield f"On {found['cpus']} CPUs ({found['processor']}), torch {found['versions']['torch']}, medians:"
     yield ""
-    yield "| | goal | measured | torch's RPC, or send/recv | ratio |"
+    yield from goal_table(found, "torch's RPC, or send/recv")
+
+
+def resilience_table():
+    """The goals of jobs that lose ranks, beside torchft."""
+    found = load("resilience")
+    around = found["conditions"]
+    yield (
+        f"On {found['cpus']} CPUs ({found['processor']}), torch {found['versions']['torch']}, medians. Other processes "
+        f"kept {around['busy']:.1f} of the CPUs busy meanwhile:"
+    )
+    yield ""
+    yield from goal_table(found, f"torchft {found['versions'].get('torchft', '')}".strip())
+
+
+def goal_table(found, peers):
+    """Goals, what was measured, and what others reach."""
+    yield f"| | goal | measured | {peers} | ratio |"
     yield "|---|---|---|---|---|"
     for goal in found["goals"]:
         least, most, part = goal["least"], goal["most"], goal["least_ratio"]
@@ -261,7 +278,7 @@ def master_table():
 
 def amount(value, unit):
     """A figure in its unit."""
-    scaled = value * {"us": 1e6, "op/s": 1, "GB/s": 1e-9, "B": 1, "%": 100}[unit]
+    scaled = value * {"s": 1, "us": 1e6, "op/s": 1, "GB/s": 1e-9, "B": 1, "%": 100}[unit]
     return f"{scaled:,.0f} {unit}" if scaled >= 1000 else f"{scaled:.3g} {unit}"
 
 
@@ -282,6 +299,7 @@ def main():
         "docs/performance.md": performance_lines,
         "docs/rendezvous.md": rendezvous_table,
         "docs/master_worker.md": master_table,
+        "docs/resilience.md": resilience_table,
     }
     for name, lines in pages.items():
         page = ROOT / name

@@ -211,6 +211,24 @@ if rank == 1: say(found)
     assert (done.code, done.lines) == (0, ["[1] [True, True]"])
 
 
+def test_a_rank_that_is_lost_later_has_imported_what_optimizers_need(launcher: Launcher) -> None:
+    script = launcher.write(
+        SEAT_WATCH
+        + """
+import torch
+if rank == 1:
+    if "torch._dynamo" not in sys.modules:
+        time.sleep(0.2)
+        die()
+    say("start after the first:", start > 0)
+    tell("end")
+await_key("end")
+"""
+    )
+    done = launcher.run("-n", "2", "--elastic", "1", "--respawns", "80", str(script), real_torch=True)
+    assert (done.code, done.lines) == (0, ["[1] start after the first: True"])
+
+
 @pytest.mark.parametrize("part", ["template", "stopped template", "launcher"])
 def test_nothing_is_left_of_the_template(launcher: Launcher, part: str) -> None:
     """Where it is killed or stopped, ranks start in fresh interpreters; where the launcher is, it ends with it."""

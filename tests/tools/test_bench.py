@@ -189,6 +189,9 @@ def test_python(tmp_path: Path, ranks: int) -> None:
         (["master", "--against", "gloo"], "beside torch's RPC"),
         (["master", "-n", "127"], "at most 126"),
         (["master", "--sizes", "1"], "4 bytes at least"),
+        (["resilience", "-n", "2"], "at least 3"),
+        (["resilience", "--against", "gloo"], "beside torchft"),
+        (["resilience", "--sizes", "4"], "64 bytes at least"),
         (["all_reduce", "--plot", "figures.txt"], "there is no picture format 'txt'; there are"),
         (["all_reduce", "--json", "/no/such/folder/figures.json"], "no such directory"),
     ],
@@ -229,3 +232,23 @@ def test_the_goals_of_master_worker_mode(tmp_path: Path) -> None:
             assert 16 <= goal["value"] <= 24
     assert {name for name in goals if goals[name]["peer"] == "send/recv"} == set(copies)
     assert {name for name in goals if goals[name]["peer"] == "torch RPC"} >= {"queued add", "done add", "item(), p50"}
+
+
+def test_the_goals_of_resilience(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = bench("resilience", "-n", "4", "--sizes", "64K", "--budget", "0.4", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(figures.read_text())
+    goals = {goal["name"]: goal for goal in report["goals"]}
+    assert set(goals) == {
+        "survivors' pause, shrink", "survivors' pause, replace", "replaced", "replaced, from the new program on",
+        "a normal step", "4 ranks, right all_reduce", "state of 64 KB, same host", "being prepared, a step of 2 ranks",
+        "being prepared, without seeds", "being prepared, with BatchNorm",
+    }  # fmt: skip
+    for name, goal in goals.items():
+        assert f"{name}, {goal['unit']} " in done.stdout
+        assert goal["lowest"] <= goal["value"] <= goal["highest"]
+    assert all(goals[name]["samples"] == 2 for name in ("survivors' pause, shrink", "replaced"))
+    assert goals["replaced"]["value"] > goals["replaced, from the new program on"]["value"] > 0
+    assert any("torchft" in reason for reason in report["left_out"])
+    assert report["conditions"]["busy"] is not None

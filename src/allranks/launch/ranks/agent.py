@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -193,13 +193,13 @@ class Agent:
     def _forks(self) -> bool:
         return self._plan.ranks.start == "fork" and self._plan.ranks.target.is_python
 
-    def _enter_template(self) -> None:
-        """Makes the template ready, outside of the process group of this agent, which the terminal signals."""
+    def _enter_template(self) -> Iterator[None]:
+        """Makes the template ready, outside of this agent's process group, which the terminal signals."""
         if any(stdio.terminal for stdio in self._plan.stdio):
             os.setpgid(0, 0)  # a rank can have the terminal only in its session
         else:
             os.setsid()
-        preload_for_elastic_ranks()
+        yield from preload_for_elastic_ranks()
 
     def _become_new(self, new: NewRank, parent: int) -> Rank:
         """Becomes a rank, in a process that the template has made."""

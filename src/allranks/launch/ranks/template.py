@@ -14,10 +14,11 @@ Source: prctl(2), PR_SET_CHILD_SUBREAPER; unix(7), SCM_RIGHTS.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -74,11 +75,12 @@ class Template:
         return self._sock.fileno()
 
     @classmethod
-    def fork(cls, prepare: Callable[[], object]) -> Template | NewRank:
+    def fork(cls, prepare: Callable[[], Iterator[object]]) -> Template | NewRank:
         """Forks the template. Returns in each process that it makes, too.
 
         Args:
-            prepare: called in the template, once it is a process of its own.
+            prepare: called in the template, once it is a process of its own. It yields where a process may be made
+                before the rest is done.
 
         Raises:
             OSError: there is no process or socket to be had.
@@ -94,8 +96,7 @@ class Template:
             ours.close()
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # what is sent to all is not for it
             die_with(parent)
-            prepare()
-            new = _serve(theirs)
+            new = _serve(theirs, prepare())
         except BaseException:  # noqa: BLE001 - it must not go up into the agent's code; the agent sees the end
             traceback.print_exc()
             os._exit(1)
@@ -148,9 +149,12 @@ class Template:
         adopt_orphans(False)
 
 
-def _serve(sock: socket.socket) -> NewRank:
-    """Makes processes, as long as the agent asks for some. Returns in those."""
+def _serve(sock: socket.socket, work: Iterator[object]) -> NewRank:
+    """Makes processes, as long as the agent asks for some, and works meanwhile. Returns in those."""
     while True:
+        for _ in work:
+            if select.select([sock], [], [], 0)[0]:
+                break
         data, fds, _, _ = socket.recv_fds(sock, _LARGEST, _MOST_FDS)
         if not data:
             os._exit(0)

@@ -12,7 +12,9 @@
 ``trace``        what the record of calls costs
 ``master``       the goals of master-worker mode
 ``rpc``          torch's RPC, beside it
-``goals``        what of them was found: data, JSON and text
+``resilience``   the goals of elastic jobs, and of groups after a loss
+``losses``       the trainings that lose a rank, and torchft beside them
+``goals``        what is measured beside goals: data, JSON and text
 ``report``       what of the others was found: data, JSON
 ``text``         and text
 ``plot``         and a picture
@@ -43,6 +45,10 @@ def main(argv: Sequence[str]) -> int | Program:
         from allranks.tools.bench import master
 
         return master.main(options)
+    if options.verb == "resilience":
+        from allranks.tools.bench import resilience
+
+        return resilience.main(options)
     if "RANK" in os.environ and "mpi" not in options.against:
         from allranks.tools.bench import rank
 

@@ -1,4 +1,4 @@
-"""What ``allranks bench master`` found, as data, JSON and text: each goal with what was measured, beside a peer's."""
+"""What is measured beside goals, as data, JSON and text: each goal with what was found, beside a peer's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-__all__ = ["Goal", "MasterReport", "head", "lines", "of", "quantile", "write"]
+from allranks.tools.quiet import Conditions
 
-_SCALES = {"us": 1e6, "op/s": 1, "GB/s": 1e-9, "B": 1, "%": 100}
+__all__ = ["Goal", "GoalReport", "MasterReport", "head", "lines", "of", "quantile", "write"]
+
+_SCALES = {"s": 1, "us": 1e6, "op/s": 1, "GB/s": 1e-9, "B": 1, "%": 100}
 _WORDS = {None: "", True: "ok", False: "SHORT"}
 
 
@@ -40,11 +42,10 @@ class Goal:
         return self.value <= self.most if self.most is not None else None
 
 
-@dataclass
-class MasterReport:
+@dataclass(kw_only=True)
+class GoalReport:
     """A whole run."""
 
-    workers: int  # to which one command goes
     cpus: int
     host: str
     processor: str
@@ -52,6 +53,14 @@ class MasterReport:
     versions: dict[str, str]
     goals: list[Goal] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # what could not be measured, and why
+    conditions: Conditions | None = None
+
+
+@dataclass(kw_only=True)
+class MasterReport(GoalReport):
+    """A run of ``allranks bench master``."""
+
+    workers: int  # to which one command goes
 
 
 def quantile(samples: list[float], part: float) -> float:
@@ -93,7 +102,7 @@ def of(
     return goal
 
 
-def write(report: MasterReport, file: Path) -> None:
+def write(report: GoalReport, file: Path) -> None:
     """Writes JSON."""
     found = asdict(report)
     for entry, goal in zip(found["goals"], report.goals, strict=True):
@@ -101,12 +110,12 @@ def write(report: MasterReport, file: Path) -> None:
     file.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def head(report: MasterReport) -> str:
-    """Where, and titles."""
+def head(report: GoalReport, subject: str) -> str:
+    """What and where, and titles."""
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     return (
-        f"# master-worker mode on {report.cpus} CPUs ({report.processor}); {versions}\n"
-        "# medians of blocks, or of calls, that alternate; ratio: how many times as good as the peer\n"
+        f"# {subject} on {report.cpus} CPUs ({report.processor}); {versions}\n"
+        "# medians; ratio: how many times as good as the peer\n"
         f"{'':<54} {'goal':>12} {'measured':>12} {'':<5} {'lowest':>10} {'highest':>10} {'n':>5}  peer, ratio"
     )
 

@@ -76,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
             "python": platform.python_version(),
         },
     )
-    print(goals.head(report), flush=True)
+    print(goals.head(report, "master-worker mode"), flush=True)
     peer = Peer()
     try:
         if peer.missing:

@@ -12,8 +12,9 @@ from allranks.tools.outputs import why_not
 
 __all__ = ["parse"]
 
-_STUDIES = ("overlap", "python", "master", "trace")
+_STUDIES = ("overlap", "python", "master", "trace", "resilience")
 _MOST_WORKERS = 126
+_FEWEST = 3
 _PEERS = ("gloo", "mpi")
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
@@ -27,9 +28,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     study = options.verb in _STUDIES
     options.verbs = [] if study else list(VERBS) if options.verb == "all" else [options.verb]
     if options.nproc is None:
-        options.nproc = {"python": 1, "master": 64}.get(options.verb, 2)
+        options.nproc = {"python": 1, "master": 64, "resilience": 64}.get(options.verb, 2)
     if options.sizes is None:
-        options.sizes = _sizes({"overlap": "16M", "master": "16M,64M"}.get(options.verb, "4,64,1K..64M"))
+        options.sizes = _sizes(
+            {"overlap": "16M", "master": "16M,64M", "resilience": "1G"}.get(options.verb, "4,64,1K..64M")
+        )
     _check(parser, options)
     if options.nproc < 2:
         options.verbs = [verb for verb in options.verbs if verb != "send"]
@@ -52,13 +55,14 @@ def _parser() -> ArgumentParser:
         metavar="VERB",
         help=f"all, or one of {', '.join(VERBS)}; or overlap (what async calls hide behind computation); "
         "or python (Python's share of a call); or trace (what the record of calls costs); or master (the goals of "
-        "master-worker mode, beside torch's RPC)",
+        "master-worker mode, beside torch's RPC); or resilience (what the loss of a rank costs, beside torchft)",
     )
     parser.add_argument(
         "-n",
         "--nproc",
         type=int,
-        help="ranks on this host (default 2; of python 1); of master the workers that one command goes to (default 64)",
+        help="ranks on this host (default 2; of python 1); of master the workers that one command goes to, of "
+        "resilience the ranks of the largest group (default 64)",
     )
     parser.add_argument(
         "-H", "--hosts", metavar="HOST:N,...", help="with mpi: where mpirun starts how many of the ranks"
@@ -71,9 +75,15 @@ def _parser() -> ArgumentParser:
         type=_sizes,
         metavar="LIST",
         help="bytes; A..B stands for the sizes from A to B, each 4 times the last "
-        "(default 4,64,1K..64M; of overlap 16M; of master's copies 16M,64M)",
+        "(default 4,64,1K..64M; of overlap 16M; of master's copies 16M,64M; of resilience's state 1G)",
     )
-    parser.add_argument("--budget", type=float, default=1.0, metavar="S", help="seconds for each cell (default 1)")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds for each cell (default 1); of resilience: for each second, 5 losses",
+    )
     parser.add_argument("--dtype", default="float32", choices=_DTYPES, metavar="T", help="default float32")
     parser.add_argument("--op", default="SUM", choices=_OPS, help="of what reduces (default SUM)")
     parser.add_argument("--apart", action="store_true", help="a barrier before each call, outside its time")
@@ -94,12 +104,18 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"{options.verb} measures this library alone, and draws nothing")
     if options.verb == "master" and (options.against or options.hosts or options.plot):
         parser.error("master measures on this host, beside torch's RPC, and draws nothing")
+    if options.verb == "resilience" and (options.against or options.hosts or options.plot):
+        parser.error("resilience measures on this host, beside torchft where it is installed, and draws nothing")
+    if options.verb == "resilience" and options.nproc < _FEWEST:
+        parser.error(f"-n must be at least {_FEWEST}: a rank is lost, and others go on together")
     if options.verb == "overlap" and options.plot:
         parser.error("overlap draws nothing: leave out --plot")
     if options.verb == "master" and options.nproc > _MOST_WORKERS:
         parser.error(f"-n must be at most {_MOST_WORKERS}: torch has no more devices for them and their group")
     if options.verb == "master" and min(options.sizes) < 4:
         parser.error("master copies float32, 4 bytes at least: --sizes")
+    if options.verb == "resilience" and min(options.sizes) < 64:
+        parser.error("resilience hands over 16 float32 tensors, 64 bytes at least: --sizes")
     if options.budget <= 0:
         parser.error("--budget must be positive")
     reduces = options.verb == "overlap" or any(VERBS[verb].reduces for verb in options.verbs)

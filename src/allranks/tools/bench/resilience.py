@@ -1,0 +1,278 @@
+"""``allranks bench resilience``: what the loss of a rank costs, beside its goals and torchft.
+
+====================  ================================================================================================
+survivors' pause      one of three ranks is killed in a step of an 8 MB model: the longest time between two steps of
+                      another one, without that of a normal step; with nobody in its place (``shrink``), and with a
+                      process in its place (``replace``)
+replaced              from the kill until the process in its place has finished a step with all; and the part of that
+                      after this process's program began: its imports were done, which our launcher's template has
+                      done beforehand
+right all_reduce      of ``-n`` ranks one is killed: until each other one has the right sum of those that are left
+state                 how fast a model goes from one rank's memory to another's on the same host, as to a process that
+                      takes a place
+being prepared        a step of ``State`` in which nothing is done, of two ranks: the vote and the bookkeeping
+torchft               its replicas on its gloo group, with a lighthouse on this host whose join timeout is 1 s; the
+                      bench starts a killed replica again at once
+====================  ================================================================================================
+
+Figures are medians of ``5 * budget`` deaths (at least one).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import allranks
+from allranks._cluster.host import processor, usable_cpus
+from allranks.resilience import State, handover
+from allranks.testing import run_ranks
+from allranks.tools.bench import goals, text
+from allranks.tools.bench.goals import Goal, GoalReport, of
+from allranks.tools.bench.losses import DYING, PROCESSES, Pauses, pauses
+from allranks.tools.quiet import Window, before, cores
+
+__all__ = ["main"]
+
+_LOSSES = "allranks.tools.bench.losses"
+_DEATHS = 5  # for each second of the budget
+_LIMIT_S = 300
+_PARAMETERS = 16
+_STEPS, _BLOCKS = 2000, 9
+_SHARE_S = 0.01 * 0.005  # 1 % of a step of 5 ms
+_TORCHFT = "torchft"
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures, prints and writes."""
+    deaths = max(1, round(_DEATHS * options.budget))
+    report = GoalReport(
+        cpus=usable_cpus(),
+        host=socket.gethostname(),
+        processor=processor(),
+        budget_s=options.budget,
+        versions={
+            "allranks": allranks.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+    )
+    peer = None
+    if importlib.util.find_spec(_TORCHFT) is None:
+        report.left_out.append("torchft: it is not installed here (make torchft makes an environment that has it)")
+    else:
+        report.versions[_TORCHFT] = importlib.metadata.version("torchft-nightly")
+    window, own_s, cpus = Window(), _spent_s(), cores(os.sched_getaffinity(0))
+    print(goals.head(report, "the loss of a rank"), flush=True)
+    print(text.conditions(before(), PROCESSES, cpus), flush=True)
+    for each in report.left_out:
+        print(f"# left out: {each}", flush=True)
+    if _TORCHFT in report.versions:
+        peer = _replicas(deaths)
+    measures: list[Callable[[], list[Goal]]] = [
+        partial(_losses, deaths, peer),
+        partial(_many, options.nproc, deaths),
+        partial(_states, options.sizes),
+        _prepared,
+    ]
+    for measure in measures:
+        found = measure()
+        report.goals += found
+        print(goals.lines(found), flush=True)
+    report.conditions = window.end(_spent_s() - own_s)
+    print(text.conditions(report.conditions, PROCESSES, cpus))
+    if options.json:
+        goals.write(report, options.json)
+    return 0
+
+
+def _spent_s() -> float:
+    """Processor time of this process and of those that it has waited for, and theirs."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+# One of three.
+
+
+def _losses(deaths: int, peer: Pauses | None) -> list[Goal]:
+    shrunk = [_job("--respawns", "0", deaths=1) for _ in range(deaths)]
+    replaced = _job("--respawns", str(deaths), deaths=deaths)
+    beside = peer or Pauses()
+    return [
+        of(
+            "survivors' pause, shrink",
+            "s",
+            [paused for found in shrunk for paused in found.paused],
+            most=0.2,
+            peer=_TORCHFT,
+            beside=beside.paused,
+        ),
+        of("survivors' pause, replace", "s", replaced.paused),
+        of("replaced", "s", replaced.replaced, most=1.0, peer=_TORCHFT, beside=beside.replaced),
+        of("replaced, from the new program on", "s", replaced.began, peer=_TORCHFT, beside=beside.began),
+        of("a normal step", "s", replaced.step, peer=_TORCHFT, beside=beside.step),
+    ]
+
+
+def _job(*options: str, deaths: int) -> Pauses:
+    with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder:
+        command = [sys.executable, "-m", "allranks", "run", "-n", str(PROCESSES), "--elastic", str(PROCESSES - 1)]
+        program = ["-m", _LOSSES, "train", folder, str(deaths)]
+        done = subprocess.run(
+            [*command, *options, *program], capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        )
+        if done.returncode:
+            raise SystemExit(f"allranks bench: a job ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        return pauses(Path(folder))
+
+
+def _replicas(deaths: int) -> Pauses:
+    """torchft's, on its group on gloo."""
+    program = [sys.executable, "-m", _LOSSES]
+    with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder, open(f"{folder}/log", "w+") as log:
+        running: dict[int, subprocess.Popen[str]] = {}
+        lighthouse = subprocess.Popen(
+            [*program, "lighthouse"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        assert lighthouse.stdin is not None
+        assert lighthouse.stdout is not None
+        try:
+            environ = {**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse.stdout.readline().strip()}
+
+            def start(number: int, turn: int) -> None:
+                words = [*program, "replica", folder, str(deaths), str(number), str(turn)]
+                running[number] = subprocess.Popen(words, stdout=log, stderr=log, env=environ, text=True)
+
+            for number in range(PROCESSES):
+                start(number, 0)
+            for turn in range(deaths):
+                if running[DYING].wait(_LIMIT_S) != -signal.SIGKILL:
+                    raise SystemExit(f"allranks bench: torchft's replica did not come to its end:\n{_end_of(log.name)}")
+                start(DYING, turn + 1)
+            if any(replica.wait(_LIMIT_S) for replica in running.values()):
+                raise SystemExit(f"allranks bench: a replica of torchft failed:\n{_end_of(log.name)}")
+            return pauses(Path(folder))
+        finally:
+            for replica in running.values():
+                replica.kill()
+                replica.wait()
+            lighthouse.stdin.close()
+            lighthouse.wait()
+            lighthouse.stdout.close()
+
+
+def _end_of(log: str) -> str:
+    return Path(log).read_text()[-4000:]
+
+
+# Many.
+
+
+def _many(ranks: int, deaths: int) -> list[Goal]:
+    took = []
+    for _ in range(deaths):
+        with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder:
+            file = Path(folder) / "died"
+            done = run_ranks(ranks, _shrunk, file, may_die=[ranks // 2], timeout_s=_LIMIT_S)
+            took.append(max(moment for moment in done if moment is not None) - float(file.read_text()))
+    return [of(f"{ranks} ranks, right all_reduce", "s", took, most=0.5)]
+
+
+def _shrunk(file: Path) -> float:
+    """A rank. Returns when it had the right sum."""
+    torch.set_num_threads(1)
+    size = allranks.get_world_size()
+    tensor = torch.ones(1)
+    for _ in range(3):
+        allranks.all_reduce(tensor)
+    allranks.barrier()
+    if allranks.get_rank() == size // 2:
+        time.sleep(0.5)  # until the others are in their call
+        file.write_text(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        allranks.barrier()
+    except allranks.PeerLostError:
+        allranks.shrink_group([])
+    tensor = torch.ones(1)
+    allranks.all_reduce(tensor)
+    if tensor.item() != size - 1:
+        raise AssertionError(f"the sum of {size - 1} ranks is {tensor.item()}")
+    return time.monotonic()
+
+
+# A state, and a step.
+
+
+def _states(sizes: list[int]) -> list[Goal]:
+    found = []
+    for nbytes in sizes:
+        rates = run_ranks(2, _hand_over, nbytes, timeout_s=_LIMIT_S)[0]
+        assert rates is not None
+        found.append(of(f"state of {text.human(nbytes)}, same host", "GB/s", rates, least=4e9))
+    return found
+
+
+def _hand_over(nbytes: int) -> list[float]:
+    torch.set_num_threads(1)
+    group = allranks.group.WORLD
+    assert group is not None
+    parts = {
+        "model": nn.ParameterList(nn.Parameter(torch.randn(nbytes // 4 // _PARAMETERS)) for _ in range(_PARAMETERS))
+    }
+    moved = sum(parameter.numel() * 4 for parameter in parts["model"])
+    rates = []
+    for _ in range(_DEATHS):
+        group.barrier()
+        began = time.monotonic()
+        if group.rank() == 0:
+            handover.send(parts, None, group, 1)
+        else:
+            handover.receive(parts, group, 0)
+        group.barrier()
+        rates.append(moved / (time.monotonic() - began))
+    return rates
+
+
+def _prepared() -> list[Goal]:
+    found = run_ranks(2, _empty_steps, timeout_s=_LIMIT_S)[0]
+    assert found is not None
+    plain, unseeded, normed = found
+    return [
+        of("being prepared, a step of 2 ranks", "us", plain, most=_SHARE_S),
+        of("being prepared, without seeds", "us", unseeded),
+        of("being prepared, with BatchNorm", "us", normed),
+    ]
+
+
+def _empty_steps() -> list[list[float]]:
+    """Seconds of a step, by blocks: as it is, without seeds of its own, and with buffers that another rank keeps."""
+    torch.set_num_threads(1)
+    plain, normed = nn.Linear(10, 10), nn.BatchNorm1d(64)
+    states = [State(net=plain), State(net=plain, reseed=False), State(net=normed)]
+    samples: list[list[float]] = [[] for _ in states]
+    for _ in range(_BLOCKS):
+        for state, found in zip(states, samples, strict=True):
+            began = time.perf_counter()
+            for step in state.steps(_STEPS):
+                with step:
+                    pass
+            found.append((time.perf_counter() - began) / _STEPS)
+    return samples
