@@ -121,18 +121,40 @@ TRAINING = """
     assert torch.ones(1, device="worker:3").item() == 1
     mw.respawn(2)
     assert large.to("worker:2").to("worker:3").sum().item() == large.sum().item()
+
+    mw.on_lost("respawn")
+    x, y = torch.ones(1 << 20, device="worker:1"), torch.ones(4, device="worker:3")
+    both = mw.group([1, 3]).scatter(torch.zeros(2))
+    kept = ar.keep(x, y, both)
+    kept.refresh()
+    for rank in (3, 1):
+        x.add_(1), y.add_(1), both.add_(1)
+        snapshot = kept.refresh()
+        mw.synchronize()
+        x.zero_()
+        mw.remote(os.kill, on=rank)(mw.remote(os.getpid, on=rank)().result(), signal.SIGKILL)
+        try:
+            while True:
+                mw.synchronize()
+        except ar.WorkerReplaced as error:
+            print(error.rank, error.snapshot == snapshot, x.min().item(), x.max().item(), y.tolist())
+            print(both.shard(1).tolist(), both.shard(3).tolist())
     mw.shutdown()
     print("done")
 """
 
 
 def test_training_over_hosts(job: Jobs) -> None:
-    """The same bits as here, copies from host to host, and a worker that is killed and replaced."""
+    """The same bits as here, copies from host to host, a worker that is killed and replaced, and kept tensors."""
     done = finish(job.start_any(0, sys.executable, job.write(TRAINING), torch=True, **PATHS))
     assert done.out.splitlines() == [
         "['node0', 'node1', 'node2']",
         "node2 node0",
         "worker 2 True",
+        "3 True 2.0 2.0 [2.0, 2.0, 2.0, 2.0]",
+        "[1.0] [1.0]",
+        "1 True 3.0 3.0 [3.0, 3.0, 3.0, 3.0]",
+        "[2.0] [2.0]",
         "done",
     ], done.err
     assert done.code == 0

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 
 import allranks
 from allranks import RemoteError, UsageError, WorkerLost, WorkerReplaced
+from allranks.remote.master.keeping import Kept
 from allranks.remote.master.master import Master
 
 KILLS = int(os.environ.get("ALLRANKS_TEST_KILLS", "10"))
@@ -315,6 +317,45 @@ def test_a_replacement_that_dies_again(recovering: Master) -> None:
         assert x.tolist() == [1.0] * 3
     finally:
         mw._losses._admit = admitted  # type: ignore[method-assign]
+
+
+def test_a_buddy_dies_while_the_worker_is_replaced(recovering: Master) -> None:
+    mw = recovering
+    here, there = torch.ones(3, device="worker:1"), torch.ones(3, device="worker:2")
+    kept = mw.keep(here, there)
+    kept.refresh()
+    kept.refresh()
+    mw.synchronize()
+    admitted, pid = mw._losses._admit, mw.connections.by_rank[2].pid
+
+    def admit(worker: object) -> None:
+        admitted(worker)  # type: ignore[arg-type]
+        if mw.connections.by_rank[2].pid == pid:
+            kill(mw, 2)
+
+    mw._losses._admit = admit  # type: ignore[method-assign]
+    try:
+        kill(mw, 1)
+        until(lambda: 1 in mw.lost)
+        with pytest.raises(WorkerLost, match=r"What was kept is lost: worker 1 and its buddy") as caught:
+            here.sum()
+    finally:
+        mw._losses._admit = admitted  # type: ignore[method-assign]
+    assert type(caught.value) is WorkerLost
+    assert mw.ranks == [1, 2]
+    for gone in (here, there):
+        with pytest.raises(WorkerLost):
+            gone.sum()
+
+
+def test_a_buddy_is_on_another_host_if_there_is_one() -> None:
+    hosts = {1: "a", 2: "a", 3: "b", 4: "b"}
+    workers = {rank: SimpleNamespace(host=host) for rank, host in hosts.items()}
+    kept = Kept([], SimpleNamespace(by_rank=workers), None, None)  # type: ignore[arg-type]
+    assert [kept._buddy(rank) for rank in workers] == [3, 3, 1, 1]
+    for worker in workers.values():
+        worker.host = "a"
+    assert [kept._buddy(rank) for rank in workers] == [2, 3, 4, 1]
 
 
 def test_what_cannot_be_kept(recovering: Master) -> None:
