@@ -25,9 +25,10 @@ from allranks._base.public import publish
 from allranks.remote.capture.recording import Recorder, Recording, Returned, difference
 from allranks.remote.capture.replay import Replay
 from allranks.remote.capture.watch import Reach, random_state
+from allranks.remote.master.connections import Gone
 from allranks.remote.torch_device.call_site import line_of
 from allranks.remote.torch_device.devices import CURRENT
-from allranks.remote.torch_device.handle import Driver
+from allranks.remote.torch_device.handle import DeviceTarget, Driver
 from allranks.remote.torch_device.tensor import RemoteTensor
 
 __all__ = ["Captured", "capture"]
@@ -139,6 +140,14 @@ class Captured(Generic[P, R]):
         if not self._replays.get(key, True):
             del self._replays[key]
 
+    def _drop_lost(self) -> None:
+        """Drops what was recorded on workers that are lost. Those in their places are other kinds of arguments."""
+        for key in [each for each in self._replays if _is_lost(each)]:
+            for replay in self._replays.pop(key):
+                replay.close()
+        for key in [each for each in self._past if _is_lost(each)]:
+            del self._past[key]
+
     def _key(self, args: Any, kwargs: Any) -> tuple[Any, list[RemoteTensor], Any]:
         """What arguments have in common with those of other calls, the tensors in them, and what the step can see."""
         leaves, spec = tree_flatten((args, kwargs))
@@ -173,6 +182,7 @@ class Captured(Generic[P, R]):
     ) -> R:
         past = self._past.get(key)
         if past is None:
+            self._drop_lost()
             if key not in self._replays and len(self._replays.keys() | self._past.keys()) >= self._most:
                 raise UsageError(
                     f"capture: {self._name} is called with more than {self._most} kinds of arguments (shapes, dtypes,"
@@ -332,6 +342,13 @@ def _described(changes: list[tuple[str, Any, Any]]) -> str:
     told = told if numbers and len(told) < _SHORT and not path.endswith("_version") else ""
     path = re.sub(r"\._(?:modules|parameters|buffers)\['(\w+)'\]", r".\1", path)
     return re.sub(r"\.(?:_ref|_version)$", "", path) + told
+
+
+def _is_lost(key: Any) -> bool:
+    """Whether a kind of arguments is of workers of which one is lost, or was before it was replaced."""
+    if isinstance(key, tuple):
+        return any(map(_is_lost, key))
+    return isinstance(key, DeviceTarget) and isinstance(key.calls, Gone)
 
 
 def capture(function: Callable[P, R] | None = None, *, max_recordings: int = 8) -> Any:

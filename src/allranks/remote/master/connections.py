@@ -382,7 +382,9 @@ class Connections:
 
     def _cause(self, fault: wire.Fault, error: Exception) -> Exception:
         """What is to be raised of a fault: where lost workers are replaced, the loss that it follows from."""
-        if self.recover is None or self._recovering or fault.kind not in _OF_LOSSES:
+        # Where a worker dies while a link is made with it, the other one may see only that the meeting has failed.
+        of_loss = fault.kind in _OF_LOSSES or fault.op == wire.LINKING
+        if self.recover is None or self._recovering or not of_loss:
             return error
         until = time.monotonic() + _CAUSE_S
         while not self.lost and time.monotonic() < until:

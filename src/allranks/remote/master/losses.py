@@ -25,6 +25,7 @@ from allranks._base.errors import (
 from allranks.remote.master.connections import Connections
 from allranks.remote.master.device_table import DeviceTable
 from allranks.remote.master.keeping import Kept, NothingLeft
+from allranks.remote.protocol.wire import LINKING
 
 if TYPE_CHECKING:
     from allranks.remote.bootstrap.endpoint import WorkerConnection
@@ -119,7 +120,7 @@ class Losses:
 def _may_pass(error: AllranksError) -> bool:
     """Whether another try may succeed: another worker has died meanwhile, as far as can be told."""
     if isinstance(error, RemoteError):
-        return error.operation in ("shelter", "a link between workers")
+        return error.operation in ("shelter", LINKING)
     return isinstance(error, WorkerLost | ConfigError)
 
 

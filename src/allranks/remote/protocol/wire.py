@@ -16,7 +16,8 @@ import torch
 from allranks.remote.protocol.arguments import Form
 
 __all__ = [
-    "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LARGE", "LINE", "MESSAGE", "NEG", "ONLY_STRIDED", "SMALL",
+    "CALL", "CONJ", "ECHO", "ECHOED", "FREE", "HEAD", "LARGE", "LINE", "LINKING", "MESSAGE", "NEG", "ONLY_STRIDED",
+    "SMALL",
     "Answer", "Ask", "Command", "Define", "Fault", "Hold", "Message", "Meta", "Program",
     "bits_of", "dtype_of", "frame", "pack", "pack_fault", "refuse_odd", "unpack", "unpack_fault",
 ]  # fmt: skip
@@ -34,6 +35,9 @@ SMALL = 1 << 16
 
 LARGE = 8 << 20
 """From so many bytes on a tensor goes to a worker on the native channel, too."""
+
+LINKING = "a link between workers"
+"""What has failed, in a fault, where a native group could not be made."""
 
 Meta = tuple[str, list[int], list[int], int, int]
 """A tensor without its data: dtype, shape, strides, offset into its storage, and `CONJ` and `NEG` added up.

@@ -126,7 +126,7 @@ def group(
     try:
         worker.groups[number] = worker.context.make_group(name, ranks, timeout_s)
     except Exception as error:  # noqa: BLE001 - whatever uses the link raises it; the master may have given it up
-        worker.groups[number] = worker.fault("a link between workers", error)
+        worker.groups[number] = worker.fault(wire.LINKING, error)
 
 
 def ungroup(worker: WorkerState, data: memoryview, number: int) -> None:
