@@ -150,7 +150,7 @@ def test_the_last_rank_is_not_started_again(launcher: Launcher) -> None:
 def test_restarts_begin_anew_when_too_few_are_left(launcher: Launcher) -> None:
     body = """
 round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-assert start == 0 and table().version == 1
+assert start == 0 and table().version <= 1 + round  # the other rank of the second round may have ended
 if rank == 1 and round == 0: die()
 if round == 0: time.sleep(60)
 say("round", round)
