@@ -40,6 +40,58 @@ print(f"end {dist.get_world_size()} {weights!r} {state.replaced}", flush=True)
 """
 
 
+GROWS = """
+import os, time
+import torch
+import allranks as dist
+from torch.utils.data import DataLoader
+
+SAMPLES, alone = 96, False
+dist.init_process_group(timeout=30)
+first = [None] * dist.get_world_size()
+dist.all_gather_object(first, dist.get_rank())
+assert first == list(range(dist.get_world_size()))
+model = torch.nn.Linear(1, 1)
+wrapped = dist.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+sampler = dist.data.DistributedSampler(range(SAMPLES))
+loader = DataLoader(range(SAMPLES), batch_size=4, sampler=sampler)
+state = dist.resilience.State(model=wrapped, optimizer=optimizer, seen=(seen := {"sum": torch.zeros(SAMPLES)}))
+
+
+def train(batch):
+    optimizer.zero_grad()
+    wrapped(batch.float().unsqueeze(1) / SAMPLES).square().mean().backward()
+    count = torch.zeros(SAMPLES).index_add(0, batch, torch.ones(len(batch)))
+    dist.all_reduce(count)
+    seen["sum"] = seen["sum"] + count
+    optimizer.step()
+
+
+for epoch in state.epochs(2):
+    sampler.set_epoch(epoch)
+    if epoch == 0:
+        for step in state.steps(1000000):
+            with step:
+                train(torch.tensor([0]))
+                time.sleep(0.01)
+            if step.index == 3 and dist.get_rank() == 0:
+                print("up", flush=True)
+            if state.lost and not alone:
+                alone = True
+                print("alone", flush=True)
+            if JOINED:
+                break
+        seen["sum"] = torch.zeros(SAMPLES)
+    for step in state.steps(loader):
+        with step:
+            train(step.batch)
+weights = sum(float(p.detach().double().sum()) for p in model.parameters())
+once = bool((seen["sum"] == 2).all())
+print(f"end {dist.get_rank()} {dist.get_world_size()} {weights!r} {state.joined} {state.lost} {once}", flush=True)
+"""
+
+
 @pytest.fixture
 def job(ssh: Ssh, tmp_path: Path) -> Iterator[Jobs]:
     with jobs(ssh.hosts, ssh.environ, tmp_path) as made:
@@ -75,3 +127,45 @@ def test_the_others_go_on_when_a_host_is_lost(job: Jobs, lost: int) -> None:
     assert len(ends) == 2
     assert len(set(ends)) == 1
     assert ends[0].startswith("2 ")
+
+
+def test_a_host_that_comes_later_joins_the_training(job: Jobs) -> None:
+    script = job.write(GROWS.replace("JOINED", "state.joined == 2"))
+    words = ["-N", "1:2", "--nproc-per-node", "2", "--master-addr", "node0:15999", "--elastic", "2:4"]
+    words += ["--rdzv-conf", "last_call_timeout=1", script]
+    leader = job.start(0, "--node-rank", "0", *words, torch=True)
+    read_until(leader, 1)
+    later = job.start(1, "--node-rank", "1", *words, torch=True)
+    done = [finish(leader), finish(later)]
+    assert [each.code for each in done] == [0, 0], done
+    assert "node1 has come; ranks 2-3 join the others" in done[0].err
+    ends = _ends(done[0].out) + _ends(done[1].out)
+    assert sorted(end.split()[0] for end in ends) == ["0", "1", "2", "3"]
+    assert len({end.partition(" ")[2] for end in ends}) == 1
+    assert ends[0].split()[1] == "4"
+    assert ends[0].split()[3:] == ["2", "0", "True"]
+
+
+@pytest.mark.parametrize("how", ["its agent is killed", "it is unplugged"])
+def test_a_host_that_is_lost_and_comes_back_joins_the_training(job: Jobs, how: str) -> None:
+    """With the numbers that its ranks had; those that ran there meanwhile are no part of it."""
+    script = job.write(GROWS.replace("JOINED", "state.joined == 2"))
+    process = job.start(0, "-H", "node0:1,node1:2", "--elastic", "1", script, torch=True)
+    read_until(process, 1)
+    if how == "it is unplugged":
+        job.hosts.cut(1)
+        assert read_until(process, 1) == ["[node0:0] alone"]
+        job.hosts.plug(1)
+    else:
+        for pid in job.on(1, "agents.serve"):
+            os.kill(pid, signal.SIGKILL)
+    done = finish(process)
+    assert done.code == 0, done.err
+    assert not job.on(1, "agents.serve")
+    assert "ranks 1-2 ended with it; the others go on (1 of at least 1)" in done.err
+    assert "node1 has come; ranks 1-2 join the others" in done.err
+    ends = _ends(done.out)
+    assert sorted(end.split()[0] for end in ends) == ["0", "1", "2"]
+    assert len({end.partition(" ")[2] for end in ends}) == 1
+    assert ends[0].split()[1] == "3"
+    assert ends[0].split()[3:] == ["2", "2", "True"]

@@ -11,7 +11,7 @@ import signal
 
 from job_simulation import LAG_S, Before, Host, Job, Process, SimulatedRound, Wrong
 
-from allranks._rendezvous.seats import GONE, RUNNING, START, STARTING, SeatTable
+from allranks._rendezvous.seats import GONE, OPTIONAL, RUNNING, START, STARTING, SeatTable
 from allranks.launch.policy.interface import (
     Action,
     Ending,
@@ -25,12 +25,13 @@ from allranks.launch.policy.interface import (
 )
 from allranks.launch.policy.round import LEAVE_S, Phase
 from allranks.launch.policy.seats import Elastic
-from allranks.launch.spec.events import Exited, Failed, HostLost, RankRestarted, Report
+from allranks.launch.spec.events import Exited, Failed, HostJoined, HostLost, RankRestarted, Report
 
 _LEGAL = {
     RUNNING: (STARTING, GONE),
     STARTING: (RUNNING, GONE, STARTING),  # again: it could not be started
-    GONE: (),
+    OPTIONAL: (OPTIONAL, GONE),
+    GONE: (OPTIONAL,),  # on a host that has come
 }
 
 
@@ -58,7 +59,7 @@ class ElasticRound(SimulatedRound):
         self.echoed = self.lonely = False
         self.echoes = job.rng.choice([0.0, 0.0, 0.0, 0.3])
         self.excluded: set[int] = set()  # pids
-        self.lost_events: set[str] = set()
+        self.lost_events: set[Host] = set()
         self.asked_at: dict[int, Host] = {}
         self.respawned = dict.fromkeys(self.ranks, 0)
         self.late: set[int] = set()
@@ -71,6 +72,24 @@ class ElasticRound(SimulatedRound):
         return self.rules.elastic
 
     # The world.
+
+    def plan(self) -> None:
+        super().plan()
+        for number in range(0 if self.job.local else self.rng.choice([0, 0, 1, 2])):
+            self.at(self.began + self.rng.random() * 5.0, self.come, number)
+
+    def come(self, number: int) -> None:
+        """A host comes, or comes back."""
+        if self.watch.finished:
+            return
+        lost = [host.name for host in self.lost_events if not self.is_there(host.name)]
+        name = lost[0] if lost and self.rng.random() < 0.5 else f"new{number}"
+        if not self.is_there(name):
+            self.hosts.append(Host(name, (), self.rng.choice([0.0005, 0.1])))
+            self.inbox.append(HostJoined(name, self.rng.randrange(1, 4)))
+
+    def is_there(self, name: str) -> bool:
+        return any(host.name == name and host not in self.lost_events for host in self.hosts)
 
     def fail(self, process: Process, how: str) -> None:
         if not process.alive or process.held or process.ending:
@@ -112,7 +131,7 @@ class ElasticRound(SimulatedRound):
     def start_again(self, rank: int, host: Host) -> None:
         if host.lost or self.watch.finished:
             return
-        if self.processes[rank].alive:
+        if rank in self.processes and self.processes[rank].alive:
             raise Wrong(f"rank {rank} is started, and its process lives")
         process = self.start(rank, host)
         rng = self.rng
@@ -124,7 +143,7 @@ class ElasticRound(SimulatedRound):
 
     def detect_loss(self, host: Host) -> None:
         """As the pool: with all ranks that run, or were asked for, at this moment."""
-        self.lost_events.add(host.name)
+        self.lost_events.add(host)
         exited = {event.rank for event in self.inbox if isinstance(event, Exited)}
         again = {event.rank for event in self.inbox if isinstance(event, RankRestarted)}
         last = {event.rank: event for event in self.inbox if isinstance(event, (Exited, RankRestarted))}
@@ -157,7 +176,7 @@ class ElasticRound(SimulatedRound):
             self.respawned[action.rank] += 1
             host = next(host for host in self.hosts if action.rank in host.ranks)
             self.asked_at[action.rank] = host
-            if host.name in self.lost_events:
+            if host in self.lost_events:
                 self.lose_ranks(host, (action.rank,))
         if isinstance(action, StartElsewhere):
             self.start_elsewhere(action)
@@ -168,22 +187,28 @@ class ElasticRound(SimulatedRound):
             self.watch.kill_at = kill_at  # that of the round
 
     def start_elsewhere(self, action: StartElsewhere) -> None:
-        lost = next(host for host in self.hosts if host.name == action.lost)
-        spare = next(host for host in self.hosts if host.name == action.spare)
         ranks = tuple(sorted(action.starts))
-        if not lost.lost or spare.name not in self.unused or not self.well:
+        lost = next((h for h in self.hosts if h.name == action.lost and set(ranks) <= set(h.ranks)), None)
+        spare = next(h for h in self.hosts if h.name == action.spare and not h.ranks and h not in self.lost_events)
+        if (lost is not None and not lost.lost) or spare.name not in self.unused or not self.well:
             raise Wrong(f"{action}: unused spare hosts are {self.unused}")
         if not self.watch.running:
             raise Wrong(f"{action}, and no rank has the state of the program")
+        if (lost is None) != (not set(ranks) & self.starts.keys()) or (lost is None) != (not action.lost):
+            raise Wrong(f"{action}: not the ranks of a lost host, nor new ones")
         self.unused.remove(spare.name)
-        lost.ranks, spare.ranks = (), ranks
+        spare.ranks = ranks
+        if lost is not None:
+            lost.ranks = ()
         for rank in ranks:
             self.asked.add(rank)
-            self.starts[rank] += 1
+            self.starts[rank] = self.starts.get(rank, -1) + 1
+            self.respawned.setdefault(rank, 0)
+            self.ended.discard(rank)
             self.at(self.now + self.rng.random(), self.start_again, rank, spare)
         if action.starts != {rank: self.starts[rank] for rank in ranks}:
             raise Wrong(f"{action}, and ranks were started {self.starts} times")
-        if spare.name in self.lost_events:
+        if spare in self.lost_events:
             self.lose_ranks(spare, ranks)
 
     def observe(self, event: Event, before: Before) -> None:
@@ -191,6 +216,8 @@ class ElasticRound(SimulatedRound):
         match event:
             case LauncherContinued():
                 self.continued_at = self.now
+            case HostJoined(host):
+                self.unused.append(host)
             case RankRestarted(rank):
                 self.asked.discard(rank)
                 seat = self.table.find(rank) if self.table is not None else None
@@ -268,7 +295,7 @@ class ElasticRound(SimulatedRound):
             raise Wrong(f"{action}: {self.watch.running} run, and {self.asked} were asked for")
         if self.respawned[rank] >= self.seats.respawns:
             raise Wrong(f"rank {rank} is started again more than {self.seats.respawns} times")
-        if seat is None or seat.state != STARTING or action.environ != {START: str(seat.start)}:
+        if seat is None or seat.state not in (STARTING, OPTIONAL) or action.environ != {START: str(seat.start)}:
             raise Wrong(f"{action}, and the table says {seat}")
 
     def check_publication(self, table: SeatTable) -> None:
@@ -277,9 +304,16 @@ class ElasticRound(SimulatedRound):
             return
         if table.version <= before.version or table.least != self.seats.least:
             raise Wrong(f"{table} follows {before}")
-        for old, new in zip(before.seats, table.seats, strict=True):
-            more = int(new.state == STARTING and new != old)
-            if new != old and (new.state not in _LEGAL[old.state] or new.start != old.start + more):
+        more, limit = table.seats[len(before.seats) :], self.seats.most
+        left = [seat for seat in table.seats if seat.state != GONE or seat.number in self.ended]
+        if more and limit is not None and len(left) > limit:
+            raise Wrong(f"{table}, and at most {limit} were asked for")
+        for new in more:
+            if (new.start, new.state) != (0, OPTIONAL):
+                raise Wrong(f"{new} is new")
+        for old, new in zip(before.seats, table.seats, strict=False):
+            again = int(new.state in (STARTING, OPTIONAL) and new != old)
+            if new != old and (new.state not in _LEGAL[old.state] or new.start != old.start + again):
                 raise Wrong(f"{new} follows {old}")
 
     def check_table(self) -> None:
@@ -289,15 +323,16 @@ class ElasticRound(SimulatedRound):
             return
         watch, lost = self.watch, 0
         if not watch.running - self.late:
-            if any(seat.state != GONE for seat in table.seats):
+            if any(seat.state not in (GONE, OPTIONAL) for seat in table.seats):
                 raise Wrong(f"no rank has the state of the program, and {table} has some to wait for")
             return
         for seat in table.seats:
             runs, asked = seat.number in watch.running, seat.number in self.asked
             lost += seat.state == GONE and seat.number not in self.ended
-            if (runs, asked) != (seat.state == RUNNING, seat.state == STARTING) or seat.start != self.starts[
-                seat.number
-            ]:
+            right = (seat.state == RUNNING, seat.state == STARTING)
+            if seat.state == OPTIONAL:
+                right = (not asked, asked)
+            if (runs, asked) != right or seat.start != self.starts[seat.number]:
                 raise Wrong(f"{seat}; runs: {runs}, asked for: {asked}, started again {self.starts[seat.number]} times")
         if len(table.seats) - lost < table.least:
             raise Wrong(f"{lost} of {len(table.seats)} ranks are lost, and the others go on")
@@ -335,6 +370,7 @@ class ElasticJob(Job):
     def new_round(self, hosts: list[Host], began: float) -> SimulatedRound:
         count = sum(len(host.ranks) for host in hosts)
         spares = [] if self.local else [f"spare{number}" for number in range(self.rng.choice([0, 0, 1, 2]))]
-        self.seats = Elastic(self.rng.randrange(1, count + 1), self.rng.choice([0, 1, 3]), tuple(spares))
+        most = self.rng.choice([None, count, count + 2])
+        self.seats = Elastic(self.rng.randrange(1, count + 1), self.rng.choice([0, 1, 3]), tuple(spares), most)
         hosts += [Host(name, (), self.rng.choice([0.0005, 0.1])) for name in spares]
         return ElasticRound(self, hosts, began)

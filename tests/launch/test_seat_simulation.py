@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,7 +62,20 @@ def count_no_start(self: Seats, rank: int) -> int:
     return 0
 
 
+def join_without_limit(self: Seats, host: str, room: int) -> tuple[str, dict[int, int]]:
+    self._rules = replace(self._rules, most=None)
+    return join(self, host, room)
+
+
+def join_on_two_hosts(self: Seats, host: str, room: int) -> tuple[str, dict[int, int]]:
+    vacant = dict(self.vacant)
+    found = join(self, host, room)
+    self.vacant = vacant
+    return found
+
+
 lose = Seats.lose
+join = Seats.join
 
 
 @pytest.mark.parametrize(
@@ -77,6 +91,8 @@ lose = Seats.lose
         (Seats, "start_of", count_no_start),
         (Seats, "lose", lose_for_good),
         (Seats, "end", nothing),
+        (Seats, "join", join_without_limit),
+        (Seats, "join", join_on_two_hosts),
         (Seats, "start", always),
     ],
 )

@@ -2,8 +2,8 @@
 
 A seed decides everything: how many ranks there are, who dies when (also while the others decide, and while they
 connect), who is stopped and goes on later, how late deaths are seen, whether a launcher starts other processes in their
-place and how often, and what each rank gives to an agreement that the loss cuts in two. ``Group.run`` then compares
-what every process learnt with what happened.
+place and how often, which processes come later beside them, and what each rank gives to an agreement that the loss cuts
+in two. ``Group.run`` then compares what every process learnt with what happened.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from typing import Any
 
 from allranks._base.errors import AllranksError, ExcludedError
 from allranks._rendezvous.join_protocol import Member
-from allranks._rendezvous.seats import GONE, RUNNING, STARTING, TABLE_KEY, Seat, SeatTable
+from allranks._rendezvous.seats import GONE, OPTIONAL, RUNNING, STARTING, TABLE_KEY, Seat, SeatTable
 from allranks._rendezvous.succession import Claim, Decision, Look, Succession, Vote, exchange
 from allranks._store.table import KeyTable
-from allranks._store.wire import Set
+from allranks._store.wire import Set, Wait
 
 PREFIX = "group/"
 TIMEOUT_S = 20.0
 LONG_S = 400.0
+WORK_S = 20.0  # nobody is lost later
+END_S = 120.0
 
 
 class Wrong(AssertionError):
@@ -53,6 +55,7 @@ class Process:
     outcome: Any = None
     decisions: list[Decision] = field(default_factory=list)
     ended: bool = False
+    later: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
@@ -81,6 +84,21 @@ class Group:
         self._make_processes()
         if self.launched:
             self._set_table()
+        self.later: list[Process] = []
+        for number in range(rng.choice([0, 0, 1, 2]) if self.replaces else 0):
+            self.at(rng.random() * 3, lambda number=number: self._come(self.size + number))
+
+    def _come(self, number: int) -> None:
+        """A host has come, with another rank."""
+        rng = self.rng
+        self.seats = self.seats.changed([Seat(number, 0, OPTIONAL)])
+        self._set_table()
+        process = Process(number, 0, None, Vote(), rng.random(), later=True)
+        if rng.random() < 0.2:
+            process.dead_at = self.now + rng.random() * 2
+        self.later.append(process)
+        self._add(process)
+        self._plan(process)
 
     def _make_processes(self) -> None:
         rng = self.rng
@@ -121,7 +139,7 @@ class Group:
     def run(self) -> None:
         while self.events:
             when, _, what = heapq.heappop(self.events)
-            if when > LONG_S:
+            if when > END_S:
                 break
             self.now = max(self.now, when)
             what()
@@ -144,9 +162,10 @@ class Group:
         seat = self.seats.find(process.seat)
         assert seat is not None
         if self.replaces and seat.start < self.respawns:
-            self.seats = self.seats.changed([Seat(seat.number, seat.start + 1, STARTING)])
+            state = OPTIONAL if process.later else STARTING
+            self.seats = self.seats.changed([Seat(seat.number, seat.start + 1, state)])
             begins = self.now + 0.2 + self.rng.random() * 2
-            after = Process(seat.number, seat.start + 1, None, Vote(), 0.0)
+            after = Process(seat.number, seat.start + 1, None, Vote(), 0.0, later=process.later)
             if self.rng.random() < 0.2:
                 after.dead_at = begins + self.rng.random()
             self.at(begins, lambda: (self._add(after), self._plan(after)))  # type: ignore[func-returns-value]
@@ -165,7 +184,7 @@ class Group:
 
     def _life(self, process: Process) -> Generator[Any, Any, None]:
         generation, members, vote = 0, dict(self.members), process.vote
-        newcomer = process.start > 0
+        newcomer = process.start > 0 or process.later
         out: Sequence[tuple[int, int]] = ()
         for _ in range(30):
             member = Member(process.seat, 1, "host", "machine", self.size)
@@ -186,8 +205,19 @@ class Group:
                 if records != [b"%d" % claim.seat for claim in decision.claims]:
                     raise Wrong(f"{process.key} got {records}")
                 process.outcome = decision
-                return
+                if (yield from self._work(decision)):
+                    return
+                process.outcome = None
         raise Wrong(f"{process.key} was in 30 generations")
+
+    def _work(self, decision: Decision) -> Generator[Any, Any, bool]:
+        """The group does its work. False: it is broken, and its members notice in their next call."""
+        members = [(claim.seat, claim.start) for claim in decision.claims]
+        while self.now < WORK_S:
+            if any(self.processes[key].dead_at <= self.now for key in members):
+                return False
+            yield Wait(["never"], 1.0, True)
+        return True
 
     def _step(self, process: Process, life: Generator[Any, Any, None], answer: Any, first: bool = False) -> None:
         if process.dead_at <= self.now:
@@ -249,10 +279,26 @@ class Group:
             if survivors and decision.generation == 1 and (decision.ended, decision.outcome) != (8, agreed[0]):
                 raise Wrong(f"the agreement came to {decision.outcome}, but {agreed[0]} is known")
         for process in self.processes.values():
-            if process.dead_at > self.now and process.outcome is None:
+            if process.dead_at > self.now and process.outcome is None and not (process.later and self._goes_on()):
                 raise Wrong(f"{process.key} has neither a group nor an error")
+            if process.later and isinstance(process.outcome, Decision):
+                self._check_company(process, process.outcome)
             if isinstance(process.outcome, ExcludedError) and process.stopped[0] >= LONG_S and self._was_seen(process):
                 raise Wrong(f"{process.key} is out without a reason: {process.outcome}")
+
+    def _goes_on(self) -> bool:
+        """Whether there is a group, which takes who comes later when it meets the next time."""
+        return any(isinstance(p.outcome, Decision) and p.dead_at > self.now for p in self.processes.values())
+
+    def _check_company(self, process: Process, decision: Decision) -> None:
+        """One that comes later is never in a group without the state of the program while others have it."""
+        if any(claim.progress >= 0 for claim in decision.claims):
+            return
+        if any(
+            not p.later and p.start == 0 and p.dead_at > LONG_S and p.stopped[0] >= LONG_S
+            for p in self.processes.values()
+        ):
+            raise Wrong(f"{process.key} is in {decision}, and others live")
 
     def _was_seen(self, process: Process) -> bool:
         """Whether the process came in time, so that the others had to take it."""

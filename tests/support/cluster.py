@@ -11,6 +11,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -127,8 +128,22 @@ class Cluster:
         _inside(self._switch, "ip", "link", "set", f"port{host}", "down")
 
     def plug(self, host: int) -> None:
-        """Plugs it in again."""
+        """Plugs it in again, and waits until all reach it: a host that was not found is not looked for at once."""
         _inside(self._switch, "ip", "link", "set", f"port{host}", "up")
+        for each in self.hosts:
+            each.set_up("neighbour", "flush", "all")
+        for each in self.hosts:
+            _await_route(each, self.hosts[host].address)
+
+
+def _await_route(host: Host, address: str) -> None:
+    """Waits until a connection is refused by a port where nobody listens: packets go there and come back."""
+    ask = f"import socket; socket.create_connection(({address!r}, 9), 1)"
+    for _ in range(10):
+        done = subprocess.run(host.inside(sys.executable, "-S", "-c", ask), capture_output=True, text=True, check=False)
+        if "refused" in done.stderr:
+            return
+    raise AssertionError(f"{address} is not reached: {done.stderr}")
 
 
 @contextlib.contextmanager

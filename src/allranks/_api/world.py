@@ -44,6 +44,7 @@ __all__ = [
     "init_process_group",
     "is_available",
     "is_initialized",
+    "open_groups",
     "register",
     "replace_world",
     "resolve_group",
@@ -293,6 +294,11 @@ def _establish_elastic(board: Board, made: ProcessGroup) -> None:
 
         _store = BoardStore(board, made.timeout_s)
     _world.register, _world.is_world = register, True
+
+
+def open_groups() -> bool:
+    """Whether there are groups other than the world."""
+    return bool(_groups)
 
 
 def close_groups() -> None:

@@ -1,16 +1,23 @@
-"""The world of an elastic job, until its training loop begins: of its first processes, and of one that takes a seat."""
+"""The world of an elastic job, until its training loop begins.
+
+That is the world as the first processes met in it, for those that come later, too: what they call before the loop is
+answered by what the first ones recorded, and that has the numbers and sizes of then. A process that takes a seat makes
+the calls of that seat; one with a new seat makes those of the last rank. In the loop all get the numbers of now.
+"""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from allranks._base.errors import AllranksError
+from allranks._base.errors import AllranksError, ExcludedError
 from allranks._engines.prelude import Prelude
 from allranks._group.process_group import ProcessGroup
 from allranks._group.succession import Lineage, Successor
 from allranks._group.survival import LATEST, numbered
+from allranks._rendezvous.seats import GONE, OPTIONAL
 from allranks._rendezvous.succession import Decision
 
 if TYPE_CHECKING:
@@ -20,23 +27,38 @@ if TYPE_CHECKING:
     from allranks._rendezvous.board import Board
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["BEFORE_THE_LOOP", "join_elastic"]
+__all__ = ["BEFORE_THE_LOOP", "LOOP", "OVER", "join_elastic"]
 
 BEFORE_THE_LOOP = -2
 """The progress of a process before the loop: this, less the number of the calls that it has made."""
 
 
+FIRST = "first"
+"""The key, on the board, of the decision about the first processes."""
+
+LOOP = "loop"
+"""The key of a training loop in which all ranks are: their calls before it are recorded."""
+
+OVER = "over"
+"""The key of a training loop that has ended."""
+
 ALL = 1 << 30  # calls before the loop
+_WAIT_S = 0.1  # between two looks at whether the loop has begun
 
 
 def join_elastic(board: Board, backend: str, name: str, timeout_s: float) -> ProcessGroup:
     """The world of an elastic job.
 
     The first processes meet. A process that takes a seat later is not connected before it comes to a call that the
-    others have not made yet, or to the loop.
+    others have not made yet, or to the loop. One with a new seat waits for the loop to begin.
+
+    Raises:
+        ExcludedError: this process has come later than the others, and they have ended.
     """
     lineage = Lineage(board, f"{board.prefix}world/", backend, name, timeout_s, board.me.rank, [], replaces=True)
-    latest = board.read(LATEST)
+    if _comes_later(board):
+        _await_loop(board)
+    latest, first = board.read(LATEST), board.read(FIRST)
     found: Successor | Decision
     if latest is None:
         found = lineage.succeed(frozenset, progress=BEFORE_THE_LOOP, replaces=True, waits=False)
@@ -44,32 +66,59 @@ def join_elastic(board: Board, backend: str, name: str, timeout_s: float) -> Pro
         found = msgspec.msgpack.decode(latest, type=Decision)
         lineage.begin(found)
     if isinstance(found, Successor):
-        rank, members, engine = found.rank, list(found.members), found.engine
-        if rank == 0:
-            board.write(LATEST, msgspec.msgpack.encode(found.decision))
-    else:
-        others = [claim.member for claim in found.claims if claim.seat != board.me.rank]
-        members = sorted([*others, board.me], key=lambda member: member.rank)
-        rank, engine = members.index(board.me), None
-    return _Beginning(board, lineage, members).make(backend, engine, rank)
+        if found.rank == 0:
+            decided = msgspec.msgpack.encode(found.decision)
+            board.write(FIRST, decided)
+            board.write(LATEST, decided)
+        return _Beginning(board, lineage, found.members, found.rank).make(backend, found.engine)
+    if first is not None:
+        found = msgspec.msgpack.decode(first, type=Decision)
+    members = [claim.member for claim in found.claims]
+    seats = [member.rank for member in members]
+    rank = seats.index(board.me.rank) if board.me.rank in seats else len(seats) - 1
+    return _Beginning(board, lineage, members, rank).make(backend, None)
+
+
+def _comes_later(board: Board) -> bool:
+    table = board.table()
+    seat = table.find(board.me.rank) if table is not None else None
+    return seat is not None and seat.state == OPTIONAL
+
+
+def _await_loop(board: Board) -> None:
+    """Waits until the training loop of the others has begun."""
+    while board.read(LOOP) is None:
+        table = board.table()
+        assert table is not None
+        if board.read(OVER) is not None or all(seat.state in (GONE, OPTIONAL) for seat in table.seats):
+            raise ExcludedError(f"rank {board.me.rank}: the others had ended when this process came to join them")
+        time.sleep(_WAIT_S)
 
 
 class _Beginning:
-    """A world before the loop: what its `Prelude` needs."""
+    """A world before the loop: what its `Prelude` needs.
 
-    def __init__(self, board: Board, lineage: Lineage, members: Sequence[Member]) -> None:
+    Args:
+        board: of the job.
+        lineage: of the world.
+        members: the processes that met first, by rank; ``rank`` is their seat.
+        rank: the one that this process is before the loop.
+    """
+
+    def __init__(self, board: Board, lineage: Lineage, members: Sequence[Member], rank: int) -> None:
         self._board = board
         self._lineage = lineage
-        self._seats = [board.me.rank, *(member.rank for member in members if member.rank != board.me.rank)]
-        self._members = numbered(members)
+        self._rank = rank
+        self._seats = [members[rank].rank, *(member.rank for n, member in enumerate(members) if n != rank)]
+        self._members = numbered([board.me if n == rank else member for n, member in enumerate(members)])
         self._group: ProcessGroup | None = None
 
-    def make(self, backend: str, engine: Engine | None, rank: int) -> ProcessGroup:
+    def make(self, backend: str, engine: Engine | None) -> ProcessGroup:
         board, lineage = self._board, self._lineage
         prelude = Prelude(
-            backend, engine, lambda entry: board.append(f"prelude/{board.me.rank}", entry), self._renew, self._read
+            backend, engine, lambda entry: board.append(f"prelude/{self._seats[0]}", entry), self._renew, self._read
         )
-        self._group = ProcessGroup(prelude, lineage.name, rank, self._members, lineage.timeout_s)
+        self._group = ProcessGroup(prelude, lineage.name, self._rank, self._members, lineage.timeout_s)
         self._group.lineage = lineage
         return self._group
 

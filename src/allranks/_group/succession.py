@@ -16,7 +16,8 @@ import msgspec
 from allranks import _engines
 from allranks._base.errors import JoinError, PeerLostError, TimeoutError, UsageError, rank_list
 from allranks._rendezvous import succession
-from allranks._rendezvous.succession import Claim, Decision, Sighting, Vote
+from allranks._rendezvous.seats import OPTIONAL
+from allranks._rendezvous.succession import Claim, Decision, Sighting, Vote, claim_key
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine
@@ -97,7 +98,7 @@ class Lineage:
         Args:
             look: the members that this process knows to be lost.
             without: seats to do without.
-            progress: how far this process's program has come; -1: it is new.
+            progress: how far this process's program has come; ``NEWCOMER``: it is new.
             replaces: wait for processes that take lost seats.
             timeout_s: how long to wait for members that are not known to be lost; None: the group's timeout.
 
@@ -176,6 +177,17 @@ class Lineage:
             f"group '{self.name}': {rank_list([seat for seat, _ in self.members])} could not connect with each other,"
             f" although none of them is lost: {trouble}"
         ) from trouble
+
+    def somebody_waits(self) -> bool:
+        """Whether a process that comes later than the others wants to be in the next generation."""
+        table = self.board.table()
+        known = {*self.members, *self.out}
+        waiting = [
+            claim_key(self.prefix, self.generation, seat.number, seat.start)
+            for seat in (() if table is None else table.seats)
+            if seat.state == OPTIONAL and (seat.number, seat.start) not in known
+        ]
+        return bool(waiting) and any(claim is not None for claim in self.board.peek(waiting))
 
     def begin(self, decision: Decision) -> None:
         """The generation that was decided is the present one."""

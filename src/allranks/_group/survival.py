@@ -68,7 +68,7 @@ def advance(group: ProcessGroup, *, progress: int, replaces: bool, timeout_s: fl
 
     Args:
         group: the world.
-        progress: how far this process's program has come; -1: it is new.
+        progress: how far this process's program has come; ``NEWCOMER``: it is new.
         replaces: wait for processes that take lost seats, and take newcomers.
         timeout_s: how long to wait for ranks that are not known to be lost.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from allranks._base.errors import ConfigError, StoreLostError, TimeoutError
@@ -16,7 +16,7 @@ from allranks._rendezvous.driver import drive
 from allranks._rendezvous.finders.interface import Finder, NotYet
 from allranks._rendezvous.finders.launcher import LauncherFinder
 from allranks._rendezvous.join_protocol import Act, Answer, Lost, Member, Steps
-from allranks._rendezvous.seats import ELASTIC, START
+from allranks._rendezvous.seats import ELASTIC, START, TABLE_KEY, SeatTable
 from allranks._rendezvous.succession import Look, Sighting
 from allranks._store import PrefixStore, Store, reason
 from allranks._store.wire import Found, Peek
@@ -85,9 +85,18 @@ class Board:
 
     def read(self, key: str) -> bytes | None:
         """The value of a key under the prefix; None if there is none."""
-        found = self._opened()._ask(Peek([self.prefix + key]))
+        return self.peek([self.prefix + key])[0]
+
+    def table(self) -> SeatTable | None:
+        """The table of seats; None where no launcher writes one."""
+        found = self.peek([TABLE_KEY])[0] if self.launched else None
+        return None if found is None else SeatTable.decode(found)
+
+    def peek(self, keys: Sequence[str]) -> Sequence[bytes | None]:
+        """The values of whole keys, as they are now."""
+        found = self._opened()._ask(Peek(list(keys)))
         assert isinstance(found, Found)
-        return found.values[0]
+        return found.values
 
     def view(self, name: str, timeout_s: float) -> Store:
         """The keys under the prefix and a name, as a store."""

@@ -1,10 +1,11 @@
 """Who belongs to an elastic job, as its launcher decides: the table of seats in the launcher's store.
 
 A seat is a rank's place in the job: its number (the rank that the launcher started it as) stays the same, whoever sits
-there. A seat whose process was lost may be taken by another process, which is its next start. The launcher is the
-parent of all ranks, or of their agents, and learns of every exit; it writes the table whenever a seat changes. Ranks
-read it where they decide who goes on (``succession``): they wait for a seat that is ``STARTING``, and go on without
-one that is ``GONE``.
+there. A seat whose process was lost may be taken by another process, which is its next start. A host that comes later
+brings new seats, or takes those of a host that was lost. The launcher is the parent of all ranks, or of their agents,
+and learns of every exit; it writes the table whenever a seat changes. Ranks read it where they decide who goes on
+(``succession``): they wait for a seat that is ``STARTING``, go on without one that is ``GONE``, and take one that is
+``OPTIONAL`` if its process is there.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Seat(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         number: the rank as which the launcher started it.
         start: how many processes had the seat before the present one.
-        state: ``RUNNING``; ``STARTING``: its next process will come, and is to be waited for; ``OPTIONAL``: it is a
-            newcomer, which takes part if it has come; ``GONE``: nobody will come.
+        state: ``RUNNING``; ``STARTING``: its next process will come, and is to be waited for; ``OPTIONAL``: its process
+            comes later than the others, and is waited for only once it is a member; ``GONE``: nobody will come.
     """
 
     number: int

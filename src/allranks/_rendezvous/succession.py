@@ -22,11 +22,13 @@ from allranks._rendezvous.join_protocol import Answer, Lost, Member, Steps
 from allranks._rendezvous.seats import GONE, OPTIONAL, TABLE_KEY, SeatTable
 from allranks._store.wire import CompareSet, Done, Found, Late, Peek, Request, Set, Wait
 
-__all__ = ["Claim", "Decision", "Look", "Succession", "Vote", "exchange"]
+__all__ = ["NEWCOMER", "Claim", "Decision", "Look", "Succession", "Vote", "claim_key", "exchange"]
 
 POLL_S = 0.05  # between two looks at who has come and who is lost
 UNCONFIRMED_S = 5.0  # for the launcher to confirm a loss that a rank has seen; then the rank is believed
 FOREVER_S = 1e9
+NEWCOMER = -1
+"""The progress of a process that has nothing of the program's state yet."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
         lost: the members of the present generation that it knows to be lost: seat and start.
         without: seats that the next generation is to do without.
         vote: its agreements.
-        progress: how far its program has come; -1 for a newcomer, which has nothing yet.
+        progress: how far its program has come; ``NEWCOMER``: it has nothing yet.
     """
 
     seat: int
@@ -70,7 +72,7 @@ class Claim(msgspec.Struct, frozen=True, array_like=True):
     lost: tuple[tuple[int, int], ...] = ()
     without: tuple[int, ...] = ()
     vote: Vote = Vote()
-    progress: int = -1
+    progress: int = NEWCOMER
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
@@ -163,7 +165,7 @@ class Succession:
         return f"{self.prefix}{self.generation}/decision"
 
     def _key(self, seat: int, start: int) -> str:
-        return f"{self.prefix}{self.generation}/claim/{seat}.{start}"
+        return claim_key(self.prefix, self.generation, seat, start)
 
     def _with(self, sighting: Sighting) -> Claim:
         return msgspec.structs.replace(self.claim, lost=tuple(sorted(set(self.claim.lost) | sighting)))
@@ -178,8 +180,9 @@ class Succession:
         for seat in table.seats:
             if (seat.number, seat.start) in self.out:
                 continue
-            if seat.state != GONE and (self.replaces or self.members.get(seat.number) == seat.start):
-                found[seat.number, seat.start] = seat.state != OPTIONAL
+            member = self.members.get(seat.number) == seat.start
+            if seat.state != GONE and (self.replaces or member):
+                found[seat.number, seat.start] = member or seat.state != OPTIONAL
         return found
 
     def _read(self) -> Steps[Decision | None]:
@@ -225,7 +228,8 @@ class Succession:
         missing = [each for each, awaited in taken.items() if awaited and each not in self._claims]
         if self.launched and self._table is None:
             return False
-        return not missing or self._now >= self.began + self.timeout_s
+        # A newcomer has nobody's state, and nothing to go on with alone: it waits until others decide.
+        return not missing or (self.claim.progress != NEWCOMER and self._now >= self.began + self.timeout_s)
 
     # The decision.
 
@@ -245,6 +249,8 @@ class Succession:
         me = self.claim
         if decision.rank_of(me.seat, me.start) is None and me.progress < 0:
             return decision
+        if all(claim.progress == NEWCOMER for claim in decision.claims):
+            return decision  # the others have ended
         if decision.rank_of(me.seat, me.start) is None:
             others = rank_list([claim.seat for claim in decision.claims])
             raise ExcludedError(
@@ -269,6 +275,11 @@ class Succession:
     def _ask(self, request: Request) -> Steps[Done | Found | Late]:
         self._now, answer = yield request
         return _checked(answer, self.where)
+
+
+def claim_key(prefix: str, generation: int, seat: int, start: int) -> str:
+    """Where a process puts its claim to the generation after this one."""
+    return f"{prefix}{generation}/claim/{seat}.{start}"
 
 
 def exchange(

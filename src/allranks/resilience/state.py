@@ -17,6 +17,8 @@ import itertools
 import random
 import signal
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,12 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks._api.world import close_groups, destroy_process_group, resolve_group
+from allranks._api.world import close_groups, destroy_process_group, open_groups, resolve_group
 from allranks._base.errors import AllranksError, ExcludedError, UsageError
 from allranks._engines.prelude import LOSSES, Prelude
+from allranks._group.elastic import LOOP, OVER
 from allranks._group.process_group import ProcessGroup
 from allranks._group.survival import advance
-from allranks._rendezvous.succession import Decision
+from allranks._rendezvous.succession import NEWCOMER, Decision
 from allranks.data import DistributedSampler
 from allranks.resilience import handover
 from allranks.resilience.buddies import Buddies
@@ -39,8 +42,8 @@ from allranks.resilience.changed import Changed
 __all__ = ["State", "Step"]
 
 _cuda: Any = torch.cuda  # its annotations are few
-_UNDONE, _LEAVES, _STAYS = range(3)  # what a rank says at the commit of a step, and what all come to
-_OVER = "over"  # the key, on the board, of a training that has ended
+_UNDONE, _CHANGES, _STAYS = range(3)  # what a rank says at the commit of a step, and what all come to
+_LOOK_S = 0.25  # between two looks at whether others wait to join
 
 
 @dataclass
@@ -48,14 +51,14 @@ class _Position:
     """Where the training is.
 
     Attributes:
-        epoch: of ``epochs``.
+        epoch: of ``epochs``; -1 before the first.
         section: the number of the call of ``steps`` in the epoch.
         index: of the step in the section.
         samples: how many samples all ranks together have had in the section.
         done: all steps that are done.
     """
 
-    epoch: int = 0
+    epoch: int = -1
     section: int = 0
     index: int = 0
     samples: int = 0
@@ -86,7 +89,7 @@ class State:
     rank's memory when it reaches the loop, and the step is repeated: the weights at the end are, to the last bit, those
     of a run without a loss. Where nobody takes the place the others go on without it: ranks have other numbers then,
     ``get_rank()`` and ``get_world_size()`` say which, and an ``allranks.data.DistributedSampler`` deals what is left of
-    the epoch to those that are left.
+    the epoch to those that are left. Hosts that come later join after a step, in the same way.
 
     Whatever is called on other ranks must be in a step: a loss outside of it ends the program. A section of one step is
     ``for step in state.steps(1): with step: evaluate()``.
@@ -107,6 +110,7 @@ class State:
         parts: the parts, by name; of a wrapper such as DistributedDataParallel the module in it.
         replaced: how often another process has taken the place of a lost rank, as far as this process has seen.
         lost: how many ranks have been lost.
+        joined: how many ranks have come later.
 
     Raises:
         NotInitializedError: there is no process group yet.
@@ -131,13 +135,15 @@ class State:
         self._reseed = reseed
         self._seed = torch.initial_seed()
         self._entered = False
-        self._in_epochs = False
+        self._epoch, self._section = -1, 0  # where the program is: that of a process that takes a place lags behind
         self._step: Step | None = None
         modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
         self._buddies = Buddies(modules, own)
         self._changed = Changed(self.parts, modules, own)
-        self.replaced = self.lost = 0
-        self._leaves = self._somebody_leaves = False
+        self.replaced = self.lost = self.joined = 0
+        self._leaves = self._others_change = False
+        self._announced = self._warned = False
+        self._look_at = 0.0
         for number in leave_on:
             signal.signal(number, self._take_notice)
         for part in self.parts.values():
@@ -162,22 +168,19 @@ class State:
             first: the one with which a training begins that goes on from a checkpoint.
         """
         self._enter()
-        if not self._position.done:
-            self._position.epoch = first
-        self._in_epochs = True
+        if self._position.epoch < 0:
+            self._position = _Position(first, done=self._position.done)
         while self._position.epoch < count:
-            epoch = self._position.epoch
-            self._section = 0
-            yield epoch
-            self._position = _Position(epoch + 1, done=self._position.done)
-        self._section = 0
+            self._epoch, self._section = self._position.epoch, 0
+            yield self._epoch
+            self._position = _Position(self._epoch + 1, done=self._position.done)
+        self._epoch, self._section = count, 0
         for step in self.steps(1):  # so that no rank is past the loop while another may still need it
             with step:
                 pass
-        self._in_epochs = False
         lineage = self._world.lineage
         if lineage is not None and lineage.board.launched:
-            lineage.board.write(_OVER, b"1")
+            lineage.board.write(OVER, b"1")
 
     def steps(self, source: Any) -> Iterator[Step]:
         """The steps of a section, each again until it is done.
@@ -187,21 +190,19 @@ class State:
                 takes a place skips the batches that are done: at no cost with allranks' DistributedSampler.
         """
         self._enter()
-        if not self._in_epochs:
-            self._section = getattr(self, "_section", 0)
         section, self._section = self._section, self._section + 1
-        if section < self._position.section:
+        if (self._epoch, section) < (self._position.epoch, self._position.section):
             return
         if section > self._position.section:
-            self._position = _Position(self._position.epoch, section, done=self._position.done)
+            self._position = _Position(self._epoch, section, done=self._position.done)
         yield from self._run_section(_Batches(source, self._world, self._position, self._seeds))
-        self._position = _Position(self._position.epoch, section + 1, done=self._position.done)
+        self._position = _Position(self._epoch, section + 1, done=self._position.done)
 
     def _run_section(self, batches: _Batches) -> Iterator[Step]:
-        size = self._world.size()
+        place = self._place
         while True:
-            if self._world.size() != size:
-                size = self._world.size()
+            if self._place != place:
+                place = self._place
                 batches.deal_anew()
             if not batches.prepare():
                 return
@@ -217,8 +218,12 @@ class State:
             if step.committed and step.leaves:
                 destroy_process_group()
                 raise SystemExit(0)
-            if step.broken or (step.committed and self._somebody_leaves):
+            if step.broken or (step.committed and self._others_change):
                 self._recover()
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self._world.rank(), self._world.size()
 
     # --- what a step calls ---
 
@@ -241,15 +246,34 @@ class State:
             self._buddies.exchange(world)
         assert self._step is not None
         self._step.leaves = self._leaves
-        outcome = world.agree(_LEAVES if self._step.leaves else _STAYS)
+        outcome = world.agree(_CHANGES if self._step.leaves or self._somebody_comes() else _STAYS)
         if outcome == _UNDONE:
             raise _Undone
-        self._somebody_leaves = outcome == _LEAVES
+        self._others_change = outcome == _CHANGES
         self._step.committed = True
         if self._buddies.needed:
             self._buddies.commit(world, self._seats())
         if lineage is not None and lineage.decided is not None:
             self._step.broken = True  # the group; the step is done
+
+    def _somebody_comes(self) -> bool:
+        """Whether processes wait to join, and can. Rank 0 looks, from time to time."""
+        lineage, now = self._world.lineage, time.monotonic()
+        if self._world.rank() or lineage is None or not lineage.board.launched or now < self._look_at:
+            return False
+        self._look_at = now + _LOOK_S
+        if self._position.done and not self._announced:
+            lineage.board.write(LOOP, b"1")
+            self._announced = True
+        if not lineage.somebody_waits():
+            return False
+        if self._torchs or open_groups():
+            if not self._warned:
+                what = "torch's DistributedDataParallel" if self._torchs else "groups other than the world"
+                warnings.warn(f"State: ranks have come that cannot join, as the program has {what}", stacklevel=5)
+            self._warned = True
+            return False
+        return True
 
     def _seats(self) -> list[int]:
         lineage = self._world.lineage
@@ -295,20 +319,25 @@ class State:
     def _recover(self, newcomer: bool = False) -> None:
         """Goes on with those that are left, and with those that have taken the places of others."""
         while True:
-            before = self._world.size()
-            progress = -1 if newcomer else self._position.done
+            before, seats = self._world.size(), set(self._seats())
+            progress = NEWCOMER if newcomer else self._position.done
             successor = advance(self._world, progress=progress, replaces=True)
             close_groups()
             full, empty = _full_and_empty(successor.decision)
             if not newcomer:
                 self._renew_torchs(before)
+                self._count(seats, {self._seats()[rank] for rank in empty})
             try:
                 self._hand_over(full, empty)
             except LOSSES:
                 continue
-            self.replaced += len(empty)
-            self.lost += len(empty) + max(before - self._world.size(), 0)
             return
+
+    def _count(self, before: set[int], new: set[int]) -> None:
+        """Some ranks of before are lost, or have other processes; other seats have come."""
+        self.replaced += len(before & new)
+        self.joined += len(new - before)
+        self.lost += len(before.difference(self._seats())) + len(before & new)
 
     def _hand_over(self, full: list[int], empty: list[int]) -> None:
         if not full:
@@ -320,14 +349,15 @@ class State:
             donor = near[rank % len(near)]
             if me == rank:
                 head = handover.receive(self.parts, world, donor)
-                self._position, self.replaced, self.lost, keeper = head
+                self._position, (self.replaced, self.lost, self.joined), keeper = head
                 if keeper is not None:
                     self._buddies.receive(world, keeper)
                 continue
             kept_by = self._buddies.keeper_of(seats[rank])
             keeper = seats.index(kept_by) if kept_by in seats and seats.index(kept_by) in full else None
             if me == donor:
-                handover.send(self.parts, (self._position, self.replaced, self.lost, keeper), world, rank)
+                counts = self.replaced, self.lost, self.joined
+                handover.send(self.parts, (self._position, counts, keeper), world, rank)
             if me == keeper:
                 self._buddies.send(world, rank)
 
@@ -345,7 +375,7 @@ class State:
     def _nobody_left(self) -> AllranksError:
         lineage = self._world.lineage
         assert lineage is not None
-        if lineage.board.read(_OVER) is not None:
+        if lineage.board.read(OVER) is not None:
             return ExcludedError(
                 f"rank {lineage.seat}: the training was over when this process came to take a lost rank's place"
             )

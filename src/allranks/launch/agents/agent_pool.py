@@ -13,7 +13,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -83,6 +83,7 @@ class Host:
         ranks: what it runs in this round.
         running: those of them whose process is not gone.
         starting: those that are being started again.
+        coming: how many ranks it is preparing for, while a round goes on without it.
         addresses: its own, for other hosts, as its agent has reported them.
         started: the last command to start ranks there; None where none was sent.
         offset: added to its clock gives ours.
@@ -99,6 +100,7 @@ class Host:
     ranks: range = range(0)
     running: set[int] = field(default_factory=set)
     starting: set[int] = field(default_factory=set)
+    coming: int = 0
     addresses: tuple[str, ...] = ()
     started: Start | None = None
     offset: float = math.inf
@@ -158,6 +160,7 @@ class AgentPool:
         self._absent: dict[str, Callable[[], Host]] = {}  # how to start lost agents again
         self._try_at = 0.0
         self._vet: Callable[[Host], str] | None = None
+        self._welcome: Callable[[Host], Prepare] | None = None
         self._listener_closed = False
         self._selector = selectors.DefaultSelector()
         self._wake_read_fd, self.wake = os.pipe()
@@ -276,17 +279,26 @@ class AgentPool:
         self._detach(host)
         if host.process is not None:
             self._reap(host.process)
-            if try_again and host.start_again is not None:
-                again, place, slots = host.start_again, host.place, host.slots
-                self._absent[host.name] = lambda: _like(again(), place, slots)
+            if try_again and not any(other.name == host.name and not other.why for other in self.hosts):
+                self._retry(host)
 
-    def report_callers(self, vet: Callable[[Host], str] | None) -> None:
+    def _retry(self, host: Host) -> None:
+        """Starts its agent again from time to time, until there is one."""
+        if host.start_again is not None:
+            again, place, slots = host.start_again, host.place, host.slots
+            self._absent[host.name] = lambda: _like(again(), place, slots)
+
+    def report_callers(
+        self, vet: Callable[[Host], str] | None, welcome: Callable[[Host], Prepare] | None = None
+    ) -> None:
         """Makes ``poll`` report hosts that could take part.
 
         Args:
             vet: returns why a caller may not, "" if it may; None: do not report.
+            welcome: admits a caller to a round that goes on, and returns what it is to prepare; it is reported when it
+                is ready. None: the first callers are reported at once, and wait for the next round.
         """
-        self._vet = vet
+        self._vet, self._welcome = vet, welcome
 
     @property
     def by_callers(self) -> bool:
@@ -362,16 +374,37 @@ class AgentPool:
             spare: the spare one.
             starts: the ranks; see ``Start``.
         """
-        old = next(host for host in self.hosts if host.name == lost and set(starts) <= set(host.ranks))
-        new = next(host for host in self.hosts if host.name == spare and not host.ranks)
-        assert old.started is not None
-        leader = new.addresses if 0 in starts else old.started.leader
-        command = msgspec.structs.replace(old.started, starts=dict(starts), leader=leader)
-        new.ranks, new.starting, new.started = old.ranks, set(starts), command
-        old.ranks = range(0)
+        new = next(host for host in self.hosts if host.name == spare and not host.ranks and not host.why)
+        if lost:
+            old = next(host for host in self.hosts if host.name == lost and set(starts) <= set(host.ranks))
+            assert old.started is not None
+            command, old.ranks = old.started, range(0)
+        else:
+            command = self._new_ranks(new, starts)
+        leader = new.addresses if 0 in starts else command.leader
+        command = msgspec.structs.replace(command, starts=dict(starts), leader=leader)
+        new.ranks = range(command.first, command.first + command.count)
+        new.starting, new.started = set(starts), command
         if new.link is None:
             self._lose_ranks(new)
         self._send(new, command)
+
+    def _new_ranks(self, new: Host, starts: Collection[int]) -> Start:
+        """The command that starts ranks with numbers that no rank had."""
+        others = [host.started for host in self.hosts if host.started is not None and host.started.count]
+        roles = sum(start.count for start in others)
+        nodes = max(start.nodes for start in others) + 1
+        return msgspec.structs.replace(
+            others[0],
+            first=min(starts),
+            count=len(starts),
+            world_size=max(starts) + 1,
+            node=new.place,
+            nodes=nodes,
+            role_first=roles,
+            role_size=roles + len(starts),
+            stdio=(),
+        )
 
     # What an agent has, too.
 
@@ -393,14 +426,21 @@ class AgentPool:
         if not self._events:
             self._turn(timeout_s)
         if self._vet is not None and self.callers:
-            for caller in self.callers:
-                if why := self._vet(caller):
-                    self.turn_away(caller, why)
-            if self.callers:
-                self._vet = None
-                self._events.append(HostJoined(", ".join(host.name for host in self.callers)))
+            self._report(self._vet)
         events, self._events = self._events, []
         return events
+
+    def _report(self, vet: Callable[[Host], str]) -> None:
+        for caller in self.callers:
+            if why := vet(caller):
+                self.turn_away(caller, why)
+            elif self._welcome is not None:
+                command = self._welcome(caller)
+                caller.coming = command.nproc
+                self._send(caller, command)
+        if self.callers:  # they are not welcome yet
+            self._vet = None
+            self._events.append(HostJoined(", ".join(host.name for host in self.callers)))
 
     def signal(self, number: int, ranks: list[int], alone: bool = False) -> None:
         """Sends a signal to the process groups of ranks that are not gone; see ``Agent.signal``."""
@@ -655,6 +695,12 @@ class AgentPool:
                 if isinstance(message, Ready):
                     host.update_clock(message.now)
                     host.addresses = message.addresses
+                    if host.coming:
+                        self._events.append(HostJoined(host.name, host.coming))
+                        host.coming = 0
+                elif isinstance(message, Unable) and host.coming:
+                    self._events.append(HostMessage(host.name, f"it cannot join: {message.why}".encode()))
+                    self.turn_away(host, message.why)
                 elif isinstance(message, Unable) and (host.running or host.starting):
                     self._lose(host, f"{host.name}: {message.why}")
             case Failed(rank, pid, report):
@@ -742,6 +788,8 @@ class AgentPool:
         """Of a spare host, none."""
         gone = sorted(host.running | host.starting)
         self._events.append(HostLost(host.name, tuple(gone), host.why))
+        if self._welcome is not None and host.start_again is not None:
+            self._retry(host)
         for rank in gone:
             self._forward_to_master(Ended(rank, 0, host.why))
         host.running.clear()

@@ -31,9 +31,8 @@ def check_elastic(elastic: tuple[int, int | None] | None, nproc: int) -> None:
     least, most = elastic
     if nproc < least:
         raise ConfigError(f"--elastic {least}: at least {least} ranks, and {nproc} would be started (more: -n)")
-    if most is not None and most != nproc:
-        why = "more were asked for" if most < nproc else "ranks that come later cannot join yet"
-        raise ConfigError(f"--elastic {least}:{most}: {nproc} ranks would be started, and {why}; give MIN alone")
+    if most is not None and most < nproc:
+        raise ConfigError(f"--elastic {least}:{most}: at most {most} ranks, and {nproc} would be started (fewer: -n)")
 
 
 def share_out(

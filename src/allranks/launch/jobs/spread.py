@@ -378,7 +378,7 @@ class Job:
             return pool.greeted() and (not missing or now >= last_call)
 
         pool.gather(until, enough, lambda: f"no answer from {self._missing()} in time (longer: --join-timeout)")
-        if not self.elastic:
+        if not (self.elastic or options.elastic is not None):
             self.port = pool.close_listener()  # so that a program that uses torch.distributed finds it free
 
     def _report_new_hosts(self) -> None:
@@ -422,10 +422,26 @@ class Job:
                 caller.slots = caller.hello.nproc
             pool.admit(caller)
 
+    @property
+    def _taken(self) -> set[int]:
+        """The places of the hosts that are there."""
+        return {host.place for host in self.pool if not host.why}
+
+    def _welcome(self, caller: Host) -> Prepare:
+        """Admits a host to a round that goes on without it. What it is to prepare."""
+        assert caller.hello is not None
+        lost = [len(host.ranks) for host in self.pool if host.name == caller.name]
+        caller.place = self._place_for(caller)
+        if caller.process is None:
+            caller.slots = caller.hello.nproc
+        self.pool.admit(caller)
+        count = max([1 if caller.slots is None else caller.slots, *lost])
+        return self._prepare_for(caller, count, self.master if 0 in self._taken else "", spans=True)
+
     def _place_for(self, caller: Host) -> int:
         """Its place in the order of hosts; one beyond the last where there is none for it."""
         assert caller.hello is not None
-        taken = {host.place for host in self.pool}
+        taken = self._taken
         place = caller.hello.node if caller.process is None else caller.place
         if place is None or (place in taken and self.elastic):
             place = next((place for place in range(self.most) if place not in taken), self.most)
@@ -439,7 +455,7 @@ class Job:
         if trouble := wrong_version(caller):
             return trouble
         place = self._place_for(caller)
-        if place in {host.place for host in self.pool}:
+        if place in self._taken:
             return f"there is another host {place} already (--node-rank)"
         return "" if place < self.most else f"the job has its {self.most} hosts already"
 
@@ -506,20 +522,21 @@ class Job:
         counts, elastic = self._counts(), options.elastic is not None
         check_size(options.target, self.first + sum(counts))
         check_elastic(options.elastic, sum(counts))
-        secret = store_secret(self.key, self.salt)
+        master = self.master if pool.hosts[0].place == 0 else ""  # where host 0 is gone, it is another
+        spans = len(counts) > 1 or elastic
         prepare = [
-            msgspec.structs.replace(
-                # Where host 0 is gone, another is what MASTER_ADDR names.
-                _prepare_of(options, count or max(counts), self.master if pool.hosts[0].place == 0 else ""),
-                secret=secret if host.process is not None else b"",  # it is not sent over a plain TCP connection
-                salt=self.salt,
-                serves=number == self.first == 0 and not elastic,
-                spans=len(counts) > 1 or elastic,
+            self._prepare_for(
+                host, count or max(counts), master, serves=number == self.first == 0 and not elastic, spans=spans
             )
             for number, (host, count) in enumerate(zip(pool, counts, strict=True))
         ]
         until = time.monotonic() + options.join_timeout_s
         return counts, pool.prepare(prepare, until if self.until is None else min(until, self.until))
+
+    def _prepare_for(self, host: Host, nproc: int, master: str, *, serves: bool = False, spans: bool) -> Prepare:
+        secret = store_secret(self.key, self.salt) if host.process is not None else b""  # not over plain TCP
+        made = _prepare_of(self.options, nproc, master)
+        return msgspec.structs.replace(made, secret=secret, salt=self.salt, serves=serves, spans=spans)
 
     def _round(self) -> policy.RoundEnded:
         options, pool = self.options, self.pool
@@ -555,7 +572,11 @@ class Job:
             command=options.target.words(),
             restart=self.restart,
             statistics=(options.stats, options.metrics),
-            elastic=elastic_rules(options, [host.name for host, count in zip(pool, counts, strict=True) if not count]),
+            elastic=elastic_rules(
+                options,
+                [host.name for host, count in zip(pool, counts, strict=True) if not count],
+                None if pool.by_callers else world_size,
+            ),
             store=server,
         )
         self.supervisor = supervisor
@@ -565,8 +586,11 @@ class Job:
             options.reporter.detail(f"{host.name} starts {ranks}" if command.count else f"{host.name} is spare")
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
-        grows = self.elastic and options.elastic is None and len(pool.hosts) < self.most
-        pool.report_callers(self._vet if grows else None)
+        grows = self.elastic and len(pool.hosts) < self.most
+        if options.elastic is not None:
+            pool.report_callers(self._vet, self._welcome)
+        else:
+            pool.report_callers(self._vet if grows else None)
         try:
             if server is not None:
                 server.start()

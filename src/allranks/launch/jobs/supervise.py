@@ -90,9 +90,18 @@ __all__ = ["FORWARDED", "Supervisor", "elastic_rules"]
 _BACKLOG = 1 << 20  # more than this waits in the ranks' pipes, and then the ranks wait
 
 
-def elastic_rules(options: Options, spares: Sequence[str] = ()) -> Elastic | None:
-    """What the policy gets of the options of an elastic job; None if the job is not elastic."""
-    return None if options.elastic is None else Elastic(options.elastic[0], options.respawns, tuple(spares))
+def elastic_rules(options: Options, spares: Sequence[str] = (), most: int | None = None) -> Elastic | None:
+    """What the policy gets of the options of an elastic job; None if the job is not elastic.
+
+    Args:
+        options: those of the job.
+        spares: hosts that run no rank at first.
+        most: the number of ranks beyond which none come later, where that is not in the options.
+    """
+    if options.elastic is None:
+        return None
+    least, greatest = options.elastic
+    return Elastic(least, options.respawns, tuple(spares), most if greatest is None else greatest)
 
 
 class Supervisor:
@@ -371,7 +380,7 @@ class Supervisor:
                 self._agent.restart(action)
             case StartElsewhere(lost, spare, starts):
                 assert isinstance(self._agent, AgentPool)
-                self._screen.move(starts, spare)
+                self._screen.move(starts, spare)  # of those that are shown here
                 self._agent.start_elsewhere(lost, spare, starts)
             case PublishSeats(seats):
                 assert self._store is not None

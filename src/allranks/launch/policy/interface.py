@@ -239,11 +239,11 @@ class InspectRanks:
 
 @dataclass(frozen=True)
 class StartElsewhere:
-    """Start the ranks of a lost host on a spare one. Each comes as ``RankRestarted``.
+    """Start the ranks of a lost host on another one, or new ranks. Each comes as ``RankRestarted``.
 
     Attributes:
-        lost: the lost host.
-        spare: the spare one.
+        lost: the lost host; "" for new ranks.
+        spare: the other one, which has no ranks yet.
         starts: how many processes had the seat of each rank before. Ranks that are not there are not started.
     """
 

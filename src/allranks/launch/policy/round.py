@@ -191,6 +191,7 @@ class Round:
         self._phase_ends_at = 0.0
         self._outcome = Outcome(Ending.CLEAN, 0)
         self._seats: Seats | None = None  # of an elastic round
+        self._published = 0  # the version of its table
         self._hosts = list(rules.hosts)  # where each rank is now
         self._reports: dict[int, Failure] = {}  # there, of ranks that are on their way out
         self._leaving: dict[int, float] = {}  # when those are killed
@@ -407,7 +408,7 @@ class Round:
             return
         # A rank that was being started there is lost, too, and the pool tells of it once more.
         starting = [rank for rank in seats.starting if rank not in event.ranks]
-        there = [rank for rank in sorted((*event.ranks, *starting)) if self._hosts[rank] == event.host]
+        there = [rank for rank in sorted({*event.ranks, *starting}) if self._hosts[rank] == event.host]
         ranks = [rank for rank in there if not seats.is_gone(rank)]
         if not ranks:
             return
@@ -420,6 +421,8 @@ class Round:
         spare = seats.spares.pop(0) if seats.spares and self.running.difference(self._reports) else ""
         for loss in losses:
             seats.lose(loss, again=bool(spare))
+        if not spare:
+            seats.vacant[event.host] = tuple(ranks)
         self._publish()
         if spare:
             for rank in ranks:
@@ -439,6 +442,23 @@ class Round:
         seats.end(rank)
         self._publish()
         self._give_up_starting(seats)
+
+    def _take_newcomers(self, event: HostJoined, seats: Seats) -> None:
+        """A host has come, and is ready to start ranks, which join the others."""
+        if self.stopping or self.phase is not Phase.RUNNING or self._has_failures() or not self.running:
+            return
+        lost, starts = seats.join(event.host, event.room)
+        if not starts:
+            self._print(f"{event.host} has come; it is spare", Level.REMARK)
+            return
+        self._publish()
+        self._hosts += [""] * (max(starts) + 1 - len(self._hosts))
+        for rank in starts:
+            self._hosts[rank] = event.host
+        self._all |= starts.keys()
+        verb = "joins" if len(starts) == 1 else "join"
+        self._print(f"{event.host} has come; {rank_list(list(starts))} {verb} the others", Level.REMARK)
+        self._actions.append(StartElsewhere(lost, event.host, starts))
 
     def _give_up_starting(self, seats: Seats) -> None:
         """No rank runs that has the state of the program: one that is being started again has nothing to go on with."""
@@ -481,7 +501,8 @@ class Round:
         self._print(f"{what}; the others go on ({seats.left} of at least {seats.table.least})", Level.REMARK)
 
     def _publish(self) -> None:
-        if self._seats is not None:
+        if self._seats is not None and self._seats.table.version != self._published:
+            self._published = self._seats.table.version
             self._actions.append(PublishSeats(self._seats.table))
 
     def _check_leaving(self) -> None:
@@ -492,7 +513,9 @@ class Round:
         self._signal(signal.SIGKILL, self.running.intersection(late).intersection(self._reports))
 
     def _take_host(self, event: HostJoined) -> None:
-        if not self.stopping and self.phase is Phase.RUNNING:
+        if self._seats is not None:
+            self._take_newcomers(event, self._seats)
+        elif not self.stopping and self.phase is Phase.RUNNING:
             self.joined = True
             self._print(f"{event.host} has come; the ranks start again")
             self._stop(signal.SIGTERM, self.running)

@@ -6,6 +6,8 @@
 - A rank that is not started again is gone for good. The others go on while at least ``Elastic.least`` ranks are left.
   A rank that has ended with code 0 counts as left: it has done its part.
 - The ranks of a lost host are started on a spare host, as long as there is one.
+- A host that comes later gets the ranks of a lost one, else new numbers, else it is spare. The others do not wait for
+  ranks that come later: they take them when they are there.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from allranks._rendezvous.seats import GONE, RUNNING, STARTING, Seat, SeatTable
+from allranks._rendezvous.seats import GONE, OPTIONAL, RUNNING, STARTING, Seat, SeatTable
 from allranks.launch.policy.root_cause import Failure
 
 __all__ = ["Elastic", "Seats", "first_table"]
@@ -27,11 +29,13 @@ class Elastic:
         least: the number of ranks without which the job does not go on.
         respawns: how often each rank may be started again.
         spares: hosts that run no rank at first.
+        most: the number of ranks beyond which none come later; None: there is no limit.
     """
 
     least: int
     respawns: int = 0
     spares: tuple[str, ...] = ()
+    most: int | None = None
 
 
 def first_table(ranks: Iterable[int], least: int) -> SeatTable:
@@ -50,6 +54,7 @@ class Seats:
         table: as it is now.
         losses: the last loss of each rank that was lost.
         spares: spare hosts that have no ranks yet.
+        vacant: lost hosts whose ranks nobody has taken, and those ranks.
     """
 
     def __init__(self, rules: Elastic, ranks: Sequence[int]) -> None:
@@ -57,6 +62,7 @@ class Seats:
         self.table = first_table(ranks, rules.least)
         self.losses: dict[int, Failure] = {}
         self.spares = list(rules.spares)
+        self.vacant: dict[str, tuple[int, ...]] = {}
         self._gone: set[int] = set()  # lost, and not started again
         self._respawned = dict.fromkeys(ranks, 0)
 
@@ -106,17 +112,41 @@ class Seats:
         self.losses[failure.rank] = failure
         if again:
             self._respawned[failure.rank] += not failure.lost
-            self._change(Seat(seat.number, seat.start + 1, STARTING))
+            state = OPTIONAL if seat.state == OPTIONAL else STARTING
+            self._change(Seat(seat.number, seat.start + 1, state))
         else:
             self._gone.add(seat.number)
             self._change(Seat(seat.number, seat.start, GONE))
 
     def start(self, rank: int) -> bool:
-        """The next process of a rank runs. False if it is not awaited."""
+        """The next process of a rank runs. False if there is no seat for it."""
         seat = self._seat(rank)
         if seat.state == STARTING:
             self._change(Seat(rank, seat.start, RUNNING))
-        return seat.state == STARTING
+        return seat.state in (STARTING, OPTIONAL)
+
+    def join(self, host: str, room: int) -> tuple[str, dict[int, int]]:
+        """A host comes that can run some ranks.
+
+        Returns:
+            The lost host whose ranks it gets, "" for new ones; how many processes had the seat of each before. No ranks
+            if there are none for it: it is spare then.
+        """
+        whole = [name for name, ranks in self.vacant.items() if name == host or len(ranks) <= room]
+        lost = host if host in whole else next(iter(whole), "")
+        if lost:
+            starts = {rank: self.start_of(rank) + 1 for rank in self.vacant.pop(lost)}
+        else:
+            number = len(self.table.seats)
+            more = room if self._rules.most is None else min(room, self._rules.most - self.left)
+            starts = dict.fromkeys(range(number, number + max(0, more)), 0)
+        for rank, start in starts.items():
+            self._gone.discard(rank)
+            self._respawned.setdefault(rank, 0)
+            self._change(Seat(rank, start, OPTIONAL))
+        if not starts:
+            self.spares.append(host)
+        return lost, starts
 
     def end(self, rank: int) -> None:
         """A rank has ended with code 0: nobody waits for it."""

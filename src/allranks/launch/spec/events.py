@@ -156,9 +156,15 @@ class HostLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class HostJoined(msgspec.Struct, frozen=True, tag=True):
-    """A host is there that could take part. Told by a pool, not by an agent."""
+    """A host is there that could take part. Told by a pool, not by an agent.
+
+    Attributes:
+        host: its name.
+        room: how many ranks it is ready to start, in an elastic round; 0 elsewhere: all ranks start again with it.
+    """
 
     host: str
+    room: int = 0
 
 
 class HostMessage(msgspec.Struct, frozen=True, tag=True):
