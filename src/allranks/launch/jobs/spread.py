@@ -43,7 +43,7 @@ from allranks.launch.jobs.error_file import write_error_file
 from allranks.launch.jobs.supervise import FORWARDED, Supervisor, elastic_rules
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy import job as policy
-from allranks.launch.policy.seats import first_table
+from allranks.launch.policy.seats import Elastic, first_table
 from allranks.launch.ranks.rank import Rank
 from allranks.launch.spec.messages import Prepare, Ready, Start
 from allranks.launch.spec.options import Options
@@ -572,11 +572,7 @@ class Job:
             command=options.target.words(),
             restart=self.restart,
             statistics=(options.stats, options.metrics),
-            elastic=elastic_rules(
-                options,
-                [host.name for host, count in zip(pool, counts, strict=True) if not count],
-                None if pool.by_callers else world_size,
-            ),
+            elastic=self._elastic_rules(counts),
             store=server,
         )
         self.supervisor = supervisor
@@ -586,11 +582,7 @@ class Job:
             options.reporter.detail(f"{host.name} starts {ranks}" if command.count else f"{host.name} is spare")
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, (*FORWARDED, *options.signals))
         screen.open()
-        grows = self.elastic and len(pool.hosts) < self.most
-        if options.elastic is not None:
-            pool.report_callers(self._vet, self._welcome)
-        else:
-            pool.report_callers(self._vet if grows else None)
+        self._report_callers()
         try:
             if server is not None:
                 server.start()
@@ -606,6 +598,17 @@ class Job:
         for host in lost:
             pool.drop(host, try_again=self.elastic)
         return policy.RoundEnded(code, supervisor.failed, supervisor.joined, len(lost))
+
+    def _elastic_rules(self, counts: Sequence[int]) -> Elastic | None:
+        spares = [host.name for host, count in zip(self.pool, counts, strict=True) if not count]
+        return elastic_rules(self.options, spares, None if self.pool.by_callers else sum(counts))
+
+    def _report_callers(self) -> None:
+        """Hosts that come in a round join it, or all ranks start again with them, or they are not wanted."""
+        if self.options.elastic is not None:
+            self.pool.report_callers(self._vet, self._welcome)
+        elif self.elastic and len(self.pool.hosts) < self.most:
+            self.pool.report_callers(self._vet)
 
     def _open_store(self) -> StoreServer:
         """The store of an elastic job, which outlives every host but this one."""
