@@ -61,9 +61,8 @@ def test_the_others_outlive_a_host(job: Jobs, lost: int) -> None:
     process = job.start(2, "-H", "node0:2,node1:2", "--elastic", "2", job.write(SEAT_WATCH + body))
     read_until(process, 4)
     name = f"node{lost}"
-    for pid in job.on(lost, "agents.serve"):
-        os.kill(pid, signal.SIGKILL)
-    done = finish(process)
+    with job.gone(lost):
+        done = finish(process)
     ranks = (0, 1) if lost == 0 else (2, 3)
     assert done.code == 0, done.err
     assert done.out.count("end") == 2

@@ -119,9 +119,8 @@ def test_the_others_go_on_when_a_host_is_lost(job: Jobs, lost: int) -> None:
     program = PROGRAM.replace("DIES", "False").replace("PAUSE", "0.1")
     process = job.start(2, "-H", "node0:2,node1:2", "--elastic", "2", job.write(program), torch=True)
     read_until(process, 1)
-    for pid in job.on(lost, "agents.serve"):
-        os.kill(pid, signal.SIGKILL)
-    done = finish(process)
+    with job.gone(lost):
+        done = finish(process)
     assert done.code == 0, done.err
     ends = _ends(done.out)
     assert len(ends) == 2

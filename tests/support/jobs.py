@@ -109,6 +109,23 @@ class Jobs:
                     found.append(pid)
         return found
 
+    @contextlib.contextmanager
+    def gone(self, host: int) -> Iterator[None]:
+        """A host whose agent is killed, and that does not come back meanwhile."""
+        pids = self.on(host, "agents.serve")
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in pids:  # its connection ends with it
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                while "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+                    time.sleep(0.01)
+        time.sleep(0.2)
+        self.hosts.cut(host)
+        try:
+            yield
+        finally:
+            self.hosts.plug(host)
+
     def left(self, patience_s: float = 5.0) -> dict[int, str]:
         """What is still there after a while."""
         until = time.monotonic() + patience_s
