@@ -2,16 +2,21 @@
 
     python benchmarks/faults.py --seeds 0:100              # a job per seed, several faults in each
     python benchmarks/faults.py --seeds 17:18 --verbose    # one again
+    python benchmarks/faults.py --seeds 0:100 --hosts      # three hosts and a spare one (namespaces, sshd; root)
 
 A job is ``allranks run -n 3 --elastic 1`` on this file, which trains a small model with batch normalisation and
 dropout. A seed decides which ranks are killed, stopped for a while, or killed together, and when: also in an all_reduce
 of 64 MB, while the others recover, and while the process that takes a place joins. Afterwards the weights of all ranks
 must be those of the job without a fault, to the last bit; and no process may be left.
+
+With ``--hosts`` each rank is on a host of its own. Then the agent of a host is killed, too, and a host is unplugged and
+plugged in again: its rank is started on the spare host, and it is the spare host when it is back.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -24,12 +29,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    from support.sshd import Ssh
+
+ROOT = Path(__file__).parents[1]
 RANKS = 3
 STEP_S = 0.008
-LONG_S = 90.0
+LONG_S = 180.0
+GHOSTS_S = 15.0  # for ranks of a host that was unplugged to learn that they are out
 BIG = 16 << 20  # numbers in the large all_reduce
 OVER = "has ended, as the others had gone on without it"
 ERRORS = ("all ranks that had the state of the training are lost", "ranks are left before the training loop")
@@ -81,27 +92,27 @@ def train(folder: Path, steps: int) -> None:
 
 
 class Job:
-    """One job, and what is done to it."""
+    """One job, and what is done to it.
 
-    def __init__(self, steps: int, verbose: bool = False) -> None:
+    Args:
+        steps: of its training.
+        verbose: show what it writes.
+        ssh: the hosts; None: this one.
+    """
+
+    def __init__(self, steps: int, verbose: bool = False, ssh: Ssh | None = None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
-        words = [
-            sys.executable,
-            "-m",
-            "allranks",
-            "run",
-            "-n",
-            str(RANKS),
-            "--elastic",
-            "1",
-            "--respawns",
-            "100",
-            "--restarts",
-            "3",
-        ]
+        self.cluster = None if ssh is None else ssh.hosts
+        where = ["-n", str(RANKS)] if ssh is None else ["-H", "node0:1,node1:1,node2:1,node3:1", "--spares", "1"]
+        words = [sys.executable, "-m", "allranks", "run", *where]
+        words += ["--elastic", "1", "--respawns", "100", "--restarts", "3"]
+        words += [__file__, "--train", str(self.folder), "--steps", str(steps)]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            [*words, __file__, "--train", str(self.folder), "--steps", str(steps)],
+            words if ssh is None else ssh.hosts.hosts[0].inside(*words),
+            env=None
+            if ssh is None
+            else {**ssh.environ, "PYTHONPATH": str(ROOT / "src"), "ALLRANKS_SECRET": "of faults"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -138,8 +149,34 @@ class Job:
                     os.kill(pids[rank], number)
                 except ProcessLookupError:
                     continue
-                if self.verbose:
-                    print(f"--- {signal.Signals(number).name} to rank {rank}", flush=True)
+                self._tell(f"{signal.Signals(number).name} to rank {rank}")
+
+    def host_of(self, rank: str) -> int:
+        """Where a rank is now; 0 if that is not known."""
+        networks = {_network(host.holder): number for number, host in enumerate(self.cluster.hosts)}  # type: ignore[union-attr]
+        return networks.get(_network(self.pids().get(rank, 0)), 0)
+
+    def kill_agent(self, rank: str) -> None:
+        """Kills the agent of a rank, and so its host; not that of the launcher's host, which would end with it."""
+        pid = self.pids().get(rank, 0)
+        if self.host_of(rank) and _alive(pid):
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent > 1:
+                os.kill(parent, signal.SIGKILL)
+                self._tell(f"the agent of rank {rank} is killed")
+
+    def unplug(self, rank: str, seconds: float) -> None:
+        """Unplugs the host of a rank for a while; not that of the launcher."""
+        host = self.host_of(rank)
+        if host and self.cluster is not None:
+            self._tell(f"node{host} with rank {rank} is unplugged for {seconds:.1f} s")
+            self.cluster.cut(host)
+            time.sleep(seconds)
+            self.cluster.plug(host)
+
+    def _tell(self, what: str) -> None:
+        if self.verbose:
+            print(f"--- {what}", flush=True)
 
     def end(self) -> list[dict[str, object]]:
         """Waits; returns what the ranks found."""
@@ -151,12 +188,25 @@ class Job:
             self.output += f"--- the job had not ended after {LONG_S:g} s\n"
         self._reader.join()
         found = [json.loads(path.read_text()) for path in sorted(self.folder.glob("end-*"))]
-        left = [pid for path in self.folder.glob("pid-*") if _alive(pid := int(path.read_text() or "0"))]
+        until = time.monotonic() + (0 if self.cluster is None else GHOSTS_S)
+        while (left := self._left()) and time.monotonic() < until:
+            time.sleep(0.1)
         if left:
             self.output += f"--- processes are left: {left}\n"
             found = []
         shutil.rmtree(self.folder)
         return found
+
+    def _left(self) -> list[int]:
+        return [pid for path in self.folder.glob("pid-*") if _alive(pid := int(path.read_text() or "0"))]
+
+
+def _network(pid: int) -> str:
+    """The network of a process; "" if it is gone."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return ""
 
 
 def _alive(pid: int) -> bool:
@@ -206,7 +256,19 @@ def disturb(job: Job, pick: random.Random, most: int) -> tuple[int, int]:
         time.sleep(pick.random() * 0.7)
         job.strike(signal.SIGCONT, ranks)
 
+    def lose_host() -> None:
+        nonlocal killed
+        killed += 1
+        job.kill_agent(one()[0])
+
+    def unplug() -> None:
+        nonlocal killed
+        killed += 1
+        job.unplug(one()[0], pick.choice([1.0, 9.0]) + pick.random() * 3)
+
     kinds: list[Callable[[], None]] = [lambda: kill(one()), lambda: kill(one()), two, during_recovery, the_joiner, stop]
+    if job.cluster is not None:
+        kinds += [lose_host, lose_host, unplug]
     while not job.pids() and job.process.poll() is None:
         time.sleep(0.01)
     time.sleep(pick.random() * 2.5)
@@ -227,9 +289,11 @@ def undisturbed(steps: int) -> str:
     return weights
 
 
-def run(seed: int, right: str, steps: int, most: int, verbose: bool = False) -> tuple[str, int, int, list[float]]:
+def run(
+    seed: int, right: str, steps: int, most: int, verbose: bool = False, ssh: Ssh | None = None
+) -> tuple[str, int, int, list[float]]:
     """One job. Returns what it came to ("": right), the number of faults and of ranks killed, and the pauses."""
-    job = Job(steps, verbose)
+    job = Job(steps, verbose, ssh)
     faults, killed = disturb(job, random.Random(seed), most)
     found = job.end()
     pauses = [pause for each in found for pause in each["pauses"]]  # type: ignore[attr-defined]
@@ -248,6 +312,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0:20", help="FIRST:END")
     parser.add_argument("--steps", type=int, default=400, help="of each job, at least 10 ms each")
     parser.add_argument("--most", type=int, default=4, help="faults in a job")
+    parser.add_argument("--hosts", action="store_true", help="on three hosts, and a spare one")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
@@ -255,12 +320,28 @@ def main() -> None:
     if options.train:
         train(options.train, options.steps)
         return
+    with four_hosts() if options.hosts else contextlib.nullcontext() as ssh:
+        judge(options, ssh)
+
+
+@contextlib.contextmanager
+def four_hosts() -> Iterator[Ssh]:
+    """Hosts as those of the tests."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support import cluster, sshd
+
+    with cluster.cluster(RANKS + 1) as hosts, sshd.sshd(hosts) as made:
+        yield made
+
+
+def judge(options: argparse.Namespace, ssh: Ssh | None) -> None:
+    """Runs the jobs, and says what they came to."""
     first, end = map(int, options.seeds.split(":"))
     weights = undisturbed(options.steps)
     results: dict[str, int] = {"right": 0, "typed error": 0, "wrong": 0}
     faults, kills, pauses, began = 0, 0, [], time.monotonic()
     for seed in range(first, end):
-        outcome, struck, killed, more = run(seed, weights, options.steps, options.most, options.verbose)
+        outcome, struck, killed, more = run(seed, weights, options.steps, options.most, options.verbose, ssh)
         faults += struck
         kills += killed
         pauses += more
