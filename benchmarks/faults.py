@@ -43,7 +43,11 @@ LONG_S = 180.0
 GHOSTS_S = 15.0  # for ranks of a host that was unplugged to learn that they are out
 BIG = 16 << 20  # numbers in the large all_reduce
 OVER = "has ended, as the others had gone on without it"
-ERRORS = ("all ranks that had the state of the training are lost", "ranks are left before the training loop")
+ERRORS = (
+    "all ranks that had the state of the training are lost",
+    "ranks are left before the training loop",
+    "no rank is left that has the state of the program",  # and its hosts are lost: it is not restarted
+)
 
 
 def train(folder: Path, steps: int) -> None:

@@ -466,6 +466,8 @@ class Round:
             return
         for rank in starting:
             seats.lose(seats.losses[rank], again=False)
+        if not self._exited:
+            self._print(f"no rank is left that has the state of the program: {rank_list(starting)} cannot go on")
         self._publish()
         if not self._may_go_on(seats):
             self._root_cause.add(seats.losses[starting[0]])
