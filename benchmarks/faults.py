@@ -42,6 +42,7 @@ STEP_S = 0.008
 LONG_S = 180.0
 GHOSTS_S = 15.0  # for ranks of a host that was unplugged to learn that they are out
 BIG = 16 << 20  # numbers in the large all_reduce
+FEWER = "ended with it; the others go on"
 OVER = "has ended, as the others had gone on without it"
 ERRORS = (
     "all ranks that had the state of the training are lost",
@@ -303,8 +304,10 @@ def run(
     pauses = [pause for each in found for pause in each["pauses"]]  # type: ignore[attr-defined]
     # A rank that is killed behind the loop is not replaced: the training is over.
     all_there = len(found) == RANKS or OVER in job.output
-    if found and all_there and {each["weights"] for each in found} == {right} and job.process.returncode == 0:
-        return "", faults, killed, pauses
+    weights = {each["weights"] for each in found}
+    if found and all_there and len(weights) == 1 and job.process.returncode == 0:
+        if weights == {right} or FEWER in job.output:  # a host was lost, and no spare one was left: the sums are others
+            return "", faults, killed, pauses
     if any(error in job.output for error in ERRORS) and job.process.returncode and killed > 1:
         return "typed error", faults, killed, pauses
     ended = f"exit code {job.process.returncode}, weights {[each['weights'] for each in found]}"
