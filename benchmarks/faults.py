@@ -305,9 +305,10 @@ def run(
     # A rank that is killed behind the loop is not replaced: the training is over.
     all_there = len(found) == RANKS or OVER in job.output
     weights = {each["weights"] for each in found}
-    if found and all_there and len(weights) == 1 and job.process.returncode == 0:
-        if weights == {right} or FEWER in job.output:  # a host was lost, and no spare one was left: the sums are others
-            return "", faults, killed, pauses
+    # With fewer ranks, as a host was lost and no spare one was left, the sums are others.
+    same = weights == {right} or (len(weights) == 1 and FEWER in job.output)
+    if same and all_there and job.process.returncode == 0:
+        return "", faults, killed, pauses
     if any(error in job.output for error in ERRORS) and job.process.returncode and killed > 1:
         return "typed error", faults, killed, pauses
     ended = f"exit code {job.process.returncode}, weights {[each['weights'] for each in found]}"
