@@ -11,27 +11,29 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from allranks import _engines
 from allranks._api.world import GroupMember, register, replace_world, resolve_group
 from allranks._base.errors import ConfigError, MismatchError, UsageError, rank_list
 from allranks._base.public import publish
-from allranks._call.bytes import bytes_of
 from allranks._call.purpose import part_of
 from allranks._call.work import seconds_of
 from allranks._cluster.detection import detect
 from allranks._engines.prelude import Prelude
 from allranks._engines.spec import RECORD_BYTES
+from allranks._group.exchange import exchange_locally, gather_rows
 from allranks._group.process_group import ProcessGroup
 from allranks._group.succession import Lineage
+
+if TYPE_CHECKING:
+    from allranks._engines.base import Engine
+    from allranks._group.early import EarlyGroups
 
 __all__ = [
     "SHRINK_ABORT",
     "SHRINK_DEFAULT",
-    "exchange_locally",
+    "early_groups",
     "get_global_rank",
     "get_group_rank",
     "get_node_local_rank",
@@ -296,8 +298,6 @@ def _make(
     """The part that this rank is in, if any. The parts' members are ranks of the world."""
     global _made
     _made += 1
-    if isinstance(parent.engine, Prelude):
-        parent.engine.notice_group()
     timeout_s = parent.timeout_s if timeout is None else seconds_of(timeout)
     if timeout_s <= 0:
         raise UsageError(f"timeout must be positive, not {timeout!r}")
@@ -306,7 +306,7 @@ def _make(
     mine = next((part for part in parts if me in part), None)
 
     def exchange(record: bytes) -> list[bytes]:
-        rows = exchange_locally(parent, parts[0], record) if local else _gather_rows(parent, record + digest)
+        rows = exchange_locally(parent, parts[0], record) if local else gather_rows(parent, record + digest)
         if not local:
             different = [rank for rank, row in enumerate(rows) if row[RECORD_BYTES:] != rows[0][RECORD_BYTES:]]
             if different:
@@ -317,21 +317,35 @@ def _make(
         wanted = mine or []
         return [rows[wanted.index(r) if local else parent.ranks.index(r)][:RECORD_BYTES] for r in wanted]
 
-    if not local and (mine is None or len(mine) == 1):
-        for _ in range(_engines.meetings(engine_name)):
-            exchange(bytes(RECORD_BYTES))  # this rank takes part for the others' sake
+    def connect() -> Engine | None:
+        if not local and (mine is None or len(mine) == 1):
+            for _ in range(_engines.meetings(engine_name)):
+                exchange(bytes(RECORD_BYTES))  # this rank takes part for the others' sake
+        if mine is None:
+            return None
+        through = parent.parent_of(mine)
+        return _engines.make_engine(engine_name, mine.index(me), members, exchange, name, timeout_s, through)
+
+    members = [parent.members[parent.ranks.index(rank)] for rank in mine or []]
+    name = description or f"group {_made}"
+    early = early_groups(parent)
+    engine = connect() if early is None else early.connect(parent, connect)
     if mine is None:
         return None
-    members = [parent.members[parent.ranks.index(rank)] for rank in mine]
-    name = description or f"group {_made}"
-    engine = _engines.make_engine(
-        engine_name, mine.index(me), members, exchange, name, timeout_s, parent.parent_of(mine)
-    )
-    made = ProcessGroup(engine, name, mine.index(me), members, timeout_s)
-    made.lineage = lineage_of(made, engine_name, mine, digest)
+    if early is not None:
+        made = early.make(engine, mine, engine_name, name, timeout_s)
+    else:
+        assert engine is not None
+        made = ProcessGroup(engine, name, mine.index(me), members, timeout_s)
+        made.lineage = lineage_of(made, engine_name, mine, digest)
     made.register = register
     register(made)
     return made
+
+
+def early_groups(parent: ProcessGroup) -> EarlyGroups | None:
+    """Those to which a group that is made from this one belongs; None where no training loop is to come."""
+    return resolve_group(None).early if isinstance(parent.engine, Prelude) else None
 
 
 _of_members: Counter[bytes] = Counter()  # the same on all members, who make their groups in the same order
@@ -389,33 +403,6 @@ def shrink_group(
         made = made.renumbered()
         replace_world(made)
     return made
-
-
-def _gather_rows(parent: ProcessGroup, row: bytes) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(parent.device)
-    rows = mine.new_empty(parent.size() * len(row))
-    parent.all_gather(rows, mine)
-    data = bytes_of(rows)
-    return [data[i : i + len(row)] for i in range(0, len(data), len(row))]
-
-
-def exchange_locally(world: ProcessGroup, members: list[int], record: bytes) -> list[bytes]:
-    """Among the members only: to the first of them, and back from it."""
-    # One of the highest 65536 tags.
-    tag = world.highest_tag - int.from_bytes(hashlib.sha256(repr(members).encode()).digest()[:2], "big")
-    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(world.device)
-    rows = mine.new_empty(len(members), len(record))
-    first, *others = members
-    if world.rank() == first:
-        rows[0] = mine
-        for i, other in enumerate(others, 1):
-            world.recv(rows[i], other, tag)
-        for other in others:
-            world.send(rows, other, tag)
-    else:
-        world.send(mine, first, tag)
-        world.recv(rows, first, tag)
-    return [bytes_of(row) for row in rows]
 
 
 publish(globals())

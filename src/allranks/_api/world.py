@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GroupMember",
+    "abort_groups",
     "behind",
-    "close_groups",
     "destroy_process_group",
     "establish",
     "first_lineage",
@@ -46,6 +46,7 @@ __all__ = [
     "is_initialized",
     "open_groups",
     "register",
+    "renew_groups",
     "replace_world",
     "resolve_group",
     "stats",
@@ -301,11 +302,30 @@ def open_groups() -> bool:
     return bool(_groups)
 
 
-def close_groups() -> None:
-    """Closes all groups but the world, whose ranks have changed."""
+def abort_groups() -> None:
+    """Ends the calls of all groups but the world, on every rank: a rank in one of them may wait for one that is not."""
     for other in _groups:
-        other.close()
-    _groups.clear()
+        if other.is_open:
+            other.abort()
+
+
+def renew_groups() -> None:
+    """After a loss: connects the groups that were made before the training loop, and closes all others but the world.
+
+    Raises:
+        PeerLostError: a rank was lost meanwhile.
+        AbortedError: another rank has seen that.
+        TimeoutError: a rank did not come.
+        JoinError: members of a group could not connect.
+    """
+    world = resolve_group(None)
+    if world.early is not None:
+        world.early.renew()
+    kept = [other for other in _groups if world.early is not None and other in world.early]
+    for other in _groups:
+        if other not in kept:
+            other.close("was closed when a rank was lost: make it again, in a step or before the training loop")
+    _groups[:] = kept
 
 
 def first_lineage(meeting: Meeting, engine_name: str, name: str, timeout_s: float) -> Lineage | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from allranks._call.types import PremulSum, ReduceOp
     from allranks._call.work import Work
 
-__all__ = ["LOSSES", "Prelude", "brought_by_the_state"]
+__all__ = ["LOSSES", "Prelude", "brought_by_the_state", "unrecorded"]
 
 LOSSES = (PeerLostError, AbortedError, TimeoutError)
 """The errors of calls that a loss has cut off."""
@@ -71,6 +70,16 @@ def brought_by_the_state() -> Iterator[None]:
         yield
     finally:
         _local.brought = False
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Calls meanwhile are no calls of the program: they are not kept, and a loss ends them."""
+    _local.unrecorded = True
+    try:
+        yield
+    finally:
+        _local.unrecorded = False
 
 
 def encode(entry: Entry | None) -> bytes:
@@ -149,6 +158,10 @@ class Prelude(Engine):
         self._bytes = 0
 
     def _call(self, verb: str, written: Sequence[Tensor], call: Callable[[Engine], Any]) -> int:
+        if getattr(_local, "unrecorded", False):
+            assert self.engine is not None
+            answer = call(self.engine)
+            return answer if isinstance(answer, int) else -1
         if self.engine is None or self.calls < self._made:
             entry = self._find()
             if entry is not None or self.engine is not None:
@@ -214,23 +227,6 @@ class Prelude(Engine):
             f"{verb} at {where()}: this process takes a lost rank's place and is given what the calls of that rank gave"
             f" before the training loop, but {why}.\n  Make large or changing calls in a step of the loop; see"
             " docs/resilience.md"
-        )
-
-    def notice_group(self) -> None:
-        """Another group is made from this one before the loop.
-
-        Raises:
-            UsageError: this process takes a lost rank's place, and the others are past that call.
-        """
-        if self.engine is None:
-            raise UsageError(
-                "new_group before the training loop: this process takes a lost rank's place, and the other ranks are"
-                " past this call.\n  Make groups in a step of the loop, or use the world; see docs/resilience.md"
-            )
-        warnings.warn(
-            "a group that is made before the training loop keeps lost ranks of an elastic job from being replaced: make"
-            " it in a step of the loop, or use the world",
-            stacklevel=4,
         )
 
     def _live(self, verb: str) -> Engine:

@@ -14,6 +14,7 @@ import msgspec
 
 from allranks._base.errors import AllranksError, ExcludedError
 from allranks._engines.prelude import Prelude
+from allranks._group.early import EarlyGroups
 from allranks._group.process_group import ProcessGroup
 from allranks._group.succession import Lineage, Successor
 from allranks._group.survival import LATEST, numbered
@@ -120,6 +121,7 @@ class _Beginning:
         )
         self._group = ProcessGroup(prelude, lineage.name, self._rank, self._members, lineage.timeout_s)
         self._group.lineage = lineage
+        self._group.early = EarlyGroups(self._group, lineage, sorted(self._seats))
         return self._group
 
     def _read(self) -> list[bytes]:
@@ -131,6 +133,8 @@ class _Beginning:
         before = list(lineage.members)
         if old is not None:
             old.abort()  # others may wait for this rank in a call
+        assert group.early is not None
+        group.early.abort()
         found = lineage.succeed(
             lambda: frozenset(before[rank] for rank in (old.lost() if old is not None else ())),
             progress=BEFORE_THE_LOOP - prelude.calls,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from allranks._call.work import Work
     from allranks._engines.base import Engine
+    from allranks._group.early import EarlyGroups
     from allranks._group.succession import Lineage
     from allranks._rendezvous.rendezvous import Member
     from allranks._rendezvous.succession import Decision
@@ -58,6 +59,8 @@ class ProcessGroup:
         lineage: its generations; None where its ranks cannot decide who goes on after a loss.
         entered: the decision by which this process came to ranks whose training loop had begun; None if it did not.
         register: called with each group that is made from this one by ``shrink``.
+        early: the groups that are made before the training loop, of the world of an elastic job; None elsewhere.
+        renewed: called when the group has a new engine after a loss.
         is_world: whether its ranks are those of the world.
         record_numbers: of the group in the record of this process's calls, for each of its engines.
     """
@@ -79,6 +82,9 @@ class ProcessGroup:
         self.is_world = False
         self._place: reconfigure.Place | None = None
         self.register: Callable[[ProcessGroup], None] | None = None
+        self.early: EarlyGroups | None = None
+        self.renewed: Callable[[], None] | None = None
+        self._closed_why = "was destroyed by destroy_process_group"
         self._forks = forks()
         self._record(engine, rank)
         follow(self)
@@ -599,13 +605,22 @@ class ProcessGroup:
         self._engine = engine
         self._now = engine.now
         self._record(engine, rank)
+        if self.renewed is not None:
+            self.renewed()
 
     def parent_of(self, ranks: Sequence[int]) -> Parent:
         """This group as that through which a group of these ranks of the world is made."""
         return Parent(self._live(), [self.ranks.index(rank) for rank in ranks])
 
-    def close(self) -> None:
-        """Leaves the group; later calls raise. May be called twice."""
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return self._engine is not None
+
+    def close(self, why: str = "") -> None:
+        """Leaves the group; later calls raise, and give the reason. May be called twice."""
+        if why and self._engine is not None:
+            self._closed_why = why
         if self._place is not None:
             self._place.close()
             self._place = None
@@ -637,7 +652,7 @@ class ProcessGroup:
 
     def _existing(self) -> Engine:
         if self._engine is None:
-            raise NotInitializedError(f"process group '{self.name}' was destroyed by destroy_process_group")
+            raise NotInitializedError(f"process group '{self.name}' {self._closed_why}")
         return self._engine
 
     def _member(self, rank: int, what: str) -> int:

@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from allranks import _engines
-from allranks._api.groups import exchange_locally, lineage_of, shrink_group
+from allranks._api.groups import early_groups, lineage_of, shrink_group
 from allranks._api.world import (
     destroy_process_group,
     establish,
@@ -30,6 +30,7 @@ from allranks._api.world import (
 )
 from allranks._base.errors import UsageError
 from allranks._base.forks import leak
+from allranks._group.exchange import exchange_locally
 from allranks._group.process_group import ProcessGroup
 from allranks._plugin.adapt import adapt
 from allranks._plugin.group import TorchGroup
@@ -73,6 +74,7 @@ def create(about: Any, options: Any, helper: Mapping[str, Any] | None, name: str
 def _wrap(ours: ProcessGroup, name: str, others: Mapping[str, tuple[Any, Any]]) -> TorchGroup:
     ours.closing = partial(_close, ours)
     made = MADE[ours] = TorchGroup(ours, name, _leave, _shrink, others)
+    ours.renewed = made.restart
     return made
 
 
@@ -127,10 +129,14 @@ def _sub_group(about: Any) -> ProcessGroup:
         members = [world.members[r] for r in ranks]
         exchange = partial(exchange_locally, world, ranks)
         parent = world.parent_of(ranks)
-        engine = _engines.make_engine(world.backend, rank, members, exchange, name, timeout_s, parent)
-        made = ProcessGroup(engine, name, rank, members, timeout_s)
-        digest = hashlib.sha256(f"{about.group_id} {ranks}".encode()).digest()[:16]
-        made.lineage = lineage_of(made, world.backend, ranks, digest)
+        connect = partial(_engines.make_engine, world.backend, rank, members, exchange, name, timeout_s, parent)
+        early = early_groups(world)
+        if early is not None:
+            made = early.make(early.connect(world, connect), ranks, world.backend, name, timeout_s)
+        else:
+            made = ProcessGroup(connect(), name, rank, members, timeout_s)
+            digest = hashlib.sha256(f"{about.group_id} {ranks}".encode()).digest()[:16]
+            made.lineage = lineage_of(made, world.backend, ranks, digest)
     else:
         made = _met(about, name)
     made.register = register

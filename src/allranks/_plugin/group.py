@@ -191,8 +191,7 @@ class TorchGroup(_Base):  # type: ignore[misc]
         self._check_alone()
         ours = self.allranks_group
         ours.reconfigure(opts.uuid, opts.handles, opts.timeout)
-        self._calls.restart()
-        self.aborted = False
+        self.restart()
         torchs = _c10d.distributed_c10d
         if self in torchs._world.pg_map:
             torchs._world.pg_group_ranks[self] = {rank: i for i, rank in enumerate(ours.ranks)}
@@ -200,6 +199,11 @@ class TorchGroup(_Base):  # type: ignore[misc]
                 kinds = torchs.BackendConfig(_c10d.Backend(self._backend))
                 torchs._maybe_attach_flight_recorder(self, kinds, list(ours.ranks))
         return DONE
+
+    def restart(self) -> None:
+        """The group has another engine: nothing has been called on it."""
+        self._calls.restart()
+        self.aborted = False
 
     def _check_alone(self) -> None:
         if self._others:  # torch's words

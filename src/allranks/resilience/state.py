@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from allranks._api.world import close_groups, destroy_process_group, open_groups, resolve_group
-from allranks._base.errors import AllranksError, ExcludedError, UsageError
+from allranks._api.world import abort_groups, destroy_process_group, open_groups, renew_groups, resolve_group
+from allranks._base.errors import AllranksError, ExcludedError, JoinError, UsageError
 from allranks._engines.prelude import LOSSES, Prelude
 from allranks._group.elastic import LOOP, OVER
 from allranks._group.process_group import ProcessGroup
@@ -44,6 +44,7 @@ __all__ = ["State", "Step"]
 _cuda: Any = torch.cuda  # its annotations are few
 _UNDONE, _CHANGES, _STAYS = range(3)  # what a rank says at the commit of a step, and what all come to
 _LOOK_S = 0.25  # between two looks at whether others wait to join
+_VAIN = 5  # so many attempts to connect all groups are enough
 
 
 @dataclass
@@ -300,13 +301,21 @@ class State:
             self._recover(newcomer=True)
             return
         self._world.use(prelude.engine)
+        early, lineage = self._world.early, self._world.lineage
+        assert early is not None
+        assert lineage is not None
+        lacks = prelude.lacks or early.lacks
         try:
+            if lineage.generation == 1:
+                early.enter()
+            else:
+                renew_groups()
             if decision is not None:
                 self._hand_over(*_full_and_empty(decision))
             else:
-                self._complete(prelude.lacks)
-        except LOSSES:
-            self._recover(newcomer=prelude.lacks or decision is not None)
+                self._complete(lacks)
+        except (*LOSSES, JoinError):
+            self._recover(newcomer=lacks or decision is not None)
 
     def _complete(self, lacks: bool) -> None:
         """Gives those their state that were given only a part of what the calls before the loop had brought."""
@@ -318,18 +327,25 @@ class State:
 
     def _recover(self, newcomer: bool = False) -> None:
         """Goes on with those that are left, and with those that have taken the places of others."""
+        vain = 0
         while True:
             before, seats = self._world.size(), set(self._seats())
             progress = NEWCOMER if newcomer else self._position.done
+            abort_groups()
             successor = advance(self._world, progress=progress, replaces=True)
-            close_groups()
             full, empty = _full_and_empty(successor.decision)
             if not newcomer:
                 self._renew_torchs(before)
                 self._count(seats, {self._seats()[rank] for rank in empty})
             try:
+                renew_groups()
                 self._hand_over(full, empty)
             except LOSSES:
+                continue
+            except JoinError:  # of members of a group, of whom one may be lost
+                vain += 1
+                if vain == _VAIN:
+                    raise
                 continue
             return
 

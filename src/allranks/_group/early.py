@@ -1,0 +1,222 @@
+"""The groups that an elastic program makes before its training loop: they outlive the loss of their members.
+
+When a process has taken a lost rank's place, the world has another engine, and so have these groups, in the same
+objects: what was built on them, a mesh or a sharded model, stays as it is. A process that takes a place makes the same
+groups when it runs the program from the top, while the others are past that. There they are connected when the loop is
+entered, and what was called on them before is given to it as that on the world is (`_engines/prelude`).
+
+Where ranks are numbered anew, a group of some of them has lost its meaning, and is closed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+from allranks import _engines
+from allranks._base.errors import AbortedError, AllranksError, JoinError, PeerLostError, TimeoutError
+from allranks._engines.prelude import Prelude, unrecorded
+from allranks._group.exchange import exchange_locally, gather_rows
+from allranks._group.process_group import ProcessGroup
+from allranks._group.succession import Lineage
+
+if TYPE_CHECKING:
+    from allranks._engines.base import Engine
+    from allranks._rendezvous.board import Board
+
+__all__ = ["EarlyGroups"]
+
+_KEY_BYTES = 16
+_CONNECT_S = 5.0  # for members that have all exchanged records: those that are lost meanwhile are seen earlier
+
+
+@dataclass(frozen=True)
+class _Early:
+    """A group.
+
+    Attributes:
+        group: it.
+        key: the same on its members, and no other group's.
+        ranks: of its members in the world.
+        backend: its engine.
+    """
+
+    group: ProcessGroup
+    key: bytes
+    ranks: Sequence[int]
+    backend: str
+
+
+class EarlyGroups:
+    """Those of one world, in the order in which they were made, which is the same on all ranks."""
+
+    def __init__(self, world: ProcessGroup, lineage: Lineage, seats: Sequence[int]) -> None:
+        """
+        Args:
+            world: the world.
+            lineage: its generations.
+            seats: of its ranks.
+        """
+        self._world = world
+        self._lineage = lineage
+        self._seats = list(seats)
+        self._groups: list[_Early] = []
+        self._made: Counter[tuple[object, ...]] = Counter()
+
+    def __contains__(self, group: ProcessGroup) -> bool:
+        return any(each.group is group for each in self._groups)
+
+    @property
+    def lacks(self) -> bool:
+        """Whether something was not kept of what calls gave, so that this process needs the state of another."""
+        return any(each.group.is_open and _prelude(each).lacks for each in self._groups)
+
+    def connect(self, parent: ProcessGroup, connect: Callable[[], Engine | None]) -> Engine | None:
+        """Connects a new group by means of a group that exists; None where that cannot be yet.
+
+        That is so in a process that takes a place, and where a rank is lost meanwhile: another process takes its place,
+        and comes to the loop.
+        """
+        prelude = parent.engine
+        assert isinstance(prelude, Prelude)
+        if prelude.engine is None:
+            return None
+        try:
+            with unrecorded():
+                return connect()
+        except (PeerLostError, AbortedError):
+            return None
+        except (JoinError, TimeoutError):
+            if self._world.failed_ranks():
+                return None
+            raise
+
+    def make(
+        self, engine: Engine | None, ranks: Sequence[int], backend: str, name: str, timeout_s: float
+    ) -> ProcessGroup:
+        """A new group.
+
+        Args:
+            engine: connects its members; None if it is not connected yet.
+            ranks: of its members in the world.
+            backend: its engine's name.
+            name: of the group.
+            timeout_s: of its calls.
+        """
+        seats = tuple(self._seats[rank] for rank in ranks)
+        self._made[seats, backend] += 1
+        about = repr((seats, backend, self._made[seats, backend])).encode()
+        key = hashlib.blake2b(about, digest_size=_KEY_BYTES).digest()
+        board, seat = self._lineage.board, self._lineage.seat
+        seats_read = [seat, *(other for other in seats if other != seat)]
+        prelude = Prelude(
+            backend,
+            engine,
+            lambda entry: board.append(_record(seat, key), entry),
+            partial(_give_up, name),
+            lambda: [board.read(_record(each, key)) or b"" for each in seats_read],
+        )
+        members = [self._world.members[rank] for rank in ranks]
+        made = ProcessGroup(prelude, name, list(ranks).index(self._world.rank()), members, timeout_s)
+        early = _Early(made, key, tuple(ranks), backend)
+        if engine is not None:
+            made.lineage = self._lineage_of(early)
+        self._groups.append(early)
+        return made
+
+    def abort(self) -> None:
+        """Ends the calls of these groups, on every rank."""
+        for each in self._groups:
+            if each.group.is_open:
+                each.group.abort()
+
+    def enter(self) -> None:
+        """The loop begins, and nobody was lost before it."""
+        for each in self._groups:
+            if each.group.is_open:
+                engine = _prelude(each).engine
+                assert engine is not None  # who has not connected it has seen a loss
+                each.group.use(engine)
+
+    def renew(self) -> None:
+        """Connects the groups in the present generation of the world. Called by all its ranks.
+
+        Raises:
+            PeerLostError: a rank was lost meanwhile.
+            AbortedError: another one has seen that.
+            TimeoutError: a rank did not come.
+            JoinError: members of a group could not connect.
+        """
+        there = [each for each in self._groups if each.group.is_open]
+        same = [seat for seat, _ in self._lineage.members] == self._seats
+        offers = _gather_keys(self._world, [each.key for each in there] if same else [])
+        self._groups = []
+        for each in there:
+            if same and all(each.key in offers[rank] for rank in each.ranks):
+                self._groups.append(each)
+            elif same:
+                each.group.close("was closed when a rank was replaced, as not all its members have made it")
+            else:
+                each.group.close(
+                    "was closed when ranks were numbered anew after a loss: make groups of those that are left, in a"
+                    " step of the training loop"
+                )
+        for each in self._groups:
+            self._reconnect(each)
+
+    def _reconnect(self, early: _Early) -> None:
+        world, ranks = self._world, list(early.ranks)
+        rank, members = ranks.index(world.rank()), [world.members[r] for r in ranks]
+        engine = _engines.make_engine(
+            early.backend,
+            rank,
+            members,
+            partial(exchange_locally, world, ranks),
+            early.group.name,
+            early.group.timeout_s,
+            world.parent_of(ranks),
+            connect_s=_CONNECT_S,
+        )
+        early.group._become(engine, rank, members)
+        early.group.lineage = self._lineage_of(early)
+
+    def _lineage_of(self, early: _Early) -> Lineage:
+        world, group = self._lineage, early.group
+        members = [world.members[rank] for rank in early.ranks]
+        prefix = f"{world.board.prefix}group/{world.generation}.{early.key.hex()}/"
+        return Lineage(world.board, prefix, early.backend, group.name, group.timeout_s, world.seat, members)
+
+
+def _prelude(early: _Early) -> Prelude:
+    engine = early.group.engine
+    assert isinstance(engine, Prelude)
+    return engine
+
+
+def _record(seat: int, key: bytes) -> str:
+    return f"prelude/{seat}/{key.hex()}"
+
+
+def _give_up(name: str, prelude: Prelude) -> NoReturn:
+    """What a group does about a call before the loop that a loss has cut off, or whose outcome is not known."""
+    why = "has lost a rank" if prelude.engine is not None else "is not connected yet, as a rank was lost"
+    raise AllranksError(
+        f"group '{name}' {why} before the training loop, where only calls on the world are made again.\n  Start the job"
+        " again (allranks run --restarts does so by itself), or call this group in a step of the loop"
+    )
+
+
+def _gather_keys(world: ProcessGroup, keys: Sequence[bytes]) -> list[set[bytes]]:
+    """The keys that each rank of the world has given, by rank."""
+    counts = [int.from_bytes(row, "big") for row in gather_rows(world, len(keys).to_bytes(8, "big"))]
+    if not max(counts):
+        return [set() for _ in counts]
+    rows = gather_rows(world, b"".join(keys).ljust(max(counts) * _KEY_BYTES, b"\0"))
+    return [
+        {row[at : at + _KEY_BYTES] for at in range(0, count * _KEY_BYTES, _KEY_BYTES)}
+        for count, row in zip(counts, rows, strict=True)
+    ]

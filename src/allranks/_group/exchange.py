@@ -1,0 +1,45 @@
+"""How the members of a new group get each other's records: through a group that exists, which needs no store."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+from allranks._call.bytes import bytes_of
+
+if TYPE_CHECKING:
+    from allranks._group.process_group import ProcessGroup
+
+__all__ = ["exchange_locally", "gather_rows"]
+
+
+def gather_rows(parent: ProcessGroup, row: bytes) -> list[bytes]:
+    """Gives every rank of a group a row of each, by rank. They are equally long."""
+    import torch
+
+    mine = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(parent.device)
+    rows = mine.new_empty(parent.size() * len(row))
+    parent.all_gather(rows, mine)
+    data = bytes_of(rows)
+    return [data[i : i + len(row)] for i in range(0, len(data), len(row))]
+
+
+def exchange_locally(world: ProcessGroup, members: list[int], record: bytes) -> list[bytes]:
+    """Among the members only: to the first of them, and back from it."""
+    import torch
+
+    # One of the highest 65536 tags.
+    tag = world.highest_tag - int.from_bytes(hashlib.sha256(repr(members).encode()).digest()[:2], "big")
+    mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(world.device)
+    rows = mine.new_empty(len(members), len(record))
+    first, *others = members
+    if world.rank() == first:
+        rows[0] = mine
+        for i, other in enumerate(others, 1):
+            world.recv(rows[i], other, tag)
+        for other in others:
+            world.send(rows, other, tag)
+    else:
+        world.send(mine, first, tag)
+        world.recv(rows, first, tag)
+    return [bytes_of(row) for row in rows]
