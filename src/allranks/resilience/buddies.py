@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks.resilience.changed import buffers_of, owners_of_buffers
+from allranks.resilience.shards import local_of
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
@@ -83,8 +84,8 @@ class Buddies:
 
     def _buffers(self) -> list[Tensor]:
         """The memory of the buffers on the CPU, as bytes."""
-        found = [*buffers_of(self._owners), *self._own]
-        return [b.detach().view(-1).view(torch.uint8) for b in found if b.is_cpu and b.is_contiguous() and b.numel()]
+        found = [local_of(buffer) for buffer in (*buffers_of(self._owners), *self._own)]
+        return [b.view(-1).view(torch.uint8) for b in found if b.is_cpu and b.is_contiguous() and b.numel()]
 
 
 def _step(world: ProcessGroup) -> int:

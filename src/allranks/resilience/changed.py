@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from allranks.resilience import fully_sharded
 from allranks.resilience.handover import Parts
 
 __all__ = ["Changed", "buffers_of", "owners_of_buffers"]
@@ -34,8 +35,13 @@ class Changed:
         if self._dicts:
             self._values = [dict(part) for part in self._dicts]
 
+    def clear(self) -> None:
+        """A loss has cut calls off: modules have nothing pending any more."""
+        fully_sharded.reset(self._modules)
+
     def take_back(self) -> None:
         """The step is to be repeated."""
+        self.clear()
         with torch.no_grad():
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 tensor.copy_(copy)

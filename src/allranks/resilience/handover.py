@@ -1,24 +1,26 @@
 """The state of a training on its way to processes that have none: parts, as tensors and as what is not tensors.
 
 Tensors go over the data channel straight into their place where the receiver has the same (modules, plain tensors),
-else into new memory; the rest is pickled. A process to which not all has come has no state, and must get it again.
+else into new memory; the rest is pickled. A rank gets its shard of a DTensor from a rank that has the same shard
+(`shards`), all else from one rank, its donor. A process to which not all has come has no state, and must get it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from allranks._api import objects
-from allranks._base.errors import UsageError
+from allranks._base.errors import AllranksError, UsageError
+from allranks.resilience.shards import Layout, layout_of, local_of, meshes_in, restored
 
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
 
-__all__ = ["Parts", "check_part", "receive", "send"]
+__all__ = ["Donors", "Parts", "check_own", "check_part", "receive", "send"]
 
 Parts = Mapping[str, Any]
 """What a state consists of: modules, optimisers, anything with state_dict and load_state_dict, tensors, dicts."""
@@ -40,48 +42,121 @@ def check_part(name: str, part: object) -> None:
 def check_own(own: object) -> None:
     """Refuses what no other rank could keep."""
     for tensor in own if isinstance(own, (list, tuple)) else [own]:
-        if not (isinstance(tensor, Tensor) and tensor.is_cpu and tensor.is_contiguous()):
+        if not (isinstance(tensor, Tensor) and tensor.is_cpu and tensor.is_contiguous() and layout_of(tensor) is None):
             raise UsageError(f"State: own={own!r:.80}. Expected a list of contiguous tensors on the CPU")
 
 
-def send(parts: Parts, head: object, group: ProcessGroup, to: int) -> None:
-    """Sends a state to a rank. ``head``: what goes before it."""
+class Donors(NamedTuple):
+    """Who gives a process its state.
+
+    Attributes:
+        to: its rank.
+        full: the ranks that have the state.
+        machines: the hosts of all ranks.
+        sharded: there are DTensors.
+    """
+
+    to: int
+    full: Sequence[int]
+    machines: Sequence[str]
+    sharded: bool
+
+    @property
+    def first(self) -> int:
+        """The rank that gives all but shards that it has not."""
+        return self._nearest(self.full)
+
+    def of(self, layout: Layout | None) -> int | None:
+        """The rank that gives a tensor; None if nobody has it any more."""
+        if layout is None or self.first in (holders := layout.holders(self.to)):
+            return self.first
+        left = [rank for rank in self.full if rank in holders]
+        return self._nearest(left) if left else None
+
+    def _nearest(self, ranks: Sequence[int]) -> int:
+        near = [rank for rank in ranks if self.machines[rank] == self.machines[self.to]] or ranks
+        return near[self.to % len(near)]
+
+
+def send(parts: Parts, head: object, group: ProcessGroup, donors: Donors) -> None:
+    """Sends this rank's share of a state to a rank. Called by all that have the state.
+
+    Args:
+        parts: the state.
+        head: what goes before it.
+        group: the world.
+        donors: of that rank.
+
+    Raises:
+        AllranksError: the last rank that had a shard is lost; raised on all ranks.
+    """
+    me = group.rank()
+    if me != donors.first and not donors.sharded:
+        return
     packed = {name: _Packed.of(part) for name, part in parts.items()}
-    objects.send_object_list([head, [(name, each.structure, each.shapes) for name, each in packed.items()]], to, group)
-    for each in packed.values():
-        for tensor in each.tensors:
-            if tensor.numel():
-                group.send(tensor.contiguous(), to)
+    lost = [
+        f"{name}.{path}"
+        for name, each in packed.items()
+        for path, layout in zip(each.paths, each.layouts, strict=True)
+        if donors.of(layout) is None
+    ]
+    message = _lost(donors.to, lost) if lost else [(name, each.structure, each.shapes) for name, each in packed.items()]
+    mine = [
+        tensor
+        for each in packed.values()
+        for tensor, layout in zip(each.tensors, each.layouts, strict=True)
+        if donors.of(layout) == me
+    ]
+    if me == donors.first or (mine and not lost):
+        objects.send_object_list([head, message], donors.to, group)
+    if isinstance(message, str):
+        raise AllranksError(message)
+    for tensor in mine:
+        if tensor.numel():
+            group.send(tensor.contiguous(), donors.to)
 
 
-def receive(parts: Parts, group: ProcessGroup, source: int) -> Any:
-    """Receives a state from a rank into these parts. Returns its head."""
-    message: list[Any] = [None, None]
-    objects.recv_object_list(message, source, group)
-    head, described = message
+def receive(parts: Parts, group: ProcessGroup, donors: Donors) -> Any:
+    """Receives a state into these parts. Returns its head.
+
+    Raises:
+        AllranksError: see ``send``.
+        UsageError: this process has other parts.
+    """
+    head, described = _receive_described(group, donors.first)
     if {name for name, _, _ in described} != set(parts):
         raise UsageError(
-            f"State: this process has the parts {sorted(parts)}, rank {source} has"
+            f"State: this process has the parts {sorted(parts)}, rank {donors.first} has"
             f" {sorted(name for name, _, _ in described)}. All ranks make it of the same parts"
         )
-    for name, structure, shapes in described:
-        _receive_part(parts[name], structure, shapes, group, source)
+    incoming = [_Incoming.of(name, parts[name], structure) for name, structure, _ in described]
+    givers = {donors.of(layout) for each in incoming for layout in each.layouts} - {donors.first}
+    for giver in (donors.first, *sorted(rank for rank in givers if rank is not None)):
+        if giver != donors.first:
+            _, described = _receive_described(group, giver)
+        for each, (_, _, shapes) in zip(incoming, described, strict=True):
+            each.receive(group, giver, donors, shapes)
+    meshes = meshes_in(parts) if donors.sharded else {}
+    for each in incoming:
+        each.put(meshes)
     return head
 
 
-def _receive_part(part: Any, structure: Any, shapes: list[Any], group: ProcessGroup, source: int) -> None:
-    own = _Packed.of(part)
-    # New memory would cost as much as the transfer: the kernel clears each page when it is first touched.
-    in_place = isinstance(part, (Tensor, nn.Module)) and (own.structure, own.shapes) == (structure, shapes)
-    tensors = own.tensors if in_place else [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
-    for tensor in tensors:
-        if tensor.numel() and tensor.is_contiguous():
-            group.recv(tensor, source)
-        elif tensor.numel():
-            group.recv(come := torch.empty_like(tensor, memory_format=torch.contiguous_format), source)
-            tensor.copy_(come)
-    if not in_place:
-        _put(part, _unpack(structure, iter(tensors)))
+def _receive_described(group: ProcessGroup, source: int) -> Any:
+    message: list[Any] = [None, None]
+    objects.recv_object_list(message, source, group)
+    if isinstance(message[1], str):
+        raise AllranksError(message[1])
+    return message
+
+
+def _lost(rank: int, names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        f"State: rank {rank} was lost, and no rank that is left has the same shards of {', '.join(names[:3])}{more}.\n"
+        "  Start the job again from a checkpoint (allranks run --restarts does so by itself). A mesh with a replicated"
+        " dimension keeps each shard on several ranks; see docs/resilience.md"
+    )
 
 
 class _Packed(NamedTuple):
@@ -89,56 +164,126 @@ class _Packed(NamedTuple):
 
     Attributes:
         structure: the rest, with places for them.
-        shapes: shape and dtype of each.
-        tensors: they, detached.
+        paths: the name of each in the part.
+        layouts: of each that is a DTensor; None for others.
+        shapes: shape and dtype of what this rank has of each.
+        tensors: that, detached.
     """
 
     structure: Any
+    paths: list[str]
+    layouts: list[Layout | None]
     shapes: list[Any]
     tensors: list[Tensor]
 
     @classmethod
     def of(cls, part: Any) -> _Packed:
-        tensors: list[Tensor] = []
-        structure = _pack(_state_of(part), tensors)
-        tensors = [tensor.detach() for tensor in tensors]
-        return cls(structure, [(tuple(tensor.shape), tensor.dtype) for tensor in tensors], tensors)
+        found: list[tuple[str, Tensor]] = []
+        structure = _pack(_state_of(part), found, "")
+        tensors = [local_of(tensor) for _, tensor in found]
+        return cls(
+            structure,
+            [path for path, _ in found],
+            [layout_of(tensor) for _, tensor in found],
+            [(tuple(tensor.shape), tensor.dtype) for tensor in tensors],
+            tensors,
+        )
+
+
+class _Incoming(NamedTuple):
+    """A part that is received.
+
+    Attributes:
+        part: it.
+        structure: of what comes.
+        layouts: of its tensors.
+        own: what the part has now, where that is received into; else None.
+        tensors: what has come, by number.
+    """
+
+    part: Any
+    structure: Any
+    layouts: list[Layout | None]
+    own: _Packed | None
+    tensors: dict[int, Tensor]
+
+    @classmethod
+    def of(cls, name: str, part: Any, structure: Any) -> _Incoming:
+        own = _Packed.of(part)
+        # New memory would cost as much as the transfer: the kernel clears each page when it is first touched.
+        in_place = isinstance(part, (Tensor, nn.Module)) and own.structure == structure
+        return cls(part, structure, list(_layouts(structure)), own if in_place else None, {})
+
+    def receive(self, group: ProcessGroup, giver: int, donors: Donors, shapes: Sequence[Any]) -> None:
+        """Receives the tensors that a rank gives."""
+        for number, (layout, (shape, dtype)) in enumerate(zip(self.layouts, shapes, strict=True)):
+            if donors.of(layout) != giver:
+                continue
+            there = self.own is not None and self.own.shapes[number] == (shape, dtype)
+            tensor = self.own.tensors[number] if there else torch.empty(shape, dtype=dtype)
+            self.tensors[number] = tensor
+            if tensor.numel() and tensor.is_contiguous():
+                group.recv(tensor, giver)
+            elif tensor.numel():
+                group.recv(come := torch.empty_like(tensor, memory_format=torch.contiguous_format), giver)
+                tensor.copy_(come)
+
+    def put(self, meshes: Mapping[Any, Any]) -> None:
+        """Puts what has come into the part, where it is not there yet."""
+        came = [self.tensors[number] for number in range(len(self.layouts))]
+        if self.own is not None and all(a is b for a, b in zip(came, self.own.tensors, strict=True)):
+            return
+        state = _unpack(self.structure, iter(came), meshes)
+        if isinstance(self.part, Tensor):
+            with torch.no_grad():
+                self.part.copy_(state)
+        elif isinstance(self.part, dict):
+            self.part.clear()
+            self.part.update(state)
+        else:
+            self.part.load_state_dict(state)
 
 
 def _state_of(part: Any) -> Any:
     return part if isinstance(part, (Tensor, dict)) else part.state_dict()
 
 
-def _put(part: Any, state: Any) -> None:
-    if isinstance(part, Tensor):
-        with torch.no_grad():
-            part.copy_(state)
-    elif isinstance(part, dict):
-        part.clear()
-        part.update(state)
-    else:
-        part.load_state_dict(state)
-
-
-def _pack(value: Any, tensors: list[Tensor]) -> Any:
+def _pack(value: Any, found: list[tuple[str, Tensor]], path: str) -> Any:
     """The value with its tensors taken out, in order."""
     if isinstance(value, Tensor):
-        tensors.append(value)
-        return (_PLACE, str(value.device))
+        found.append((path, value))
+        return (_PLACE, str(value.device), layout_of(value))
     if isinstance(value, Mapping):
-        return {"dict": [(key, _pack(each, tensors)) for key, each in value.items()]}
+        return {"dict": [(key, _pack(each, found, _join(path, key))) for key, each in value.items()]}
     if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_pack(each, tensors) for each in value]}
+        return {type(value).__name__: [_pack(each, found, _join(path, at)) for at, each in enumerate(value)]}
     return {"value": value}
 
 
-def _unpack(packed: Any, tensors: Iterator[Tensor]) -> Any:
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _layouts(packed: Any) -> Iterator[Layout | None]:
+    """Of the tensors of a structure, in order."""
     if isinstance(packed, tuple):
-        return next(tensors).to(packed[1])
+        yield packed[2]
+        return
+    ((kind, value),) = packed.items()
+    if kind != "value":
+        for each in value:
+            yield from _layouts(each[1] if kind == "dict" else each)
+
+
+def _unpack(packed: Any, tensors: Iterator[Tensor], meshes: Mapping[Any, Any]) -> Any:
+    if isinstance(packed, tuple):
+        _, device, layout = packed
+        local = next(tensors).to(device)
+        return local if layout is None else restored(local, layout, meshes)
     ((kind, value),) = packed.items()
     if kind == "dict":
-        return {key: _unpack(each, tensors) for key, each in value}
+        return {key: _unpack(each, tensors, meshes) for key, each in value}
     if kind == "value":
         return value
-    items = [_unpack(each, tensors) for each in value]
+    items = [_unpack(each, tensors, meshes) for each in value]
     return items if kind == "list" else tuple(items)

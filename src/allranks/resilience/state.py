@@ -35,9 +35,10 @@ from allranks._group.process_group import ProcessGroup
 from allranks._group.survival import advance
 from allranks._rendezvous.succession import NEWCOMER, Decision
 from allranks.data import DistributedSampler
-from allranks.resilience import handover
+from allranks.resilience import fully_sharded, handover
 from allranks.resilience.buddies import Buddies
 from allranks.resilience.changed import Changed
+from allranks.resilience.shards import dtensors_in, layout_of
 
 __all__ = ["State", "Step"]
 
@@ -128,9 +129,15 @@ class State:
     ) -> None:
         for name, part in parts.items():
             handover.check_part(name, part)
+            if isinstance(part, nn.Module):
+                fully_sharded.check_not_flat(name, part)
         handover.check_own(own)
         self._world = resolve_group(None)
         self.parts = {name: _innermost(part) for name, part in parts.items()}
+        modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        self._sharded = any(True for _ in dtensors_in(self.parts))
+        if self._sharded:
+            self._warn_of_shards()
         self._torchs = [part for part in parts.values() if isinstance(part, nn.parallel.DistributedDataParallel)]
         self._position = _Position()
         self._reseed = reseed
@@ -138,7 +145,6 @@ class State:
         self._entered = False
         self._epoch, self._section = -1, 0  # where the program is: that of a process that takes a place lags behind
         self._step: Step | None = None
-        modules = [part for part in self.parts.values() if isinstance(part, nn.Module)]
         self._buddies = Buddies(modules, own)
         self._changed = Changed(self.parts, modules, own)
         self.replaced = self.lost = self.joined = 0
@@ -335,7 +341,9 @@ class State:
             successor = advance(self._world, progress=progress, replaces=True)
             full, empty = _full_and_empty(successor.decision)
             if not newcomer:
-                self._renew_torchs(before)
+                self._check_ranks(before)
+                self._changed.clear()
+                self._renew_torchs()
                 self._count(seats, {self._seats()[rank] for rank in empty})
             try:
                 renew_groups()
@@ -361,29 +369,53 @@ class State:
         world, seats = self._world, self._seats()
         me, machines = world.rank(), [member.machine for member in world.members]
         for rank in empty:
-            near = [donor for donor in full if machines[donor] == machines[rank]] or full
-            donor = near[rank % len(near)]
+            donors = handover.Donors(rank, full, machines, self._sharded)
             if me == rank:
-                head = handover.receive(self.parts, world, donor)
+                head = handover.receive(self.parts, world, donors)
                 self._position, (self.replaced, self.lost, self.joined), keeper = head
                 if keeper is not None:
                     self._buddies.receive(world, keeper)
                 continue
             kept_by = self._buddies.keeper_of(seats[rank])
             keeper = seats.index(kept_by) if kept_by in seats and seats.index(kept_by) in full else None
-            if me == donor:
+            if me in full:
                 counts = self.replaced, self.lost, self.joined
-                handover.send(self.parts, (self._position, counts, keeper), world, rank)
+                handover.send(self.parts, (self._position, counts, keeper), world, donors)
             if me == keeper:
                 self._buddies.send(world, rank)
 
-    def _renew_torchs(self, size: int) -> None:
-        """Lets torch's DistributedDataParallel begin as that of a new process does: it learns in its first step."""
-        if self._torchs and self._world.size() != size:
+    def _warn_of_shards(self) -> None:
+        """Says in the beginning what a loss would show: that nobody else has a rank's shards."""
+        lineage, me = self._world.lineage, self._world.rank()
+        if me or lineage is None or not lineage.replaces:
+            return
+        for name, tensor in dtensors_in(self.parts):
+            layout = layout_of(tensor)
+            if layout is not None and len(layout.ranks) > 1 and any(len(layout.holders(r)) == 1 for r in layout.ranks):
+                warnings.warn(
+                    f"State: each rank has shards of {name} that no other rank has. A lost rank cannot be replaced: the"
+                    " job ends. Use a mesh with a replicated dimension; see docs/resilience.md",
+                    stacklevel=3,
+                )
+                return
+
+    def _check_ranks(self, size: int) -> None:
+        """Refuses to go on with another number of ranks where a part is made for so many."""
+        if self._world.size() == size:
+            return
+        if self._torchs:
             raise UsageError(
                 "State: torch.nn.parallel.DistributedDataParallel cannot go on with other ranks. Use"
                 " allranks.nn.parallel.DistributedDataParallel, or let lost ranks be replaced (allranks run --elastic)"
             )
+        if self._sharded:
+            raise UsageError(
+                f"State: a model that is sharded over {size} ranks cannot go on with {self._world.size()}. Let lost"
+                " ranks be replaced (allranks run --elastic, --respawns)"
+            )
+
+    def _renew_torchs(self) -> None:
+        """Lets torch's DistributedDataParallel begin as that of a new process does: it learns in its first step."""
         for wrapper in self._torchs:
             learnt = wrapper.__getstate__()  # type: ignore[no-untyped-call]
             wrapper.__setstate__(learnt)  # type: ignore[no-untyped-call]

@@ -1,0 +1,84 @@
+"""FSDP2's modules after a step that was cut off: gathered parameters, pending calls, gradients that were not reduced.
+
+torch from 2.13 on has ``FSDPModule.reset_iter_state`` for that. It waits for pending calls, which have failed here, and
+leaves the gradients of gathered parameters, to which the repeated step would add. Before 2.13 there is no such call:
+what it does is done here, with the names that torch 2.10 to 2.12 have.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from allranks._base.errors import UsageError
+
+__all__ = ["check_not_flat", "reset"]
+
+
+def check_not_flat(name: str, module: nn.Module) -> None:
+    """Refuses FSDP1's modules: each rank's part of their flat parameters is a tensor like any other."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(each, fsdp.FullyShardedDataParallel) for each in module.modules()):
+        raise UsageError(
+            f"State: {name} has a FullyShardedDataParallel in it, whose shards cannot be told from other tensors. Use"
+            " torch.distributed.fsdp.fully_shard"
+        )
+
+
+def reset(modules: Iterable[nn.Module]) -> None:
+    """Brings modules to the state that they have between two steps, without a call on other ranks."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for module in modules:
+        for each in module.modules():
+            if isinstance(each, fsdp.FSDPModule) and each._get_fsdp_state()._is_root:
+                _reset(each)
+
+
+def _reset(root: Any) -> None:
+    """That of a module that was called, and of those in it."""
+    state = root._get_fsdp_state()
+    if state._device.type != "cpu":
+        torch.accelerator.synchronize(state._device)
+    groups = [group for each in state._state_ctx.all_states for group in _groups(each)]
+    for group in groups:
+        group._all_gather_result = None  # its call has failed, or is never waited for
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_before_2_13(state, groups)
+    for group in groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def _groups(state: Any) -> Sequence[Any]:
+    """Its parameters that are gathered together; before torch 2.12 there is one such group or none."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups  # type: ignore[no-any-return]
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def _reset_before_2_13(root: Any, groups: Sequence[Any]) -> None:
+    idle = type(root._training_state).IDLE
+    context = root._comm_ctx
+    context.all_gather_state = context.reduce_scatter_state = None
+    context.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = idle
+    for group in groups:
+        group._post_reduce_event = group._all_reduce_state = group._reshard_after_forward_event = None
+        group._partial_reduce_output = None
+        group._post_forward_indices.clear()
+        group._training_state = idle
+        group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
