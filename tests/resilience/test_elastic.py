@@ -146,11 +146,3 @@ print("end", dist.get_rank(), dist.get_world_size(), flush=True)
     assert done.returncode == 0, done
     assert sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line) == ["0 2", "1 2"]
     assert "rank 1 has ended, as the others had gone on without it" in done.stderr
-
-
-def test_a_group_before_the_loop_is_warned_of(tmp_path: Path) -> None:
-    program = PROGRAM.replace("dist.barrier()\n", "dist.new_group([0, 1])\n", 1)
-    done = _run(tmp_path, "--elastic", "2", "--respawns", "1", program=program)
-    assert "UserWarning: a group that is made before the training loop" in done.stderr
-    assert "UsageError: new_group before the training loop: this process takes a lost rank's place" in done.stderr
-    assert sorted(line.split()[-2] for line in done.stdout.splitlines() if "end " in line) == ["1503.0"] * 2, done

@@ -27,6 +27,8 @@ from allranks._group.process_group import ProcessGroup
 from allranks._group.succession import Lineage
 
 if TYPE_CHECKING:
+    import torch
+
     from allranks._engines.base import Engine
     from allranks._group.early import EarlyGroups
 

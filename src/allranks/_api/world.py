@@ -36,6 +36,7 @@ __all__ = [
     "behind",
     "destroy_process_group",
     "establish",
+    "establish_elastic",
     "first_lineage",
     "get_backend",
     "get_rank",
@@ -202,7 +203,7 @@ def init_process_group(
     board = rendezvous.elastic_board(init_method, timeout_s=timeout_s, store=store)
     offers = torch_world.is_wanted()
     if board is not None:
-        _establish_elastic(board, join_elastic(board, engine_name, name, timeout_s))
+        establish_elastic(board, join_elastic(board, engine_name, name, timeout_s))
         if offers:
             torch_world.offer(lambda: allranks.torch_group())
         return
@@ -287,7 +288,8 @@ def establish(
     return _world
 
 
-def _establish_elastic(board: Board, made: ProcessGroup) -> None:
+def establish_elastic(board: Board, made: ProcessGroup) -> None:
+    """Makes a group that ``join_elastic`` has made the world."""
     global _store, _world
     _world = made
     if torch_world.is_possible():
@@ -305,7 +307,7 @@ def open_groups() -> bool:
 def abort_groups() -> None:
     """Ends the calls of all groups but the world, on every rank: a rank in one of them may wait for one that is not."""
     for other in _groups:
-        if other.is_open:
+        if other._is_open:
             other.abort()
 
 
@@ -324,7 +326,9 @@ def renew_groups() -> None:
     kept = [other for other in _groups if world.early is not None and other in world.early]
     for other in _groups:
         if other not in kept:
-            other.close("was closed when a rank was lost: make it again, in a step or before the training loop")
+            other._close_because(
+                "was closed when a rank was lost: make it again, in a step or before the training loop"
+            )
     _groups[:] = kept
 
 

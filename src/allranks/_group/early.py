@@ -26,7 +26,6 @@ from allranks._group.succession import Lineage
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine
-    from allranks._rendezvous.board import Board
 
 __all__ = ["EarlyGroups"]
 
@@ -73,7 +72,7 @@ class EarlyGroups:
     @property
     def lacks(self) -> bool:
         """Whether something was not kept of what calls gave, so that this process needs the state of another."""
-        return any(each.group.is_open and _prelude(each).lacks for each in self._groups)
+        return any(each.group._is_open and _prelude(each).lacks for each in self._groups)
 
     def connect(self, parent: ProcessGroup, connect: Callable[[], Engine | None]) -> Engine | None:
         """Connects a new group by means of a group that exists; None where that cannot be yet.
@@ -111,7 +110,7 @@ class EarlyGroups:
         self._made[seats, backend] += 1
         about = repr((seats, backend, self._made[seats, backend])).encode()
         key = hashlib.blake2b(about, digest_size=_KEY_BYTES).digest()
-        board, seat = self._lineage.board, self._lineage.seat
+        board, seat = self._lineage.board, self._seats[self._world.rank()]
         seats_read = [seat, *(other for other in seats if other != seat)]
         prelude = Prelude(
             backend,
@@ -131,13 +130,13 @@ class EarlyGroups:
     def abort(self) -> None:
         """Ends the calls of these groups, on every rank."""
         for each in self._groups:
-            if each.group.is_open:
+            if each.group._is_open:
                 each.group.abort()
 
     def enter(self) -> None:
         """The loop begins, and nobody was lost before it."""
         for each in self._groups:
-            if each.group.is_open:
+            if each.group._is_open:
                 engine = _prelude(each).engine
                 assert engine is not None  # who has not connected it has seen a loss
                 each.group.use(engine)
@@ -151,7 +150,7 @@ class EarlyGroups:
             TimeoutError: a rank did not come.
             JoinError: members of a group could not connect.
         """
-        there = [each for each in self._groups if each.group.is_open]
+        there = [each for each in self._groups if each.group._is_open]
         same = [seat for seat, _ in self._lineage.members] == self._seats
         offers = _gather_keys(self._world, [each.key for each in there] if same else [])
         self._groups = []
@@ -159,9 +158,9 @@ class EarlyGroups:
             if same and all(each.key in offers[rank] for rank in each.ranks):
                 self._groups.append(each)
             elif same:
-                each.group.close("was closed when a rank was replaced, as not all its members have made it")
+                each.group._close_because("was closed when a rank was replaced, as not all its members have made it")
             else:
-                each.group.close(
+                each.group._close_because(
                     "was closed when ranks were numbered anew after a loss: make groups of those that are left, in a"
                     " step of the training loop"
                 )

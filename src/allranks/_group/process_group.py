@@ -613,14 +613,17 @@ class ProcessGroup:
         return Parent(self._live(), [self.ranks.index(rank) for rank in ranks])
 
     @property
-    def is_open(self) -> bool:
-        """Whether it has not been closed."""
+    def _is_open(self) -> bool:
         return self._engine is not None
 
-    def close(self, why: str = "") -> None:
-        """Leaves the group; later calls raise, and give the reason. May be called twice."""
-        if why and self._engine is not None:
+    def _close_because(self, why: str) -> None:
+        """Leaves the group; later calls give the reason."""
+        if self._is_open:
             self._closed_why = why
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the group; later calls raise. May be called twice."""
         if self._place is not None:
             self._place.close()
             self._place = None

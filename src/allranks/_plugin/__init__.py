@@ -9,6 +9,7 @@ groups (DistributedDataParallel, FSDP, DTensor, DCP, ...) then runs on the nativ
     torch_group  the other way: a group of ours, made known to torch
     adapt        torch's functions that know only its own groups
     gloo         our groups where a program asks for gloo
+    env_rendezvous  torch's env:// in an elastic job
 
 This file is loaded whenever torch is, and must cost nothing.
 """
@@ -19,6 +20,7 @@ import os
 import sys
 from typing import Any
 
+from allranks._plugin.env_rendezvous import serve_elastic_jobs
 from allranks._plugin.names import INSTEAD_OF_GLOO, NAME
 
 __all__ = ["INSTEAD_OF_GLOO", "NAME", "register"]
@@ -31,6 +33,7 @@ def register() -> None:
     if not c10d.is_available() or hasattr(c10d.Backend, NAME.upper()):
         return
     c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    serve_elastic_jobs()
     if os.environ.get(INSTEAD_OF_GLOO, "0") not in ("", "0"):
         from allranks._plugin.gloo import stand_in
 

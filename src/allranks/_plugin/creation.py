@@ -21,6 +21,7 @@ from allranks._api.groups import early_groups, lineage_of, shrink_group
 from allranks._api.world import (
     destroy_process_group,
     establish,
+    establish_elastic,
     first_lineage,
     is_initialized,
     register,
@@ -30,12 +31,14 @@ from allranks._api.world import (
 )
 from allranks._base.errors import UsageError
 from allranks._base.forks import leak
+from allranks._group.elastic import join_elastic
 from allranks._group.exchange import exchange_locally
 from allranks._group.process_group import ProcessGroup
 from allranks._plugin.adapt import adapt
 from allranks._plugin.group import TorchGroup
 from allranks._plugin.names import NAME
 from allranks._rendezvous import rendezvous
+from allranks._rendezvous.board import Board
 
 __all__ = ["MADE", "adopting", "create", "helper_of"]
 
@@ -110,8 +113,23 @@ def _the_world(about: Any) -> ProcessGroup:
         made = ProcessGroup.unconnected(_ENGINE, "world", timeout_s, rank)
         replace_world(made)
         return made
+    board = rendezvous.elastic_board(None, timeout_s=timeout_s)
+    if board is not None:
+        return _the_elastic_world(board, rank, size, timeout_s)
     meeting = _meet(about, rank, size, timeout_s)
     return establish(_ENGINE, meeting, "world", timeout_s)
+
+
+def _the_elastic_world(board: Board, rank: int, size: int, timeout_s: float) -> ProcessGroup:
+    made = join_elastic(board, _ENGINE, "world", timeout_s)
+    if (made.rank(), made.size()) != (rank, size):
+        made.close()
+        raise UsageError(
+            f"torch.distributed.init_process_group: this process takes the place of rank {rank} of {size}, but ranks"
+            f" were numbered anew: it is rank {made.rank()} of {made.size()}. Use allranks.init_process_group()"
+        )
+    establish_elastic(board, made)
+    return made
 
 
 def _meet(about: Any, rank: int, size: int, timeout_s: float) -> rendezvous.Meeting:

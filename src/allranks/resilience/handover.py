@@ -219,8 +219,10 @@ class _Incoming(NamedTuple):
         for number, (layout, (shape, dtype)) in enumerate(zip(self.layouts, shapes, strict=True)):
             if donors.of(layout) != giver:
                 continue
-            there = self.own is not None and self.own.shapes[number] == (shape, dtype)
-            tensor = self.own.tensors[number] if there else torch.empty(shape, dtype=dtype)
+            if self.own is not None and self.own.shapes[number] == (shape, dtype):
+                tensor = self.own.tensors[number]
+            else:
+                tensor = torch.empty(shape, dtype=dtype)
             self.tensors[number] = tensor
             if tensor.numel() and tensor.is_contiguous():
                 group.recv(tensor, giver)

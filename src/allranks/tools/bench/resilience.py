@@ -238,14 +238,14 @@ def _hand_over(nbytes: int) -> list[float]:
         "model": nn.ParameterList(nn.Parameter(torch.randn(nbytes // 4 // _PARAMETERS)) for _ in range(_PARAMETERS))
     }
     moved = sum(parameter.numel() * 4 for parameter in parts["model"])
-    rates = []
+    rates, donors = [], handover.Donors(1, [0], [member.machine for member in group.members], False)
     for _ in range(_DEATHS):
         group.barrier()
         began = time.monotonic()
         if group.rank() == 0:
-            handover.send(parts, None, group, 1)
+            handover.send(parts, None, group, donors)
         else:
-            handover.receive(parts, group, 0)
+            handover.receive(parts, group, donors)
         group.barrier()
         rates.append(moved / (time.monotonic() - began))
     return rates

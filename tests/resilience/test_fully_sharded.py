@@ -1,0 +1,189 @@
+"""FSDP2 on a mesh with a replicated dimension, under losses: the weights at the end are those of an undisturbed run.
+
+A job has four ranks, in which each shard is on two. Kills are written STEP:MOMENT:RANK; the n-th of a rank is for the
+n-th process that has its place.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import hashlib, os, signal, sys
+import torch
+import torch.distributed as td
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+import allranks as dist
+
+torch.set_num_threads(1)
+mode, begins, extents = os.environ["MODE"], os.environ["BEGINS"], eval(os.environ["MESH"])
+if begins == "torch":
+    td.init_process_group("allranks")
+else:
+    dist.init_process_group(timeout=30)
+mine = [kill.split(":")[:2] for kill in os.environ["KILLS"].split() if kill.split(":")[2] == os.environ["RANK"]]
+start = int(os.environ["ALLRANKS_START"])
+at, moment = mine[start] if start < len(mine) else ("-1", "")
+mesh = init_device_mesh("cpu", extents, mesh_dim_names=("replicate", "shard")[-len(extents):])
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x):
+        return self.norm(x + self.outer(F.dropout(F.relu(self.inner(x)), 0.2)))
+
+
+torch.manual_seed(3)
+model = nn.Sequential(nn.Linear(5, 7), *[Block(7) for _ in range(3)], nn.Linear(7, 3))
+options = {}
+if mode == "mixed":
+    options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+for block in model[1:4]:
+    fully_shard(block, mesh=mesh, reshard_after_forward=mode != "kept", **options)
+fully_shard(model, mesh=mesh, **options)
+if mode == "prefetch":
+    model[1].set_modules_to_forward_prefetch([model[2], model[3]])
+    model[3].set_modules_to_backward_prefetch([model[2], model[1]])
+    for module in (model, *model[1:4]):
+        module._set_unshard_async_op(True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+history = torch.distributed.tensor.DTensor.from_local(torch.zeros(2), mesh, [td.tensor.Replicate()] * len(extents))
+state = dist.resilience.State(model=model, optimizer=optimizer, scheduler=scheduler, history=history)
+here = ""
+
+
+def die(now, nth=1):
+    if moment == now and step.steps == int(at):
+        die.count += 1
+        if die.count == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(verb, nth):
+    call = getattr(td, verb)
+
+    def first(*args, **named):
+        die(f"{verb}{nth}", nth)
+        return call(*args, **named)
+
+    setattr(td, verb, first)
+
+
+die.count = 0
+model[2].register_forward_pre_hook(lambda *_: die("forward"))
+verb = moment[:-1]
+if hasattr(td, verb):
+    dying(verb, int(moment[-1]))
+optimizer.register_step_pre_hook(lambda *_: die("optimizer"))
+for epoch in state.epochs(2):
+    for step in state.steps(8):
+        with step:
+            step.steps = state.steps_done
+            optimizer.zero_grad()
+            for micro in range(2 if mode == "accumulate" else 1):
+                last = mode != "accumulate" or micro == 1
+                model.set_requires_gradient_sync(last)
+                model.set_is_last_backward(last)
+                out = model(torch.randn(6, 5))
+                out.register_hook(lambda _: die("backward"))
+                loss = (out**2).mean()
+                loss.backward()
+                die(f"micro{micro}")
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with torch.no_grad():
+                history += norm.full_tensor()
+            optimizer.step()
+            scheduler.step()
+        die("between")
+weights = [*model.parameters(), history]
+digest = hashlib.sha256(b"".join(w.full_tensor().detach().float().numpy().tobytes() for w in weights)).hexdigest()
+print("end", dist.get_rank(), digest[:16], state.replaced, flush=True)
+"""
+
+
+def _run(kills: str, mode: str = "", begins: str = "allranks", mesh: str = "(2, 2)") -> tuple[list[str], str, int]:
+    """What the ranks have at the end, what was printed of losses, and the exit code."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "program.py"
+        script.write_text(PROGRAM)
+        words = [sys.executable, "-m", "allranks", "run", "-n", "4", "--elastic", "1", str(script)]
+        environ = os.environ | {"KILLS": kills, "MODE": mode, "BEGINS": begins, "MESH": mesh}
+        done = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False, env=environ)
+    ends = sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line)
+    return ends, done.stderr, done.returncode
+
+
+@functools.cache
+def _right(mode: str) -> str:
+    ends, errors, code = _run("", mode)
+    assert len(ends) == 4, errors
+    assert code == 0, errors
+    (weights,) = {end.split()[1] for end in ends}
+    return weights
+
+
+MOMENTS = ["forward", "backward", "reduce_scatter_single1", "all_reduce2", "optimizer"]
+
+
+@pytest.mark.parametrize("turn", range(len(MOMENTS)))
+def test_each_rank_is_lost_at_each_moment(turn: int) -> None:
+    kills = [f"{2 + 3 * rank}:{MOMENTS[(turn + rank) % len(MOMENTS)]}:{rank}" for rank in range(4)]
+    ends, errors, code = _run(" ".join(kills))
+    assert ends == [f"{rank} {_right('')} 4" for rank in range(4)], errors
+    assert errors.count("killed by SIGKILL") == 4, errors
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "kills"),
+    [
+        ("", "3:reduce_scatter_single4:1 3:reduce_scatter_single4:2 6:all_gather_single2:0 6:all_gather_single2:1"),
+        ("", "2:between:0 4:all_reduce4:2 4:all_reduce4:3 4:backward:0 9:forward:3"),
+        ("accumulate", "2:micro0:1 5:micro1:2 8:reduce_scatter_single2:3"),
+        ("prefetch", "2:all_gather_single3:1 5:all_gather_single6:2 8:reduce_scatter_single1:0"),
+        ("kept", "2:all_reduce2:1 5:backward:2"),
+        ("mixed", "2:reduce_scatter_single3:1 5:forward:0"),
+    ],
+)
+def test_two_are_lost_at_once_and_other_ways_of_sharding(mode: str, kills: str) -> None:
+    ends, errors, code = _run(kills, mode)
+    assert [end.split()[:2] for end in ends] == [[str(rank), _right(mode)] for rank in range(4)], errors
+    assert errors.count("killed by SIGKILL") == len(kills.split()), errors
+    assert code == 0
+
+
+def test_the_world_is_torchs_own() -> None:
+    ends, errors, code = _run("2:forward:1 5:all_reduce2:0", begins="torch")
+    assert ends == [f"{rank} {_right('')} 2" for rank in range(4)], errors
+    assert code == 0
+
+
+def test_shards_that_nobody_has_any_more_end_the_job() -> None:
+    ends, errors, code = _run("3:backward:0 3:backward:2")
+    assert not ends
+    assert code
+    assert "no rank that is left has the same shards of model.0.weight, model.0.bias" in errors
+    assert "each rank has shards" not in errors
+
+
+def test_a_model_without_a_replicated_dimension_is_warned_of() -> None:
+    ends, errors, code = _run("3:backward:1", mesh="(4,)")
+    assert not ends
+    assert code
+    assert "UserWarning: State: each rank has shards of model: 0.weight that no other rank has" in errors
+    assert "State: rank 1 was lost, and no rank that is left has the same shards of model.0.weight" in errors
