@@ -66,11 +66,18 @@ class Donors(NamedTuple):
         """The rank that gives all but shards that it has not."""
         return self._nearest(self.full)
 
-    def of(self, layout: Layout | None) -> int | None:
-        """The rank that gives a tensor; None if nobody has it any more."""
-        if layout is None or self.first in (holders := layout.holders(self.to)):
+    def of(self, layouts: Sequence[Layout | None]) -> list[int | None]:
+        """The rank that gives each of some tensors; None if nobody has it any more."""
+        known: dict[Any, int | None] = {}
+        for layout in layouts:
+            if layout is not None and layout[:4] not in known:  # whatever its shape
+                known[layout[:4]] = self._holder(layout)
+        return [self.first if layout is None else known[layout[:4]] for layout in layouts]
+
+    def _holder(self, layout: Layout) -> int | None:
+        left = [rank for rank in self.full if layout.same(rank, self.to)]
+        if self.first in left:
             return self.first
-        left = [rank for rank in self.full if rank in holders]
         return self._nearest(left) if left else None
 
     def _nearest(self, ranks: Sequence[int]) -> int:
@@ -94,19 +101,12 @@ def send(parts: Parts, head: object, group: ProcessGroup, donors: Donors) -> Non
     if me != donors.first and not donors.sharded:
         return
     packed = {name: _Packed.of(part) for name, part in parts.items()}
-    lost = [
-        f"{name}.{path}"
-        for name, each in packed.items()
-        for path, layout in zip(each.paths, each.layouts, strict=True)
-        if donors.of(layout) is None
-    ]
+    givers = donors.of([layout for each in packed.values() for layout in each.layouts])
+    names = [f"{name}.{path}" for name, each in packed.items() for path in each.paths]
+    lost = [name for name, giver in zip(names, givers, strict=True) if giver is None]
     message = _lost(donors.to, lost) if lost else [(name, each.structure, each.shapes) for name, each in packed.items()]
-    mine = [
-        tensor
-        for each in packed.values()
-        for tensor, layout in zip(each.tensors, each.layouts, strict=True)
-        if donors.of(layout) == me
-    ]
+    tensors = [tensor for each in packed.values() for tensor in each.tensors]
+    mine = [tensor for tensor, giver in zip(tensors, givers, strict=True) if giver == me]
     if me == donors.first or (mine and not lost):
         objects.send_object_list([head, message], donors.to, group)
     if isinstance(message, str):
@@ -129,13 +129,13 @@ def receive(parts: Parts, group: ProcessGroup, donors: Donors) -> Any:
             f"State: this process has the parts {sorted(parts)}, rank {donors.first} has"
             f" {sorted(name for name, _, _ in described)}. All ranks make it of the same parts"
         )
-    incoming = [_Incoming.of(name, parts[name], structure) for name, structure, _ in described]
-    givers = {donors.of(layout) for each in incoming for layout in each.layouts} - {donors.first}
-    for giver in (donors.first, *sorted(rank for rank in givers if rank is not None)):
+    incoming = [_Incoming.of(parts[name], structure, donors) for name, structure, _ in described]
+    others = {giver for each in incoming for giver in each.givers if giver is not None} - {donors.first}
+    for giver in (donors.first, *sorted(others)):
         if giver != donors.first:
             _, described = _receive_described(group, giver)
         for each, (_, _, shapes) in zip(incoming, described, strict=True):
-            each.receive(group, giver, donors, shapes)
+            each.receive(group, giver, shapes)
     meshes = meshes_in(parts) if donors.sharded else {}
     for each in incoming:
         each.put(meshes)
@@ -196,28 +196,28 @@ class _Incoming(NamedTuple):
     Attributes:
         part: it.
         structure: of what comes.
-        layouts: of its tensors.
+        givers: the rank that gives each of its tensors.
         own: what the part has now, where that is received into; else None.
         tensors: what has come, by number.
     """
 
     part: Any
     structure: Any
-    layouts: list[Layout | None]
+    givers: list[int | None]
     own: _Packed | None
     tensors: dict[int, Tensor]
 
     @classmethod
-    def of(cls, name: str, part: Any, structure: Any) -> _Incoming:
+    def of(cls, part: Any, structure: Any, donors: Donors) -> _Incoming:
         own = _Packed.of(part)
         # New memory would cost as much as the transfer: the kernel clears each page when it is first touched.
         in_place = isinstance(part, (Tensor, nn.Module)) and own.structure == structure
-        return cls(part, structure, list(_layouts(structure)), own if in_place else None, {})
+        return cls(part, structure, donors.of(list(_layouts(structure))), own if in_place else None, {})
 
-    def receive(self, group: ProcessGroup, giver: int, donors: Donors, shapes: Sequence[Any]) -> None:
+    def receive(self, group: ProcessGroup, giver: int, shapes: Sequence[Any]) -> None:
         """Receives the tensors that a rank gives."""
-        for number, (layout, (shape, dtype)) in enumerate(zip(self.layouts, shapes, strict=True)):
-            if donors.of(layout) != giver:
+        for number, (shape, dtype) in enumerate(shapes):
+            if self.givers[number] != giver:
                 continue
             if self.own is not None and self.own.shapes[number] == (shape, dtype):
                 tensor = self.own.tensors[number]
@@ -232,7 +232,7 @@ class _Incoming(NamedTuple):
 
     def put(self, meshes: Mapping[Any, Any]) -> None:
         """Puts what has come into the part, where it is not there yet."""
-        came = [self.tensors[number] for number in range(len(self.layouts))]
+        came = [self.tensors[number] for number in range(len(self.givers))]
         if self.own is not None and all(a is b for a, b in zip(came, self.own.tensors, strict=True)):
             return
         state = _unpack(self.structure, iter(came), meshes)

@@ -43,16 +43,23 @@ class Layout(NamedTuple):
         """What tells meshes apart."""
         return self.device, self.extents, self.ranks
 
-    def holders(self, rank: int) -> list[int]:
-        """The ranks that have the same as a rank; it is one of them."""
-        if rank not in self.ranks:
-            return [rank]
-        mine = self._shard(self.ranks.index(rank))
-        return [other for place, other in enumerate(self.ranks) if self._shard(place) == mine]
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each rank has the same as another one."""
+        return any(
+            extent > 1 and placement.is_replicate()
+            for extent, placement in zip(self.extents, self.placements, strict=True)
+        )
 
-    def _shard(self, place: int) -> tuple[int, ...]:
-        """The coordinates of a place in the dimensions in which the tensor is not replicated."""
-        found = []
+    def same(self, rank: int, other: int) -> bool:
+        """Whether two ranks have the same of the tensor; those that are not in the mesh have nothing."""
+        return self._shard(rank) == self._shard(other)
+
+    def _shard(self, rank: int) -> tuple[int, ...] | None:
+        """A rank's coordinates in the dimensions in which the tensor is not replicated."""
+        if rank not in self.ranks:
+            return None
+        place, found = self.ranks.index(rank), []
         for extent, placement in zip(reversed(self.extents), reversed(self.placements), strict=True):
             place, coordinate = divmod(place, extent)
             if not placement.is_replicate():

@@ -274,9 +274,10 @@ class State:
             self._announced = True
         if not lineage.somebody_waits():
             return False
-        if self._torchs or open_groups():
+        what = "torch's DistributedDataParallel" if self._torchs else "a sharded model" if self._sharded else ""
+        what = what or ("groups other than the world" if open_groups() else "")
+        if what:
             if not self._warned:
-                what = "torch's DistributedDataParallel" if self._torchs else "groups other than the world"
                 warnings.warn(f"State: ranks have come that cannot join, as the program has {what}", stacklevel=5)
             self._warned = True
             return False
@@ -391,7 +392,7 @@ class State:
             return
         for name, tensor in dtensors_in(self.parts):
             layout = layout_of(tensor)
-            if layout is not None and len(layout.ranks) > 1 and any(len(layout.holders(r)) == 1 for r in layout.ranks):
+            if layout is not None and not layout.is_replicated:
                 warnings.warn(
                     f"State: each rank has shards of {name} that no other rank has. A lost rank cannot be replaced: the"
                     " job ends. Use a mesh with a replicated dimension; see docs/resilience.md",
