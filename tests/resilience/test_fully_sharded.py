@@ -75,20 +75,21 @@ def die(now, nth=1):
 
 
 def dying(verb, nth):
-    call = getattr(td, verb)
+    old = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}  # torch 2.10
+    name = verb if hasattr(td, verb) else old[verb]
+    call = getattr(td, name)
 
     def first(*args, **named):
         die(f"{verb}{nth}", nth)
         return call(*args, **named)
 
-    setattr(td, verb, first)
+    setattr(td, name, first)
 
 
 die.count = 0
 model[2].register_forward_pre_hook(lambda *_: die("forward"))
-verb = moment[:-1]
-if hasattr(td, verb):
-    dying(verb, int(moment[-1]))
+if moment[:-1] in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+    dying(moment[:-1], int(moment[-1]))
 optimizer.register_step_pre_hook(lambda *_: die("optimizer"))
 for epoch in state.epochs(2):
     for step in state.steps(8):
