@@ -3,6 +3,7 @@
     python benchmarks/faults.py --seeds 0:100              # a job per seed, several faults in each
     python benchmarks/faults.py --seeds 17:18 --verbose    # one again
     python benchmarks/faults.py --seeds 0:100 --hosts      # three hosts and a spare one (namespaces, sshd; root)
+    python benchmarks/faults.py --seeds 0:100 --sharded    # a model that FSDP2 shards on a mesh of 2 x 2 ranks
 
 A job is ``allranks run -n 3 --elastic 1`` on this file, which trains a small model with batch normalisation and
 dropout. A seed decides which ranks are killed, stopped for a while, or killed together, and when: also in an all_reduce
@@ -34,10 +35,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from support.sshd import Ssh
 
 ROOT = Path(__file__).parents[1]
-RANKS = 3
+SHARDED = "--sharded" in sys.argv  # each shard is on two ranks
+RANKS = 4 if SHARDED else 3
 STEP_S = 0.008
 LONG_S = 180.0
 GHOSTS_S = 15.0  # for ranks of a host that was unplugged to learn that they are out
@@ -47,6 +51,7 @@ OVER = "has ended, as the others had gone on without it"
 ERRORS = (
     "all ranks that had the state of the training are lost",
     "ranks are left before the training loop",
+    "no rank that is left has the same shards",
     "no rank is left that has the state of the program",  # and its hosts are lost: it is not restarted
 )
 
@@ -69,7 +74,7 @@ def train(folder: Path, steps: int) -> None:
     x = torch.randn(1200, 20, generator=generator)
     dist.all_reduce(torch.ones(4))
     net = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 2))
-    model = dist.nn.parallel.DistributedDataParallel(net)
+    model = shard(net) if SHARDED else dist.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     data = TensorDataset(x, (x.sum(1) > 0).long())
     sampler = dist.data.DistributedSampler(data, drop_last=True)  # type: ignore[arg-type]
@@ -91,9 +96,25 @@ def train(folder: Path, steps: int) -> None:
                 pauses.append(time.monotonic() - last)
                 before = state.lost
             last = time.monotonic()
-    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in net.parameters())
+    whole = [parameter.full_tensor() if SHARDED else parameter for parameter in net.parameters()]  # type: ignore[operator]
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in whole)
     found = {"weights": hashlib.sha256(weights).hexdigest()[:16], "lost": state.lost, "pauses": pauses[1:]}
     (folder / f"end-{os.environ['RANK']}").write_text(json.dumps(found))
+
+
+def shard(net: nn.Sequential) -> nn.Module:
+    """The same weights on all ranks, sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import allranks as dist
+
+    for parameter in net.parameters():
+        dist.broadcast(parameter.data, 0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(net[0], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
 
 
 class Job:
@@ -111,7 +132,7 @@ class Job:
         where = ["-n", str(RANKS)] if ssh is None else ["-H", "node0:1,node1:1,node2:1,node3:1", "--spares", "1"]
         words = [sys.executable, "-m", "allranks", "run", *where]
         words += ["--elastic", "1", "--respawns", "100", "--restarts", "3"]
-        words += [__file__, "--train", str(self.folder), "--steps", str(steps)]
+        words += [__file__, "--train", str(self.folder), "--steps", str(steps), *["--sharded"] * SHARDED]
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             words if ssh is None else ssh.hosts.hosts[0].inside(*words),
@@ -320,7 +341,9 @@ def main() -> None:
     parser.add_argument("--seeds", default="0:20", help="FIRST:END")
     parser.add_argument("--steps", type=int, default=400, help="of each job, at least 10 ms each")
     parser.add_argument("--most", type=int, default=4, help="faults in a job")
-    parser.add_argument("--hosts", action="store_true", help="on three hosts, and a spare one")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", action="store_true", help="on three hosts, and a spare one")
+    where.add_argument("--sharded", action="store_true", help="a model that FSDP2 shards, on four ranks")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)

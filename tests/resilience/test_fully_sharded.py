@@ -75,7 +75,8 @@ def die(now, nth=1):
 
 
 def dying(verb, nth):
-    old = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}  # torch 2.10
+    # Their names before torch 2.12.
+    old = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
     name = verb if hasattr(td, verb) else old[verb]
     call = getattr(td, name)
 

@@ -18,8 +18,10 @@ __all__ = ["serve_elastic_jobs"]
 
 def serve_elastic_jobs() -> None:
     """Replaces torch's handler."""
-    handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
-    torchs = handlers["env"]
+    handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {})
+    torchs = handlers.get("env")
+    if torchs is None:
+        return  # a torch of later years: programs without --elastic must not notice
 
     def env(url: str, timeout: timedelta = timedelta(minutes=30), **named: Any) -> Iterator[tuple[Any, int, int]]:
         if os.environ.get("ALLRANKS_ELASTIC") != "1":
