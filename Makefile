@@ -99,12 +99,14 @@ $(BENCH)/installed $(MPICH)/installed $(TORCHFT)/installed: constraints.txt | $(
 torch-versions: $(TORCHES:%=build/torch-%/tested)
 
 build/torch-%/tested: build/torch-%/installed
-	$(@D)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 300 -W default tests/plugin tests/house/test_docs.py
+	$(@D)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 300 -W default tests/plugin tests/house/test_docs.py \
+	  tests/resilience/test_fully_sharded.py
 
 # The plugin's tests on the newest torch, for every change: .venv has torch 2.13, which knows nothing of what the plugin
 # does on later versions.
 newest-torch: build/torch-$(NEWEST_TORCH)/installed
-	$(<D)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 300 -W default tests/plugin tests/api/test_reconfigure.py
+	$(<D)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 300 -W default tests/plugin tests/api/test_reconfigure.py \
+	  tests/resilience/test_fully_sharded.py
 
 .PRECIOUS: build/torch-%/installed
 build/torch-%/installed: .ci/torch_without_cuda.py | $(VENV)/installed

@@ -1,8 +1,8 @@
 """FSDP2's modules after a step that was cut off: gathered parameters, pending calls, gradients that were not reduced.
 
 torch from 2.13 on has ``FSDPModule.reset_iter_state`` for that. It waits for pending calls, which have failed here, and
-leaves the gradients of gathered parameters, to which the repeated step would add. Before 2.13 there is no such call:
-what it does is done here, with the names that torch 2.10 to 2.12 have.
+before 2.15 it leaves the gradients of gathered parameters, to which the repeated step would add. Before 2.13 there is
+no such call: what it does is done here, with the names that torch 2.10 to 2.12 have.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def _reset(root: Any) -> None:
         _reset_before_2_13(state, groups)
     for group in groups:
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # before 2.15
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
