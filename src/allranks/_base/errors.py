@@ -14,6 +14,7 @@ bytes, seconds) and what to do next. The tree::
     |-- PeerLostError                 a rank died, left or broke off; `.rank` is which
     |-- AbortedError                  a rank has ended the group by abort(); `.rank` is which
     |-- ExcludedError                 the others have gone on without this process
+    |-- CheckpointError               a checkpoint is damaged, or could not be written
     |-- StoreLostError                the connection to the store broke: its server ended
     |-- MismatchError                 ranks disagree on what they call
     |-- RankError                     a rank of a job started from Python failed; `.rank` is which
@@ -33,6 +34,7 @@ from collections.abc import Sequence
 __all__ = [
     "AbortedError",
     "AllranksError",
+    "CheckpointError",
     "ConfigError",
     "DistBackendError",
     "DistError",
@@ -120,6 +122,10 @@ class AbortedError(_OfRankError):
 
 class ExcludedError(AllranksError):
     """The other ranks have gone on without this process, which they took for lost. It must end, and change nothing."""
+
+
+class CheckpointError(AllranksError):
+    """A checkpoint is damaged, or could not be written. Names the file, the tensor, the rank, or the cause."""
 
 
 class StoreLostError(AllranksError):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 __all__ = ["bytes_of", "view_of"]
 
-_READ_ONLY = 0x100  # PyBUF_READ
+_READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 _memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
     ("PyMemoryView_FromMemory", ctypes.pythonapi)
 )
@@ -24,10 +24,10 @@ def bytes_of(tensor: Tensor) -> bytes:
     return bytes(view_of(plain)) if plain.nbytes else b""
 
 
-def view_of(tensor: Tensor) -> memoryview:
+def view_of(tensor: Tensor, writable: bool = False) -> memoryview:
     """The memory of a non-empty tensor on the CPU whose elements lie without gaps, without a copy.
 
     The view does not keep the tensor: the caller does, for as long as the view is used.
     """
-    view: memoryview = _memory_view(tensor.data_ptr(), tensor.nbytes, _READ_ONLY)
+    view: memoryview = _memory_view(tensor.data_ptr(), tensor.nbytes, _WRITE if writable else _READ)
     return view

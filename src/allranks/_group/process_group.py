@@ -638,6 +638,11 @@ class ProcessGroup:
                 self.closing()
 
     @property
+    def closed(self) -> bool:
+        """Whether this rank has left the group."""
+        return self._engine is None
+
+    @property
     def inherited(self) -> bool:
         """Whether it is the parent's, and this process a forked child."""
         return self._forks != forks()

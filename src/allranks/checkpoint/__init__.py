@@ -1,0 +1,183 @@
+"""Checkpoints that survive a kill, are written by all ranks, and are read by any number of them.
+
+::
+
+    import allranks.checkpoint as checkpoint
+
+    state = {"model": model, "optimizer": optimizer, "epoch": epoch, "random": checkpoint.RandomState()}
+    checkpoint.save(state, "checkpoints", step=1000, keep=3)
+
+    if (last := checkpoint.latest("checkpoints")) is not None:
+        checkpoint.load(last, into=state)
+
+`save(obj, path)`, without ``step``, writes one object into one file, as ever.
+
+A checkpoint is a folder: tensors in the safetensors format, and a manifest that names every byte with its hash. It is
+there as a whole or not at all, whatever is killed, and nothing damaged is loaded. docs/checkpoints.md has the guide,
+the form on disk, and what is promised.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from allranks._base.errors import CheckpointError, UsageError
+from allranks.checkpoint import loading, saving, single_file
+from allranks.checkpoint.company import company_of
+from allranks.checkpoint.folders import Info, PathLike, latest
+from allranks.checkpoint.folders import list_checkpoints as list
+from allranks.checkpoint.random_state import RandomState
+from allranks.checkpoint.saving import Saving
+from allranks.checkpoint.values import Shard
+from allranks.checkpoint.verifying import verify
+
+__all__ = [
+    "CheckpointError",
+    "Info",
+    "RandomState",
+    "Saving",
+    "Shard",
+    "latest",
+    "list",
+    "load",
+    "save",
+    "save_async",
+    "verify",
+]
+
+
+def save(
+    obj: Any,
+    path: PathLike,
+    *,
+    step: int | None = None,
+    keep: int | None = None,
+    keep_every: int | None = None,
+    own: Sequence[str] = (),
+    group: Any = None,
+) -> Path | None:
+    """Saves a state: with ``step`` as a checkpoint of all ranks in a folder, without as one file.
+
+    With ``step`` all ranks of the group call it, with the same ``step``. What several ranks have alike is written once,
+    and the work is dealt out; what differs is written by each (running means, states of generators); shards (DTensors,
+    `Shard`) are written by those that have them. When it returns, on every rank, the checkpoint is complete and on the
+    disk. When it raises, it does so on every rank, and what was there before is unchanged.
+
+    Without ``step``, no other rank is needed: ``obj``, whatever `torch.save` takes, is written to the file ``path``,
+    all of it or not at all.
+
+    Args:
+        obj: nested dicts, lists and tuples of tensors, NumPy arrays, numbers, strings, bytes, None; modules,
+            optimizers, schedulers, and whatever has ``state_dict`` and ``load_state_dict``.
+        path: the folder of the checkpoints, which all ranks see. It is made if it is not there.
+        step: of the training; the name of the checkpoint.
+        keep: so many of the newest checkpoints stay, the others are removed; None: all stay.
+        keep_every: with ``keep``: those whose step is a multiple of it stay, too.
+        own: paths in the state (``"replay"``, ``"model.cache"``) of which each rank's tensors are written, without
+            comparing. Others that are larger than 64 KiB are compared between ranks by a sample of 64 KiB.
+        group: the ranks; None: the world, or this process alone where there is none. Torch's groups, too.
+
+    Returns:
+        The folder of the checkpoint; None without ``step``.
+
+    Raises:
+        UsageError: something in ``obj`` cannot be saved; another job saves into the folder.
+        CheckpointError: it was not saved. Names the ranks, the host, and the cause.
+        OSError: without ``step``: the file could not be written.
+
+    Cost:
+        each rank writes its share, and waits for the disk; five small exchanges between the ranks.
+    """
+    if step is None:
+        if keep is not None or keep_every is not None or own or group is not None:
+            raise UsageError(
+                "checkpoint.save: keep, keep_every, own and group are for checkpoints of all ranks: add step="
+            )
+        single_file.save(obj, path)
+        return None
+    saving.settle()
+    return saving.save(obj, path, step=step, keep=keep, keep_every=keep_every, own=own, group=group)
+
+
+def save_async(
+    obj: Any,
+    path: PathLike,
+    *,
+    step: int,
+    keep: int | None = None,
+    keep_every: int | None = None,
+    own: Sequence[str] = (),
+    group: Any = None,
+) -> Saving:
+    """Saves as `save` does, in the background: it returns when this rank's share is copied.
+
+    One save at a time goes on; another waits for it. The process does not end before the save has.
+
+    Args:
+        obj: as for `save`; it may be changed as soon as this returns.
+        path: as for `save`.
+        step: as for `save`.
+        keep: as for `save`.
+        keep_every: as for `save`.
+        own: as for `save`.
+        group: as for `save`.
+
+    Returns:
+        The save: ``wait()``, ``done()``.
+
+    Raises:
+        UsageError: as for `save`.
+        CheckpointError: the one before has failed, and ``wait`` was not called.
+
+    Cost:
+        a copy of this rank's share into memory that is kept; two small exchanges between the ranks.
+    """
+    return saving.save_async(obj, path, step=step, keep=keep, keep_every=keep_every, own=own, group=group)
+
+
+def load(
+    path: PathLike,
+    map_location: Any = "cpu",
+    weights_only: bool = True,
+    *,
+    into: Any = None,
+    step: int | None = None,
+    group: Any = None,
+) -> Any:
+    """Loads what `save` wrote.
+
+    Of a folder, all ranks of the group call it, however many they are: each reads what it needs. What ranks had each
+    for itself is given to the rank with the same number, or is rank 0's where there was none.
+
+    Args:
+        path: a file; a checkpoint; or a folder of checkpoints, of which the newest is taken.
+        map_location: of a file: where tensors go, as in `torch.load`.
+        weights_only: of a file: accept only tensors and plain containers. False runs whatever code the file holds.
+        into: of a folder: what is filled. It has the structure of what was saved, or of a part of it; tensors, modules
+            and optimizers keep their memory and devices. None: a new state, with whole tensors on the CPU.
+        step: of a folder of checkpoints: which one; None: the newest.
+        group: as for `save`.
+
+    Returns:
+        The state.
+
+    Raises:
+        UsageError: ``into`` has what the checkpoint has not, or tensors of another shape.
+        CheckpointError: there is no such checkpoint, or it is damaged: names file, tensor and rank. Parts of ``into``
+            may have been filled.
+        FileNotFoundError: there is nothing at ``path``.
+        AllranksError: the file is damaged, or none that `save` wrote.
+        pickle.UnpicklingError: the file holds objects that ``weights_only=True`` refuses.
+    """
+    if os.path.isfile(path):
+        if into is not None or step is not None:
+            raise UsageError(f"checkpoint.load: {os.fspath(path)!r} is a file; into and step are for folders")
+        return single_file.load(path, map_location, weights_only)
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"checkpoint.load: there is nothing at {os.fspath(path)!r}")
+    saving.settle()
+    company = company_of(group)
+    return loading.load_folder(loading.chosen(path, step, company), into, company.rank)

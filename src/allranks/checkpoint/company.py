@@ -1,0 +1,110 @@
+"""The ranks that save or load together: those of a group of ours, of torch's, or one process alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any, Protocol
+
+import torch
+
+from allranks._api import objects
+from allranks._api.world import is_initialized, resolve_group
+from allranks._group.process_group import ProcessGroup
+
+__all__ = ["Company", "company_of"]
+
+
+class Company(Protocol):
+    """Ranks.
+
+    Attributes:
+        rank: this one.
+        size: how many there are.
+        identity: of the group.
+    """
+
+    rank: int
+    size: int
+    identity: object
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank. All of them call it."""
+
+    def apart(self) -> Company:
+        """The same ranks, whose calls do not mix with those of the program. All of them call it."""
+
+    def is_open(self) -> bool:
+        """Whether they can still be called."""
+
+
+class _Alone:
+    rank, size = 0, 1
+    identity: object = None
+
+    def is_open(self) -> bool:
+        return True
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value]
+
+    def apart(self) -> Company:
+        return self
+
+
+class _Ours:
+    def __init__(self, group: ProcessGroup) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group = group
+        self.identity: object = group
+
+    def is_open(self) -> bool:
+        return not self._group.closed and not self._group.failed_ranks()
+
+    def exchange(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        objects.all_gather_object(found, value, self._group)
+        return found
+
+    def apart(self) -> Company:
+        from allranks._api.groups import split_group  # late: only for saves in the background
+
+        made = split_group(self._group, [list(range(self.size))], group_desc="checkpoints")
+        assert made is not None
+        return _Ours(made)
+
+
+class _Torchs:
+    def __init__(self, group: Any) -> None:
+        self._distributed: Any = torch.distributed
+        self.rank, self.size = self._distributed.get_rank(group), self._distributed.get_world_size(group)
+        self._group = group
+        self.identity: object = group
+
+    def is_open(self) -> bool:
+        return bool(self._distributed.is_initialized())
+
+    def exchange(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.size
+        self._distributed.all_gather_object(found, value, group=self._group)
+        return found
+
+    def apart(self) -> Company:
+        ranks = self._distributed.get_process_group_ranks(self._group or self._distributed.group.WORLD)
+        backend = "gloo" if self._distributed.get_backend(self._group) == "nccl" else None
+        return _Torchs(self._distributed.new_group(ranks, backend=backend, use_local_synchronization=True))
+
+
+def company_of(group: Any = None) -> Company:
+    """The ranks of a group; None: of the world, which is this process alone where there is none."""
+    if isinstance(group, ProcessGroup) or (group is None and is_initialized()):
+        return _Ours(resolve_group(group))
+    distributed: Any = torch.distributed
+    if group is not None or (distributed.is_available() and distributed.is_initialized()):
+        return _Torchs(group)
+    return _Alone()
+
+
+def this_process() -> tuple[str, int]:
+    """Host and pid."""
+    return socket.gethostname(), os.getpid()

@@ -1,0 +1,199 @@
+"""Which rank writes which part of which tensor, and where in its file. Pure: each rank computes the same.
+
+All ranks tell each other what they have (``Offer``). A tensor that several ranks have alike is written by one of them;
+the work is dealt out by bytes, the largest first. One that differs between ranks is written by each that has another.
+Shards are written by those that have them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from allranks._base.errors import UsageError, rank_list
+
+__all__ = ["Job", "Offer", "Plan", "make_plan"]
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor, or a part of one, that a rank has.
+
+    Attributes:
+        name: its path in the state.
+        dtype: torch's name.
+        size: bytes of an element.
+        shape: of the whole.
+        offsets: where the part begins in it.
+        part: its shape.
+        digest: of its bytes, or of a sample of them: of the whole of those that are small.
+        own: each rank's is written, whether they differ or not.
+    """
+
+    name: str
+    dtype: str
+    size: int
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    part: tuple[int, ...]
+    digest: int
+    own: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Of the part."""
+        return math.prod(self.part) * self.size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is no shard."""
+        return self.part == self.shape
+
+
+@dataclass
+class Job:
+    """A part of a tensor, to be written once.
+
+    Attributes:
+        offer: what it is.
+        ranks: those whose state it is in; empty: it is in all that have such a tensor.
+        holders: those that have it in memory.
+        writer: the one of them that writes it.
+        begin: where in the writer's file, behind its head.
+    """
+
+    offer: Offer
+    ranks: tuple[int, ...]
+    holders: tuple[int, ...]
+    writer: int = -1
+    begin: int = 0
+
+    @property
+    def key(self) -> str:
+        """The tensor's name in the file."""
+        offer = self.offer
+        place = "" if offer.is_whole else "@" + ",".join(map(str, offer.offsets))
+        whose = f"#{self.ranks[0]}" if self.ranks else ""
+        return offer.name + place + whose
+
+
+@dataclass
+class Plan:
+    """What is written.
+
+    Attributes:
+        jobs: all.
+        files: those of each rank that writes, in the order in which they are in its file.
+    """
+
+    jobs: list[Job] = field(default_factory=list)
+    files: dict[int, list[Job]] = field(default_factory=dict)
+
+
+def make_plan(offers: Sequence[Sequence[Offer]]) -> Plan:
+    """Deals out the work.
+
+    Args:
+        offers: of each rank.
+
+    Raises:
+        UsageError: ranks have tensors of one name that cannot be parts of one.
+    """
+    by_name: dict[str, list[tuple[int, Offer]]] = {}
+    for rank, had in enumerate(offers):
+        for offer in had:
+            by_name.setdefault(offer.name, []).append((rank, offer))
+    plan = Plan()
+    for name in sorted(by_name):
+        plan.jobs += _jobs_of(name, by_name[name])
+    load = [0] * len(offers)
+    for job in sorted(plan.jobs, key=lambda job: -job.offer.nbytes):
+        job.writer = min(job.holders, key=lambda rank: (load[rank], rank))
+        load[job.writer] += job.offer.nbytes
+    for job in plan.jobs:
+        plan.files.setdefault(job.writer, []).append(job)
+    for jobs in plan.files.values():
+        _place(jobs)
+    return plan
+
+
+def _place(jobs: list[Job]) -> None:
+    jobs.sort(key=lambda job: (-job.offer.size, job.key))  # no element lies across its own alignment
+    begin = 0
+    for job in jobs:
+        job.begin = begin
+        begin += job.offer.nbytes
+
+
+def _jobs_of(name: str, had: list[tuple[int, Offer]]) -> list[Job]:
+    if all(offer.is_whole for _, offer in had):
+        return _whole(had)
+    kinds = {(offer.dtype, offer.shape) for _, offer in had}
+    if len(kinds) > 1:
+        listed = "; ".join(f"rank {rank}: {offer.dtype} {list(offer.shape)}" for rank, offer in had[:4])
+        raise UsageError(f"checkpoint: ranks have shards of different tensors {name!r}: {listed}")
+    return _shards(name, had)
+
+
+def _whole(had: list[tuple[int, Offer]]) -> list[Job]:
+    classes: dict[tuple[object, ...], list[int]] = {}
+    firsts: dict[tuple[object, ...], Offer] = {}
+    for rank, offer in had:
+        kind = (offer.dtype, offer.shape, offer.digest, rank if offer.own else -1)
+        classes.setdefault(kind, []).append(rank)
+        firsts.setdefault(kind, offer)
+    alone = len(classes) == 1
+    return [
+        Job(firsts[kind], () if alone else tuple(ranks), tuple(ranks))
+        for kind, ranks in sorted(classes.items(), key=lambda item: item[1][0])
+    ]
+
+
+def _shards(name: str, had: list[tuple[int, Offer]]) -> list[Job]:
+    boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, Offer]]] = {}
+    for rank, offer in had:
+        boxes.setdefault((offer.offsets, offer.part), []).append((rank, offer))
+    jobs = []
+    for _, holders in sorted(boxes.items()):
+        first = holders[0][1]
+        if differs := [rank for rank, offer in holders if offer.digest != first.digest]:
+            raise UsageError(
+                f"checkpoint: {rank_list([holders[0][0], *differs])} have the same part of tensor {name!r} with other"
+                " values: replicas of a shard must be the same"
+            )
+        if first.nbytes:
+            jobs.append(Job(first, (), tuple(rank for rank, _ in holders)))
+    _check_cover(name, had[0][1].shape, [job.offer for job in jobs], jobs)
+    return jobs or [Job(had[0][1], (), (had[0][0],))]
+
+
+def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Offer], jobs: Iterable[Job]) -> None:
+    """That the parts make up the whole, and none is in two."""
+    covered = sum(math.prod(part.part) for part in parts)
+    if covered == math.prod(shape) and not _overlap(parts):
+        return
+    listed = "; ".join(
+        f"rank {job.holders[0]}: {list(job.offer.part)} at {list(job.offer.offsets)}" for job in list(jobs)[:4]
+    )
+    raise UsageError(
+        f"checkpoint: the shards of tensor {name!r} do not make up its shape {list(shape)} ({covered} of"
+        f" {math.prod(shape)} elements): {listed}"
+    )
+
+
+def _overlap(parts: Sequence[Offer]) -> bool:
+    """Whether two parts share an element. Parts that begin beyond another's end in the first dimension are not
+    compared: of shards along it, neighbours only."""
+    ordered = sorted(parts, key=lambda part: part.offsets)
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if one.offsets and other.offsets[0] >= one.offsets[0] + one.part[0]:
+                break
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(one.offsets, one.part, other.offsets, other.part, strict=True)
+            ):
+                return True
+    return False

@@ -1,0 +1,254 @@
+"""What a checkpoint consists of: ``manifest.json``, which is written last and names everything else.
+
+A reader trusts nothing in it: its own digest must be right, and each range must lie in a file of the folder that is as
+large as it says, before a byte of memory is taken. The digest finds accidents, not forgery.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from allranks._base.errors import CheckpointError
+
+__all__ = ["BLOCK", "FORMAT", "MANIFEST", "File", "Manifest", "Piece", "Saved", "Writer", "dtype_of", "load_manifest"]
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+BLOCK = 4 << 20
+"""Bytes of a piece that have one hash, so that a part of it can be checked without the rest."""
+
+_LARGEST = 1 << 30  # bytes of a manifest
+_MOST = 1 << 62
+_PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+_END = re.compile(rb',"digest":"([0-9a-f]{32})"}\n?\Z')
+
+
+class Writer(msgspec.Struct, frozen=True):
+    """A rank that took part.
+
+    Attributes:
+        host: its host.
+        pid: its process.
+        tree: which of the trees is its state.
+    """
+
+    host: str
+    pid: int
+    tree: int
+
+
+class File(msgspec.Struct, frozen=True):
+    """A file of tensors, in the safetensors format.
+
+    Attributes:
+        name: in the folder.
+        nbytes: of the file.
+        head: bytes before the tensors.
+        hash: of those.
+        rank: who wrote it.
+        host: where, if hosts have folders of their own; else "".
+    """
+
+    name: str
+    nbytes: int
+    head: int
+    hash: str
+    rank: int
+    host: str = ""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Where a part of a tensor is: all its elements, in the order of its dimensions.
+
+    Attributes:
+        file: which of the files.
+        begin: the byte in that file.
+        offsets: the part's place in the tensor.
+        shape: of the part.
+        hashes: xxh3_64 of each block of its bytes, as 8 bytes, little-endian.
+    """
+
+    file: int
+    begin: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    hashes: bytes
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """A tensor.
+
+    Attributes:
+        name: its path in the state.
+        dtype: torch's name.
+        shape: of the whole.
+        pieces: that make it up, without overlaps.
+        ranks: those whose state it is in, where the others have another tensor of this name; else empty: of all.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    ranks: tuple[int, ...] = ()
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """All of a checkpoint.
+
+    Attributes:
+        format: the version of this form.
+        step: of the training.
+        run: of the job that wrote it.
+        when: seconds since 1970.
+        allranks: the version that wrote it.
+        block: bytes that have one hash.
+        writers: by rank.
+        files: with the tensors.
+        tensors: in the order of their names.
+        trees: what is not tensors; those of ranks that have the same are one.
+    """
+
+    format: int
+    step: int
+    run: str
+    when: float
+    allranks: str
+    block: int
+    writers: tuple[Writer, ...]
+    files: tuple[File, ...]
+    tensors: tuple[Saved, ...]
+    trees: tuple[Any, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files with tensors."""
+        return sum(file.nbytes for file in self.files)
+
+    def encode(self) -> bytes:
+        body = msgspec.json.encode(self)[:-1]
+        return body + b',"digest":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
+
+    def find(self, name: str, rank: int) -> Saved | None:
+        """The tensor of this name in the state of a rank; of rank 0 where there was no such rank."""
+        named = [saved for saved in self.tensors if saved.name == name]
+        for wanted in (rank, 0):
+            for saved in named:
+                if not saved.ranks or wanted in saved.ranks:
+                    return saved
+        return named[0] if named else None
+
+    def tree(self, rank: int) -> Any:
+        """The state of a rank, without tensors; of rank 0 where there was no such rank."""
+        return self.trees[self.writers[rank if rank < len(self.writers) else 0].tree]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype.
+
+    Raises:
+        CheckpointError: this torch has none of that name.
+    """
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{name!r} is no dtype of torch {torch.__version__}")
+    return found
+
+
+def load_manifest(folder: Path, sizes: bool = True) -> Manifest:
+    """Reads and checks the manifest of a checkpoint.
+
+    Args:
+        folder: the checkpoint.
+        sizes: look whether its files are there, and as large as they must be.
+
+    Raises:
+        CheckpointError: it is damaged, of a later version, or does not fit the files.
+        OSError: it cannot be read; FileNotFoundError where it is not there.
+    """
+    path = folder / MANIFEST
+    if (length := os.path.getsize(path)) > _LARGEST:
+        raise CheckpointError(f"{path} has {length} bytes, which is no manifest")
+    manifest = _decode(path, path.read_bytes())
+    _check(path, manifest)
+    if sizes:
+        for file in manifest.files:
+            _check_size(folder, file)
+    return manifest
+
+
+def _decode(path: Path, data: bytes) -> Manifest:
+    end = _END.search(data)
+    if end is None:
+        raise CheckpointError(f"{path} is damaged: it has no digest at its end ({len(data)} bytes)")
+    body = data[: end.start()]
+    if xxhash.xxh3_128_hexdigest(body).encode() != end[1]:
+        raise CheckpointError(f"{path} is damaged: its contents do not have the digest at its end")
+    try:
+        return msgspec.json.decode(body + b"}", type=Manifest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a manifest that this version reads: {error}") from None
+
+
+def _check(path: Path, manifest: Manifest) -> None:
+    """That all numbers fit each other."""
+    if manifest.format > FORMAT:
+        raise CheckpointError(f"{path} has format {manifest.format}; this allranks reads up to {FORMAT}: update it")
+    problem = _problem(manifest)
+    if problem:
+        raise CheckpointError(f"{path} is damaged: {problem}")
+
+
+def _problem(manifest: Manifest) -> str:
+    if not manifest.writers or not manifest.trees or not 0 < manifest.block <= 1 << 30:
+        return "it has no writers, no state or no blocks"
+    if not all(0 <= writer.tree < len(manifest.trees) for writer in manifest.writers):
+        return "a writer's state is not there"
+    for file in manifest.files:
+        if not _PLAIN.fullmatch(file.name) or not 0 <= file.head <= file.nbytes < _MOST:
+            return f"the file {file.name[:80]!r} is impossible"
+    for saved in manifest.tensors:
+        if problem := _tensor_problem(manifest, saved):
+            return f"tensor {saved.name[:200]!r}: {problem}"
+    return ""
+
+
+def _tensor_problem(manifest: Manifest, saved: Saved) -> str:
+    size = dtype_of(saved.dtype).itemsize
+    if not all(0 <= length < _MOST for length in saved.shape) or math.prod(saved.shape) * size >= _MOST:
+        return "its shape is impossible"
+    covered = 0
+    for piece in saved.pieces:
+        if not 0 <= piece.file < len(manifest.files):
+            return "its file is not there"
+        if not len(piece.shape) == len(piece.offsets) == len(saved.shape) or not all(
+            begin >= 0 and length >= 0 and begin + length <= whole
+            for begin, length, whole in zip(piece.offsets, piece.shape, saved.shape, strict=True)
+        ):
+            return "a part of it lies outside"
+        file, nbytes = manifest.files[piece.file], math.prod(piece.shape) * size
+        if not file.head <= piece.begin or piece.begin + nbytes > file.nbytes:
+            return f"a part of it lies outside of {file.name}"
+        if len(piece.hashes) != 8 * -(-nbytes // manifest.block):
+            return "hashes are missing"
+        covered += math.prod(piece.shape)
+    return "" if covered == math.prod(saved.shape) else "its parts do not make it up"
+
+
+def _check_size(folder: Path, file: File) -> None:
+    try:
+        found = os.path.getsize(folder / file.name)
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder / file.name} is missing; rank {file.rank} wrote it") from None
+    if found != file.nbytes:
+        raise CheckpointError(
+            f"{folder / file.name} has {found} bytes, and must have {file.nbytes}; rank {file.rank} wrote it"
+        )

@@ -1,0 +1,162 @@
+"""The files with tensors: safetensors, hashed while they are written, and checked while they are read.
+
+A file that is written is on the disk when ``write_file`` returns. A block is hashed just before it is written, so that
+the copy into the page cache finds it in the processor's cache. The large calls (hash, write, read) run without the GIL.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from allranks._base.errors import CheckpointError
+from allranks.checkpoint.layout import Job
+from allranks.checkpoint.manifest import BLOCK, File, Manifest, Piece, Saved, dtype_of
+
+__all__ = ["head_of", "open_part", "read_rows", "write_file"]
+
+_KINDS = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""safetensors' names; tensors of other dtypes are there as bytes, and the manifest has their dtype."""
+
+_HEAD_SIZE = 8  # bytes, little-endian: of the JSON that follows
+
+
+def head_of(jobs: Sequence[Job], step: int, rank: int) -> bytes:
+    """What is before the tensors of a file."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step), "rank": str(rank)}}
+    for job in jobs:
+        offer = job.offer
+        kind = _KINDS.get(offer.dtype)
+        entries[job.key] = {
+            "dtype": kind or "U8",
+            "shape": list(offer.part) if kind else [offer.nbytes],
+            "data_offsets": [job.begin, job.begin + offer.nbytes],
+        }
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 64)
+    return len(text).to_bytes(_HEAD_SIZE, "little") + text
+
+
+def write_file(path: Path, head: bytes, views: Sequence[memoryview]) -> list[bytes]:
+    """Writes a new file, and waits until the disk has it.
+
+    Args:
+        path: where; nothing may be there.
+        head: its beginning.
+        views: what follows.
+
+    Returns:
+        The hashes of the blocks of each view, as ``Piece.hashes``.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    hashes = []
+    with open(path, "xb", buffering=0) as file:
+        _write(file.fileno(), memoryview(head))
+        for view in views:
+            found = array.array("Q")
+            for begin in range(0, len(view), BLOCK):
+                block = view[begin : begin + BLOCK]
+                found.append(xxhash.xxh3_64_intdigest(block))
+                _write(file.fileno(), block)
+            if sys.byteorder == "big":
+                found.byteswap()
+            hashes.append(found.tobytes())
+        os.fsync(file.fileno())
+    return hashes
+
+
+def _write(fd: int, view: memoryview) -> None:
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+@contextlib.contextmanager
+def open_part(folder: Path, file: File) -> Iterator[int]:
+    """A descriptor of a file to read from."""
+    fd = os.open(folder / file.name, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def read_rows(fd: int, manifest: Manifest, saved: Saved, piece: Piece, begin: int, end: int, into: memoryview) -> None:
+    """Reads bytes of a piece, and checks them.
+
+    Args:
+        fd: its file.
+        manifest: of the checkpoint.
+        saved: the tensor.
+        piece: the part of it.
+        begin: the first byte of the piece.
+        end: the byte after the last.
+        into: gets them.
+
+    Raises:
+        CheckpointError: they are not what was written.
+    """
+    block, nbytes = manifest.block, _nbytes_of(saved, piece, manifest)
+    hashes = memoryview(piece.hashes)
+    for number in range(begin // block, -(-end // block)):
+        first, last = number * block, min((number + 1) * block, nbytes)
+        inside = first >= begin and last <= end
+        view = into[first - begin : last - begin] if inside else memoryview(bytearray(last - first))
+        _read(fd, piece.begin + first, view, manifest, saved, piece)
+        expected = int.from_bytes(hashes[8 * number : 8 * number + 8], "little")
+        if xxhash.xxh3_64_intdigest(view) != expected:
+            raise damaged(manifest, saved, piece, first, last)
+        if not inside:
+            low, high = max(first, begin), min(last, end)
+            into[low - begin : high - begin] = view[low - first : high - first]
+
+
+def _nbytes_of(saved: Saved, piece: Piece, manifest: Manifest) -> int:
+    return math.prod(piece.shape) * dtype_of(saved.dtype).itemsize
+
+
+def _read(fd: int, where: int, view: memoryview, manifest: Manifest, saved: Saved, piece: Piece) -> None:
+    done = 0
+    while done < len(view):
+        got = os.preadv(fd, [view[done:]], where + done)
+        if not got:
+            raise damaged(manifest, saved, piece, done, len(view), "the file ends there")
+        done += got
+
+
+def damaged(
+    manifest: Manifest, saved: Saved, piece: Piece, begin: int, end: int, why: str = "it is not what was written"
+) -> CheckpointError:
+    """The error of bytes that are not what was written: names file, tensor, and rank."""
+    file = manifest.files[piece.file]
+    writer = manifest.writers[file.rank] if file.rank < len(manifest.writers) else None
+    who = f"rank {file.rank}" + (f" ({writer.host}, pid {writer.pid})" if writer else "")
+    return CheckpointError(
+        f"step {manifest.step}: {file.name} is damaged in bytes {piece.begin + begin} to {piece.begin + end} ({why}):"
+        f" tensor {saved.name!r}, written by {who}"
+    )

@@ -1,0 +1,43 @@
+"""The state of random generators, as a part of a checkpoint. Each rank has its own."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+from allranks._base.errors import UsageError
+
+__all__ = ["RandomState"]
+
+_cuda: Any = torch.cuda  # its annotations are few
+
+
+class RandomState:
+    """The generators of torch (CPU and CUDA), of ``random``, and of NumPy where the program has it.
+
+    Put it into the state that is saved: ``{"model": model, "random": RandomState()}``. Its state is read when it is
+    saved, and set when it is loaded.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        if _cuda.is_initialized():
+            found["cuda"] = _cuda.get_rng_state_all()
+        if "numpy" in sys.modules:
+            kind, keys, *rest = sys.modules["numpy"].random.get_state()
+            found["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), *rest]
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "torch" not in state or "python" not in state:
+            raise UsageError("RandomState: this is not the state of one")
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        if "cuda" in state and _cuda.is_available() and len(state["cuda"]) == _cuda.device_count():
+            _cuda.set_rng_state_all(state["cuda"])
+        if "numpy" in state and "numpy" in sys.modules:
+            kind, keys, *rest = state["numpy"]
+            sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
