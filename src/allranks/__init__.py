@@ -129,6 +129,7 @@ _HOME = {
     "_base.errors": (
         "AbortedError",
         "AllranksError",
+        "CheckpointError",
         "ConfigError",
         "DistBackendError",
         "DistError",

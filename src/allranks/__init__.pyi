@@ -101,6 +101,7 @@ from allranks._api.world import is_initialized as is_initialized
 from allranks._api.world import stats as stats
 from allranks._base.errors import AbortedError as AbortedError
 from allranks._base.errors import AllranksError as AllranksError
+from allranks._base.errors import CheckpointError as CheckpointError
 from allranks._base.errors import ConfigError as ConfigError
 from allranks._base.errors import DistBackendError as DistBackendError
 from allranks._base.errors import DistError as DistError

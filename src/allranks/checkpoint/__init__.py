@@ -181,3 +181,7 @@ def load(
     saving.settle()
     company = company_of(group)
     return loading.load_folder(loading.chosen(path, step, company), into, company.rank)
+
+
+for _public in (Info, RandomState, Saving, Shard, latest, list, verify):
+    _public.__module__ = __name__

@@ -241,9 +241,6 @@ def local_part(name: str, value: Tensor | Shard) -> tuple[Tensor, tuple[int, ...
         return value.tensor.detach(), value.offsets, value.shape
     if hasattr(value, "_local_tensor") and hasattr(value, "device_mesh"):
         return _part_of_dtensor(name, value)
-    if value.layout is not torch.strided or value.is_quantized or value.device.type == "meta":
-        kind = "quantized" if value.is_quantized else "meta" if value.device.type == "meta" else str(value.layout)
-        raise UsageError(f"checkpoint: tensor {name!r} is {kind}; only dense tensors with memory can be saved")
     return value.detach().resolve_conj().resolve_neg(), (0,) * value.dim(), tuple(value.shape)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from allranks._base.errors import CheckpointError, UsageError
+from allranks._base.errors import AllranksError, CheckpointError, UsageError
 from allranks._call.bytes import bytes_of
 
 __all__ = ["Flat", "Shard", "Tree", "flatten", "state_of", "unflatten"]
@@ -80,6 +80,9 @@ class Flat:
     def add(self, path: str, tensor: Tensor | Shard) -> str:
         """Takes a tensor. Returns its name: that of the same memory, if it was here before."""
         plain = tensor.tensor if isinstance(tensor, Shard) else tensor
+        if plain.layout is not torch.strided or plain.is_quantized or plain.device.type == "meta":
+            kind = "quantized" if plain.is_quantized else "meta" if plain.device.type == "meta" else str(plain.layout)
+            raise UsageError(f"checkpoint: tensor {path!r} is {kind}; only dense tensors with memory can be saved")
         memory = _memory_of(plain)
         if memory is not None and memory in self._names:
             return self._names[memory]
@@ -209,9 +212,9 @@ def unflatten(tree: Tree, tensor: Callable[[str], Any]) -> Any:
     """
     try:
         return _decode(tree, tensor)
-    except (ValueError, TypeError, KeyError, AttributeError, binascii.Error, RecursionError) as error:
-        if isinstance(error, UsageError):
-            raise
+    except AllranksError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, binascii.Error) as error:
         raise CheckpointError(f"the manifest's state is damaged: {error!r:.200}") from error
 
 

@@ -13,6 +13,7 @@ import torch
 
 from allranks import checkpoint
 from allranks._base.errors import AllranksError, UsageError
+from allranks.checkpoint import single_file
 
 
 def run_python(program, *args, timeout_s=100):
@@ -94,7 +95,7 @@ def test_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
 
 
 def test_temporary_file_of_a_living_save_is_left_alone(tmp_path):
-    descriptor, temporary = checkpoint._create_locked(str(tmp_path), "c.pt")
+    descriptor, temporary = single_file._create_locked(str(tmp_path), "c.pt")
     try:
         checkpoint.save([1], tmp_path / "c.pt")
         assert sorted(os.listdir(tmp_path)) == sorted(["c.pt", os.path.basename(temporary)])

@@ -1,0 +1,112 @@
+"""Who writes what: everything once, and the work is shared."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from allranks import UsageError
+from allranks.checkpoint.layout import Offer, Plan, make_plan
+
+
+def whole(name: str, length: int, digest: int = 0, own: bool = False) -> Offer:
+    return Offer(name, "float32", 4, (length,), (0,), (length,), digest, own)
+
+
+def part(name: str, shape: tuple[int, ...], offsets: tuple[int, ...], size: tuple[int, ...], digest: int = 0) -> Offer:
+    return Offer(name, "float32", 4, shape, offsets, size, digest)
+
+
+def check(plan: Plan, ranks: int) -> None:
+    """Each file is without gaps, and nobody writes what it has not."""
+    assert sorted(job.key for job in plan.jobs) == sorted(job.key for jobs in plan.files.values() for job in jobs)
+    for rank, jobs in plan.files.items():
+        assert 0 <= rank < ranks
+        end = 0
+        for job in jobs:
+            assert job.begin == end
+            assert rank in job.holders
+            end += job.offer.nbytes
+        assert len({job.key for job in jobs}) == len(jobs)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(0, 50), st.lists(st.integers(0, 2), min_size=6, max_size=6)), max_size=20),
+)
+def test_whole_tensors(ranks: int, tensors: list[tuple[int, list[int]]]) -> None:
+    offers = [[whole(f"t{n}", size, had[r]) for n, (size, had) in enumerate(tensors)] for r in range(ranks)]
+    plan = make_plan(offers)
+    check(plan, ranks)
+    for number, (_, had) in enumerate(tensors):
+        jobs = [job for job in plan.jobs if job.offer.name == f"t{number}"]
+        assert sorted(job.offer.digest for job in jobs) == sorted(set(had[:ranks]))
+        if len(jobs) == 1:
+            assert jobs[0].ranks == ()
+        else:
+            assert sorted(rank for job in jobs for rank in job.ranks) == list(range(ranks))
+
+
+def test_the_work_is_shared() -> None:
+    plan = make_plan([[whole(f"t{n}", 1000 + n) for n in range(40)]] * 4)
+    loads = [sum(job.offer.nbytes for job in jobs) for jobs in plan.files.values()]
+    assert len(loads) == 4
+    assert max(loads) - min(loads) <= 4 * 1040
+
+
+def test_each_rank_writes_its_own() -> None:
+    plan = make_plan([[whole("t", 3, 7, own=True)], [whole("t", 3, 7, own=True)]])
+    assert [job.key for job in plan.jobs] == ["t#0", "t#1"]
+
+
+def test_a_tensor_that_some_have() -> None:
+    """As stages of a pipeline."""
+    plan = make_plan([[whole("a", 3)], [whole("b", 3)]])
+    assert {rank: [job.key for job in jobs] for rank, jobs in plan.files.items()} == {0: ["a"], 1: ["b"]}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 7), st.integers(1, 7), st.integers(1, 2))
+def test_shards(rows: int, columns: int, height: int, width: int, replicas: int) -> None:
+    """A grid of parts, of any size, each held by one rank or several."""
+    shape = (rows * height, columns * width)
+    offers = [
+        [part("t", shape, (r * height, c * width), (height, width))]
+        for _ in range(replicas)
+        for r in range(rows)
+        for c in range(columns)
+    ]
+    plan = make_plan(offers)
+    check(plan, len(offers))
+    assert len(plan.jobs) == rows * columns
+    assert sum(math.prod(job.offer.part) for job in plan.jobs) == math.prod(shape)
+
+
+@pytest.mark.parametrize(
+    ("offers", "words"),
+    [
+        ([part("t", (4,), (0,), (2,)), part("t", (4,), (3,), (1,))], "do not make up its shape [4] (3 of 4 elements)"),
+        ([part("t", (4,), (0,), (3,)), part("t", (4,), (3,), (1,)), part("t", (4,), (2,), (2,))], "do not make up"),
+        ([part("t", (4,), (0,), (3,)), part("t", (4,), (2,), (1,))], "do not make up"),
+        ([part("t", (2, 2), (0, 0), (2, 1)), part("t", (2, 2), (0, 0), (1, 2))], "do not make up"),
+        ([part("t", (4,), (0,), (2,)), part("t", (5,), (2,), (3,))], "ranks have shards of different tensors"),
+        ([part("t", (4,), (0,), (2,), 1), part("t", (4,), (0,), (2,), 2)], "have the same part of tensor 't'"),
+    ],
+)
+def test_shards_that_do_not_fit(offers: list[Offer], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        make_plan([[offer] for offer in offers])
+    assert words in str(caught.value)
+
+
+def test_shards_without_elements() -> None:
+    """Of 5 ranks that share 2 rows, 3 have none."""
+    offers = [[part("t", (2, 3), (min(r, 2), 0), (int(r < 2), 3))] for r in range(5)]
+    plan = make_plan(offers)
+    assert [job.offer.part for job in plan.jobs] == [(1, 3), (1, 3)]
+    nothing = make_plan([[part("t", (0, 3), (0, 0), (0, 3))]] * 2)
+    assert len(nothing.jobs) == 1
