@@ -185,3 +185,4 @@ def load(
 
 for _public in (Info, RandomState, Saving, Shard, latest, list, verify):
     _public.__module__ = __name__
+list.__name__ = list.__qualname__ = "list"
