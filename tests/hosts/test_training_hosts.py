@@ -39,6 +39,32 @@ weights = sum(float(p.detach().double().sum()) for p in model.parameters())
 print(f"end {dist.get_world_size()} {weights!r} {state.replaced}", flush=True)
 """
 
+SHARDED = """
+import os, time
+import torch
+import allranks as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group(timeout=30)
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+torch.manual_seed(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 9), torch.nn.ReLU(), torch.nn.Linear(9, 1))
+fully_shard(model[0], mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+state = dist.resilience.State(model=model, optimizer=optimizer)
+print("up", flush=True)
+for step in state.steps(40):
+    with step:
+        optimizer.zero_grad()
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+        time.sleep(PAUSE)
+weights = sum(float(p.full_tensor().detach().double().sum()) for p in model.parameters())
+print(f"end {dist.get_world_size()} {weights!r} {state.replaced}", flush=True)
+"""
+
 
 GROWS = """
 import os, time
@@ -126,6 +152,21 @@ def test_the_others_go_on_when_a_host_is_lost(job: Jobs, lost: int) -> None:
     assert len(ends) == 2
     assert len(set(ends)) == 1
     assert ends[0].startswith("2 ")
+
+
+def test_a_spare_host_takes_over_the_shards_of_a_lost_one(job: Jobs) -> None:
+    words = ["-H", "node0:2,node1:2,node2:2", "--elastic", "3", "--spares", "1"]
+    calm = job.run(0, *words, job.write(SHARDED.replace("PAUSE", "0")), torch=True)
+    assert calm.code == 0, calm.err
+    process = job.start(0, *words, job.write(SHARDED.replace("PAUSE", "0.1")), torch=True)
+    read_until(process, 4)
+    for pid in job.on(1, "agents.serve"):
+        os.kill(pid, signal.SIGKILL)
+    done = finish(process)
+    assert done.code == 0, done.err
+    assert "ranks 2-3 are started on node2" in done.err
+    assert len(set(_ends(calm.out))) == 1
+    assert _ends(done.out) == [end.removesuffix("0") + "2" for end in _ends(calm.out)]
 
 
 def test_a_host_that_comes_later_joins_the_training(job: Jobs) -> None:
