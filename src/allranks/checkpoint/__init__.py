@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from allranks._base.errors import CheckpointError, UsageError
 from allranks.checkpoint import loading, saving, single_file
@@ -34,12 +34,17 @@ from allranks.checkpoint.saving import Saving
 from allranks.checkpoint.values import Shard
 from allranks.checkpoint.verifying import verify
 
+if TYPE_CHECKING:
+    from allranks.checkpoint.dcp import StorageReader, StorageWriter
+
 __all__ = [
     "CheckpointError",
     "Info",
     "RandomState",
     "Saving",
     "Shard",
+    "StorageReader",
+    "StorageWriter",
     "latest",
     "list",
     "load",
@@ -181,6 +186,18 @@ def load(
     saving.settle()
     company = company_of(group)
     return loading.load_folder(loading.chosen(path, step, company), into, company.rank)
+
+
+def __getattr__(name: str) -> Any:
+    """The classes for torch's distributed checkpoint, whose import takes half a second."""
+    if name not in ("StorageReader", "StorageWriter"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from allranks.checkpoint import dcp
+
+    for found in (dcp.StorageReader, dcp.StorageWriter):
+        found.__module__ = __name__
+        globals()[found.__name__] = found
+    return globals()[name]
 
 
 for _public in (Info, RandomState, Saving, Shard, latest, list, verify):

@@ -40,6 +40,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "new_partial",
+    "partials",
 ]
 
 PathLike = str | os.PathLike[str]
@@ -197,6 +198,11 @@ def new_partial(folder: Path, step: int) -> Path:
     path = folder / f".step-{step:010}.{secrets.token_hex(4)}.partial"
     path.mkdir()
     return path
+
+
+def partials(folder: Path, step: int) -> list[Path]:
+    """The folders in which checkpoints of a step are written; one at most while their writer holds the lock."""
+    return [path for path in folder.glob(f".step-{step:010}.*.partial") if _PARTIAL.fullmatch(path.name)]
 
 
 def complete(partial: Path, manifest: Manifest, start: int) -> Path:

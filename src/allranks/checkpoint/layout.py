@@ -15,7 +15,7 @@ import msgspec
 
 from allranks._base.errors import UsageError, rank_list
 
-__all__ = ["Job", "Offer", "Plan", "make_plan"]
+__all__ = ["Job", "Offer", "Plan", "make_plan", "place"]
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -115,11 +115,12 @@ def make_plan(offers: Sequence[Sequence[Offer]]) -> Plan:
     for job in plan.jobs:
         plan.files.setdefault(job.writer, []).append(job)
     for jobs in plan.files.values():
-        _place(jobs)
+        place(jobs)
     return plan
 
 
-def _place(jobs: list[Job]) -> None:
+def place(jobs: list[Job]) -> None:
+    """Puts the jobs of a rank into the order of its file."""
     jobs.sort(key=lambda job: (-job.offer.size, job.key))  # no element lies across its own alignment
     begin = 0
     for job in jobs:

@@ -23,7 +23,7 @@ from allranks.checkpoint.manifest import MANIFEST, Manifest, Piece, Saved, dtype
 from allranks.checkpoint.saving import local_part
 from allranks.checkpoint.values import Shard, Tree, has_state, unflatten
 
-__all__ = ["chosen", "load_folder"]
+__all__ = ["Reader", "choose", "chosen", "load_folder"]
 
 _CHUNK = 64 << 20  # bytes that are read at a time, where they are copied on
 
@@ -42,7 +42,7 @@ def chosen(path: folders.PathLike, step: int | None, company: Company) -> Path:
     folder, found, why = Path(path), "", ""
     if company.rank == 0:
         try:
-            found = str(_choose(folder, step))
+            found = str(choose(folder, step))
         except (CheckpointError, OSError) as error:
             why = str(error)
     found, why = company.exchange((found, why))[0]
@@ -51,7 +51,8 @@ def chosen(path: folders.PathLike, step: int | None, company: Company) -> Path:
     return Path(found)
 
 
-def _choose(folder: Path, step: int | None) -> Path:
+def choose(folder: Path, step: int | None) -> Path:
+    """The checkpoint that a path means; see ``chosen``."""
     if (folder / MANIFEST).exists():
         return folder
     if step is None:
@@ -82,25 +83,25 @@ def load_folder(folder: Path, into: Any, rank: int) -> Any:
         CheckpointError: something is damaged.
         OSError: a file cannot be read.
     """
-    with _Reader(folder, rank) as reader:
+    with Reader(folder, rank) as reader:
         tree = reader.manifest.tree(rank)
         if into is None:
             return reader.build(tree)
         return _fill(into, tree, "", reader)
 
 
-class _Reader:
+class Reader:
     """A checkpoint that is being read. Its files are opened when they are needed."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder = folder
-        self._rank = rank
         self.manifest: Manifest = load_manifest(folder)
+        self._tensors = self.manifest.tensors_of(rank)
         self._open = contextlib.ExitStack()
         self._files: dict[int, int] = {}
         self._made: dict[str, Tensor] = {}
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -124,7 +125,7 @@ class _Reader:
 
     def find(self, name: object) -> Saved:
         """The description of a tensor."""
-        saved = self.manifest.find(name, self._rank) if isinstance(name, str) else None
+        saved = self._tensors.get(name) if isinstance(name, str) else None
         if saved is None:
             raise CheckpointError(f"{self._folder / MANIFEST} is damaged: it has no tensor {str(name)[:200]!r}")
         return saved
@@ -182,7 +183,7 @@ class _Reader:
 # Filling what is there.
 
 
-def _fill(into: Any, tree: Tree, path: str, reader: _Reader) -> Any:
+def _fill(into: Any, tree: Tree, path: str, reader: Reader) -> Any:
     """What takes the place of ``into``: itself, where it can be changed."""
     if isinstance(into, (Tensor, Shard)):
         name = _tagged(tree, "tensor", path, "a tensor")
@@ -191,8 +192,11 @@ def _fill(into: Any, tree: Tree, path: str, reader: _Reader) -> Any:
     if isinstance(into, nn.Module):
         _fill_module(into, tree, path, reader)
         return into
+    if isinstance(into, torch.optim.Optimizer):
+        _fill_optimizer(into, tree, path, reader)
+        return into
     if has_state(into):
-        into.load_state_dict(reader.build(tree, _likes(into, tree)))
+        into.load_state_dict(reader.build(tree))
         return into
     if isinstance(into, dict):
         return _fill_dict(into, tree, path, reader)
@@ -210,7 +214,7 @@ def _fill(into: Any, tree: Tree, path: str, reader: _Reader) -> Any:
     return reader.build(tree)
 
 
-def _fill_dict(into: dict[Any, Any], tree: Tree, path: str, reader: _Reader) -> dict[Any, Any]:
+def _fill_dict(into: dict[Any, Any], tree: Tree, path: str, reader: Reader) -> dict[Any, Any]:
     theirs = _pairs(tree, path, reader)
     if not into:
         into.update({key: reader.build(item) for key, item in theirs.items()})
@@ -222,7 +226,7 @@ def _fill_dict(into: dict[Any, Any], tree: Tree, path: str, reader: _Reader) -> 
     return into
 
 
-def _fill_module(module: nn.Module, tree: Tree, path: str, reader: _Reader) -> None:
+def _fill_module(module: nn.Module, tree: Tree, path: str, reader: Reader) -> None:
     """Its tensors get their values where they are; what it saves beside them goes through load_state_dict."""
     mine, theirs = module.state_dict(), _pairs(tree, path, reader)
     missing, unexpected = [key for key in mine if key not in theirs], [key for key in theirs if key not in mine]
@@ -240,23 +244,34 @@ def _fill_module(module: nn.Module, tree: Tree, path: str, reader: _Reader) -> N
         module.load_state_dict(extra, strict=False)
 
 
-def _likes(target: Any, tree: Tree) -> dict[str, Any]:
-    """The DTensors that an optimizer's state is laid out as: those of its parameters."""
-    if not isinstance(target, torch.optim.Optimizer):
-        return {}
-    parameters = [parameter for group in target.param_groups for parameter in group["params"]]
-    found = {}
-    state = tree.get("dict", {}).get("state", {}) if isinstance(tree, dict) else {}
-    for index, values in state.get("items", []) if isinstance(state, dict) else []:
-        like = parameters[index].detach() if isinstance(index, int) and index < len(parameters) else None
-        if like is not None and hasattr(like, "_local_tensor") and isinstance(values, dict):
+def _fill_optimizer(optimizer: torch.optim.Optimizer, tree: Tree, path: str, reader: Reader) -> None:
+    """Through load_state_dict, with states that are laid out as the parameters: DTensors, where those are."""
+    groups = reader.build(_tagged(tree, "dict", path, "an optimizer").get("param_groups"))
+    names = [name for group in groups or [] for name in group["params"]]
+    mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if len(names) != len(mine):
+        raise UsageError(
+            f"checkpoint.load: optimizer {path!r} has {len(mine)} parameters here, and {len(names)} in the checkpoint"
+        )
+    states = {_number(key, names): item for key, item in _pairs(tree["dict"].get("state"), path, reader).items()}
+    likes: dict[str, Any] = {}
+    for name, parameter in zip(names, mine, strict=True):
+        values = states.get(name)
+        if hasattr(parameter, "_local_tensor") and isinstance(values, dict):
             for value in values.get("dict", {}).values():
-                if isinstance(value, dict) and isinstance(name := value.get("tensor"), str):
-                    found[name] = like
-    return found
+                if isinstance(value, dict) and isinstance(tensor := value.get("tensor"), str):
+                    likes[tensor] = parameter.detach()
+    rest = {key: reader.build(item) for key, item in tree["dict"].items() if key != "state"}
+    state = {name: reader.build(item, likes) for name, item in states.items()}
+    optimizer.load_state_dict({**rest, "state": state})
 
 
-def _pairs(tree: Tree, path: str, reader: _Reader) -> dict[Any, Tree]:
+def _number(key: Any, names: list[Any]) -> Any:
+    """The number of a parameter, which torch's distributed checkpoint has made a string."""
+    return int(key) if isinstance(key, str) and key not in names and key.isdecimal() else key
+
+
+def _pairs(tree: Tree, path: str, reader: Reader) -> dict[Any, Tree]:
     if isinstance(tree, dict) and "items" in tree:
         return {reader.build(key): item for key, item in tree["items"]}
     found: dict[Any, Tree] = _tagged(tree, "dict", path, "a dict")

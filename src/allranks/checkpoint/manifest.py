@@ -137,14 +137,16 @@ class Manifest(msgspec.Struct, frozen=True):
         body = msgspec.json.encode(self)[:-1]
         return body + b',"digest":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n'
 
-    def find(self, name: str, rank: int) -> Saved | None:
-        """The tensor of this name in the state of a rank; of rank 0 where there was no such rank."""
-        named = [saved for saved in self.tensors if saved.name == name]
-        for wanted in (rank, 0):
-            for saved in named:
-                if not saved.ranks or wanted in saved.ranks:
-                    return saved
-        return named[0] if named else None
+    def tensors_of(self, rank: int) -> dict[str, Saved]:
+        """The tensors in the state of a rank, by name; of rank 0 where there was no such rank."""
+        found: dict[str, Saved] = {}
+        for wanted in (None, 0, rank):
+            for saved in self.tensors:
+                if wanted is None:
+                    found.setdefault(saved.name, saved)
+                elif wanted in saved.ranks:
+                    found[saved.name] = saved
+        return found
 
     def tree(self, rank: int) -> Any:
         """The state of a rank, without tensors; of rank 0 where there was no such rank."""

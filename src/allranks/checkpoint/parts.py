@@ -1,6 +1,6 @@
 """The files with tensors: safetensors, hashed while they are written, and checked while they are read.
 
-A file that is written is on the disk when ``write_file`` returns. A block is hashed just before it is written, so that
+A file that is written is on the disk when ``write_part`` returns. A block is hashed just before it is written, so that
 the copy into the page cache finds it in the processor's cache. The large calls (hash, write, read) run without the GIL.
 """
 
@@ -11,7 +11,7 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,7 +21,7 @@ from allranks._base.errors import CheckpointError
 from allranks.checkpoint.layout import Job
 from allranks.checkpoint.manifest import BLOCK, File, Manifest, Piece, Saved, dtype_of
 
-__all__ = ["head_of", "open_part", "read_rows", "write_file"]
+__all__ = ["open_part", "read_rows", "write_part"]
 
 _KINDS = {
     "float64": "F64",
@@ -45,7 +45,44 @@ _KINDS = {
 _HEAD_SIZE = 8  # bytes, little-endian: of the JSON that follows
 
 
-def head_of(jobs: Sequence[Job], step: int, rank: int) -> bytes:
+def write_part(
+    folder: Path, jobs: Sequence[Job], step: int, rank: int, views: Iterable[memoryview]
+) -> tuple[File, list[bytes]]:
+    """Writes the file of a rank, and waits until the disk has it.
+
+    Args:
+        folder: of the checkpoint.
+        jobs: what is written, in the order of the file.
+        step: of the training.
+        rank: this one.
+        views: the bytes of each job. Each is used up before the next is asked for.
+
+    Returns:
+        The file, and the hashes of the blocks of each job, as ``Piece.hashes``.
+
+    Raises:
+        OSError: it could not be written; FileExistsError where it is there already.
+    """
+    head = _head_of(jobs, step, rank)
+    name = f"part-{rank:05}.safetensors"
+    hashes, nbytes = [], len(head)
+    with open(folder / name, "xb", buffering=0) as file:
+        _write(file.fileno(), memoryview(head))
+        for view in views:
+            found = array.array("Q")
+            for begin in range(0, len(view), BLOCK):
+                block = view[begin : begin + BLOCK]
+                found.append(xxhash.xxh3_64_intdigest(block))
+                _write(file.fileno(), block)
+            if sys.byteorder == "big":
+                found.byteswap()
+            hashes.append(found.tobytes())
+            nbytes += len(view)
+        os.fsync(file.fileno())
+    return File(name, nbytes, len(head), xxhash.xxh3_64_hexdigest(head), rank), hashes
+
+
+def _head_of(jobs: Sequence[Job], step: int, rank: int) -> bytes:
     """What is before the tensors of a file."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step), "rank": str(rank)}}
     for job in jobs:
@@ -59,36 +96,6 @@ def head_of(jobs: Sequence[Job], step: int, rank: int) -> bytes:
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 64)
     return len(text).to_bytes(_HEAD_SIZE, "little") + text
-
-
-def write_file(path: Path, head: bytes, views: Sequence[memoryview]) -> list[bytes]:
-    """Writes a new file, and waits until the disk has it.
-
-    Args:
-        path: where; nothing may be there.
-        head: its beginning.
-        views: what follows.
-
-    Returns:
-        The hashes of the blocks of each view, as ``Piece.hashes``.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    hashes = []
-    with open(path, "xb", buffering=0) as file:
-        _write(file.fileno(), memoryview(head))
-        for view in views:
-            found = array.array("Q")
-            for begin in range(0, len(view), BLOCK):
-                block = view[begin : begin + BLOCK]
-                found.append(xxhash.xxh3_64_intdigest(block))
-                _write(file.fileno(), block)
-            if sys.byteorder == "big":
-                found.byteswap()
-            hashes.append(found.tobytes())
-        os.fsync(file.fileno())
-    return hashes
 
 
 def _write(fd: int, view: memoryview) -> None:

@@ -78,11 +78,7 @@ class _Call:
     def __init__(
         self, folder: folders.PathLike, step: int, keep: int | None, keep_every: int | None, group: Any
     ) -> None:
-        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
-            raise UsageError(f"checkpoint.save: step={step!r}: expected a whole number that is not negative")
-        for name, number in (("keep", keep), ("keep_every", keep_every)):
-            if number is not None and (not isinstance(number, int) or number < 1):
-                raise UsageError(f"checkpoint.save: {name}={number!r}: expected a number of checkpoints, at least 1")
+        check_numbers("checkpoint.save", step, keep, keep_every)
         self.folder = Path(os.path.realpath(folder))
         self.step, self.keep, self.keep_every = step, keep, keep_every
         self.company = company_of(group)
@@ -92,15 +88,9 @@ class _Call:
         with contextlib.ExitStack() as held:
             partial = self._open(held, company)
             jobs = gathered.plan.files.get(company.rank, [])
-            name = f"part-{company.rank:05}.safetensors"
-            head = parts.head_of(jobs, self.step, company.rank)
 
-            def written() -> tuple[int, int, str, list[bytes]] | None:
-                if not jobs:
-                    return None
-                hashes = parts.write_file(partial / name, head, views)
-                nbytes = len(head) + sum(len(view) for view in views)
-                return nbytes, len(head), xxhash.xxh3_64_hexdigest(head), hashes
+            def written() -> tuple[File, list[bytes]] | None:
+                return parts.write_part(partial, jobs, self.step, company.rank, views) if jobs else None
 
             try:
                 records = self._vote(company, written)
@@ -154,20 +144,19 @@ class _Call:
             f" ({host}, pid {pid}): {why}.\n  What was there before is unchanged."
         ) from trouble
 
-    def _manifest(self, gathered: _Gathered, records: Sequence[tuple[int, int, str, list[bytes]] | None]) -> Manifest:
+    def _manifest(self, gathered: _Gathered, records: Sequence[tuple[File, list[bytes]] | None]) -> Manifest:
         numbers: dict[int, int] = {}
         files: list[File] = []
         for rank, record in enumerate(records):
             if record is not None:
                 numbers[rank] = len(files)
-                nbytes, head, digest, _ = record
-                files.append(File(f"part-{rank:05}.safetensors", nbytes, head, digest, rank))
+                files.append(record[0])
         pieces: dict[tuple[str, tuple[int, ...]], list[Piece]] = {}
         offers: dict[tuple[str, tuple[int, ...]], Offer] = {}
         for rank, jobs in gathered.plan.files.items():
             record = records[rank]
             assert record is not None
-            for job, hashes in zip(jobs, record[3], strict=True):
+            for job, hashes in zip(jobs, record[1], strict=True):
                 offer, key = job.offer, (job.offer.name, job.ranks)
                 offers[key] = offer
                 begin = files[numbers[rank]].head + job.begin
@@ -178,10 +167,26 @@ class _Call:
         ]
         trees, whose = gathered.trees
         writers = [Writer(host, pid, tree) for (host, pid), tree in zip(gathered.processes, whose, strict=True)]
-        return Manifest(
-            FORMAT, self.step, run_id(), time.time(), __version__, BLOCK, tuple(writers), tuple(files),
-            tuple(saved), tuple(trees),
-        )  # fmt: skip
+        return new_manifest(self.step, writers, files, saved, trees)
+
+
+def check_numbers(call: str, step: int, keep: int | None, keep_every: int | None) -> None:
+    """Refuses what no checkpoint can have as its step, or nobody can keep."""
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
+        raise UsageError(f"{call}: step={step!r}: expected a whole number that is not negative")
+    for name, number in (("keep", keep), ("keep_every", keep_every)):
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise UsageError(f"{call}: {name}={number!r}: expected a number of checkpoints, at least 1")
+
+
+def new_manifest(
+    step: int, writers: Sequence[Writer], files: Sequence[File], tensors: Sequence[Saved], trees: Sequence[Tree]
+) -> Manifest:
+    """The manifest of what this job has just written."""
+    return Manifest(
+        FORMAT, step, run_id(), time.time(), __version__, BLOCK, tuple(writers), tuple(files), tuple(tensors),
+        tuple(trees),
+    )  # fmt: skip
 
 
 def _described(error: BaseException) -> str:

@@ -23,7 +23,7 @@ from torch import Tensor
 from allranks._base.errors import AllranksError, CheckpointError, UsageError
 from allranks._call.bytes import bytes_of
 
-__all__ = ["Flat", "Shard", "Tree", "flatten", "state_of", "unflatten"]
+__all__ = ["Flat", "Shard", "Tree", "flatten", "require_dense", "state_of", "unflatten"]
 
 Tree = Any
 """What JSON can hold."""
@@ -80,9 +80,7 @@ class Flat:
     def add(self, path: str, tensor: Tensor | Shard) -> str:
         """Takes a tensor. Returns its name: that of the same memory, if it was here before."""
         plain = tensor.tensor if isinstance(tensor, Shard) else tensor
-        if plain.layout is not torch.strided or plain.is_quantized or plain.device.type == "meta":
-            kind = "quantized" if plain.is_quantized else "meta" if plain.device.type == "meta" else str(plain.layout)
-            raise UsageError(f"checkpoint: tensor {path!r} is {kind}; only dense tensors with memory can be saved")
+        require_dense(path, plain)
         memory = _memory_of(plain)
         if memory is not None and memory in self._names:
             return self._names[memory]
@@ -96,6 +94,13 @@ class Flat:
         return name
 
 
+def require_dense(path: str, tensor: Tensor) -> None:
+    """Refuses a tensor whose bytes are not its values."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        kind = "quantized" if tensor.is_quantized else "meta" if tensor.device.type == "meta" else str(tensor.layout)
+        raise UsageError(f"checkpoint: tensor {path!r} is {kind}; only dense tensors with memory can be saved")
+
+
 def _memory_of(tensor: Tensor) -> tuple[object, ...] | None:
     local = getattr(tensor, "_local_tensor", tensor)
     if not local.numel():
@@ -103,18 +108,19 @@ def _memory_of(tensor: Tensor) -> tuple[object, ...] | None:
     return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device, tuple(tensor.shape)
 
 
-def flatten(state: object) -> Flat:
+def flatten(state: object, path: str = "") -> Flat:
     """Takes a state apart.
 
     Args:
         state: nested dicts, lists and tuples of tensors, shards, NumPy arrays, numbers, strings, bytes, None, dtypes,
             devices; and whatever has ``state_dict``.
+        path: its place in a larger state.
 
     Raises:
         UsageError: there is something else in it.
     """
     flat = Flat()
-    flat.tree = _encode(state, "", flat, 0)
+    flat.tree = _encode(state, path, flat, 0)
     return flat
 
 

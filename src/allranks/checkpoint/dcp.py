@@ -1,0 +1,439 @@
+"""torch's distributed checkpoint (``torch.distributed.checkpoint``) over our form on disk.
+
+torch's planners decide which rank writes and reads what, and its wrapper exchanges plans and errors between the ranks.
+The writer makes a checkpoint of ours of it: the coordinator takes the lock and makes the partial folder when it has all
+plans, each rank writes its part, and the coordinator completes the checkpoint when it has all results. torch pickles
+what is no tensor. The writer takes the object instead, and puts it into the manifest.
+
+This module is imported when its classes are first asked for: torch's takes half a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import math
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as torchs
+from torch.distributed.checkpoint import planner as plans
+from torch.distributed.checkpoint import storage
+from torch.futures import Future
+
+from allranks._base.errors import CheckpointError, UsageError
+from allranks._call.bytes import view_of
+from allranks.checkpoint import folders, layout, loading, parts, saving
+from allranks.checkpoint.company import company_of, this_process
+from allranks.checkpoint.dcp_names import leaves_of, nested
+from allranks.checkpoint.manifest import File, Manifest, Piece, Saved, Writer, dtype_of
+from allranks.checkpoint.values import Shard, Tree, flatten, require_dense
+
+__all__ = ["StorageReader", "StorageWriter"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """What a rank has written: it goes to the coordinator.
+
+    Attributes:
+        process: host and pid.
+        file: None where there was no tensor to write.
+        offers: the tensors, and parts of tensors, in the file.
+        places: where each begins, and the hashes of its blocks.
+        trees: of the values that are no tensors, by name.
+    """
+
+    process: tuple[str, int]
+    file: File | None
+    offers: list[layout.Offer]
+    places: list[tuple[int, bytes]]
+    trees: dict[str, Tree]
+
+
+class StorageWriter(storage.StorageWriter):
+    """Writes checkpoints for ``torch.distributed.checkpoint.save`` and ``async_save``.
+
+    ::
+
+        dcp.save(state_dict, storage_writer=checkpoint.StorageWriter("checkpoints", step=1000))
+
+    The result is a checkpoint as `save` writes it: `latest`, `list`, `verify` and `load` take it. Each save needs a
+    writer of its own.
+
+    Args:
+        path: the folder of the checkpoints, which all ranks see. It is made if it is not there.
+        step: of the training; the name of the checkpoint.
+        keep: so many of the newest checkpoints stay, the others are removed; None: all stay.
+        keep_every: with ``keep``: those whose step is a multiple of it stay, too.
+
+    Raises:
+        UsageError: a number is impossible. While saving: a value cannot be in a checkpoint; another job saves into the
+            folder.
+    """
+
+    def __init__(
+        self, path: folders.PathLike, *, step: int, keep: int | None = None, keep_every: int | None = None
+    ) -> None:
+        saving.check_numbers("checkpoint.StorageWriter", step, keep, keep_every)
+        self._folder = Path(os.path.realpath(path))
+        self._step, self._keep, self._keep_every = step, keep, keep_every
+        self._rank = 0
+        self._partial: Path | None = None  # the coordinator's, while it saves
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a save. ``checkpoint_id``: a folder of checkpoints, instead of that of the writer."""
+        if checkpoint_id is not None:
+            self._folder = Path(os.path.realpath(checkpoint_id))
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See torch's. Raises UsageError without collectives: nobody could make one checkpoint of the parts."""
+        if not kwargs.get("use_collectives", True):
+            raise UsageError("checkpoint.StorageWriter needs use_collectives=True: all ranks write one checkpoint")
+
+    def prepare_local_plan(self, plan: plans.SavePlan) -> plans.SavePlan:
+        """See torch's."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[plans.SavePlan]) -> list[plans.SavePlan]:
+        """Takes the lock and makes the folder, which all ranks must see."""
+        self._partial = _open(self, self._folder, self._step)
+        return [dataclasses.replace(plan, storage_data=(rank, str(self._partial))) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: plans.SavePlan, planner: plans.SavePlanner) -> Future[list[storage.WriteResult]]:
+        """Writes this rank's part, and waits until the disk has it."""
+        rank, partial = self._place_of(plan)
+        try:
+            written = _write(partial, self._step, rank, plan, planner)
+        except BaseException:
+            if self._partial is not None:
+                _close(self._folder, self._partial)
+            raise
+        nbytes = 0 if written.file is None else written.file.nbytes
+        done: Future[list[storage.WriteResult]] = Future()
+        done.set_result([storage.WriteResult(torchs.MetadataIndex("", index=rank), nbytes, written)])
+        return done
+
+    def finish(self, metadata: torchs.Metadata, results: list[list[storage.WriteResult]]) -> None:
+        """Makes a checkpoint of the parts."""
+        assert self._partial is not None
+        try:
+            written = [result[0].storage_data for result in results]
+            manifest = _manifest(self._step, metadata, written)
+            folders.sync_folder(self._partial)
+            path = folders.complete(self._partial, manifest, 1)
+            folders.keep_some(path, self._keep, self._keep_every)
+        finally:
+            _close(self._folder, self._partial)
+            self._partial = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path."""
+        return _is_path(checkpoint_id)
+
+    def _place_of(self, plan: plans.SavePlan) -> tuple[int, Path]:
+        """The rank, and the folder. A planner that caches gives the plan of an earlier save, whose folder is gone."""
+        rank, told = plan.storage_data
+        partial = Path(told)
+        if partial.parent == self._folder and partial.is_dir():
+            return rank, partial
+        found = folders.partials(self._folder, self._step)
+        if len(found) != 1:
+            raise CheckpointError(
+                f"{told} is not there: the coordinator of the save made it, and all ranks must see the same folder"
+            )
+        return rank, found[0]
+
+
+# Writing.
+
+
+@dataclasses.dataclass
+class _Open:
+    """A save that the coordinator has begun.
+
+    Attributes:
+        partial: its folder.
+        held: the lock.
+        thread: who began it.
+    """
+
+    partial: Path
+    held: contextlib.ExitStack
+    thread: threading.Thread
+
+
+_opened: dict[Path, _Open] = {}
+_guard = threading.Lock()
+
+
+def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
+    """Begins a save. torch does not tell the coordinator that another rank has failed: what an earlier save of this
+    process has left is removed here, or with its writer."""
+    with _guard:
+        if (earlier := _opened.get(folder)) is not None:
+            if earlier.thread is not threading.current_thread() and earlier.thread.is_alive():
+                raise UsageError(f"checkpoint.StorageWriter: this process is saving into {folder}; wait for that save")
+            _discard(folder)
+        with contextlib.ExitStack() as held:
+            held.enter_context(folders.holding(folder, saving.run_id()))
+            partial = folders.new_partial(folder, step)
+            _opened[folder] = _Open(partial, held.pop_all(), threading.current_thread())
+    weakref.finalize(writer, _close, folder, partial)
+    return partial
+
+
+def _close(folder: Path, partial: Path) -> None:
+    """Ends a save, if it has not ended: removes what is left of it, and drops the lock."""
+    with _guard:
+        if folder in _opened and _opened[folder].partial == partial:
+            _discard(folder)
+
+
+def _discard(folder: Path) -> None:
+    opened = _opened.pop(folder)
+    shutil.rmtree(opened.partial, ignore_errors=True)
+    opened.held.close()
+
+
+def _write(partial: Path, step: int, rank: int, plan: plans.SavePlan, planner: plans.SavePlanner) -> _Written:
+    sources: dict[str, Callable[[], Tensor]] = {}
+    jobs: list[layout.Job] = []
+    trees: dict[str, Tree] = {}
+
+    def add(offer: layout.Offer, source: Callable[[], Tensor]) -> None:
+        job = layout.Job(offer, (), (rank,), rank)
+        if job.key in sources:
+            raise UsageError(f"checkpoint: two tensors of the state have the name {job.key!r}")
+        sources[job.key] = source
+        if offer.nbytes:
+            jobs.append(job)
+
+    for item in plan.items:
+        if item.type == plans.WriteItemType.BYTE_IO:
+            flat = flatten(_object(item, planner), item.index.fqn)
+            if isinstance(flat.tree, dict) and not flat.tree.keys().isdisjoint(("dict", "items")):
+                raise UsageError(
+                    f"checkpoint: {item.index.fqn!r} of the state is a dict: save with a planner that takes dicts"
+                    " apart, DefaultSavePlanner(flatten_state_dict=True)"
+                )
+            trees[item.index.fqn] = flat.tree
+            for name, tensor in flat.tensors.items():
+                part, offsets, shape = saving.local_part(name, tensor)
+                add(_offer(name, part.dtype, shape, offsets, tuple(part.shape)), _constant(part))
+        else:
+            data = item.tensor_data
+            assert data is not None
+            offsets, part_shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            offer = _offer(item.index.fqn, data.properties.dtype, tuple(data.size), offsets, part_shape)
+            add(offer, _resolution(item, planner, offer))
+    layout.place(jobs)
+    if not jobs:
+        return _Written(this_process(), None, [], [], trees)
+    file, hashes = parts.write_part(partial, jobs, step, rank, _views(sources[job.key] for job in jobs))
+    places = [(file.head + job.begin, found) for job, found in zip(jobs, hashes, strict=True)]
+    return _Written(this_process(), file, [job.offer for job in jobs], places, trees)
+
+
+def _offer(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], offsets: tuple[int, ...], part: tuple[int, ...]
+) -> layout.Offer:
+    return layout.Offer(name, str(dtype).removeprefix("torch."), dtype.itemsize, shape, offsets, part, 0)
+
+
+def _constant(tensor: Tensor) -> Callable[[], Tensor]:
+    return lambda: tensor
+
+
+def _resolution(item: plans.WriteItem, planner: plans.SavePlanner, offer: layout.Offer) -> Callable[[], Tensor]:
+    """The planner's tensor, when it is its turn: planners may make it only then."""
+
+    def resolve() -> Tensor:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor)
+        tensor = tensor.detach()
+        require_dense(offer.name, tensor)
+        if tensor.dtype != dtype_of(offer.dtype) or tuple(tensor.shape) != offer.part:
+            raise UsageError(
+                f"checkpoint: the planner gives {offer.name!r} as {tensor.dtype} {list(tensor.shape)}, and its plan has"
+                f" torch.{offer.dtype} {list(offer.part)}"
+            )
+        return tensor.resolve_conj().resolve_neg()
+
+    return resolve
+
+
+def _views(sources: Iterator[Callable[[], Tensor]]) -> Iterator[memoryview]:
+    for source in sources:
+        plain = source().cpu().contiguous()
+        yield view_of(plain)
+
+
+def _object(item: plans.WriteItem, planner: plans.SavePlanner) -> Any:
+    """A value that is no tensor, as it was before the planner pickled it."""
+    lookup = getattr(planner, "lookup_object", None)
+    if lookup is not None:
+        return lookup(item.index)
+    pickled = planner.resolve_data(item)
+    assert isinstance(pickled, io.BytesIO)
+    pickled.seek(0)
+    try:
+        return torch.load(pickled, weights_only=True)
+    except Exception as error:
+        raise UsageError(
+            f"checkpoint: {item.index.fqn!r} of the state was pickled by {type(planner).__name__}, and a checkpoint"
+            f" cannot hold it: {error!s:.200}"
+        ) from error
+
+
+def _manifest(step: int, metadata: torchs.Metadata, written: Sequence[_Written]) -> Manifest:
+    files: list[File] = []
+    pieces: dict[str, list[Piece]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    trees: dict[str, Tree] = {}
+    for name, value in metadata.state_dict_metadata.items():
+        if isinstance(value, torchs.TensorStorageMetadata):
+            kinds[name] = (str(value.properties.dtype).removeprefix("torch."), tuple(value.size))
+            trees[name] = {"tensor": name}
+    own = set(kinds)
+    for each in written:
+        trees.update(each.trees)
+        if each.file is None:
+            continue
+        for offer, (begin, hashes) in zip(each.offers, each.places, strict=True):
+            kinds.setdefault(offer.name, (offer.dtype, offer.shape))
+            pieces.setdefault(offer.name, []).append(Piece(len(files), begin, offer.offsets, offer.part, hashes))
+        files.append(each.file)
+    tensors = []
+    for name, (dtype, shape) in sorted(kinds.items()):
+        found = sorted(pieces.get(name, []), key=lambda piece: piece.offsets)
+        if (covered := sum(math.prod(piece.shape) for piece in found)) != math.prod(shape):
+            raise UsageError(
+                f"checkpoint: the parts of tensor {name!r} do not make up its shape {list(shape)}: {covered} of"
+                f" {math.prod(shape)} elements" + ("" if name in own else "; another value of the state has its name")
+            )
+        tensors.append(Saved(name, dtype, shape, tuple(found)))
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    order = dict.fromkeys([name for name in paths if name in trees] + list(trees))  # the order of the program's dicts
+    tree = nested((tuple(paths.get(name, (name,))), trees[name]) for name in order)
+    writers = [Writer(*each.process, 0) for each in written]
+    return saving.new_manifest(step, writers, files, tensors, [tree])
+
+
+# Reading.
+
+
+class StorageReader(storage.StorageReader):
+    """Reads checkpoints for ``torch.distributed.checkpoint.load``, whether `save` or `StorageWriter` wrote them.
+
+    ::
+
+        dcp.load(state_dict, storage_reader=checkpoint.StorageReader("checkpoints"))
+
+    Each block is checked before it is used. Tensors that ranks had each for themselves are given to the rank with the
+    same number.
+
+    Args:
+        path: a checkpoint; or a folder of checkpoints, of which the newest is taken.
+        step: of a folder of checkpoints: which one; None: the newest.
+
+    Raises:
+        CheckpointError: while loading: there is no such checkpoint, or it is damaged: names file, tensor and rank.
+    """
+
+    def __init__(self, path: folders.PathLike, *, step: int | None = None) -> None:
+        self._path, self._step = Path(path), step
+        self._folder: Path | None = None
+        self._reader: loading.Reader | None = None
+        self._leaves: dict[str, tuple[tuple[str | int, ...], Tree]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins a load. ``checkpoint_id``: another path than the reader was made with."""
+        if checkpoint_id is not None:
+            self._path = Path(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> torchs.Metadata:
+        """See torch's. Reads the manifest."""
+        self._folder = loading.choose(self._path, self._step)
+        self._reader = loading.Reader(self._folder, company_of().rank)
+        self._leaves = leaves_of(self._reader.manifest.tree(company_of().rank))
+        found: dict[str, Any] = {}
+        for name, (_, leaf) in self._leaves.items():
+            saved = self._tensor(leaf)
+            found[name] = torchs.BytesStorageMetadata() if saved is None else _described(saved)
+        return torchs.Metadata(found, planner_data={name: path for name, (path, _) in self._leaves.items()})
+
+    def set_up_storage_reader(self, metadata: torchs.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See torch's."""
+
+    def prepare_local_plan(self, plan: plans.LoadPlan) -> plans.LoadPlan:
+        """See torch's."""
+        assert self._folder is not None
+        return dataclasses.replace(plan, storage_data=self._folder.name)
+
+    def prepare_global_plan(self, plans: list[plans.LoadPlan]) -> list[plans.LoadPlan]:
+        """Checks that all ranks read the same checkpoint."""
+        names = [plan.storage_data for plan in plans]
+        if len(set(names)) > 1:
+            listed = ", ".join(f"rank {rank}: {name}" for rank, name in list(enumerate(names))[:8])
+            raise CheckpointError(
+                f"the ranks have found different checkpoints in {self._path} ({listed}): a job saves into it; name one"
+                " with step="
+            )
+        return plans
+
+    def read_data(self, plan: plans.LoadPlan, planner: plans.LoadPlanner) -> Future[None]:
+        """Reads what this rank needs, and checks it."""
+        assert self._reader is not None
+        with self._reader as reader:
+            for item in plan.items:
+                _, leaf = self._leaves[item.storage_index.fqn]
+                if item.type == plans.LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, _pickled(reader.build(leaf)))
+                    continue
+                saved, target = self._tensor(leaf), planner.resolve_tensor(item)
+                assert saved is not None
+                assert item.storage_index.offset is not None
+                begin = zip(item.storage_index.offset, item.storage_offsets, strict=True)
+                reader.read(saved, Shard(target.detach(), tuple(a + b for a, b in begin), saved.shape))
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a path."""
+        return _is_path(checkpoint_id)
+
+    def _tensor(self, leaf: Tree) -> Saved | None:
+        assert self._reader is not None
+        return self._reader.find(leaf["tensor"]) if isinstance(leaf, dict) and "tensor" in leaf else None
+
+
+def _described(saved: Saved) -> torchs.TensorStorageMetadata:
+    chunks = [torchs.ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)) for piece in saved.pieces]
+    return torchs.TensorStorageMetadata(
+        torchs.TensorProperties(dtype=dtype_of(saved.dtype)), torch.Size(saved.shape), chunks
+    )
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    """As torch's planners expect it. It is made of a value here, in memory; nothing that was read is unpickled."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def _is_path(checkpoint_id: str | os.PathLike[str]) -> bool:
+    return "://" not in os.fspath(checkpoint_id)

@@ -1,0 +1,88 @@
+"""The names that torch's distributed checkpoint has for the values of a state, and our tree of the same state.
+
+torch takes a state apart into values with flat names, ``optimizer.param_groups.0.lr``. A dict is taken apart; a list
+only where it has a tensor, a dict, or such a list in it; all else is one value. Keys become strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from allranks._base.errors import CheckpointError
+from allranks.checkpoint.values import Tree, unflatten
+
+__all__ = ["Path", "leaves_of", "nested"]
+
+Path = tuple[str | int, ...]
+"""Of a value: keys of dicts, and indexes of lists."""
+
+
+def nested(leaves: Iterable[tuple[Path, Tree]]) -> Tree:
+    """One tree of values and their paths. A gap in a list, where an empty dict was, is None."""
+    inside: dict[str | int, list[tuple[Path, Tree]]] = {}
+    for path, tree in leaves:
+        if not path:
+            return tree
+        inside.setdefault(path[0], []).append((path[1:], tree))
+    if any(isinstance(key, int) for key in inside):
+        length = 1 + max(key for key in inside if isinstance(key, int))
+        return [nested(inside[index]) if index in inside else None for index in range(length)]
+    return {"dict": {str(key): nested(items) for key, items in inside.items()}}
+
+
+def leaves_of(tree: Tree) -> dict[str, tuple[Path, Tree]]:
+    """The values of a state by torch's names: the path of each, and its part of the tree.
+
+    Raises:
+        CheckpointError: the state is no dict, or two values have the same name.
+    """
+    if _entries(tree) is None:
+        raise CheckpointError("torch's distributed checkpoint loads dicts, and this state is none: use checkpoint.load")
+    found: dict[str, tuple[Path, Tree]] = {}
+    for path, leaf in _walk((), tree):
+        name = ".".join(map(str, path))
+        if name in found:
+            raise CheckpointError(
+                f"torch's distributed checkpoint has one name for {list(path)} and {list(found[name][0])} of this"
+                " state: use checkpoint.load"
+            )
+        found[name] = (path, leaf)
+    return found
+
+
+def _walk(path: Path, tree: Tree) -> Iterator[tuple[Path, Tree]]:
+    if (entries := _entries(tree)) is not None:
+        for key, item in entries.items():
+            yield from _walk((*path, key), item)
+    elif isinstance(tree, list) and _is_taken_apart(tree):
+        for index, item in enumerate(tree):
+            yield from _walk((*path, index), item)
+    else:
+        yield path, tree
+
+
+def _entries(tree: Tree) -> Mapping[str, Tree] | None:
+    """Those of a dict; None for anything else."""
+    if isinstance(tree, dict) and "dict" in tree:
+        entries: dict[str, Tree] = tree["dict"]
+        return entries
+    if isinstance(tree, dict) and "items" in tree:
+        return {str(unflatten(key, _no_tensor)): item for key, item in tree["items"]}
+    return None
+
+
+def _is_taken_apart(items: list[Any]) -> bool:
+    return any(
+        _is_taken_apart(item)
+        if isinstance(item, list)
+        else isinstance(item, dict) and not item.keys().isdisjoint(_OPEN)
+        for item in items
+    )
+
+
+_OPEN = {"dict", "items", "tensor"}
+
+
+def _no_tensor(name: str) -> Any:
+    raise CheckpointError(f"the manifest's state is damaged: tensor {name[:200]!r} is the key of a dict")
