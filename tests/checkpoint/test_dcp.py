@@ -5,16 +5,28 @@ What one layout saves, all others must load, to the bit: FSDP2 on other numbers 
 
 from __future__ import annotations
 
+import gc
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
+import torch.distributed as td
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from allranks import checkpoint
+from allranks import CheckpointError, UsageError, checkpoint
 from allranks.testing import run_ranks
 from support.worlds import world
 
@@ -26,8 +38,6 @@ def trained(seed: int, sharded: bool, steps: int = 2) -> tuple[nn.Module, torch.
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
     if sharded:
-        from torch.distributed.fsdp import fully_shard
-
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
     for _ in range(steps):
@@ -70,9 +80,6 @@ def in_world(ranks: int, backend: str, act: Callable[[], Any], folder: Path, **o
 
 
 def dcp_save(folder: Path, step: int, sharded: bool, extra: dict[str, Any]) -> Numbers:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     model, optimizer = trained(step, sharded)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, **extra}
@@ -81,9 +88,6 @@ def dcp_save(folder: Path, step: int, sharded: bool, extra: dict[str, Any]) -> N
 
 
 def dcp_load(folder: Path, step: int | None, sharded: bool, extra: dict[str, Any]) -> Numbers:
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model, optimizer = trained(9, sharded, steps=0)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state, **extra}
@@ -141,8 +145,6 @@ def test_four_ranks_save_others_load(backend: str, tmp_path: Path) -> None:
 
 def test_each_loads_what_the_other_has_written(tmp_path: Path) -> None:
     """checkpoint.save and dcp.load, dcp.save and checkpoint.load; optimizers by their own state_dict."""
-    import torch.distributed.checkpoint as dcp
-
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
 
     def saved() -> Numbers:
@@ -172,3 +174,220 @@ def test_each_loads_what_the_other_has_written(tmp_path: Path) -> None:
         for got, step in found:
             assert_same(got, expected)
             assert step == 3
+
+
+def test_fully_sharded_models_with_our_own_calls(tmp_path: Path) -> None:
+    """Four ranks save FSDP2, and two a plain model; 1, 2 and 3 ranks load both into either, with fresh optimizers."""
+    folder = tmp_path / "checkpoints"
+
+    def saved(sharded: bool) -> Numbers:
+        model, optimizer = trained(1 + sharded, sharded)
+        checkpoint.save({"model": model, "optimizer": optimizer}, folder, step=1 + sharded)
+        return numbers(model, optimizer)
+
+    def loaded() -> list[Numbers]:
+        found = []
+        for step in (1, 2):
+            for sharded in (True, False):
+                model, optimizer = trained(9, sharded, steps=0)
+                checkpoint.load(folder, into={"model": model, "optimizer": optimizer}, step=step)
+                if sharded:
+                    moments = [state["exp_avg"] for state in optimizer.state.values()]
+                    assert all(isinstance(moment, DTensor) for moment in moments)
+                found.append(numbers(model, optimizer))
+                model(torch.ones(3, 6)).sum().backward()
+                optimizer.step()  # its states fit its parameters
+        return found
+
+    expected = [in_world(2, "allranks", lambda: saved(False), tmp_path)[0]]
+    expected += [in_world(4, "allranks", lambda: saved(True), tmp_path)[0]]
+    for ranks in (1, 2, 3):
+        for found in in_world(ranks, "allranks", loaded, tmp_path):
+            for number, got in enumerate(found):
+                assert_same(got, expected[number // 2])
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_saves_in_the_background(kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+
+    def saved() -> float:
+        how = {"thread": AsyncCheckpointerType.THREAD, "process": AsyncCheckpointerType.PROCESS}[kind]
+        tensor = distribute_tensor(torch.arange(10.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+        for step in (1, 2):
+            writer = checkpoint.StorageWriter(folder, step=step, keep=1)
+            future = dcp.async_save({"t": tensor, "n": step}, storage_writer=writer, async_checkpointer_type=how)
+            tensor.to_local().add_(1)  # the save has a copy
+            future.result()
+        return float(tensor.full_tensor().sum())
+
+    environment = {"MASTER_ADDR": "127.0.0.1"}
+    assert in_world(2, "allranks", saved, tmp_path, env=environment) == [65.0, 65.0]
+    (only,) = checkpoint.list(folder)
+    assert checkpoint.verify(only) == []
+    assert only.ranks == 2
+    state = checkpoint.load(only)
+    assert state["n"] == 2
+    assert torch.equal(state["t"], torch.arange(10.0) + 1)
+
+
+def test_a_flipped_bit_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+
+    def saved() -> None:
+        whole = torch.arange(4096.0)
+        state = {"layer": {"weight": distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])}}
+        dcp.save(state, storage_writer=checkpoint.StorageWriter(folder, step=1))
+
+    in_world(2, "allranks", saved, tmp_path)
+    part = folder / "step-0000000001" / "part-00001.safetensors"
+    content = bytearray(part.read_bytes())
+    content[-100] ^= 4
+    part.write_bytes(content)
+    for path in (folder, part.parent):
+        said = refusal_of_load({"layer": {"weight": torch.zeros(4096)}}, checkpoint.StorageReader(path))
+        assert "part-00001.safetensors is damaged in bytes" in said
+        assert "tensor 'layer.weight', written by rank 1" in said
+    manifest = part.parent / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b"weight", b"height"))
+    assert "is damaged: its contents do not have the digest" in refusal_of_load(
+        {"layer": {"weight": torch.zeros(4096)}}, checkpoint.StorageReader(part.parent)
+    )
+
+
+def refusal_of_load(state: dict[str, Any], reader: Any) -> str:
+    with pytest.raises(CheckpointException) as raised:
+        alone(dcp.load, state, storage_reader=reader)
+    return str(raised.value)
+
+
+def alone(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Without other ranks, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*args, **options)
+
+
+class Opaque:
+    """Can be pickled, and cannot be in a checkpoint."""
+
+
+def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    """Whichever rank fails; and the same process saves afterwards."""
+    folder = tmp_path / "checkpoints"
+
+    def saved() -> list[str]:
+        said = []
+        for bad in (0, 1):
+            state = {"weight": torch.ones(3), f"of {bad}": {"strange": Opaque()} if td.get_rank() == bad else {}}
+            try:
+                dcp.save(state, storage_writer=checkpoint.StorageWriter(folder, step=1))
+            except CheckpointException as error:
+                said.append(str(error))
+        dcp.save({"weight": torch.ones(3)}, storage_writer=checkpoint.StorageWriter(folder, step=2))
+        return said
+
+    for said in in_world(2, "allranks", saved, tmp_path):
+        assert ["'of 0.strange' is a Opaque" in said[0], "'of 1.strange' is a Opaque" in said[1]] == [True, True]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "step-0000000002"]
+    assert checkpoint.verify(folder) == []
+    with pytest.raises(UsageError, match="step=-1"):
+        checkpoint.StorageWriter(folder, step=-1)
+    with pytest.raises(UsageError, match="use_collectives"):
+        alone(
+            dcp.save, {}, storage_writer=checkpoint.StorageWriter(folder, step=3), no_dist=True, use_collectives=False
+        )
+    unflattened = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    with pytest.raises(CheckpointException, match="'a' of the state is a dict"):
+        alone(dcp.save, {"a": {"b": 1}}, storage_writer=checkpoint.StorageWriter(folder, step=3), planner=unflattened)
+
+
+def test_a_planner_of_somebody_else(tmp_path: Path) -> None:
+    """One that gives pickled values only: what torch loads without running code can be saved."""
+
+    class Pickling(dcp.DefaultSavePlanner):
+        lookup_object = None
+
+        def resolve_data(self, write_item: Any) -> Any:
+            return self.transform_object(write_item, self.state_dict[write_item.index.fqn])
+
+    writer = checkpoint.StorageWriter(tmp_path, step=1)
+    alone(dcp.save, {"a": {"n": (3, None)}, "t": torch.ones(2)}, storage_writer=writer, planner=Pickling())
+    assert str(checkpoint.load(tmp_path)) == str({"a": {"n": (3, None)}, "t": torch.ones(2)})
+    with pytest.raises(CheckpointException, match="'a' of the state was pickled by Pickling"):
+        alone(dcp.save, {"a": Opaque()}, storage_writer=writer, planner=Pickling())
+
+
+def test_one_save_at_a_time_in_a_folder(tmp_path: Path) -> None:
+    first, second = (checkpoint.StorageWriter(tmp_path, step=step) for step in (1, 2))
+    begun, end = threading.Event(), threading.Event()
+
+    def begin() -> None:
+        first.prepare_global_plan([])
+        begun.set()
+        end.wait()
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    begun.wait()
+    with pytest.raises(UsageError, match="this process is saving into"):
+        second.prepare_global_plan([])
+    end.set()
+    thread.join()
+    second.prepare_global_plan([])  # the first has failed elsewhere: nothing else ends it
+    assert len(list(tmp_path.glob(".step-*.partial"))) == 1
+    del second
+    gc.collect()
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_plans_that_are_kept(tmp_path: Path) -> None:
+    """A planner that keeps its plans gives those of the first save, whose folder is gone."""
+    folder = tmp_path / "checkpoints"
+
+    def saved() -> None:
+        for step in (1, 2, 3):
+            planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+            state = {"t": torch.full((3,), step), "own": {f"of {td.get_rank()}": torch.full((2,), step)}}
+            dcp.save(state, storage_writer=checkpoint.StorageWriter(folder, step=step), planner=planner)
+
+    in_world(2, "allranks", saved, tmp_path)
+    assert [info.step for info in checkpoint.list(folder)] == [3, 2, 1]
+    for info in checkpoint.list(folder):
+        assert checkpoint.verify(info) == []
+        own = checkpoint.load(info)["own"]
+        assert {key: value.tolist() for key, value in own.items()} == {f"of {n}": [info.step] * 2 for n in (0, 1)}
+
+
+def test_names_that_are_not_what_they_seem(tmp_path: Path) -> None:
+    """Tied weights, numbers as keys, tensors of one rank, and states that torch's names cannot tell apart."""
+    tied = torch.arange(4.0)
+
+    def saved() -> None:
+        own = torch.tensor([float(td.get_rank())])
+        state = {"a": tied, "b": {"c": tied}, "means": {0: own}, "n": numpy.arange(3), "list": [1, [2, torch.ones(1)]]}
+        checkpoint.save(state, tmp_path / "many", step=1)
+
+    def loaded() -> dict[str, Any]:
+        state = {
+            "a": torch.zeros(4), "b": {"c": torch.zeros(4)}, "means": {0: torch.zeros(1)}, "n": None,
+            "list": [0, [0, torch.zeros(1)]],
+        }  # fmt: skip
+        dcp.load(state, storage_reader=checkpoint.StorageReader(tmp_path / "many"))
+        return state
+
+    in_world(2, "allranks", saved, tmp_path)
+    for rank, state in enumerate(in_world(3, "allranks", loaded, tmp_path)):
+        assert torch.equal(state["a"], tied)
+        assert torch.equal(state["b"]["c"], tied)
+        assert state["means"][0].item() == [0, 1, 0][rank]
+        assert state["n"].tolist() == [0, 1, 2]
+        assert state["list"] == [1, [2, torch.ones(1)]]
+    checkpoint.save([torch.ones(1)], tmp_path / "list", step=1)
+    assert "loads dicts" in refusal_of_load({"a": 1}, checkpoint.StorageReader(tmp_path / "list"))
+    checkpoint.save({"a": {"b": 1}, "a.b": 2}, tmp_path / "twice", step=1)
+    assert "has one name for" in refusal_of_load({"a": {"b": 1}}, checkpoint.StorageReader(tmp_path / "twice"))
+    reader = checkpoint.StorageReader(tmp_path / "many")
+    plans = [LoadPlan([], storage_data="step-0000000001"), LoadPlan([], storage_data="step-0000000002")]
+    with pytest.raises(CheckpointError, match="rank 0: step-0000000001, rank 1: step-0000000002"):
+        reader.prepare_global_plan(plans)
