@@ -192,6 +192,8 @@ def test_python(tmp_path: Path, ranks: int) -> None:
         (["resilience", "-n", "2"], "at least 3"),
         (["resilience", "--against", "gloo"], "beside torchft"),
         (["resilience", "--sizes", "4"], "64 bytes at least"),
+        (["checkpoint", "--sizes", "4"], "64K at least"),
+        (["checkpoint", "--against", "gloo"], "beside the disk and torch"),
         (["all_reduce", "--plot", "figures.txt"], "there is no picture format 'txt'; there are"),
         (["all_reduce", "--json", "/no/such/folder/figures.json"], "no such directory"),
     ],
@@ -232,6 +234,23 @@ def test_the_goals_of_master_worker_mode(tmp_path: Path) -> None:
             assert 16 <= goal["value"] <= 24
     assert {name for name in goals if goals[name]["peer"] == "send/recv"} == set(copies)
     assert {name for name in goals if goals[name]["peer"] == "torch RPC"} >= {"queued add", "done add", "item(), p50"}
+
+
+def test_the_goals_of_checkpoints(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = bench("checkpoint", "--sizes", "64K,1M", "--budget", "0.4", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    goals = {goal["name"]: goal for goal in json.loads(figures.read_text())["goals"]}
+    cells = {
+        "stall of save_async beside memcpy", "stall of save_async beside DCP", "save_async until complete beside DCP",
+        "save beside write and fsync", "save beside DCP", "save beside torch.save", "load beside reading",
+        "load beside DCP", "load beside torch.load",
+    }  # fmt: skip
+    assert set(goals) == {f"{cell}, {size}, 2 ranks" for cell in cells for size in ("64 KB", "1 MB")}
+    for name, goal in goals.items():
+        assert f"{name}, s " in done.stdout
+        assert 0 < goal["lowest"] <= goal["value"] <= goal["highest"]
+        assert goal["ratio"] > 0
 
 
 def test_the_goals_of_resilience(tmp_path: Path) -> None:

@@ -217,9 +217,7 @@ def complete(partial: Path, manifest: Manifest, start: int) -> Path:
         OSError: that failed. The folder is as it was.
     """
     with open(partial / MANIFEST, "xb", buffering=0) as file:
-        view = memoryview(manifest.encode())
-        while view:
-            view = view[file.write(view) or 0 :]
+        write_all(file.fileno(), memoryview(manifest.encode()))
         os.fsync(file.fileno())
     sync_folder(partial)
     name = f"step-{manifest.step:010}"
@@ -231,6 +229,12 @@ def complete(partial: Path, manifest: Manifest, start: int) -> Path:
     for _, path in old:
         remove(path)
     return final
+
+
+def write_all(fd: int, view: memoryview) -> None:
+    """Writes all bytes: a call of the kernel may take fewer."""
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def sync_folder(folder: Path) -> None:

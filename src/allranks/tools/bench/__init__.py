@@ -13,7 +13,9 @@
 ``master``       the goals of master-worker mode
 ``rpc``          torch's RPC, beside it
 ``resilience``   the goals of elastic jobs, and of groups after a loss
+``checkpoint``   the goals of checkpoints, beside torch's
 ``losses``       the trainings that lose a rank, and torchft beside them
+``spent``        the processor time of a benchmark
 ``goals``        what is measured beside goals: data, JSON and text
 ``report``       what of the others was found: data, JSON
 ``text``         and text
@@ -49,6 +51,10 @@ def main(argv: Sequence[str]) -> int | Program:
         from allranks.tools.bench import resilience
 
         return resilience.main(options)
+    if options.verb == "checkpoint":
+        from allranks.tools.bench import checkpoint
+
+        return checkpoint.main(options)
     if "RANK" in os.environ and "mpi" not in options.against:
         from allranks.tools.bench import rank
 

@@ -12,7 +12,7 @@ from allranks.tools.outputs import why_not
 
 __all__ = ["parse"]
 
-_STUDIES = ("overlap", "python", "master", "trace", "resilience")
+_STUDIES = ("overlap", "python", "master", "trace", "resilience", "checkpoint")
 _MOST_WORKERS = 126
 _FEWEST = 3
 _PEERS = ("gloo", "mpi")
@@ -31,7 +31,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options.nproc = {"python": 1, "master": 64, "resilience": 64}.get(options.verb, 2)
     if options.sizes is None:
         options.sizes = _sizes(
-            {"overlap": "16M", "master": "16M,64M", "resilience": "1G"}.get(options.verb, "4,64,1K..64M")
+            {"overlap": "16M", "master": "16M,64M", "resilience": "1G", "checkpoint": "1G"}.get(
+                options.verb, "4,64,1K..64M"
+            )
         )
     _check(parser, options)
     if options.nproc < 2:
@@ -55,7 +57,8 @@ def _parser() -> ArgumentParser:
         metavar="VERB",
         help=f"all, or one of {', '.join(VERBS)}; or overlap (what async calls hide behind computation); "
         "or python (Python's share of a call); or trace (what the record of calls costs); or master (the goals of "
-        "master-worker mode, beside torch's RPC); or resilience (what the loss of a rank costs, beside torchft)",
+        "master-worker mode, beside torch's RPC); or resilience (what the loss of a rank costs, beside torchft); or "
+        "checkpoint (saving and loading, beside the disk and torch)",
     )
     parser.add_argument(
         "-n",
@@ -75,14 +78,14 @@ def _parser() -> ArgumentParser:
         type=_sizes,
         metavar="LIST",
         help="bytes; A..B stands for the sizes from A to B, each 4 times the last "
-        "(default 4,64,1K..64M; of overlap 16M; of master's copies 16M,64M; of resilience's state 1G)",
+        "(default 4,64,1K..64M; of overlap 16M; of master's copies 16M,64M; of resilience's state and checkpoint 1G)",
     )
     parser.add_argument(
         "--budget",
         type=float,
         default=1.0,
         metavar="S",
-        help="seconds for each cell (default 1); of resilience: for each second, 5 losses",
+        help="seconds for each cell (default 1); of resilience: for each second, 5 losses; of checkpoint: 3 rounds",
     )
     parser.add_argument("--dtype", default="float32", choices=_DTYPES, metavar="T", help="default float32")
     parser.add_argument("--op", default="SUM", choices=_OPS, help="of what reduces (default SUM)")
@@ -106,6 +109,8 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("master measures on this host, beside torch's RPC, and draws nothing")
     if options.verb == "resilience" and (options.against or options.hosts or options.plot):
         parser.error("resilience measures on this host, beside torchft where it is installed, and draws nothing")
+    if options.verb == "checkpoint" and (options.against or options.hosts or options.plot):
+        parser.error("checkpoint measures on this host, beside the disk and torch, and draws nothing")
     if options.verb == "resilience" and options.nproc < _FEWEST:
         parser.error(f"-n must be at least {_FEWEST}: a rank is lost, and others go on together")
     if options.verb == "overlap" and options.plot:
@@ -116,6 +121,8 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("master copies float32, 4 bytes at least: --sizes")
     if options.verb == "resilience" and min(options.sizes) < 64:
         parser.error("resilience hands over 16 float32 tensors, 64 bytes at least: --sizes")
+    if options.verb == "checkpoint" and min(options.sizes) < 1 << 16:
+        parser.error("checkpoint saves 16 float32 tensors, 64K at least: --sizes")
     if options.budget <= 0:
         parser.error("--budget must be positive")
     reduces = options.verb == "overlap" or any(VERBS[verb].reduces for verb in options.verbs)

@@ -25,7 +25,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import resource
 import signal
 import socket
 import subprocess
@@ -46,6 +45,7 @@ from allranks.testing import run_ranks
 from allranks.tools.bench import goals, text
 from allranks.tools.bench.goals import Goal, GoalReport, of
 from allranks.tools.bench.losses import DYING, PROCESSES, Pauses, pauses
+from allranks.tools.bench.spent import spent_s
 from allranks.tools.quiet import Window, before, cores
 
 __all__ = ["main"]
@@ -78,7 +78,7 @@ def main(options: argparse.Namespace) -> int:
         report.left_out.append("torchft: it is not installed here (make torchft makes an environment that has it)")
     else:
         report.versions[_TORCHFT] = importlib.metadata.version("torchft-nightly")
-    window, own_s, cpus = Window(), _spent_s(), cores(os.sched_getaffinity(0))
+    window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
     print(goals.head(report, "the loss of a rank"), flush=True)
     print(text.conditions(before(), PROCESSES, cpus), flush=True)
     for each in report.left_out:
@@ -95,17 +95,11 @@ def main(options: argparse.Namespace) -> int:
         found = measure()
         report.goals += found
         print(goals.lines(found), flush=True)
-    report.conditions = window.end(_spent_s() - own_s)
+    report.conditions = window.end(spent_s() - own_s)
     print(text.conditions(report.conditions, PROCESSES, cpus))
     if options.json:
         goals.write(report, options.json)
     return 0
-
-
-def _spent_s() -> float:
-    """Processor time of this process and of those that it has waited for, and theirs."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 # One of three.

@@ -1,0 +1,186 @@
+"""``allranks bench checkpoint``: what saving and loading costs, beside the disk, and beside torch.
+
+===============  =====================================================================================================
+stall            how long the training waits for ``save_async``, beside a memcpy of this rank's share, and beside
+                 ``async_save`` of torch's distributed checkpoint (DCP)
+save             until the checkpoint is on the disk, beside a write and fsync of the same bytes by each rank, DCP's
+                 ``save``, and ``torch.save`` by rank 0 with fsync
+load             into memory that is there, with all hashes checked, beside reading the files, DCP's ``load``, and
+                 ``torch.load`` on each rank
+===============  =====================================================================================================
+
+All ranks have the same tensors, 16 of float32. The figures are medians of ``3 * budget`` rounds, in each of which all
+are measured in turn; a figure is that of the slowest rank. The page cache is warm for whatever is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import allranks
+from allranks import checkpoint
+from allranks._call.bytes import view_of
+from allranks._cluster.host import processor, usable_cpus
+from allranks.testing import run_ranks
+from allranks.tools.bench import goals, text
+from allranks.tools.bench.goals import Goal, GoalReport, of
+from allranks.tools.bench.spent import spent_s
+from allranks.tools.quiet import Window, before, cores
+
+__all__ = ["main"]
+
+_ROUNDS = 3  # for each second of the budget
+_TENSORS = 16
+_LIMIT_S = 1800
+_CHUNK = 4 << 20
+
+Samples = dict[str, list[float]]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Measures, prints and writes."""
+    report = GoalReport(
+        cpus=usable_cpus(),
+        host=socket.gethostname(),
+        processor=processor(),
+        budget_s=options.budget,
+        versions={
+            "allranks": allranks.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+    )
+    rounds = max(1, round(_ROUNDS * options.budget))
+    window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
+    print(goals.head(report, "checkpoints"), flush=True)
+    print(text.conditions(before(), options.nproc, cpus), flush=True)
+    for nbytes in options.sizes:
+        with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder:
+            found = run_ranks(options.nproc, _measure, Path(folder), nbytes, rounds, timeout_s=_LIMIT_S)
+        cells = _goals(f"{text.human(nbytes)}, {options.nproc} ranks", _slowest([each for each in found if each]))
+        report.goals += cells
+        print(goals.lines(cells), flush=True)
+    report.conditions = window.end(spent_s() - own_s)
+    print(text.conditions(report.conditions, options.nproc, cpus))
+    if options.json:
+        goals.write(report, options.json)
+    return 0
+
+
+def _slowest(found: list[Samples]) -> Samples:
+    """Of the ranks, in each round."""
+    return {name: [max(times) for times in zip(*(rank[name] for rank in found), strict=True)] for name in found[0]}
+
+
+def _goals(what: str, found: Samples) -> list[Goal]:
+    def cell(name: str, mine: str, peer: str, beside: str, least_ratio: float | None = None) -> Goal:
+        return of(
+            f"{name} beside {peer}, {what}", "s", found[mine], peer=peer, beside=found[beside], least_ratio=least_ratio
+        )
+
+    return [
+        cell("stall of save_async", "stall", "memcpy", "memcpy", 1 / 1.3),
+        cell("stall of save_async", "stall", "DCP", "DCP stall", 2.0),
+        cell("save_async until complete", "background", "DCP", "DCP background"),
+        cell("save", "save", "write and fsync", "write", 0.9),
+        cell("save", "save", "DCP", "DCP save"),
+        cell("save", "save", "torch.save", "torch.save"),
+        cell("load", "load", "reading", "read", 0.8),
+        cell("load", "load", "DCP", "DCP load"),
+        cell("load", "load", "torch.load", "torch.load"),
+    ]
+
+
+def _measure(folder: Path, nbytes: int, rounds: int) -> Samples:
+    """A rank."""
+    import torch.distributed as torchs
+    import torch.distributed.checkpoint as dcp
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # DCP's, of its own interfaces
+    rank, ranks = allranks.get_rank(), allranks.get_world_size()
+    torchs.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    torch.manual_seed(1)
+    state = {f"w{number}": torch.randn(nbytes // 4 // _TENSORS) for number in range(_TENSORS)}
+    into = {name: torch.ones_like(tensor) for name, tensor in state.items()}
+    share = torch.cat(list(state.values()))[: nbytes // 4 // ranks]
+    copy, memory = torch.ones_like(share), torch.ones(nbytes + (1 << 20), dtype=torch.uint8)
+    found: Samples = {}
+
+    def timed(name: str, act: Callable[[], Any]) -> Any:
+        allranks.barrier()
+        began = time.perf_counter()
+        outcome = act()
+        found.setdefault(name, []).append(time.perf_counter() - began)
+        return outcome
+
+    for number in range(-1, rounds):
+        if number == 0:
+            found.clear()  # a first round brings memory and groups
+        timed("memcpy", lambda: copy.copy_(share))
+        _ours(timed, folder / "ours", state, into, memory, number + 1)
+        timed("write", lambda: _write(folder / f"written-{rank}", share))
+        os.unlink(folder / f"written-{rank}")
+        _dcp(timed, dcp, folder, state, into, number + 1)
+        timed("torch.save", lambda: _torch_save(folder / "torch.pt", state) if rank == 0 else None)
+        allranks.barrier()
+        timed("torch.load", lambda: torch.load(folder / "torch.pt"))
+    torchs.destroy_process_group()
+    return found
+
+
+def _ours(timed: Callable[..., Any], folder: Path, state: Any, into: Any, memory: torch.Tensor, step: int) -> None:
+    saving = timed("stall", lambda: checkpoint.save_async(state, folder, step=2 * step, keep=1))
+    timed("background", saving.wait)
+    timed("save", lambda: checkpoint.save(state, folder, step=2 * step + 1, keep=1))
+    timed("load", lambda: checkpoint.load(folder, into=into))
+    newest = checkpoint.latest(folder)
+    assert newest is not None
+    timed("read", lambda: _read(newest.path, memory))
+
+
+def _dcp(timed: Callable[..., Any], dcp: Any, folder: Path, state: Any, into: Any, step: int) -> None:
+    future = timed("DCP stall", lambda: dcp.async_save(state, checkpoint_id=folder / f"dcp-async-{step}"))
+    timed("DCP background", future.result)
+    timed("DCP save", lambda: dcp.save(state, checkpoint_id=folder / f"dcp-{step}"))
+    timed("DCP load", lambda: dcp.load(into, checkpoint_id=folder / f"dcp-{step}"))
+    allranks.barrier()
+    if allranks.get_rank() == 0:
+        for name in (f"dcp-async-{step}", f"dcp-{step}"):
+            shutil.rmtree(folder / name)
+
+
+def _write(path: Path, share: torch.Tensor) -> None:
+    view = view_of(share)
+    with open(path, "wb", buffering=0) as file:
+        for begin in range(0, len(view), _CHUNK):
+            file.write(view[begin : begin + _CHUNK])
+        os.fsync(file.fileno())
+
+
+def _torch_save(path: Path, state: Any) -> None:
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(folder: Path, memory: torch.Tensor) -> None:
+    """Each rank reads all files into memory that is there, as its load does."""
+    view, at = view_of(memory, writable=True), 0
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb", buffering=0) as file:
+            while got := file.readinto(view[at : at + _CHUNK]):
+                at += got
