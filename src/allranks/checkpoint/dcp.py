@@ -17,6 +17,7 @@ import math
 import os
 import shutil
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint import planner as plans
 from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.futures import Future
 
 from allranks._base.errors import CheckpointError, UsageError
@@ -363,9 +365,17 @@ class StorageReader(storage.StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> torchs.Metadata:
         """See torch's. Reads the manifest."""
+        rank = company_of().rank
+        try:
+            return self._metadata(rank)
+        except (CheckpointError, OSError) as error:
+            # torch 2.10 hides what is an Exception here, and says "metadata is None".
+            raise CheckpointException("read_metadata", {rank: (error, traceback.StackSummary())}) from error
+
+    def _metadata(self, rank: int) -> torchs.Metadata:
         self._folder = loading.choose(self._path, self._step)
-        self._reader = loading.Reader(self._folder, company_of().rank)
-        self._leaves = leaves_of(self._reader.manifest.tree(company_of().rank))
+        self._reader = loading.Reader(self._folder, rank)
+        self._leaves = leaves_of(self._reader.manifest.tree(rank))
         found: dict[str, Any] = {}
         for name, (_, leaf) in self._leaves.items():
             saved = self._tensor(leaf)
