@@ -120,6 +120,37 @@ def test_meshes_and_groups_of_torch_outlive_losses(begins: str, tmp_path: Path) 
     assert done.returncode == 0
 
 
+def test_an_attempt_that_fails_is_repeated_and_counted_once(tmp_path: Path) -> None:
+    body = """
+from allranks.resilience import state as module
+
+half, _ = dist.new_subgroups(2)
+renew, failures = module.renew_groups, 2 * (rank == 0)
+
+
+def fail_first():
+    global failures
+    if failures:
+        failures -= 1
+        raise dist.JoinError("for the test")
+    renew()
+
+
+module.renew_groups = fail_first
+state = dist.resilience.State()
+for step in state.steps(6):
+    with step:
+        if step.index == 3:
+            die(1)
+        part = torch.ones(1)
+        dist.all_reduce(part, group=half)
+        dist.all_reduce(part)
+print("end", rank, part.item(), state.replaced, state.lost, state.joined, failures, flush=True)
+"""
+    done = _run(tmp_path, body)
+    assert _ends(done) == [f"{rank} 8.0 1 1 0 0" for rank in range(4)], done
+
+
 def test_groups_of_a_step_are_closed_with_a_reason(tmp_path: Path) -> None:
     body = """
 state = dist.resilience.State()

@@ -284,8 +284,12 @@ class State:
         return True
 
     def _seats(self) -> list[int]:
+        return list(self._members())
+
+    def _members(self) -> dict[int, int]:
+        """The start of each seat's process, by rank."""
         lineage = self._world.lineage
-        return [] if lineage is None else [seat for seat, _ in lineage.members]
+        return {} if lineage is None else dict(lineage.members)
 
     def _take_notice(self, number: int, _: object) -> None:
         self._leaves = True
@@ -334,9 +338,9 @@ class State:
 
     def _recover(self, newcomer: bool = False) -> None:
         """Goes on with those that are left, and with those that have taken the places of others."""
-        vain = 0
+        vain, members, counted = 0, self._members(), (self.replaced, self.lost, self.joined)
         while True:
-            before, seats = self._world.size(), set(self._seats())
+            before = self._world.size()
             progress = NEWCOMER if newcomer else self._position.done
             abort_groups()
             successor = advance(self._world, progress=progress, replaces=True)
@@ -345,7 +349,8 @@ class State:
                 self._check_ranks(before)
                 self._changed.clear()
                 self._renew_torchs()
-                self._count(seats, {self._seats()[rank] for rank in empty})
+                self.replaced, self.lost, self.joined = counted  # an attempt that failed counts nothing
+                self._count(members)
             try:
                 renew_groups()
                 self._hand_over(full, empty)
@@ -358,11 +363,13 @@ class State:
                 continue
             return
 
-    def _count(self, before: set[int], new: set[int]) -> None:
-        """Some ranks of before are lost, or have other processes; other seats have come."""
-        self.replaced += len(before & new)
-        self.joined += len(new - before)
-        self.lost += len(before.difference(self._seats())) + len(before & new)
+    def _count(self, before: dict[int, int]) -> None:
+        """Some members of before are lost, or have other processes; other seats have come."""
+        now = self._members()
+        again = sum(seat in now and now[seat] != start for seat, start in before.items())
+        self.replaced += again
+        self.joined += len(now.keys() - before.keys())
+        self.lost += again + len(before.keys() - now.keys())
 
     def _hand_over(self, full: list[int], empty: list[int]) -> None:
         if not full:
