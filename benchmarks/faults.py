@@ -371,21 +371,22 @@ def judge(options: argparse.Namespace, ssh: Ssh | None) -> None:
     weights = undisturbed(options.steps)
     results: dict[str, int] = {"right": 0, "typed error": 0, "wrong": 0}
     faults, kills, pauses, began = 0, 0, [], time.monotonic()
-    for seed in range(first, end):
-        outcome, struck, killed, more = run(seed, weights, options.steps, options.most, options.verbose, ssh)
-        faults += struck
-        kills += killed
-        pauses += more
-        kind = "wrong" if outcome.startswith("WRONG") else outcome or "right"
-        results[kind] += 1
-        if kind == "wrong":
-            print(f"seed {seed}: {outcome}", flush=True)
-    seconds = time.monotonic() - began
+    with contextlib.suppress(KeyboardInterrupt):  # what was done until then is told
+        for seed in range(first, end):
+            outcome, struck, killed, more = run(seed, weights, options.steps, options.most, options.verbose, ssh)
+            faults += struck
+            kills += killed
+            pauses += more
+            kind = "wrong" if outcome.startswith("WRONG") else outcome or "right"
+            results[kind] += 1
+            if kind == "wrong":
+                print(f"seed {seed}: {outcome}", flush=True)
+    seconds, jobs = time.monotonic() - began, sum(results.values())
     longest = f", pauses median {statistics.median(pauses):.2f} s, longest {max(pauses):.2f} s" if pauses else ""
-    print(f"{end - first} jobs, {faults} faults, {kills} ranks killed, {results}{longest}; {seconds:.0f} s", flush=True)
+    print(f"{jobs} jobs, {faults} faults, {kills} ranks killed, {results}{longest}; {seconds:.0f} s", flush=True)
     if options.json:
         figures = {
-            "jobs": end - first,
+            "jobs": jobs,
             "faults": faults,
             "killed": kills,
             "results": results,
