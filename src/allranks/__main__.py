@@ -24,6 +24,7 @@ _COMMANDS = {
     "submit": ("allranks.tools.submit", "write a job file for SLURM, PBS, LSF or Kubernetes"),
     "trace": ("allranks.tools.trace", "show what the ranks of a running job do, and for whom they wait"),
     "top": ("allranks.tools.top", "show calls, waiting, CPU and memory of a running job's ranks, again and again"),
+    "checkpoint": ("allranks.tools.checkpoint", "what is in checkpoints, whether they are whole, how two differ"),
     "doctor": ("allranks.tools.doctor", "check this host, or all hosts of a job"),
 }
 
@@ -67,7 +68,7 @@ def _run(name: str, words: Sequence[str]) -> int | Program:
 
 def _help() -> str:
     lines = ["usage: allranks [-V] COMMAND ...", "", "commands:"]
-    lines += [f"  {name:8} {summary}" for name, (_, summary) in _COMMANDS.items()]
+    lines += [f"  {name:10} {summary}" for name, (_, summary) in _COMMANDS.items()]
     return "\n".join([*lines, "", "allranks help COMMAND, or allranks COMMAND --help, describes a command."])
 
 

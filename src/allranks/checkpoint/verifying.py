@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import xxhash
 
 from allranks._base.errors import CheckpointError
 from allranks.checkpoint import folders, parts
-from allranks.checkpoint.manifest import Manifest, dtype_of, load_manifest
+from allranks.checkpoint.manifest import File, Manifest, Piece, Saved, dtype_of, load_manifest
 
-__all__ = ["verify"]
+__all__ = ["check", "verify"]
 
 
 def verify(path: folders.PathLike) -> list[str]:
@@ -33,38 +34,54 @@ def verify(path: folders.PathLike) -> list[str]:
         if newest is None:
             raise FileNotFoundError(f"there is no complete checkpoint in {folder}")
         folder = newest.path
+    return check(folder)
+
+
+def check(folder: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
+    """Reads all of a checkpoint; see ``verify``.
+
+    Args:
+        folder: the checkpoint.
+        progress: is told how many bytes are read, of how many.
+    """
     try:
         manifest = load_manifest(folder, sizes=False)
     except CheckpointError as error:
         return [str(error)]
-    problems = []
-    for number in range(len(manifest.files)):
-        problems += _verify_file(folder, manifest, number)
+    problems, total, done = [], manifest.nbytes, 0
+    for number, file in enumerate(manifest.files):
+        if problem := _file_problem(folder, file):
+            problems.append(problem)
+            continue
+        with parts.open_part(folder, file) as fd:
+            if xxhash.xxh3_64_hexdigest(os.pread(fd, file.head, 0)) != file.hash:
+                problems.append(f"{file.name}: its head (bytes 0 to {file.head}) is not what rank {file.rank} wrote")
+            done += file.head
+            for saved, piece, begin, end in _blocks(manifest, number):
+                try:
+                    parts.read_rows(fd, manifest, saved, piece, begin, end, memoryview(bytearray(end - begin)))
+                except CheckpointError as error:
+                    problems.append(str(error))
+                done += end - begin
+                progress(done, total)
     return problems
 
 
-def _verify_file(folder: Path, manifest: Manifest, number: int) -> list[str]:
-    file = manifest.files[number]
-    path = folder / file.name
+def _blocks(manifest: Manifest, number: int) -> Iterator[tuple[Saved, Piece, int, int]]:
+    """What is in a file, a block at a time."""
+    for saved in manifest.tensors:
+        for piece in saved.pieces:
+            if piece.file == number:
+                nbytes = math.prod(piece.shape) * dtype_of(saved.dtype).itemsize
+                for begin in range(0, nbytes, manifest.block):
+                    yield saved, piece, begin, min(begin + manifest.block, nbytes)
+
+
+def _file_problem(folder: Path, file: File) -> str:
     try:
-        nbytes = os.path.getsize(path)
+        nbytes = os.path.getsize(folder / file.name)
     except FileNotFoundError:
-        return [f"{file.name} is missing; rank {file.rank} wrote it"]
+        return f"{file.name} is missing; rank {file.rank} wrote it"
     if nbytes != file.nbytes:
-        return [f"{file.name} has {nbytes} bytes, and must have {file.nbytes}; rank {file.rank} wrote it"]
-    problems = []
-    with parts.open_part(folder, file) as fd:
-        if xxhash.xxh3_64_hexdigest(os.pread(fd, file.head, 0)) != file.hash:
-            problems.append(f"{file.name}: its head (bytes 0 to {file.head}) is not what rank {file.rank} wrote")
-        for saved in manifest.tensors:
-            for piece in saved.pieces:
-                if piece.file == number:
-                    row = manifest.block
-                    total = math.prod(piece.shape) * dtype_of(saved.dtype).itemsize
-                    for begin in range(0, total, row):
-                        end = min(begin + row, total)
-                        try:
-                            parts.read_rows(fd, manifest, saved, piece, begin, end, memoryview(bytearray(end - begin)))
-                        except CheckpointError as error:
-                            problems.append(str(error))
-    return problems
+        return f"{file.name} has {nbytes} bytes, and must have {file.nbytes}; rank {file.rank} wrote it"
+    return ""

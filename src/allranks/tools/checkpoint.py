@@ -1,0 +1,330 @@
+"""``allranks checkpoint``: what is in checkpoints, whether they are whole, how two differ, and one file of one.
+
+====================  ================================================================================================
+``list FOLDER``       the checkpoints in a folder
+``show PATH``         who wrote one, and what is in it
+``verify PATH``       reads every byte; exit code 1 if something is not what was written
+``diff PATH PATH``    what two have that differs; exit code 1 if anything does
+``export PATH FILE``  one safetensors file, or by another ending one for ``torch.load``
+====================  ================================================================================================
+
+A PATH is a checkpoint, or a folder of checkpoints: then its newest, or that of ``--step``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks._base.console import ArgumentParser, put
+from allranks._base.errors import AllranksError, CheckpointError
+from allranks._call.bytes import view_of
+from allranks.checkpoint import folders, parts, single_file
+from allranks.checkpoint.layout import Job, Offer, place
+from allranks.checkpoint.loading import Reader, choose, load_folder
+from allranks.checkpoint.manifest import Manifest, Saved, dtype_of, load_manifest
+from allranks.checkpoint.verifying import check
+
+__all__ = ["main"]
+
+_LONG_S = 2.0  # what takes longer shows how far it is
+_AGAIN_S = 0.2
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    options = _parser().parse_args(argv)
+    try:
+        code: int = options.act(options)
+    except (AllranksError, OSError) as error:
+        print(f"allranks checkpoint: error: {_words(error)}", file=sys.stderr)
+        return 2
+    return code
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError) and not isinstance(error, AllranksError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="allranks checkpoint",
+        description="Look at checkpoints that allranks.checkpoint.save has written.",
+        epilog="A PATH is a checkpoint, or a folder of checkpoints: then its newest, or that of --step. verify and diff"
+        " end with exit code 1 if they find something.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, act, summary in (
+        ("list", _list, "the checkpoints in a folder"),
+        ("show", _show, "who wrote a checkpoint, and what is in it"),
+        ("verify", _verify, "read every byte, and name what is damaged"),
+        ("diff", _diff, "what differs between two checkpoints"),
+        ("export", _export, "write one file: safetensors, or what torch.load reads"),
+    ):
+        add = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        add.set_defaults(act=act)
+        add.add_argument("path", type=Path, metavar="FOLDER" if name == "list" else "PATH")
+        if name == "diff":
+            add.add_argument("other", type=Path, metavar="PATH")
+        if name == "export":
+            add.add_argument("file", type=Path, metavar="FILE", help="NAME.safetensors, or another ending")
+            add.add_argument("--force", action="store_true", help="write over a file that is there")
+        if name == "verify":
+            add.add_argument("--all", action="store_true", help="all checkpoints in the folder")
+        if name not in ("list", "diff"):
+            add.add_argument("--step", type=int, metavar="N", help="which checkpoint of a folder (default: the newest)")
+        if name in ("diff", "export"):
+            add.add_argument("--rank", type=int, default=0, metavar="R", help="whose state (default 0)")
+        if name != "export":
+            add.add_argument("--json", action="store_true", help="write JSON")
+    return parser
+
+
+# list and show.
+
+
+def _list(options: argparse.Namespace) -> int:
+    found = [_entry(step, path) for step, _, path in folders.find(options.path)]
+    if options.json:
+        put(json.dumps(found, indent=1) + "\n")
+    elif not found:
+        put(f"There is no checkpoint in {options.path}.\n")
+    else:
+        put(f"{'step':>12}  {'when':19}  {'size':>8}  {'ranks':>5}  hosts\n")
+        for entry in found:
+            put(_line(entry) + "\n")
+    return 0
+
+
+def _entry(step: int, path: Path) -> dict[str, Any]:
+    try:
+        info = folders.Info.of(path, load_manifest(path))
+    except (CheckpointError, OSError) as error:
+        return {"step": step, "path": str(path), "problem": _words(error)}
+    found = {"step": step, "path": str(path), "nbytes": info.nbytes, "when": info.when, "ranks": info.ranks}
+    return {**found, "hosts": list(info.hosts), "run": info.run}
+
+
+def _line(entry: dict[str, Any]) -> str:
+    if "problem" in entry:
+        return f"{entry['step']:>12}  damaged: {entry['problem']}"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["when"]))
+    hosts = ", ".join(entry["hosts"])
+    return f"{entry['step']:>12}  {when:19}  {_size(entry['nbytes']):>8}  {entry['ranks']:>5}  {hosts}"
+
+
+def _size(nbytes: int) -> str:
+    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 1000 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.0f} B" if units[0] == "B" else f"{value:.3g} {units[0]}"
+
+
+def _show(options: argparse.Namespace) -> int:
+    folder = choose(options.path, options.step)
+    manifest = load_manifest(folder)
+    tensors = [_described(saved, manifest) for saved in manifest.tensors]
+    values = dict(_values(manifest.tree(0), ""))
+    entry = _entry(manifest.step, folder)
+    if options.json:
+        writers = [{"host": writer.host, "pid": writer.pid} for writer in manifest.writers]
+        files = [{"name": file.name, "nbytes": file.nbytes, "rank": file.rank} for file in manifest.files]
+        shown = {**entry, "writers": writers, "files": files, "tensors": tensors, "values": values}
+        put(json.dumps(shown, indent=1) + "\n")
+        return 0
+    put(f"{folder}\n")
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.when))
+    hosts = ", ".join(entry["hosts"])
+    who = f"{entry['ranks']} ranks on {hosts}, run {entry['run']}"
+    put(f"step {manifest.step}, {when}, {_size(manifest.nbytes)}, {who}\n\n")
+    width = max((len(tensor["name"]) for tensor in tensors), default=0)
+    for tensor in tensors:
+        whose = f"  of ranks {', '.join(map(str, tensor['ranks']))}" if tensor["ranks"] else ""
+        pieces = f"  in {tensor['parts']} parts" if tensor["parts"] > 1 else ""
+        shape = str(tensor["shape"])
+        put(f"{tensor['name']:{width}}  {tensor['dtype']:9}  {shape:16}  {_size(tensor['nbytes']):>8}{pieces}{whose}\n")
+    put("\n" if values and tensors else "")
+    for name, value in values.items():
+        put(f"{name} = {value}\n")
+    return 0
+
+
+def _described(saved: Saved, manifest: Manifest) -> dict[str, Any]:
+    nbytes = torch.Size(saved.shape).numel() * dtype_of(saved.dtype).itemsize
+    files = sorted({manifest.files[piece.file].name for piece in saved.pieces})
+    found = {"name": saved.name, "dtype": saved.dtype, "shape": list(saved.shape), "nbytes": nbytes, "files": files}
+    return {**found, "parts": len(saved.pieces), "ranks": list(saved.ranks)}
+
+
+def _values(tree: Any, path: str) -> Iterator[tuple[str, str]]:
+    """What is not tensors: each value by its path, in few words."""
+    if isinstance(tree, list):
+        if all(not isinstance(item, (list, dict)) for item in tree):
+            yield path, _short(tree)
+            return
+        for number, item in enumerate(tree):
+            yield from _values(item, f"{path}.{number}")
+    elif isinstance(tree, dict) and len(tree) == 1:
+        ((tag, value),) = tree.items()
+        if tag == "dict" and isinstance(value, dict):
+            for key, item in value.items():
+                yield from _values(item, f"{path}.{key}" if path else key)
+        elif tag == "items" and isinstance(value, list):
+            for key, item in value:
+                yield from _values(item, f"{path}.{key}" if path else str(key))
+        elif tag == "tuple":
+            yield from _values(value, path)
+        elif tag not in ("tensor", "numpy"):
+            yield path, _short(value)
+    else:
+        yield path, _short(tree)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# verify.
+
+
+def _verify(options: argparse.Namespace) -> int:
+    if options.all:
+        paths = [path for _, _, path in folders.find(options.path)]
+    else:
+        paths = [_path_of(options.path, options.step)]
+    found = {str(path): check(path, _progress(path)) for path in paths}
+    if options.json:
+        put(json.dumps(found, indent=1) + "\n")
+    else:
+        for path, problems in found.items():
+            put(f"{path}: whole\n" if not problems else "".join(f"{path}: {problem}\n" for problem in problems))
+    return int(any(found.values()))
+
+
+def _path_of(path: Path, step: int | None) -> Path:
+    """A checkpoint, be it damaged."""
+    if not folders.is_folder_of_checkpoints(path):
+        return path
+    named = [found for number, _, found in folders.find(path) if step in (None, number)]
+    return named[0] if named else choose(path, step)
+
+
+def _progress(path: Path) -> Callable[[int, int], None]:
+    """Shows how far a file is read, on a terminal, once that takes long."""
+    began = last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if not sys.stderr.isatty() or now < began + _LONG_S or (now < last + _AGAIN_S and done < total):
+            return
+        last = now
+        end = "\n" if done >= total else "\r"
+        sys.stderr.write(f"{path.name}: {_size(done)} of {_size(total)} read{end}")
+        sys.stderr.flush()
+
+    return show
+
+
+# diff.
+
+
+def _diff(options: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as stack:
+        one, other = (
+            stack.enter_context(Reader(choose(path, None), options.rank)) for path in (options.path, options.other)
+        )
+        mine, theirs = (reader.manifest.tensors_of(options.rank) for reader in (one, other))
+        lines = []
+        for name in sorted({*mine, *theirs}):
+            if name not in theirs:
+                lines.append(f"{name}: only in {options.path}")
+            elif name not in mine:
+                lines.append(f"{name}: only in {options.other}")
+            elif difference := _difference(one, mine[name], other, theirs[name]):
+                lines.append(f"{name}: {difference}")
+        left, right = (dict(_values(reader.manifest.tree(options.rank), "")) for reader in (one, other))
+        for name in sorted({*left, *right}):
+            if left.get(name) != right.get(name):
+                lines.append(f"{name}: {left.get(name, 'nothing')} and {right.get(name, 'nothing')}")
+    put(json.dumps(lines, indent=1) + "\n" if options.json else "".join(f"{line}\n" for line in lines))
+    return int(bool(lines))
+
+
+def _difference(one: Reader, mine: Saved, other: Reader, theirs: Saved) -> str:
+    if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+        return f"{mine.dtype} {list(mine.shape)} and {theirs.dtype} {list(theirs.shape)}"
+    left, right = _read(one, mine), _read(other, theirs)
+    if not left.numel() or bytes(view_of(left)) == bytes(view_of(right)):
+        return ""
+    if not (left.is_floating_point() or left.is_complex()):
+        return f"{int((left != right).sum())} of {left.numel()} elements differ"
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    distance = (left.to(wide) - right.to(wide)).abs()
+    return f"{int((distance != 0).sum())} of {left.numel()} elements differ, by up to {float(distance.max()):.6g}"
+
+
+def _read(reader: Reader, saved: Saved) -> Tensor:
+    made = torch.empty(saved.shape, dtype=dtype_of(saved.dtype))
+    reader.read(saved, made)
+    return made
+
+
+# export.
+
+
+def _export(options: argparse.Namespace) -> int:
+    folder, file = choose(options.path, options.step), options.file
+    if file.exists() and not options.force:
+        raise CheckpointError(f"{file} is there already; write over it: --force")
+    if not file.absolute().parent.is_dir():
+        raise CheckpointError(f"there is no folder {file.absolute().parent}")
+    if file.suffix != ".safetensors":
+        single_file.save(load_folder(folder, None, options.rank), file)
+        put(f"{file}: torch.load reads it ({_size(os.path.getsize(file))})\n")
+        return 0
+    with Reader(folder, options.rank) as reader:
+        saved = reader.manifest.tensors_of(options.rank)
+        left_out = len(dict(_values(reader.manifest.tree(options.rank), "")))
+        _write_safetensors(file, reader, list(saved.values()))
+    more = f"; {left_out} values that are no tensors are left out" if left_out else ""
+    put(f"{file}: {len(saved)} tensors ({_size(os.path.getsize(file))}){more}\n")
+    return 0
+
+
+def _write_safetensors(file: Path, reader: Reader, tensors: Sequence[Saved]) -> None:
+    """One tensor after the other, beside the file, and then in its place."""
+    jobs = []
+    for saved in tensors:
+        nothing = (0,) * len(saved.shape)
+        size = dtype_of(saved.dtype).itemsize
+        jobs.append(Job(Offer(saved.name, saved.dtype, size, saved.shape, nothing, saved.shape, 0), (), (0,)))
+    place(jobs)
+    by_name = {saved.name: saved for saved in tensors}
+
+    def views() -> Iterator[memoryview]:
+        for job in jobs:
+            tensor = _read(reader, by_name[job.offer.name])
+            yield view_of(tensor) if tensor.numel() else memoryview(b"")
+
+    folder = Path(tempfile.mkdtemp(prefix=f".{file.name}.", dir=file.absolute().parent))
+    try:
+        written, _ = parts.write_part(folder, jobs, reader.manifest.step, 0, views())
+        os.replace(folder / written.name, file)
+    finally:
+        shutil.rmtree(folder)
