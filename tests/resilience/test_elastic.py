@@ -146,3 +146,51 @@ print("end", dist.get_rank(), dist.get_world_size(), flush=True)
     assert done.returncode == 0, done
     assert sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line) == ["0 2", "1 2"]
     assert "rank 1 has ended, as the others had gone on without it" in done.stderr
+
+
+BUDDIES = """
+import os
+import torch
+import allranks as dist
+
+dist.init_process_group(timeout=30)
+start, seat = int(os.environ["ALLRANKS_START"]), int(os.environ["RANK"])
+torch.manual_seed(seat)
+net, own = torch.nn.BatchNorm1d(4), torch.zeros(1)
+state = dist.resilience.State(net=net, own=[own] if OWN else [])
+for step in state.steps(30):
+    with step:
+        if start == 0 and step.index == 10 and (seat in FIRST or (seat in THEN and state.replaced)):
+            os.kill(os.getpid(), 9)
+        net(torch.randn(8, 4) + seat)
+        own += seat
+print("end", seat, own.item(), net.running_mean.sum().item(), state.replaced, flush=True)
+"""
+
+
+def _buddies(folder: Path, own: bool, first: list[int], then: list[int]) -> subprocess.CompletedProcess[str]:
+    program = BUDDIES.replace("OWN", repr(own)).replace("FIRST", repr(first)).replace("THEN", repr(then))
+    return _run(folder, "-n", "4", "--elastic", "1", program=program)
+
+
+def _ends(done: subprocess.CompletedProcess[str]) -> list[list[str]]:
+    lines = sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line)
+    return [line.split()[:3] for line in lines]
+
+
+def test_a_new_process_keeps_what_the_one_before_it_kept(tmp_path: Path) -> None:
+    """Rank 2 keeps what rank 1 has. It is replaced, and then rank 1 is lost, before another step is done."""
+    calm, hit = _buddies(tmp_path, True, [], []), _buddies(tmp_path, True, [2], [1])
+    assert hit.returncode == 0, hit
+    assert _ends(hit) == _ends(calm)
+    assert [end[1] for end in _ends(hit)] == ["0.0", "30.0", "60.0", "90.0"]
+    assert hit.stdout.count(" 2\n") == 4  # replaced, as each has seen
+
+
+def test_a_rank_that_is_lost_with_the_one_that_kept_what_it_had(tmp_path: Path) -> None:
+    buffers = _buddies(tmp_path, False, [1, 2], [])
+    assert buffers.returncode == 0, buffers
+    assert "rank 1 is lost, and rank 2, which kept its buffers" in buffers.stderr
+    named = _buddies(tmp_path, True, [1, 2], [])
+    assert named.returncode, named
+    assert "rank 1 is lost, and rank 2, which kept its tensors (own=): nobody has them" in named.stderr

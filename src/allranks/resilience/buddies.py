@@ -31,13 +31,14 @@ class Buddies:
 
     Attributes:
         ring: the seats of the ranks at the last commit, by rank; empty before the first.
-        needed: there are buffers.
+        own: the tensors that the program has named.
+        needed: there are buffers, or such tensors.
         step: how far the buddy of a rank is from it, in ranks.
     """
 
     def __init__(self, modules: Sequence[nn.Module], own: Sequence[Tensor]) -> None:
         self._owners = owners_of_buffers(modules)
-        self._own = own
+        self.own = own
         self.needed = bool(self._owners or own)
         self.ring: tuple[int, ...] = ()
         self.step = 1
@@ -84,7 +85,7 @@ class Buddies:
 
     def _buffers(self) -> list[Tensor]:
         """The memory of the buffers on the CPU, as bytes."""
-        found = [local_of(buffer) for buffer in (*buffers_of(self._owners), *self._own)]
+        found = [local_of(buffer) for buffer in (*buffers_of(self._owners), *self.own)]
         return [b.view(-1).view(torch.uint8) for b in found if b.is_cpu and b.is_contiguous() and b.numel()]
 
 

@@ -386,11 +386,34 @@ class State:
                 continue
             kept_by = self._buddies.keeper_of(seats[rank])
             keeper = seats.index(kept_by) if kept_by in seats and seats.index(kept_by) in full else None
+            if kept_by is not None and keeper is None:
+                self._miss(seats[rank], kept_by, first=me == full[0])
             if me in full:
                 counts = self.replaced, self.lost, self.joined
                 handover.send(self.parts, (self._position, counts, keeper), world, donors)
             if me == keeper:
                 self._buddies.send(world, rank)
+        if empty and self._buddies.needed:  # a new process keeps nothing yet, and all are as of the last commit
+            self._buddies.exchange(world)
+            self._buddies.commit(world, seats)
+
+    def _miss(self, seat: int, keeper: int, first: bool) -> None:
+        """A rank is lost together with the one that kept what only it had.
+
+        Raises:
+            AllranksError: that are tensors that the program has named.
+        """
+        if self._buddies.own:
+            raise AllranksError(
+                f"rank {seat} is lost, and rank {keeper}, which kept its tensors (own=): nobody has them.\n  Start the"
+                " job again from a checkpoint (allranks run --restarts does so by itself)"
+            )
+        if first:
+            warnings.warn(
+                f"rank {seat} is lost, and rank {keeper}, which kept its buffers: its process gets those of another"
+                " rank, and the result is not that of an undisturbed run to the last bit",
+                stacklevel=6,
+            )
 
     def _warn_of_shards(self) -> None:
         """Says in the beginning what a loss would show: that nobody else has a rank's shards."""
