@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,47 @@ def test_errors(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wo
     assert done.stderr.startswith("allranks checkpoint: error: ")
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.fixture(scope="module")
+def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 and 2 in the folders of two hosts."""
+    root = tmp_path_factory.mktemp("shares")
+
+    def saves() -> None:
+        rank = dist.get_rank()
+        warnings.simplefilter("ignore")
+        for step in (1, 2):
+            checkpoint.save(state(rank, step), root / f"host{rank}", step=step)
+
+    run_ranks(2, saves)
+    return root
+
+
+def test_shares_are_named(shares: Path) -> None:
+    listed = output("list", shares / "host1").splitlines()
+    assert all(line.endswith("  (share 2 of 2)") for line in listed[1:])
+    assert [(entry["share"], entry["shares"]) for entry in json.loads(output("list", shares / "host1", "--json"))] == [
+        (2, 2)
+    ] * 2
+    text = output("show", shares / "host1")
+    assert "share 2 of 2: " in text
+    assert "model.weight" in text
+    shown = json.loads(output("show", shares / "host1", "--json"))
+    assert [file["share"] for file in shown["files"]] == [1, 2]
+    assert "share 2 of 2, whole; the others are not here" in output("verify", shares / "host1")
+    for words in (("export", shares / "host1", shares / "x.safetensors"), ("diff", shares / "host1", shares / "host0")):
+        done = command(*words)
+        assert done.returncode == 2
+        assert "has share 2 of 2 of step 2, without share 1 (written by rank 0 on " in done.stderr
+
+
+def test_merge(shares: Path, tmp_path: Path) -> None:
+    text = output("merge", shares / "host0", shares / "host1", "--into", tmp_path / "into")
+    assert text.startswith(f"{tmp_path / 'into' / 'step-0000000002'}: whole (")
+    output("merge", shares / "host1", shares / "host0", "--into", tmp_path / "into", "--step", "1")
+    assert output("verify", tmp_path / "into", "--all").count(": whole\n") == 2
+    done = command("merge", shares / "host0", "--into", tmp_path / "into", "--step", "1")
+    assert done.returncode == 2
+    assert "of step 1, share 2 of 2 is missing in" in done.stderr
+    assert "which rank 1 on" in done.stderr

@@ -2,18 +2,20 @@
 
 ::
 
-    import allranks.checkpoint as checkpoint
+    import allranks as dist
+    from allranks import checkpoint
 
     state = {"model": model, "optimizer": optimizer, "epoch": epoch, "random": checkpoint.RandomState()}
     checkpoint.save(state, "checkpoints", step=1000, keep=3)
 
-    if (last := checkpoint.latest("checkpoints")) is not None:
+    if (last := checkpoint.latest("checkpoints", group=dist.group.WORLD)) is not None:
         checkpoint.load(last, into=state)
 
 `save(obj, path)`, without ``step``, writes one object into one file, as ever.
 
 A checkpoint is a folder: tensors in the safetensors format, and a manifest that names every byte with its hash. It is
-there as a whole or not at all, whatever is killed, and nothing damaged is loaded. docs/checkpoints.md has the guide,
+there as a whole or not at all, whatever is killed, and nothing damaged is loaded. Where hosts have no folder in common,
+each keeps a share of it. docs/checkpoints.md has the guide,
 the form on disk, and what is promised.
 """
 
@@ -25,12 +27,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks._base.errors import CheckpointError, UsageError
-from allranks.checkpoint import loading, saving, single_file
-from allranks.checkpoint.company import company_of
-from allranks.checkpoint.folders import Info, PathLike, latest
+from allranks.checkpoint import background, choosing, loading, saving, single_file
+from allranks.checkpoint.background import Saving
+from allranks.checkpoint.company import alone, company_of
+from allranks.checkpoint.folders import Info, PathLike
 from allranks.checkpoint.folders import list_checkpoints as list
+from allranks.checkpoint.merging import merge
 from allranks.checkpoint.random_state import RandomState
-from allranks.checkpoint.saving import Saving
 from allranks.checkpoint.values import Shard
 from allranks.checkpoint.verifying import verify
 
@@ -48,6 +51,7 @@ __all__ = [
     "latest",
     "list",
     "load",
+    "merge",
     "save",
     "save_async",
     "verify",
@@ -77,7 +81,8 @@ def save(
     Args:
         obj: nested dicts, lists and tuples of tensors, NumPy arrays, numbers, strings, bytes, None; modules,
             optimizers, schedulers, and whatever has ``state_dict`` and ``load_state_dict``.
-        path: the folder of the checkpoints, which all ranks see. It is made if it is not there.
+        path: the folder of the checkpoints. It is made if it is not there. Where the ranks do not all see the same
+            folder, those that see one write a share of the checkpoint into it.
         step: of the training; the name of the checkpoint.
         keep: so many of the newest checkpoints stay, the others are removed; None: all stay.
         keep_every: with ``keep``: those whose step is a multiple of it stay, too.
@@ -86,7 +91,7 @@ def save(
         group: the ranks; None: the world, or this process alone where there is none. Torch's groups, too.
 
     Returns:
-        The folder of the checkpoint; None without ``step``.
+        The folder of the checkpoint, or of this rank's share of it; None without ``step``.
 
     Raises:
         UsageError: something in ``obj`` cannot be saved; another job saves into the folder.
@@ -103,7 +108,7 @@ def save(
             )
         single_file.save(obj, path)
         return None
-    saving.settle()
+    background.settle()
     return saving.save(obj, path, step=step, keep=keep, keep_every=keep_every, own=own, group=group)
 
 
@@ -140,7 +145,7 @@ def save_async(
     Cost:
         a copy of this rank's share into memory that is kept; two small exchanges between the ranks.
     """
-    return saving.save_async(obj, path, step=step, keep=keep, keep_every=keep_every, own=own, group=group)
+    return background.save_async(obj, path, step=step, keep=keep, keep_every=keep_every, own=own, group=group)
 
 
 def load(
@@ -155,10 +160,11 @@ def load(
     """Loads what `save` wrote.
 
     Of a folder, all ranks of the group call it, however many they are: each reads what it needs. What ranks had each
-    for itself is given to the rank with the same number, or is rank 0's where there was none.
+    for itself is given to the rank with the same number, or is rank 0's where there was none. What the folder of a rank
+    has not comes from ranks whose folders have it, at most 64 MiB at a time.
 
     Args:
-        path: a file; a checkpoint; or a folder of checkpoints, of which the newest is taken.
+        path: a file; a checkpoint, or what `latest` gave; or a folder of checkpoints, of which the newest is taken.
         map_location: of a file: where tensors go, as in `torch.load`.
         weights_only: of a file: accept only tensors and plain containers. False runs whatever code the file holds.
         into: of a folder: what is filled. It has the structure of what was saved, or of a part of it; tensors, modules
@@ -171,8 +177,8 @@ def load(
 
     Raises:
         UsageError: ``into`` has what the checkpoint has not, or tensors of another shape.
-        CheckpointError: there is no such checkpoint, or it is damaged: names file, tensor and rank. Parts of ``into``
-            may have been filled.
+        CheckpointError: there is no such checkpoint, or it is damaged: names file, tensor and rank; or only a share of
+            it is there. Parts of ``into`` may have been filled.
         FileNotFoundError: there is nothing at ``path``.
         AllranksError: the file is damaged, or none that `save` wrote.
         pickle.UnpicklingError: the file holds objects that ``weights_only=True`` refuses.
@@ -181,11 +187,30 @@ def load(
         if into is not None or step is not None:
             raise UsageError(f"checkpoint.load: {os.fspath(path)!r} is a file; into and step are for folders")
         return single_file.load(path, map_location, weights_only)
-    if not os.path.exists(path):
+    is_told = isinstance(path, Info) or not (into is None and step is None and group is None)
+    if not is_told and not os.path.exists(path):  # a file, for all that is known, which other ranks do not ask for
         raise FileNotFoundError(f"checkpoint.load: there is nothing at {os.fspath(path)!r}")
-    saving.settle()
-    company = company_of(group)
-    return loading.load_folder(loading.chosen(path, step, company), into, company.rank)
+    background.settle()
+    return loading.load_folder(path, into, step, company_of(group))
+
+
+def latest(folder: PathLike, *, group: Any = None) -> Info | None:
+    """The newest complete checkpoint in a folder.
+
+    Without ``group``, this process looks alone. With one, all ranks of it call this, and get the newest checkpoint that
+    they have together, each with its own path of it: hosts need not see the same folder.
+
+    Args:
+        folder: where `save` was told to save.
+        group: the ranks, mostly ``allranks.group.WORLD``; torch's groups, too. None: this process.
+
+    Returns:
+        The checkpoint, which `load` takes; None if there is none, or no such folder.
+
+    Raises:
+        CheckpointError: without ``group``: the newest consists of shares, and not all are in this folder.
+    """
+    return choosing.latest(folder, alone() if group is None else company_of(group))
 
 
 def __getattr__(name: str) -> Any:
@@ -200,6 +225,6 @@ def __getattr__(name: str) -> Any:
     return globals()[name]
 
 
-for _public in (Info, RandomState, Saving, Shard, latest, list, verify):
+for _public in (Info, RandomState, Saving, Shard, list, merge, verify):
     _public.__module__ = __name__
 list.__name__ = list.__qualname__ = "list"

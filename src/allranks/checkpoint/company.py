@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from allranks._api import objects
 from allranks._api.world import is_initialized, resolve_group
 from allranks._group.process_group import ProcessGroup
 
-__all__ = ["Company", "company_of"]
+__all__ = ["Company", "alone", "company_of", "this_process"]
 
 
 class Company(Protocol):
@@ -37,10 +39,22 @@ class Company(Protocol):
     def is_open(self) -> bool:
         """Whether they can still be called."""
 
+    def send(self, tensor: Tensor, rank: int) -> None:
+        """Sends the bytes of a tensor on the CPU to a rank, which receives them."""
+
+    def receive(self, tensor: Tensor, rank: int) -> Callable[[], object]:
+        """Begins to receive. Returns what waits for it."""
+
 
 class _Alone:
     rank, size = 0, 1
     identity: object = None
+
+    def send(self, tensor: Tensor, rank: int) -> None:
+        raise AssertionError("a process alone has nobody to send to")
+
+    def receive(self, tensor: Tensor, rank: int) -> Callable[[], object]:
+        raise AssertionError("a process alone has nobody to receive from")
 
     def is_open(self) -> bool:
         return True
@@ -66,6 +80,12 @@ class _Ours:
         objects.all_gather_object(found, value, self._group)
         return found
 
+    def send(self, tensor: Tensor, rank: int) -> None:
+        self._group.send(tensor, rank)
+
+    def receive(self, tensor: Tensor, rank: int) -> Callable[[], object]:
+        return self._group.irecv(tensor, rank).wait
+
     def apart(self) -> Company:
         from allranks._api.groups import split_group  # late: only for saves in the background
 
@@ -89,6 +109,13 @@ class _Torchs:
         self._distributed.all_gather_object(found, value, group=self._group)
         return found
 
+    def send(self, tensor: Tensor, rank: int) -> None:
+        self._distributed.send(tensor, group=self._group, group_dst=rank)
+
+    def receive(self, tensor: Tensor, rank: int) -> Callable[[], object]:
+        wait: Callable[[], object] = self._distributed.irecv(tensor, group=self._group, group_src=rank).wait
+        return wait
+
     def apart(self) -> Company:
         ranks = self._distributed.get_process_group_ranks(self._group or self._distributed.group.WORLD)
         backend = "gloo" if self._distributed.get_backend(self._group) == "nccl" else None
@@ -102,6 +129,11 @@ def company_of(group: Any = None) -> Company:
     distributed: Any = torch.distributed
     if group is not None or (distributed.is_available() and distributed.is_initialized()):
         return _Torchs(group)
+    return alone()
+
+
+def alone() -> Company:
+    """This process, whatever groups it is in."""
     return _Alone()
 
 

@@ -33,7 +33,8 @@ from torch.futures import Future
 
 from allranks._base.errors import CheckpointError, UsageError
 from allranks._call.bytes import view_of
-from allranks.checkpoint import folders, layout, loading, parts, saving
+from allranks.checkpoint import folders, layout, loading, offers, parts, saving
+from allranks.checkpoint.choosing import only_here
 from allranks.checkpoint.company import company_of, this_process
 from allranks.checkpoint.dcp_names import leaves_of, nested
 from allranks.checkpoint.manifest import File, Manifest, Piece, Saved, Writer, dtype_of
@@ -131,8 +132,7 @@ class StorageWriter(storage.StorageWriter):
             written = [result[0].storage_data for result in results]
             manifest = _manifest(self._step, metadata, written)
             folders.sync_folder(self._partial)
-            path = folders.complete(self._partial, manifest, 1)
-            folders.keep_some(path, self._keep, self._keep_every)
+            folders.tidy(folders.complete(self._partial, manifest), self._keep, self._keep_every)
         finally:
             _close(self._folder, self._partial)
             self._partial = None
@@ -230,7 +230,7 @@ def _write(partial: Path, step: int, rank: int, plan: plans.SavePlan, planner: p
                 )
             trees[item.index.fqn] = flat.tree
             for name, tensor in flat.tensors.items():
-                part, offsets, shape = saving.local_part(name, tensor)
+                part, offsets, shape = offers.local_part(name, tensor)
                 add(_offer(name, part.dtype, shape, offsets, tuple(part.shape)), _constant(part))
         else:
             data = item.tensor_data
@@ -373,8 +373,9 @@ class StorageReader(storage.StorageReader):
             raise CheckpointException("read_metadata", {rank: (error, traceback.StackSummary())}) from error
 
     def _metadata(self, rank: int) -> torchs.Metadata:
-        self._folder = loading.choose(self._path, self._step)
-        self._reader = loading.Reader(self._folder, rank)
+        chosen = only_here(self._path, self._step)
+        self._folder = chosen.folder
+        self._reader = loading.Reader(chosen, rank)
         self._leaves = leaves_of(self._reader.manifest.tree(rank))
         found: dict[str, Any] = {}
         for name, (_, leaf) in self._leaves.items():

@@ -4,6 +4,9 @@ A checkpoint is written in a folder of another name, ``.step-0000000100.1a2b3c4d
 manifest is there, and gets its name by a rename, so that ``step-0000000100`` never is half of one. A step that is there
 already is written as ``step-0000000100-2``, and then the old one is removed: there is no moment without one.
 
+Where hosts have folders of their own, each gets a share, ``step-0000000100-share-1-of-2-1a2b3c4d5e6f7a8b``. The last
+part is the same for all shares of a save, so names alone tell whether all shares are there.
+
 Only one job writes into a folder at a time: it holds the lock of ``.lock``, which the kernel drops when its process
 ends. Whoever has the lock removes what others have left half-written.
 """
@@ -23,30 +26,39 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from allranks._base.errors import CheckpointError, UsageError
-from allranks.checkpoint.manifest import MANIFEST, Manifest, load_manifest
+from allranks.checkpoint.manifest import MANIFEST, Manifest, Share, load_manifest
 
 __all__ = [
     "Info",
+    "Named",
     "PathLike",
     "complete",
     "find",
     "holding",
+    "id_of",
     "is_folder_of_checkpoints",
-    "keep_some",
-    "latest",
     "list_checkpoints",
+    "mark",
+    "marked",
+    "named",
+    "new_name",
     "new_partial",
+    "newest",
     "partials",
+    "remove",
+    "tidy",
 ]
 
 PathLike = str | os.PathLike[str]
 
 _NAME = re.compile(r"step-(\d{10,18})(?:-(\d{1,9}))?")
-_PARTIAL = re.compile(r"\.(step-\d{10,18}|trash)\.[0-9a-f]{8}\.partial")
+_SHARE = re.compile(r"step-(\d{10,18})-share-(\d{1,6})-of-(\d{1,6})-([0-9a-f]{16})")
+_HALF = re.compile(r"\.(step-\d{10,18}|trash)\.[0-9a-f]{8,16}\.(partial|\d{1,9}\.mark)")
 _LOCK = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _STALE_S = 24 * 3600.0  # where there are no locks
@@ -64,6 +76,7 @@ class Info:
         ranks: how many wrote it.
         hosts: theirs.
         run: of the job.
+        share: where hosts have folders of their own: which share of the checkpoint is here (0: none), of how many.
     """
 
     path: Path
@@ -73,32 +86,66 @@ class Info:
     ranks: int
     hosts: tuple[str, ...]
     run: str
+    share: tuple[int, int] | None = None
 
     def __fspath__(self) -> str:
         return str(self.path)
 
     @classmethod
     def of(cls, path: Path, manifest: Manifest) -> Info:
+        """What the manifest of a folder says."""
         hosts = tuple(dict.fromkeys(writer.host for writer in manifest.writers))
-        return cls(path, manifest.step, manifest.nbytes, manifest.when, len(manifest.writers), hosts, manifest.run)
+        share = None if manifest.share is None else (manifest.share.number, manifest.share.count)
+        return cls(
+            path, manifest.step, manifest.nbytes, manifest.when, len(manifest.writers), hosts, manifest.run, share
+        )
+
+
+class Named(NamedTuple):
+    """A folder with the name of a checkpoint, or of a share of one.
+
+    Attributes:
+        step: of the training.
+        attempt: 1, or what follows the step in its name.
+        path: of the folder.
+        share: None if it is no share.
+    """
+
+    step: int
+    attempt: int
+    path: Path
+    share: Share | None
 
 
 def is_folder_of_checkpoints(path: Path) -> bool:
     """Whether it is one, and not a checkpoint."""
-    return not (path / MANIFEST).exists() and path.is_dir() and not _NAME.fullmatch(path.name)
+    return not (path / MANIFEST).exists() and path.is_dir() and named(path) is None
 
 
-def find(folder: PathLike) -> list[tuple[int, int, Path]]:
-    """The step, the attempt and the path of what has a checkpoint's name, the newest first."""
+def named(path: Path) -> Named | None:
+    """What the name of a folder says; None if it is not that of a checkpoint."""
+    if (match := _NAME.fullmatch(path.name)) is not None:
+        return Named(int(match[1]), int(match[2] or 1), path, None)
+    if (match := _SHARE.fullmatch(path.name)) is not None:
+        return Named(int(match[1]), 1, path, Share(match[4], int(match[2]), int(match[3])))
+    return None
+
+
+def find(folder: PathLike) -> list[Named]:
+    """What has the name of a checkpoint or a share, the newest first; of a step, shares come last."""
     found = []
     for entry in os.scandir(folder):
-        if (match := _NAME.fullmatch(entry.name)) is not None and entry.is_dir():
-            found.append((int(match[1]), int(match[2] or 1), Path(entry.path)))
-    return sorted(found, reverse=True)
+        if (one := named(Path(entry.path))) is not None and entry.is_dir():
+            found.append(one)
+    return sorted(found, key=_order, reverse=True)
+
+
+def _order(one: Named) -> tuple[int, bool, int, str]:
+    return one.step, one.share is None, one.attempt, one.path.name
 
 
 def list_checkpoints(folder: PathLike) -> list[Info]:
-    """The complete checkpoints in a folder, the newest first.
+    """The complete checkpoints in a folder, the newest first, and the shares of such.
 
     One that is damaged is left out, with a warning: its manifest cannot be read, or a file is missing or has another
     size. ``verify`` reads everything.
@@ -109,31 +156,28 @@ def list_checkpoints(folder: PathLike) -> list[Info]:
     Raises:
         OSError: the folder cannot be read; FileNotFoundError where there is none.
     """
-    found: dict[int, Info] = {}
-    for step, _, path in find(folder):
+    found: dict[object, Info] = {}
+    for one in find(folder):
+        key = (one.step, one.share)
         try:
-            if step not in found:
-                found[step] = Info.of(path, load_manifest(path))
+            if key not in found:
+                found[key] = Info.of(one.path, load_manifest(one.path))
         except FileNotFoundError:
             continue  # removed meanwhile
         except CheckpointError as error:
-            warnings.warn(f"checkpoint: {path.name} is left out: {error}", stacklevel=3)
+            warnings.warn(f"checkpoint: {one.path.name} is left out: {error}", stacklevel=3)
     return list(found.values())
 
 
-def latest(folder: PathLike) -> Info | None:
-    """The newest complete checkpoint in a folder; None if there is none, or no such folder. See ``list``."""
-    try:
-        candidates = find(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    for _, _, path in candidates:
+def newest(folder: PathLike) -> Info | None:
+    """The newest that ``list_checkpoints`` gives. The others are not read."""
+    for one in find(folder):
         try:
-            return Info.of(path, load_manifest(path))
+            return Info.of(one.path, load_manifest(one.path))
         except FileNotFoundError:
             continue
         except CheckpointError as error:
-            warnings.warn(f"checkpoint: {path.name} is left out: {error}", stacklevel=2)
+            warnings.warn(f"checkpoint: {one.path.name} is left out: {error}", stacklevel=3)
     return None
 
 
@@ -187,31 +231,56 @@ def _holder(fd: int) -> str:
 
 def _sweep(folder: Path, age_s: float) -> None:
     for entry in os.scandir(folder):
-        if _PARTIAL.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+        if _HALF.fullmatch(entry.name):
             with contextlib.suppress(FileNotFoundError):
-                if entry.stat().st_mtime + age_s <= time.time() or not age_s:
+                if entry.stat(follow_symlinks=False).st_mtime + age_s > time.time() and age_s:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
                     shutil.rmtree(entry.path)
+                elif entry.name.endswith(".mark"):
+                    os.unlink(entry.path)
 
 
-def new_partial(folder: Path, step: int) -> Path:
-    """Makes the folder in which a checkpoint is written."""
-    path = folder / f".step-{step:010}.{secrets.token_hex(4)}.partial"
+def new_partial(folder: Path, step: int, name: str = "") -> Path:
+    """Makes the folder in which a checkpoint is written. ``name``: that of one that another rank has made elsewhere."""
+    path = folder / (name or f".step-{step:010}.{secrets.token_hex(8)}.partial")
     path.mkdir()
     return path
 
 
+def id_of(partial: str) -> str:
+    """The random part of the name of such a folder."""
+    return partial.split(".")[2]
+
+
 def partials(folder: Path, step: int) -> list[Path]:
     """The folders in which checkpoints of a step are written; one at most while their writer holds the lock."""
-    return [path for path in folder.glob(f".step-{step:010}.*.partial") if _PARTIAL.fullmatch(path.name)]
+    return [path for path in folder.glob(f".step-{step:010}.*.partial") if _HALF.fullmatch(path.name)]
 
 
-def complete(partial: Path, manifest: Manifest, start: int) -> Path:
-    """Makes a checkpoint of a folder that has all files. Returns its path.
+def mark(folder: Path, partial: str, rank: int) -> Path:
+    """Leaves a file by which other ranks see whether they have the same folder, which is made if it is not there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / _mark_name(partial, rank)
+    path.touch(exist_ok=False)
+    return path
+
+
+def marked(folder: Path, partial: str, rank: int) -> bool:
+    """Whether that file is in a folder."""
+    return (folder / _mark_name(partial, rank)).exists()
+
+
+def _mark_name(partial: str, rank: int) -> str:
+    return f"{partial.removesuffix('.partial')}.{rank}.mark"
+
+
+def complete(partial: Path, manifest: Manifest) -> Path:
+    """Makes a checkpoint, or a share, of a folder that has all files. Returns its path.
 
     Args:
         partial: the folder.
         manifest: what it consists of.
-        start: 1, or what is to follow the name of a step that is there already.
 
     Raises:
         OSError: that failed. The folder is as it was.
@@ -220,15 +289,19 @@ def complete(partial: Path, manifest: Manifest, start: int) -> Path:
         write_all(file.fileno(), memoryview(manifest.encode()))
         os.fsync(file.fileno())
     sync_folder(partial)
-    name = f"step-{manifest.step:010}"
-    old = [(attempt, path) for step, attempt, path in find(partial.parent) if step == manifest.step]
-    attempt = max([start - 1, *(number for number, _ in old)]) + 1
-    final = partial.parent / (name if attempt == 1 else f"{name}-{attempt}")
+    final = partial.parent / new_name(partial.parent, manifest)
     os.rename(partial, final)
     sync_folder(partial.parent)
-    for _, path in old:
-        remove(path)
     return final
+
+
+def new_name(folder: Path, manifest: Manifest) -> str:
+    """The name that a checkpoint gets in a folder; that of a share is always the same."""
+    name = f"step-{manifest.step:010}"
+    if (share := manifest.share) is not None:
+        return f"{name}-share-{share.number}-of-{share.count}-{share.id}"
+    attempt = 1 + max((one.attempt for one in find(folder) if one.step == manifest.step and not one.share), default=0)
+    return name if attempt == 1 else f"{name}-{attempt}"
 
 
 def write_all(fd: int, view: memoryview) -> None:
@@ -257,16 +330,18 @@ def remove(checkpoint: Path) -> None:
         shutil.rmtree(trash)
 
 
-def keep_some(new: Path, keep: int | None, every: int | None) -> None:
-    """Removes old checkpoints.
+def tidy(new: Path, keep: int | None, every: int | None) -> None:
+    """Removes what a new checkpoint replaces, and old ones.
 
     Args:
-        new: the one that was just written, which stays.
-        keep: how many of the newest stay; None: all.
+        new: the one that was just written, which stays. All other ones of its step go.
+        keep: of how many of the newest steps checkpoints stay; None: of all.
         every: those whose step is a multiple of it stay, too; None: no others.
     """
-    if keep is None:
-        return
-    for step, _, path in find(new.parent)[keep:]:
-        if path != new and (every is None or step % every):
-            remove(path)
+    found = find(new.parent)
+    (step,) = (one.step for one in found if one.path == new)
+    kept = sorted({one.step for one in found}, reverse=True)[:keep]
+    for one in found:
+        is_old = one.step not in kept and (every is None or one.step % every)
+        if one.path != new and (one.step == step or is_old):
+            remove(one.path)

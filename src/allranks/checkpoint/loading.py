@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,72 +17,55 @@ from torch import Tensor, nn
 from allranks._base.errors import CheckpointError, UsageError
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders, parts
+from allranks.checkpoint.background import company_apart
+from allranks.checkpoint.choosing import Chosen, agreed
 from allranks.checkpoint.company import Company
-from allranks.checkpoint.manifest import MANIFEST, Manifest, Piece, Saved, dtype_of, load_manifest
-from allranks.checkpoint.saving import local_part
+from allranks.checkpoint.fetching import Rounds
+from allranks.checkpoint.manifest import MANIFEST, Manifest, Piece, Saved, dtype_of
+from allranks.checkpoint.offers import local_part
 from allranks.checkpoint.values import Shard, Tree, has_state, unflatten
 
-__all__ = ["Reader", "choose", "chosen", "load_folder"]
+__all__ = ["Reader", "load_folder", "load_here"]
 
 _CHUNK = 64 << 20  # bytes that are read at a time, where they are copied on
 
 
-def chosen(path: folders.PathLike, step: int | None, company: Company) -> Path:
-    """The checkpoint that a path means: rank 0 looks, for all.
+def load_folder(path: folders.PathLike, into: Any, step: int | None, company: Company) -> Any:
+    """Reads a checkpoint. All ranks call it.
 
     Args:
         path: a checkpoint, or a folder of them.
-        step: of the training; None: the newest.
-        company: who loads.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    folder, found, why = Path(path), "", ""
-    if company.rank == 0:
-        try:
-            found = str(choose(folder, step))
-        except (CheckpointError, OSError) as error:
-            why = str(error)
-    found, why = company.exchange((found, why))[0]
-    if why:
-        raise CheckpointError(f"checkpoint.load: {why}")
-    return Path(found)
-
-
-def choose(folder: Path, step: int | None) -> Path:
-    """The checkpoint that a path means; see ``chosen``."""
-    if (folder / MANIFEST).exists():
-        return folder
-    if step is None:
-        newest = folders.latest(folder)
-        if newest is None:
-            raise CheckpointError(f"there is no complete checkpoint in {folder}")
-        return newest.path
-    for number, _, path in folders.find(folder):
-        if number == step:
-            load_manifest(path)
-            return path
-    raise CheckpointError(f"there is no checkpoint of step {step} in {folder}")
-
-
-def load_folder(folder: Path, into: Any, rank: int) -> Any:
-    """Reads a checkpoint.
-
-    Args:
-        folder: the checkpoint.
         into: what is filled; None: a new state is made.
-        rank: whose state it is.
+        step: which of a folder; None: the newest.
+        company: the ranks.
 
     Returns:
         The state: ``into``, or the new one.
 
     Raises:
         UsageError: ``into`` has what the checkpoint has not, or tensors of another shape.
-        CheckpointError: something is damaged.
+        CheckpointError: there is none, or something is damaged.
         OSError: a file cannot be read.
     """
-    with Reader(folder, rank) as reader:
+    try:
+        chosen = agreed(path, step, company)
+    except CheckpointError as error:
+        raise CheckpointError(f"checkpoint.load: {error}") from error
+    if chosen.is_everywhere(company.size):
+        return load_here(chosen, into, company.rank)
+    rounds = Rounds(chosen, company_apart(company))
+    try:
+        state = load_here(chosen, into, company.rank, rounds)
+    except Exception as error:
+        rounds.finish(error)
+        raise
+    rounds.finish()
+    return state
+
+
+def load_here(chosen: Chosen, into: Any, rank: int, rounds: Rounds | None = None) -> Any:
+    """Reads a checkpoint as a rank. ``rounds`` has the files that are not here."""
+    with Reader(chosen, rank, rounds) as reader:
         tree = reader.manifest.tree(rank)
         if into is None:
             return reader.build(tree)
@@ -93,12 +75,12 @@ def load_folder(folder: Path, into: Any, rank: int) -> Any:
 class Reader:
     """A checkpoint that is being read. Its files are opened when they are needed."""
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
-        self.manifest: Manifest = load_manifest(folder)
+    def __init__(self, chosen: Chosen, rank: int, rounds: Rounds | None = None) -> None:
+        self._folder, self._here, self._rounds = chosen.folder, chosen.here, rounds
+        self.manifest: Manifest = chosen.manifest
         self._tensors = self.manifest.tensors_of(rank)
         self._open = contextlib.ExitStack()
-        self._files: dict[int, int] = {}
+        self._files: dict[int, parts.Source] = {}
         self._made: dict[str, Tensor] = {}
 
     def __enter__(self) -> Reader:
@@ -156,11 +138,11 @@ class Reader:
         target = part[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
         first, last = (low[0] - piece.offsets[0], high[0] - piece.offsets[0]) if low else (0, 1)
         row = math.prod(piece.shape[1:]) * dtype.itemsize
-        fd = self._file(piece.file)
+        source = self._file(piece.file)
         whole_rows = tuple(target.shape[1:]) == tuple(piece.shape[1:])
         if whole_rows and target.is_cpu and target.dtype == dtype and target.is_contiguous():
             view = view_of(target, writable=True)
-            parts.read_rows(fd, self.manifest, saved, piece, first * row, last * row, view)
+            parts.read_rows(source, self.manifest, saved, piece, first * row, last * row, view)
             return
         inner = tuple(slice(a - o, b - o) for a, b, o in zip(low[1:], high[1:], piece.offsets[1:], strict=True))
         step = max(1, _CHUNK // row)
@@ -168,15 +150,20 @@ class Reader:
             end = min(begin + step, last)
             rows = torch.empty((end - begin, *piece.shape[1:]) if low else (), dtype=dtype)
             view = view_of(rows, writable=True)
-            parts.read_rows(fd, self.manifest, saved, piece, begin * row, end * row, view)
+            parts.read_rows(source, self.manifest, saved, piece, begin * row, end * row, view)
             if low:
                 target[begin - first : end - first].copy_(rows[(slice(None), *inner)])
             else:
                 target.copy_(rows)
 
-    def _file(self, number: int) -> int:
+    def _file(self, number: int) -> parts.Source:
         if number not in self._files:
-            self._files[number] = self._open.enter_context(parts.open_part(self._folder, self.manifest.files[number]))
+            file = self.manifest.files[number]
+            if file.share in self._here:
+                self._files[number] = self._open.enter_context(parts.open_part(self._here[file.share], file))
+            else:
+                assert self._rounds is not None
+                self._files[number] = self._rounds.file(number)
         return self._files[number]
 
 

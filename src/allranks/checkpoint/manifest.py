@@ -18,9 +18,24 @@ import xxhash
 
 from allranks._base.errors import CheckpointError
 
-__all__ = ["BLOCK", "FORMAT", "MANIFEST", "File", "Manifest", "Piece", "Saved", "Writer", "dtype_of", "load_manifest"]
+__all__ = [
+    "BLOCK",
+    "MANIFEST",
+    "SHARED_FORMAT",
+    "WHOLE_FORMAT",
+    "File",
+    "Manifest",
+    "Piece",
+    "Saved",
+    "Share",
+    "Writer",
+    "check_sizes",
+    "decode",
+    "dtype_of",
+    "load_manifest",
+]
 
-FORMAT = 1
+WHOLE_FORMAT, SHARED_FORMAT = 1, 2
 MANIFEST = "manifest.json"
 BLOCK = 4 << 20
 """Bytes of a piece that have one hash, so that a part of it can be checked without the rest."""
@@ -45,7 +60,21 @@ class Writer(msgspec.Struct, frozen=True):
     tree: int
 
 
-class File(msgspec.Struct, frozen=True):
+class Share(msgspec.Struct, frozen=True):
+    """Which files of a checkpoint a folder has, where hosts have folders of their own.
+
+    Attributes:
+        id: of the save: the shares of one checkpoint have the same.
+        number: of this share, from 1.
+        count: how many make up the checkpoint.
+    """
+
+    id: str
+    number: int
+    count: int
+
+
+class File(msgspec.Struct, frozen=True, omit_defaults=True):
     """A file of tensors, in the safetensors format.
 
     Attributes:
@@ -54,7 +83,7 @@ class File(msgspec.Struct, frozen=True):
         head: bytes before the tensors.
         hash: of those.
         rank: who wrote it.
-        host: where, if hosts have folders of their own; else "".
+        share: which share it is in; 0 in a checkpoint that has none.
     """
 
     name: str
@@ -62,7 +91,7 @@ class File(msgspec.Struct, frozen=True):
     head: int
     hash: str
     rank: int
-    host: str = ""
+    share: int = 0
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -101,8 +130,8 @@ class Saved(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...] = ()
 
 
-class Manifest(msgspec.Struct, frozen=True):
-    """All of a checkpoint.
+class Manifest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All of a checkpoint. Its shares have the same, but for the number of the share.
 
     Attributes:
         format: the version of this form.
@@ -115,6 +144,7 @@ class Manifest(msgspec.Struct, frozen=True):
         files: with the tensors.
         tensors: in the order of their names.
         trees: what is not tensors; those of ranks that have the same are one.
+        share: what of it is in this folder; None: all.
     """
 
     format: int
@@ -127,11 +157,26 @@ class Manifest(msgspec.Struct, frozen=True):
     files: tuple[File, ...]
     tensors: tuple[Saved, ...]
     trees: tuple[Any, ...]
+    share: Share | None = None
 
     @property
     def nbytes(self) -> int:
-        """Of all files with tensors."""
-        return sum(file.nbytes for file in self.files)
+        """Of all files with tensors that are in this folder."""
+        return sum(file.nbytes for file in self.files if self.is_here(file))
+
+    @property
+    def number(self) -> int:
+        """Of the share; 0 where there are none."""
+        return 0 if self.share is None else self.share.number
+
+    def is_here(self, file: File) -> bool:
+        """Whether a file is in this folder."""
+        return file.share == self.number
+
+    def identity(self) -> str:
+        """The same for all shares of a checkpoint, and for nothing else."""
+        alike = None if self.share is None else msgspec.structs.replace(self.share, number=1)
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(self, share=alike)))
 
     def encode(self) -> bytes:
         body = msgspec.json.encode(self)[:-1]
@@ -179,11 +224,31 @@ def load_manifest(folder: Path, sizes: bool = True) -> Manifest:
     path = folder / MANIFEST
     if (length := os.path.getsize(path)) > _LARGEST:
         raise CheckpointError(f"{path} has {length} bytes, which is no manifest")
-    manifest = _decode(path, path.read_bytes())
-    _check(path, manifest)
+    manifest = decode(path, path.read_bytes())
     if sizes:
-        for file in manifest.files:
+        check_sizes(folder, manifest)
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """That the files of a folder are there, and as large as they must be.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for file in manifest.files:
+        if manifest.is_here(file):
             _check_size(folder, file)
+
+
+def decode(path: Path, data: bytes) -> Manifest:
+    """A manifest from its bytes, checked but for the sizes of the files.
+
+    Raises:
+        CheckpointError: see ``load_manifest``.
+    """
+    manifest = _decode(path, data)
+    _check(path, manifest)
     return manifest
 
 
@@ -202,8 +267,10 @@ def _decode(path: Path, data: bytes) -> Manifest:
 
 def _check(path: Path, manifest: Manifest) -> None:
     """That all numbers fit each other."""
-    if manifest.format > FORMAT:
-        raise CheckpointError(f"{path} has format {manifest.format}; this allranks reads up to {FORMAT}: update it")
+    if manifest.format > SHARED_FORMAT:
+        raise CheckpointError(
+            f"{path} has format {manifest.format}; this allranks reads up to {SHARED_FORMAT}: update it"
+        )
     problem = _problem(manifest)
     if problem:
         raise CheckpointError(f"{path} is damaged: {problem}")
@@ -214,7 +281,12 @@ def _problem(manifest: Manifest) -> str:
         return "it has no writers, no state or no blocks"
     if not all(0 <= writer.tree < len(manifest.trees) for writer in manifest.writers):
         return "a writer's state is not there"
+    share = manifest.share or Share("", 0, 0)
+    if not 0 <= share.number <= share.count or (manifest.share is not None and not share.number):
+        return f"share {share.number} of {share.count} is impossible"
     for file in manifest.files:
+        if not (0 < file.share <= share.count if share.count else file.share == 0):
+            return f"the file {file.name[:80]!r} is in share {file.share} of {share.count}"
         if not _PLAIN.fullmatch(file.name) or not 0 <= file.head <= file.nbytes < _MOST:
             return f"the file {file.name[:80]!r} is impossible"
     for saved in manifest.tensors:

@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import xxhash
@@ -25,7 +26,7 @@ from allranks.checkpoint.folders import write_all
 from allranks.checkpoint.layout import Job
 from allranks.checkpoint.manifest import BLOCK, File, Manifest, Piece, Saved, dtype_of
 
-__all__ = ["open_part", "read_rows", "write_part"]
+__all__ = ["LocalFile", "Source", "open_part", "read_rows", "write_part"]
 
 _KINDS = {
     "float64": "F64",
@@ -115,21 +116,61 @@ def _reserve(fd: int, nbytes: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
+class Source(Protocol):
+    """What the bytes of a file are read from."""
+
+    def read(self, where: int, view: memoryview, ahead: int) -> int:
+        """Fills a view with bytes of the file.
+
+        Args:
+            where: the first.
+            view: gets them.
+            ahead: up to where the bytes will be read next.
+
+        Returns:
+            Their hash; -1 if the file ends before.
+        """
+
+
+class LocalFile:
+    """A file that is open.
+
+    Attributes:
+        fd: its descriptor.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def read(self, where: int, view: memoryview, ahead: int) -> int:
+        """See ``Source``. Hashes each part while the processor's cache has it."""
+        done, found = 0, xxhash.xxh3_64()
+        while done < len(view):
+            got = os.preadv(self.fd, [view[done : done + _STEP]], where + done)
+            if not got:
+                return -1
+            found.update(view[done : done + got])
+            done += got
+        return found.intdigest()
+
+
 @contextlib.contextmanager
-def open_part(folder: Path, file: File) -> Iterator[int]:
-    """A descriptor of a file to read from."""
+def open_part(folder: Path, file: File) -> Iterator[LocalFile]:
+    """A file to read from."""
     fd = os.open(folder / file.name, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        yield fd
+        yield LocalFile(fd)
     finally:
         os.close(fd)
 
 
-def read_rows(fd: int, manifest: Manifest, saved: Saved, piece: Piece, begin: int, end: int, into: memoryview) -> None:
+def read_rows(
+    source: Source, manifest: Manifest, saved: Saved, piece: Piece, begin: int, end: int, into: memoryview
+) -> None:
     """Reads bytes of a piece, and checks them.
 
     Args:
-        fd: its file.
+        source: its file.
         manifest: of the checkpoint.
         saved: the tensor.
         piece: the part of it.
@@ -142,11 +183,12 @@ def read_rows(fd: int, manifest: Manifest, saved: Saved, piece: Piece, begin: in
     """
     block, nbytes = manifest.block, _nbytes_of(saved, piece, manifest)
     hashes = memoryview(piece.hashes)
+    ahead = piece.begin + min(-(-end // block) * block, nbytes)
     for number in range(begin // block, -(-end // block)):
         first, last = number * block, min((number + 1) * block, nbytes)
         inside = first >= begin and last <= end
         view = into[first - begin : last - begin] if inside else memoryview(bytearray(last - first))
-        found = _read(fd, piece.begin + first, view)
+        found = source.read(piece.begin + first, view, ahead)
         if found != int.from_bytes(hashes[8 * number : 8 * number + 8], "little"):
             raise damaged(manifest, saved, piece, first, last)
         if not inside:
@@ -156,18 +198,6 @@ def read_rows(fd: int, manifest: Manifest, saved: Saved, piece: Piece, begin: in
 
 def _nbytes_of(saved: Saved, piece: Piece, manifest: Manifest) -> int:
     return math.prod(piece.shape) * dtype_of(saved.dtype).itemsize
-
-
-def _read(fd: int, where: int, view: memoryview) -> int:
-    """Reads bytes, and returns their hash: of each part while the processor's cache has it."""
-    done, found = 0, xxhash.xxh3_64()
-    while done < len(view):
-        got = os.preadv(fd, [view[done : done + _STEP]], where + done)
-        if not got:
-            return -1  # the file ends there
-        found.update(view[done : done + got])
-        done += got
-    return found.intdigest()
 
 
 def damaged(manifest: Manifest, saved: Saved, piece: Piece, begin: int, end: int) -> CheckpointError:

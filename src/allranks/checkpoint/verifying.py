@@ -13,14 +13,14 @@ from allranks._base.errors import CheckpointError
 from allranks.checkpoint import folders, parts
 from allranks.checkpoint.manifest import File, Manifest, Piece, Saved, dtype_of, load_manifest
 
-__all__ = ["check", "verify"]
+__all__ = ["check", "check_files", "verify"]
 
 
 def verify(path: folders.PathLike) -> list[str]:
-    """Reads all of a checkpoint.
+    """Reads all of a checkpoint, or of the share of one that is there.
 
     Args:
-        path: its folder, or a folder of checkpoints: then the one that ``latest`` gives.
+        path: its folder, or a folder of checkpoints: then its newest.
 
     Returns:
         What is wrong with it, a line each, which names the file, the tensor and the rank that wrote it. Empty: nothing.
@@ -30,7 +30,7 @@ def verify(path: folders.PathLike) -> list[str]:
     """
     folder = Path(path)
     if folders.is_folder_of_checkpoints(folder):
-        newest = folders.latest(folder)
+        newest = folders.newest(folder)
         if newest is None:
             raise FileNotFoundError(f"there is no complete checkpoint in {folder}")
         folder = newest.path
@@ -48,18 +48,27 @@ def check(folder: Path, progress: Callable[[int, int], None] = lambda done, tota
         manifest = load_manifest(folder, sizes=False)
     except CheckpointError as error:
         return [str(error)]
+    return check_files(folder, manifest, progress)
+
+
+def check_files(
+    folder: Path, manifest: Manifest, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[str]:
+    """Reads all files that are in a folder by its manifest; see ``check``."""
     problems, total, done = [], manifest.nbytes, 0
     for number, file in enumerate(manifest.files):
+        if not manifest.is_here(file):
+            continue
         if problem := _file_problem(folder, file):
             problems.append(problem)
             continue
-        with parts.open_part(folder, file) as fd:
-            if xxhash.xxh3_64_hexdigest(os.pread(fd, file.head, 0)) != file.hash:
+        with parts.open_part(folder, file) as source:
+            if xxhash.xxh3_64_hexdigest(os.pread(source.fd, file.head, 0)) != file.hash:
                 problems.append(f"{file.name}: its head (bytes 0 to {file.head}) is not what rank {file.rank} wrote")
             done += file.head
             for saved, piece, begin, end in _blocks(manifest, number):
                 try:
-                    parts.read_rows(fd, manifest, saved, piece, begin, end, memoryview(bytearray(end - begin)))
+                    parts.read_rows(source, manifest, saved, piece, begin, end, memoryview(bytearray(end - begin)))
                 except CheckpointError as error:
                     problems.append(str(error))
                 done += end - begin

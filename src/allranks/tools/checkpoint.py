@@ -6,9 +6,11 @@
 ``verify PATH``       reads every byte; exit code 1 if something is not what was written
 ``diff PATH PATH``    what two have that differs; exit code 1 if anything does
 ``export PATH FILE``  one safetensors file, or by another ending one for ``torch.load``
+``merge PATH...``     one checkpoint of the shares of hosts that have no folder in common
 ====================  ================================================================================================
 
-A PATH is a checkpoint, or a folder of checkpoints: then its newest, or that of ``--step``.
+A PATH is a checkpoint, or a folder of checkpoints: then its newest, or that of ``--step``. ``list``, ``show`` and
+``verify`` also take a share of a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,9 +34,11 @@ from allranks._base.console import ArgumentParser, put
 from allranks._base.errors import AllranksError, CheckpointError
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders, parts, single_file
+from allranks.checkpoint.choosing import only_here
 from allranks.checkpoint.layout import Job, Offer, place
-from allranks.checkpoint.loading import Reader, choose, load_folder
+from allranks.checkpoint.loading import Reader, load_here
 from allranks.checkpoint.manifest import Manifest, Saved, dtype_of, load_manifest
+from allranks.checkpoint.merging import merge
 from allranks.checkpoint.verifying import check
 
 __all__ = ["main"]
@@ -74,10 +78,15 @@ def _parser() -> ArgumentParser:
         ("verify", _verify, "read every byte, and name what is damaged"),
         ("diff", _diff, "what differs between two checkpoints"),
         ("export", _export, "write one file: safetensors, or what torch.load reads"),
+        ("merge", _merge, "make one checkpoint of the shares of several hosts"),
     ):
         add = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         add.set_defaults(act=act)
-        add.add_argument("path", type=Path, metavar="FOLDER" if name == "list" else "PATH")
+        if name == "merge":
+            add.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a folder of each host, or a share")
+            add.add_argument("--into", type=Path, required=True, metavar="FOLDER", help="a folder of checkpoints")
+        else:
+            add.add_argument("path", type=Path, metavar="FOLDER" if name == "list" else "PATH")
         if name == "diff":
             add.add_argument("other", type=Path, metavar="PATH")
         if name == "export":
@@ -89,7 +98,7 @@ def _parser() -> ArgumentParser:
             add.add_argument("--step", type=int, metavar="N", help="which checkpoint of a folder (default: the newest)")
         if name in ("diff", "export"):
             add.add_argument("--rank", type=int, default=0, metavar="R", help="whose state (default 0)")
-        if name != "export":
+        if name not in ("export", "merge"):
             add.add_argument("--json", action="store_true", help="write JSON")
     return parser
 
@@ -98,7 +107,7 @@ def _parser() -> ArgumentParser:
 
 
 def _list(options: argparse.Namespace) -> int:
-    found = [_entry(step, path) for step, _, path in folders.find(options.path)]
+    found = [_entry(one.step, one.path) for one in folders.find(options.path)]
     if options.json:
         put(json.dumps(found, indent=1) + "\n")
     elif not found:
@@ -116,15 +125,20 @@ def _entry(step: int, path: Path) -> dict[str, Any]:
     except (CheckpointError, OSError) as error:
         return {"step": step, "path": str(path), "problem": _words(error)}
     found = {"step": step, "path": str(path), "nbytes": info.nbytes, "when": info.when, "ranks": info.ranks}
-    return {**found, "hosts": list(info.hosts), "run": info.run}
+    share = {} if info.share is None else {"share": info.share[0], "shares": info.share[1]}
+    return {**found, "hosts": list(info.hosts), "run": info.run, **share}
 
 
 def _line(entry: dict[str, Any]) -> str:
     if "problem" in entry:
         return f"{entry['step']:>12}  damaged: {entry['problem']}"
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["when"]))
-    hosts = ", ".join(entry["hosts"])
+    hosts = ", ".join(entry["hosts"]) + (f"  ({_share(entry)})" if "share" in entry else "")
     return f"{entry['step']:>12}  {when:19}  {_size(entry['nbytes']):>8}  {entry['ranks']:>5}  {hosts}"
+
+
+def _share(entry: dict[str, Any]) -> str:
+    return f"share {entry['share']} of {entry['shares']}"
 
 
 def _size(nbytes: int) -> str:
@@ -135,14 +149,23 @@ def _size(nbytes: int) -> str:
 
 
 def _show(options: argparse.Namespace) -> int:
-    folder = choose(options.path, options.step)
+    is_there = options.path.exists()
+    folder = _path_of(options.path, options.step) if is_there else only_here(options.path, options.step).folder
     manifest = load_manifest(folder)
     tensors = [_described(saved, manifest) for saved in manifest.tensors]
     values = dict(_values(manifest.tree(0), ""))
     entry = _entry(manifest.step, folder)
     if options.json:
         writers = [{"host": writer.host, "pid": writer.pid} for writer in manifest.writers]
-        files = [{"name": file.name, "nbytes": file.nbytes, "rank": file.rank} for file in manifest.files]
+        files = [
+            {
+                "name": file.name,
+                "nbytes": file.nbytes,
+                "rank": file.rank,
+                **({"share": file.share} if file.share else {}),
+            }
+            for file in manifest.files
+        ]
         shown = {**entry, "writers": writers, "files": files, "tensors": tensors, "values": values}
         put(json.dumps(shown, indent=1) + "\n")
         return 0
@@ -150,7 +173,8 @@ def _show(options: argparse.Namespace) -> int:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.when))
     hosts = ", ".join(entry["hosts"])
     who = f"{entry['ranks']} ranks on {hosts}, run {entry['run']}"
-    put(f"step {manifest.step}, {when}, {_size(manifest.nbytes)}, {who}\n\n")
+    share = f"{_share(entry)}: {_size(manifest.nbytes)} are here" if manifest.share else _size(manifest.nbytes)
+    put(f"step {manifest.step}, {when}, {share}, {who}\n\n")
     width = max((len(tensor["name"]) for tensor in tensors), default=0)
     for tensor in tensors:
         whose = f"  of ranks {', '.join(map(str, tensor['ranks']))}" if tensor["ranks"] else ""
@@ -203,25 +227,30 @@ def _short(value: Any) -> str:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    if options.all:
-        paths = [path for _, _, path in folders.find(options.path)]
-    else:
-        paths = [_path_of(options.path, options.step)]
+    there = folders.find(options.path) if options.all else []
+    paths = [one.path for one in there] if options.all else [_path_of(options.path, options.step)]
     found = {str(path): check(path, _progress(path)) for path in paths}
     if options.json:
         put(json.dumps(found, indent=1) + "\n")
     else:
         for path, problems in found.items():
-            put(f"{path}: whole\n" if not problems else "".join(f"{path}: {problem}\n" for problem in problems))
+            put(f"{path}: {_verdict(Path(path))}\n" if not problems else "")
+            put("".join(f"{path}: {problem}\n" for problem in problems))
     return int(any(found.values()))
 
 
+def _verdict(path: Path) -> str:
+    """On one in which nothing is wrong."""
+    share = load_manifest(path).share
+    return "whole" if share is None else f"share {share.number} of {share.count}, whole; the others are not here"
+
+
 def _path_of(path: Path, step: int | None) -> Path:
-    """A checkpoint, be it damaged."""
+    """A checkpoint or a share, be it damaged."""
     if not folders.is_folder_of_checkpoints(path):
         return path
-    named = [found for number, _, found in folders.find(path) if step in (None, number)]
-    return named[0] if named else choose(path, step)
+    named = [one.path for one in folders.find(path) if step in (None, one.step)]
+    return named[0] if named else only_here(path, step).folder
 
 
 def _progress(path: Path) -> Callable[[int, int], None]:
@@ -247,7 +276,7 @@ def _progress(path: Path) -> Callable[[int, int], None]:
 def _diff(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         one, other = (
-            stack.enter_context(Reader(choose(path, None), options.rank)) for path in (options.path, options.other)
+            stack.enter_context(Reader(only_here(path), options.rank)) for path in (options.path, options.other)
         )
         mine, theirs = (reader.manifest.tensors_of(options.rank) for reader in (one, other))
         lines = []
@@ -289,16 +318,16 @@ def _read(reader: Reader, saved: Saved) -> Tensor:
 
 
 def _export(options: argparse.Namespace) -> int:
-    folder, file = choose(options.path, options.step), options.file
+    chosen, file = only_here(options.path, options.step), options.file
     if file.exists() and not options.force:
         raise CheckpointError(f"{file} is there already; write over it: --force")
     if not file.absolute().parent.is_dir():
         raise CheckpointError(f"there is no folder {file.absolute().parent}")
     if file.suffix != ".safetensors":
-        single_file.save(load_folder(folder, None, options.rank), file)
+        single_file.save(load_here(chosen, None, options.rank), file)
         put(f"{file}: torch.load reads it ({_size(os.path.getsize(file))})\n")
         return 0
-    with Reader(folder, options.rank) as reader:
+    with Reader(chosen, options.rank) as reader:
         saved = reader.manifest.tensors_of(options.rank)
         left_out = len(dict(_values(reader.manifest.tree(options.rank), "")))
         _write_safetensors(file, reader, list(saved.values()))
@@ -328,3 +357,12 @@ def _write_safetensors(file: Path, reader: Reader, tensors: Sequence[Saved]) -> 
         os.replace(folder / written.name, file)
     finally:
         shutil.rmtree(folder)
+
+
+# merge.
+
+
+def _merge(options: argparse.Namespace) -> int:
+    path = merge(*options.paths, into=options.into, step=options.step)
+    put(f"{path}: whole ({_size(load_manifest(path).nbytes)})\n")
+    return 0

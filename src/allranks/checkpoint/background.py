@@ -1,0 +1,188 @@
+"""Saves in the background: the stall is a copy of what this rank writes, and a thread does the rest.
+
+Its large calls run without the GIL, and it votes on a group of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from allranks._base.forks import guard
+from allranks._call.bytes import view_of
+from allranks.checkpoint import folders
+from allranks.checkpoint.company import Company
+from allranks.checkpoint.layout import Job
+from allranks.checkpoint.offers import local_part
+from allranks.checkpoint.saving import Call, gather
+from allranks.checkpoint.values import Flat
+
+__all__ = ["Saving", "company_apart", "save_async", "settle"]
+
+
+class Saving:
+    """A save that goes on in the background.
+
+    Attributes:
+        folder: where to.
+        step: of the training.
+        stall_s: how long the call of ``save_async`` took.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step, self.stall_s = folder, step, 0.0
+        self._ended = threading.Event()
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._told = False
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Waits until the checkpoint is complete.
+
+        Args:
+            timeout: in seconds; None: for ever.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            CheckpointError: it was not saved, and why.
+            TimeoutError: it has not ended in time. It goes on.
+        """
+        from allranks._base.errors import TimeoutError
+
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"checkpoint: step {self.step} was not saved into {self.folder} within {timeout:g} s")
+        self._told = True
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+    def __repr__(self) -> str:
+        how = "goes on" if not self.done() else "failed" if self._error is not None else "is complete"
+        return f"<Saving of step {self.step} into {self.folder}: {how}>"
+
+
+class _Background:
+    """What saves in the background share: at most one of them at a time, and its memory."""
+
+    def __init__(self) -> None:
+        self.saving: Saving | None = None
+        self.memory: Tensor | None = None
+        self.apart: tuple[object, Company] | None = None  # whose ranks, and they
+
+    def settle(self) -> None:
+        """Waits for the save that goes on; raises its error, if nobody has been told."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving._ended.wait()
+            if saving._error is not None and not saving._told:
+                saving._told = True
+                raise saving._error
+
+    def take(self, nbytes: int) -> Tensor:
+        """So much memory, which has been touched."""
+        if self.memory is None or self.memory.nbytes < nbytes:
+            self.memory = None
+            self.memory = _touched(nbytes)
+        return self.memory[:nbytes]
+
+
+_background = _Background()
+
+
+def settle() -> None:
+    """See ``_Background.settle``."""
+    _background.settle()
+
+
+def _touched(nbytes: int) -> Tensor:
+    """Memory whose pages are there: the kernel would clear each when it is first written to, in the stall."""
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):
+        memory.madvise(_POPULATE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+_POPULATE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
+
+
+def save_async(
+    state: object,
+    folder: folders.PathLike,
+    *,
+    step: int,
+    keep: int | None = None,
+    keep_every: int | None = None,
+    own: Sequence[str] = (),
+    group: Any = None,
+) -> Saving:
+    """Copies what this rank will write, and writes it in the background; see ``allranks.checkpoint.save_async``."""
+    began = time.monotonic()
+    settle()
+    call = Call(folder, step, keep, keep_every, group)
+    company = company_apart(call.company)
+    gathered = gather(call, state, own)
+    jobs = gathered.plan.files.get(call.company.rank, [])
+    views = _copied(jobs, gathered.flat)
+    gathered.flat.tensors.clear()
+    saving = Saving(call.folder, step)
+
+    def run() -> None:
+        try:
+            saving._path = call.write(gathered, company, views)
+        except BaseException as error:  # noqa: BLE001 - it is raised by the next call
+            saving._error = error
+        finally:
+            saving._ended.set()
+
+    thread = threading.Thread(target=run, name=f"allranks-checkpoint-{step}")
+    with guard:
+        thread.start()
+    _background.saving = saving
+    saving.stall_s = time.monotonic() - began
+    return saving
+
+
+def company_apart(company: Company) -> Company:
+    """The same ranks, whose calls do not mix with the program's: those made before, unless one of them lacks them."""
+    if company.size == 1:
+        return company
+    kept = _background.apart
+    mine = kept is not None and kept[0] == company.identity and kept[1].is_open()
+    if not all(company.exchange(mine)):
+        kept = _background.apart = (company.identity, company.apart())
+    assert kept is not None
+    return kept[1]
+
+
+def _copied(jobs: Sequence[Job], flat: Flat) -> list[memoryview]:
+    memory = _background.take(sum(_aligned(job.offer.nbytes) for job in jobs))
+    views, at = [], 0
+    for job in jobs:
+        part = local_part(job.offer.name, flat.tensors[job.offer.name])[0]
+        place = memory[at : at + part.nbytes]
+        if part.nbytes:
+            place.view(part.dtype).view(part.shape).copy_(part)
+        views.append(view_of(place) if part.nbytes else memoryview(b""))
+        at += _aligned(part.nbytes)
+    return views
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64

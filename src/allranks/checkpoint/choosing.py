@@ -1,0 +1,222 @@
+"""Which checkpoint ranks read: the newest that is there as a whole, though no rank may see all of it.
+
+All ranks compute the same answer of the same reports. A process that sees a share alone, without the others, gets an
+error that says so: an older checkpoint in its place would be a wrong answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from allranks._base.errors import CheckpointError, rank_list, spans
+from allranks.checkpoint import folders
+from allranks.checkpoint.company import Company, alone
+from allranks.checkpoint.inventory import Candidate, View, by_step, look_together
+from allranks.checkpoint.manifest import MANIFEST, Manifest, Share, check_sizes, decode, load_manifest
+
+__all__ = ["Chosen", "agreed", "latest", "only_here"]
+
+
+_GONE = f"it has no {MANIFEST}"  # it is being removed
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A checkpoint that is read.
+
+    Attributes:
+        folder: where this rank has it, or would have it.
+        manifest: of the checkpoint.
+        here: the folders of those shares that this rank sees, by number; 0: of the whole.
+        holders: the ranks that see each share, by number.
+    """
+
+    folder: Path
+    manifest: Manifest
+    here: dict[int, Path]
+    holders: dict[int, list[int]]
+
+    def is_everywhere(self, ranks: int) -> bool:
+        """Whether each rank sees all files."""
+        return all(len(holders) == ranks for holders in self.holders.values())
+
+
+def only_here(path: folders.PathLike, step: int | None = None) -> Chosen:
+    """The checkpoint that a path means to a process that looks alone.
+
+    Raises:
+        CheckpointError: there is none; it is damaged; or only a share of it is here.
+    """
+    return agreed(path, step, alone())
+
+
+def agreed(path: folders.PathLike, step: int | None, company: Company) -> Chosen:
+    """The checkpoint that a path means to ranks. All of them call it, each with its own path.
+
+    Args:
+        path: a checkpoint, or a folder of them.
+        step: of the training; None: the newest.
+        company: the ranks.
+
+    Raises:
+        CheckpointError: there is none; what is named is damaged; only shares of it are there. On all ranks.
+    """
+    found = _choose(path, step, company)
+    if found.chosen is None or (found.left_out and company.size == 1):
+        what = "complete checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointError(found.left_out[0] if found.left_out else f"there is no {what} in {Path(path)}")
+    _warn(found, company)
+    return found.chosen
+
+
+def latest(folder: folders.PathLike, company: Company) -> folders.Info | None:
+    """See ``allranks.checkpoint.latest``."""
+    found = _choose(folder, None, company)
+    if found.left_out and company.size == 1:
+        raise CheckpointError(found.left_out[0])
+    _warn(found, company)
+    if (chosen := found.chosen) is None:
+        return None
+    info = folders.Info.of(chosen.folder, chosen.manifest)
+    return info if chosen.here or info.share is None else dataclasses.replace(info, share=(0, info.share[1]), nbytes=0)
+
+
+class _Found(NamedTuple):
+    """What was found.
+
+    Attributes:
+        chosen: what is read; None: there is no complete checkpoint.
+        left_out: why newer ones are not taken.
+    """
+
+    chosen: Chosen | None
+    left_out: list[str]
+
+
+def _warn(found: _Found, company: Company) -> None:
+    if company.rank == 0:
+        for why in found.left_out:
+            warnings.warn(f"checkpoint: {why}", stacklevel=4)
+
+
+def _choose(path: folders.PathLike, step: int | None, company: Company) -> _Found:
+    """One that is damaged is left out with a warning, unless the path or the step names it."""
+    view, reports = look_together(Path(path), company)
+    left_out: list[str] = []
+    for candidates in by_step(reports, step):
+        whole: list[tuple[float, int, str, Candidate]] = []
+        for number, candidate in enumerate(candidates):
+            if candidate.missing or any(_is_older_attempt(candidate, other) for _, _, _, other in whole):
+                continue
+            when, identity, why = _examine(candidate, view, company)
+            if why == _GONE and not view.pin:
+                continue
+            if not why:
+                whole.append((when, -number, identity, candidate))
+            elif step is not None or view.pin:
+                raise CheckpointError(why)
+            elif company.rank == 0:
+                warnings.warn(f"checkpoint: {candidate.names[min(candidate.names)]} is left out: {why}", stacklevel=4)
+        if whole:
+            _, _, identity, newest = max(whole, key=lambda each: each[:2])  # a step may have been saved twice
+            return _Found(_open(newest, identity, view, company), left_out)
+        left_out += [_incomplete(candidate, view, company) for candidate in candidates if candidate.missing]
+    return _Found(None, left_out)
+
+
+def _is_older_attempt(candidate: Candidate, other: Candidate) -> bool:
+    """Of two whole ones that a rank has listed, the later is the older one."""
+    return not candidate.count and not other.count and candidate.reporters == other.reporters
+
+
+def _incomplete(candidate: Candidate, view: View, company: Company) -> str:
+    """Why it is not taken; of a process alone also who wrote the rest, and what can be done."""
+    there, missing, count = sorted(candidate.names), candidate.missing, candidate.count
+    if company.size > 1:
+        return (
+            f"step {candidate.step} is left out: it consists of {count} shares, and {_shares(missing)} is in no folder"
+            f" {view.folder} of these ranks"
+        )
+    return (
+        f"{view.folder} has {_shares(there)} of {count} of step {candidate.step}, without {_shares(missing)}"
+        f"{_writers(candidate, view)}. Ranks on all of these hosts load it together: latest(folder, group=...) and"
+        " load(...). Or make one checkpoint of the shares: allranks checkpoint merge FOLDER FOLDER... --into FOLDER"
+    )
+
+
+def _writers(candidate: Candidate, view: View) -> str:
+    """Who wrote what is missing."""
+    try:
+        manifest = load_manifest(view.folder / candidate.names[min(candidate.names)], sizes=False)
+    except (CheckpointError, OSError) as error:
+        return f" (and what is there cannot be read: {error})"
+    ranks = sorted({file.rank for file in manifest.files if file.share in candidate.missing})
+    hosts = dict.fromkeys(manifest.writers[rank].host for rank in ranks if rank < len(manifest.writers))
+    return f" (written by {rank_list(ranks)} on {', '.join(hosts)})" if ranks else ""
+
+
+def _shares(numbers: Sequence[int]) -> str:
+    return f"{'share' if len(numbers) == 1 else 'shares'} {spans(numbers, ', ')}"
+
+
+def _examine(candidate: Candidate, view: View, company: Company) -> tuple[float, str, str]:
+    """When it was written, what it is, and what is wrong with it. Each share is examined by one rank."""
+    mine = []
+    for number, reporter in candidate.reporters.items():
+        if reporter != company.rank:
+            continue
+        folder = view.folder / candidate.names[number]
+        try:
+            manifest = load_manifest(folder)
+        except FileNotFoundError:
+            mine.append((number, 0.0, "", _GONE))
+            continue
+        except (CheckpointError, OSError) as error:
+            mine.append((number, 0.0, "", str(error)))
+            continue
+        expected = Share(candidate.save, number, candidate.count) if number else None
+        why = "" if manifest.share == expected else f"{folder / MANIFEST} is that of another share"
+        mine.append((number, manifest.when, manifest.identity(), why))
+    found = sorted(each for answer in company.exchange(mine) for each in answer)
+    if troubles := [why for _, _, _, why in found if why]:
+        return 0.0, "", troubles[0]
+    if len({identity for _, _, identity, _ in found}) > 1:
+        return 0.0, "", f"its shares are not of one save: {', '.join(candidate.names.values())}"
+    return found[0][1], found[0][2], ""
+
+
+def _open(candidate: Candidate, identity: str, view: View, company: Company) -> Chosen:
+    """Each rank looks which shares it sees itself, and learns who sees the others."""
+    here: dict[int, Path] = {}
+    manifest: Manifest | None = None
+    trouble = ""
+    for number, name in sorted(candidate.names.items()):
+        folder = view.folder / name
+        try:
+            found = load_manifest(folder, sizes=False)
+            if found.identity() == identity:
+                check_sizes(folder, found)
+                manifest, here[number] = found, folder
+        except FileNotFoundError:
+            continue
+        except (CheckpointError, OSError) as error:
+            trouble = str(error)
+    told = company.exchange((sorted(here), trouble))
+    if failed := [(rank, why) for rank, (_, why) in enumerate(told) if why]:
+        raise CheckpointError(f"rank {failed[0][0]}: {failed[0][1]}" if company.size > 1 else failed[0][1])
+    holders = {number: [rank for rank, (seen, _) in enumerate(told) if number in seen] for number in candidate.names}
+    if gone := [number for number, ranks in holders.items() if not ranks]:
+        raise CheckpointError(f"{candidate.names[gone[0]]} was removed while step {candidate.step} was to be read")
+    if not all(seen for seen, _ in told):
+        sender = min(ranks[0] for ranks in holders.values())
+        encoded = manifest.encode() if manifest is not None and company.rank == sender else None
+        sent = company.exchange(encoded)[sender]
+        manifest = manifest or decode(view.folder / candidate.names[min(candidate.names)] / MANIFEST, sent)
+    assert manifest is not None
+    first = min(here or candidate.names)
+    return Chosen(here.get(first, view.folder / candidate.names[first]), manifest, here, holders)

@@ -1,0 +1,180 @@
+"""Bytes of files that this rank's host has not, from a rank whose host has them.
+
+What a rank needs shows only while its state is filled. So the ranks go in rounds. In each, every rank tells what it
+needs next, or that it needs nothing more, and those that have it send it, at most 64 MiB to each. A rank comes to a
+round when it needs something or has filled its state; in the last one nobody needs anything. A failure of a rank is
+told in the next round, and ends the load of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from typing import NamedTuple, NoReturn
+
+import torch
+import xxhash
+from torch import Tensor
+
+from allranks._base.errors import CheckpointError, UsageError
+from allranks._call.bytes import view_of
+from allranks.checkpoint import parts
+from allranks.checkpoint.choosing import Chosen
+from allranks.checkpoint.company import Company, this_process
+
+__all__ = ["RemoteFile", "Rounds"]
+
+_LONGEST = 64 << 20  # bytes that a rank gets in a round
+_SHORTEST = 4 << 20  # small tensors beside each other are had in one round
+_KEPT = 128 << 20  # bytes
+
+
+class _Wanted(NamedTuple):
+    """What a rank needs next: bytes of a file."""
+
+    file: int
+    begin: int
+    end: int
+
+
+class _Message(NamedTuple):
+    """What a rank tells in a round.
+
+    Attributes:
+        wanted: None: nothing more.
+        trouble: why it cannot go on; "" if it can.
+        is_usage: whether that is a UsageError.
+        process: host and pid.
+    """
+
+    wanted: _Wanted | None
+    trouble: str
+    is_usage: bool
+    process: tuple[str, int]
+
+
+class Rounds:
+    """The load of a checkpoint of which not every rank sees all. All ranks make one, and end it by ``finish``."""
+
+    def __init__(self, chosen: Chosen, company: Company) -> None:
+        self._chosen, self._company = chosen, company
+        self._is_over = False
+        self._trouble = ""  # of this rank, as one that sends
+        self._open = contextlib.ExitStack()
+        self._files: dict[int, parts.LocalFile] = {}
+        self._windows: OrderedDict[int, tuple[int, Tensor]] = OrderedDict()
+
+    def file(self, number: int) -> RemoteFile:
+        """A file that this rank does not see."""
+        return RemoteFile(self, number, self._chosen.manifest.files[number].nbytes, self._windows)
+
+    def fetch(self, file: int, begin: int, end: int) -> Tensor:
+        """Bytes of a file that this rank does not see.
+
+        Raises:
+            CheckpointError: a rank cannot go on. UsageError if it has raised one.
+        """
+        found = None
+        while found is None:
+            _, found = self._round(_Wanted(file, begin, end))
+        return found
+
+    def finish(self, error: Exception | None = None) -> None:
+        """Sends what others need, until nobody needs anything.
+
+        Args:
+            error: why this rank's load has failed. It is told to the others, and not raised here.
+
+        Raises:
+            CheckpointError: another rank cannot go on. UsageError if it has raised one.
+        """
+        with self._open:
+            while not self._is_over:
+                try:
+                    self._is_over, _ = self._round(None, error)
+                except (CheckpointError, UsageError):
+                    if error is None:
+                        raise
+
+    def _round(self, wanted: _Wanted | None, error: Exception | None = None) -> tuple[bool, Tensor | None]:
+        """Whether it was the last, and what this rank has got; None if the one that has it could not read it."""
+        company = self._company
+        trouble = self._trouble or ("" if error is None else str(error) if str(error) else repr(error))
+        is_usage = isinstance(error, UsageError) and not self._trouble
+        messages: list[_Message] = company.exchange(_Message(wanted, trouble, is_usage, this_process()))
+        for rank, message in enumerate(messages):
+            if message.trouble:
+                self._is_over = True
+                _raise(rank, message)
+        got, wait = None, None
+        if wanted is not None:
+            got = torch.empty(wanted.end - wanted.begin + 1, dtype=torch.uint8)  # and whether it could be read
+            wait = company.receive(got, self._sender(company.rank, wanted))
+        for rank, message in enumerate(messages):
+            if message.wanted is not None and self._sender(rank, message.wanted) == company.rank:
+                company.send(self._read(message.wanted), rank)
+        if got is None or wait is None:
+            return all(message.wanted is None for message in messages), None
+        wait()
+        return False, got[:-1] if got[-1] else None
+
+    def _sender(self, rank: int, wanted: _Wanted) -> int:
+        """Which of those that see the file sends it to a rank."""
+        holders = self._chosen.holders[self._chosen.manifest.files[wanted.file].share]
+        return holders[rank % len(holders)]
+
+    def _read(self, wanted: _Wanted) -> Tensor:
+        made = torch.empty(wanted.end - wanted.begin + 1, dtype=torch.uint8)
+        made[-1] = 1
+        file = self._chosen.manifest.files[wanted.file]
+        try:
+            if wanted.file not in self._files:
+                folder = self._chosen.here[file.share]
+                self._files[wanted.file] = self._open.enter_context(parts.open_part(folder, file))
+            _fill(self._files[wanted.file], wanted.begin, view_of(made, writable=True)[:-1], file.name)
+        except (OSError, CheckpointError) as error:
+            self._trouble = f"{file.name} cannot be read: {error}"
+            made[-1] = 0
+        return made
+
+
+def _fill(file: parts.LocalFile, begin: int, view: memoryview, name: str) -> None:
+    done = 0
+    while done < len(view):
+        got = os.preadv(file.fd, [view[done:]], begin + done)
+        if not got:
+            raise CheckpointError(f"{name} ends at byte {begin + done}")
+        done += got
+
+
+class RemoteFile:
+    """A file that this rank does not see: a ``parts.Source``."""
+
+    def __init__(self, rounds: Rounds, number: int, nbytes: int, windows: OrderedDict[int, tuple[int, Tensor]]) -> None:
+        self._rounds, self._number, self._nbytes = rounds, number, nbytes
+        self._windows = windows  # what is kept, of all files
+
+    def read(self, where: int, view: memoryview, ahead: int) -> int:
+        """See ``parts.Source``."""
+        end = where + len(view)
+        begin, window = self._windows.get(self._number, (0, None))
+        if window is None or not begin <= where <= end <= begin + window.nbytes:
+            self._windows.pop(self._number, None)
+            if ahead - where < _SHORTEST:  # with what lies around it
+                begin = where // _SHORTEST * _SHORTEST
+                last = max(end, begin + _SHORTEST)
+            else:
+                begin, last = where, max(end, min(where + _LONGEST, ahead))
+            window = self._rounds.fetch(self._number, begin, min(last, self._nbytes))
+            self._windows[self._number] = begin, window
+            while len(self._windows) > 1 and sum(kept.nbytes for _, kept in self._windows.values()) > _KEPT:
+                self._windows.popitem(last=False)
+        view[:] = view_of(window)[where - begin : end - begin]
+        return xxhash.xxh3_64_intdigest(view)
+
+
+def _raise(rank: int, message: _Message) -> NoReturn:
+    host, pid = message.process
+    kind = UsageError if message.is_usage else CheckpointError
+    raise kind(f"checkpoint.load: rank {rank} ({host}, pid {pid}): {message.trouble}")

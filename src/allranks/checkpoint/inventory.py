@@ -1,0 +1,158 @@
+"""What checkpoints the folders of all ranks have, by their names alone.
+
+Each rank lists its own folder. Ranks that see the same names are one class, and its first rank reports for all of it:
+a folder that thousands of ranks share is reported once. A checkpoint in shares may be whole if all shares of one save
+are in the folders of these ranks, wherever that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from allranks._base.errors import CheckpointError
+from allranks.checkpoint import folders
+from allranks.checkpoint.company import Company
+from allranks.checkpoint.manifest import MANIFEST, Share, load_manifest
+
+__all__ = ["Candidate", "Entry", "View", "by_step", "look", "look_together"]
+
+
+class Entry(NamedTuple):
+    """A checkpoint or a share in a folder.
+
+    Attributes:
+        step: of the training.
+        attempt: see ``folders.Named``.
+        name: of its folder.
+        share: None if it is no share.
+    """
+
+    step: int
+    attempt: int
+    name: str
+    share: Share | None
+
+
+@dataclass
+class View:
+    """What a rank sees.
+
+    Attributes:
+        folder: with the entries.
+        entries: checkpoints and shares.
+        pin: the checkpoint that the path names; "" for a folder of checkpoints.
+    """
+
+    folder: Path
+    entries: list[Entry]
+    pin: str = ""
+
+    @property
+    def digest(self) -> str:
+        """The same for all ranks that see the same names."""
+        return xxhash.xxh3_128_hexdigest(repr((self.pin, self.entries)).encode())
+
+
+@dataclass
+class Candidate:
+    """A checkpoint that may be whole.
+
+    Attributes:
+        step: of the training.
+        save: the id of its shares; of a whole one, which of those with this step.
+        count: of its shares; 0: it is a whole one.
+        names: of its folders, by the number of the share; 0: of the whole.
+        reporters: the first rank that sees each of them.
+    """
+
+    step: int
+    save: str
+    count: int
+    names: dict[int, str] = field(default_factory=dict)
+    reporters: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        """Shares that nobody has."""
+        return [number for number in range(1, self.count + 1) if number not in self.names]
+
+
+def look(path: Path) -> View:
+    """What is in a folder of checkpoints; or what a path names: a checkpoint, or a share and others of the save.
+
+    Raises:
+        CheckpointError: it names a checkpoint that is damaged.
+        OSError: it cannot be read.
+    """
+    one = folders.named(path)
+    if one is None and (path / MANIFEST).exists():  # it has got another name
+        manifest = load_manifest(path, sizes=False)
+        one = folders.Named(manifest.step, 1, path, manifest.share)
+    if one is None:
+        return View(path, _entries(path))
+    if one.share is None:
+        there = (path / MANIFEST).exists()
+        return View(path.parent, [Entry(one.step, one.attempt, path.name, None)] if there else [], path.name)
+    beside = [each for each in _entries(path.parent) if each.share is not None and each.share.id == one.share.id]
+    if path.exists() and all(each.name != path.name for each in beside):
+        beside.append(Entry(one.step, 1, path.name, one.share))
+    return View(path.parent, beside, f"save {one.share.id}")
+
+
+def _entries(folder: Path) -> list[Entry]:
+    try:
+        found = folders.find(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [Entry(one.step, one.attempt, one.path.name, one.share) for one in found]
+
+
+def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[Entry]]]:
+    """What this rank sees, and what the first rank of each class reports. All ranks call it, each with its path.
+
+    Raises:
+        CheckpointError: a rank cannot look; or the paths name different checkpoints. On all ranks.
+    """
+    trouble = ""
+    try:
+        view = look(path)
+    except (CheckpointError, OSError) as error:
+        view, trouble = View(path, []), str(error)
+    told = company.exchange((view.digest, view.pin, len(view.entries), trouble))
+    for rank, (_, _, _, why) in enumerate(told):
+        if why:
+            raise CheckpointError(why if company.size == 1 else f"rank {rank}: {why}")
+    pins = {pin: rank for rank, (_, pin, count, _) in reversed(list(enumerate(told))) if pin or count}
+    if len(pins) > 1:
+        listed = "; ".join(f"rank {rank}: {pin or 'a folder of checkpoints'}" for pin, rank in list(pins.items())[:4])
+        raise CheckpointError(f"the ranks name different checkpoints ({listed})")
+    digests = [digest for digest, _, _, _ in told]
+    is_first = digests.index(digests[company.rank]) == company.rank
+    reports = company.exchange(view.entries if is_first else None)
+    view.pin = next(iter(pins), "")
+    return view, {rank: entries for rank, entries in enumerate(reports) if entries}
+
+
+def by_step(reports: dict[int, list[Entry]], step: int | None) -> Iterator[list[Candidate]]:
+    """The candidates of each step, the newest first.
+
+    Args:
+        reports: of what the folders have, by rank.
+        step: the only one; None: any.
+    """
+    found: dict[int, dict[tuple[str, int], Candidate]] = {}
+    for rank, entries in reports.items():
+        for entry in entries:
+            share = entry.share or Share(f"{entry.attempt} of rank {rank}", 0, 0)
+            key = (share.id, share.count)
+            candidate = found.setdefault(entry.step, {}).setdefault(key, Candidate(entry.step, *key))
+            candidate.names.setdefault(share.number, entry.name)
+            candidate.reporters.setdefault(share.number, rank)
+    for number in sorted(found, reverse=True):
+        if step in (None, number):
+            yield list(found[number].values())

@@ -1,0 +1,123 @@
+"""One ordinary checkpoint of the shares that hosts with folders of their own have written."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from allranks._base.errors import CheckpointError, UsageError, rank_list, spans
+from allranks.checkpoint import folders, saving
+from allranks.checkpoint.inventory import Candidate, by_step, look
+from allranks.checkpoint.manifest import WHOLE_FORMAT, Manifest, load_manifest
+from allranks.checkpoint.verifying import check_files
+
+__all__ = ["merge"]
+
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+
+
+def merge(*sources: folders.PathLike, into: folders.PathLike, step: int | None = None) -> Path:
+    """Makes one checkpoint of its shares. One process calls it.
+
+    The files are linked where the file system can, and copied elsewhere. Every byte is checked before the checkpoint
+    gets its name; the shares stay where they are.
+
+    Args:
+        sources: a folder of checkpoints of each host, or a share each.
+        into: the folder of checkpoints that gets it. It is made if it is not there.
+        step: of the training; None: the newest of which all shares are there.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        UsageError: there are no shares in ``sources``, or they are of different saves; a job saves into ``into``.
+        CheckpointError: a share is missing or damaged: names it, and who wrote it.
+        OSError: a file cannot be read or written.
+    """
+    candidate, places = _candidate([Path(source) for source in sources], step)
+    manifests = _manifests(candidate, places)
+    target = Path(os.path.realpath(into))
+    with contextlib.ExitStack() as held:
+        held.enter_context(folders.holding(target, saving.run_id()))
+        if there := [one.path for one in folders.find(target) if one.step == candidate.step and one.share is None]:
+            raise UsageError(f"checkpoint.merge: there is a checkpoint of step {candidate.step} already: {there[0]}")
+        partial = folders.new_partial(target, candidate.step)
+        held.callback(shutil.rmtree, partial, ignore_errors=True)
+        first = manifests[1]
+        files = tuple(msgspec.structs.replace(file, share=0) for file in first.files)
+        merged = msgspec.structs.replace(first, format=WHOLE_FORMAT, files=files, share=None)
+        for file in first.files:
+            _take(places[file.share] / file.name, partial / file.name)
+        if problems := check_files(partial, merged):
+            raise CheckpointError(f"checkpoint.merge: step {candidate.step}: {problems[0]}")
+        folders.sync_folder(partial)
+        return folders.complete(partial, merged)
+
+
+def _candidate(sources: Sequence[Path], step: int | None) -> tuple[Candidate, dict[int, Path]]:
+    """The save whose shares are all there, and where each is."""
+    views = []
+    for source in sources:
+        if not source.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(source))
+        views.append(look(source))
+    if len(pins := {view.pin for view in views if view.pin}) > 1:
+        raise UsageError(f"checkpoint.merge: these are shares of different saves: {', '.join(map(str, sources))}")
+    only = next(iter(pins), "")
+    reports = {
+        number: [one for one in view.entries if one.share is not None and (not only or only == f"save {one.share.id}")]
+        for number, view in enumerate(views)
+    }
+    candidates = [each for of_step in by_step(reports, step) for each in of_step]
+    if not candidates:
+        of_step = "" if step is None else f" of step {step}"
+        raise UsageError(f"checkpoint.merge: there is no share{of_step} in {', '.join(map(str, sources))}")
+    newest = [each for each in candidates if each.step == candidates[0].step]
+    whole = [each for each in newest if not each.missing]
+    if not whole:
+        older = next((each.step for each in candidates if not each.missing), None)
+        raise CheckpointError(_words(newest[0], [view.folder for view in views], older))
+    found = [(each, {n: views[each.reporters[n]].folder / name for n, name in each.names.items()}) for each in whole]
+    return max(found, key=lambda each: load_manifest(each[1][1]).when)  # a step may have been saved twice
+
+
+def _words(candidate: Candidate, places: Sequence[Path], older: int | None) -> str:
+    """What is missing, who wrote it, and what is not."""
+    number, name = next(iter(candidate.names.items()))
+    manifest = load_manifest(places[candidate.reporters[number]] / name, sizes=False)
+    lost = ["share " if len(candidate.missing) == 1 else "shares ", spans(candidate.missing, ", ")]
+    ranks = sorted({file.rank for file in manifest.files if file.share in candidate.missing})
+    hosts = ", ".join(dict.fromkeys(manifest.writers[rank].host for rank in ranks))
+    written = f", which {rank_list(ranks)} on {hosts} wrote" if ranks else ""
+    return (
+        f"checkpoint.merge: of step {candidate.step}, {''.join(lost)} of {candidate.count} is missing in"
+        f" {', '.join(map(str, places))}{written}"
+        + ("" if older is None else f". All shares of step {older} are there: step={older}")
+    )
+
+
+def _manifests(candidate: Candidate, places: dict[int, Path]) -> dict[int, Manifest]:
+    found = {number: load_manifest(path) for number, path in places.items()}
+    if len({manifest.identity() for manifest in found.values()}) > 1:
+        listed = ", ".join(map(str, places.values()))
+        raise CheckpointError(f"checkpoint.merge: these are not shares of one save: {listed}")
+    return found
+
+
+def _take(source: Path, target: Path) -> None:
+    """Links a file, or copies it and waits until the disk has it."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        shutil.copyfile(source, target)
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
