@@ -4,6 +4,7 @@
     python benchmarks/faults.py --seeds 17:18 --verbose    # one again
     python benchmarks/faults.py --seeds 0:100 --hosts      # three hosts and a spare one (namespaces, sshd; root)
     python benchmarks/faults.py --seeds 0:100 --sharded    # a model that FSDP2 shards on a mesh of 2 x 2 ranks
+    python benchmarks/faults.py --seeds 0:100 --checkpoints    # all ranks are killed, too, and checkpoints are written
 
 A job is ``allranks run -n 3 --elastic 1`` on this file, which trains a small model with batch normalisation and
 dropout. A seed decides which ranks are killed, stopped for a while, or killed together, and when: also in an all_reduce
@@ -12,6 +13,8 @@ must be those of the job without a fault, to the last bit; and no process may be
 
 With ``--hosts`` each rank is on a host of its own. Then the agent of a host is killed, too, and a host is unplugged and
 plugged in again: its rank is started on the spare host, and it is the spare host when it is back.
+
+With ``--checkpoints`` all ranks are killed at once, too, and the job is started again from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 SHARDED = "--sharded" in sys.argv  # each shard is on two ranks
+EVERY = 7  # steps, between two checkpoints
 RANKS = 4 if SHARDED else 3
 STEP_S = 0.008
 LONG_S = 180.0
@@ -56,7 +60,7 @@ ERRORS = (
 )
 
 
-def train(folder: Path, steps: int) -> None:
+def train(folder: Path, steps: int, checkpoints: bool = False) -> None:
     """What the ranks run."""
     import torch
     import torch.nn.functional as F
@@ -65,7 +69,7 @@ def train(folder: Path, steps: int) -> None:
 
     import allranks as dist
 
-    start = os.environ.get("ALLRANKS_START", "0")
+    start = 1000 * int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + int(os.environ.get("ALLRANKS_START", "0"))
     (folder / f"pid-{os.environ['RANK']}-{start}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
     dist.init_process_group(timeout=30)
@@ -79,7 +83,8 @@ def train(folder: Path, steps: int) -> None:
     data = TensorDataset(x, (x.sum(1) > 0).long())
     sampler = dist.data.DistributedSampler(data, drop_last=True)  # type: ignore[arg-type]
     loader = DataLoader(data, batch_size=8, sampler=sampler, drop_last=True)
-    state = dist.resilience.State(model=model, optimizer=optimizer)
+    kept = dist.resilience.Checkpoints(folder / "kept", every=EVERY) if checkpoints else None
+    state = dist.resilience.State(model=model, optimizer=optimizer, checkpoints=kept)
     pauses, before, last = [0.0], 0, time.monotonic()
     for epoch in state.epochs(steps // len(loader)):
         sampler.set_epoch(epoch)
@@ -124,15 +129,18 @@ class Job:
         steps: of its training.
         verbose: show what it writes.
         ssh: the hosts; None: this one.
+        checkpoints: it writes some.
     """
 
-    def __init__(self, steps: int, verbose: bool = False, ssh: Ssh | None = None) -> None:
+    def __init__(self, steps: int, verbose: bool = False, ssh: Ssh | None = None, checkpoints: bool = False) -> None:
+        self.checkpoints = checkpoints
         self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
         self.cluster = None if ssh is None else ssh.hosts
         where = ["-n", str(RANKS)] if ssh is None else ["-H", "node0:1,node1:1,node2:1,node3:1", "--spares", "1"]
         words = [sys.executable, "-m", "allranks", "run", *where]
-        words += ["--elastic", "1", "--respawns", "100", "--restarts", "3"]
+        words += ["--elastic", "1", "--respawns", "100", "--restarts", "50" if checkpoints else "3"]
         words += [__file__, "--train", str(self.folder), "--steps", str(steps), *["--sharded"] * SHARDED]
+        words += ["--checkpoints"] * checkpoints
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             words if ssh is None else ssh.hosts.hosts[0].inside(*words),
@@ -295,6 +303,8 @@ def disturb(job: Job, pick: random.Random, most: int) -> tuple[int, int]:
     kinds: list[Callable[[], None]] = [lambda: kill(one()), lambda: kill(one()), two, during_recovery, the_joiner, stop]
     if job.cluster is not None:
         kinds += [lose_host, lose_host, unplug]
+    if job.checkpoints:
+        kinds += [lambda: kill([str(rank) for rank in range(RANKS)])] * 3
     while not job.pids() and job.process.poll() is None:
         time.sleep(0.01)
     time.sleep(pick.random() * 2.5)
@@ -316,10 +326,16 @@ def undisturbed(steps: int) -> str:
 
 
 def run(
-    seed: int, right: str, steps: int, most: int, verbose: bool = False, ssh: Ssh | None = None
+    seed: int,
+    right: str,
+    steps: int,
+    most: int,
+    verbose: bool = False,
+    ssh: Ssh | None = None,
+    checkpoints: bool = False,
 ) -> tuple[str, int, int, list[float]]:
     """One job. Returns what it came to ("": right), the number of faults and of ranks killed, and the pauses."""
-    job = Job(steps, verbose, ssh)
+    job = Job(steps, verbose, ssh, checkpoints)
     faults, killed = disturb(job, random.Random(seed), most)
     found = job.end()
     pauses = [pause for each in found for pause in each["pauses"]]  # type: ignore[attr-defined]
@@ -330,7 +346,7 @@ def run(
     same = weights == {right} or (len(weights) == 1 and FEWER in job.output)
     if same and all_there and job.process.returncode == 0:
         return "", faults, killed, pauses
-    if any(error in job.output for error in ERRORS) and job.process.returncode and killed > 1:
+    if not checkpoints and any(error in job.output for error in ERRORS) and job.process.returncode and killed > 1:
         return "typed error", faults, killed, pauses
     ended = f"exit code {job.process.returncode}, weights {[each['weights'] for each in found]}"
     return f"WRONG: {ended}\n{job.output}", faults, killed, pauses
@@ -344,12 +360,13 @@ def main() -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", action="store_true", help="on three hosts, and a spare one")
     where.add_argument("--sharded", action="store_true", help="a model that FSDP2 shards, on four ranks")
+    parser.add_argument("--checkpoints", action="store_true", help="all ranks are killed, too")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        train(options.train, options.steps)
+        train(options.train, options.steps, options.checkpoints)
         return
     with four_hosts() if options.hosts else contextlib.nullcontext() as ssh:
         judge(options, ssh)
@@ -373,7 +390,9 @@ def judge(options: argparse.Namespace, ssh: Ssh | None) -> None:
     faults, kills, pauses, began = 0, 0, [], time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):  # what was done until then is told
         for seed in range(first, end):
-            outcome, struck, killed, more = run(seed, weights, options.steps, options.most, options.verbose, ssh)
+            outcome, struck, killed, more = run(
+                seed, weights, options.steps, options.most, options.verbose, ssh, options.checkpoints
+            )
             faults += struck
             kills += killed
             pauses += more

@@ -2,6 +2,8 @@
 
     allranks run -n 2 examples/digits/train.py
     allranks run -n 2 --elastic 1 examples/digits/train.py       # survives kill -9 of its ranks
+    allranks run -n 2 --restarts 3 examples/digits/train.py --checkpoints out/digits/checkpoints
+                                                                 # survives the death of all of them
     allranks run -n 2 examples/digits/train.py --sync manual     # what DDP does, by hand
     python examples/digits/train.py                              # one process
     python examples/digits/train.py --init-method tcp://127.0.0.1:29511 --world-size 2 --rank 0
@@ -10,7 +12,7 @@
 Every rank takes its part of each *global* batch and the gradients are averaged, so the result does
 not depend on the number of ranks (but for rounding: compare with ``--dtype float64``). Two equal
 runs give the same weights to the last bit: the last line shows a fingerprint of them. A run that
-was stopped goes on with ``--resume`` as if nothing had happened.
+was stopped goes on as if nothing had happened, if it has ``--checkpoints``.
 """
 
 import argparse
@@ -148,23 +150,8 @@ def train(args, rank, world_size):
     model = LeNet().to(dtype)
     optimizer = optim.SGD(model.parameters(), lr=args.lr, momentum=args.momentum)
 
-    # What has to be equal for --resume to go on exactly. The world size has not: it is rounding.
+    # What has to be equal for --checkpoints to go on exactly. The world size has not: it is rounding.
     settings = {name: getattr(args, name) for name in ("batch_size", "lr", "momentum", "seed", "dtype")}
-    saved_to = args.out / "checkpoint.pt"
-    history = []
-    if args.resume and not saved_to.exists():  # a job that is started again may have ended before its first epoch did
-        if rank == 0:
-            print(f"--resume: there is no {saved_to} yet; this is a start", flush=True)
-    elif args.resume:
-        # Each rank reads the file. There is no random state in it: after the initial weights, all
-        # randomness is the sampler's, which depends on seed and epoch only.
-        state = checkpoint.load(saved_to)
-        if state["settings"] != settings:
-            differ = [f"{k} {v}, not {settings[k]}" for k, v in state["settings"].items() if v != settings[k]]
-            raise WrongArguments(f"--resume: {saved_to} was made with {'; '.join(differ)}")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        history = state["history"]
 
     if args.sync == "ddp":
         forward = DistributedDataParallel(model)
@@ -178,17 +165,24 @@ def train(args, rank, world_size):
     sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
     loader = DataLoader(train_set, batch_size=args.batch_size // world_size, sampler=sampler, drop_last=True)
 
-    # With allranks run --elastic a rank that dies is replaced, and the step in which it died is repeated. Each rank has
-    # its own sum of losses; the history is the same on all.
-    loss_sum, record = torch.zeros(1, dtype=torch.float64), {"history": history}
-    state = dist.resilience.State(model=model, optimizer=optimizer, record=record, own=[loss_sum])
+    # With allranks run --elastic a rank that dies is replaced, and the step in which it died is repeated. Where all are
+    # lost, the next run goes on from the newest checkpoint: its random numbers are the sampler's and those of the
+    # steps, which depend on seed, epoch and step. Each rank has its own sum of losses; the record is the same on all.
+    loss_sum, record = torch.zeros(1, dtype=torch.float64), {"history": [], "settings": settings}
+    kept = None
+    if args.checkpoints:
+        kept = dist.resilience.Checkpoints(args.checkpoints, every=args.save_every * (len(loader) + 1))
+    state = dist.resilience.State(model=model, optimizer=optimizer, record=record, own=[loss_sum], checkpoints=kept)
 
     # One bar, on rank 0, and none where nobody watches (a file, a pipe).
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=rank > 0 or not console.is_terminal) as progress:
-        bar = progress.add_task("training", total=args.epochs * len(loader), completed=len(history) * len(loader))
-        for epoch in state.epochs(args.epochs, first=len(history)):
+        bar = progress.add_task("training", total=args.epochs * len(loader))
+        for epoch in state.epochs(args.epochs):
+            if record["settings"] != settings:
+                differ = [f"{k} {v}, not {settings[k]}" for k, v in record["settings"].items() if v != settings[k]]
+                raise WrongArguments(f"--checkpoints: {args.checkpoints} was written with {'; '.join(differ)}")
             sampler.set_epoch(epoch)
             for step in state.steps(loader):
                 with step:
@@ -200,7 +194,7 @@ def train(args, rank, world_size):
                         sync_gradients(model, dist.get_rank(), dist.get_world_size())
                     loss_sum += loss.detach()
                     optimizer.step()
-                progress.advance(bar)
+                progress.update(bar, completed=epoch * len(loader) + step.index + 1)
             for step in state.steps(1):
                 with step:
                     mean = loss_sum / len(loader)
@@ -209,12 +203,9 @@ def train(args, rank, world_size):
                     test_loss, test_accuracy = evaluate(model, test_set, dist.get_rank(), dist.get_world_size())
                     found = {"train_loss": mean.item(), "test_loss": test_loss, "test_accuracy": test_accuracy}
                     record["history"] = [*record["history"], found]
-                    if dist.get_rank() == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == args.epochs):
-                        args.out.mkdir(parents=True, exist_ok=True)
-                        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                        checkpoint.save({**saved, **record, "settings": settings}, saved_to)
-            progress.update(bar, description=f"epoch {epoch + 1}, test accuracy {test_accuracy:.1%}")
-    return model, record["history"]
+            accuracy = record["history"][-1]["test_accuracy"]  # of the record: this process may have come later
+            progress.update(bar, description=f"epoch {epoch + 1}, test accuracy {accuracy:.1%}")
+    return model, record
 
 
 def positive(kind):
@@ -241,10 +232,10 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--sync", choices=["ddp", "manual"], default="ddp", help="who averages the gradients")
-    parser.add_argument("--out", type=Path, default=Path("out/digits"), help="folder for checkpoint and plot")
+    parser.add_argument("--out", type=Path, default=Path("out/digits"), help="folder for model.pt and plot")
     parser.add_argument("--plot", type=Path, help="PNG of the curves (default: OUT/curves.png)")
-    parser.add_argument("--save-every", type=positive(int), default=5, metavar="EPOCHS")
-    parser.add_argument("--resume", action="store_true", help="go on from OUT/checkpoint.pt, if it is there")
+    parser.add_argument("--checkpoints", metavar="FOLDER", help="write checkpoints there, and go on from the newest")
+    parser.add_argument("--save-every", type=positive(int), default=5, metavar="EPOCHS", help="with --checkpoints")
     parser.add_argument("--backend", help="the engine (default: native)")
     parser.add_argument("--threads", type=positive(int), default=1, help="per rank; the model is too small for more")
     parser.add_argument("--init-method", help="without launcher: tcp://HOST:PORT or file:///PATH")
@@ -262,7 +253,7 @@ def main():
         if args.batch_size % world_size:
             raise WrongArguments(f"--batch-size {args.batch_size} cannot be divided among {world_size} ranks")
         start, communicated = time.perf_counter(), dist.stats().seconds
-        model, history = train(args, rank, world_size)
+        model, record = train(args, rank, world_size)
         seconds = time.perf_counter() - start
         share = (dist.stats().seconds - communicated) / seconds
     except WrongArguments as error:
@@ -271,11 +262,15 @@ def main():
         dist.destroy_process_group()
 
     if rank == 0:
+        history = record["history"]
+        saved_to = args.out / "model.pt"
+        args.out.mkdir(parents=True, exist_ok=True)
+        checkpoint.save({"model": model.state_dict(), **record}, saved_to)
         ranks = f"{world_size} rank{'s' * (world_size > 1)}"
         accuracy = f"test accuracy {history[-1]['test_accuracy']:.2%}"
         picture = args.plot or args.out / "curves.png"
         plot(history, f"LeNet on 8 x 8 digits, {ranks}: {accuracy}", picture)
-        print(f"checkpoint in {args.out / 'checkpoint.pt'}, curves in {picture}")
+        print(f"model in {saved_to}, curves in {picture}")
         print(f"{accuracy}, {ranks}, {seconds:.1f} s, {share:.1%} of it communicating, weights {fingerprint(model)}")
 
 

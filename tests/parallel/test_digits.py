@@ -64,7 +64,7 @@ def train(*runs, ranks=2):
 
 
 def model_in(folder):
-    return checkpoint.load(folder / "checkpoint.pt")["model"]
+    return checkpoint.load(folder / "model.pt")["model"]
 
 
 def test_defaults_reach_97_percent_and_draw_a_picture(tmp_path):
@@ -75,7 +75,7 @@ def test_defaults_reach_97_percent_and_draw_a_picture(tmp_path):
     assert size == "2"
     # No progress bar in a pipe, and nothing else but where the files are and the last line.
     files, last = result.stdout.splitlines()
-    assert files.endswith(f"checkpoint in {tmp_path / 'checkpoint.pt'}, curves in {tmp_path / 'curves.png'}")
+    assert files.endswith(f"model in {tmp_path / 'model.pt'}, curves in {tmp_path / 'curves.png'}")
     assert last.startswith("[0] test accuracy")
     assert result.stderr == ""
     picture = (tmp_path / "curves.png").read_bytes()
@@ -84,7 +84,7 @@ def test_defaults_reach_97_percent_and_draw_a_picture(tmp_path):
     assert 800 <= width <= 3000
     assert 400 <= height <= 2000
     assert len(picture) > 10_000
-    assert sorted(os.listdir(tmp_path)) == ["checkpoint.pt", "curves.png"]
+    assert sorted(os.listdir(tmp_path)) == ["curves.png", "model.pt"]
 
 
 def test_number_of_ranks_and_way_of_synchronising_do_not_matter(tmp_path):
@@ -105,11 +105,11 @@ def test_number_of_ranks_and_way_of_synchronising_do_not_matter(tmp_path):
 
 def killed_and_started_again(folder, *args):
     """A run of which the launcher starts the ranks again, as one is killed once there is a checkpoint."""
-    words = ["run", "-n", 2, "--restarts", 1, TRAIN, "--out", folder, "--resume", *args]
+    words = ["run", "-n", 2, "--restarts", 1, TRAIN, "--out", folder, "--checkpoints", folder / "kept", *args]
     command = [sys.executable, "-m", "allranks", *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as job:
         until = time.monotonic() + 60
-        while not (folder / "checkpoint.pt").exists():
+        while checkpoint.latest(folder / "kept") is None:
             assert job.poll() is None
             assert time.monotonic() < until
             time.sleep(0.001)
@@ -123,14 +123,24 @@ def killed_and_started_again(folder, *args):
 
 
 def test_stopped_and_resumed_equals_straight_through(tmp_path):
-    options = ("--save-every", 2)
-    (_, _, straight), _ = train(
-        ("--epochs", 8, "--out", tmp_path / "a", *options), ("--epochs", 4, "--out", tmp_path / "b", *options)
-    )
-    ((_, _, resumed),) = train(("--epochs", 8, "--out", tmp_path / "b", "--resume", *options))
+    def options(name, epochs, every):
+        return (
+            "--epochs",
+            epochs,
+            "--out",
+            tmp_path / name,
+            "--checkpoints",
+            tmp_path / f"{name}-kept",
+            "--save-every",
+            every,
+        )
+
+    (_, _, straight), _, (_, _, again) = train(options("a", 8, 2), options("b", 4, 3), options("a", 8, 2))
+    assert again == straight  # it was done already
+    ((_, _, resumed),) = train(options("b", 8, 3))
     assert resumed == straight
-    assert killed_and_started_again(tmp_path / "c", "--epochs", 8, *options) == straight
-    a, b = (checkpoint.load(tmp_path / name / "checkpoint.pt") for name in "ab")
+    assert killed_and_started_again(tmp_path / "c", "--epochs", 8, "--save-every", 2) == straight
+    a, b = (checkpoint.load(tmp_path / name / "model.pt") for name in "ab")
     assert len(b["history"]) == 8
     assert a.pop("settings") == b.pop("settings")
     torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -213,8 +223,9 @@ def test_batch_that_does_not_divide_is_refused_by_all_ranks(tmp_path):
 
 
 def test_resuming_with_other_settings_is_refused(tmp_path):
-    train(("--epochs", 1, "--out", tmp_path), ranks=1)
-    result = run("--epochs", 2, "--out", tmp_path, "--resume", "--lr", 0.5, launcher=False)
+    common = ("--out", tmp_path, "--checkpoints", tmp_path / "kept")
+    train(("--epochs", 1, *common), ranks=1)
+    result = run("--epochs", 2, *common, "--lr", 0.5, launcher=False)
     assert result.returncode == 2
     assert "lr 0.05, not 0.5" in result.stderr
     assert (result.stdout, len(result.stderr.splitlines())) == ("", 1), result.stderr

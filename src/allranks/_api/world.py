@@ -300,8 +300,8 @@ def establish_elastic(board: Board, made: ProcessGroup) -> None:
 
 
 def open_groups() -> bool:
-    """Whether there are groups other than the world."""
-    return bool(_groups)
+    """Whether there are groups other than the world that would be missed if they were closed."""
+    return not all(group.is_passing for group in _groups)
 
 
 def abort_groups() -> None:

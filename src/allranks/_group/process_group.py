@@ -55,6 +55,7 @@ class ProcessGroup:
         ranks: the members' ranks in the world, by rank in this group.
         in_world_order: whether a rank has the same number here and in the world.
         timeout_s: how long its calls wait for other ranks.
+        before_close: called before the group closes, unless it is lost: what still needs it ends.
         closing: called when the group closes.
         lineage: its generations; None where its ranks cannot decide who goes on after a loss.
         entered: the decision by which this process came to ranks whose training loop had begun; None if it did not.
@@ -62,6 +63,7 @@ class ProcessGroup:
         early: the groups that are made before the training loop, of the world of an elastic job; None elsewhere.
         renewed: called when the group has a new engine after a loss.
         is_world: whether its ranks are those of the world.
+        is_passing: whether whoever made it makes another where it is closed.
         record_numbers: of the group in the record of this process's calls, for each of its engines.
     """
 
@@ -75,11 +77,12 @@ class ProcessGroup:
         self._size = len(self.ranks)
         self._engine: Engine | None = engine
         self._now = engine.now
+        self.before_close: Callable[[], None] | None = None
         self.closing: Callable[[], None] | None = None
         self.lineage: Lineage | None = None
         self.entered: Decision | None = None
         self._ballot: Tensor | None = None
-        self.is_world = False
+        self.is_world = self.is_passing = False
         self._place: reconfigure.Place | None = None
         self.register: Callable[[ProcessGroup], None] | None = None
         self.early: EarlyGroups | None = None
@@ -620,6 +623,7 @@ class ProcessGroup:
         """Leaves the group; later calls give the reason."""
         if self._is_open:
             self._closed_why = why
+        self.before_close = None
         self.close()
 
     def close(self) -> None:
@@ -628,6 +632,8 @@ class ProcessGroup:
             self._place.close()
             self._place = None
         if self._engine is not None:
+            if self.before_close is not None and not self.inherited:
+                self.before_close()
             if not self.inherited:
                 self._engine.close()
                 unwatch(self)

@@ -5,8 +5,10 @@ Its large calls run without the GIL, and it votes on a group of its own.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import mmap
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -93,6 +95,17 @@ class _Background:
                 saving._told = True
                 raise saving._error
 
+    def finish(self) -> None:
+        """Waits for the save that goes on."""
+        if self.saving is not None:
+            self.saving._ended.wait()
+
+    def tell(self) -> None:
+        """At the end of the process: says what nobody was told."""
+        saving = self.saving
+        if saving is not None and saving._error is not None and not saving._told:
+            print(f"allranks: {saving._error}", file=sys.stderr)
+
     def take(self, nbytes: int) -> Tensor:
         """So much memory, which has been touched."""
         if self.memory is None or self.memory.nbytes < nbytes:
@@ -102,6 +115,7 @@ class _Background:
 
 
 _background = _Background()
+atexit.register(_background.tell)  # the thread has ended then
 
 
 def settle() -> None:
@@ -166,7 +180,7 @@ def company_apart(company: Company) -> Company:
     kept = _background.apart
     mine = kept is not None and kept[0] == company.identity and kept[1].is_open()
     if not all(company.exchange(mine)):
-        kept = _background.apart = (company.identity, company.apart())
+        kept = _background.apart = (company.identity, company.apart(_background.finish))
     assert kept is not None
     return kept[1]
 

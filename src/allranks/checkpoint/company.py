@@ -33,8 +33,12 @@ class Company(Protocol):
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's value, by rank. All of them call it."""
 
-    def apart(self) -> Company:
-        """The same ranks, whose calls do not mix with those of the program. All of them call it."""
+    def apart(self, finish: Callable[[], None]) -> Company:
+        """The same ranks, whose calls do not mix with those of the program. All of them call it.
+
+        Args:
+            finish: called before these ranks part: waits for what still needs them.
+        """
 
     def is_open(self) -> bool:
         """Whether they can still be called."""
@@ -62,7 +66,7 @@ class _Alone:
     def exchange(self, value: Any) -> list[Any]:
         return [value]
 
-    def apart(self) -> Company:
+    def apart(self, finish: Callable[[], None]) -> Company:
         return self
 
 
@@ -86,11 +90,13 @@ class _Ours:
     def receive(self, tensor: Tensor, rank: int) -> Callable[[], object]:
         return self._group.irecv(tensor, rank).wait
 
-    def apart(self) -> Company:
+    def apart(self, finish: Callable[[], None]) -> Company:
         from allranks._api.groups import split_group  # late: only for saves in the background
 
         made = split_group(self._group, [list(range(self.size))], group_desc="checkpoints")
         assert made is not None
+        made.is_passing = True
+        made.before_close = finish
         return _Ours(made)
 
 
@@ -116,7 +122,7 @@ class _Torchs:
         wait: Callable[[], object] = self._distributed.irecv(tensor, group=self._group, group_src=rank).wait
         return wait
 
-    def apart(self) -> Company:
+    def apart(self, finish: Callable[[], None]) -> Company:
         ranks = self._distributed.get_process_group_ranks(self._group or self._distributed.group.WORLD)
         backend = "gloo" if self._distributed.get_backend(self._group) == "nccl" else None
         return _Torchs(self._distributed.new_group(ranks, backend=backend, use_local_synchronization=True))

@@ -20,7 +20,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -38,33 +37,18 @@ from allranks.data import DistributedSampler
 from allranks.resilience import fully_sharded, handover
 from allranks.resilience.buddies import Buddies
 from allranks.resilience.changed import Changed
+from allranks.resilience.disk import Checkpoints, Disk
+from allranks.resilience.position import Position
 from allranks.resilience.shards import dtensors_in, layout_of
 
 __all__ = ["State", "Step"]
 
 _cuda: Any = torch.cuda  # its annotations are few
-_UNDONE, _CHANGES, _STAYS = range(3)  # what a rank says at the commit of a step, and what all come to
+# What a rank says at the commit of a step; all come to the least of it.
+_UNDONE, _LEAVES, _UNSAVED, _CHANGES, _STAYS = range(5)
+_SOME, _ALL = 1, 2  # what ranks say to other questions
 _LOOK_S = 0.25  # between two looks at whether others wait to join
 _VAIN = 5  # so many attempts to connect all groups are enough
-
-
-@dataclass
-class _Position:
-    """Where the training is.
-
-    Attributes:
-        epoch: of ``epochs``; -1 before the first.
-        section: the number of the call of ``steps`` in the epoch.
-        index: of the step in the section.
-        samples: how many samples all ranks together have had in the section.
-        done: all steps that are done.
-    """
-
-    epoch: int = -1
-    section: int = 0
-    index: int = 0
-    samples: int = 0
-    done: int = 0
 
 
 class _Undone(Exception):
@@ -104,6 +88,9 @@ class State:
         leave_on: signals that announce the end of this process, such as ``signal.SIGTERM`` of a cloud that takes a host
             back. After one the rank finishes its step, leaves, and ends with exit code 0; the others go on without it
             and repeat nothing. Given in the main thread.
+        checkpoints: where the state is written to the disk, and how often. The loop begins with the newest checkpoint
+            in the folder, if there is one: the step after it is the next, and the weights at the end are those of a run
+            that was never stopped. None: the state is in memory alone.
         parts: modules, optimizers, schedulers, anything with ``state_dict`` and ``load_state_dict``, tensors, and dicts
             of values that can be pickled. The same on all ranks, but for what each step computes anew. Optimizers
             commit the step by themselves, before their first ``step()``.
@@ -116,16 +103,24 @@ class State:
 
     Raises:
         NotInitializedError: there is no process group yet.
-        UsageError: a part cannot be one.
+        UsageError: a part cannot be one, or a checkpoint cannot hold it.
+        CheckpointError: in the loop: a checkpoint cannot be loaded, or was not written; on every rank.
 
     Cost:
         a step: an all_reduce of 8 bytes, a copy of the modules' buffers and of the tensors among the parts, and where
         there are buffers, a message with them to another rank. A loss: some round trips to the launcher's store, making
-        the group, and the size of the state through shared memory or TCP.
+        the group, and the size of the state through shared memory or TCP. A checkpoint: a copy of this rank's share of
+        the state, while the loop waits; the rest happens in the background.
     """
 
     def __init__(
-        self, *, reseed: bool = True, own: Sequence[Tensor] = (), leave_on: Sequence[int] = (), **parts: Any
+        self,
+        *,
+        reseed: bool = True,
+        own: Sequence[Tensor] = (),
+        leave_on: Sequence[int] = (),
+        checkpoints: Checkpoints | None = None,
+        **parts: Any,
     ) -> None:
         for name, part in parts.items():
             handover.check_part(name, part)
@@ -139,7 +134,9 @@ class State:
         if self._sharded:
             self._warn_of_shards()
         self._torchs = [part for part in parts.values() if isinstance(part, nn.parallel.DistributedDataParallel)]
-        self._position = _Position()
+        self._position = Position(loaded=checkpoints is None)
+        self._disk = None if checkpoints is None else Disk(self._world, checkpoints, self.parts, own, not reseed)
+        self._ends = self._recovered = False
         self._reseed = reseed
         self._seed = torch.initial_seed()
         self._entered = False
@@ -148,7 +145,8 @@ class State:
         self._buddies = Buddies(modules, own)
         self._changed = Changed(self.parts, modules, own)
         self.replaced = self.lost = self.joined = 0
-        self._leaves = self._others_change = False
+        self._leaves = False
+        self._outcome = _STAYS
         self._announced = self._warned = False
         self._look_at = 0.0
         for number in leave_on:
@@ -176,12 +174,13 @@ class State:
         """
         self._enter()
         if self._position.epoch < 0:
-            self._position = _Position(first, done=self._position.done)
+            self._position.move(first)
         while self._position.epoch < count:
             self._epoch, self._section = self._position.epoch, 0
             yield self._epoch
-            self._position = _Position(self._epoch + 1, done=self._position.done)
-        self._epoch, self._section = count, 0
+            self._position.move(self._epoch + 1)
+        self._epoch, self._section, self._ends = count, 0, True
+        self._write_checkpoint(at_once=True)
         for step in self.steps(1):  # so that no rank is past the loop while another may still need it
             with step:
                 pass
@@ -201,13 +200,14 @@ class State:
         if (self._epoch, section) < (self._position.epoch, self._position.section):
             return
         if section > self._position.section:
-            self._position = _Position(self._epoch, section, done=self._position.done)
+            self._position.move(self._epoch, section)
         yield from self._run_section(_Batches(source, self._world, self._position, self._seeds))
-        self._position = _Position(self._epoch, section + 1, done=self._position.done)
+        self._position.move(self._epoch, section + 1)
 
     def _run_section(self, batches: _Batches) -> Iterator[Step]:
         place = self._place
         while True:
+            self._write_checkpoint()
             if self._place != place:
                 place = self._place
                 batches.deal_anew()
@@ -221,12 +221,71 @@ class State:
             if step.committed:
                 batches.take()
                 self._position.index += 1
-                self._position.done += 1
-            if step.committed and step.leaves:
-                destroy_process_group()
-                raise SystemExit(0)
-            if step.broken or (step.committed and self._others_change):
+                self._position.done += not self._ends
+                self._follow(step)
+            if step.broken:
                 self._recover()
+
+    def _follow(self, step: Step) -> None:
+        """Does what ranks have asked for at the commit of a step."""
+        if self._outcome == _STAYS:
+            return
+        if self._disk is not None:
+            self._disk.settle()
+            if self._outcome == _LEAVES and not step.broken:
+                self._write_last(step)
+        if step.leaves:
+            destroy_process_group()
+            raise SystemExit(0)
+        step.broken = step.broken or self._outcome in (_LEAVES, _CHANGES)
+
+    def _write_last(self, step: Step) -> None:
+        """Writes a checkpoint if all ranks leave: nobody is left who has the state."""
+        assert self._disk is not None
+        try:
+            outcome = self._world.agree(_ALL if step.leaves else _SOME)
+        except LOSSES:
+            outcome = _UNDONE
+        if outcome == _UNDONE:
+            step.leaves, step.broken = False, True  # after the next step
+        elif outcome == _ALL:
+            self._position.saved = -1
+            self._write_checkpoint(at_once=True)
+
+    def _write_checkpoint(self, at_once: bool = False) -> None:
+        """Begins a checkpoint where one is due. That is done when all ranks agree, as a step is.
+
+        Args:
+            at_once: whatever is not on the disk is due, and this returns when it is there.
+        """
+        disk, position = self._disk, self._position
+        while disk is not None:
+            try:
+                if self._recovered:
+                    if self._agree(_SOME if disk.was_cut_off else _ALL) == _SOME:
+                        position.saved = -1
+                    self._recovered = False
+                is_due = disk.is_due(position, at_once)
+                if is_due:
+                    disk.save(position, self._seed)
+                if is_due or at_once:
+                    whole = not at_once or disk.settle()
+                    self._agree(_ALL if whole else _UNDONE)
+                    position.saved = position.done
+                return
+            except (*LOSSES, JoinError, _Undone):
+                self._recover()
+
+    def _agree(self, value: int) -> int:
+        """The least value of all ranks.
+
+        Raises:
+            _Undone: that is 0, or a loss has hit a rank in another call.
+        """
+        outcome = self._world.agree(value)
+        if outcome == _UNDONE:
+            raise _Undone
+        return outcome
 
     @property
     def _place(self) -> tuple[int, int]:
@@ -253,15 +312,19 @@ class State:
             self._buddies.exchange(world)
         assert self._step is not None
         self._step.leaves = self._leaves
-        outcome = world.agree(_CHANGES if self._step.leaves or self._somebody_comes() else _STAYS)
-        if outcome == _UNDONE:
-            raise _Undone
-        self._others_change = outcome == _CHANGES
+        self._outcome = self._agree(self._wish())
         self._step.committed = True
         if self._buddies.needed:
             self._buddies.commit(world, self._seats())
         if lineage is not None and lineage.decided is not None:
             self._step.broken = True  # the group; the step is done
+
+    def _wish(self) -> int:
+        if self._leaves:
+            return _LEAVES
+        if self._disk is not None and self._disk.has_failed:
+            return _UNSAVED
+        return _CHANGES if self._somebody_comes() else _STAYS
 
     def _somebody_comes(self) -> bool:
         """Whether processes wait to join, and can. Rank 0 looks, from time to time."""
@@ -272,7 +335,7 @@ class State:
         if self._position.done and not self._announced:
             lineage.board.write(LOOP, b"1")
             self._announced = True
-        if not lineage.somebody_waits():
+        if not lineage.somebody_waits() or (self._disk is not None and self._disk.is_writing):
             return False
         what = "torch's DistributedDataParallel" if self._torchs else "a sharded model" if self._sharded else ""
         what = what or ("groups other than the world" if open_groups() else "")
@@ -305,6 +368,25 @@ class State:
         if self._entered:
             return
         self._entered = True
+        self._meet()
+        while not self._position.loaded:
+            self._load()
+
+    def _load(self) -> None:
+        """Goes on from the newest checkpoint. That is done when all ranks agree, as a step is."""
+        assert self._disk is not None
+        try:
+            found = self._disk.load()
+            self._agree(_ALL)
+        except (*LOSSES, _Undone):
+            self._recover()
+            return
+        if found is not None:
+            self._position, self._seed = found
+        self._position.loaded = True
+
+    def _meet(self) -> None:
+        """Joins the others, where this process takes a place."""
         prelude, decision = self._world.engine, self._world.entered
         if not isinstance(prelude, Prelude):
             return
@@ -320,6 +402,7 @@ class State:
             if lineage.generation == 1:
                 early.enter()
             else:
+                self._recovered = True
                 renew_groups()
             if decision is not None:
                 self._hand_over(*_full_and_empty(decision))
@@ -361,6 +444,7 @@ class State:
                 if vain == _VAIN:
                     raise
                 continue
+            self._recovered = True
             return
 
     def _count(self, before: dict[int, int]) -> None:
@@ -532,7 +616,7 @@ class Step:
 class _Batches:
     """The batches of a section on this rank, from where the training is."""
 
-    def __init__(self, source: Any, world: ProcessGroup, position: _Position, seeds: Callable[[int], int]) -> None:
+    def __init__(self, source: Any, world: ProcessGroup, position: Position, seeds: Callable[[int], int]) -> None:
         self._source = source
         self._world = world
         self._position = position

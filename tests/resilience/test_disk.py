@@ -1,0 +1,273 @@
+"""`State` with checkpoints: a training that is started again ends with the bits of one that never stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import allranks as dist
+from allranks import checkpoint
+from allranks.data import DistributedSampler
+from allranks.resilience import Checkpoints, State
+from allranks.testing import run_ranks
+
+IMAGES = 48
+
+
+class _Stop(Exception):
+    """The program ends in the middle."""
+
+
+def _train(
+    folder: Path | None,
+    epochs: int = 3,
+    every: int | None = 4,
+    stop_at: int = -1,
+    reseed: bool = True,
+    in_step: Callable[[int], None] | None = None,
+    **more: Any,
+) -> tuple[list[torch.Tensor], dict[str, Any], list[list[int]]]:
+    """Weights and running means, the record, and which samples this rank had in each epoch it saw."""
+    torch.set_num_threads(1)
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.4), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    images = torch.randn(IMAGES, 4)
+    data = TensorDataset(images, (images.sum(1) > 0).long(), torch.arange(IMAGES))
+    sampler = DistributedSampler(data, drop_last=True, seed=2)
+    loader = DataLoader(data, batch_size=4, sampler=sampler, drop_last=True)
+    forward = dist.nn.parallel.DistributedDataParallel(net)
+    total, record = torch.zeros(1, dtype=torch.float64), {"losses": []}
+    kept = None if folder is None else Checkpoints(folder, every=every, **more)
+    state = State(
+        net=forward,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        record=record,
+        own=[total],
+        checkpoints=kept,
+        reseed=reseed,
+    )
+    seen: list[list[int]] = []
+    for epoch in state.epochs(epochs):
+        sampler.set_epoch(epoch)
+        seen.append([])
+        for step in state.steps(loader):
+            with step:
+                if in_step is not None:
+                    in_step(state.steps_done)
+                if state.steps_done == stop_at:
+                    raise _Stop
+                x, y, numbers = step.batch
+                optimizer.zero_grad()
+                loss = F.cross_entropy(forward(x), y)
+                loss.backward()
+                total += loss.detach()
+                seen[-1] += numbers.tolist()
+                optimizer.step()
+                scheduler.step()
+        for step in state.steps(1):
+            with step:
+                mean = total.clone()
+                total.zero_()
+                dist.all_reduce(mean)
+                record["losses"] = [*record["losses"], mean.item()]
+    return [tensor.clone() for tensor in net.state_dict().values()], record, seen
+
+
+def _stopped(folder: Path, stop_at: int, **more: Any) -> str:
+    """A job of which all ranks stop in the same step."""
+    with pytest.raises(_Stop):
+        _train(folder, stop_at=stop_at, **more)
+    return "stopped"
+
+
+def _same(a: Any, b: Any) -> None:
+    for (mine, record, _), (others, other_record, _) in zip(a, b, strict=True):
+        torch.testing.assert_close(mine, others, rtol=0, atol=0)
+        assert record == other_record
+
+
+@pytest.mark.parametrize("reseed", [True, False])
+def test_a_job_that_is_started_again_ends_with_the_same_bits(tmp_path: Path, reseed: bool) -> None:
+    straight = run_ranks(2, _train, None, reseed=reseed)
+    for stop_at in (2, 9, 11, 17):  # before the first checkpoint; in an epoch; ...
+        folder = tmp_path / str(stop_at)
+        assert run_ranks(2, _stopped, folder, stop_at, reseed=reseed) == ["stopped"] * 2
+        steps = [info.step for info in checkpoint.list(folder)]
+        assert steps == [step for step in (16, 12, 8, 4) if step <= stop_at][:2]
+        _same(run_ranks(2, _train, folder, reseed=reseed), straight)
+    _same(run_ranks(2, _train, folder, reseed=reseed), straight)  # there is nothing left to do
+    longer = run_ranks(2, _train, folder, epochs=4, reseed=reseed)
+    _same(longer, run_ranks(2, _train, None, epochs=4, reseed=reseed))
+
+
+def test_another_number_of_ranks_has_the_rest_of_the_epoch(tmp_path: Path) -> None:
+    """12 of 48 samples of an epoch are done by 3 ranks, the others by 2, and then by 4."""
+    assert run_ranks(3, _stopped, tmp_path, 2, every=1, keep=None) == ["stopped"] * 3
+    steps = {info.step: info.path for info in checkpoint.list(tmp_path)}
+    assert sorted(steps) == [1, 2]
+    two = run_ranks(2, _train, tmp_path, epochs=1, every=None)
+    seen = sorted(number for _, _, ((*numbers,),) in two for number in numbers)
+    assert len(seen) == len(set(seen)) == 24
+    whole = run_ranks(3, _train, None, epochs=1)
+    first = {number for _, _, (numbers,) in whole for number in numbers[:8]}
+    assert first.isdisjoint(seen)
+    assert len(first) == 24
+
+
+def test_only_the_ranks_that_had_them_get_their_own_tensors_again(tmp_path: Path) -> None:
+    def main() -> tuple[list[float], int]:
+        own = torch.tensor([0.0])
+        state = State(own=[own], checkpoints=Checkpoints(tmp_path, every=1))
+        for step in state.steps(3):
+            with step:
+                own += 10.0 ** dist.get_rank()
+            if step.index == 1 and dist.get_world_size() == 2:
+                break
+        return own.tolist(), state.steps_done
+
+    run_ranks(2, main)
+    ended = run_ranks(3, main)
+    assert [own for own, _ in ended] == [[3.0], [30.0], [200.0]], ended
+
+
+def test_all_ranks_that_leave_write_a_checkpoint_first(tmp_path: Path) -> None:
+    def main() -> tuple[Any, int, float]:
+        weight = torch.zeros(1)
+        state = State(weight=weight, leave_on=[signal.SIGUSR1], checkpoints=Checkpoints(tmp_path))
+        try:
+            for step in state.steps(10):
+                with step:
+                    if step.index == 3 and state.steps_done == 3 and not list(tmp_path.iterdir()):
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                    gradient = torch.tensor([step.index + 1.0])
+                    dist.all_reduce(gradient)
+                    step.commit()
+                    weight += gradient
+        except SystemExit as end:
+            return end.code, state.steps_done, weight.item()
+        return "end", state.steps_done, weight.item()
+
+    assert run_ranks(3, main) == [(0, 4, 30.0)] * 3
+    assert [info.step for info in checkpoint.list(tmp_path)] == [4]
+    assert run_ranks(3, main) == [("end", 10, 165.0)] * 3
+
+
+def _cannot_be_written(folder: Path, on_error: str) -> Any:
+    """From step 6 on, the folder is none: a file has taken its place."""
+
+    def spoil(step: int) -> None:
+        if step == 6 and dist.get_rank() == 0 and folder.is_dir():
+            folder.rename(folder.with_name("before"))
+            folder.write_text("")
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            weights, _, _ = _train(folder, in_step=spoil, on_error=on_error)
+        except dist.CheckpointError as error:
+            return str(error)
+    return weights, [str(each.message) for each in told if "checkpoint" in str(each.message)]
+
+
+def test_what_cannot_be_written_ends_the_training_on_all_ranks(tmp_path: Path) -> None:
+    for said in run_ranks(2, _cannot_be_written, tmp_path / "kept", "raise"):
+        assert "step 8 was not saved" in said, said
+        assert "rank 0" in said
+    assert [info.step for info in checkpoint.list(tmp_path / "before")] == [4]
+
+
+def test_the_training_goes_on_without_a_checkpoint_if_asked(tmp_path: Path) -> None:
+    straight = run_ranks(2, _train, None)
+    (first, told), (second, quiet) = run_ranks(2, _cannot_be_written, tmp_path / "kept", "warn")
+    torch.testing.assert_close([first, second], [straight[0][0], straight[1][0]], rtol=0, atol=0)
+    assert len(told) >= 2
+    assert "goes on without this checkpoint" in told[0]
+    assert "step 8" in told[0]
+    assert quiet == []
+
+
+def test_a_damaged_checkpoint_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, _stopped, tmp_path, 9)
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    part = sorted(newest.path.glob("part-*"))[-1]
+    data = bytearray(part.read_bytes())
+    data[-3] ^= 4
+    part.write_bytes(data)
+
+    def main() -> str:
+        with pytest.raises(dist.CheckpointError) as error:
+            _train(tmp_path)
+        return str(error.value)
+
+    for said in run_ranks(2, main):
+        assert "cannot go on from a checkpoint" in said
+        assert part.name in said
+
+
+def test_what_no_checkpoint_can_hold_is_said_in_the_beginning(tmp_path: Path) -> None:
+    def main() -> str:
+        with pytest.raises(dist.UsageError) as error:
+            State(record={"file": object()}, checkpoints=Checkpoints(tmp_path))
+        return str(error.value)
+
+    (said,) = run_ranks(1, main)
+    assert "record.file" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [({"every": 0}, "every=0"), ({"keep": 1.5}, "keep=1.5"), ({"on_error": "cry"}, "on_error='cry'")],
+)
+def test_wrong_arguments(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(dist.UsageError, match=says):
+        Checkpoints("folder", **arguments)
+
+
+DEATH = """
+import os, signal, sys
+import torch
+import allranks as dist
+
+dist.init_process_group(timeout=30)
+weight = torch.zeros(1 << 20)
+state = dist.resilience.State(weight=weight, checkpoints=dist.resilience.Checkpoints(sys.argv[1], every=5))
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+begun = None
+for step in state.steps(30):
+    with step:
+        begun = step.index if begun is None else begun
+        if first and step.index == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+        gradient = torch.full_like(weight, step.index * (1.0 + dist.get_rank()))
+        dist.all_reduce(gradient)
+        step.commit()
+        weight += gradient
+print("end", dist.get_rank(), begun, weight[0].item(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--elastic", "2"]])
+def test_a_job_whose_ranks_all_die_goes_on_from_the_disk(tmp_path: Path, options: list[str]) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(DEATH)
+    words = [sys.executable, "-m", "allranks", "run", "-n", "3", "--restarts", "1", *options, script, tmp_path / "kept"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done
+    lines = sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line)
+    assert lines in [[f"{rank} {begun} {6.0 * sum(range(30))}" for rank in range(3)] for begun in (10, 15)], done
