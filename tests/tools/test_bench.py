@@ -238,11 +238,14 @@ def test_the_goals_of_master_worker_mode(tmp_path: Path) -> None:
 
 def test_the_goals_of_checkpoints(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    done = bench("checkpoint", "--sizes", "64K,1M", "--budget", "0.4", "--json", str(figures))
+    picture = tmp_path / "figures.png"
+    done = bench("checkpoint", "--sizes", "64K,1M", "--budget", "0.4", "--json", str(figures), "--plot", str(picture))
     assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
     goals = {goal["name"]: goal for goal in json.loads(figures.read_text())["goals"]}
     cells = {
         "stall of save_async beside memcpy", "stall of save_async beside DCP", "save_async until complete beside DCP",
+        "stall of save_async beside DCP with processes", "save_async until complete beside DCP with processes",
         "save beside write and fsync", "save beside DCP", "save beside torch.save", "load beside reading",
         "load beside DCP", "load beside torch.load",
     }  # fmt: skip

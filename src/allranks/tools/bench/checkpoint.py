@@ -2,15 +2,16 @@
 
 ===============  =====================================================================================================
 stall            how long the training waits for ``save_async``, beside a memcpy of this rank's share, and beside
-                 ``async_save`` of torch's distributed checkpoint (DCP)
+                 ``async_save`` of torch's distributed checkpoint (DCP), with threads and with processes
 save             until the checkpoint is on the disk, beside a write and fsync of the same bytes by each rank, DCP's
                  ``save``, and ``torch.save`` by rank 0 with fsync
 load             into memory that is there, with all hashes checked, beside reading the files, DCP's ``load``, and
                  ``torch.load`` on each rank
 ===============  =====================================================================================================
 
-All ranks have the same tensors, 16 of float32. The figures are medians of ``3 * budget`` rounds, in each of which all
-are measured in turn; a figure is that of the slowest rank. The page cache is warm for whatever is read.
+All ranks have the same tensors, 16 of float32, and load into their memory. The figures are medians of ``3 * budget``
+rounds, in each of which all are measured in turn; a figure is that of the slowest rank. The page cache is warm for
+whatever is read.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import os
 import platform
 import shutil
 import socket
+import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from allranks._cluster.host import processor, usable_cpus
 from allranks.testing import run_ranks
 from allranks.tools.bench import goals, text
 from allranks.tools.bench.goals import Goal, GoalReport, of
+from allranks.tools.bench.plot import drawing
 from allranks.tools.bench.spent import spent_s
 from allranks.tools.quiet import Window, before, cores
 
@@ -45,6 +49,7 @@ _ROUNDS = 3  # for each second of the budget
 _TENSORS = 16
 _LIMIT_S = 1800
 _CHUNK = 4 << 20
+_HEADS = 1 << 18  # numbers: room for what files have beside the tensors
 
 Samples = dict[str, list[float]]
 
@@ -63,20 +68,57 @@ def main(options: argparse.Namespace) -> int:
         },
     )
     rounds = max(1, round(_ROUNDS * options.budget))
+    medians: dict[int, dict[str, float]] = {}
     window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
     print(goals.head(report, "checkpoints"), flush=True)
     print(text.conditions(before(), options.nproc, cpus), flush=True)
     for nbytes in options.sizes:
         with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder:
             found = run_ranks(options.nproc, _measure, Path(folder), nbytes, rounds, timeout_s=_LIMIT_S)
-        cells = _goals(f"{text.human(nbytes)}, {options.nproc} ranks", _slowest([each for each in found if each]))
+        slowest = _slowest([each for each in found if each])
+        medians[nbytes] = {name: statistics.median(times) for name, times in slowest.items()}
+        cells = _goals(f"{text.human(nbytes)}, {options.nproc} rank{'s' * (options.nproc > 1)}", slowest)
         report.goals += cells
         print(goals.lines(cells), flush=True)
     report.conditions = window.end(spent_s() - own_s)
     print(text.conditions(report.conditions, options.nproc, cpus))
     if options.json:
         goals.write(report, options.json)
+    if options.plot:
+        _draw(medians, f"{options.nproc} rank{'s' * (options.nproc > 1)} on {report.cpus} CPUs", options.plot)
     return 0
+
+
+_PANELS = {
+    "the training waits": {
+        "stall": "save_async",
+        "memcpy": "memcpy",
+        "DCP stall": "DCP",
+        "DCP process stall": "DCP, processes",
+    },
+    "save": {"save": "save", "write": "write + fsync", "DCP save": "DCP", "torch.save": "torch.save"},
+    "load": {"load": "load", "read": "read", "DCP load": "DCP", "torch.load": "torch.load"},
+}
+
+
+def _draw(medians: dict[int, dict[str, float]], title: str, file: Path) -> None:
+    """Time against size."""
+    plt = drawing()
+    figure, axes = plt.subplots(1, len(_PANELS), figsize=(12, 4), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    sizes = sorted(medians)
+    for panel, (name, systems) in zip(axes, _PANELS.items(), strict=True):
+        for number, (what, label) in enumerate(systems.items()):
+            panel.plot(
+                sizes, [medians[size][what] for size in sizes], "o-", ms=4, lw=3 if number == 0 else 1.5, label=label
+            )
+        panel.set(title=name, xscale="log", yscale="log", ylabel="seconds")
+        panel.set_xticks(sizes, [text.human(size) for size in sizes], minor=False)
+        panel.minorticks_off()
+        panel.grid(alpha=0.25)
+        panel.legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)
 
 
 def _slowest(found: list[Samples]) -> Samples:
@@ -93,7 +135,9 @@ def _goals(what: str, found: Samples) -> list[Goal]:
     return [
         cell("stall of save_async", "stall", "memcpy", "memcpy", 1 / 1.3),
         cell("stall of save_async", "stall", "DCP", "DCP stall", 2.0),
+        cell("stall of save_async", "stall", "DCP with processes", "DCP process stall", 2.0),
         cell("save_async until complete", "background", "DCP", "DCP background"),
+        cell("save_async until complete", "background", "DCP with processes", "DCP process background"),
         cell("save", "save", "write and fsync", "write", 0.9),
         cell("save", "save", "DCP", "DCP save"),
         cell("save", "save", "torch.save", "torch.save"),
@@ -113,10 +157,11 @@ def _measure(folder: Path, nbytes: int, rounds: int) -> Samples:
     rank, ranks = allranks.get_rank(), allranks.get_world_size()
     torchs.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     torch.manual_seed(1)
-    state = {f"w{number}": torch.randn(nbytes // 4 // _TENSORS) for number in range(_TENSORS)}
-    into = {name: torch.ones_like(tensor) for name, tensor in state.items()}
-    share = torch.cat(list(state.values()))[: nbytes // 4 // ranks]
-    copy, memory = torch.ones_like(share), torch.ones(nbytes + (1 << 20), dtype=torch.uint8)
+    each = nbytes // 4 // _TENSORS
+    memory = torch.randn(each * _TENSORS + _HEADS)
+    state = {f"w{number}": memory[number * each : (number + 1) * each] for number in range(_TENSORS)}
+    share = memory[: nbytes // 4 // ranks]
+    copy = torch.ones_like(share)
     found: Samples = {}
 
     def timed(name: str, act: Callable[[], Any]) -> Any:
@@ -130,10 +175,10 @@ def _measure(folder: Path, nbytes: int, rounds: int) -> Samples:
         if number == 0:
             found.clear()  # a first round brings memory and groups
         timed("memcpy", lambda: copy.copy_(share))
-        _ours(timed, folder / "ours", state, into, memory, number + 1)
+        _ours(timed, folder / "ours", state, memory, number + 1)
         timed("write", lambda: _write(folder / f"written-{rank}", share))
         os.unlink(folder / f"written-{rank}")
-        _dcp(timed, dcp, folder, state, into, number + 1)
+        _dcp(timed, dcp, folder, state, number + 1)
         timed("torch.save", lambda: _torch_save(folder / "torch.pt", state) if rank == 0 else None)
         allranks.barrier()
         timed("torch.load", lambda: torch.load(folder / "torch.pt"))
@@ -141,25 +186,33 @@ def _measure(folder: Path, nbytes: int, rounds: int) -> Samples:
     return found
 
 
-def _ours(timed: Callable[..., Any], folder: Path, state: Any, into: Any, memory: torch.Tensor, step: int) -> None:
+def _ours(timed: Callable[..., Any], folder: Path, state: Any, memory: torch.Tensor, step: int) -> None:
     saving = timed("stall", lambda: checkpoint.save_async(state, folder, step=2 * step, keep=1))
     timed("background", saving.wait)
     timed("save", lambda: checkpoint.save(state, folder, step=2 * step + 1, keep=1))
-    timed("load", lambda: checkpoint.load(folder, into=into))
+    timed("load", lambda: checkpoint.load(folder, into=state))
     newest = checkpoint.latest(folder)
     assert newest is not None
     timed("read", lambda: _read(newest.path, memory))
 
 
-def _dcp(timed: Callable[..., Any], dcp: Any, folder: Path, state: Any, into: Any, step: int) -> None:
-    future = timed("DCP stall", lambda: dcp.async_save(state, checkpoint_id=folder / f"dcp-async-{step}"))
-    timed("DCP background", future.result)
+def _dcp(timed: Callable[..., Any], dcp: Any, folder: Path, state: Any, step: int) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    for kind, name in ((AsyncCheckpointerType.THREAD, "DCP"), (AsyncCheckpointerType.PROCESS, "DCP process")):
+        made = partial(
+            dcp.async_save, state, checkpoint_id=folder / f"{kind.name}-{step}", async_checkpointer_type=kind
+        )
+        future = timed(f"{name} stall", made)
+        timed(f"{name} background", future.result)
+        allranks.barrier()
+        if allranks.get_rank() == 0:
+            shutil.rmtree(folder / f"{kind.name}-{step}")
     timed("DCP save", lambda: dcp.save(state, checkpoint_id=folder / f"dcp-{step}"))
-    timed("DCP load", lambda: dcp.load(into, checkpoint_id=folder / f"dcp-{step}"))
+    timed("DCP load", lambda: dcp.load(state, checkpoint_id=folder / f"dcp-{step}"))
     allranks.barrier()
     if allranks.get_rank() == 0:
-        for name in (f"dcp-async-{step}", f"dcp-{step}"):
-            shutil.rmtree(folder / name)
+        shutil.rmtree(folder / f"dcp-{step}")
 
 
 def _write(path: Path, share: torch.Tensor) -> None:
@@ -180,7 +233,7 @@ def _torch_save(path: Path, state: Any) -> None:
 def _read(folder: Path, memory: torch.Tensor) -> None:
     """Each rank reads all files into memory that is there, as its load does."""
     view, at = view_of(memory, writable=True), 0
-    for path in folder.glob("*.safetensors"):
+    for path in sorted(folder.glob("*.safetensors")):
         with open(path, "rb", buffering=0) as file:
             while got := file.readinto(view[at : at + _CHUNK]):
                 at += got

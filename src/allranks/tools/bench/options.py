@@ -109,8 +109,8 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("master measures on this host, beside torch's RPC, and draws nothing")
     if options.verb == "resilience" and (options.against or options.hosts or options.plot):
         parser.error("resilience measures on this host, beside torchft where it is installed, and draws nothing")
-    if options.verb == "checkpoint" and (options.against or options.hosts or options.plot):
-        parser.error("checkpoint measures on this host, beside the disk and torch, and draws nothing")
+    if options.verb == "checkpoint" and (options.against or options.hosts):
+        parser.error("checkpoint measures on this host, beside the disk and torch")
     if options.verb == "resilience" and options.nproc < _FEWEST:
         parser.error(f"-n must be at least {_FEWEST}: a rank is lost, and others go on together")
     if options.verb == "overlap" and options.plot:

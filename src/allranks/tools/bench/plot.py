@@ -8,18 +8,24 @@ from typing import Any
 from allranks.tools.bench.report import Report, Table
 from allranks.tools.bench.text import human, times
 
-__all__ = ["plot"]
+__all__ = ["drawing", "plot"]
 
 _COLOURS = {"native": "#0b6e4f", "gloo": "#c8553d", "mpi": "#3d5a98"}
 
 
-def plot(report: Report, file: Path) -> None:
-    """Draws time against size, both on log axes; needs matplotlib."""
+def drawing() -> Any:
+    """matplotlib.pyplot, for files."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def plot(report: Report, file: Path) -> None:
+    """Draws time against size, both on log axes; needs matplotlib."""
+    plt = drawing()
     columns = min(4 if len(report.tables) > 6 else 3, len(report.tables))
     rows = -(-len(report.tables) // columns)
     figure, axes = plt.subplots(
