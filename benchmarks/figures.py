@@ -259,6 +259,44 @@ def resilience_table():
     yield from goal_table(found, f"torchft {found['versions'].get('torchft', '')}".strip())
 
 
+def checkpoint_table():
+    """Milliseconds of each call, and how many times as long the others take."""
+    found = {ranks: load(f"checkpoint_{ranks}") for ranks in (1, 2, 4)}
+    first = found[1]
+    versions = first["versions"]
+    yield f"On {first['cpus']} CPUs ({first['processor']}), torch {versions['torch']}: medians in milliseconds, and how many"
+    yield "times as long the others take. Goals: at least 0.77x of a memcpy, 2x of DCP's stall, 0.9x of a write and fsync,"
+    yield "0.8x of reading."
+    yield ""
+    columns = {
+        "stall of save_async": ["memcpy", "DCP", "DCP with processes"],
+        "save": ["write and fsync", "DCP", "torch.save"],
+        "load": ["reading", "DCP", "torch.load"],
+    }
+    peers = [peer for names in columns.values() for peer in names]
+    yield (
+        "| state, ranks | stall | "
+        + " | ".join(
+            (f"{name} | " if at in (3, 6) else "") + peer
+            for at, (name, peer) in enumerate(zip(["", "", "", "save", "", "", "load", "", ""], peers, strict=True))
+        )
+        + " |"
+    )
+    yield "|---" * (1 + len(peers) + len(columns)) + "|"
+    for ranks, report in found.items():
+        cells = {goal["name"]: goal for goal in report["goals"]}
+        for size in dict.fromkeys(name.rsplit(", ", 2)[1] for name in cells):
+            where = f"{size}, {ranks} rank{'s' * (ranks > 1)}"
+            row = [size + f", {ranks}"]
+            for name, beside in columns.items():
+                goals = [cells.get(f"{name} beside {peer}, {where}") for peer in beside]
+                row.append(
+                    f"{goals[0]['value'] * 1e3:,.0f}" if goals[0]["value"] >= 0.01 else f"{goals[0]['value'] * 1e3:.1f}"
+                )
+                row += ["-" if goal is None else times(goal["ratio"]) for goal in goals]
+            yield "| " + " | ".join(row) + " |"
+
+
 def goal_table(found, peers):
     """Goals, what was measured, and what others reach."""
     yield f"| | goal | measured | {peers} | ratio |"
@@ -300,6 +338,7 @@ def main():
         "docs/rendezvous.md": rendezvous_table,
         "docs/master_worker.md": master_table,
         "docs/resilience.md": resilience_table,
+        "docs/checkpoints.md": checkpoint_table,
     }
     for name, lines in pages.items():
         page = ROOT / name

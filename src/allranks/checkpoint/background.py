@@ -133,6 +133,7 @@ def _touched(nbytes: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+_LATER_S = 0.005  # until the caller is back in the training: the thread would keep the interpreter for so long
 _POPULATE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
@@ -158,6 +159,7 @@ def save_async(
     saving = Saving(call.folder, step)
 
     def run() -> None:
+        time.sleep(_LATER_S)
         try:
             saving._path = call.write(gathered, company, views)
         except BaseException as error:  # noqa: BLE001 - it is raised by the next call
