@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,27 +105,28 @@ def _same(a: Any, b: Any) -> None:
 
 @pytest.mark.parametrize("reseed", [True, False])
 def test_a_job_that_is_started_again_ends_with_the_same_bits(tmp_path: Path, reseed: bool) -> None:
-    straight = run_ranks(2, _train, None, reseed=reseed)
+    straight = run_ranks(2, partial(_train, reseed=reseed), None)
     for stop_at in (2, 9, 11, 17):  # before the first checkpoint; in an epoch; ...
         folder = tmp_path / str(stop_at)
-        assert run_ranks(2, _stopped, folder, stop_at, reseed=reseed) == ["stopped"] * 2
+        folder.mkdir()
+        assert run_ranks(2, partial(_stopped, reseed=reseed), folder, stop_at) == ["stopped"] * 2
         steps = [info.step for info in checkpoint.list(folder)]
         assert steps == [step for step in (16, 12, 8, 4) if step <= stop_at][:2]
-        _same(run_ranks(2, _train, folder, reseed=reseed), straight)
-    _same(run_ranks(2, _train, folder, reseed=reseed), straight)  # there is nothing left to do
-    longer = run_ranks(2, _train, folder, epochs=4, reseed=reseed)
-    _same(longer, run_ranks(2, _train, None, epochs=4, reseed=reseed))
+        _same(run_ranks(2, partial(_train, reseed=reseed), folder), straight)
+    _same(run_ranks(2, partial(_train, reseed=reseed), folder), straight)  # there is nothing left to do
+    longer = run_ranks(2, partial(_train, epochs=4, reseed=reseed), folder)
+    _same(longer, run_ranks(2, partial(_train, epochs=4, reseed=reseed), None))
 
 
 def test_another_number_of_ranks_has_the_rest_of_the_epoch(tmp_path: Path) -> None:
     """12 of 48 samples of an epoch are done by 3 ranks, the others by 2, and then by 4."""
-    assert run_ranks(3, _stopped, tmp_path, 2, every=1, keep=None) == ["stopped"] * 3
+    assert run_ranks(3, partial(_stopped, every=1, keep=None), tmp_path, 2) == ["stopped"] * 3
     steps = {info.step: info.path for info in checkpoint.list(tmp_path)}
     assert sorted(steps) == [1, 2]
-    two = run_ranks(2, _train, tmp_path, epochs=1, every=None)
+    two = run_ranks(2, partial(_train, epochs=1, every=None), tmp_path)
     seen = sorted(number for _, _, ((*numbers,),) in two for number in numbers)
     assert len(seen) == len(set(seen)) == 24
-    whole = run_ranks(3, _train, None, epochs=1)
+    whole = run_ranks(3, partial(_train, epochs=1), None)
     first = {number for _, _, (numbers,) in whole for number in numbers[:8]}
     assert first.isdisjoint(seen)
     assert len(first) == 24
@@ -168,10 +171,12 @@ def test_all_ranks_that_leave_write_a_checkpoint_first(tmp_path: Path) -> None:
 
 
 def _cannot_be_written(folder: Path, on_error: str) -> Any:
-    """From step 6 on, the folder is none: a file has taken its place."""
+    """From step 5 on, the folder is none: a file has taken its place."""
 
     def spoil(step: int) -> None:
-        if step == 6 and dist.get_rank() == 0 and folder.is_dir():
+        if step == 5 and dist.get_rank() == 0:
+            while checkpoint.latest(folder) is None:
+                time.sleep(0.01)
             folder.rename(folder.with_name("before"))
             folder.write_text("")
 

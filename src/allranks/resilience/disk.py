@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from allranks._api import objects
@@ -150,11 +149,12 @@ class Disk:
                 return error
         return None
 
-    def load(self) -> tuple[Position, int] | None:
+    def load(self) -> tuple[Position, int, dict[str, Any] | None] | None:
         """Fills the state from the newest checkpoint.
 
         Returns:
-            Where the training was, and this rank's seed; None: there is no checkpoint.
+            Where the training was, this rank's seed, and the states of its generators, if they are saved. None: there
+            is no checkpoint.
 
         Raises:
             CheckpointError: a rank cannot load it; on every rank.
@@ -164,12 +164,14 @@ class Disk:
         if newest is None:
             return None
         tree = {**self._whole(Position(), 0), "position": {}}
+        if self._random:
+            tree["random"] = {}
         if world.rank() >= newest.ranks:  # rank 0's are not this rank's
             del tree["own"]["tensors"]
         _agreed(world, lambda: load(folder, into=tree, group=world) and None)
         position = Position(**tree["position"])
         position.saved = position.done
-        return position, int(tree["own"]["seed"])
+        return position, int(tree["seed"]), tree.get("random")
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
@@ -185,7 +187,8 @@ class Disk:
     def _whole(self, position: Position, seed: int) -> dict[str, Any]:
         where = {name: value for name, value in asdict(position).items() if name not in _OF_THE_JOB}
         whole: dict[str, Any] = {"parts": self._tree, "position": where}
-        whole["own"] = {"tensors": self._own, "seed": torch.tensor(seed, dtype=torch.uint64).view(torch.int64)}
+        whole["own"] = {"tensors": self._own}
+        whole["seed"] = str(seed)  # it may have 64 bits, and a sign
         if self._random:
             whole["random"] = RandomState()
         return whole

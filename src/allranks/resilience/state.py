@@ -33,6 +33,7 @@ from allranks._group.elastic import LOOP, OVER
 from allranks._group.process_group import ProcessGroup
 from allranks._group.survival import advance
 from allranks._rendezvous.succession import NEWCOMER, Decision
+from allranks.checkpoint import RandomState
 from allranks.data import DistributedSampler
 from allranks.resilience import fully_sharded, handover
 from allranks.resilience.buddies import Buddies
@@ -139,6 +140,7 @@ class State:
         self._ends = self._recovered = False
         self._reseed = reseed
         self._seed = torch.initial_seed()
+        self._generators: dict[str, Any] | None = None
         self._entered = False
         self._epoch, self._section = -1, 0  # where the program is: that of a process that takes a place lags behind
         self._step: Step | None = None
@@ -201,7 +203,7 @@ class State:
             return
         if section > self._position.section:
             self._position.move(self._epoch, section)
-        yield from self._run_section(_Batches(source, self._world, self._position, self._seeds))
+        yield from self._run_section(_Batches(source, self._world, self._position, self._seeds, self._restore))
         self._position.move(self._epoch, section + 1)
 
     def _run_section(self, batches: _Batches) -> Iterator[Step]:
@@ -382,7 +384,7 @@ class State:
             self._recover()
             return
         if found is not None:
-            self._position, self._seed = found
+            self._position, self._seed, self._generators = found
         self._position.loaded = True
 
     def _meet(self) -> None:
@@ -554,6 +556,12 @@ class State:
         place = (self._seed, self._position.epoch, self._position.section, index, self._world.rank())
         return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "big")
 
+    def _restore(self) -> None:
+        """Sets the generators to where they were in the checkpoint with which this job began."""
+        if self._generators is not None:
+            RandomState().load_state_dict(self._generators)
+            self._generators = None
+
     def _sow(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed looks for all kinds of devices: 200 us
         if _cuda.is_initialized():
@@ -616,8 +624,25 @@ class Step:
 class _Batches:
     """The batches of a section on this rank, from where the training is."""
 
-    def __init__(self, source: Any, world: ProcessGroup, position: Position, seeds: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        source: Any,
+        world: ProcessGroup,
+        position: Position,
+        seeds: Callable[[int], int],
+        restore: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            source: of the batches.
+            world: the ranks.
+            position: of the training.
+            seeds: of a step.
+            restore: sets the generators, once, to where they were in a checkpoint: before the iterator is made, which
+                draws random numbers, or where that was made already, after it.
+        """
         self._source = source
+        self._restore = restore
         self._world = world
         self._position = position
         self._seeds = seeds
@@ -629,7 +654,10 @@ class _Batches:
     def prepare(self) -> bool:
         """Gets the batch of the present step. Whether there is one."""
         if self._iterator is None:
+            if self._position.index == 0:
+                self._restore()
             self._iterator = self._begin()
+            self._restore()
         if not self._ready:
             try:
                 self.batch = next(self._iterator)
