@@ -160,7 +160,7 @@ class Disk:
             CheckpointError: a rank cannot load it; on every rank.
         """
         folder, world = self._wanted.folder, self._world
-        newest = _agreed(world, lambda: latest(folder) if world.rank() == 0 else None)[0]
+        newest = _agreed(world, lambda: latest(folder, group=world))[world.rank()]
         if newest is None:
             return None
         tree = {**self._whole(Position(), 0), "position": {}}
@@ -168,7 +168,7 @@ class Disk:
             tree["random"] = {}
         if world.rank() >= newest.ranks:  # rank 0's are not this rank's
             del tree["own"]["tensors"]
-        _agreed(world, lambda: load(folder, into=tree, group=world) and None)
+        _agreed(world, lambda: load(newest, into=tree, group=world) and None)
         position = Position(**tree["position"])
         position.saved = position.done
         return position, int(tree["seed"]), tree.get("random")
