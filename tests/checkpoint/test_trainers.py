@@ -1,0 +1,94 @@
+"""Lightning and Accelerate, as they are, write and read our checkpoints: the examples in examples/trainers.
+
+They are in an environment of their own (`make trainers`). Without it the tests are skipped; with ALLRANKS_TEST_ALL=1,
+as CI has it, they fail.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from allranks import checkpoint
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / "build" / "trainers-venv" / "bin" / "python"
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Callable[..., str]:
+    """Runs an example on two ranks. Returns the weights that both have come to."""
+    if not PYTHON.exists():
+        missing = f"there is no {PYTHON.relative_to(ROOT)} with Lightning and Accelerate: make trainers"
+        pytest.fail(missing) if os.environ.get("ALLRANKS_TEST_ALL") == "1" else pytest.skip(missing)
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environ = {**clean, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+
+    def run(name: str, folder: str, steps: int, *options: str) -> str:
+        program = [
+            ROOT / "examples" / "trainers" / name,
+            "--folder",
+            tmp_path / folder,
+            "--steps",
+            str(steps),
+            *options,
+        ]
+        done = subprocess.run(
+            [PYTHON, "-m", "allranks", "run", "-n", "2", *program],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        ends = [line.partition("weights ")[2] for line in done.stdout.splitlines() if f"step {steps}: weights " in line]
+        assert len(ends) == 2
+        assert ends[0] == ends[1]
+        return ends[0]
+
+    return run
+
+
+def names_of(folder: Path) -> list[str]:
+    return sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
+    )
+
+
+def test_lightning_shards(train: Callable[..., str], tmp_path: Path) -> None:
+    train("lightning_train.py", "parts", 5, "--sharded")
+    last = tmp_path / "parts" / "last.ckpt"
+    assert names_of(last) == ["meta.pt", *(f"step-0000000000/{name}" for name in PARTS)]
+    assert checkpoint.verify(last) == []
+    assert train("lightning_train.py", "parts", 10, "--sharded") == train("lightning_train.py", "one", 10, "--sharded")
+    assert checkpoint.verify(last) == []
+    loaded = checkpoint.load(last)
+    assert loaded["state_dict"]["net.0.weight"].shape == (30, 8)
+    assert loaded["optimizer_0"]["state"]["net.0.weight"]["step"] == 10
+
+
+def test_lightning_writes_a_file(train: Callable[..., str], tmp_path: Path) -> None:
+    train("lightning_train.py", "parts", 5)
+    assert train("lightning_train.py", "parts", 10) == train("lightning_train.py", "one", 10)
+    last = checkpoint.load(tmp_path / "parts" / "last.ckpt", weights_only=False)
+    assert last["global_step"] == 10
+    assert last["state_dict"]["net.0.weight"].shape == (30, 8)
+
+
+def test_accelerate(train: Callable[..., str], tmp_path: Path) -> None:
+    train("accelerate_train.py", "parts", 5)
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        folder = tmp_path / "parts" / "step-5" / name
+        assert names_of(folder) == [f"step-0000000000/{part}" for part in PARTS]
+        assert checkpoint.verify(folder) == []
+    assert train("accelerate_train.py", "parts", 10) == train("accelerate_train.py", "one", 10)
+    loaded = checkpoint.load(tmp_path / "parts" / "step-10" / "pytorch_model_fsdp_0")
+    assert loaded["model"]["0.weight"].shape == (30, 8)
+
+
+PARTS = ("manifest.json", "part-00000.safetensors", "part-00001.safetensors")
