@@ -272,6 +272,19 @@ def test_any_hosts_load(two_hosts: Path, hosts: tuple[int, ...], into: bool) -> 
     assert not (two_hosts / "host2").exists()
 
 
+@pytest.mark.parametrize("hosts", [TWO, (0, 0, 0, 0)], ids=["two", "one"])
+def test_without_pickle(tmp_path: Path, hosts: tuple[int, ...]) -> None:
+    """What the ranks tell each other needs none."""
+
+    def body(folder: Path) -> None:
+        rank = dist.get_rank()
+        checkpoint.save(state(rank, 1), folder, step=1)
+        checkpoint.save_async(state(rank, 2), folder, step=2).wait(60)
+        check(checkpoint.load(newest(folder)), rank, 2)
+
+    on(tmp_path, hosts, body, env={"ALLRANKS_PICKLE": "0"})
+
+
 def test_torchs_groups_load(two_hosts: Path, tmp_path: Path) -> None:
     def body() -> None:
         with world("gloo", tmp_path / "meeting"):
@@ -579,6 +592,16 @@ def test_kills_between_votes_and_commits(tmp_path: Path, moment: str, victim: in
         assert sorted(os.listdir(tmp_path / f"host{host}")) == [".lock", share(tmp_path, host, 3).name]
 
 
+def test_shares_of_the_same_save_stay(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"step-0000000003-share-{number}-of-2-00112233445566aa").mkdir()
+    (tmp_path / "step-0000000003-share-1-of-2-ff112233445566aa").mkdir()
+    (tmp_path / "step-0000000003").mkdir()
+    folders.tidy(tmp_path / "step-0000000003-share-2-of-2-00112233445566aa", None, None)
+    assert [one.share.number for one in folders.find(tmp_path) if one.share is not None] == [2, 1]
+    assert len(folders.find(tmp_path)) == 2
+
+
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_commit_that_fails_is_undone_everywhere(tmp_path: Path, victim: int) -> None:
     def body(folder: Path) -> str:
@@ -628,8 +651,8 @@ def test_two_jobs_and_one_of_the_folders(tmp_path: Path) -> None:
 
 def test_a_process_alone_sends_nothing() -> None:
     company = alone()
-    assert company.exchange(7) == [7]
-    assert company.apart() is company
+    assert company.exchange(7, int) == [7]
+    assert company.apart(lambda: None) is company
     with pytest.raises(AssertionError, match="nobody to send to"):
         company.send(torch.zeros(1), 0)
     with pytest.raises(AssertionError, match="nobody to receive from"):

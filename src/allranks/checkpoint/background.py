@@ -181,7 +181,7 @@ def company_apart(company: Company) -> Company:
         return company
     kept = _background.apart
     mine = kept is not None and kept[0] == company.identity and kept[1].is_open()
-    if not all(company.exchange(mine)):
+    if not all(company.exchange(mine, bool)):
         kept = _background.apart = (company.identity, company.apart(_background.finish))
     assert kept is not None
     return kept[1]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from allranks._base.errors import CheckpointError, rank_list, spans
 from allranks.checkpoint import folders
-from allranks.checkpoint.company import Company, alone
+from allranks.checkpoint.company import Company, alone, in_words
 from allranks.checkpoint.inventory import Candidate, View, by_step, look_together
 from allranks.checkpoint.manifest import MANIFEST, Manifest, Share, check_sizes, decode, load_manifest
 
@@ -177,12 +177,12 @@ def _examine(candidate: Candidate, view: View, company: Company) -> tuple[float,
             mine.append((number, 0.0, "", _GONE))
             continue
         except (CheckpointError, OSError) as error:
-            mine.append((number, 0.0, "", str(error)))
+            mine.append((number, 0.0, "", in_words(error)))
             continue
         expected = Share(candidate.save, number, candidate.count) if number else None
         why = "" if manifest.share == expected else f"{folder / MANIFEST} is that of another share"
         mine.append((number, manifest.when, manifest.identity(), why))
-    found = sorted(each for answer in company.exchange(mine) for each in answer)
+    found = sorted(each for answer in company.exchange(mine, list[tuple[int, float, str, str]]) for each in answer)
     if troubles := [why for _, _, _, why in found if why]:
         return 0.0, "", troubles[0]
     if len({identity for _, _, identity, _ in found}) > 1:
@@ -205,8 +205,8 @@ def _open(candidate: Candidate, identity: str, view: View, company: Company) -> 
         except FileNotFoundError:
             continue
         except (CheckpointError, OSError) as error:
-            trouble = str(error)
-    told = company.exchange((sorted(here), trouble))
+            trouble = in_words(error)
+    told = company.exchange((sorted(here), trouble), tuple[list[int], str])
     if failed := [(rank, why) for rank, (_, why) in enumerate(told) if why]:
         raise CheckpointError(f"rank {failed[0][0]}: {failed[0][1]}" if company.size > 1 else failed[0][1])
     holders = {number: [rank for rank, (seen, _) in enumerate(told) if number in seen] for number in candidate.names}
@@ -215,7 +215,8 @@ def _open(candidate: Candidate, identity: str, view: View, company: Company) -> 
     if not all(seen for seen, _ in told):
         sender = min(ranks[0] for ranks in holders.values())
         encoded = manifest.encode() if manifest is not None and company.rank == sender else None
-        sent = company.exchange(encoded)[sender]
+        sent = company.exchange(encoded, bytes | None)[sender]
+        assert sent is not None
         manifest = manifest or decode(view.folder / candidate.names[min(candidate.names)] / MANIFEST, sent)
     assert manifest is not None
     first = min(here or candidate.names)

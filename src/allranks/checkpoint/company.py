@@ -1,12 +1,16 @@
-"""The ranks that save or load together: those of a group of ours, of torch's, or one process alone."""
+"""The ranks that save or load together: those of a group of ours, of torch's, or one process alone.
+
+What they tell each other is msgpack of known types, and no pickle: so it works with ``ALLRANKS_PICKLE=0``, too.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -14,7 +18,9 @@ from allranks._api import objects
 from allranks._api.world import is_initialized, resolve_group
 from allranks._group.process_group import ProcessGroup
 
-__all__ = ["Company", "alone", "company_of", "this_process"]
+__all__ = ["Company", "alone", "company_of", "in_words", "this_process"]
+
+T = TypeVar("T")
 
 
 class Company(Protocol):
@@ -30,8 +36,13 @@ class Company(Protocol):
     size: int
     identity: object
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank. All of them call it."""
+    def exchange(self, value: T, kind: Any) -> list[T]:
+        """Every rank's value, by rank. All of them call it.
+
+        Args:
+            value: of this rank; what msgspec encodes.
+            kind: its type.
+        """
 
     def apart(self, finish: Callable[[], None]) -> Company:
         """The same ranks, whose calls do not mix with those of the program. All of them call it.
@@ -63,7 +74,7 @@ class _Alone:
     def is_open(self) -> bool:
         return True
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: T, kind: Any) -> list[T]:
         return [value]
 
     def apart(self, finish: Callable[[], None]) -> Company:
@@ -79,10 +90,10 @@ class _Ours:
     def is_open(self) -> bool:
         return not self._group.closed and not self._group.failed_ranks()
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: T, kind: Any) -> list[T]:
         found: list[Any] = [None] * self.size
-        objects.all_gather_object(found, value, self._group)
-        return found
+        objects.all_gather_object(found, msgspec.msgpack.encode(value), self._group)
+        return _decoded(found, kind)
 
     def send(self, tensor: Tensor, rank: int) -> None:
         self._group.send(tensor, rank)
@@ -110,10 +121,10 @@ class _Torchs:
     def is_open(self) -> bool:
         return bool(self._distributed.is_initialized())
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, value: T, kind: Any) -> list[T]:
         found: list[Any] = [None] * self.size
-        self._distributed.all_gather_object(found, value, group=self._group)
-        return found
+        self._distributed.all_gather_object(found, msgspec.msgpack.encode(value), group=self._group)
+        return _decoded(found, kind)
 
     def send(self, tensor: Tensor, rank: int) -> None:
         self._distributed.send(tensor, group=self._group, group_dst=rank)
@@ -126,6 +137,16 @@ class _Torchs:
         ranks = self._distributed.get_process_group_ranks(self._group or self._distributed.group.WORLD)
         backend = "gloo" if self._distributed.get_backend(self._group) == "nccl" else None
         return _Torchs(self._distributed.new_group(ranks, backend=backend, use_local_synchronization=True))
+
+
+def _decoded(found: list[Any], kind: Any) -> list[Any]:
+    decode = msgspec.msgpack.Decoder(kind).decode
+    return [decode(each) for each in found]
+
+
+def in_words(error: BaseException) -> str:
+    """The text of an error, as it can be told to other ranks: names of files may be no Unicode."""
+    return (str(error) or repr(error)).encode("utf-8", "backslashreplace").decode()
 
 
 def company_of(group: Any = None) -> Company:

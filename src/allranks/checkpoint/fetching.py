@@ -21,7 +21,7 @@ from allranks._base.errors import CheckpointError, UsageError
 from allranks._call.bytes import view_of
 from allranks.checkpoint import parts
 from allranks.checkpoint.choosing import Chosen
-from allranks.checkpoint.company import Company, this_process
+from allranks.checkpoint.company import Company, in_words, this_process
 
 __all__ = ["RemoteFile", "Rounds"]
 
@@ -100,9 +100,9 @@ class Rounds:
     def _round(self, wanted: _Wanted | None, error: Exception | None = None) -> tuple[bool, Tensor | None]:
         """Whether it was the last, and what this rank has got; None if the one that has it could not read it."""
         company = self._company
-        trouble = self._trouble or ("" if error is None else str(error) if str(error) else repr(error))
+        trouble = self._trouble or ("" if error is None else in_words(error))
         is_usage = isinstance(error, UsageError) and not self._trouble
-        messages: list[_Message] = company.exchange(_Message(wanted, trouble, is_usage, this_process()))
+        messages: list[_Message] = company.exchange(_Message(wanted, trouble, is_usage, this_process()), _Message)
         for rank, message in enumerate(messages):
             if message.trouble:
                 self._is_over = True
@@ -134,7 +134,7 @@ class Rounds:
                 self._files[wanted.file] = self._open.enter_context(parts.open_part(folder, file))
             _fill(self._files[wanted.file], wanted.begin, view_of(made, writable=True)[:-1], file.name)
         except (OSError, CheckpointError) as error:
-            self._trouble = f"{file.name} cannot be read: {error}"
+            self._trouble = f"{file.name} cannot be read: {in_words(error)}"
             made[-1] = 0
         return made
 

@@ -334,14 +334,15 @@ def tidy(new: Path, keep: int | None, every: int | None) -> None:
     """Removes what a new checkpoint replaces, and old ones.
 
     Args:
-        new: the one that was just written, which stays. All other ones of its step go.
+        new: the one that was just written, which stays. All other ones of its step go, but for shares of the same save.
         keep: of how many of the newest steps checkpoints stay; None: of all.
         every: those whose step is a multiple of it stay, too; None: no others.
     """
     found = find(new.parent)
-    (step,) = (one.step for one in found if one.path == new)
+    (own,) = (one for one in found if one.path == new)
     kept = sorted({one.step for one in found}, reverse=True)[:keep]
     for one in found:
         is_old = one.step not in kept and (every is None or one.step % every)
-        if one.path != new and (one.step == step or is_old):
+        is_same = one.share is not None and own.share is not None and one.share.id == own.share.id
+        if one.path != new and not is_same and (one.step == own.step or is_old):
             remove(one.path)

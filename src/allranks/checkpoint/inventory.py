@@ -16,7 +16,7 @@ import xxhash
 
 from allranks._base.errors import CheckpointError
 from allranks.checkpoint import folders
-from allranks.checkpoint.company import Company
+from allranks.checkpoint.company import Company, in_words
 from allranks.checkpoint.manifest import MANIFEST, Share, load_manifest
 
 __all__ = ["Candidate", "Entry", "View", "by_step", "look", "look_together"]
@@ -122,8 +122,8 @@ def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[En
     try:
         view = look(path)
     except (CheckpointError, OSError) as error:
-        view, trouble = View(path, []), str(error)
-    told = company.exchange((view.digest, view.pin, len(view.entries), trouble))
+        view, trouble = View(path, []), in_words(error)
+    told = company.exchange((view.digest, view.pin, len(view.entries), trouble), tuple[str, str, int, str])
     for rank, (_, _, _, why) in enumerate(told):
         if why:
             raise CheckpointError(why if company.size == 1 else f"rank {rank}: {why}")
@@ -133,7 +133,7 @@ def look_together(path: Path, company: Company) -> tuple[View, dict[int, list[En
         raise CheckpointError(f"the ranks name different checkpoints ({listed})")
     digests = [digest for digest, _, _, _ in told]
     is_first = digests.index(digests[company.rank]) == company.rank
-    reports = company.exchange(view.entries if is_first else None)
+    reports = company.exchange(view.entries if is_first else None, list[Entry] | None)
     view.pin = next(iter(pins), "")
     return view, {rank: entries for rank, entries in enumerate(reports) if entries}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from allranks._base.errors import CheckpointError, rank_list
 from allranks.checkpoint import folders
@@ -21,7 +21,7 @@ __all__ = ["leaders_of", "numbers_of"]
 class Vote(Protocol):
     """All ranks do something, and a failure of one is one of all; see ``saving``."""
 
-    def __call__(self, company: Company, act: Callable[[], Any]) -> list[Any]: ...
+    def __call__(self, company: Company, act: Callable[[], None]) -> list[None]: ...
 
 
 def leaders_of(company: Company, folder: Path, partial: str, vote: Vote, held: contextlib.ExitStack) -> list[int]:
@@ -38,7 +38,7 @@ def leaders_of(company: Company, folder: Path, partial: str, vote: Vote, held: c
         CheckpointError: a folder cannot be written to; or rank 1 sees the folders of ranks 0 and 2, and they do not see
             each other's.
     """
-    sees_first = company.exchange((folder / partial).is_dir())
+    sees_first = company.exchange((folder / partial).is_dir(), bool)
     missing = [rank for rank, sees in enumerate(sees_first) if not sees]
     if not missing:
         return [0] * company.size
@@ -50,7 +50,7 @@ def leaders_of(company: Company, folder: Path, partial: str, vote: Vote, held: c
     vote(company, mark)
     seen = [rank for rank in missing if folders.marked(folder, partial, rank)]
     mine = (0 if sees_first[company.rank] else min(seen, default=company.rank), seen)
-    found = company.exchange(mine)
+    found = company.exchange(mine, tuple[int, list[int]])
     leaders = [leader for leader, _ in found]
 
     def check() -> None:

@@ -23,7 +23,7 @@ import msgspec
 from allranks import __version__
 from allranks._base.errors import AllranksError, CheckpointError, UsageError, rank_list
 from allranks.checkpoint import folders, own_folders, parts
-from allranks.checkpoint.company import Company, company_of, this_process
+from allranks.checkpoint.company import Company, company_of, in_words, this_process
 from allranks.checkpoint.layout import Offer, Plan, make_plan
 from allranks.checkpoint.manifest import (
     BLOCK,
@@ -102,18 +102,17 @@ class _Opened:
         return len(set(self.leaders))
 
 
-@dataclass
-class _Answer:
+class _Answer(msgspec.Struct, frozen=True):
     """How it went for a rank.
 
     Attributes:
-        outcome: what it came to.
+        outcome: what it came to, encoded.
         failure: what went wrong; "" for nothing.
         is_usage: whether that is a UsageError.
         process: host and pid.
     """
 
-    outcome: Any
+    outcome: bytes
     failure: str
     is_usage: bool
     process: tuple[str, int]
@@ -141,11 +140,15 @@ class Call:
                 partial = self.folder / opened.partial
                 return parts.write_part(partial, jobs, self.step, company.rank, views) if jobs else None
 
-            records = self._vote(company, written)
+            records = self._vote(company, written, tuple[File, list[bytes]] | None)
             return self._finish(company, opened, self._manifest(gathered, records, opened))
 
     def _open(self, held: contextlib.ExitStack, company: Company) -> _Opened:
         """Rank 0 takes the lock and makes the folder; so does the first rank of those that have another."""
+
+        def open_own() -> None:
+            if 0 < company.rank == leaders[company.rank]:
+                open_here(name)
 
         def open_here(name: str = "") -> tuple[str, str, float]:
             held.enter_context(folders.holding(self.folder, run_id()))
@@ -156,11 +159,11 @@ class Call:
         def open_first() -> tuple[str, str, float]:
             return ("", "", 0.0) if company.rank else open_here()
 
-        name, run, when = self._vote(company, open_first)[0]
+        name, run, when = self._vote(company, open_first, tuple[str, str, float])[0]
         leaders = own_folders.leaders_of(company, self.folder, name, self._vote, held)
         opened = _Opened(name, run, when, leaders, own_folders.numbers_of(leaders))
         if opened.count > 1:
-            self._vote(company, lambda: open_here(name) if 0 < company.rank == leaders[company.rank] else None)
+            self._vote(company, open_own)
             if company.rank == 0:
                 self._warn(opened)
         return opened
@@ -192,7 +195,7 @@ class Call:
             return path.name
 
         if opened.count == 1:
-            return self.folder / self._vote(company, commit)[0]
+            return self.folder / self._vote(company, commit, str)[0]
         answers = self._poll(company, commit)
         own = self.folder / folders.new_name(self.folder, manifest)
         if any(answer.failure for answer in answers):  # told to all: nobody has taken it for complete
@@ -203,24 +206,22 @@ class Call:
         self._vote(company, lambda: folders.tidy(own, self.keep, self.keep_every) if leads else None)
         return own
 
-    def _vote(self, company: Company, act: Callable[[], _T]) -> list[_T]:
-        """All ranks do something. Returns what each has come to; raises on all what has failed on one."""
+    def _vote(self, company: Company, act: Callable[[], _T], kind: Any = None) -> list[_T]:
+        """All ranks do something. Returns what each has come to, of that type; raises on all what has failed on one."""
         answers = self._poll(company, act)
         if any(answer.failure for answer in answers):
             self._raise(answers)
-        return [answer.outcome for answer in answers]
+        decode = msgspec.msgpack.Decoder(kind).decode
+        return [decode(answer.outcome) for answer in answers]
 
     def _poll(self, company: Company, act: Callable[[], Any]) -> list[_Answer]:
         """All ranks do something. Returns how that went for each."""
         try:
-            answer = _Answer(act(), "", False, this_process())
+            answer = _Answer(msgspec.msgpack.encode(act()), "", False, this_process())
         except Exception as error:  # noqa: BLE001 - told to all ranks
             self._trouble = error
-            answer = _Answer(
-                None, _described(error) or type(error).__name__, isinstance(error, UsageError), this_process()
-            )
-        answers: list[_Answer] = company.exchange(answer)
-        return answers
+            answer = _Answer(b"", _described(error), isinstance(error, UsageError), this_process())
+        return company.exchange(answer, _Answer)
 
     def _raise(self, answers: Sequence[_Answer]) -> NoReturn:
         trouble, self._trouble = self._trouble, None
@@ -288,8 +289,8 @@ def new_manifest(
 def _described(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         where = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror or errno.errorcode.get(error.errno, error.errno)}{where}"
-    return str(error) if isinstance(error, AllranksError) else f"{type(error).__name__}: {error}"
+        return in_words(OSError(f"{error.strerror or errno.errorcode.get(error.errno, error.errno)}{where}"))
+    return in_words(error) if isinstance(error, AllranksError) else f"{type(error).__name__}: {in_words(error)}"
 
 
 _run = ""
@@ -317,7 +318,7 @@ def gather(call: Call, state: object, own: Sequence[str]) -> Gathered:
         flat = flatten(state)
         return flat.tree, [offer_of(name, value, own) for name, value in flat.tensors.items()], this_process()
 
-    found = call._vote(company, mine)
+    found = call._vote(company, mine, tuple[Any, list[Offer], tuple[str, int]])
     assert flat is not None
     trees: list[Tree] = []
     whose = []
