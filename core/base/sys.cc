@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -120,6 +121,8 @@ void leave_signals() noexcept {
   for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP, SIGSYS}) sigdelset(&set, fault);
   pthread_sigmask(SIG_BLOCK, &set, nullptr);
 }
+
+void wake_on_time() noexcept { prctl(PR_SET_TIMERSLACK, 1UL, 0, 0, 0); }
 
 Mapping::Mapping(const Fd& fd, size_t bytes, bool inherited, bool populated) : bytes_(bytes), inherited_(inherited) {
   struct stat st;

@@ -23,11 +23,23 @@ inline void pause() {
 #endif
 }
 
+// Brings a line of memory, which other CPUs have read, into this one's cache to be written.
+inline void prefetch_to_write(const void* address) {
+#if defined(__x86_64__)
+  asm volatile("prefetchw (%0)" ::"r"(address));  // the compiler's own would be one to read; without effect on old CPUs
+#else
+  __builtin_prefetch(address, 1);
+#endif
+}
+
 inline void yield() { sched_yield(); }
 
 // Called by a thread of the core's: signals are left to threads that are not. The kernel gives one to whichever thread
 // looks first, and python's main thread, which alone acts on it, sleeps on if that is another.
 void leave_signals() noexcept;
+// By the same, if it sleeps for microseconds: the kernel ends a sleep up to 50 us late, unless a thread asks for
+// better.
+void wake_on_time() noexcept;
 
 // Sleeps while `word` holds `expected`, for at most `timeout_ns`. False: the time was up.
 bool futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t timeout_ns);

@@ -39,10 +39,12 @@ struct alignas(kLine) CallLine {
   std::atomic<uint32_t> number;
   uint32_t of_group;  // the group's number of the call, where the group spans hosts and a call has several parts
   Fingerprint fingerprint;
-  std::array<std::byte, kInline> payload;
   int64_t entered_ns;  // when the rank came (CLOCK_MONOTONIC, which is one for a host)
+  std::array<std::byte, kInline> payload;
 };
 static_assert(sizeof(CallLine) == kLine);
+// A CPU has lines of 64 bytes: of a small call one of them travels, with everything.
+static_assert(offsetof(CallLine, payload) <= 40);
 
 // A value that one thread at a time writes and any reads (a sequence lock).
 template <class T>

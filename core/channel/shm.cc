@@ -28,7 +28,7 @@ class Sleeper {
 }  // namespace
 
 uint64_t Layout::magic() const {
-  constexpr uint64_t version = 6;
+  constexpr uint64_t version = 7;
   uint64_t h = 0x616c6c72616e6b73 ^ version;
   for (const uint64_t x : {static_cast<uint64_t>(ranks_), uint64_t{sizes_.piece}, uint64_t{sizes_.ring},
                            uint64_t{sizes_.pipe}, uint64_t{sizes_.ranks}}) {

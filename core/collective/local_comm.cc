@@ -48,6 +48,8 @@ bool LocalComm::assemble(Call& call, const void* payload, size_t nbytes) {
       throw;
     }
   }
+  // Everybody has read what stood there, of the call before. The next call finds it here.
+  sys::prefetch_to_write(&shm_->call_line(rank(), call.number + 1));
   bool agree = true;
   uint32_t sites = 0;
   int64_t met_ns = 0;

@@ -13,6 +13,13 @@ namespace allranks {
 namespace {
 
 constexpr auto kWaitSlice = std::chrono::milliseconds(50);
+constexpr size_t kLargeBytes = 1 << 20;  // beside such a call the cost of a wake-up is small
+
+size_t bytes_of(const Operation& operation) {
+  size_t nbytes = operation.buffer.nbytes();
+  for (const size_t part : operation.in_bytes) nbytes += part;
+  return nbytes;
+}
 
 }  // namespace
 
@@ -138,13 +145,14 @@ void Comm::close() {
     if (stopping_) return;
     stopping_ = true;
     local_comm_.shm().leave();
-    queue_changed_.notify_all();
+    ended_.notify_all();
+    due_.notify_one();
   }
   p2p_.close();
   if (progress_.joinable()) progress_.join();
   std::unique_lock lock(queue_lock_);
   // A signal handler, called from within a collective of this thread, cannot wait for its end.
-  queue_changed_.wait(lock, [this] { return !running_ || runner_ == std::this_thread::get_id(); });
+  ended_.wait(lock, [this] { return !running_ || runner_ == std::this_thread::get_id(); });
   for (auto& request : queue_) {
     Failure failure{.kind = Kind::closed, .peer = rank(), .reporter = rank()};
     failure.fingerprint = request->operation.fingerprint;
@@ -154,7 +162,7 @@ void Comm::close() {
   lock.unlock();
   if (net_) net_->close();
   local_comm_.shm().gone();
-  queue_changed_.notify_all();
+  ended_.notify_all();
 }
 
 Liveness Comm::liveness(const std::vector<int>& ranks) {
@@ -253,13 +261,21 @@ void Comm::run(const Operation& operation, Caller& caller) {
 
 void Comm::finish() {
   running_ = false;
-  queue_changed_.notify_all();
+  ended_.notify_all();
+  if (sleeps_in_vain()) due_.notify_one();
+}
+
+bool Comm::sleeps_in_vain() {
+  if (!asleep_ || running_ || queue_.empty()) return false;
+  asleep_ = false;
+  return true;
 }
 
 std::shared_ptr<Request> Comm::start(Operation operation) {
   check_process();
   auto request = std::make_shared<Queued>(std::move(operation));
-  std::lock_guard lock(queue_lock_);
+  const bool large = bytes_of(request->operation) >= kLargeBytes;
+  std::unique_lock lock(queue_lock_);
   if (stopping_) {
     Failure failure{.kind = Kind::closed, .peer = rank(), .reporter = rank()};
     failure.fingerprint = request->operation.fingerprint;
@@ -267,13 +283,17 @@ std::shared_ptr<Request> Comm::start(Operation operation) {
   }
   if (!progress_.joinable()) progress_ = std::thread([this] { progress(); });
   queue_.push_back(request);
-  queue_changed_.notify_all();
+  started_++;
+  const bool wakes = sleeps_in_vain() || (large && !running_);
+  lock.unlock();  // else who is woken would wait for it
+  if (wakes) due_.notify_one();
   return request;
 }
 
 void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns) {
   running_ = true;
   runner_ = std::this_thread::get_id();
+  hurried_ = false;
   const std::shared_ptr<Queued> request = std::move(queue_.front());
   queue_.pop_front();
   lock.unlock();
@@ -303,12 +323,43 @@ void Comm::run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t 
 void Comm::progress() {
   sys::leave_signals();
   Caller nobody;
+  sys::wake_on_time();
   std::unique_lock lock(queue_lock_);
-  for (;;) {
-    queue_changed_.wait(lock, [this] { return stopping_ || (!running_ && !queue_.empty()); });
-    if (stopping_) return;
-    run_head(lock, nobody, settings_.spin_progress_ns);
+  while (look(lock)) run_head(lock, nobody, settings_.spin_progress_ns);
+}
+
+bool Comm::look(std::unique_lock<std::mutex>& lock) {
+  const auto rang_within = [&](int64_t ns) {
+    return due_.wait_for(lock, std::chrono::nanoseconds(ns)) == std::cv_status::no_timeout;
+  };
+  uint64_t seen = started_;
+  bool woken = false;
+  for (int in_vain = 0; !stopping_;) {
+    const bool ready = !running_ && !queue_.empty();
+    const int64_t head_start = ready ? queue_.front()->queued_ns + kHeadStartNs - sys::now_ns() : 0;
+    if (ready && (hurried_ || head_start <= 0)) {
+      look_ns_ = kLookNs;
+      return true;
+    }
+    if (seen == started_) {
+      in_vain++;
+    } else if (!woken) {  // calls came, and others have run them
+      in_vain = 0;
+      look_ns_ = std::min(2 * look_ns_, kMostLookNs);
+    }
+    seen = started_;
+    if (ready && woken) {
+      woken = rang_within(head_start);
+    } else if (ready || in_vain <= kLooks) {
+      woken = rang_within(look_ns_);
+    } else {
+      asleep_ = true;
+      due_.wait(lock, [this] { return stopping_ || !asleep_; });
+      asleep_ = false;
+      woken = true;
+    }
   }
+  return false;
 }
 
 void Comm::wait(const std::shared_ptr<Request>& request, Caller& caller, int64_t timeout_ns) {
@@ -332,7 +383,12 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
         continue;
       }
       caller.release();
-      queue_changed_.wait_for(lock, kWaitSlice);
+      if (!running_ && !queue_.empty()) {
+        hurried_ = true;
+        asleep_ = false;
+        due_.notify_one();
+      }
+      ended_.wait_for(lock, kWaitSlice);
       if (done()) break;
       // This request's, or one's before it.
       if (trace::Record* const record = running_record_.load()) trace::Recorder::set_awaited(*record);
@@ -347,7 +403,7 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
         local_comm_.shm().condemn(failure);
         caller.release();  // who runs the request may need the GIL to see that it has ended
         lock.lock();
-        queue_changed_.wait(lock, done);
+        ended_.wait(lock, done);
         Error error(failure);
         error.signalled = true;
         throw error;
@@ -364,8 +420,7 @@ void Comm::wait_queued(const Queued& request, Caller& caller, int64_t timeout_ns
 }
 
 void Comm::execute(const Operation& operation, Caller& caller, int64_t spin_ns, Begin begin) {
-  size_t nbytes = operation.buffer.nbytes();
-  for (const size_t part : operation.in_bytes) nbytes += part;
+  const size_t nbytes = bytes_of(operation);
   const size_t pieces = std::max({size_t{1}, operation.ins.size(), operation.outs.size()});
   const uint32_t number = ++calls_;
   counts_->number.store(number, std::memory_order_relaxed);

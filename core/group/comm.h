@@ -3,8 +3,15 @@
 // Collectives run one at a time, in the order in which they were issued, because ranks are matched by call number. A
 // blocking collective runs in its caller's thread when nothing is queued. An asynchronous one is queued for the
 // progress thread, which the first of them starts. A thread that waits for a request runs the head of the queue itself,
-// instead of waiting until the progress thread is scheduled. Messages (send, recv) are not numbered and do not use the
-// queue: see point_to_point.h.
+// instead of waiting until the progress thread is scheduled.
+//
+// Many a call is waited for at once, and to wake a thread for it would cost more than the call. So the progress thread
+// leaves a call to its caller for kHeadStartNs, and begins with it when nobody has. While asynchronous calls come it
+// looks for them by itself, and nobody has to wake it: every kLookNs, and more seldom, up to kMostLookNs, as long as
+// others run all of them. After kLooks looks without a new one it sleeps until the next. It never spins. A large call,
+// and a thread that waits but cannot help, wake it.
+//
+// Messages (send, recv) are not numbered and do not use the queue: see point_to_point.h.
 #pragma once
 
 #include <atomic>
@@ -27,10 +34,16 @@
 
 namespace allranks {
 
+constexpr int64_t kHeadStartNs = 20'000;
+constexpr int64_t kLookNs = 100'000;
+constexpr int64_t kMostLookNs = 800'000;
+constexpr int kLooks = 5;
+
 // An asynchronous collective.
 struct Queued : Request {
   explicit Queued(Operation operation) : operation(std::move(operation)) {}
   Operation operation;
+  const int64_t queued_ns = sys::now_ns();
 };
 
 struct Stats {
@@ -124,9 +137,12 @@ class Comm {
   };
   Begin begin_now(Caller& caller);
   void execute(const Operation& operation, Caller& caller, int64_t spin_ns, Begin begin);
-  void finish();  // with queue_lock_ held
+  // All with queue_lock_ held.
+  void finish();
+  bool sleeps_in_vain();  // whether the progress thread is to be woken, as there is something for it to do
   void run_head(std::unique_lock<std::mutex>& lock, Caller& caller, int64_t spin_ns);
   void progress();
+  bool look(std::unique_lock<std::mutex>& lock);  // by the progress thread; false: this rank leaves
   void run_here(LocalComm::Call& call, const Operation& operation);
 
   LocalComm local_comm_;
@@ -139,8 +155,13 @@ class Comm {
   const uint32_t forks_ = sys::forks();
 
   std::mutex queue_lock_;
-  std::condition_variable queue_changed_;
+  std::condition_variable ended_;  // a collective has; or this rank leaves
+  std::condition_variable due_;    // for the progress thread alone
   std::deque<std::shared_ptr<Queued>> queue_;
+  uint64_t started_ = 0;    // asynchronous collectives
+  int64_t look_ns_ = kLookNs;
+  bool asleep_ = false;     // the progress thread, until it is woken
+  bool hurried_ = false;    // somebody waits who cannot help: no head start
   bool running_ = false;    // some thread runs a collective
   std::thread::id runner_;  // who, while running_
   bool stopping_ = false;

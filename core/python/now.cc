@@ -1,9 +1,13 @@
 #include "python/now.h"
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -91,15 +95,12 @@ bool pieces_of_others(Operation& op, const Buffer& b, nb::handle pieces, size_t 
   return true;
 }
 
-// A blocking collective with arguments as the user gave them, and errors as the user is to see them:
-// what explain(failure, verb) returns. False: nothing was done, because something is out of the
-// ordinary, or wrong. `pieces`: None, one tensor of all pieces in turn, or a
-// list by rank; of all_to_all: the output.
-bool try_now(Comm& comm, Verb verb, nb::handle tensor, nb::handle pieces, nb::handle op_object,
-             nb::handle root_object) {
+// A collective with arguments as the user gave them. False: something is out of the ordinary, or wrong. `pieces`: None,
+// one tensor of all pieces in turn, or a list by rank, whose tensors `keep` holds; of all_to_all: the output.
+bool read(Operation& op, const Comm& comm, Verb verb, nb::handle tensor, nb::handle pieces, nb::handle op_object,
+          nb::handle root_object, std::vector<nb::object>& keep) {
   if (verb == Verb::barrier) {
-    PythonCaller caller;
-    comm.run(operation(Verb::barrier, {}, 0), caller);
+    op = operation(Verb::barrier, {}, 0);
     return true;
   }
   const auto mine = state.ordinary->show(tensor);
@@ -123,30 +124,21 @@ bool try_now(Comm& comm, Verb verb, nb::handle tensor, nb::handle pieces, nb::ha
   if (rooted && (root < 0 || root >= comm.size())) return false;
   if ((verb == Verb::gather || verb == Verb::scatter) && pieces.is_none() == (root == comm.rank())) return false;
   if ((verb == Verb::all_gather || verb == Verb::reduce_scatter) && pieces.is_none()) return false;
-  std::vector<nb::object> keep;
-  Operation op = operation(verb, b, mine->shape, op_code, static_cast<int>(root));
-  if (verb == Verb::all_to_all) {
-    if (!pieces_of_all_to_all(op, *mine, pieces, ranks)) return false;
-  } else if (!pieces.is_none()) {
-    if (!pieces_of_others(op, b, pieces, ranks, keep)) return false;
-  }
-  PythonCaller caller;
-  comm.run(op, caller);
-  return true;
+  op = operation(verb, b, mine->shape, op_code, static_cast<int>(root));
+  if (verb == Verb::all_to_all) return pieces_of_all_to_all(op, *mine, pieces, ranks);
+  return pieces.is_none() || pieces_of_others(op, b, pieces, ranks, keep);
 }
 
-class Now {
- public:
-  Now(std::shared_ptr<Comm> comm, nb::object explain) : comm_(std::move(comm)), explain_(std::move(explain)) {
-    for (const char* name : kVerbs) verbs_.push_back(nb::steal(PyUnicode_InternFromString(name)));
-  }
+// What the calls of a group have in common: where they run, and their errors as the user is to see them, which are what
+// explain(failure, verb) returns.
+struct Group {
+  std::shared_ptr<Comm> comm;
+  nb::object explain;
 
-  bool operator()(nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root) const {
-    size_t code = 0;
-    while (code < verbs_.size() && !verbs_[code].is(verb)) code++;  // literals of Python are interned
-    if (code == verbs_.size()) return false;
+  template <class Body>
+  auto call(nb::handle verb, Body&& body) const {
     try {
-      return try_now(*comm_, static_cast<Verb>(code), tensor, pieces, op, root);
+      return body();
     } catch (const Error& error) {
       if (error.signalled) throw nb::python_error();
       raise(error, verb);
@@ -156,16 +148,101 @@ class Now {
     }
   }
 
+  void run(const Operation& op) const {
+    PythonCaller caller;
+    comm->run(op, caller);
+  }
+
  private:
   [[noreturn]] void raise(const Error& error, nb::handle verb) const {
     const nb::object failure = nb::borrow(state.failure_type)(*facts(error));
-    const nb::object explained = explain_(failure, verb);
+    const nb::object explained = explain(failure, verb);
     PyErr_SetObject(explained.type().ptr(), explained.ptr());
     throw nb::python_error();
   }
+};
 
-  std::shared_ptr<Comm> comm_;
-  nb::object explain_;
+// A call that has been read, to be made many times.
+class Prepared {
+ public:
+  Prepared(Group group, nb::object verb, Operation op, const std::vector<nb::object>& tensors)
+      : group_(std::move(group)), verb_(std::move(verb)), op_(std::move(op)) {
+    for (const nb::object& tensor : tensors) {
+      tensors_.push_back({tensor, state.ordinary->memory(tensor).value_or(Shown{}).buffer});
+    }
+  }
+
+  // False: nothing was done, as a tensor's memory lies elsewhere now.
+  bool operator()() const {
+    if (!in_place()) return false;
+    group_.call(verb_, [this] { group_.run(op_); });
+    return true;
+  }
+
+ private:
+  struct Placed {
+    nb::object tensor;
+    Buffer buffer;
+  };
+
+  bool in_place() const {
+    return std::all_of(tensors_.begin(), tensors_.end(), [](const Placed& placed) {
+      const auto now = state.ordinary->memory(placed.tensor);
+      return now && now->buffer.data == placed.buffer.data && now->buffer.count == placed.buffer.count &&
+             now->buffer.dtype == placed.buffer.dtype;
+    });
+  }
+
+  Group group_;
+  nb::object verb_;
+  Operation op_;
+  std::vector<Placed> tensors_;
+};
+
+class Now {
+ public:
+  Now(std::shared_ptr<Comm> comm, nb::object explain) : group_{std::move(comm), std::move(explain)} {
+    for (const char* name : kVerbs) verbs_.push_back(nb::steal(PyUnicode_InternFromString(name)));
+  }
+
+  bool operator()(nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root) const {
+    Operation call;
+    std::vector<nb::object> keep;
+    if (!read(call, verb, tensor, pieces, op, root, keep)) return false;
+    group_.call(verb, [&] { group_.run(call); });
+    return true;
+  }
+
+  std::shared_ptr<Request> start(nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root,
+                                 std::string site) const {
+    Operation call;
+    std::vector<nb::object> keep;
+    if (!read(call, verb, tensor, pieces, op, root, keep)) return nullptr;
+    call.site = std::move(site);
+    return group_.call(verb, [&] { return group_.comm->start(std::move(call)); });
+  }
+
+  std::optional<Prepared> prepare(nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op,
+                                  nb::handle root) const {
+    Operation call;
+    std::vector<nb::object> keep;
+    if (!read(call, verb, tensor, pieces, op, root, keep)) return {};
+    for (const nb::handle each : {tensor, pieces}) {
+      if (!each.is_none() && !nb::isinstance<nb::list>(each)) keep.push_back(nb::borrow(each));
+    }
+    return Prepared(group_, nb::borrow(verb), std::move(call), keep);
+  }
+
+ private:
+  bool read(Operation& call, nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root,
+            std::vector<nb::object>& keep) const {
+    size_t code = 0;
+    while (code < verbs_.size() && !verbs_[code].is(verb)) code++;  // literals of Python are interned
+    return code < verbs_.size() &&
+           allranks::read(call, *group_.comm, static_cast<Verb>(code), tensor, pieces, op, root, keep);
+  }
+
+  Group group_;
   std::vector<nb::object> verbs_;
 };
 
@@ -196,10 +273,16 @@ void bind_now(nb::module_& m) {
         Py_XDECREF(std::exchange(state.reduce_op_class, nb::object(reduce_op).release().ptr()));
       },
       nb::arg("classes"), nb::arg("reduce_op"), "The classes of tensors that Now takes, and that of its op.");
-  nb::class_<Now>(m, "Now", "A blocking collective with arguments as the user gave them.")
+  nb::class_<Prepared>(m, "Prepared", "A collective that is made many times.")
+      .def("__call__", &Prepared::operator(), "False: nothing was done, as the tensors lie elsewhere now.");
+  nb::class_<Now>(m, "Now", "A collective with arguments as the user gave them. Not done if they are extraordinary.")
       .def(nb::init<std::shared_ptr<Comm>, nb::object>(), nb::arg("comm"), nb::arg("explain"))
       .def("__call__", &Now::operator(), nb::arg("verb"), nb::arg("tensor").none(),
-           nb::arg("pieces").none() = nb::none(), nb::arg("op").none() = nb::none(), nb::arg("root").none() = -1);
+           nb::arg("pieces").none() = nb::none(), nb::arg("op").none() = nb::none(), nb::arg("root").none() = -1)
+      .def("start", &Now::start, nb::arg("verb"), nb::arg("tensor").none(), nb::arg("pieces").none(),
+           nb::arg("op").none(), nb::arg("root").none(), nb::arg("site"), "Without blocking; None: nothing was done.")
+      .def("prepare", &Now::prepare, nb::arg("verb"), nb::arg("tensor").none(), nb::arg("pieces").none(),
+           nb::arg("op").none(), nb::arg("root").none(), "None: it cannot be prepared.");
 }
 
 }  // namespace allranks

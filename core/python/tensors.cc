@@ -67,7 +67,7 @@ Tensors::Tensors(const nb::list& classes) {
   is_conj_ = nb::getattr(classes_.front(), "is_conj");
 }
 
-std::optional<Shown> Tensors::show(nb::handle tensor) const {
+std::optional<Shown> Tensors::memory(nb::handle tensor) const {
   const nb::handle type = tensor.type();
   bool ordinary = false;
   for (const auto& known : classes_) ordinary = ordinary || type.is(known);
@@ -86,15 +86,22 @@ std::optional<Shown> Tensors::show(nb::handle tensor) const {
     count *= t.shape[d];
   }
   if (!contiguous && count != 0) return {};
-  // A flag of the tensor, which its memory does not show. Only views of complex tensors and of their parts have it.
-  const bool complex = t.dtype.code == dlpack::kComplex;
-  if (t.dtype.code == dlpack::kFloat || complex) {
-    if (nb::cast<bool>(is_neg_(tensor)) || (complex && nb::cast<bool>(is_conj_(tensor)))) return {};
-  }
   return Shown{.buffer = {static_cast<std::byte*>(t.data) + t.byte_offset, static_cast<size_t>(count),
                           static_cast<DType>(dtype)},
                .shape = shape_hash(t.shape, static_cast<size_t>(t.ndim)),
                .rows = t.ndim > 0 ? t.shape[0] : 0};
+}
+
+std::optional<Shown> Tensors::show(nb::handle tensor) const {
+  const auto shown = memory(tensor);
+  if (!shown) return {};
+  // A flag of the tensor, which its memory does not show. Only views of complex tensors and of their parts have it.
+  const DType dtype = shown->buffer.dtype;
+  const bool complex = dtype == DType::c32 || dtype == DType::c64 || dtype == DType::c128;
+  const bool part = dtype == DType::f16 || dtype == DType::f32 || dtype == DType::f64;
+  if ((part || complex) && nb::cast<bool>(is_neg_(tensor))) return {};
+  if (complex && nb::cast<bool>(is_conj_(tensor))) return {};
+  return shown;
 }
 
 }  // namespace allranks

@@ -27,6 +27,8 @@ class Tensors {
   explicit Tensors(const nanobind::list& classes);
 
   std::optional<Shown> show(nanobind::handle tensor) const;
+  // The same of a tensor that was shown before, whose flags do not change.
+  std::optional<Shown> memory(nanobind::handle tensor) const;
 
  private:
   std::vector<nanobind::object> classes_;

@@ -168,6 +168,38 @@ class Now:
     def __call__(
         self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /
     ) -> bool: ...
+    # The same without blocking; None: nothing was done. site: where in the program the call stands.
+    def start(
+        self, verb: str, tensor: object, pieces: object, op: object, root: object, site: str
+    ) -> Request | None: ...
+    # None: it cannot be prepared.
+    def prepare(self, verb: str, tensor: object, pieces: object, op: object, root: object) -> Prepared | None: ...
+
+# A collective that is made many times.
+class Prepared:
+    # False: nothing was done, as the tensors lie elsewhere now.
+    def __call__(self) -> bool: ...
+
+# A collective as torch.distributed passes it to a backend.
+class TorchCall:
+    # tensor, pieces: the number of an argument, and whether it is the only item of the list there. options: their
+    # class. ops: ours by torch's, all of which have another hash. watchers: functions; none may return a true value.
+    def __init__(
+        self,
+        verb: str,
+        arguments: int,
+        tensor: tuple[int, bool] | None,
+        pieces: tuple[int, bool] | None,
+        options: type,
+        ops: dict[Any, Any],
+        rooted: bool,
+        watchers: list[Callable[[], Any]],
+    ) -> None: ...
+    # True: a blocking call was made. None: nothing was done. Else the arguments of an asynchronous one: verb, tensor,
+    # pieces, op, root.
+    def __call__(
+        self, now: Callable[..., bool], given: tuple[Any, ...]
+    ) -> Literal[True] | tuple[str, Any, Any, Any, int] | None: ...
 
 # An id in the outbox's workers, which is freed when this dies.
 class Ref:

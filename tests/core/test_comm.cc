@@ -483,3 +483,72 @@ TEST_PLACED(an_interrupted_wait_ends_the_request_first, 2) {
     CHECK(queued->done && running->done);
   });
 }
+
+TEST_PLACED(a_call_that_nobody_waits_for_ends, 3) {
+  // When the progress thread is new, looks for calls, and sleeps.
+  Ranks ranks(hosts);
+  ranks.each([&](Comm& comm) {
+    std::vector<float> v(1, 1.0f);
+    Caller caller;
+    for (const int pause_ms : {0, 0, 30, 0, 30}) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
+      const auto request = comm.start(all_reduce(v));
+      while (!request->done) std::this_thread::yield();
+      const auto waited = comm.start(all_reduce(v));  // and one that may be run by either thread
+      comm.wait(waited, caller, -1);
+    }
+    CHECK(v[0] == 59049.0f);
+  });
+}
+
+TEST_PLACED(a_wait_with_a_limit_leaves_the_call_to_the_progress_thread, 2) {
+  Ranks ranks(hosts);
+  ranks.each([&](Comm& comm) {
+    std::vector<float> v(1, 1.0f);
+    Caller caller;
+    for (int i = 0; i < 50; i++) {
+      if (i % 10 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      comm.wait(comm.start(barrier()), caller, 10'000'000'000);
+    }
+  });
+}
+
+TEST_PLACED(threads_start_and_wait_at_once, 2) {
+  // All calls are alike, so that their order in a rank does not matter.
+  Ranks ranks(hosts);
+  ranks.each([&](Comm& comm) {
+    std::vector<std::thread> threads;
+    std::atomic<int> ended = 0;
+    for (int t = 0; t < 4; t++) {
+      threads.emplace_back([&, t] {
+        Caller caller;
+        for (int i = 0; i < 100; i++) {
+          const bool queued = (i + t) % 3 != 0;
+          const auto request = queued ? comm.start(barrier()) : nullptr;
+          if (!queued) {
+            comm.run(barrier(), caller);
+          } else if (i % 5 == 0) {
+            while (!request->done) std::this_thread::yield();
+          } else {
+            comm.wait(request, caller, i % 2 == 0 ? -1 : 10'000'000'000);
+          }
+          ended++;
+        }
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    CHECK(ended == 400);
+  });
+}
+
+TEST_PLACED(closing_ends_a_call_that_was_left_to_its_caller, 2) {
+  Ranks ranks(hosts);
+  ranks.each([&](Comm& comm) {
+    std::vector<float> v(1);
+    Caller caller;
+    comm.wait(comm.start(all_reduce(v)), caller, -1);
+    const auto request = comm.start(barrier());
+    comm.close();
+    CHECK(request->done);
+  });
+}

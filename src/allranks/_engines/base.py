@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from allranks._base.errors import UsageError
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from allranks._call.types import PremulSum, ReduceOp, Stats
     from allranks._call.work import Work
 
-__all__ = ["Engine", "Now", "Parent", "never"]
+__all__ = ["Begin", "Engine", "Now", "Parent", "never", "not_begun"]
 
 
 class Now(Protocol):
@@ -37,6 +37,18 @@ class Now(Protocol):
     ) -> bool: ...
 
 
+class Begin(Protocol):
+    """The same of an asynchronous collective, with the arguments of Now.
+
+    Returns:
+        None: nothing was done.
+    """
+
+    def __call__(
+        self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /
+    ) -> Work | None: ...
+
+
 class Parent(NamedTuple):
     """The group through which the members of a new one meet.
 
@@ -52,6 +64,11 @@ class Parent(NamedTuple):
 def never(verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /) -> bool:
     """The Now of an engine that has no short way."""
     return False
+
+
+def not_begun(verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /) -> Work | None:
+    """The Begin of an engine that has no short way."""
+    return None
 
 
 class Engine(abc.ABC):
@@ -70,6 +87,16 @@ class Engine(abc.ABC):
     """Of messages."""
 
     now: Now = staticmethod(never)
+    begin: Begin = staticmethod(not_begun)
+
+    def prepare(
+        self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1
+    ) -> Callable[[], bool] | None:
+        """What makes a blocking collective with the arguments of ``now`` as often as it is called.
+
+        It returns False, and has done nothing, where a tensor lies elsewhere than before. None: it cannot be prepared.
+        """
+        return None
 
     @abc.abstractmethod
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None: ...

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from allranks._base.errors import UsageError
 from allranks._call.types import Stats
-from allranks._engines.base import Engine, never
+from allranks._engines.base import Engine, never, not_begun
 from allranks._engines.checks import check_tensor
 
 if TYPE_CHECKING:
@@ -29,7 +29,12 @@ class ByDevice(Engine):
         self._engines = dict(engines)
         self._cpu = engines["cpu"]
         self._group_name = group_name
-        self.now = self._cpu.now
+        self.now, self.begin = self._cpu.now, self._cpu.begin
+
+    def prepare(
+        self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1
+    ) -> Callable[[], bool] | None:
+        return self._cpu.prepare(verb, tensor, pieces, op, root)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | PremulSum, async_op: bool) -> Work | None:
         return self._of(tensor, "all_reduce").all_reduce(tensor, op, async_op)
@@ -91,7 +96,7 @@ class ByDevice(Engine):
         return Stats(*map(sum, zip(*(engine.stats() for engine in self._distinct()), strict=True)))
 
     def close(self) -> None:
-        self.now = never
+        self.now, self.begin = never, not_begun
         for engine in self._distinct():
             engine.close()
 

@@ -21,7 +21,7 @@ from allranks._base.public import publish
 from allranks._call.types import PremulSum, ReduceOp, Stats, as_reduce_op
 from allranks._call.work import seconds_of
 from allranks._cluster.env import notice_seconds
-from allranks._engines.base import Parent, never
+from allranks._engines.base import Parent, never, not_begun
 from allranks._group import reconfigure, survival
 from allranks._rendezvous.rendezvous import this_member
 from allranks._trace import memory
@@ -64,6 +64,7 @@ class ProcessGroup:
         renewed: called when the group has a new engine after a loss.
         is_world: whether its ranks are those of the world.
         is_passing: whether whoever made it makes another where it is closed.
+        now: the short way of its engine (see ``Engine.now``).
         record_numbers: of the group in the record of this process's calls, for each of its engines.
     """
 
@@ -76,7 +77,7 @@ class ProcessGroup:
         self._rank = rank
         self._size = len(self.ranks)
         self._engine: Engine | None = engine
-        self._now = engine.now
+        self._shorten(engine)
         self.before_close: Callable[[], None] | None = None
         self.closing: Callable[[], None] | None = None
         self.lineage: Lineage | None = None
@@ -161,8 +162,12 @@ class ProcessGroup:
         self, tensor: Tensor, op: ReduceOp | PremulSum = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """See :func:`allranks.all_reduce`."""
-        if not async_op and self._now("all_reduce", tensor, None, op):
+        if not async_op and self.now("all_reduce", tensor, None, op):
             return None
+        work = self._begin("all_reduce", tensor, None, op) if async_op else None
+        if work is not None:
+            work.shown = (tensor,)
+            return work
         engine = self._live()
         op = op if type(op) is ReduceOp else as_reduce_op(op)
         try:
@@ -184,9 +189,12 @@ class ProcessGroup:
         self, tensor: Tensor, dst: int, op: ReduceOp | PremulSum = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """See :func:`allranks.reduce`."""
-        if not async_op and self._now("reduce", tensor, None, op, dst):
+        if not async_op and self.now("reduce", tensor, None, op, dst):
             return None
-        return _showing(self._live().reduce(tensor, self._member(dst, "dst"), as_reduce_op(op), async_op), (tensor,))
+        work = self._begin("reduce", tensor, None, op, dst) if async_op else None
+        if work is None:
+            work = self._live().reduce(tensor, self._member(dst, "dst"), as_reduce_op(op), async_op)
+        return _showing(work, (tensor,))
 
     @overload
     def broadcast(self, tensor: Tensor, src: int, async_op: Literal[False] = ...) -> None: ...
@@ -196,9 +204,12 @@ class ProcessGroup:
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = ...) -> Work | None: ...
     def broadcast(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.broadcast`."""
-        if not async_op and self._now("broadcast", tensor, None, None, src):
+        if not async_op and self.now("broadcast", tensor, None, None, src):
             return None
-        return _showing(self._live().broadcast(tensor, self._member(src, "src"), async_op), (tensor,))
+        work = self._begin("broadcast", tensor, None, None, src) if async_op else None
+        if work is None:
+            work = self._live().broadcast(tensor, self._member(src, "src"), async_op)
+        return _showing(work, (tensor,))
 
     @overload
     def all_gather(
@@ -210,9 +221,11 @@ class ProcessGroup:
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool = ...) -> Work | None: ...
     def all_gather(self, outputs: Sequence[Tensor] | Tensor, tensor: Tensor, async_op: bool = False) -> Work | None:
         """See :func:`allranks.all_gather` (a list) and :func:`allranks.all_gather_single` (one tensor)."""
-        if not async_op and self._now("all_gather", tensor, outputs):
+        if not async_op and self.now("all_gather", tensor, outputs):
             return None
-        work = self._live().all_gather(outputs, tensor, async_op)
+        work = self._begin("all_gather", tensor, outputs) if async_op else None
+        if work is None:
+            work = self._live().all_gather(outputs, tensor, async_op)
         if isinstance(outputs, (list, tuple)):
             return _showing(work, outputs)
         whole = cast("Tensor", outputs)
@@ -233,10 +246,13 @@ class ProcessGroup:
     ) -> Work | None: ...
     def gather(self, tensor: Tensor, outputs: Sequence[Tensor] | None, dst: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.gather`."""
-        if not async_op and self._now("gather", tensor, outputs, None, dst):
+        if not async_op and self.now("gather", tensor, outputs, None, dst):
             return None
-        self._only_on(outputs, self._member(dst, "dst"), "gather_list", "dst")
-        return _showing(self._live().gather(tensor, outputs or None, dst, async_op), outputs or ())
+        work = self._begin("gather", tensor, outputs, None, dst) if async_op else None
+        if work is None:
+            self._only_on(outputs, self._member(dst, "dst"), "gather_list", "dst")
+            work = self._live().gather(tensor, outputs or None, dst, async_op)
+        return _showing(work, outputs or ())
 
     @overload
     def scatter(
@@ -252,10 +268,13 @@ class ProcessGroup:
     ) -> Work | None: ...
     def scatter(self, tensor: Tensor, inputs: Sequence[Tensor] | None, src: int, async_op: bool = False) -> Work | None:
         """See :func:`allranks.scatter`."""
-        if not async_op and self._now("scatter", tensor, inputs, None, src):
+        if not async_op and self.now("scatter", tensor, inputs, None, src):
             return None
-        self._only_on(inputs, self._member(src, "src"), "scatter_list", "src")
-        return _showing(self._live().scatter(tensor, inputs or None, src, async_op), (tensor,))
+        work = self._begin("scatter", tensor, inputs, None, src) if async_op else None
+        if work is None:
+            self._only_on(inputs, self._member(src, "src"), "scatter_list", "src")
+            work = self._live().scatter(tensor, inputs or None, src, async_op)
+        return _showing(work, (tensor,))
 
     @overload
     def reduce_scatter(
@@ -277,9 +296,12 @@ class ProcessGroup:
         async_op: bool = False,
     ) -> Work | None:
         """See :func:`allranks.reduce_scatter` (a list) and :func:`allranks.reduce_scatter_single` (one tensor)."""
-        if not async_op and self._now("reduce_scatter", tensor, inputs, op):
+        if not async_op and self.now("reduce_scatter", tensor, inputs, op):
             return None
-        return _showing(self._live().reduce_scatter(tensor, inputs, as_reduce_op(op), async_op), (tensor,))
+        work = self._begin("reduce_scatter", tensor, inputs, op) if async_op else None
+        if work is None:
+            work = self._live().reduce_scatter(tensor, inputs, as_reduce_op(op), async_op)
+        return _showing(work, (tensor,))
 
     @overload
     def all_to_all(
@@ -335,11 +357,14 @@ class ProcessGroup:
     ) -> Work | None:
         """See :func:`allranks.all_to_all_single`."""
         even = not output_split_sizes and not input_split_sizes
-        if even and not async_op and self._now("all_to_all", input, output):
+        if even and not async_op and self.now("all_to_all", input, output):
             return None
-        outputs = self._split(output, output_split_sizes, "output")
-        inputs = self._split(input, input_split_sizes, "input")
-        return _showing(self._live().all_to_all(outputs, inputs, async_op), (output,))
+        work = self._begin("all_to_all", input, output) if even and async_op else None
+        if work is None:
+            outputs = self._split(output, output_split_sizes, "output")
+            inputs = self._split(input, input_split_sizes, "input")
+            work = self._live().all_to_all(outputs, inputs, async_op)
+        return _showing(work, (output,))
 
     @overload
     def barrier(self, async_op: Literal[False] = ...) -> None: ...
@@ -349,9 +374,10 @@ class ProcessGroup:
     def barrier(self, async_op: bool = ...) -> Work | None: ...
     def barrier(self, async_op: bool = False) -> Work | None:
         """See :func:`allranks.barrier`."""
-        if not async_op and self._now("barrier", None):
+        if not async_op and self.now("barrier", None):
             return None
-        return self._live().barrier(async_op)
+        work = self._begin("barrier", None) if async_op else None
+        return self._live().barrier(async_op) if work is None else work
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """See :func:`allranks.monitored_barrier`."""
@@ -573,7 +599,7 @@ class ProcessGroup:
     def use(self, engine: Engine) -> None:
         """Calls go to this engine from now on: the one that the present engine has stood before."""
         self._engine = engine
-        self._now = engine.now
+        self._shorten(engine)
 
     def renumbered(self) -> ProcessGroup:
         """This group as the world: its ranks are the world's."""
@@ -594,7 +620,7 @@ class ProcessGroup:
     def _become(self, engine: Engine, rank: int, members: Sequence[Member]) -> None:
         """Puts a new engine, rank and members into this object. The old engine is closed."""
         old = self._engine
-        self._now = never
+        self._shorten(None)
         if old is not None:
             old.close()
             unwatch(self)
@@ -606,7 +632,7 @@ class ProcessGroup:
         self._rank = rank
         self._size = len(self.ranks)
         self._engine = engine
-        self._now = engine.now
+        self._shorten(engine)
         self._record(engine, rank)
         if self.renewed is not None:
             self.renewed()
@@ -639,7 +665,8 @@ class ProcessGroup:
                 unwatch(self)
                 for close in self._recorded:
                     close()
-            self._engine, self._now = None, never
+            self._engine = None
+            self._shorten(None)
             if self.closing is not None:
                 self.closing()
 
@@ -655,9 +682,14 @@ class ProcessGroup:
 
     def abandon(self) -> None:
         """In a forked child, where only what the group knows of itself can be asked."""
-        self._now = never
+        self._shorten(None)
         if self._engine is not None:
             self._engine.abandon()
+
+    def _shorten(self, engine: Engine | None) -> None:
+        """Calls take the short ways of this engine from now on; None: there are none."""
+        self.now = never if engine is None else engine.now
+        self._begin = not_begun if engine is None else engine.begin
 
     def _live(self) -> Engine:
         if self.inherited:

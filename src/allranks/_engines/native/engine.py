@@ -13,14 +13,14 @@ import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from allranks import _core
 from allranks._base.errors import AllranksError, JoinError, MismatchError, UsageError, rank_list
-from allranks._base.forks import Socket, guard
+from allranks._base.forks import Socket, forks, guard
 from allranks._call.bytes import bytes_of
 from allranks._call.callsite import site, stack_hash, where
 from allranks._call.debug import DebugLevel, get_debug_level
@@ -30,7 +30,7 @@ from allranks._call.types import PremulSum, ReduceOp, Stats
 from allranks._call.work import Work, seconds_of
 from allranks._cluster.env import read_int
 from allranks._cluster.host import usable_cpus
-from allranks._engines.base import Engine, Parent, never
+from allranks._engines.base import Engine, Parent, never, not_begun
 from allranks._engines.checks import (
     CODES,
     check_has_elements,
@@ -83,6 +83,11 @@ class NativeEngine(Engine):
     shares_memory = True
     """Whether ranks of one host do."""
 
+    _short: _core.Now | None = None
+
+    forks: int
+    """Of this process, when the engine was made."""
+
     def __init__(
         self,
         rank: int,
@@ -101,6 +106,7 @@ class NativeEngine(Engine):
         self._pending: set[NativeWork] = set()
         self._many = _MANY_PENDING
         self._timeout_s = timeout_s
+        self.forks = forks()
         self._debug = get_debug_level() is DebugLevel.DETAIL  # compare call sites
         hosts = [member.machine if self.shares_memory else str(r) for r, member in enumerate(members)]
         host_of = [hosts.index(host) for host in hosts]
@@ -145,7 +151,8 @@ class NativeEngine(Engine):
                     failure, verb, group=group_name, rank=rank, members=members, last_calls=calls, troubles=troubles
                 )
 
-            self.now = _core.Now(self.comm, explain_now)
+            self._short = self.now = _core.Now(self.comm, explain_now)
+            self.begin = self._begin
 
     # --- verbs ---
 
@@ -352,11 +359,11 @@ class NativeEngine(Engine):
         if self._peers is not None:
             self._peers.close()
             self._peers = None
-        self.now = never
+        self.now, self.begin, self._short = never, not_begun, None
         self._pending.clear()
 
     def abandon(self) -> None:
-        self.now = never
+        self.now, self.begin, self._short = never, not_begun, None
 
     def explain(self, failure: _core.Failure, verb: str) -> AllranksError:
         """The error for people that the core's facts amount to."""
@@ -442,17 +449,45 @@ class NativeEngine(Engine):
         return None
 
     def _started(self, operands: Operands, method: Callable[..., _core.Request | None], *args: Any) -> NativeWork:
-        if len(self._pending) > self._many:
-            for done in [work for work in tuple(self._pending) if work.done()]:
-                self._pending.discard(done)
-            self._many = max(_MANY_PENDING, 2 * len(self._pending))
-        work = NativeWork(self, operands)
-        self._pending.add(work)
+        try:
+            work = self._enter(NativeWork(self, operands), method, *args)
+        except _core.Failure as failure:
+            raise self.explain(failure, operands.verb) from None
+        assert work is not None
+        return work
+
+    def _begin(
+        self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /
+    ) -> Work | None:
+        """See base.Begin."""
+        short = self._short
+        if short is None:  # closed meanwhile
+            return None
+        if isinstance(pieces, list):
+            pieces = [*pieces]  # the program may change its own
+        return self._enter(PlainWork(self, verb, (tensor, pieces)), short.start, verb, tensor, pieces, op, root, site())
+
+    def prepare(
+        self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1
+    ) -> Callable[[], bool] | None:
+        return None if self._short is None else self._short.prepare(verb, tensor, pieces, op, root)
+
+    def _enter(self, work: _W, method: Callable[..., _core.Request | None], *args: Any) -> _W | None:
+        """Starts a call, and keeps the work meanwhile; None: it was not started."""
+        pending = self._pending
+        if len(pending) > self._many:
+            for done in [work for work in tuple(pending) if work.done()]:
+                pending.discard(done)
+            self._many = max(_MANY_PENDING, 2 * len(pending))
+        pending.add(work)
         try:
             work.request = method(*args)
-        except _core.Failure as failure:
-            self._pending.discard(work)
-            raise self.explain(failure, operands.verb) from None
+        except BaseException:
+            pending.discard(work)
+            raise
+        if work.request is None:
+            pending.discard(work)
+            return None
         return work
 
     def wait(self, work: NativeWork, timeout_s: float) -> None:
@@ -460,11 +495,13 @@ class NativeEngine(Engine):
         assert work.request is not None
         try:
             self.comm.wait(work.request, timeout_s)
-        except _core.Failure as failure:
-            raise self.explain(failure, work.verb) from None
-        finally:
+        except BaseException as error:
             if work.done():
                 self._pending.discard(work)
+            if not isinstance(error, _core.Failure):
+                raise
+            raise self.explain(error, work.verb) from None
+        self._pending.discard(work)
 
 
 def _sizes(size: int, ranks: int, spans_hosts: bool) -> _core.Sizes:
@@ -517,16 +554,17 @@ class TcpEngine(NativeEngine):
 class NativeWork(OperandsWork):
     """An asynchronous call on the native engine."""
 
+    request: _core.Request | None = None  # until the core has it
+
     def __init__(self, engine: NativeEngine, operands: Operands) -> None:
         super().__init__(operands)
-        self.request: _core.Request | None = None  # until the core has it
         self._engine = engine
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        if self._error is not None:
-            raise self._error
         if self._finished:
             return True
+        if self._error is not None:
+            raise self._error
         try:
             self._engine.wait(self, seconds_of(timeout) if timeout else -1.0)
         except AllranksError as error:
@@ -549,3 +587,23 @@ class NativeWork(OperandsWork):
             return End.PAST
         self.request.watch(ticket)
         return End.TOLD
+
+
+class PlainWork(NativeWork):
+    """The same where the core uses the caller's tensors as they are: nothing is left to do when it has ended."""
+
+    _error = None
+    _finished = False
+
+    def __init__(self, engine: NativeEngine, verb: str, keep: object) -> None:
+        self.verb = verb
+        self._engine = engine
+        self._keep = keep
+        self._forks = engine.forks
+
+    def _finish(self) -> None:
+        self._keep = None
+        self._finished = True
+
+
+_W = TypeVar("_W", bound=NativeWork)
