@@ -153,6 +153,7 @@ _HOME = {
     "_call.debug": ("DebugLevel", "get_debug_level", "set_debug_level", "set_debug_level_from_env"),
     "_call.types": ("ReduceOp", "Stats", "premul_sum", "reduce_op"),
     "_call.work": ("Work",),
+    "_group.plan": ("Plan",),
     "_group.process_group": ("ProcessGroup",),
     "_plugin.torch_group": ("torch_group",),
     "_rendezvous.finders": ("register_rendezvous_handler",),

@@ -130,6 +130,7 @@ from allranks._call.types import Stats as Stats
 from allranks._call.types import premul_sum as premul_sum
 from allranks._call.types import reduce_op as reduce_op
 from allranks._call.work import Work as Work
+from allranks._group.plan import Plan as Plan
 from allranks._group.process_group import ProcessGroup as ProcessGroup
 from allranks._plugin.torch_group import torch_group as torch_group
 from allranks._rendezvous.finders import register_rendezvous_handler as register_rendezvous_handler

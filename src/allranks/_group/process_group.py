@@ -7,7 +7,8 @@ functions (`_api`) translate the world's.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import accumulate
@@ -23,6 +24,7 @@ from allranks._call.work import seconds_of
 from allranks._cluster.env import notice_seconds
 from allranks._engines.base import Parent, never, not_begun
 from allranks._group import reconfigure, survival
+from allranks._group.plan import Plan
 from allranks._rendezvous.rendezvous import this_member
 from allranks._trace import memory
 from allranks._trace.watcher import Peer, unwatch, watch
@@ -77,6 +79,7 @@ class ProcessGroup:
         self._rank = rank
         self._size = len(self.ranks)
         self._engine: Engine | None = engine
+        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
         self._shorten(engine)
         self.before_close: Callable[[], None] | None = None
         self.closing: Callable[[], None] | None = None
@@ -390,6 +393,40 @@ class ProcessGroup:
             error.args = (f"{error}\n  {self._in_torchs_words(error.ranks, seconds, wait_all_ranks)}",)
             raise
 
+    def plan(self, verb: str, *args: Any, **named: Any) -> Plan:
+        """Prepares a call that is made many times on the same tensors, as MPI's persistent collectives.
+
+        Args:
+            verb: ``all_reduce``, ``reduce``, ``broadcast``, ``all_gather``, ``gather``, ``scatter``,
+                ``reduce_scatter``, ``all_to_all``, ``all_to_all_single`` or ``barrier``.
+            args: of this group's method of that name.
+            named: of that method, too, but for ``async_op``.
+
+        Returns:
+            A plan: ``plan()`` makes the call, ``plan(async_op=True)`` starts it and returns a Work. It keeps the
+            tensors, and looks at their memory in each call. For the other ranks it is the ordinary call: they may have
+            a plan or none, and it stands in the trace as any other.
+
+        Raises:
+            UsageError: there is no such verb. What is wrong with tensors is raised by the plan's calls.
+            TypeError: the method does not take these arguments.
+
+        Cost:
+            of a small call on the native engine some 0.2 us less than of the method.
+
+        Example:
+            >>> import torch, allranks as dist
+            >>> dist.init_process_group()
+            >>> loss = torch.ones(1)
+            >>> reduce_loss = dist.group.WORLD.plan("all_reduce", loss, op=dist.ReduceOp.AVG)
+            >>> for _ in range(3):
+            ...     reduce_loss()
+            >>> loss.item()
+            1.0
+            >>> dist.destroy_process_group()
+        """
+        return Plan(self, verb, *args, **named)
+
     # Verbs with torch's own methods' names, for code that calls them. They take lists and return a Work.
 
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = ReduceOp.SUM) -> Work:
@@ -686,10 +723,29 @@ class ProcessGroup:
         if self._engine is not None:
             self._engine.abandon()
 
+    def _tell(self, plan: Plan) -> None:
+        """Lets a plan know when the group gets another engine, or none."""
+        self._plans.add(plan)
+
+    def _prepare(self, verb: str, given: Mapping[str, Any]) -> Callable[[], bool] | None:
+        """What makes a blocking call with these arguments of the method; see ``Engine.prepare``."""
+        engine = self._engine
+        if (
+            engine is None
+            or verb == "all_to_all"
+            or any(given.get(f"{what}_split_sizes") for what in ("input", "output"))
+        ):
+            return None
+        tensor = given.get("tensor", given.get("input"))
+        pieces = next((given[name] for name in ("outputs", "inputs", "output") if name in given), None)
+        return engine.prepare(verb, tensor, pieces, given.get("op"), given.get("dst", given.get("src", -1)))
+
     def _shorten(self, engine: Engine | None) -> None:
         """Calls take the short ways of this engine from now on; None: there are none."""
         self.now = never if engine is None else engine.now
         self._begin = not_begun if engine is None else engine.begin
+        for plan in [*self._plans]:
+            plan._forget()
 
     def _live(self) -> Engine:
         if self.inherited:

@@ -1,0 +1,116 @@
+"""Plan: a call of a group that is prepared once and made many times, as MPI's persistent collectives.
+
+What a call costs Python is to look at its arguments. A plan has looked at them. Where its engine can prepare the call
+(``Engine.prepare``), the core keeps all that it needs; elsewhere a plan makes the ordinary call.
+
+A plan stays valid whatever happens to its group: the group tells its plans when it gets another engine, or none. They
+then prepare themselves again when they are next called, or raise what an ordinary call would.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+
+from allranks._base.errors import UsageError
+from allranks._base.public import publish
+
+if TYPE_CHECKING:
+    from allranks._call.work import Work
+    from allranks._group.process_group import ProcessGroup
+
+__all__ = ["VERBS", "Plan"]
+
+VERBS = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+)
+"""What can be planned."""
+
+
+class Plan:
+    """A call that ``ProcessGroup.plan`` has prepared: ``plan()`` makes it, on the tensors that it was prepared with.
+
+    Attributes:
+        group: whose call it is.
+        verb: its name.
+    """
+
+    __slots__ = ("__weakref__", "_call", "_given", "_now", "group", "verb")
+
+    def __init__(self, group: ProcessGroup, verb: str, *args: Any, **named: Any) -> None:
+        if verb not in VERBS:
+            raise UsageError(f"plan: {verb!r} is none of the verbs that can be planned: {', '.join(VERBS)}")
+        if "async_op" in named:
+            raise UsageError("plan: async_op is given when the plan is called: plan(async_op=True)")
+        self.group = group
+        self.verb = VERBS[VERBS.index(verb)]  # the core compares names by their identity
+        self._call: Callable[..., Any] = getattr(group, verb)
+        bound = inspect.signature(self._call).bind(*args, **named)
+        bound.apply_defaults()
+        del bound.arguments["async_op"]
+        self._given: Mapping[str, Any] = {name: _kept(value) for name, value in bound.arguments.items()}
+        self._now: Callable[[], bool] = _not_now
+        group._tell(self)
+        self._prepare()
+
+    @overload
+    def __call__(self, async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def __call__(self, async_op: Literal[True]) -> Work: ...
+    @overload
+    def __call__(self, async_op: bool) -> Work | None: ...
+    def __call__(self, async_op: bool = False) -> Work | None:
+        """Makes the call: the same, for the other ranks too, as that of the group's method with the plan's arguments.
+
+        Args:
+            async_op: return at once, with a Work.
+
+        Returns:
+            A Work if ``async_op``, else None.
+
+        Raises:
+            AllranksError: as the ordinary call.
+        """
+        if not async_op:
+            if self._now():
+                return None
+            self._prepare()  # memory may lie elsewhere, and the group may have another engine
+            if self._now():
+                return None
+        made: Work | None = self._call(**self._given, async_op=async_op)
+        return made
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.verb} on group {self.group.name!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a plan belongs to its group, {self.group.name!r}, and cannot be pickled or copied")
+
+    def _forget(self) -> None:
+        """The group has another engine, or none."""
+        self._now = _not_now
+
+    def _prepare(self) -> None:
+        self._now = self.group._prepare(self.verb, self._given) or _not_now
+
+
+def _kept(value: Any) -> Any:
+    """Of a list of tensors a copy: the program may change its own."""
+    return [*value] if type(value) in (list, tuple) else value
+
+
+def _not_now() -> bool:
+    return False
+
+
+publish(globals())
