@@ -58,6 +58,8 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(BENCH_RUN) all -n 2 --against gloo,mpi --shared --json benchmarks/shared_2.json $(BENCH_FLAGS)
 	$(BENCH_RUN) overlap -n 2 --against gloo,mpi --json benchmarks/overlap.json $(BENCH_FLAGS)
 	$(BENCH_RUN) python --json benchmarks/python.json $(BENCH_FLAGS)
+	$(BENCH_RUN) small -n 2 --against mpi --json benchmarks/small_2.json $(BENCH_FLAGS)
+	$(BENCH_RUN) small -n 4 --against mpi --json benchmarks/small_4.json $(BENCH_FLAGS)
 	$(BENCH_RUN) trace -n 2 --json benchmarks/trace.json $(BENCH_FLAGS)
 	$(BENCH_RUN) master --json benchmarks/master.json $(BENCH_FLAGS)
 	for n in 1 2 4; do $(BENCH_RUN) checkpoint -n $$n --sizes 100M,400M,1G$$(test $$n = 1 && echo ,4G) \

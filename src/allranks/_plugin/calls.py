@@ -24,13 +24,17 @@ from allranks._plugin.work import DONE, TorchWork
 if TYPE_CHECKING:
     from allranks._group.process_group import ProcessGroup
 
-__all__ = ["Calls", "tensors_in"]
+__all__ = ["OPS", "Calls", "tensors_in"]
 
 _c10d: Any = torch.distributed
 _NOW = timedelta(0)
 _KINDS = _c10d.ReduceOp.RedOpType
-_OPS = {getattr(_KINDS, op.name).value: op for op in ReduceOp}
-_PREMUL_SUM = _KINDS.PREMUL_SUM.value
+OPS = {_c10d.ReduceOp(getattr(_KINDS, op.name)): op for op in ReduceOp if op is not ReduceOp.PREMUL_SUM}
+"""Ours, by torch's; without PREMUL_SUM, which has a factor."""
+
+_BY_HASH = {hash(kind): op for kind, op in OPS.items()}  # as a comparison of torch's ops takes longer than a small call
+assert len(_BY_HASH) == len(OPS)
+assert hash(_c10d._make_nccl_premul_sum(2.0)) not in _BY_HASH
 _LOCALLY: dict[ReduceOp, Callable[[Tensor, Tensor], Any]] = {
     ReduceOp.SUM: Tensor.add_,
     ReduceOp.AVG: Tensor.add_,  # of several tensors, too, gloo divides by the number of ranks
@@ -40,6 +44,18 @@ _LOCALLY: dict[ReduceOp, Callable[[Tensor, Tensor], Any]] = {
     ReduceOp.BAND: Tensor.bitwise_and_,
     ReduceOp.BOR: Tensor.bitwise_or_,
     ReduceOp.BXOR: Tensor.bitwise_xor_,
+}
+
+
+# By the verb: how it is begun.
+_BEGIN: dict[str, Callable[[ProcessGroup, Any, Any, Any, int], Work]] = {
+    "all_reduce": lambda group, tensor, pieces, op, root: group.all_reduce(tensor, op, True),
+    "reduce": lambda group, tensor, pieces, op, root: group.reduce(tensor, root, op, True),
+    "broadcast": lambda group, tensor, pieces, op, root: group.broadcast(tensor, root, True),
+    "all_gather": lambda group, tensor, pieces, op, root: group.all_gather(pieces, tensor, True),
+    "reduce_scatter": lambda group, tensor, pieces, op, root: group.reduce_scatter(tensor, pieces, op, True),
+    "all_to_all": lambda group, tensor, pieces, op, root: group.all_to_all_single(pieces, tensor, async_op=True),
+    "barrier": lambda group, tensor, pieces, op, root: group.barrier(True),
 }
 
 
@@ -67,6 +83,10 @@ class Calls:
         """Remembers how the group broke, if the error means that."""
         if self.failure is None and not isinstance(error, UsageError):
             self.failure = error
+
+    def begin(self, call: tuple[str, Any, Any, Any, int]) -> TorchWork:
+        """Starts an asynchronous call that has been read: verb, tensor, pieces, op, root."""
+        return self._started(_BEGIN[call[0]](self.group, *call[1:]))
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
         if len(tensors) == 1:
@@ -128,7 +148,7 @@ class Calls:
         for row in outputs[1:]:
             for output, gathered in zip(row, outputs[0], strict=True):
                 output.copy_(gathered)
-        return TorchWork(Complete([list(row) for row in outputs]))  # type: ignore[misc]  # as gloo's future has them
+        return TorchWork.of(Complete([list(row) for row in outputs]))  # type: ignore[misc]  # as gloo's future has them
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> TorchWork:
         return self._call(opts, self.group.all_gather, output, input)
@@ -226,7 +246,7 @@ class Calls:
 
     def end_coalescing(self) -> TorchWork:
         works, self.coalesced = self.coalesced or [], None
-        return TorchWork(Together(works), self.note)
+        return TorchWork.of(Together(works), self.note)
 
     # --- how they are made ---
 
@@ -240,21 +260,24 @@ class Calls:
                 return DONE
             work = verb(*args, async_op=True)
             return DONE if work is None else self._started(work)
-        except NotInitializedError:
-            raise
-        except UsageError as error:
-            if words := _in_gloos_words(self.group.size(), opts, args):
-                error.args = (f"{error}\n  In gloo's words: {words}",)
-            raise
         except AllranksError as error:
-            self.note(error)
+            self.tell(error, (*args, opts))
             raise
+
+    def tell(self, error: AllranksError, given: Sequence[Any]) -> None:
+        """Adds gloo's words to the error of a wrong call, and remembers any other. ``given`` ends with the options."""
+        if isinstance(error, NotInitializedError):
+            return
+        *args, opts = given
+        if isinstance(error, UsageError) and (words := _in_gloos_words(self.group.size(), opts, args)):
+            error.args = (f"{error}\n  In gloo's words: {words}",)
+        self.note(error)
 
     def _call_now(self, opts: Any, verb: Callable[..., Work | None], *args: Any) -> None:
         self.count += 1
         work = verb(*args, async_op=True)
         if work is not None:
-            TorchWork(work, self.note).wait(opts.timeout if opts.timeout > _NOW else None)
+            TorchWork.of(work, self.note).wait(opts.timeout if opts.timeout > _NOW else None)
 
     def _calls_of(self, opts: Any, calls: Sequence[Callable[[], Work | None]]) -> TorchWork:
         self.count += 1
@@ -263,7 +286,7 @@ class Calls:
             return self._limited(opts, together, opts.timeout)
         if opts.asyncOp:
             return self._started(together)
-        TorchWork(together, self.note).wait()
+        TorchWork.of(together, self.note).wait()
         return DONE
 
     def _limited(self, opts: Any, work: Work | None, limit: timedelta) -> TorchWork:
@@ -271,13 +294,13 @@ class Calls:
             return DONE
         if opts.asyncOp:
             return self._started(_Limited(work, limit))
-        TorchWork(work, self.note).wait(limit)
+        TorchWork.of(work, self.note).wait(limit)
         return DONE
 
     def _started(self, work: Work) -> TorchWork:
         if self.coalesced is not None:
             self.coalesced.append(work)
-        return TorchWork(work, self.note)
+        return TorchWork.of(work, self.note)
 
     def _of_root(self, verb: str, what: str, lists: Sequence[Sequence[Tensor]], opts: Any) -> Sequence[Tensor] | None:
         """The list that only the root gives."""
@@ -317,7 +340,7 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
 def _copied(source: Tensor, others: Sequence[Tensor]) -> TorchWork:
     for other in others:
         other.copy_(source)
-    return TorchWork(Complete([source, *others]))
+    return TorchWork.of(Complete([source, *others]))
 
 
 def _only(verb: str, what: str, listed: Sequence[Any]) -> Any:
@@ -386,8 +409,8 @@ def _check_alike(verb: str, tensors: Sequence[Tensor]) -> None:
 
 
 def _op(opts: Any) -> ReduceOp | PremulSum:
-    op = opts.reduceOp
-    kind = op.op.value
-    if kind == _PREMUL_SUM:
-        return premul_sum(op.__getstate__()[1])  # the factor: an attribute of its own only from torch 2.11 on
-    return _OPS[kind]
+    given = opts.reduceOp
+    op = _BY_HASH.get(hash(given))
+    if op is None:
+        return premul_sum(given.__getstate__()[1])  # the factor: an attribute of its own only from torch 2.11 on
+    return op

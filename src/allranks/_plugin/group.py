@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from allranks._base.errors import PeerLostError, TimeoutError, UsageError
-from allranks._plugin.calls import Calls, tensors_in
+from allranks._base.errors import AllranksError, PeerLostError, TimeoutError, UsageError
+from allranks._core import TorchCall
+from allranks._plugin.calls import OPS, Calls, tensors_in
 from allranks._plugin.names import NAME
 from allranks._plugin.operators import BACKENDS_IN_PYTHON, Operator, install, make_backend
 from allranks._plugin.work import DONE, TorchWork
@@ -276,14 +277,49 @@ class TorchGroup(_Base):  # type: ignore[misc]
         return _C.ErrorType.REMOTE_ERROR if self.allranks_group.failed_ranks() else _C.ErrorType.SUCCESS
 
 
-def _verb(name: str, *form: type) -> None:
-    """Gives TorchGroup the method ``name``; ``form`` are the types of the arguments that torch passes."""
+# Verbs whose plain calls the core reads, by the method: the verb; which argument is the tensor, and which its pieces
+# (the number, and whether it is the only item of a list there); whether the verb reduces, and whether it has a root.
+_READ: dict[str, tuple[str, tuple[int, bool] | None, tuple[int, bool] | None, bool, bool]] = {
+    "allreduce": ("all_reduce", (0, True), None, True, False),
+    "reduce": ("reduce", (0, True), None, True, True),
+    "broadcast": ("broadcast", (0, True), None, False, True),
+    "allgather": ("all_gather", (1, True), (0, True), False, False),
+    "all_gather_single": ("all_gather", (1, False), (0, False), False, False),
+    "reduce_scatter": ("reduce_scatter", (0, True), (1, True), True, False),
+    "reduce_scatter_single": ("reduce_scatter", (0, False), (1, False), True, False),
+    "all_to_all_single": ("all_to_all", (1, False), (0, False), False, False),
+    "barrier": ("barrier", None, None, False, False),
+}
+
+
+def _reader(verb: str, form: Sequence[type]) -> TorchCall | None:
+    """What reads a plain call of a verb; None: nothing does."""
+    if verb not in _READ:
+        return None
+    short, tensor, pieces, reduces, rooted = _READ[verb]
+    ops = OPS if reduces else {}
+    return TorchCall(short, len(form), tensor, pieces, form[-1], ops, rooted, [_profiling, _modes, _functorch])
+
+
+def _verb(verb: str, name: str, *form: type) -> None:
+    """Gives TorchGroup the method ``name`` of a verb; ``form`` are the types of the arguments that torch passes."""
     torchs, ours, types = getattr(_Base, name), getattr(Calls, name), list(form)
     lists = form[:2].count(list)
+    reader = _reader(verb, form)
 
     def method(self: TorchGroup, *given: Any, **named: Any) -> Any:
         if named and named.keys() == {"opts"}:
             given, named = (*given, named["opts"]), {}
+        if reader is not None and not named and not self._watched:
+            calls = self._calls
+            try:
+                call = reader(calls.group.now, given)
+                if call is not None:
+                    calls.count += 1
+                    return DONE if call is True else calls.begin(call)
+            except AllranksError as error:
+                calls.tell(error, given)
+                raise
         if (
             [*map(type, given)] == types
             and not named
@@ -324,9 +360,9 @@ for _name, *_form in (
     ("recv", list, int, int),
     ("recv_anysource", list, int),
 ):
-    _name = _name if hasattr(_Base, _name) else _OLD.get(_name, _name)
-    if hasattr(_Base, _name):
-        _verb(_name, *_form)
+    _known = _name if hasattr(_Base, _name) else _OLD.get(_name, _name)
+    if hasattr(_Base, _known):
+        _verb(_name, _known, *_form)
 
 
 def _plain(tensors: Sequence[Any]) -> bool:

@@ -118,7 +118,7 @@ class Operator:
         """The Work of the call; ``returned`` is that of C++."""
         if not self.works:
             return returned  # who looks has not called on
-        return self.works[0] if len(self.works) == 1 else TorchWork(Together([work._work for work in self.works]))
+        return self.works[0] if len(self.works) == 1 else TorchWork.of(Together([work._work for work in self.works]))
 
 
 def _carry_out(calls: Calls, backend: str, method: str, *args: Any) -> TorchWork:

@@ -34,15 +34,22 @@ _BACKWARD = _engine_run_backward.__code__
 
 
 class TorchWork(_c10d.Work):  # type: ignore[misc]
-    """A call of ours as torch's C++ and Python know one."""
+    """A call of ours as torch's C++ and Python know one. Made by ``of``: a constructor would take twice as long."""
 
-    def __init__(self, work: Work, note: Callable[[AllranksError], None] | None = None) -> None:
+    _work: Work
+    _note: Callable[[AllranksError], None] | None
+    _future: Any = None
+    _waited = False
+
+    @staticmethod
+    def of(work: Work, note: Callable[[AllranksError], None] | None = None) -> TorchWork:
         """``note`` is called with the error of the call."""
-        super().__init__()
-        self._work = work
-        self._note = note
-        self._future: Any = None
-        self._waited = isinstance(work, Complete)
+        made = TorchWork()
+        made._work = work
+        made._note = note
+        if type(work) is Complete:
+            made._waited = True
+        return made
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         try:
@@ -163,5 +170,14 @@ def _future_of(tensors: list[torch.Tensor]) -> Any:
     return empty
 
 
-DONE = TorchWork(Complete([]))
+class _Done(TorchWork):
+    """One that was complete when its call returned."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+DONE = _Done()
+DONE._work = Complete([])
+DONE._waited = True
 """Of calls that were complete when they returned."""

@@ -9,6 +9,7 @@
 ``measure``      how: blocks in turn, medians
 ``overlap``      what asynchronous calls hide behind computation
 ``python``       Python's share of a call
+``small``        small calls by the way in which they are called
 ``trace``        what the record of calls costs
 ``master``       the goals of master-worker mode
 ``rpc``          torch's RPC, beside it

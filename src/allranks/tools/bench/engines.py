@@ -249,6 +249,17 @@ class Mpi(Engine):
 
         return {"exchange": exchange, "all_reduce": all_reduce}[what]
 
+    def prepared(self, out: torch.Tensor, op_name: str) -> Call:
+        """A persistent all_reduce of ``out``, started and waited for once per invocation."""
+        op, target = getattr(self._mpi, _MPI_OPS[op_name]), self._describe(out, 1, "all_reduce")
+        request = self._comm.Allreduce_init(self._mpi.IN_PLACE, target, op)
+
+        def call() -> None:
+            request.Start()
+            request.Wait()
+
+        return call
+
     def _describe(self, tensor: torch.Tensor, pieces: int, verb: str) -> list[Any]:
         """Address, elements of a piece, type; bytes where nothing is computed. The caller keeps the tensor."""
         buffer = self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)

@@ -12,7 +12,7 @@ from allranks.tools.outputs import why_not
 
 __all__ = ["parse"]
 
-_STUDIES = ("overlap", "python", "master", "trace", "resilience", "checkpoint")
+_STUDIES = ("overlap", "python", "small", "master", "trace", "resilience", "checkpoint")
 _MOST_WORKERS = 126
 _FEWEST = 3
 _PEERS = ("gloo", "mpi")
@@ -31,9 +31,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options.nproc = {"python": 1, "master": 64, "resilience": 64}.get(options.verb, 2)
     if options.sizes is None:
         options.sizes = _sizes(
-            {"overlap": "16M", "master": "16M,64M", "resilience": "1G", "checkpoint": "1G"}.get(
-                options.verb, "4,64,1K..64M"
-            )
+            {
+                "overlap": "16M",
+                "small": "4,64,1K",
+                "master": "16M,64M",
+                "resilience": "1G",
+                "checkpoint": "1G",
+            }.get(options.verb, "4,64,1K..64M")
         )
     _check(parser, options)
     if options.nproc < 2:
@@ -56,7 +60,8 @@ def _parser() -> ArgumentParser:
         choices=("all", *VERBS, *_STUDIES),
         metavar="VERB",
         help=f"all, or one of {', '.join(VERBS)}; or overlap (what async calls hide behind computation); "
-        "or python (Python's share of a call); or trace (what the record of calls costs); or master (the goals of "
+        "or python (Python's share of a call); or small (small calls: blocking, asynchronous, planned, through "
+        "torch.distributed); or trace (what the record of calls costs); or master (the goals of "
         "master-worker mode, beside torch's RPC); or resilience (what the loss of a rank costs, beside torchft); or "
         "checkpoint (saving and loading, beside the disk and torch)",
     )
@@ -77,8 +82,8 @@ def _parser() -> ArgumentParser:
         "--sizes",
         type=_sizes,
         metavar="LIST",
-        help="bytes; A..B stands for the sizes from A to B, each 4 times the last "
-        "(default 4,64,1K..64M; of overlap 16M; of master's copies 16M,64M; of resilience's state and checkpoint 1G)",
+        help="bytes; A..B stands for the sizes from A to B, each 4 times the last (default 4,64,1K..64M; of overlap "
+        "16M; of small 4,64,1K; of master's copies 16M,64M; of resilience's state and checkpoint 1G)",
     )
     parser.add_argument(
         "--budget",
@@ -105,6 +110,8 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"{options.verb} takes two ranks: -n 2")
     if options.verb in ("python", "trace") and (options.against or options.plot):
         parser.error(f"{options.verb} measures this library alone, and draws nothing")
+    if options.verb == "small" and ("gloo" in options.against or options.plot):
+        parser.error("small measures beside MPI, where torch.distributed is on this library, and draws nothing")
     if options.verb == "master" and (options.against or options.hosts or options.plot):
         parser.error("master measures on this host, beside torch's RPC, and draws nothing")
     if options.verb == "resilience" and (options.against or options.hosts or options.plot):
@@ -125,7 +132,7 @@ def _check(parser: ArgumentParser, options: argparse.Namespace) -> None:
         parser.error("checkpoint saves 16 float32 tensors, 64K at least: --sizes")
     if options.budget <= 0:
         parser.error("--budget must be positive")
-    reduces = options.verb == "overlap" or any(VERBS[verb].reduces for verb in options.verbs)
+    reduces = options.verb in ("overlap", "small") or any(VERBS[verb].reduces for verb in options.verbs)
     if "mpi" in options.against and reduces and (options.dtype in ("float16", "bfloat16") or options.op == "AVG"):
         parser.error(f"MPI has no {options.op} of {options.dtype}: leave mpi out of --against")
     if "gloo" in options.against and reduces and options.op == "AVG" and "float" not in options.dtype:

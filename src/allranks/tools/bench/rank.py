@@ -23,6 +23,7 @@ from allranks.tools.bench.overlap import STARTS, measure_overlap
 from allranks.tools.bench.plot import plot
 from allranks.tools.bench.python import measure_python
 from allranks.tools.bench.report import Report, Table, write
+from allranks.tools.bench.small import measure_small
 from allranks.tools.bench.trace import measure_recorded, measure_straggling
 from allranks.tools.bench.verbs import VERBS
 from allranks.tools.quiet import Window, before, cores
@@ -102,6 +103,10 @@ def _measure(
     if options.verb == "python":
         report.share = measure_python(plan)
         show(text.share_text(report.share))
+    elif options.verb == "small":
+        for found in measure_small(engines, options.sizes, plan):
+            report.small.append(found)
+            show(text.small_text(found))
     elif options.verb == "trace":
         for each in measure_recorded(plan):
             report.recorded.append(each)

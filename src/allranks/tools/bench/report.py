@@ -15,6 +15,7 @@ __all__ = [
     "Report",
     "Row",
     "Share",
+    "Small",
     "Straggling",
     "Summary",
     "Table",
@@ -103,6 +104,29 @@ class Recorded:
 
 
 @dataclass
+class Small:
+    """A small all_reduce by the way in which it is called (``small``): medians of seconds per call.
+
+    Attributes:
+        nbytes: of the tensor.
+        ways_s: by way; ``small.py`` has the list.
+        fastest_s: of the fastest blocks.
+        blocks: of each.
+        wrong: elements, over all ranks and ways.
+    """
+
+    nbytes: int
+    ways_s: dict[str, float]
+    fastest_s: dict[str, float]
+    blocks: int
+    wrong: int
+
+    def more_s(self, way: str, than: str) -> float:
+        """How much longer one way takes than another."""
+        return self.ways_s[way] - self.ways_s[than]
+
+
+@dataclass
 class Straggling:
     """Whether a rank that comes late to each step is found (``trace``).
 
@@ -141,13 +165,14 @@ class Report:
     share: Share | None = None
     recorded: list[Recorded] = field(default_factory=list)
     straggling: Straggling | None = None
+    small: list[Small] = field(default_factory=list)
     conditions: Conditions | None = None  # of rank 0's host, while it was measured
 
     @property
     def wrong(self) -> int:
         """Wrong elements of all engines."""
         timings = [timing for table in self.tables for row in table.rows for timing in row.timings.values()]
-        return sum(each.wrong for each in timings) + sum(each.wrong for each in self.overlaps)
+        return sum(each.wrong for found in (timings, self.overlaps, self.small) for each in found)
 
 
 @dataclass

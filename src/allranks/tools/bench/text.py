@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from allranks.tools.bench.report import Overlap, Recorded, Report, Row, Share, Straggling, Table, summaries
+from allranks.tools.bench.report import Overlap, Recorded, Report, Row, Share, Small, Straggling, Table, summaries
 from allranks.tools.quiet import READING, Conditions, judge
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "recorded_line",
     "row_line",
     "share_text",
+    "small_text",
     "straggling_line",
     "summary",
     "table_head",
@@ -137,3 +138,17 @@ def share_text(share: Share) -> str:
     lines = [f"\n# a blocking 4-byte all_reduce, us per call: medians of {share.blocks} blocks"]
     lines += [f"{name:>30} {seconds * 1e6:8.3f}" for name, seconds in share.depths_s.items()]
     return "\n".join([*lines, f"{'Python, above the binding':>30} {share.python_s * 1e6:8.3f}"])
+
+
+def small_text(found: Small) -> str:
+    """A small call at one size, by way, and what the ways cost more than others."""
+    lines = [f"\n# all_reduce of {human(found.nbytes)}, us per call: medians of {found.blocks} blocks, and the fastest"]
+    lines += [
+        f"{way:>30} {seconds * 1e6:8.3f} {found.fastest_s[way] * 1e6:8.3f}" for way, seconds in found.ways_s.items()
+    ]
+    for way, than in (("async", "blocking"), ("torch", "torch, nothing"), ("torch async", "torch async, nothing")):
+        lines.append(f"# {way}: {found.more_s(way, than) * 1e6:+.2f} us, beside {than}")
+    for peer in ("mpi", "mpi persistent"):
+        if peer in found.ways_s:
+            lines.append(f"# {peer} / plan: {times(found.ways_s[peer] / found.ways_s['plan'])}")
+    return "\n".join(lines)

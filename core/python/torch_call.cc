@@ -1,0 +1,133 @@
+// A call as torch.distributed passes it to a backend: tensors, lists of one tensor or of pieces, and an object of
+// options.
+//
+// It is read here, because Python would take as long for that as a small call takes. Whatever is not plain is left to
+// Python, before anything is done.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "python/binding.h"
+
+namespace nb = nanobind;
+
+namespace allranks {
+
+namespace {
+
+nb::object interned(const char* name) { return nb::steal(PyUnicode_InternFromString(name)); }
+
+nb::object attribute(nb::handle object, const nb::object& name) {
+  PyObject* const value = PyObject_GetAttr(object.ptr(), name.ptr());
+  if (value == nullptr) nb::raise_python_error();
+  return nb::steal(value);
+}
+
+bool truth(nb::handle object) {
+  const int is = PyObject_IsTrue(object.ptr());
+  if (is < 0) nb::raise_python_error();
+  return is > 0;
+}
+
+bool is_list_of(nb::handle object, Py_ssize_t length) {
+  return PyList_CheckExact(object.ptr()) && PyList_Size(object.ptr()) == length;
+}
+
+class TorchCall {
+ public:
+  // An argument: its number, and whether it is what the list there holds as its only item.
+  using Where = std::optional<std::pair<Py_ssize_t, bool>>;
+
+  TorchCall(nb::object verb, Py_ssize_t arguments, Where tensor, Where pieces, nb::object options, const nb::dict& ops,
+            bool rooted, const nb::list& watchers)
+      : verb_(std::move(verb)),
+        arguments_(arguments),
+        tensor_(tensor),
+        pieces_(pieces),
+        options_(std::move(options)),
+        rooted_(rooted),
+        zero_(nb::module_::import_("datetime").attr("timedelta")(0)) {
+    for (const auto [kind, op] : ops) ops_.emplace_back(PyObject_Hash(nb::handle(kind).ptr()), nb::borrow(op));
+    for (const nb::handle watcher : watchers) watchers_.push_back(nb::borrow(watcher));
+  }
+
+  nb::object operator()(nb::handle now, nb::handle given) const {
+    nb::object nothing = nb::none();
+    if (!PyTuple_CheckExact(given.ptr()) || PyTuple_Size(given.ptr()) != arguments_) return nothing;
+    const nb::handle options = PyTuple_GetItem(given.ptr(), arguments_ - 1);
+    if (!options.type().is(options_)) return nothing;
+    for (Py_ssize_t i = kSplits; i < arguments_ - 1; i++) {
+      if (!is_list_of(PyTuple_GetItem(given.ptr(), i), 0)) return nothing;
+    }
+    nb::handle tensor = nothing;
+    nb::handle pieces = nothing;
+    if (!find(tensor_, given, tensor) || !find(pieces_, given, pieces)) return nothing;
+    for (const nb::object& watcher : watchers_) {
+      if (truth(watcher())) return nothing;
+    }
+    const int limited = PyObject_RichCompareBool(attribute(options, timeout_).ptr(), zero_.ptr(), Py_GT);
+    if (limited < 0) nb::raise_python_error();
+    if (limited > 0) return nothing;
+    nb::object op = nb::none();
+    if (!ops_.empty()) {
+      const Py_hash_t kind = PyObject_Hash(attribute(options, reduce_op_).ptr());
+      if (kind == -1 && PyErr_Occurred() != nullptr) nb::raise_python_error();
+      const auto known = std::find_if(ops_.begin(), ops_.end(), [kind](const auto& each) { return each.first == kind; });
+      if (known == ops_.end()) return nothing;
+      op = known->second;
+    }
+    if (rooted_ && truth(attribute(options, root_tensor_))) return nothing;
+    const nb::object root = rooted_ ? attribute(options, root_) : nobody_;
+    if (truth(attribute(options, async_))) return nb::make_tuple(verb_, tensor, pieces, op, root);
+    return truth(now(verb_, tensor, pieces, op, root)) ? nb::object(nb::bool_(true)) : nothing;
+  }
+
+ private:
+  static constexpr Py_ssize_t kSplits = 2;  // the first argument behind the tensors, of verbs that have more
+
+  // False: it is not of this form.
+  static bool find(const Where& where, nb::handle given, nb::handle& found) {
+    if (!where) return true;
+    found = PyTuple_GetItem(given.ptr(), where->first);
+    if (!where->second) return true;
+    if (!is_list_of(found, 1)) return false;
+    found = PyList_GetItem(found.ptr(), 0);
+    return true;
+  }
+
+  nb::object verb_;
+  Py_ssize_t arguments_;
+  Where tensor_;
+  Where pieces_;
+  nb::object options_;
+  std::vector<std::pair<Py_hash_t, nb::object>> ops_;  // torch's ops know how to hash faster than how to compare
+  bool rooted_;
+  nb::object zero_;
+  std::vector<nb::object> watchers_;
+  nb::object nobody_ = nb::int_(-1);
+  nb::object timeout_ = interned("timeout");
+  nb::object async_ = interned("asyncOp");
+  nb::object reduce_op_ = interned("reduceOp");
+  nb::object root_ = interned("rootRank");
+  nb::object root_tensor_ = interned("rootTensor");
+};
+
+}  // namespace
+
+void bind_torch_call(nb::module_& m) {
+  nb::class_<TorchCall>(m, "TorchCall", "A collective as torch.distributed passes it to a backend.")
+      .def(nb::init<nb::object, Py_ssize_t, TorchCall::Where, TorchCall::Where, nb::object, const nb::dict&, bool,
+                    const nb::list&>(),
+           nb::arg("verb"), nb::arg("arguments"), nb::arg("tensor").none(), nb::arg("pieces").none(),
+           nb::arg("options"), nb::arg("ops"), nb::arg("rooted"), nb::arg("watchers"),
+           "options: their class. ops: ours by torch's, all of which have another hash. watchers: functions; none of them may return a true value.")
+      .def("__call__", &TorchCall::operator(), nb::arg("now"), nb::arg("given"),
+           "True: a blocking call was made. None: nothing was done. Else the arguments of an asynchronous one.");
+}
+
+}  // namespace allranks

@@ -1,0 +1,133 @@
+"""``allranks bench small``: what a small all_reduce costs, by the way in which it is called.
+
+============================  =========================================================================================
+blocking, async, plan         ``allranks.all_reduce``; with ``async_op=True`` and a ``wait`` at once; ``group.plan``
+torch, torch async            ``torch.distributed.all_reduce`` on our backend, in the same two ways
+torch, nothing                torch's Python around a backend that does nothing: a ProcessGroup of torch's, written in
+                              Python, whose ``allreduce`` returns the same complete Work each time
+torch async, nothing          the same, and a ``wait``
+torch async, nothing, new     the same, where each call returns a new Work, as a backend with asynchronous calls must
+mpi, mpi persistent           with ``--against mpi``: ``Allreduce``; ``Allreduce_init``, then ``Start`` and ``Wait``
+============================  =========================================================================================
+
+All take turns in the same processes, in blocks of calls back to back; figures are medians over the blocks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+import allranks
+from allranks.tools.bench.engines import Engine, Mpi
+from allranks.tools.bench.measure import Plan, seconds_per_call
+from allranks.tools.bench.report import Small
+
+__all__ = ["measure_small"]
+
+_CALLS = 1000
+_ROUNDS = (20, 400)
+_NOTHING = "nothing"  # in the names of ways that do nothing
+
+
+def measure_small(engines: Sequence[Engine], sizes: Sequence[int], plan: Plan) -> Iterator[Small]:
+    """Of each size. Every rank calls it."""
+    world = allranks.group.WORLD
+    assert world is not None
+    torchs = allranks.torch_group()
+    for nbytes in sizes:
+        tensor = torch.zeros(max(1, nbytes // plan.dtype.itemsize), dtype=plan.dtype)
+        ways = _ours(world, tensor, plan.op) | _torchs(torchs, tensor, plan.op)
+        for engine in engines:
+            if isinstance(engine, Mpi):
+                ways |= _mpis(engine, tensor, plan.op)
+        wrong = _check(ways, engines, tensor, plan)
+        samples = _sample(ways, engines, plan)
+        medians = {name: statistics.median(times) for name, times in samples.items()}
+        fastest = {name: min(times) for name, times in samples.items()}
+        yield Small(tensor.nbytes, medians, fastest, len(samples["blocking"]), wrong)
+
+
+def _check(
+    ways: dict[str, tuple[bool, Callable[[], object]]], engines: Sequence[Engine], tensor: torch.Tensor, plan: Plan
+) -> int:
+    """The wrong elements of one call in each way, over all ranks. Leaves zeros, which stay what they are."""
+    total = torch.tensor(0)
+    for name, (by_mpi, call) in ways.items():
+        if _NOTHING in name:
+            continue
+        tensor.fill_(1)
+        engines[-1 if by_mpi else 0].enter(plan.cpus)
+        call()
+        total += int((tensor != (plan.ranks if plan.op == "SUM" else 1)).sum())
+    tensor.zero_()
+    allranks.all_reduce(total)
+    return int(total)
+
+
+def _sample(
+    ways: dict[str, tuple[bool, Callable[[], object]]], engines: Sequence[Engine], plan: Plan
+) -> dict[str, list[float]]:
+    """Seconds per call of blocks, by way; in each round another order."""
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    least, most = _ROUNDS
+    rounds = torch.tensor(0)
+    names = list(ways)
+    for turn in range(most):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            by_mpi, call = ways[name]
+            engines[-1 if by_mpi else 0].enter(plan.cpus)
+            samples[name].append(seconds_per_call(call, _CALLS))
+        spent = sum(map(sum, samples.values())) * _CALLS
+        rounds.fill_(turn + 1 >= least and spent >= plan.budget_s * len(ways))
+        allranks.broadcast(rounds, 0)  # all stop after the same round
+        if rounds:
+            break
+    return samples
+
+
+def _ours(world: allranks.ProcessGroup, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[bool, Any]]:
+    op = getattr(allranks.ReduceOp, op_name)
+    return {
+        "blocking": (False, lambda: allranks.all_reduce(tensor, op)),
+        "async": (False, lambda: allranks.all_reduce(tensor, op, async_op=True).wait()),
+        "plan": (False, world.plan("all_reduce", tensor, op)),
+    }
+
+
+def _torchs(group: Any, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[bool, Any]]:
+    dist: Any = torch.distributed
+    op = getattr(dist.ReduceOp, op_name)
+    all_reduce = dist.all_reduce
+
+    class Nothing(dist.ProcessGroup):  # type: ignore[misc]
+        def __init__(self, made: Callable[[], Any]) -> None:
+            super().__init__(group.rank(), group.size())
+            self.made = made
+
+        def allreduce(self, tensors: Any, opts: Any) -> Any:
+            return self.made()
+
+    class Done(dist.Work):  # type: ignore[misc]
+        def wait(self, timeout: Any = None) -> bool:
+            return True
+
+    done = Done()
+    nothing, new = Nothing(lambda: done), Nothing(Done)
+    return {
+        "torch": (False, lambda: all_reduce(tensor, op, group)),
+        "torch async": (False, lambda: all_reduce(tensor, op, group, async_op=True).wait()),
+        "torch, nothing": (False, lambda: all_reduce(tensor, op, nothing)),
+        "torch async, nothing": (False, lambda: all_reduce(tensor, op, nothing, async_op=True).wait()),
+        "torch async, nothing, new": (False, lambda: all_reduce(tensor, op, new, async_op=True).wait()),
+    }
+
+
+def _mpis(engine: Mpi, tensor: torch.Tensor, op_name: str) -> dict[str, tuple[bool, Any]]:
+    return {
+        "mpi": (True, engine.call("all_reduce", tensor, tensor, op_name)),
+        "mpi persistent": (True, engine.prepared(tensor, op_name)),
+    }
