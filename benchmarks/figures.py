@@ -106,23 +106,6 @@ def plugin_lines(report):
     yield f"A training step of a 10 M-parameter MLP under torch's own {took}."
 
 
-def small_lines(two, four):
-    """Small calls by the way in which they are called, and what a way costs more than another."""
-    reports = [{row["nbytes"]: row["ways_s"] for row in report["small"]} for report in (two, four)]
-    sizes = list(reports[0])
-    ways = list(reports[0][sizes[0]])
-    yield "| microseconds | " + " | ".join(f"{size(n)}, {ranks} ranks" for ranks in (2, 4) for n in sizes) + " |"
-    yield "|---" * (1 + 2 * len(sizes)) + "|"
-    for way in ways:
-        yield f"| {way} | " + " | ".join(f"{rows[n][way] * 1e6:.2f}" for rows in reports for n in sizes) + " |"
-    for way, than in (("async", "blocking"), ("torch", "torch, nothing"), ("torch async", "torch async, nothing")):
-        cells = [f"{(rows[n][way] - rows[n][than]) * 1e6:+.2f}" for rows in reports for n in sizes]
-        yield f"| *{way}* minus *{than}* | " + " | ".join(cells) + " |"
-    for peer in ("mpi", "mpi persistent"):
-        cells = [times(rows[n][peer] / rows[n]["plan"]) for rows in reports for n in sizes]
-        yield f"| *{peer}* / *plan* | " + " | ".join(cells) + " |"
-
-
 def launch_lines(launch):
     """A whole job; from the command to the first line of the last rank; two hosts; many ranks."""
     yield (
@@ -201,12 +184,6 @@ def performance_lines():
         "Python's own share of a blocking call, above the core's binding (which reads the tensor itself): "
         f"{load('python')['share']['python_s'] * 1e6:.2f} us."
     )
-    yield ""
-    yield "## Small calls"
-    yield ""
-    yield "`all_reduce` of float32 by the way in which it is called ([what the ways are](#ways-to-call)):"
-    yield ""
-    yield from small_lines(load("small_2"), load("small_4"))
     yield ""
     yield "## Collectives between hosts"
     yield ""

@@ -158,7 +158,7 @@ class Comm {
   std::condition_variable ended_;  // a collective has; or this rank leaves
   std::condition_variable due_;    // for the progress thread alone
   std::deque<std::shared_ptr<Queued>> queue_;
-  uint64_t started_ = 0;    // asynchronous collectives
+  uint64_t started_ = 0;  // asynchronous collectives
   int64_t look_ns_ = kLookNs;
   bool asleep_ = false;     // the progress thread, until it is woken
   bool hurried_ = false;    // somebody waits who cannot help: no head start

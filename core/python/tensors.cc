@@ -1,5 +1,7 @@
 #include "python/tensors.h"
 
+#include <algorithm>
+
 namespace nb = nanobind;
 
 namespace allranks {
@@ -67,11 +69,13 @@ Tensors::Tensors(const nb::list& classes) {
   is_conj_ = nb::getattr(classes_.front(), "is_conj");
 }
 
-std::optional<Shown> Tensors::memory(nb::handle tensor) const {
+bool Tensors::has_class(nb::handle tensor) const {
   const nb::handle type = tensor.type();
-  bool ordinary = false;
-  for (const auto& known : classes_) ordinary = ordinary || type.is(known);
-  if (!ordinary || api_ == nullptr) return {};
+  return std::any_of(classes_.begin(), classes_.end(), [type](const nb::object& known) { return type.is(known); });
+}
+
+std::optional<Shown> Tensors::memory(nb::handle tensor) const {
+  if (api_ == nullptr || !has_class(tensor)) return {};
   dlpack::Tensor t;
   if (api_->show(tensor.ptr(), &t) != 0) {
     PyErr_Clear();

@@ -26,6 +26,8 @@ class Tensors {
   // classes: those whose instances are ordinary tensors; the first has the exchange interface.
   explicit Tensors(const nanobind::list& classes);
 
+  // Whether it is of one of these classes, and not of one derived from them.
+  bool has_class(nanobind::handle tensor) const;
   std::optional<Shown> show(nanobind::handle tensor) const;
   // The same of a tensor that was shown before, whose flags do not change.
   std::optional<Shown> memory(nanobind::handle tensor) const;

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "python/binding.h"
+#include "python/state.h"
 
 namespace nb = nanobind;
 
@@ -77,18 +78,32 @@ class TorchCall {
     if (!ops_.empty()) {
       const Py_hash_t kind = PyObject_Hash(attribute(options, reduce_op_).ptr());
       if (kind == -1 && PyErr_Occurred() != nullptr) nb::raise_python_error();
-      const auto known = std::find_if(ops_.begin(), ops_.end(), [kind](const auto& each) { return each.first == kind; });
+      const auto known =
+          std::find_if(ops_.begin(), ops_.end(), [kind](const auto& each) { return each.first == kind; });
       if (known == ops_.end()) return nothing;
       op = known->second;
     }
     if (rooted_ && truth(attribute(options, root_tensor_))) return nothing;
     const nb::object root = rooted_ ? attribute(options, root_) : nobody_;
-    if (truth(attribute(options, async_))) return nb::make_tuple(verb_, tensor, pieces, op, root);
+    if (truth(attribute(options, async_))) {
+      if (!plain(tensor) || !plain(pieces)) return nothing;
+      return nb::make_tuple(verb_, tensor, pieces, op, root);
+    }
     return truth(now(verb_, tensor, pieces, op, root)) ? nb::object(nb::bool_(true)) : nothing;
   }
 
  private:
   static constexpr Py_ssize_t kSplits = 2;  // the first argument behind the tensors, of verbs that have more
+
+  // Whether it is None, a tensor of no subclass, which could have a meaning of its own, or a list of such tensors.
+  static bool plain(nb::handle value) {
+    if (state.ordinary == nullptr) return false;  // no engine of ours is loaded, but torch's own
+    if (!PyList_CheckExact(value.ptr())) return value.is_none() || state.ordinary->has_class(value);
+    for (Py_ssize_t i = 0; i < PyList_Size(value.ptr()); i++) {
+      if (!state.ordinary->has_class(PyList_GetItem(value.ptr(), i))) return false;
+    }
+    return true;
+  }
 
   // False: it is not of this form.
   static bool find(const Where& where, nb::handle given, nb::handle& found) {
@@ -125,7 +140,8 @@ void bind_torch_call(nb::module_& m) {
                     const nb::list&>(),
            nb::arg("verb"), nb::arg("arguments"), nb::arg("tensor").none(), nb::arg("pieces").none(),
            nb::arg("options"), nb::arg("ops"), nb::arg("rooted"), nb::arg("watchers"),
-           "options: their class. ops: ours by torch's, all of which have another hash. watchers: functions; none of them may return a true value.")
+           "options: their class. ops: ours by torch's, all of which have another hash. watchers: functions; none of "
+           "them may return a true value.")
       .def("__call__", &TorchCall::operator(), nb::arg("now"), nb::arg("given"),
            "True: a blocking call was made. None: nothing was done. Else the arguments of an asynchronous one.");
 }

@@ -1,6 +1,8 @@
 """Plain calls of torch.distributed, which the core reads: as right as the others, and seen by whoever looks."""
 
 import os
+import subprocess
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -154,6 +156,24 @@ def test_errors() -> None:
         assert isinstance(group._calls.failure, dist.AllranksError)
 
     run_ranks(2, body, may_die=[1])
+
+
+def test_a_group_on_another_engine() -> None:
+    """It has no fast path, in a process that has not loaded the native engine."""
+
+    def body() -> None:
+        dist.torch_group()
+        for async_op in (False, True):
+            tensor = torch.ones(1)
+            work = td.all_reduce(tensor, async_op=async_op)
+            if work is not None:
+                work.wait()
+            assert tensor.item() == 2
+
+    run_ranks(2, body, env={"ALLRANKS_BACKEND": "gloo"})
+    code = "import torch, allranks as dist; import torch.distributed as td; dist.init_process_group('gloo');"
+    code += "dist.torch_group(); t = torch.ones(1); td.all_reduce(t, async_op=True).wait(); assert t.item() == 1"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_closed_group() -> None:

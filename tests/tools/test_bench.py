@@ -155,6 +155,23 @@ def test_trace(tmp_path: Path) -> None:
     assert "rank 1 is 2 ms late in each of 100 steps; found: rank 1, last in " in done.stdout
 
 
+def test_small(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = bench("small", "-n", "2", "--sizes", "4,1K", "--budget", "0.01", "--json", str(figures))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(figures.read_text())
+    assert [each["nbytes"] for each in report["small"]] == [4, 1024]
+    for each in report["small"]:
+        assert list(each["ways_s"]) == [
+            "blocking", "async", "plan", "torch", "torch async", "torch, nothing", "torch async, nothing",
+            "torch async, nothing, new",
+        ]  # fmt: skip
+        assert all(each["fastest_s"][way] <= seconds for way, seconds in each["ways_s"].items())
+        assert (each["wrong"], each["blocks"] >= 20) == (0, True)
+    assert "# torch async: +" in done.stdout
+    assert "# wrong elements: 0" in done.stdout
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_python(tmp_path: Path, ranks: int) -> None:
     figures = tmp_path / "figures.json"
@@ -185,6 +202,7 @@ def test_python(tmp_path: Path, ranks: int) -> None:
         (["all", "--against", "mpi", "--dtype", "bfloat16"], "MPI has no SUM of bfloat16"),
         (["python", "--against", "gloo"], "this library alone"),
         (["trace", "--against", "gloo"], "this library alone"),
+        (["small", "--against", "gloo"], "beside MPI"),
         (["trace", "-n", "1"], "trace takes two ranks"),
         (["master", "--against", "gloo"], "beside torch's RPC"),
         (["master", "-n", "127"], "at most 126"),
