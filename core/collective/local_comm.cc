@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
 #include <cstring>
 
 namespace allranks {
 
 namespace {
 
+constexpr size_t kFirstBytes =
+    64 - offsetof(CallLine, payload);        // of a payload, in the CPU's line with the fingerprint
 constexpr int64_t kNotesNs = 1'000'000'000;  // for the ranks to write where a call stands
 
 // Counters wrap: `a` has reached `b` when it is not behind it.
@@ -49,7 +52,9 @@ bool LocalComm::assemble(Call& call, const void* payload, size_t nbytes) {
     }
   }
   // Everybody has read what stood there, of the call before. The next call finds it here.
-  sys::prefetch_to_write(&shm_->call_line(rank(), call.number + 1));
+  CallLine& next_line = shm_->call_line(rank(), call.number + 1);
+  sys::prefetch_to_write(&next_line);
+  if (nbytes > kFirstBytes) sys::prefetch_to_write(&next_line.payload[kFirstBytes]);
   bool agree = true;
   uint32_t sites = 0;
   int64_t met_ns = 0;
