@@ -8,6 +8,7 @@
 //           so positions are the same on all ranks and are never sent. When a rank has seen all others arrive in call
 //           n-1, all are done with call n-2, and of call n-1 at most the last three pieces are unread. So what lies
 //           more than four pieces back may be overwritten without an acknowledgement. The same holds for call lines.
+//           Small pieces have a ring of their own: a group whose calls are small needs little memory.
 //   pipe    a byte ring from this rank to one other, for messages.
 //   bell    a futex word with the count of the threads that sleep on it.
 //
@@ -191,6 +192,7 @@ struct alignas(kLine) Header {
 struct Sizes {
   size_t piece = 128 << 10;  // the largest: a power of two
   size_t ring = 2 << 20;     // a multiple of it, at least 6
+  size_t small_ring = 32 << 10;  // for pieces of up to a sixteenth of it: a power of two
   size_t pipe = 256 << 10;
   size_t ranks = 0;  // of the group, where it spans hosts
 };
@@ -214,7 +216,8 @@ class Layout {
     return wait() + sizeof(WaitLine) + static_cast<size_t>(to) * sizeof(PipeControl);
   }
   size_t ring() const { return page(pipe_control(ranks_)); }
-  size_t pipe(int to) const { return ring() + page(sizes_.ring) + static_cast<size_t>(to) * page(sizes_.pipe); }
+  size_t small_ring() const { return ring() + page(sizes_.ring); }
+  size_t pipe(int to) const { return small_ring() + page(sizes_.small_ring) + static_cast<size_t>(to) * page(sizes_.pipe); }
   size_t far(int number) const { return pipe(ranks_) + static_cast<size_t>(number) * sizeof(Far); }
   // All but the rings and pipes, which are allocated when they are first written.
   struct Part {

@@ -31,7 +31,7 @@ uint64_t Layout::magic() const {
   constexpr uint64_t version = 7;
   uint64_t h = 0x616c6c72616e6b73 ^ version;
   for (const uint64_t x : {static_cast<uint64_t>(ranks_), uint64_t{sizes_.piece}, uint64_t{sizes_.ring},
-                           uint64_t{sizes_.pipe}, uint64_t{sizes_.ranks}}) {
+                           uint64_t{sizes_.small_ring}, uint64_t{sizes_.pipe}, uint64_t{sizes_.ranks}}) {
     h = (h ^ x) * 0x100000001b3;
   }
   return h;
@@ -84,6 +84,9 @@ Shm::Shm(int rank, Sizes sizes, Maps maps, Liveness liveness, std::vector<int> n
   if (!std::has_single_bit(given.piece) || given.piece < 64 || given.ring % given.piece != 0 ||
       given.ring < 6 * given.piece) {
     throw Error("the ring must hold at least 6 pieces, each a power of two of bytes and at least 64");
+  }
+  if (!std::has_single_bit(given.small_ring) || given.small_ring < 16 * 64) {
+    throw Error("the small ring must be a power of two of bytes, and hold 16 pieces of 64");
   }
   for (int r = 0; r < size(); r++) {
     const auto& header = at<Header>(r, layout_.header());
@@ -285,6 +288,11 @@ void Shm::allocate_ring(uint64_t end) {
   if (end <= ring_reserved_) return;
   sys::allocate_mapped(ring_at(rank_, ring_reserved_), end - ring_reserved_);
   ring_reserved_ = end;
+}
+
+void Shm::allocate_small_ring() {
+  sys::allocate_mapped(small_ring_at(rank_, 0), sizes().small_ring);
+  small_ring_reserved_ = true;
 }
 
 void Shm::allocate_pipe(int to) {

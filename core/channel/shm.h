@@ -80,10 +80,20 @@ class Shm {
   std::byte* ring_at(int rank, uint64_t position) {
     return maps_[static_cast<size_t>(rank)]->data() + layout_.ring() + position % sizes().ring;
   }
+  std::byte* small_ring_at(int rank, uint64_t position) {
+    return maps_[static_cast<size_t>(rank)]->data() + layout_.small_ring() + position % sizes().small_ring;
+  }
+  // By its distance from the beginning of the rank's rings.
+  std::byte* in_rings(int rank, size_t offset) {
+    return maps_[static_cast<size_t>(rank)]->data() + layout_.ring() + offset;
+  }
   PipeControl& pipe_control(int from, int to) { return at<PipeControl>(from, layout_.pipe_control(to)); }
   // This rank's memory for what others read, which is allocated when it is first needed. Throw std::bad_alloc.
   void reserve_ring(uint64_t end) {  // up to there
     if (end > ring_reserved_) allocate_ring(end);
+  }
+  void reserve_small_ring() {
+    if (!small_ring_reserved_) allocate_small_ring();
   }
   void reserve_pipe(int to) {
     if (!pipe_reserved_[static_cast<size_t>(to)].load(std::memory_order_relaxed)) allocate_pipe(to);
@@ -144,6 +154,7 @@ class Shm {
   Leaving leaving(int rank) { return at<Header>(rank, layout_.header()).left.load(std::memory_order_acquire); }
   Presence presence(int number);
   void allocate_ring(uint64_t end);
+  void allocate_small_ring();
   void allocate_pipe(int to);
 
   int rank_;
@@ -156,6 +167,7 @@ class Shm {
   RemoteRanks* remote_ranks_ = nullptr;
   std::atomic<bool> closing_ = false;
   uint64_t ring_reserved_ = 0;
+  bool small_ring_reserved_ = false;
   std::vector<std::atomic<bool>> pipe_reserved_;
 };
 

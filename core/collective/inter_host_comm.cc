@@ -247,7 +247,7 @@ void InterHostComm::distribute(Exchange& e) {
     if (!e.all.empty()) {
       const auto list = local_comm_.take(listed);
       std::memcpy(list.at(0), e.all.data(), listed);
-      step.disagree = static_cast<uint32_t>(list.begin % local_comm_.shm().sizes().ring) + 1;
+      step.disagree = static_cast<uint32_t>(list.offset()) + 1;
     }
     local_comm_.post_step(local_comm_.base_step, true);
   } else {
@@ -257,7 +257,7 @@ void InterHostComm::distribute(Exchange& e) {
     if (step.disagree != 0) {
       local_comm_.take(listed);
       e.all.resize(ranks());
-      std::memcpy(e.all.data(), local_comm_.shm().ring_at(0, step.disagree - 1), listed);
+      std::memcpy(e.all.data(), local_comm_.shm().in_rings(0, step.disagree - 1), listed);
     }
   }
   const std::byte* at = results.at(0);

@@ -11,6 +11,7 @@ namespace {
 
 constexpr size_t kFirstBytes =
     64 - offsetof(CallLine, payload);        // of a payload, in the CPU's line with the fingerprint
+constexpr size_t kSmallPieces = 16;  // which the small ring holds: half of them where they are aligned at worst
 constexpr int64_t kNotesNs = 1'000'000'000;  // for the ranks to write where a call stands
 
 // Counters wrap: `a` has reached `b` when it is not behind it.
@@ -92,7 +93,7 @@ std::optional<Error> LocalComm::judge(const Call& call, std::vector<Fingerprint>
     failure.peer = swaps_.see(calls).first;
     if (failure.peer < 0) return {};
   }
-  ring_position_ = 0;  // ranks that call different things have taken different pieces
+  ring_position_ = small_position_ = 0;  // ranks that call different things have taken different pieces
   return Error(failure, std::move(calls));
 }
 
@@ -107,8 +108,14 @@ void LocalComm::arrive(Call& call, const void* payload, size_t nbytes) {
 LocalComm::Pieces LocalComm::take(size_t bytes, size_t pieces) {
   // Powers of two, aligned to themselves, do not run over the ring's end.
   const size_t room = std::bit_ceil(std::max<size_t>(bytes, 64));
-  const uint64_t begin = (ring_position_ + room - 1) / room * room;
-  ring_position_ = begin + room * pieces;
+  const bool small = room * pieces <= shm_->sizes().small_ring / kSmallPieces;
+  uint64_t& position = small ? small_position_ : ring_position_;
+  const uint64_t begin = (position + room - 1) / room * room;
+  position = begin + room * pieces;
+  if (small) {
+    shm_->reserve_small_ring();
+    return {shm_.get(), begin, room, true};
+  }
   shm_->reserve_ring(std::min<uint64_t>(ring_position_, shm_->sizes().ring));
   return {shm_.get(), begin, room};
 }

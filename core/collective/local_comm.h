@@ -58,8 +58,14 @@ class LocalComm {
     Shm* shm;
     uint64_t begin;
     size_t room;  // bytes of each
+    bool small = false;
 
-    std::byte* at(int rank, size_t piece = 0) const { return shm->ring_at(rank, begin + piece * room); }
+    std::byte* at(int rank, size_t piece = 0) const {
+      const uint64_t position = begin + piece * room;
+      return small ? shm->small_ring_at(rank, position) : shm->ring_at(rank, position);
+    }
+    // Of the first piece, in a rank's rings.
+    size_t offset() const { return static_cast<size_t>(at(0) - shm->in_rings(0, 0)); }
   };
   Pieces take(size_t bytes, size_t pieces = 1);
 
@@ -97,6 +103,7 @@ class LocalComm {
   std::unique_ptr<Shm> shm_;
   uint32_t calls_ = 0;
   uint64_t ring_position_ = 0;
+  uint64_t small_position_ = 0;
   Swaps swaps_;
   std::shared_ptr<SharedBlocks> blocks_ = sys::make_owned<SharedBlocks>();  // outlived by blocks
   Copier copier_;

@@ -41,6 +41,7 @@ void bind_memory(nb::module_& m) {
       .def(nb::init<>())
       .def_rw("piece", &Sizes::piece)
       .def_rw("ring", &Sizes::ring)
+      .def_rw("small_ring", &Sizes::small_ring)
       .def_rw("pipe", &Sizes::pipe)
       .def_rw("ranks", &Sizes::ranks, "Of a group that spans hosts: how many it has.");
 

@@ -23,6 +23,7 @@ class Failure(Exception):
 class Sizes:
     piece: int
     ring: int
+    small_ring: int
     pipe: int
     ranks: int
 

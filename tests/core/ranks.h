@@ -144,7 +144,7 @@ inline const std::vector<std::vector<int>> kShapes = {
     {0, 1, 2}, {0, 0, 1, 1}, {0, 1, 1, 2, 2}, {0, 1, 0, 1, 1}, {0, 0, 1, 2, 3, 3, 4, 5, 6, 7, 8, 8}};
 
 // Small pieces, so that small tensors take every path.
-inline Sizes small_sizes() { return {.piece = 512, .ring = 6 * 512, .pipe = 1024}; }
+inline Sizes small_sizes() { return {.piece = 512, .ring = 6 * 512, .small_ring = 1024, .pipe = 1024}; }
 
 template <class T>
 DType dtype_of();

@@ -1,0 +1,73 @@
+"""Many groups at once: what each costs, and that small and large calls do not disturb each other in its memory."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import torch
+
+import allranks as dist
+from allranks.testing import run_ranks
+
+
+def _memory() -> int:
+    """Bytes of this process, with its share of what it has in common with others."""
+    found = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return sum(int(found[name].split()[0]) << 10 for name in ("Pss_Anon", "Pss_Shmem"))
+
+
+def test_a_group_with_small_calls_is_small() -> None:
+    """Its rings take turns in little memory, however many calls there are."""
+    groups, calls = 60, 100
+
+    def main() -> tuple[int, int]:
+        torch.set_num_threads(1)
+        everybody = list(range(dist.get_world_size()))
+        tensor = torch.ones(500)
+        dist.all_reduce(tensor)
+        dist.barrier()
+        memory, descriptors = _memory(), len(os.listdir("/proc/self/fd"))
+        made = [dist.new_group(everybody) for _ in range(groups)]
+        for _ in range(calls):
+            for group in made:
+                tensor.fill_(1)
+                dist.all_reduce(tensor, group=group)
+                assert tensor[-1] == len(everybody)
+        dist.barrier()
+        grown = _memory() - memory
+        dist.barrier()
+        return grown, len(os.listdir("/proc/self/fd")) - descriptors
+
+    found = run_ranks(4, main)
+    assert all(descriptors == 0 for _, descriptors in found), found
+    assert sum(grown for grown, _ in found) / groups < 512 << 10, found
+
+
+def test_small_and_large_calls_in_any_order() -> None:
+    def main() -> None:
+        torch.set_num_threads(1)
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        pick = random.Random(7)
+        sizes = [1, 12, 100, 500, 512, 513, 3000, 5000, 40_000, 300_000]
+        for number in range(400):
+            verb, n, root = pick.choice(["reduce", "broadcast", "gather", "scatter"]), pick.choice(sizes), 0
+            mine = torch.full((n,), float(number + rank))
+            if verb == "reduce":
+                dist.all_reduce(mine)
+                assert (mine == ranks * number + sum(range(ranks))).all(), (number, verb, n)
+            elif verb == "broadcast":
+                root = number % ranks
+                dist.broadcast(mine, root)
+                assert (mine == number + root).all(), (number, verb, n)
+            elif verb == "gather":
+                whole = torch.empty(ranks * n)
+                dist.all_gather_into_tensor(whole, mine)
+                assert (whole.view(ranks, n) == number + torch.arange(ranks).view(-1, 1)).all(), (number, verb, n)
+            else:
+                parts = [torch.full((n,), float(number * r)) for r in range(ranks)] if rank == 0 else None
+                dist.scatter(mine, parts)
+                assert (mine == number * rank).all(), (number, verb, n)
+
+    run_ranks(3, main)
