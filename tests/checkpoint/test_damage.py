@@ -57,18 +57,19 @@ def flip(path: Path, bit: int) -> None:
 
 
 def test_a_flipped_bit_anywhere_is_found(copy: Path) -> None:
-    """By verify always; by load unless it is in the head of a file, which load does not use."""
+    """By verify always; by load unless that does not read it: the head of a file, what only the other rank has."""
     pick = random.Random(1)
     manifest = load_manifest(copy)
     heads = {file.name: file.head for file in manifest.files}
     files = sorted(copy.iterdir())
-    for number in range(120):
+    for number in range(1000):
         path = pick.choice(files)
         bit = pick.randrange(8 * (heads[path.name] if number % 3 == 0 and path.name in heads else path.stat().st_size))
         flip(path, bit)
         (problem,) = checkpoint.verify(copy)
         assert path.name in problem
-        if path.name == MANIFEST or bit // 8 >= heads[path.name]:
+        of_another = "tensor 'mine', written by rank 1" in problem
+        if path.name == MANIFEST or (bit // 8 >= heads[path.name] and not of_another):
             with pytest.raises(CheckpointError) as caught:
                 checkpoint.load(copy)
             assert path.name in str(caught.value)
