@@ -70,6 +70,7 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(BENCH)/bin/python benchmarks/hosts.py --json benchmarks/hosts_1.json $(BENCH_FLAGS)
 	$(BENCH)/bin/python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json $(BENCH_FLAGS)
 	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
+	$(BIN)/python benchmarks/groups.py --json benchmarks/groups.json
 	taskset -c 0 $(BIN)/python benchmarks/rendezvous.py --json benchmarks/rendezvous.json
 	$(BIN)/python benchmarks/worker_calls.py --json benchmarks/worker_calls.json
 	$(BIN)/python benchmarks/figures.py

@@ -185,6 +185,10 @@ def performance_lines():
         f"{load('python')['share']['python_s'] * 1e6:.2f} us."
     )
     yield ""
+    yield "## Many groups"
+    yield ""
+    yield from groups_table()
+    yield ""
     yield "## Collectives between hosts"
     yield ""
     yield from hosts_lines(load("hosts_1"), load("hosts_2"))
@@ -226,6 +230,20 @@ def step_line(step):
         f"{contenders['torch']['median_s'] * 1e3:.0f} ms with torch's on gloo "
         f"({step['torch_over_allranks']:.2f}x), {contenders['no sync']['median_s'] * 1e3:.0f} ms with no sync."
     )
+
+
+def groups_table():
+    """What a group costs, by its ranks and calls."""
+    found = load("groups")
+    yield f"Groups of all ranks of one host, after {found['calls']} calls of `all_reduce` on each (`benchmarks/groups.py`):"
+    yield ""
+    yield "| ranks | groups | bytes of a call | ms to make one | MiB in all | KiB a group | descriptors a rank |"
+    yield "|---" * 7 + "|"
+    for row in found["rows"]:
+        yield (
+            f"| {row['ranks']} | {row['groups']:,} | {size(row['nbytes'])} | {row['each_s'] * 1e3:.1f} "
+            f"| {row['memory'] / 2**20:,.0f} | {row['memory'] / row['groups'] / 1024:,.0f} | {row['descriptors']} |"
+        )
 
 
 def rendezvous_table():
