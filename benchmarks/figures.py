@@ -235,7 +235,7 @@ def step_line(step):
 def groups_table():
     """What a group costs, by its ranks and calls."""
     found = load("groups")
-    yield f"Groups of all ranks of one host, after {found['calls']} calls of `all_reduce` on each (`benchmarks/groups.py`):"
+    yield f"Groups of all ranks of a host, after {found['calls']} calls of `all_reduce` each (`benchmarks/groups.py`):"
     yield ""
     yield "| ranks | groups | bytes of a call | ms to make one | MiB in all | KiB a group | descriptors a rank |"
     yield "|---" * 7 + "|"

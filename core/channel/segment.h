@@ -227,6 +227,10 @@ class Layout {
   std::array<Part, 2> control(int rank) const { return {{{0, ring()}, {pipe(ranks_), bytes(rank) - pipe(ranks_)}}}; }
   // Only the segment of rank 0 has a table of the ranks elsewhere.
   size_t bytes(int rank) const { return rank == 0 ? far(static_cast<int>(sizes_.ranks)) : pipe(ranks_); }
+  // Where a rank's segment begins, where one memory has all of them.
+  size_t segment(int rank) const {
+    return rank == 0 ? 0 : page(bytes(0)) + static_cast<size_t>(rank - 1) * page(pipe(ranks_));
+  }
 
  private:
   static size_t page(size_t n) { return (n + 4095) / 4096 * 4096; }

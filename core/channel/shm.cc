@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <functional>
 #include <new>
 #include <numeric>
 
@@ -37,32 +38,53 @@ uint64_t Layout::magic() const {
   return h;
 }
 
+namespace {
+
+// A segment that is being made: allocates what is used from the beginning, and writes the header. The rest starts as the
+// kernel gives it: zero is the initial state of every line.
+void initialise(const Layout& layout, int rank, int ranks, std::byte* segment, const std::function<void()>& allocate) {
+  for (const auto& part : layout.control(rank)) {
+    if (part.bytes > 0 && !sys::allocate_mapped(segment + part.begin, part.bytes)) allocate();
+  }
+  auto* header = new (segment + layout.header()) Header{};
+  header->magic = layout.magic();
+  header->rank = static_cast<uint32_t>(rank);
+  header->size = static_cast<uint32_t>(ranks);
+}
+
+}  // namespace
+
 sys::Fd Shm::create_segment(int rank, int ranks, Sizes sizes) {
   const Layout layout(ranks, sizes);
   sys::Fd fd = sys::sealed_memory("allranks", layout.bytes(rank));
   const sys::Mapping map(fd, layout.bytes(rank));
-  for (const auto& part : layout.control(rank)) {
-    if (part.bytes > 0 && !sys::allocate_mapped(map.data() + part.begin, part.bytes)) {
-      sys::allocate(fd, layout.bytes(rank));
-    }
-  }
-  // The rest starts as the kernel gives it: zero is the initial state of every line.
-  auto* header = new (map.data() + layout.header()) Header{};
-  header->magic = layout.magic();
-  header->rank = static_cast<uint32_t>(rank);
-  header->size = static_cast<uint32_t>(ranks);
+  initialise(layout, rank, ranks, map.data(), [&] { sys::allocate(fd, layout.bytes(rank)); });
   return fd;
 }
 
-Shm::Maps Shm::map(Sizes sizes, const std::vector<sys::Fd>& segments) {
+sys::Fd Shm::create_segments(int ranks, Sizes sizes) {
+  const Layout layout(ranks, sizes);
+  const size_t bytes = layout.segment(ranks);
+  sys::Fd fd = sys::sealed_memory("allranks", bytes);
+  const sys::Mapping map(fd, bytes);
+  for (int r = 0; r < ranks; r++) {
+    initialise(layout, r, ranks, map.data() + layout.segment(r), [&] { sys::allocate(fd, bytes); });
+  }
+  return fd;
+}
+
+Shm::Maps Shm::map(int ranks, Sizes sizes, const std::vector<sys::Fd>& memories) {
   Maps maps;
-  const Layout layout(static_cast<int>(segments.size()), sizes);
-  for (size_t r = 0; r < segments.size(); r++) {
-    const int rank = static_cast<int>(r);
-    maps.push_back(std::make_shared<sys::Mapping>(segments[r], layout.bytes(rank)));
+  const Layout layout(ranks, sizes);
+  const bool one = memories.size() == 1 && ranks > 1;
+  if (!one && memories.size() != static_cast<size_t>(ranks)) throw Error("not one segment per rank");
+  const auto whole = one ? std::make_shared<sys::Mapping>(memories[0], layout.segment(ranks)) : nullptr;
+  for (int r = 0; r < ranks; r++) {
+    const auto owner = one ? whole : std::make_shared<sys::Mapping>(memories[static_cast<size_t>(r)], layout.bytes(r));
+    maps.emplace_back(owner, owner->data() + (one ? layout.segment(r) : 0));
     // Page faults inside the first collectives would cost more than they do.
-    for (const auto& part : layout.control(rank)) {
-      if (part.bytes > 0) sys::allocate_mapped(maps.back()->data() + part.begin, part.bytes);
+    for (const auto& part : layout.control(r)) {
+      if (part.bytes > 0) sys::allocate_mapped(maps.back().get() + part.begin, part.bytes);
     }
   }
   return maps;

@@ -50,9 +50,13 @@ class Shm {
  public:
   // A new segment for `rank` of `ranks`, to be handed to the others.
   static sys::Fd create_segment(int rank, int ranks, Sizes sizes);
+  // One memory with the segments of all ranks.
+  static sys::Fd create_segments(int ranks, Sizes sizes);
 
-  using Maps = std::vector<std::shared_ptr<sys::Mapping>>;
-  static Maps map(Sizes sizes, const std::vector<sys::Fd>& segments);
+  // By rank; together they own the mappings.
+  using Maps = std::vector<std::shared_ptr<std::byte>>;
+  // Of a segment for each rank, or of one memory with all.
+  static Maps map(int ranks, Sizes sizes, const std::vector<sys::Fd>& memories);
 
   // maps[r]: rank r's segment. (Ranks that are threads of one process share the mappings: the thread
   // sanitizer identifies memory by its address.) liveness[rank] is unused. numbers: the ranks' numbers in the group,
@@ -78,14 +82,14 @@ class Shm {
     return liveness_[static_cast<size_t>(rank)];
   }
   std::byte* ring_at(int rank, uint64_t position) {
-    return maps_[static_cast<size_t>(rank)]->data() + layout_.ring() + position % sizes().ring;
+    return maps_[static_cast<size_t>(rank)].get() + layout_.ring() + position % sizes().ring;
   }
   std::byte* small_ring_at(int rank, uint64_t position) {
-    return maps_[static_cast<size_t>(rank)]->data() + layout_.small_ring() + position % sizes().small_ring;
+    return maps_[static_cast<size_t>(rank)].get() + layout_.small_ring() + position % sizes().small_ring;
   }
   // By its distance from the beginning of the rank's rings.
   std::byte* in_rings(int rank, size_t offset) {
-    return maps_[static_cast<size_t>(rank)]->data() + layout_.ring() + offset;
+    return maps_[static_cast<size_t>(rank)].get() + layout_.ring() + offset;
   }
   PipeControl& pipe_control(int from, int to) { return at<PipeControl>(from, layout_.pipe_control(to)); }
   // This rank's memory for what others read, which is allocated when it is first needed. Throw std::bad_alloc.
@@ -98,7 +102,7 @@ class Shm {
   void reserve_pipe(int to) {
     if (!pipe_reserved_[static_cast<size_t>(to)].load(std::memory_order_relaxed)) allocate_pipe(to);
   }
-  std::byte* pipe(int from, int to) { return maps_[static_cast<size_t>(from)]->data() + layout_.pipe(to); }
+  std::byte* pipe(int from, int to) { return maps_[static_cast<size_t>(from)].get() + layout_.pipe(to); }
   Bell& gate() { return at<Bell>(0, layout_.gate()); }             // rung by collectives
   Bell& bell(int rank) { return at<Bell>(rank, layout_.bell()); }  // rung by sends to and recvs from `rank`
 
@@ -146,7 +150,7 @@ class Shm {
 
   template <class T>
   T& at(int rank, size_t offset) {
-    return *reinterpret_cast<T*>(maps_[static_cast<size_t>(rank)]->data() + offset);
+    return *reinterpret_cast<T*>(maps_[static_cast<size_t>(rank)].get() + offset);
   }
   void wait_slowly(Bell& bell, Patience& patience, const Failure& about, ReadyFn ready, const void* context);
   void look_around(Patience& patience, const Failure& about, ReadyFn ready, const void* context, int64_t began_ns);

@@ -84,7 +84,7 @@ struct Ranks {
       const int here = static_cast<int>(hosts.on(h).size());
       std::vector<sys::Fd> segments;
       for (int p = 0; p < here; p++) segments.push_back(Shm::create_segment(p, here, sizes));
-      maps.push_back(Shm::map(sizes, segments));
+      maps.push_back(Shm::map(here, sizes, segments));
     }
     const Settings settings{.timeout_s = timeout_s, .spin_ns = spin_ns, .eager = eager};
     for (size_t i = 0; i < n; i++) {

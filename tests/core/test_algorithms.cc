@@ -41,8 +41,12 @@ struct Host {
   explicit Host(int n) {
     const auto size = static_cast<size_t>(n);
     std::vector<sys::Fd> segments;
-    for (int r = 0; r < n; r++) segments.push_back(Shm::create_segment(r, n, small_sizes()));
-    const Shm::Maps maps = Shm::map(small_sizes(), segments);
+    if (n % 2 == 0) {
+      segments.push_back(Shm::create_segments(n, small_sizes()));
+    } else {
+      for (int r = 0; r < n; r++) segments.push_back(Shm::create_segment(r, n, small_sizes()));
+    }
+    const Shm::Maps maps = Shm::map(n, small_sizes(), segments);
     std::vector<std::vector<sys::Fd>> sockets(size);
     for (auto& row : sockets) row.resize(size);
     std::vector<int> ranks;

@@ -218,7 +218,7 @@ TEST(who_moves_much_for_others_releases_its_callers_locks) {
   const Sizes sizes{};
   std::vector<sys::Fd> segments;
   for (int r = 0; r < 2; r++) segments.push_back(Shm::create_segment(r, 2, sizes));
-  const Shm::Maps maps = Shm::map(sizes, segments);
+  const Shm::Maps maps = Shm::map(2, sizes, segments);
   const auto shm = [&](int rank) { return std::make_unique<Shm>(rank, sizes, maps, Liveness(2)); };
   const auto zero = shm(0);
   const auto one = shm(1);

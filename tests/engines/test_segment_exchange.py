@@ -122,3 +122,84 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     with here, pytest.raises(JoinError, match="rank 1 ended while the ranks were connecting"):
         here.meet(0, records, 30.0)
     assert time.monotonic() - began < WAITED_S
+
+
+# One memory for all, of a group that is made from another.
+
+
+@contextlib.contextmanager
+def sharing() -> Iterator[list[SegmentExchange]]:
+    with contextlib.ExitStack() as stack:
+        memories = [_core.create_memory(4096), *[-1] * (RANKS - 1)]
+        yield [stack.enter_context(SegmentExchange(memory)) for memory in memories]
+
+
+def share(offers: list[SegmentExchange]) -> None:
+    records = [offer.record for offer in offers]
+    with ThreadPoolExecutor(len(offers)) as pool:
+        shared = [pool.submit(offer.share, rank, records, 30.0) for rank, offer in enumerate(offers)]
+        inodes = set()
+        for rank, one in enumerate(shared):
+            (memory,), sockets = one.result()
+            inodes.add(os.fstat(memory).st_ino)
+            connected_with = [r for r, sock in enumerate(sockets) if sock is not None]
+            assert connected_with == (list(range(1, RANKS)) if rank == 0 else [0])
+            os.close(memory)
+            for sock in sockets:
+                if sock is not None:
+                    sock.close()
+        assert len(inodes) == 1
+
+
+@pytest.mark.parametrize("word", [b"", b"hello", b"x" * 20], ids=["silent", "short", "wrong"])
+@pytest.mark.parametrize("user", [0, pytest.param(NOBODY, marks=as_root)], ids=["own", "another"])
+def test_strangers_get_no_memory_and_hold_up_nobody(user: int, word: bytes) -> None:
+    with sharing() as offers:
+        names = [name(offer) for offer in offers]
+        with child(user or os.getuid(), lambda: [connected(each, word) for each in names for _ in range(5)]):
+            began = time.monotonic()
+            share(offers)
+            assert time.monotonic() - began < WAITED_S
+
+
+@as_root
+def test_no_memory_is_taken_from_another_user() -> None:
+    with SegmentExchange(-1) as gone:
+        taken = name(gone)
+
+    def listen() -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(taken)
+        listener.listen()
+        return listener
+
+    with (
+        child(NOBODY, listen),
+        SegmentExchange(-1) as offer,
+        pytest.raises(JoinError, match=f"rank 0 belongs to user {NOBODY}"),
+    ):
+        offer.share(1, [gone.record, offer.record], 30.0)
+
+
+def test_a_rank_that_does_not_fetch_its_memory_is_not_waited_for() -> None:
+    with sharing() as (first, second, ended):
+        ended.__exit__()
+        began = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            records = [first.record, second.record, ended.record]
+            tried = [pool.submit(offer.share, rank, records, 30.0) for rank, offer in enumerate((first, second))]
+            with pytest.raises(JoinError, match="rank 2 ended while the ranks were connecting"):
+                tried[0].result()
+            (memory,), sockets = tried[1].result()  # which then finds that the first has given up
+        assert sockets[0] is not None
+        assert sockets[0].recv(1) == b""
+        sockets[0].close()
+        os.close(memory)
+        assert time.monotonic() - began < WAITED_S
+
+
+def test_a_first_rank_that_has_ended_is_not_waited_for() -> None:
+    with sharing() as (first, second, _):
+        first.__exit__()
+        with pytest.raises(JoinError, match="rank 0 did not give it the memory"):
+            second.share(1, [first.record, second.record], 30.0)

@@ -2,7 +2,8 @@
 
 Ranks of one host exchange descriptors of their memory over unix sockets in the abstract namespace, which leave no file
 behind. The sockets stay open as liveness sockets: the end of one means that its rank has ended. A group made from
-another uses that group's, and closes its own. Ranks of different hosts connect over TCP when they need it (`tcp`). At
+another uses that group's: where all its ranks share the host, its first rank makes one memory for all and hands it to
+them, and where they do not, it closes its own. Ranks of different hosts connect over TCP when they need it (`tcp`). At
 the start only the first ranks of hosts do, for heartbeats. The caller gives the ranks each other's addresses
 (`Exchange`): by a store for the world, by the parent group for a group made later.
 
@@ -35,7 +36,7 @@ from allranks._store.client import credentials
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["OFFER_BYTES", "Connections", "SegmentExchange", "confirm", "connect"]
+__all__ = ["OFFER_BYTES", "Connections", "Memory", "SegmentExchange", "confirm", "connect"]
 
 # What a rank publishes of its SegmentExchange: the address's random name, and a token. Everybody on the host can see
 # the name (/proc/net/unix). The token of the host's first rank proves that a peer belongs to the group.
@@ -62,8 +63,9 @@ class Connections(NamedTuple):
     """The connections of a rank with the others.
 
     Attributes:
-        segments: descriptors of the memories of this host's ranks, in order.
-        liveness: the sockets to them that stay connected; None for this rank.
+        segments: descriptors of the memories of this host's ranks, in order; or of the one that has all.
+        liveness: the sockets to them that stay connected; None for this rank. Those of a group that uses another's are
+            for ``confirm``.
         heartbeats: the connections for heartbeats, by rank; None for others. Empty where this rank has none.
         peers: what makes the connections with other hosts that are needed later; None where all share this host.
     """
@@ -74,13 +76,26 @@ class Connections(NamedTuple):
     peers: PeerConnections | None
 
 
+class Memory(NamedTuple):
+    """How a group's memory is made.
+
+    Attributes:
+        of_rank: makes this rank's.
+        of_all: makes one for all ranks of the host.
+    """
+
+    of_rank: Callable[[], int]
+    of_all: Callable[[], int]
+
+
 def connect(
     rank: int,
     members: Sequence[Member],
     host_of: Sequence[int],
     exchange: Exchange,
-    create: Callable[[], int],
+    create: Memory,
     timeout_s: float,
+    has_liveness: bool = False,
 ) -> Connections:
     """Connects a rank with every other.
 
@@ -89,16 +104,21 @@ def connect(
         members: who is in the group, by rank.
         host_of: which ranks are to share memory: those with the same number.
         exchange: gives every rank the records of all.
-        create: makes this rank's memory.
+        create: makes memory.
         timeout_s: for all of it.
+        has_liveness: liveness sockets are there already. The same on all ranks.
 
     Raises:
         JoinError: a rank could not be reached in time.
         SecretError: ranks of different hosts have different secrets.
     """
-    memory = create()
     if len(members) == 1:
-        return Connections([memory], [None], [], None)
+        return Connections([create.of_rank()], [None], [], None)
+    if has_liveness and len(set(host_of)) == 1:
+        with SegmentExchange(create.of_all() if rank == 0 else -1) as offer:
+            records = exchange(offer.record + _PORT.pack(0))
+            return Connections(*offer.share(rank, records, min(timeout_s, _THERE_S)), [], None)
+    memory = create.of_rank()
     deadline = time.monotonic() + timeout_s
     near = [r for r, host in enumerate(host_of) if host == host_of[rank]]
     local = len({member.machine for member in members}) == 1  # and so is the network
@@ -134,7 +154,7 @@ def connect(
     return Connections(segments, liveness, heartbeats, peers)
 
 
-def confirm(rank: int, sockets: Sequence[Socket | None], timeout_s: float) -> None:
+def confirm(rank: int, made: Connections, timeout_s: float) -> None:
     """Returns when every rank of this host has made its group, and closes the sockets.
 
     Of a group that uses other liveness sockets: those do not end where a rank fails to make it, but these do.
@@ -142,9 +162,10 @@ def confirm(rank: int, sockets: Sequence[Socket | None], timeout_s: float) -> No
     Raises:
         JoinError: a rank has failed, or did not come in time.
     """
-    own = [connection for connection in sockets if connection is not None]
+    own = [connection for connection in made.liveness if connection is not None]
+    through_first = len(made.segments) == 1 and len(made.liveness) > 1
     try:
-        _agree(rank, own, time.monotonic() + min(timeout_s, _THERE_S))
+        _agree(rank, own, time.monotonic() + min(timeout_s, _THERE_S), last=through_first and rank == 0)
     except JoinError:
         raise
     except OSError as error:
@@ -158,7 +179,7 @@ class SegmentExchange:
     """Gives a rank's memory to the other ranks of its host, and gets theirs. Used once.
 
     Args:
-        memory: this rank's; taken over.
+        memory: this rank's, or that of all on the first of them; taken over. -1: there is none.
 
     Attributes:
         record: what the other ranks must know.
@@ -175,7 +196,7 @@ class SegmentExchange:
             self._listener.bind(_address(name))
             self._listener.listen(socket.SOMAXCONN)
         except OSError:
-            os.close(memory)
+            self._close_memory()
             raise
         self.record = name + secrets.token_bytes(_TOKEN_BYTES)
 
@@ -184,8 +205,39 @@ class SegmentExchange:
 
     def __exit__(self, *_: object) -> None:
         self._listener.close()
-        if self._memory >= 0:
-            os.close(self._memory)
+        self._close_memory()
+
+    def _close_memory(self) -> None:
+        memory, self._memory = self._memory, -1
+        if memory >= 0:
+            os.close(memory)
+
+    def share(self, rank: int, records: list[bytes], timeout_s: float) -> tuple[list[int], list[Socket | None]]:
+        """Gets the memory of all ranks from the first of them, which hands it to the others.
+
+        Args:
+            rank: this process among them.
+            records: theirs, by rank.
+            timeout_s: for all of it.
+
+        Returns:
+            The memory's descriptor; and the first rank's sockets to the others, their socket to the first, by rank.
+
+        Raises:
+            JoinError: a rank could not be reached in time.
+        """
+        sockets: dict[int, Socket] = {}
+        try:
+            if rank == 0:
+                _hand_out(records, self._listener, sockets, self._memory, time.monotonic() + timeout_s)
+            else:
+                sockets[0], self._memory = _fetch(rank, records[0], timeout_s)
+        except BaseException:
+            for connection in sockets.values():
+                connection.close()
+            raise
+        memory, self._memory = self._memory, -1
+        return [memory], [sockets.get(r) for r in range(len(records))]
 
     def meet(
         self, rank: int, records: list[bytes], timeout_s: float, numbers: Sequence[int] | None = None
@@ -249,12 +301,7 @@ def _meet(
             sockets[peer] = connection
             connection.settimeout(left())
             connection.connect(_address(records[peer][:_NAME_BYTES]))
-            _, uid, _ = credentials(connection)
-            if uid != os.geteuid():
-                raise JoinError(
-                    f"rank {numbers[rank]}: what answers at the address of rank {numbers[peer]} belongs to user {uid}, "
-                    f"this process to user {os.geteuid()}"
-                )
+            _check_owner(connection, numbers[rank], numbers[peer])
             socket.send_fds(connection, [_HELLO.pack(token, rank)], [segments[rank]])
         with contextlib.closing(_callers(listener, token, deadline, look_for_ended)) as callers:
             while len(sockets) < size - 1:
@@ -286,14 +333,82 @@ def _meet(
         ) from error
 
 
-def _agree(number: int, sockets: Collection[Socket], deadline: float) -> None:
-    """Returns when every rank has come here."""
-    for connection in sockets:
-        connection.sendall(b"!")
+def _hand_out(records: list[bytes], listener: Socket, sockets: dict[int, Socket], memory: int, deadline: float) -> None:
+    """By the first rank: gives its memory to the others, which connect."""
+    size, token = len(records), records[0][_NAME_BYTES:OFFER_BYTES]
+
+    def look_for_ended() -> None:
+        absent = [peer for peer in range(1, size) if peer not in sockets]
+        _check_there(0, {peer: records[peer][:_NAME_BYTES] for peer in absent[:_LOOKED_AT]})
+
+    try:
+        with contextlib.closing(_callers(listener, token, deadline, look_for_ended)) as callers:
+            while len(sockets) < size - 1:
+                connection, peer, segment = next(callers)
+                os.close(segment)
+                if not 0 < peer < size or peer in sockets:
+                    connection.close()
+                    continue
+                sockets[peer] = connection
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                socket.send_fds(connection, [_HELLO.pack(token, 0)], [memory])
+    except JoinError:  # an OSError, too
+        raise
+    except OSError as error:
+        missing = [r for r in range(1, size) if r not in sockets]
+        why = "in time" if isinstance(error, builtins.TimeoutError) else f"({error.strerror})"
+        raise JoinError(
+            f"rank 0: no connection with {rank_list(missing or list(sockets))} {why}.\n"
+            "  Did a rank end while the ranks were connecting? Look at the end of its output"
+        ) from error
+
+
+def _fetch(rank: int, record: bytes, timeout_s: float) -> tuple[Socket, int]:
+    """By another rank: the connection with the first, and the memory that it gives."""
+    name, token = record[:_NAME_BYTES], record[_NAME_BYTES:OFFER_BYTES]
+    connection = Socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(_address(name))
+        _check_owner(connection, rank, 0)
+        socket.send_fds(connection, [_HELLO.pack(token, rank)], [connection.fileno()])  # any, as a caller sends one
+        other, memory = _receive(connection, token)
+    except JoinError:  # an OSError, too
+        connection.close()
+        raise
+    except OSError as error:
+        connection.close()
+        raise JoinError(f"rank {rank}: rank 0 did not give it the memory of the group ({error})") from error
+    except BaseException:
+        connection.close()
+        raise
+    if other != 0:
+        connection.close()
+        raise JoinError(f"rank {rank}: rank 0 broke off while the ranks were connecting")
+    return connection, memory
+
+
+def _check_owner(connection: Socket, number: int, other: int) -> None:
+    _, uid, _ = credentials(connection)
+    if uid != os.geteuid():
+        raise JoinError(
+            f"rank {number}: what answers at the address of rank {other} belongs to user {uid}, "
+            f"this process to user {os.geteuid()}"
+        )
+
+
+def _agree(number: int, sockets: Collection[Socket], deadline: float, last: bool = False) -> None:
+    """Returns when every rank has come here. ``last``: the others are connected with this rank alone."""
+    if not last:
+        for connection in sockets:
+            connection.sendall(b"!")
     for connection in sockets:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         if connection.recv(1) != b"!":
             raise JoinError(f"rank {number}: another rank broke off while the ranks were connecting")
+    if last:
+        for connection in sockets:
+            connection.sendall(b"!")
 
 
 def _check_there(number: int, names: Mapping[int, bytes]) -> None:

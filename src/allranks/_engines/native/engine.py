@@ -41,7 +41,7 @@ from allranks._engines.checks import (
     factor_of,
     not_taken,
 )
-from allranks._engines.native.connect import OFFER_BYTES, Connections, SegmentExchange, confirm, connect
+from allranks._engines.native.connect import OFFER_BYTES, Connections, Memory, SegmentExchange, confirm, connect
 from allranks._engines.native.errors import explain
 from allranks._engines.operands import Operands, OperandsWork
 from allranks._engines.spec import Exchange
@@ -117,9 +117,10 @@ class NativeEngine(Engine):
         shared = None
         if parent is not None:  # if it is closed, the exchange raises
             shared = parent.engine.liveness([parent.ranks[r] for r, host in enumerate(hosts) if host == hosts[rank]])
-        made = connect(
-            rank, members, host_of, exchange, lambda: _core.create_segment(local_rank, size, sizes), connect_s
+        memory = Memory(
+            lambda: _core.create_segment(local_rank, size, sizes), lambda: _core.create_segments(size, sizes)
         )
+        made = connect(rank, members, host_of, exchange, memory, connect_s, has_liveness=shared is not None)
         self._peers = made.peers
         self._troubles = made.peers.troubles if made.peers is not None else {}
         try:
@@ -136,7 +137,7 @@ class NativeEngine(Engine):
             raise
         if shared is not None:
             try:
-                confirm(rank, made.liveness, connect_s)
+                confirm(rank, made, connect_s)
             except BaseException:
                 self.close()
                 raise
