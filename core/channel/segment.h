@@ -190,8 +190,8 @@ struct alignas(kLine) Header {
 // Sizes, in bytes but for the last. They decide the layout, so all ranks must agree; tests shrink them so that small
 // tensors take every path.
 struct Sizes {
-  size_t piece = 128 << 10;  // the largest: a power of two
-  size_t ring = 2 << 20;     // a multiple of it, at least 6
+  size_t piece = 128 << 10;      // the largest: a power of two
+  size_t ring = 2 << 20;         // a multiple of it, at least 6
   size_t small_ring = 32 << 10;  // for pieces of up to a sixteenth of it: a power of two
   size_t pipe = 256 << 10;
   size_t ranks = 0;  // of the group, where it spans hosts
@@ -217,7 +217,9 @@ class Layout {
   }
   size_t ring() const { return page(pipe_control(ranks_)); }
   size_t small_ring() const { return ring() + page(sizes_.ring); }
-  size_t pipe(int to) const { return small_ring() + page(sizes_.small_ring) + static_cast<size_t>(to) * page(sizes_.pipe); }
+  size_t pipe(int to) const {
+    return small_ring() + page(sizes_.small_ring) + static_cast<size_t>(to) * page(sizes_.pipe);
+  }
   size_t far(int number) const { return pipe(ranks_) + static_cast<size_t>(number) * sizeof(Far); }
   // All but the rings and pipes, which are allocated when they are first written.
   struct Part {

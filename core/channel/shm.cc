@@ -40,8 +40,8 @@ uint64_t Layout::magic() const {
 
 namespace {
 
-// A segment that is being made: allocates what is used from the beginning, and writes the header. The rest starts as the
-// kernel gives it: zero is the initial state of every line.
+// A segment that is being made: allocates what is used from the beginning, and writes the header. The rest starts as
+// the kernel gives it: zero is the initial state of every line.
 void initialise(const Layout& layout, int rank, int ranks, std::byte* segment, const std::function<void()>& allocate) {
   for (const auto& part : layout.control(rank)) {
     if (part.bytes > 0 && !sys::allocate_mapped(segment + part.begin, part.bytes)) allocate();

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kFirstBytes =
     64 - offsetof(CallLine, payload);        // of a payload, in the CPU's line with the fingerprint
-constexpr size_t kSmallPieces = 16;  // which the small ring holds: half of them where they are aligned at worst
+constexpr size_t kSmallPieces = 16;          // which the small ring holds: half of them where they are aligned at worst
 constexpr int64_t kNotesNs = 1'000'000'000;  // for the ranks to write where a call stands
 
 // Counters wrap: `a` has reached `b` when it is not behind it.

@@ -139,8 +139,8 @@ MaybeRequest send(Comm& comm, Address data, size_t n, int dtype, int to, int tag
 void bind_making(nb::class_<Comm>& comm) {
   comm.def(nb::new_([](int rank, const Sizes& sizes, const std::vector<int>& segments, const Liveness& liveness,
                        double timeout_s, double spin_us, double spin_progress_us, size_t eager) {
-             auto shm = std::make_unique<Shm>(rank, sizes, Shm::map(static_cast<int>(liveness.size()), sizes, own(segments)),
-                                             liveness);
+             auto shm = std::make_unique<Shm>(
+                 rank, sizes, Shm::map(static_cast<int>(liveness.size()), sizes, own(segments)), liveness);
              return sys::make_owned<Comm>(std::move(shm),
                                           Settings{.timeout_s = timeout_s,
                                                    .spin_ns = static_cast<int64_t>(spin_us * 1e3),
@@ -158,7 +158,8 @@ void bind_making(nb::class_<Comm>& comm) {
             auto memories = own(segments);
             auto signs = own(heartbeats);
             const Hosts hosts(host_of);
-            auto shm = std::make_unique<Shm>(hosts.place(rank), sizes, Shm::map(static_cast<int>(liveness.size()), sizes, memories), liveness,
+            auto shm = std::make_unique<Shm>(hosts.place(rank), sizes,
+                                             Shm::map(static_cast<int>(liveness.size()), sizes, memories), liveness,
                                              hosts.on(hosts.of(rank)));
             return sys::make_owned<Comm>(std::move(shm), rank, hosts, std::move(signs), asking(asking_pipe, number),
                                          Settings{.timeout_s = timeout_s,

@@ -62,9 +62,8 @@ void bind_memory(nb::module_& m) {
       [](int rank, int size, const Sizes& sizes) { return Shm::create_segment(rank, size, sizes).release(); },
       nb::arg("rank"), nb::arg("size"), nb::arg("sizes"), "A file descriptor of a new segment; the caller closes it.");
   m.def(
-      "create_segments",
-      [](int size, const Sizes& sizes) { return Shm::create_segments(size, sizes).release(); }, nb::arg("size"),
-      nb::arg("sizes"), "The same, with the segments of all ranks of a host.");
+      "create_segments", [](int size, const Sizes& sizes) { return Shm::create_segments(size, sizes).release(); },
+      nb::arg("size"), nb::arg("sizes"), "The same, with the segments of all ranks of a host.");
 
   m.def(
       "create_memory",
