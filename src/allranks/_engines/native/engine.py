@@ -142,18 +142,21 @@ class NativeEngine(Engine):
                 self.close()
                 raise
 
-        if get_debug_level() is not DebugLevel.DETAIL:
-            comm = self.comm  # not self: a call outlives the engine when the group is destroyed meanwhile
-            troubles = self._troubles
-
-            def explain_now(failure: _core.Failure, verb: str) -> AllranksError:
-                calls = comm.last_calls()
-                return explain(
-                    failure, verb, group=group_name, rank=rank, members=members, last_calls=calls, troubles=troubles
-                )
-
-            self._short = self.now = _core.Now(self.comm, explain_now)
+        if not self._debug:
+            self._short = self.now = self._make_now()
             self.begin = self._begin
+
+    def _make_now(self) -> _core.Now:
+        comm = self.comm  # not self: a call outlives the engine when the group is destroyed meanwhile
+        troubles, rank, members, group_name = self._troubles, self._rank, self._members, self._group_name
+
+        def explain_now(failure: _core.Failure, verb: str) -> AllranksError:
+            calls = comm.last_calls()
+            return explain(
+                failure, verb, group=group_name, rank=rank, members=members, last_calls=calls, troubles=troubles
+            )
+
+        return _core.Now(self.comm, explain_now)
 
     # --- verbs ---
 
