@@ -106,6 +106,28 @@ def plugin_lines(report):
     yield f"A training step of a 10 M-parameter MLP under torch's own {took}."
 
 
+def small_lines(two, four):
+    """Small calls by the way in which they are called, and what a way costs more than another, of fastest blocks."""
+    sizes = [row["nbytes"] for row in two["small"]]
+    columns = [(row["ways_s"], row["fastest_s"]) for report in (two, four) for row in report["small"]]
+    busy = " and ".join(f"{report['conditions']['busy']:.1f}" for report in (two, four))
+    yield "`all_reduce` of float32 by the way in which it is called ([what the ways are](#ways-to-call)). Microseconds:"
+    yield "medians, and in brackets the fastest blocks, from which the differences and ratios are."
+    yield f"Other processes kept {busy} of {two['cpus']} CPUs busy meanwhile."
+    yield ""
+    yield "| | " + " | ".join(f"{size(n)}, {ranks} ranks" for ranks in (2, 4) for n in sizes) + " |"
+    yield "|---" * (1 + len(columns)) + "|"
+    for way in columns[0][0]:
+        cells = [f"{medians[way] * 1e6:.2f} ({fastest[way] * 1e6:.2f})" for medians, fastest in columns]
+        yield f"| {way} | " + " | ".join(cells) + " |"
+    for way, than in (("async", "blocking"), ("torch", "torch, nothing"), ("torch async", "torch async, nothing")):
+        cells = [f"({(fastest[way] - fastest[than]) * 1e6:+.2f})" for _, fastest in columns]
+        yield f"| {way} less {than} | " + " | ".join(cells) + " |"
+    for peer in ("mpi", "mpi persistent"):
+        cells = [f"({times(fastest[peer] / fastest['plan'])})" for _, fastest in columns]
+        yield f"| {peer} / plan | " + " | ".join(cells) + " |"
+
+
 def launch_lines(launch):
     """A whole job; from the command to the first line of the last rank; two hosts; many ranks."""
     yield (
@@ -188,6 +210,10 @@ def performance_lines():
     yield "## Many groups"
     yield ""
     yield from groups_table()
+    yield ""
+    yield "## Small calls"
+    yield ""
+    yield from small_lines(load("small_2"), load("small_4"))
     yield ""
     yield "## Collectives between hosts"
     yield ""
