@@ -285,3 +285,23 @@ def test_options(launcher: Launcher) -> None:
         done = launcher.run(*options, script)
         assert done.code == 2
         assert text in done.err
+
+
+def test_a_rank_that_is_being_started_when_the_last_is_lost_has_nothing_to_go_on_with(launcher: Launcher) -> None:
+    body = """
+if start == 0:
+    _store.set(f"pid/{rank}", str(os.getpid()).encode())
+    if rank == 0:
+        await_key("pid/1")
+        os.kill(int(_store.get("pid/1", 10.0)), signal.SIGKILL)
+        die()
+time.sleep(30)
+"""
+    done = run(launcher, body, "-n", "2", "--elastic", "1")
+    assert done.code == 137
+    first, said, last = without_pids(done.err)[:3]
+    ranks = sorted((first[5], last[5]))
+    assert ranks == ["0", "1"]
+    assert first == f"rank {first[5]} (pid N) was killed by SIGKILL; started again (1 of 3)"
+    assert said == f"no rank is left that has the state of the program: rank {first[5]} cannot go on"
+    assert last == f"rank {last[5]} (pid N) was killed by SIGKILL (often the kernel, out of memory)"

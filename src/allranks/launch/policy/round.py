@@ -388,6 +388,7 @@ class Round:
         self._publish()
         if not (again or self._may_go_on(seats)):
             self._root_cause.add(failure)
+            self._tell_starting(seats)
         elif excluded:
             self._go_on(f"rank {rank} has ended, as the others had gone on without it", seats)
         else:
@@ -435,6 +436,7 @@ class Round:
             self._go_on(f"{event.why}; {rank_list(ranks)} ended with it", seats)
         else:
             self._root_cause.add(losses[0])
+            self._tell_starting(seats)
         self._give_up_starting(seats)
 
     def _take_elastic_end(self, rank: int, seats: Seats) -> None:
@@ -466,11 +468,16 @@ class Round:
             return
         for rank in starting:
             seats.lose(seats.losses[rank], again=False)
-        if not self._exited:
-            self._print(f"no rank is left that has the state of the program: {rank_list(starting)} cannot go on")
+        self._tell_starting(seats, starting)
         self._publish()
         if not self._may_go_on(seats):
             self._root_cause.add(seats.losses[starting[0]])
+
+    def _tell_starting(self, seats: Seats, starting: Sequence[int] = ()) -> None:
+        """Says what becomes of ranks that are being started, where none is left that could give them the state."""
+        starting = starting or seats.starting
+        if starting and not self._exited and not self.running.difference(self._reports):
+            self._print(f"no rank is left that has the state of the program: {rank_list(starting)} cannot go on")
 
     def _may_go_on(self, seats: Seats) -> bool:
         return seats.is_enough() and bool(self.running or self._exited)
