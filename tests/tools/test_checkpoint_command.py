@@ -76,7 +76,7 @@ def test_show(saved: Path) -> None:
         "bfloat16",
         "[3, 4]",
         "in 2 parts",
-        "of ranks 1",
+        "of rank 1",
         "epoch = 2",
     ):
         assert words in text

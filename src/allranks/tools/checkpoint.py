@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from allranks._base.console import ArgumentParser, put
-from allranks._base.errors import AllranksError, CheckpointError
+from allranks._base.errors import AllranksError, CheckpointError, rank_list
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders, parts, single_file
 from allranks.checkpoint.choosing import only_here
@@ -177,7 +177,7 @@ def _show(options: argparse.Namespace) -> int:
     put(f"step {manifest.step}, {when}, {share}, {who}\n\n")
     width = max((len(tensor["name"]) for tensor in tensors), default=0)
     for tensor in tensors:
-        whose = f"  of ranks {', '.join(map(str, tensor['ranks']))}" if tensor["ranks"] else ""
+        whose = f"  of {rank_list(tensor['ranks'])}" if tensor["ranks"] else ""
         pieces = f"  in {tensor['parts']} parts" if tensor["parts"] > 1 else ""
         shape = str(tensor["shape"])
         put(f"{tensor['name']:{width}}  {tensor['dtype']:9}  {shape:16}  {_size(tensor['nbytes']):>8}{pieces}{whose}\n")
