@@ -170,6 +170,28 @@ def test_all_ranks_that_leave_write_a_checkpoint_first(tmp_path: Path) -> None:
     assert run_ranks(3, main) == [("end", 10, 165.0)] * 3
 
 
+def test_a_training_in_two_parts(tmp_path: Path) -> None:
+    """``epochs`` is called again with a later end, in the same process and in another one."""
+
+    def main(*ends: int) -> tuple[float, int, list[int]]:
+        weight, seen = torch.zeros(1), []
+        state = State(weight=weight, checkpoints=Checkpoints(tmp_path))
+        for end in ends:
+            for epoch in state.epochs(end):
+                seen.append(epoch)
+                for step in state.steps(3):
+                    with step:
+                        gradient = torch.tensor([10.0**epoch])
+                        dist.all_reduce(gradient)
+                        step.commit()
+                        weight += gradient
+        return weight.item(), state.steps_done, seen
+
+    assert run_ranks(2, main, 1, 2) == [(66.0, 6, [0, 1])] * 2
+    assert [info.step for info in checkpoint.list(tmp_path)] == [6, 3]
+    assert run_ranks(2, main, 2, 3) == [(666.0, 9, [2])] * 2
+
+
 def _cannot_be_written(folder: Path, on_error: str) -> Any:
     """From step 5 on, the folder is none: a file has taken its place."""
 

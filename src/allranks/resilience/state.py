@@ -186,6 +186,8 @@ class State:
         for step in self.steps(1):  # so that no rank is past the loop while another may still need it
             with step:
                 pass
+        self._position.move(count)
+        self._ends = False
         lineage = self._world.lineage
         if lineage is not None and lineage.board.launched:
             lineage.board.write(OVER, b"1")
@@ -234,7 +236,7 @@ class State:
             return
         if self._disk is not None:
             self._disk.settle()
-            if self._outcome == _LEAVES and not step.broken:
+            if self._outcome == _LEAVES:
                 self._write_last(step)
         if step.leaves:
             destroy_process_group()
@@ -245,11 +247,11 @@ class State:
         """Writes a checkpoint if all ranks leave: nobody is left who has the state."""
         assert self._disk is not None
         try:
-            outcome = self._world.agree(_ALL if step.leaves else _SOME)
+            outcome = _UNDONE if step.broken else self._world.agree(_ALL if step.leaves else _SOME)
         except LOSSES:
             outcome = _UNDONE
         if outcome == _UNDONE:
-            step.leaves, step.broken = False, True  # after the next step
+            step.leaves, step.broken = False, True  # it leaves after the next step
         elif outcome == _ALL:
             self._position.saved = -1
             self._write_checkpoint(at_once=True)
