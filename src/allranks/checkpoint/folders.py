@@ -291,7 +291,12 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     sync_folder(partial)
     final = partial.parent / new_name(partial.parent, manifest)
     os.rename(partial, final)
-    sync_folder(partial.parent)
+    try:
+        sync_folder(partial.parent)
+    except OSError:
+        with contextlib.suppress(OSError):  # its caller says that it was not saved
+            os.rename(final, partial)
+        raise
     return final
 
 
