@@ -22,7 +22,6 @@ namespace {
 
 constexpr int64_t kMs = 1'000'000;
 constexpr int64_t kSliceNs = 50 * kMs;
-constexpr int64_t kAwakeNs = kMs / 10;      // without a byte, before a rank sleeps
 constexpr int64_t kBrokenNs = 1'000 * kMs;  // from the end of a stream to that of its rank, if that is what it means
 constexpr int64_t kTickNs = 50 * kMs;       // the leader looks what the ranks of its host do
 constexpr int64_t kNotesNs = 1'000 * kMs;

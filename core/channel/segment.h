@@ -11,6 +11,8 @@
 //           Small pieces have a ring of their own: a group whose calls are small needs little memory.
 //   pipe    a byte ring from this rank to one other, for messages.
 //   bell    a futex word with the count of the threads that sleep on it.
+//   group   ranks that are near each other, on a host with many. Their leader, the first, compares their call lines and
+//           speaks for them: a rank then reads a few lines instead of one of every rank (local_comm.h).
 //
 // Control lines are 128 bytes apart: x86 fetches lines in pairs.
 #pragma once
@@ -24,10 +26,12 @@
 
 #include "base/error.h"
 #include "base/types.h"
+#include "channel/topology.h"
 
 namespace allranks {
 
 constexpr size_t kLine = 128;
+constexpr size_t kGroup = 16;  // the most ranks of a group within a host
 
 struct alignas(kLine) Bell {
   std::atomic<uint32_t> word;
@@ -118,6 +122,33 @@ struct LastArrival {
   uint32_t unused = 0;
 };
 
+// What the leader of a group has found in the call lines of its ranks.
+struct alignas(kLine) GroupLine {
+  std::atomic<uint32_t> number;
+  uint32_t agree;  // all fingerprints do, and there are no call sites to compare
+  Fingerprint fingerprint;
+  int64_t met_ns;
+  int64_t before_last_ns;
+  int32_t last;  // to come, as a rank of the host
+  uint32_t unused;
+};
+static_assert(sizeof(GroupLine) == kLine);
+
+// What a leader tells its group when all ranks of the host have come.
+struct alignas(kLine) ReleaseLine {
+  std::atomic<uint32_t> number;
+  uint32_t agree;
+  LastArrival arrival;
+  std::array<std::byte, CallLine::kInline> payload;
+};
+static_assert(offsetof(ReleaseLine, payload) == 40);
+
+// Steps that a leader has seen done.
+struct alignas(kLine) GroupSteps {
+  alignas(kLine) std::atomic<uint32_t> of_group;
+  alignas(kLine) std::atomic<uint32_t> of_all;
+};
+
 struct alignas(kLine) StepLine {
   std::atomic<uint32_t> done;
   uint32_t disagree;  // by the leader of a host: not 0: where in its ring everybody's fingerprints stand, plus 1
@@ -177,6 +208,17 @@ struct Frame {
 };
 static_assert(sizeof(Frame) == 24);
 
+// From which sizes on calls within a host go which way: `allranks tune` measures what is best on a machine.
+struct Tuning {
+  static constexpr uint32_t kNever = 1 << 30;
+
+  uint32_t levels_from = 17;              // ranks that have a CPU each: small calls go by groups
+  uint32_t crowded_levels_from = kNever;  // ranks that have not
+  uint32_t group = 16;                    // the most ranks of a group, up to kGroup
+  uint32_t one_shot = 128 << 10;          // bytes of an operand that every rank reads from every other
+  uint32_t one_shot_of_all = 256 << 10;   // of all operands
+};
+
 // Between begun and gone a rank may still send its last status.
 enum class Leaving : uint32_t { no, begun, gone };
 
@@ -185,7 +227,11 @@ struct alignas(kLine) Header {
   uint32_t rank;
   uint32_t size;
   std::atomic<Leaving> left;  // this rank is destroying the group, or has done so
+  // Written before the rank's first call, and read after it. The tuning is that of rank 0.
+  Place place;
+  Tuning tuning;
 };
+static_assert(sizeof(Header) <= 2 * kLine);
 
 // Sizes, in bytes but for the last. They decide the layout, so all ranks must agree; tests shrink them so that small
 // tensors take every path.
@@ -205,21 +251,27 @@ class Layout {
   uint64_t magic() const;
 
   size_t header() const { return 0; }
-  size_t gate() const { return kLine; }
-  size_t bell() const { return 2 * kLine; }
-  size_t step() const { return 3 * kLine; }
-  size_t verdict() const { return 4 * kLine; }
-  size_t call(uint32_t number) const { return (5 + number % 2) * kLine; }
-  size_t note() const { return 7 * kLine; }
+  size_t gate() const { return 2 * kLine; }
+  size_t group_gate() const { return 3 * kLine; }
+  size_t bell() const { return 4 * kLine; }
+  size_t step() const { return 5 * kLine; }
+  size_t verdict() const { return 6 * kLine; }
+  size_t call(uint32_t number) const { return (7 + number % 2) * kLine; }
+  size_t note() const { return 9 * kLine; }
   size_t wait() const { return note() + sizeof(Note); }
   size_t pipe_control(int to) const {
     return wait() + sizeof(WaitLine) + static_cast<size_t>(to) * sizeof(PipeControl);
   }
   size_t ring() const { return page(pipe_control(ranks_)); }
   size_t small_ring() const { return ring() + page(sizes_.ring); }
-  size_t pipe(int to) const {
-    return small_ring() + page(sizes_.small_ring) + static_cast<size_t>(to) * page(sizes_.pipe);
-  }
+  // Of a leader: group lines with the operands of the group behind each, release lines, steps.
+  static constexpr size_t kGroupLine = sizeof(GroupLine) + kGroup * CallLine::kInline;
+  size_t groups() const { return small_ring() + page(sizes_.small_ring); }
+  size_t group_line(uint32_t number) const { return groups() + number % 2 * kGroupLine; }
+  size_t release_line(uint32_t number) const { return groups() + 2 * kGroupLine + number % 2 * sizeof(ReleaseLine); }
+  size_t group_steps() const { return groups() + 2 * (kGroupLine + sizeof(ReleaseLine)); }
+  static constexpr size_t kGroupBytes = 2 * (kGroupLine + sizeof(ReleaseLine)) + sizeof(GroupSteps);
+  size_t pipe(int to) const { return page(groups() + kGroupBytes) + static_cast<size_t>(to) * page(sizes_.pipe); }
   size_t far(int number) const { return pipe(ranks_) + static_cast<size_t>(number) * sizeof(Far); }
   // All but the rings and pipes, which are allocated when they are first written.
   struct Part {

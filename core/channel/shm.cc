@@ -12,8 +12,7 @@ namespace allranks {
 namespace {
 
 constexpr int64_t kSliceNs = 50'000'000;
-constexpr int64_t kAwakeNs = 100'000;  // about twice what a futex wake-up may cost
-constexpr int kMessagesMs = 2;         // the other ranks of this host have to wait as long
+constexpr int kMessagesMs = 2;  // the other ranks of this host have to wait as long
 
 // Counted as one for whom the bell is rung; also where `ready` throws.
 class Sleeper {
@@ -29,7 +28,7 @@ class Sleeper {
 }  // namespace
 
 uint64_t Layout::magic() const {
-  constexpr uint64_t version = 7;
+  constexpr uint64_t version = 8;
   uint64_t h = 0x616c6c72616e6b73 ^ version;
   for (const uint64_t x : {static_cast<uint64_t>(ranks_), uint64_t{sizes_.piece}, uint64_t{sizes_.ring},
                            uint64_t{sizes_.small_ring}, uint64_t{sizes_.pipe}, uint64_t{sizes_.ranks}}) {
@@ -135,7 +134,7 @@ void Shm::ring(Bell& bell) {
   }
 }
 
-void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, ReadyFn ready, const void* context) {
+void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Asked ready, Asked awaited) {
   const int64_t began = sys::now_ns();
   // Pure spinning, with the caller's locks held, is the quickest way to notice, and in vain where the rank
   // that is waited for needs this CPU; a yield costs little more when nobody else wants the CPU, and gives
@@ -143,24 +142,24 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
   while (patience.spin_ns > 0 && sys::now_ns() - began < patience.spin_ns) {
     for (int i = 0; i < 8; i++) {
       sys::pause();
-      if (ready(context) < 0) return;
+      if (ready() < 0) return;
     }
   }
   patience.caller.release();
   if (patience.deadline_ns == 0) patience.deadline_ns = began + patience.timeout_ns;
-  do {
+  while (sys::now_ns() - began < awake_ns_) {
     for (int i = 0; i < 8; i++) {
       sys::yield();
-      if (ready(context) < 0) return;
+      if (ready() < 0) return;
     }
-  } while (sys::now_ns() - began < kAwakeNs);
+  }
   int64_t looked = began;
   const bool messages = remote_ranks_ != nullptr && &bell == &this->bell(rank_);
   // Messages from other hosts ring no bell. Who waits for one looks for them itself as long as they come.
   for (int64_t stirred = began; messages && sys::now_ns() - stirred < kSliceNs;) {
-    const int awaited = ready(context);
-    if (awaited < 0) return;
-    if (awaited != kAnyRank && local(awaited) >= 0) break;
+    const int missing = ready();
+    if (missing < 0) return;
+    if (missing != kAnyRank && local(missing) >= 0) break;
     // As in Net::wait: no sleep as long as something comes all the time.
     const bool awake = sys::now_ns() - stirred < kAwakeNs;
     if (remote_ranks_->wait_for_messages(awake ? 0 : kMessagesMs)) {
@@ -170,10 +169,10 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
     }
     if (const int64_t now = sys::now_ns(); now - looked >= kSliceNs) {
       looked = now;
-      look_around(patience, about, ready, context, began);
+      look_around(patience, about, awaited, began);
     }
   }
-  if (ready(context) < 0) return;
+  if (ready() < 0) return;
   for (;;) {
     if (messages) remote_ranks_->watch_message_streams();
     bool rung = true;
@@ -184,18 +183,18 @@ void Shm::wait_slowly(Bell& bell, Patience& patience, const Failure& about, Read
       // A group that is condemned rings every bell after it has written its verdict: seen either here
       // or by futex_wait, which then finds another word than `seen`.
       ended = condemned();
-      if (!ended && ready(context) >= 0) rung = sys::futex_wait(bell.word, seen, kSliceNs);
+      if (!ended && ready() >= 0) rung = sys::futex_wait(bell.word, seen, kSliceNs);
     }
-    if (ready(context) < 0) return;
+    if (ready() < 0) return;
     // Also where the bell rings all the time for others.
     if (const int64_t now = sys::now_ns(); !rung || ended || now - looked >= kSliceNs) {
       looked = now;
-      look_around(patience, about, ready, context, began);
+      look_around(patience, about, awaited, began);
     }
   }
 }
 
-void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, const void* context, int64_t began_ns) {
+void Shm::look_around(Patience& patience, const Failure& about, Asked awaited, int64_t began_ns) {
   check_verdict();
   Failure failure = about;
   failure.reporter = number(rank_);
@@ -210,7 +209,7 @@ void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, c
     if (found == Presence::here) continue;
     gone++;
     // Its last write may be what we wait for: look again, now that it cannot write more.
-    const int missing = ready(context);
+    const int missing = awaited();
     if (missing < 0) return;
     // Who has left has done its part, unless it is the one that is waited for, or the last that could be.
     if (found == Presence::left && missing != r && !(missing == kAnyRank && gone == ranks() - 1)) continue;
@@ -225,7 +224,7 @@ void Shm::look_around(Patience& patience, const Failure& about, ReadyFn ready, c
       failure.peer = number(rank_);
     } else if (now >= patience.deadline_ns) {
       failure.kind = Kind::timeout;
-      failure.peer = ready(context);
+      failure.peer = awaited();
       if (failure.peer < 0) return;
       if (failure.peer == kAnyRank) {
         failure.peer = kAnyPeer;
@@ -266,8 +265,11 @@ void Shm::condemn(const Failure& failure) {
       bell.word.fetch_add(1, std::memory_order_seq_cst);
       sys::futex_wake_all(bell.word);
     };
-    wake(gate());
-    for (int r = 0; r < size(); r++) wake(bell(r));
+    for (int r = 0; r < size(); r++) {
+      wake(gate(r));
+      wake(group_gate(r));
+      wake(bell(r));
+    }
   }
   if (remote_ranks_ != nullptr) remote_ranks_->announce();
 }
@@ -316,6 +318,8 @@ void Shm::allocate_small_ring() {
   sys::allocate_mapped(small_ring_at(rank_, 0), sizes().small_ring);
   small_ring_reserved_ = true;
 }
+
+void Shm::reserve_groups() { sys::allocate_mapped(&at<std::byte>(rank_, layout_.groups()), Layout::kGroupBytes); }
 
 void Shm::allocate_pipe(int to) {
   sys::allocate_mapped(pipe(rank_, to), sizes().pipe);

@@ -18,6 +18,8 @@
 
 namespace allranks {
 
+constexpr int64_t kAwakeNs = 100'000;  // about twice what a futex wake-up may cost
+
 enum class Presence : uint32_t {
   here,
   left,
@@ -103,10 +105,32 @@ class Shm {
     if (!pipe_reserved_[static_cast<size_t>(to)].load(std::memory_order_relaxed)) allocate_pipe(to);
   }
   std::byte* pipe(int from, int to) { return maps_[static_cast<size_t>(from)].get() + layout_.pipe(to); }
-  Bell& gate() { return at<Bell>(0, layout_.gate()); }             // rung by collectives
+  // Rung by collectives: rank 0's for all ranks; a leader's by its group, and its group's by the leader.
+  Bell& gate(int rank = 0) { return at<Bell>(rank, layout_.gate()); }
+  Bell& group_gate(int leader) { return at<Bell>(leader, layout_.group_gate()); }
   Bell& bell(int rank) { return at<Bell>(rank, layout_.bell()); }  // rung by sends to and recvs from `rank`
 
+  // What a leader publishes for its group, once it has reserved the memory. Throws std::bad_alloc.
+  void reserve_groups();
+  GroupLine& group_line(int leader, uint32_t call) { return at<GroupLine>(leader, layout_.group_line(call)); }
+  std::byte* group_operands(int leader, uint32_t call) {
+    return &at<std::byte>(leader, layout_.group_line(call) + sizeof(GroupLine));
+  }
+  ReleaseLine& release_line(int leader, uint32_t call) { return at<ReleaseLine>(leader, layout_.release_line(call)); }
+  GroupSteps& group_steps(int leader) { return at<GroupSteps>(leader, layout_.group_steps()); }
+
+  // What ranks tell of themselves before their first call.
+  void introduce(const Place& place, const Tuning& tuning) {
+    auto& header = at<Header>(rank_, layout_.header());
+    header.place = place;
+    header.tuning = tuning;
+  }
+  const Place& place(int rank) { return at<Header>(rank, layout_.header()).place; }
+  const Tuning& tuning() { return at<Header>(0, layout_.header()).tuning; }
+
   static void ring(Bell& bell);
+  // How long a rank that waits gives its CPU to others before it sleeps.
+  void set_awake(int64_t awake_ns) { awake_ns_ = awake_ns; }
 
   // Stands for "whoever comes first" where a rank that is waited for is named.
   static constexpr int kAnyRank = 1 << 20;
@@ -115,11 +139,13 @@ class Shm {
   // what the caller is doing, for the failure. Throws Error.
   template <class Ready>
   void wait(Bell& bell, Patience& patience, const Failure& about, Ready&& ready) {
-    if (ready() < 0) return;
-    const auto call = [](const void* r) {
-      return (*static_cast<std::add_const_t<std::remove_reference_t<Ready>>*>(r))();
-    };
-    wait_slowly(bell, patience, about, call, &ready);
+    if (ready() >= 0) wait_slowly(bell, patience, about, Asked(ready), Asked(ready));
+  }
+  // Where it takes long to find whom one waits for: ready() is asked all the time, awaited() now and then. Both are
+  // negative when nobody is waited for any more.
+  template <class Ready, class Awaited>
+  void wait(Bell& bell, Patience& patience, const Failure& about, Ready&& ready, Awaited&& awaited) {
+    if (ready() >= 0) wait_slowly(bell, patience, about, Asked(ready), Asked(awaited));
   }
 
   // Ends every present and future call of the group, on every rank, with this failure (or with the
@@ -132,10 +158,7 @@ class Shm {
   // it waits for. Throws Error.
   template <class Ready>
   void look_around(Patience& patience, const Failure& about, Ready&& ready, int64_t began_ns) {
-    const auto call = [](const void* r) {
-      return (*static_cast<std::add_const_t<std::remove_reference_t<Ready>>*>(r))();
-    };
-    look_around(patience, about, call, &ready, began_ns);
+    look_around(patience, about, Asked(ready), began_ns);
   }
 
   // The ranks of the group that are known here to be gone: by their sockets, by other hosts, by the verdict.
@@ -146,14 +169,25 @@ class Shm {
   void gone();   // at the end, when nothing more comes from this rank
 
  private:
-  using ReadyFn = int (*)(const void*);
+  // A function that says which rank is waited for.
+  class Asked {
+   public:
+    template <class Ready>
+    explicit Asked(Ready& ready)
+        : call_([](const void* r) { return (*static_cast<const Ready*>(r))(); }), ready_(&ready) {}
+    int operator()() const { return call_(ready_); }
+
+   private:
+    int (*call_)(const void*);
+    const void* ready_;
+  };
 
   template <class T>
   T& at(int rank, size_t offset) {
     return *reinterpret_cast<T*>(maps_[static_cast<size_t>(rank)].get() + offset);
   }
-  void wait_slowly(Bell& bell, Patience& patience, const Failure& about, ReadyFn ready, const void* context);
-  void look_around(Patience& patience, const Failure& about, ReadyFn ready, const void* context, int64_t began_ns);
+  void wait_slowly(Bell& bell, Patience& patience, const Failure& about, Asked ready, Asked awaited);
+  void look_around(Patience& patience, const Failure& about, Asked awaited, int64_t began_ns);
 
   Leaving leaving(int rank) { return at<Header>(rank, layout_.header()).left.load(std::memory_order_acquire); }
   Presence presence(int number);
@@ -170,6 +204,7 @@ class Shm {
   std::vector<int> locals_;   // by rank of the group
   RemoteRanks* remote_ranks_ = nullptr;
   std::atomic<bool> closing_ = false;
+  int64_t awake_ns_ = kAwakeNs;
   uint64_t ring_reserved_ = 0;
   bool small_ring_reserved_ = false;
   std::vector<std::atomic<bool>> pipe_reserved_;

@@ -249,7 +249,7 @@ void InterHostComm::distribute(Exchange& e) {
       std::memcpy(list.at(0), e.all.data(), listed);
       step.disagree = static_cast<uint32_t>(list.offset()) + 1;
     }
-    local_comm_.post_step(local_comm_.base_step, true);
+    local_comm_.post_step_to_any(local_comm_.base_step);
   } else {
     local_comm_.wait_step_of(e.call, 0, local_comm_.base_step);
     if (!e.call.all_hosts) e.call.arrival = step.arrival;

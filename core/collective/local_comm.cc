@@ -19,18 +19,57 @@ bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; 
 
 }  // namespace
 
-LocalComm::LocalComm(std::unique_ptr<Shm> shm) : shm_(std::move(shm)) {}
+LocalComm::LocalComm(std::unique_ptr<Shm> shm, const Tuning& tuning, const Place& place) : shm_(std::move(shm)) {
+  shm_->introduce(place, tuning);
+}
 
-bool LocalComm::assemble(Call& call, const void* payload, size_t nbytes) {
+// In the second call: in the first all have seen each other, and so what each had told of itself before.
+void LocalComm::find_levels() {
+  knows_all_ = true;
+  tuning_ = shm_->tuning();
+  std::vector<Place> places;
+  for (int r = 0; r < size(); r++) places.push_back(shm_->place(r));
+  const uint32_t from = is_crowded(places) ? tuning_.crowded_levels_from : tuning_.levels_from;
+  if (static_cast<uint32_t>(size()) < std::max<uint32_t>(from, 3)) return;
+  auto groups = near_ranks(places, std::clamp<size_t>(tuning_.group, 2, kGroup));
+  if (groups.size() > 1) levels_.emplace(*shm_, groups);
+}
+
+bool LocalComm::meet(Call& call, const void* payload, size_t nbytes, size_t read, const Combining* combining) {
   shm_->check_verdict();
+  if (!knows_all_ && call.number > 1) find_levels();
   CallLine& mine = shm_->call_line(rank(), call.number);
   mine.of_group = call.about.call;
   mine.fingerprint = call.about.fingerprint;
   mine.entered_ns = call.entered_ns;
-  if (nbytes > 0) std::memcpy(mine.payload.data(), payload, nbytes);
+  if (payload != nullptr && nbytes > 0) std::memcpy(mine.payload.data(), payload, nbytes);
   // Publishes the fingerprint, the payload and what stands in the ring; sequentially consistent for the bell.
   mine.number.store(call.number, std::memory_order_seq_cst);
+  Arrived arrived;
+  try {
+    arrived = levels_ ? levels_->meet(call, read, combining) : meet_all(call);
+  } catch (Error& error) {
+    for (int p = 0; p < size(); p++) {
+      if (shm_->call_line(p, call.number).number.load(std::memory_order_acquire) != call.number) {
+        error.waiting_for.push_back(shm_->number(p));
+      }
+    }
+    throw;
+  }
+  // Everybody has read what stood there, of the call before. The next call finds it here.
+  CallLine& next_line = shm_->call_line(rank(), call.number + 1);
+  sys::prefetch_to_write(&next_line);
+  if (nbytes > kFirstBytes) sys::prefetch_to_write(&next_line.payload[kFirstBytes]);
+  if (!call.all_hosts) {
+    call.arrival = {.met_ns = arrived.met_ns,
+                    .late_ns = arrived.met_ns - arrived.before_last_ns,
+                    .last = shm_->number(arrived.last)};
+  }
+  return arrived.agree;
+}
 
+// Every rank reads every rank's line.
+Arrived LocalComm::meet_all(Call& call) {
   int r = 0;
   const auto missing = [&] {
     for (; r < size(); r++) {
@@ -41,42 +80,16 @@ bool LocalComm::assemble(Call& call, const void* payload, size_t nbytes) {
   if (missing() < 0) {
     Shm::ring(shm_->gate());  // the last to come wakes those that sleep
   } else {
-    try {
-      shm_->wait(shm_->gate(), call.patience, call.about, missing);
-    } catch (Error& error) {
-      for (int p = 0; p < size(); p++) {
-        if (shm_->call_line(p, call.number).number.load(std::memory_order_acquire) != call.number) {
-          error.waiting_for.push_back(shm_->number(p));
-        }
-      }
-      throw;
-    }
+    shm_->wait(shm_->gate(), call.patience, call.about, missing);
   }
-  // Everybody has read what stood there, of the call before. The next call finds it here.
-  CallLine& next_line = shm_->call_line(rank(), call.number + 1);
-  sys::prefetch_to_write(&next_line);
-  if (nbytes > kFirstBytes) sys::prefetch_to_write(&next_line.payload[kFirstBytes]);
-  bool agree = true;
-  uint32_t sites = 0;
-  int64_t met_ns = 0;
-  int64_t before_last_ns = 0;
-  int last = 0;
+  Arrived all;
   for (int p = 0; p < size(); p++) {
     const CallLine& line = shm_->call_line(p, call.number);
-    agree = agree && line.fingerprint.agrees(call.about.fingerprint);
-    sites |= line.fingerprint.site;
-    if (line.entered_ns > met_ns) {
-      before_last_ns = met_ns;
-      met_ns = line.entered_ns;
-      last = p;
-    } else {
-      before_last_ns = std::max(before_last_ns, line.entered_ns);
-    }
+    all.add({.agree = line.fingerprint.agrees(call.about.fingerprint) && line.fingerprint.site == 0,
+             .met_ns = line.entered_ns,
+             .last = p});
   }
-  if (!call.all_hosts) {
-    call.arrival = {.met_ns = met_ns, .late_ns = met_ns - before_last_ns, .last = shm_->number(last)};
-  }
-  return agree && sites == 0;
+  return all;
 }
 
 std::vector<Fingerprint> LocalComm::fingerprints(const Call& call) {
@@ -98,7 +111,17 @@ std::optional<Error> LocalComm::judge(const Call& call, std::vector<Fingerprint>
 }
 
 void LocalComm::arrive(Call& call, const void* payload, size_t nbytes) {
-  if (assemble(call, payload, nbytes)) return;
+  if (!meet(call, payload, nbytes, nbytes, nullptr)) refuse_mismatch(call);
+}
+
+const std::byte* LocalComm::arrive_and_combine(Call& call, const void* payload, size_t nbytes,
+                                               const Combining& combining) {
+  const bool agree = meet(call, payload, nbytes, nbytes, &combining);
+  if (!agree) refuse_mismatch(call);
+  return levels_ && agree ? levels_->combined(call) : nullptr;
+}
+
+void LocalComm::refuse_mismatch(Call& call) {
   std::optional<Error> error = judge(call, fingerprints(call));
   if (!error) return;
   error->sites = exchange_notes(call);
@@ -169,7 +192,7 @@ std::vector<std::byte*> LocalComm::arrive_at(Call& call, const void* data, size_
   std::vector<std::byte*> addresses;
   for (int r = 0; r < size(); r++) {
     BlockOffset theirs;
-    std::memcpy(&theirs, shm_->call_line(r, call.number).payload.data(), sizeof theirs);
+    std::memcpy(&theirs, this->payload(call, r, sizeof theirs), sizeof theirs);
     if (theirs.block != mine.block) return {};
     addresses.push_back(block->data(r) + theirs.offset);
   }
@@ -178,7 +201,7 @@ std::vector<std::byte*> LocalComm::arrive_at(Call& call, const void* data, size_
 }
 
 void LocalComm::depart(Call& call) {
-  post_step(++base_step, false);
+  post_step(++base_step);
   wait_step_of_all(call, base_step);
 }
 
@@ -189,13 +212,25 @@ bool LocalComm::all_at_step(uint32_t done) {
   return true;
 }
 
-void LocalComm::post_step(uint32_t done, bool wake_always) {
+void LocalComm::post_step(uint32_t done) {
+  if (levels_) return levels_->post_step(done);
   shm_->step_line(rank()).done.store(done, std::memory_order_seq_cst);
-  if (wake_always || all_at_step(done)) Shm::ring(shm_->gate());
+  if (all_at_step(done)) Shm::ring(shm_->gate());
+}
+
+void LocalComm::post_step_to_any(uint32_t done) {
+  shm_->step_line(rank()).done.store(done, std::memory_order_seq_cst);
+  Shm::ring(shm_->gate());
 }
 
 // A step is progress: the call's timeout begins anew, as where bytes move between hosts.
 void LocalComm::wait_step_of_all(Call& call, uint32_t done) {
+  if (!levels_) return wait_step_of_each(call, done);
+  levels_->wait_step(call, done);
+  call.patience.deadline_ns = 0;
+}
+
+void LocalComm::wait_step_of_each(Call& call, uint32_t done) {
   int r = 0;
   shm_->wait(shm_->gate(), call.patience, call.about, [&] {
     for (; r < size(); r++) {

@@ -1,8 +1,9 @@
 // The communicator of the ranks that share this host: what the algorithms (algorithms/) see of a group.
 //
 // Every collective begins with arrive(), where the ranks compare what they call. Each rank then writes what others
-// are to read into pieces of its ring (take), and counts the steps of a large call. A group on one host needs nothing
-// else. A group that spans hosts has one LocalComm per host; inter_host_comm.h joins them.
+// are to read into pieces of its ring (take), and counts the steps of a large call. Where the ranks are many they meet
+// by groups (levels.h). A group on one host needs nothing else. A group that spans hosts has one LocalComm per host;
+// inter_host_comm.h joins them.
 #pragma once
 
 #include <memory>
@@ -14,6 +15,9 @@
 #include "base/waiting.h"
 #include "channel/copier.h"
 #include "channel/shm.h"
+#include "channel/topology.h"
+#include "collective/call.h"
+#include "collective/levels.h"
 #include "collective/shared.h"
 #include "collective/swaps.h"
 
@@ -21,34 +25,33 @@ namespace allranks {
 
 class LocalComm {
  public:
-  explicit LocalComm(std::unique_ptr<Shm> shm);
+  // place: where this rank may run.
+  explicit LocalComm(std::unique_ptr<Shm> shm, const Tuning& tuning = {}, const Place& place = this_place());
   LocalComm(const LocalComm&) = delete;
 
   // Among the ranks of this host.
   int rank() const { return shm_->rank(); }
   int size() const { return shm_->size(); }
 
-  // One collective under way.
-  struct Call {
-    uint32_t number;  // of the calls on this host; about.call is the group's number
-    Patience patience;
-    Failure about;
-    const std::string& site;
-    int64_t entered_ns = 0;
-    LastArrival arrival{};   // found when all ranks of the host have come; of the host, and then of all
-    bool all_hosts = false;  // it is of all hosts
-  };
+  using Call = LocalCall;
 
   // The number of the next call.
   uint32_t next() { return ++calls_; }
 
-  // Posts this rank's fingerprint, with up to CallLine::kInline bytes of payload, and waits for
-  // everybody's. Throws a mismatch, on every rank, unless all are equal.
+  // Posts this rank's fingerprint, with up to CallLine::kInline bytes of payload, as many on every rank, and waits
+  // for everybody's. Throws a mismatch, on every rank, unless all are equal. payload: nullptr where nobody reads it.
   void arrive(Call& call, const void* payload = nullptr, size_t nbytes = 0);
+  // The payload of a rank that has arrived, until the next call but one.
+  const std::byte* payload(const Call& call, int rank, size_t nbytes) {
+    return levels_ ? levels_->operand(call, rank, nbytes) : shm_->call_line(rank, call.number).payload.data();
+  }
+  // The same, where `combining` makes of all payloads what every rank needs. Returns that; nullptr: each rank is to do
+  // so itself.
+  const std::byte* arrive_and_combine(Call& call, const void* payload, size_t nbytes, const Combining& combining);
 
   // The parts of arrive. Posts and waits; returns whether all fingerprints agree (and have no call sites
-  // to compare).
-  bool assemble(Call& call, const void* payload, size_t nbytes);
+  // to compare). The payloads stand in the call lines.
+  bool assemble(Call& call, const void* payload, size_t nbytes) { return meet(call, payload, nbytes, 0, nullptr); }
   std::vector<Fingerprint> fingerprints(const Call& call);
   // What is wrong with these, of all ranks; the same on every rank.
   std::optional<Error> judge(const Call& call, std::vector<Fingerprint> calls);
@@ -79,10 +82,13 @@ class LocalComm {
   void depart(Call& call);
 
   // The pipeline of a large call. Between arrive and the end of the call all ranks do the same
-  // number of steps; `base_step` is the count before the first.
-  void post_step(uint32_t done, bool wake_always);
+  // number of steps; `base_step` is the count before the first. What all ranks post, all of them wait for.
+  void post_step(uint32_t done);
   void wait_step_of_all(Call& call, uint32_t done);
+  // Where ranks wait for one, or one for all.
+  void post_step_to_any(uint32_t done);
   void wait_step_of(Call& call, int rank, uint32_t done);
+  void wait_step_of_each(Call& call, uint32_t done);
 
   // The last collective that each rank has begun: the group's number of it.
   std::vector<std::pair<uint32_t, Fingerprint>> last_calls();
@@ -97,10 +103,21 @@ class LocalComm {
   Copier& copier() { return copier_; }
   uint32_t base_step = 0;
 
+  // Of the group; in its first call the default, as nobody knows yet what the others have.
+  const Tuning& tuning() const { return tuning_; }
+  bool has_levels() const { return levels_.has_value(); }
+
  private:
   bool all_at_step(uint32_t done);
+  void find_levels();
+  bool meet(Call& call, const void* payload, size_t nbytes, size_t read, const Combining* combining);
+  Arrived meet_all(Call& call);
+  void refuse_mismatch(Call& call);
 
   std::unique_ptr<Shm> shm_;
+  Tuning tuning_;
+  bool knows_all_ = false;  // what the others have told of themselves
+  std::optional<Levels> levels_;
   uint32_t calls_ = 0;
   uint64_t ring_position_ = 0;
   uint64_t small_position_ = 0;

@@ -116,23 +116,27 @@ class Comm::LongWait final : public Caller {
 };
 
 Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
-    : local_comm_(std::move(shm)),
+    : local_comm_(std::move(shm), settings.tuning),
       rank_(local_comm_.rank()),
       size_(local_comm_.size()),
       settings_(settings),
       p2p_(local_comm_.shm(), nullptr, static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
-           settings.spin_progress_ns, settings.eager) {}
+           settings.spin_progress_ns, settings.eager) {
+  local_comm_.shm().set_awake(settings.awake_ns);
+}
 
 Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Net::Opener opener,
            Settings settings)
-    : local_comm_(std::move(shm)),
+    : local_comm_(std::move(shm), settings.tuning),
       net_(std::make_unique<Net>(rank, std::move(hosts), std::move(heartbeats), std::move(opener), local_comm_.shm())),
       inter_host_comm_(std::make_unique<InterHostComm>(local_comm_, *net_)),
       rank_(rank),
       size_(net_->hosts().ranks()),
       settings_(settings),
       p2p_(local_comm_.shm(), net_.get(), static_cast<int64_t>(settings.timeout_s * 1e9), settings.spin_ns,
-           settings.spin_progress_ns, settings.eager) {}
+           settings.spin_progress_ns, settings.eager) {
+  local_comm_.shm().set_awake(settings.awake_ns);
+}
 
 void Comm::check_process() const {
   if (forked()) throw Error(Failure{.kind = Kind::forked, .peer = rank(), .reporter = rank()});

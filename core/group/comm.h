@@ -54,9 +54,11 @@ struct Stats {
 };
 
 struct Settings {
+  Tuning tuning;
   double timeout_s = 1800;
   int64_t spin_ns = 0;           // in the caller's thread
   int64_t spin_progress_ns = 0;  // in the progress thread, which competes with computation
+  int64_t awake_ns = kAwakeNs;   // how long to give the CPU to others, before sleeping
   size_t eager = 8 << 20;  // bytes of messages to one rank that may be under way without a recv (point_to_point.h)
 };
 

@@ -138,22 +138,27 @@ MaybeRequest send(Comm& comm, Address data, size_t n, int dtype, int to, int tag
 
 void bind_making(nb::class_<Comm>& comm) {
   comm.def(nb::new_([](int rank, const Sizes& sizes, const std::vector<int>& segments, const Liveness& liveness,
-                       double timeout_s, double spin_us, double spin_progress_us, size_t eager) {
+                       double timeout_s, double spin_us, double spin_progress_us, double awake_us, size_t eager,
+                       const Tuning& tuning) {
              auto shm = std::make_unique<Shm>(
                  rank, sizes, Shm::map(static_cast<int>(liveness.size()), sizes, own(segments)), liveness);
              return sys::make_owned<Comm>(std::move(shm),
-                                          Settings{.timeout_s = timeout_s,
+                                          Settings{.tuning = tuning,
+                                                   .timeout_s = timeout_s,
                                                    .spin_ns = static_cast<int64_t>(spin_us * 1e3),
                                                    .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3),
+                                                   .awake_ns = static_cast<int64_t>(awake_us * 1e3),
                                                    .eager = eager});
            }),
            nb::arg("rank"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"), nb::arg("timeout_s"),
-           nb::arg("spin_us"), nb::arg("spin_progress_us"), nb::arg("eager"), "Takes over the descriptors.")
+           nb::arg("spin_us"), nb::arg("spin_progress_us"), nb::arg("awake_us"), nb::arg("eager"), nb::arg("tuning"),
+           "Takes over the descriptors.")
       .def_static(
           "across_hosts",
           [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
              const Liveness& liveness, const std::vector<int>& heartbeats, int asking_pipe, uint32_t number,
-             double timeout_s, double spin_us, double spin_progress_us, size_t eager) {
+             double timeout_s, double spin_us, double spin_progress_us, double awake_us, size_t eager,
+             const Tuning& tuning) {
             // Owned before anything can fail.
             auto memories = own(segments);
             auto signs = own(heartbeats);
@@ -162,14 +167,16 @@ void bind_making(nb::class_<Comm>& comm) {
                                              Shm::map(static_cast<int>(liveness.size()), sizes, memories), liveness,
                                              hosts.on(hosts.of(rank)));
             return sys::make_owned<Comm>(std::move(shm), rank, hosts, std::move(signs), asking(asking_pipe, number),
-                                         Settings{.timeout_s = timeout_s,
+                                         Settings{.tuning = tuning,
+                                                  .timeout_s = timeout_s,
                                                   .spin_ns = static_cast<int64_t>(spin_us * 1e3),
                                                   .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3),
+                                                  .awake_ns = static_cast<int64_t>(awake_us * 1e3),
                                                   .eager = eager});
           },
           nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
           nb::arg("heartbeats"), nb::arg("asking_pipe"), nb::arg("number"), nb::arg("timeout_s"), nb::arg("spin_us"),
-          nb::arg("spin_progress_us"), nb::arg("eager"),
+          nb::arg("spin_progress_us"), nb::arg("awake_us"), nb::arg("eager"), nb::arg("tuning"),
           "Takes over the descriptors: of this host's ranks, and, of a host's first rank, by rank of the group those "
           "of "
           "`neighbours` (else -1). For other connections it writes the number, the rank and the kind into the pipe.");

@@ -45,6 +45,14 @@ void bind_memory(nb::module_& m) {
       .def_rw("pipe", &Sizes::pipe)
       .def_rw("ranks", &Sizes::ranks, "Of a group that spans hosts: how many it has.");
 
+  nb::class_<Tuning>(m, "Tuning", "From which sizes on calls within a host go which way.")
+      .def(nb::init<>())
+      .def_rw("levels_from", &Tuning::levels_from)
+      .def_rw("crowded_levels_from", &Tuning::crowded_levels_from)
+      .def_rw("group", &Tuning::group)
+      .def_rw("one_shot", &Tuning::one_shot)
+      .def_rw("one_shot_of_all", &Tuning::one_shot_of_all);
+
   m.def(
       "neighbours",
       [](int rank, const std::vector<int>& host_of) {

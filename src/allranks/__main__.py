@@ -21,6 +21,7 @@ _COMMANDS = {
     "launch": ("allranks.launch.__main__", "the same with torch.distributed.launch's options"),
     "env": ("allranks.tools.env", "show what started this process, and from which variables that follows"),
     "bench": ("allranks.tools.bench", "measure collectives"),
+    "tune": ("allranks.tools.tune", "find what is fastest on this host, and write it down for ALLRANKS_TUNING"),
     "submit": ("allranks.tools.submit", "write a job file for SLURM, PBS, LSF or Kubernetes"),
     "trace": ("allranks.tools.trace", "show what the ranks of a running job do, and for whom they wait"),
     "top": ("allranks.tools.top", "show calls, waiting, CPU and memory of a running job's ranks, again and again"),

@@ -27,6 +27,13 @@ class Sizes:
     pipe: int
     ranks: int
 
+class Tuning:
+    levels_from: int
+    crowded_levels_from: int
+    group: int
+    one_shot: int
+    one_shot_of_all: int
+
 class SharedBlock:
     address: int
 
@@ -48,7 +55,9 @@ class Comm:
         timeout_s: float,
         spin_us: float,
         spin_progress_us: float,
+        awake_us: float,
         eager: int,
+        tuning: Tuning,
     ) -> None: ...
     @staticmethod
     def across_hosts(
@@ -63,7 +72,9 @@ class Comm:
         timeout_s: float,
         spin_us: float,
         spin_progress_us: float,
+        awake_us: float,
         eager: int,
+        tuning: Tuning,
     ) -> Comm: ...
     def liveness(self, ranks: list[int]) -> Liveness | None: ...
     def adopt(self, rank: int, kind: int, fd: int, greeting: str) -> None: ...

@@ -40,13 +40,17 @@ inline std::pair<sys::Fd, sys::Fd> tcp_pair() {
   return {std::move(one), std::move(other)};
 }
 
+// Four ranks of a host and more meet by groups of two.
+inline constexpr Tuning kLevels{.levels_from = 4, .crowded_levels_from = 4, .group = 2};
+inline constexpr Tuning kNoLevels{.levels_from = Tuning::kNever};
+
 struct Ranks {
-  explicit Ranks(int n, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0)
-      : Ranks(std::vector<int>(static_cast<size_t>(n)), sizes, timeout_s, spin_ns) {}
+  explicit Ranks(int n, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0, const Tuning& tuning = kLevels)
+      : Ranks(std::vector<int>(static_cast<size_t>(n)), sizes, timeout_s, spin_ns, Settings{}.eager, tuning) {}
 
   // host_of: which ranks are to share memory; those of different hosts have TCP connections.
   explicit Ranks(const std::vector<int>& host_of, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0,
-                 size_t eager = Settings{}.eager) {
+                 size_t eager = Settings{}.eager, const Tuning& tuning = kLevels) {
     const Hosts hosts(host_of);
     const size_t n = host_of.size();
     // near[a][b], heartbeats[a][b]: the socket that rank a holds towards rank b.
@@ -86,7 +90,7 @@ struct Ranks {
       for (int p = 0; p < here; p++) segments.push_back(Shm::create_segment(p, here, sizes));
       maps.push_back(Shm::map(here, sizes, segments));
     }
-    const Settings settings{.timeout_s = timeout_s, .spin_ns = spin_ns, .eager = eager};
+    const Settings settings{.tuning = tuning, .timeout_s = timeout_s, .spin_ns = spin_ns, .eager = eager};
     for (size_t i = 0; i < n; i++) {
       const int r = static_cast<int>(i);
       const auto& mates = hosts.on(hosts.of(r));

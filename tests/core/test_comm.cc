@@ -289,7 +289,7 @@ TEST(each_step_of_a_large_call_has_the_whole_timeout) {
     for (uint32_t step = 1; step <= 6; step++) {
       if (comm.rank() == 1) {
         std::this_thread::sleep_for(std::chrono::nanoseconds(kTimeoutNs / 4));
-        comm.local_comm().post_step(step, true);
+        comm.local_comm().post_step_to_any(step);
       } else {
         step % 2 == 0 ? comm.local_comm().wait_step_of_all(call, 0) : comm.local_comm().wait_step_of(call, 1, step);
       }

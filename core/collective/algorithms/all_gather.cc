@@ -1,6 +1,6 @@
 // all_gather: every rank ends with every rank's bytes. gather: only the ranks that have a place for them do.
 //
-//   up to 96 bytes    in the call lines
+//   up to 88 bytes    in the call lines
 //   up to 128 KiB     in one piece of each ring
 //   above             in many, all ranks at once; where all operands lie in a shared block, straight
 //                     from there
@@ -36,7 +36,7 @@ void collect_all(LocalComm& comm, LocalComm::Call& call, Buffer in, const Pieces
   if (n <= CallLine::kInline) {
     comm.arrive(call, in.data, n);
     keep_own();
-    collect(0, n, [&](int r) { return shm.call_line(r, call.number).payload.data(); });
+    collect(0, n, [&](int r) { return comm.payload(call, r, n); });
   } else if (n <= shm.sizes().piece) {
     const auto ring = comm.take(n);
     if (read) comm.copier().copy(ring.at(me), in.bytes(), n);

@@ -1,7 +1,7 @@
 // all_reduce: every rank ends with the element-wise reduction of all operands.
 // reduce: only the root does; the others' operands stay as they are.
 //
-//   one-shot    each rank puts its operand where all can read it (up to 96 bytes in its call line,
+//   one-shot    each rank puts its operand where all can read it (up to 88 bytes in its call line,
 //               in one piece of its ring) and reduces all P operands itself.
 //               Cost: one latency; P n bytes read, 2 n written per rank.
 //   two-shot    for larger operands: reduce-scatter and all-gather through the rings, pipelined in
@@ -31,15 +31,30 @@ namespace allranks::algorithms {
 namespace {
 
 constexpr int kEverybody = -1;
-// Every rank reads all operands: the more ranks, the less pays.
-constexpr size_t kOneShot = 64 << 10;
-constexpr size_t kOneShotOfAll = 256 << 10;
+class Reduction final : public Combining {
+ public:
+  Reduction(Buffer buffer, Kernel kernel, int ranks) : buffer_(buffer), kernel_(kernel), ranks_(ranks) {}
+  void combine(std::byte* result, const void* const* operands) const override {
+    kernel_(result, operands, ranks_, buffer_.count, ranks_);
+  }
+
+ private:
+  Buffer buffer_;
+  Kernel kernel_;
+  int ranks_;
+};
 
 // `root`: who gets the result.
 void one_shot(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kernel, int root, bool in_line) {
   const size_t n = buffer.nbytes();
   const auto ring = in_line ? LocalComm::Pieces{&comm.shm(), 0, 0} : comm.take(n);
-  if (in_line) {
+  if (in_line && comm.has_levels()) {
+    const std::byte* result = comm.arrive_and_combine(call, buffer.data, n, Reduction(buffer, kernel, comm.size()));
+    if (result != nullptr) {
+      if (root == kEverybody || root == comm.rank()) std::memcpy(buffer.data, result, n);
+      return;
+    }
+  } else if (in_line) {
     comm.arrive(call, buffer.data, n);
   } else {
     comm.copier().copy(ring.at(comm.rank()), buffer.bytes(), n);
@@ -55,7 +70,7 @@ void one_shot(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kern
   }
   for (int r = 0; r < comm.size(); r++) {
     operands[r] = r == comm.rank() ? buffer.data
-                  : in_line        ? static_cast<const void*>(comm.shm().call_line(r, call.number).payload.data())
+                  : in_line        ? static_cast<const void*>(comm.payload(call, r, n))
                                    : static_cast<const void*>(ring.at(r));
   }
   kernel(buffer.data, operands, comm.size(), buffer.count, comm.size());
@@ -158,9 +173,16 @@ void two_shot(LocalComm& comm, LocalComm::Call& call, Buffer buffer, Kernel kern
         if (r != me) std::memcpy(shard.data, ring.at(static_cast<int>(r), s - 2) + shard.offset, shard.nbytes);
       }
     }
-    if (s <= pieces) comm.post_step(base + s + 1, false);
+    if (s <= pieces) comm.post_step(base + s + 1);
   }
   comm.base_step = base + pieces + 1;
+}
+
+// Every rank reads all operands: the more ranks, the less pays.
+size_t one_shot_bytes(const LocalComm& comm) {
+  const Tuning& tuning = comm.tuning();
+  return std::min(
+      {size_t{tuning.one_shot}, tuning.one_shot_of_all / static_cast<size_t>(comm.size()), comm.shm().sizes().piece});
 }
 
 void choose(LocalComm& comm, LocalComm::Call& call, Buffer buffer, ReduceOp op, int root) {
@@ -169,7 +191,7 @@ void choose(LocalComm& comm, LocalComm::Call& call, Buffer buffer, ReduceOp op, 
   const size_t n = buffer.nbytes();
   if (n <= CallLine::kInline) {
     one_shot(comm, call, buffer, kernel, root, true);
-  } else if (n <= std::min({kOneShot, kOneShotOfAll / static_cast<size_t>(comm.size()), comm.shm().sizes().piece})) {
+  } else if (n <= one_shot_bytes(comm)) {
     one_shot(comm, call, buffer, kernel, root, false);
   } else if (const auto operands = comm.arrive_at(call, buffer.data, n); !operands.empty()) {
     in_place(comm, call, buffer, kernel, root, operands);

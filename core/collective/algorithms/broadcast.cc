@@ -1,6 +1,6 @@
 // broadcast: every rank ends with the root's bytes.
 //
-//   up to 96 bytes    in the root's call line
+//   up to 88 bytes    in the root's call line
 //   up to 16 KiB      in one piece of the root's ring
 //   above             in many: the root writes one while the others read the ones before; it waits for
 //                     them only when the ring is full. Where all tensors lie in a shared block,
@@ -17,6 +17,18 @@ namespace {
 
 constexpr size_t kAtOnce = 16 << 10;
 
+class OfOne final : public Combining {
+ public:
+  OfOne(int root, size_t nbytes) : root_(static_cast<size_t>(root)), nbytes_(nbytes) {}
+  void combine(std::byte* result, const void* const* operands) const override {
+    std::memcpy(result, operands[root_], nbytes_);
+  }
+
+ private:
+  size_t root_;
+  size_t nbytes_;
+};
+
 void pipelined(LocalComm& comm, LocalComm::Call& call, Buffer buffer, int root) {
   const size_t n = buffer.nbytes();
   const size_t piece = piece_of(comm, n);
@@ -29,17 +41,17 @@ void pipelined(LocalComm& comm, LocalComm::Call& call, Buffer buffer, int root) 
     const size_t bytes = std::min(piece, n - s * piece);
     if (comm.rank() == root) {
       // What lies there now was step s - depth: everybody must have read it.
-      if (s >= depth) comm.wait_step_of_all(call, base + s - depth + 1);
+      if (s >= depth) comm.wait_step_of_each(call, base + s - depth + 1);
       comm.copier().copy(ring.at(root, s), mine, bytes);
     } else {
       comm.wait_step_of(call, root, base + s + 1);
       std::memcpy(mine, ring.at(root, s), bytes);
     }
-    comm.post_step(base + s + 1, true);
+    comm.post_step_to_any(base + s + 1);
   }
   comm.base_step = base + steps;
   // The next call may overwrite all but the last pieces.
-  if (comm.rank() == root && steps > 3) comm.wait_step_of_all(call, base + steps - 3);
+  if (comm.rank() == root && steps > 3) comm.wait_step_of_each(call, base + steps - 3);
 }
 
 }  // namespace
@@ -48,8 +60,9 @@ void broadcast(LocalComm& comm, LocalComm::Call& call, Buffer buffer, int root) 
   const size_t n = buffer.nbytes();
   const bool is_root = comm.rank() == root;
   if (n <= CallLine::kInline) {
-    comm.arrive(call, buffer.data, is_root ? n : 0);
-    if (!is_root && n > 0) std::memcpy(buffer.data, comm.shm().call_line(root, call.number).payload.data(), n);
+    const std::byte* result = comm.arrive_and_combine(call, is_root ? buffer.data : nullptr, n, OfOne(root, n));
+    if (result == nullptr) result = comm.payload(call, root, n);
+    if (!is_root && n > 0) std::memcpy(buffer.data, result, n);
   } else if (n <= std::min(kAtOnce, comm.shm().sizes().piece)) {
     const auto ring = comm.take(n);
     if (is_root) comm.copier().copy(ring.at(root), buffer.bytes(), n);

@@ -51,7 +51,7 @@ void pipeline(LocalComm& comm, LocalComm::Call& call, size_t steps, Fill&& fill,
   for (size_t s = 0; s <= steps; s++) {
     if (s < steps) {
       fill(s);
-      comm.post_step(base + static_cast<uint32_t>(s) + 1, false);
+      comm.post_step(base + static_cast<uint32_t>(s) + 1);
     }
     if (s >= 1) {
       comm.wait_step_of_all(call, base + static_cast<uint32_t>(s));

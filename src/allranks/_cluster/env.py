@@ -106,6 +106,12 @@ VARIABLES: tuple[Variable, ...] = (
         "8",
     ),
     Variable(
+        "ALLRANKS_TUNING",
+        "by hand",
+        "A file that `allranks tune` has written for this machine. Of the ranks of a host the first one's counts.",
+        "what is shipped",
+    ),
+    Variable(
         "ALLRANKS_NOTICE_AFTER",
         "by hand",
         "How long a rank may wait in one call before the launcher says for whom. 0: it never does.",

@@ -1,0 +1,149 @@
+"""What each rank of ``allranks tune`` does: it times the choices in turn, on process groups of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import allranks
+from allranks._base.console import put
+from allranks._cluster.host import usable_cpus
+from allranks._engines.native.tuning import NEVER
+from allranks.tools.tune import parse
+from allranks.tools.tune.choosing import Found, choose
+
+_GROUPS = (4, 8, 16)
+_MEETINGS = (8, 16 << 10)  # bytes: one meeting, and some
+_SHOTS = tuple((4 << 10) << i for i in range(6))  # up to a piece of the ring
+_BLOCK_S = 0.004
+
+
+class _Rank:
+    """What each rank does."""
+
+    def __init__(self, options: Any) -> None:
+        torch.set_num_threads(1)
+        allranks.init_process_group()
+        self._options = options
+        self._rank, self._ranks = allranks.get_rank(), allranks.get_world_size()
+        self._found = Found(usable_cpus())
+
+    def run(self) -> None:
+        with tempfile.TemporaryDirectory(prefix="allranks-tune-") as folder:
+            for ranks in self._numbers():
+                self._meet(ranks, Path(folder))
+                if ranks <= max(8, self._found.cpus):
+                    self._shoot(ranks, Path(folder))
+                allranks.barrier()
+            if self._rank == 0:
+                self._tell()
+            allranks.destroy_process_group()
+
+    def _numbers(self) -> list[int]:
+        """Of ranks: powers of two, and all."""
+        return sorted({1 << i for i in range(1, self._ranks.bit_length()) if 1 << i < self._ranks} | {self._ranks})
+
+    def _meet(self, ranks: int, folder: Path) -> None:
+        sizes = [0, *(size for size in _GROUPS if 2 * size <= ranks)]
+        tables = [
+            {"levels_from": NEVER, "crowded_levels_from": NEVER}
+            if size == 0
+            else {"levels_from": 3, "crowded_levels_from": 3, "group": size}
+            for size in sizes
+        ]
+        times = self._times(ranks, tables, _MEETINGS, folder)
+        self._found.meetings[ranks] = {
+            size: {n: times[n][i] for n in _MEETINGS} for i, size in enumerate(sizes) if times
+        }
+        if self._rank == 0:
+            for i, size in enumerate(sizes):
+                how = f"groups of {size}" if size else "all with all"
+                put(f"{ranks:4} ranks, {how:12} " + _cells(_MEETINGS, [times[n][i] for n in _MEETINGS]) + "\n")
+
+    def _shoot(self, ranks: int, folder: Path) -> None:
+        tables = [{"one_shot": 1 << 20, "one_shot_of_all": 1 << 24}, {"one_shot": 0}]
+        times = self._times(ranks, tables, _SHOTS, folder)
+        self._found.shots[ranks] = {n: (times[n][0], times[n][1]) for n in _SHOTS if times}
+        if self._rank == 0:
+            for i, how in enumerate(("at once", "in shards")):
+                put(f"{ranks:4} ranks, {how:12} " + _cells(_SHOTS, [times[n][i] for n in _SHOTS]) + "\n")
+
+    def _times(
+        self, ranks: int, tables: Sequence[Mapping[str, int]], sizes: Sequence[int], folder: Path
+    ) -> dict[int, list[float]]:
+        """Of an all_reduce of the first ranks, by size and table; in turn. Empty on the other ranks."""
+        groups = []
+        for table in tables:
+            path = folder / ("-".join(f"{name}-{value}" for name, value in table.items()) + ".json")
+            path.write_text(json.dumps({"tuning": table}))
+            os.environ["ALLRANKS_TUNING"] = str(path)
+            groups.append(allranks.new_group(list(range(ranks))))
+        del os.environ["ALLRANKS_TUNING"]
+        found = {}
+        if self._rank < ranks:
+            for nbytes in sizes:
+                found[nbytes] = self._in_turn(groups, nbytes)
+        for group in groups:
+            if self._rank < ranks:
+                allranks.destroy_process_group(group)
+        return found
+
+    def _in_turn(self, groups: Sequence[Any], nbytes: int) -> list[float]:
+        x = torch.zeros(nbytes // 4)
+        samples: list[list[float]] = [[] for _ in groups]
+        counts = [self._count(group, x) for group in groups]
+        spent, turn = 0.0, 0
+        while turn < 5 or (spent < self._options.budget and turn < 50):
+            for i in range(len(groups)):
+                i = (i + turn) % len(groups)
+                samples[i].append(self._block(groups[i], x, counts[i]))
+                spent += samples[i][-1] * counts[i]
+            turn += 1
+        return [statistics.median(each) * 1e6 for each in samples]
+
+    def _count(self, group: Any, x: Any) -> int:
+        self._block(group, x, 3)
+        return max(1, min(1000, math.ceil(_BLOCK_S / self._block(group, x, 3))))
+
+    def _block(self, group: Any, x: Any, calls: int) -> float:
+        """Seconds per call, of the slowest rank."""
+        allranks.barrier(group)
+        began = time.perf_counter()
+        for _ in range(calls):
+            allranks.all_reduce(x, group=group)
+        took = torch.tensor([(time.perf_counter() - began) / calls], dtype=torch.float64)
+        allranks.all_reduce(took, allranks.ReduceOp.MAX, group=group)
+        return float(took)
+
+    def _tell(self) -> None:
+        table = choose(self._found)
+        path: Path = self._options.output
+        measured = {"meetings": self._found.meetings, "shots": self._found.shots}
+        whole = {"tuning": table, "host": socket.gethostname(), "cpus": self._found.cpus, "measured_us": measured}
+        path.write_text(json.dumps(whole, indent=1) + "\n")
+        for name, value in table.items():
+            put(f"{name:20} {'never' if value == NEVER else value}\n")
+        put(f"Written to {path}. To use it: export ALLRANKS_TUNING={path.resolve()}\n")
+
+
+def _cells(sizes: Sequence[int], times: Sequence[float]) -> str:
+    return "  ".join(f"{_size(n)} {time_us:.1f} us" for n, time_us in zip(sizes, times, strict=True))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 10} KiB" if nbytes >= 1 << 10 else f"{nbytes} B"
+
+
+if __name__ == "__main__":
+    _Rank(parse(sys.argv[1:])).run()

@@ -1,0 +1,189 @@
+// Many ranks of a host meet by groups: which these are, that results are the same bits, who is named when one is late.
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "channel/topology.h"
+#include "ranks.h"
+
+using namespace allranks;
+using namespace allranks::test;
+
+namespace {
+
+Place on_cpu(int cpu, int package, int node, int cache) {
+  Place place{.package = package, .node = node, .cache = cache};
+  place.cpus[static_cast<size_t>(cpu) / 64] |= uint64_t{1} << (static_cast<size_t>(cpu) % 64);
+  return place;
+}
+
+// One rank bound to each CPU of a machine with two sockets.
+std::vector<Place> bound(int nodes, int caches_of_node, int cpus_of_cache) {
+  std::vector<Place> places;
+  for (int node = 0; node < nodes; node++) {
+    for (int cache = 0; cache < caches_of_node; cache++) {
+      const int first = (node * caches_of_node + cache) * cpus_of_cache;
+      for (int i = 0; i < cpus_of_cache; i++) places.push_back(on_cpu(first + i, node * 2 / nodes, node, first));
+    }
+  }
+  return places;
+}
+
+std::vector<size_t> sizes_of(const std::vector<std::vector<int>>& groups) {
+  std::vector<size_t> sizes;
+  for (const auto& group : groups) sizes.push_back(group.size());
+  return sizes;
+}
+
+Failure failure_of(Comm& comm) {
+  Caller caller;
+  try {
+    comm.run(barrier(), caller);
+  } catch (const Error& error) {
+    return error.failure;
+  }
+  return {};
+}
+
+// The bits that each rank ends with, of operands of several sizes.
+std::vector<std::vector<float>> reduced(const Tuning& tuning, int n, ReduceOp op) {
+  std::vector<std::vector<float>> found(static_cast<size_t>(n));
+  Ranks ranks(n, small_sizes(), 20, 0, tuning);
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    for (const size_t count : {1, 5, 22, 23, 100, 3000}) {
+      std::vector<float> v(count);
+      for (size_t i = 0; i < count; i++) {
+        v[i] = 1.0f / static_cast<float>(1 + (i * 7 + static_cast<size_t>(comm.rank()) * 13) % 97);
+      }
+      comm.run(all_reduce(v, op), caller);
+      auto& all = found[static_cast<size_t>(comm.rank())];
+      all.insert(all.end(), v.begin(), v.end());
+      CHECK(comm.local_comm().has_levels() == (tuning.levels_from <= static_cast<uint32_t>(n) && all.size() > 1));
+    }
+  });
+  return found;
+}
+
+}  // namespace
+
+TEST(lists_of_cpus_are_read) {
+  CHECK(parse_cpus("0-3,8,10-11\n") == (std::vector<int>{0, 1, 2, 3, 8, 10, 11}));
+  CHECK(parse_cpus("").empty());
+  CHECK(parse_cpus("nonsense").empty());
+  CHECK(parse_cpus("7-").size() <= 1);
+  CHECK(parse_cpus("5-99999999").size() == Place::kCpus - 5);
+}
+
+TEST(groups_follow_the_caches_and_nodes_of_a_machine) {
+  // 192 CPUs, a cache for 8 of them: two caches of one node make a group.
+  CHECK(sizes_of(near_ranks(bound(2, 12, 8), 16)) == std::vector<size_t>(12, 16));
+  // 96 CPUs with one cache for each socket.
+  CHECK(sizes_of(near_ranks(bound(2, 1, 48), 16)) == std::vector<size_t>(6, 16));
+  // Nodes of 6 CPUs are not put together.
+  CHECK(sizes_of(near_ranks(bound(4, 1, 6), 16)) == std::vector<size_t>(4, 6));
+  // Processes that may run anywhere.
+  CHECK(sizes_of(near_ranks(std::vector<Place>(40), 16)) == (std::vector<size_t>{13, 13, 14}));
+  // Ranks that are dealt to the sockets in turn.
+  std::vector<Place> places = bound(2, 1, 4);
+  for (size_t i = 0; i < places.size(); i++) places[i] = on_cpu(static_cast<int>(i), i % 2, i % 2, i % 2);
+  CHECK(near_ranks(places, 16) == (std::vector<std::vector<int>>{{0, 2, 4, 6}, {1, 3, 5, 7}}));
+}
+
+TEST(ranks_are_crowded_where_they_have_fewer_cpus) {
+  CHECK(!is_crowded(bound(2, 1, 4)));
+  std::vector<Place> places = bound(2, 1, 4);
+  places.push_back(places.front());
+  CHECK(is_crowded(places));
+}
+
+TEST(the_kernel_says_where_a_process_may_run) {
+  namespace fs = std::filesystem;
+  const Place real = read_place();
+  int cpu = 0;
+  while ((real.cpus[static_cast<size_t>(cpu) / 64] >> (cpu % 64) & 1) == 0) cpu++;
+  const fs::path root = fs::temp_directory_path() / ("allranks-core-" + std::to_string(getpid()));
+  const fs::path of_cpu = root / "cpu" / ("cpu" + std::to_string(cpu));
+  const auto put = [](const fs::path& path, const std::string& text) {
+    fs::create_directories(path.parent_path());
+    std::ofstream(path) << text << "\n";
+  };
+  put(of_cpu / "cache/index0/level", "1");
+  put(of_cpu / "cache/index0/shared_cpu_list", "0");
+  put(of_cpu / "cache/index1/level", "3");
+  put(of_cpu / "cache/index1/shared_cpu_list", "0-1023");
+  put(of_cpu / "topology/physical_package_id", "3");
+  put(of_cpu / "topology/core_siblings_list", "0-1023");
+  put(of_cpu / "node2/unused", "");
+  put(root / "node/node2/cpulist", "0-1023");
+  const Place place = read_place(root);
+  CHECK(place.cpus == real.cpus);
+  CHECK(place.package == 3 && place.node == 2 && place.cache == 0);
+  put(root / "node/node2/cpulist", std::to_string(cpu + 1));  // it may run elsewhere, too
+  CHECK(read_place(root).node == -1);
+  fs::remove_all(root);
+  CHECK(read_place(root).cache == -1);
+}
+
+TEST(levels_do_not_change_a_bit) {
+  for (const ReduceOp op : {ReduceOp::sum, ReduceOp::prod, ReduceOp::max}) {
+    const auto flat = reduced(kNoLevels, 7, op);
+    for (const uint32_t group : {2, 3, 4}) {
+      CHECK(reduced({.levels_from = 4, .crowded_levels_from = 4, .group = group}, 7, op) == flat);
+    }
+  }
+}
+
+TEST(who_is_late_is_named_across_levels) {
+  for (int late = 0; late < 5; late++) {
+    Ranks ranks(5, {}, 0.5);
+    ranks.each([&](Comm& comm) {
+      Caller caller;
+      comm.run(barrier(), caller);
+      comm.run(barrier(), caller);
+      CHECK(comm.local_comm().has_levels());
+      if (comm.rank() == late) return;
+      const Failure failure = failure_of(comm);
+      CHECK(failure.kind == Kind::timeout);
+      CHECK(failure.peer == late);
+    });
+  }
+}
+
+TEST(who_has_left_is_named_across_levels) {
+  for (int gone = 0; gone < 5; gone++) {
+    Ranks ranks(5);
+    ranks.each([&](Comm& comm) {
+      Caller caller;
+      comm.run(barrier(), caller);
+      comm.run(barrier(), caller);
+      if (comm.rank() == gone) return comm.close();
+      const Failure failure = failure_of(comm);
+      CHECK(failure.kind == Kind::left);
+      CHECK(failure.peer == gone);
+    });
+  }
+}
+
+TEST(a_mismatch_across_levels_raises_everywhere_and_the_group_goes_on) {
+  for (int odd = 0; odd < 5; odd++) {
+    Ranks ranks(5);
+    ranks.each([&](Comm& comm) {
+      Caller caller;
+      std::vector<float> v(3, 1.0f);
+      std::vector<float> w(4, 1.0f);
+      for (int i = 0; i < 3; i++) {
+        comm.run(all_reduce(v), caller);
+        bool refused = false;
+        try {
+          comm.run(comm.rank() == odd ? all_reduce(w) : all_reduce(v), caller);
+        } catch (const Error& error) {
+          refused = error.failure.kind == Kind::mismatch && error.calls.size() == 5;
+        }
+        CHECK(refused);
+      }
+      CHECK(v == std::vector<float>(3, 125.0f) && w == std::vector<float>(4, 1.0f));
+    });
+  }
+}

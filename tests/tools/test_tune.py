@@ -1,0 +1,60 @@
+"""`allranks tune` times its choices, writes what follows from that, and groups read it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import allranks as dist
+from allranks._engines.native.tuning import NEVER, read_tuning
+from allranks.testing import run_ranks
+from allranks.tools.tune.choosing import Found, choose
+
+TUNE = [sys.executable, "-m", "allranks", "tune"]
+
+
+def test_what_is_chosen() -> None:
+    found = Found(cpus=32)
+    found.meetings = {
+        8: {0: {8: 1.0, 16: 4.0}, 4: {8: 1.5, 16: 4.0}},
+        16: {0: {8: 4.0, 16: 9.0}, 4: {8: 3.0, 16: 9.0}, 8: {8: 2.0, 16: 8.0}},
+        32: {0: {8: 9.0, 16: 20.0}, 4: {8: 5.0, 16: 20.0}, 8: {8: 3.0, 16: 10.0}, 16: {8: 6.0, 16: 20.0}},
+        64: {0: {8: 90.0, 16: 90.0}, 8: {8: 99.0, 16: 90.0}},
+    }
+    found.shots = {2: {4096: (1.0, 2.0), 8192: (2.0, 2.0), 16384: (5.0, 4.0)}, 4: {4096: (3.0, 2.0), 8192: (1.0, 2.0)}}
+    table = choose(found)
+    assert table == {
+        "levels_from": 16,
+        "crowded_levels_from": NEVER,
+        "group": 8,
+        "one_shot": 8192,
+        "one_shot_of_all": 8192,
+    }
+
+
+def test_what_was_not_measured_is_left_as_it_is() -> None:
+    assert choose(Found(cpus=2, meetings={2: {0: {8: 1.0}}})) == {}
+
+
+def test_it_writes_what_groups_read(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    ended = subprocess.run(
+        [*TUNE, "-n", "9", "--budget", "0.005", "-o", str(file)], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert f"export ALLRANKS_TUNING={file}" in ended.stdout
+    whole = json.loads(file.read_text())
+    assert set(whole["measured_us"]["meetings"]) == {"2", "4", "8", "9"}
+    assert {"one_shot", "one_shot_of_all"} < set(whole["tuning"])
+    tuning = read_tuning({"ALLRANKS_TUNING": str(file)})
+    assert tuning.one_shot == whole["tuning"]["one_shot"]
+    run_ranks(2, dist.barrier, env={"ALLRANKS_TUNING": str(file)})
+
+
+def test_a_file_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+    ended = subprocess.run([*TUNE, "-o", str(tmp_path / "no" / "file")], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "no such directory" in ended.stderr
