@@ -26,9 +26,10 @@ train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
 
 # Three at a time, as many tests mostly wait: two cores are then busy. A file's tests stay together, which share what is
-# dear to set up; the longest files come first (tests/conftest.py).
+# dear to set up; the longest files come first (tests/conftest.py). One or two that fail are tried alone (tests/again.py).
 test: $(VENV)/installed core-tests
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	rm -rf .pytest_cache
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder || $(BIN)/python tests/again.py $$?
 
 # Before a commit: the checks, the core's tests where they have been compiled once, and the Python tests that start few
 # ranks (tests/conftest.py lists their files). Two minutes at most.
@@ -115,8 +116,9 @@ build/torch-%/tested: build/torch-%/installed
 # The plugin's tests on the newest torch, for every change: .venv has torch 2.13, which knows nothing of what the plugin
 # does on later versions.
 newest-torch: build/torch-$(NEWEST_TORCH)/installed
+	rm -rf .pytest_cache
 	$(<D)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 300 -W default tests/plugin tests/api/test_reconfigure.py \
-	  tests/resilience/test_fully_sharded.py
+	  tests/resilience/test_fully_sharded.py || $(<D)/bin/python tests/again.py $$? --timeout 300 -W default
 
 .PRECIOUS: build/torch-%/installed
 build/torch-%/installed: .ci/torch_without_cuda.py | $(VENV)/installed

@@ -20,6 +20,7 @@ import torch
 
 import allranks as dist
 from allranks import _core
+from allranks._engines.mpi.job import _wait_until_read
 from support.mpi_jobs import mpirun, python_with, run_by_mpi
 from support.workers import Workers
 
@@ -645,6 +646,28 @@ dist.barrier()
     assert done.returncode != 0
     assert "ValueError: as it happens" in done.stderr
     assert "allranks: rank 1 of 2 ends the job: ValueError" in done.stderr
+
+
+def test_an_abort_waits_until_the_last_words_were_read() -> None:
+    reads, writes = os.pipe()
+    read = []
+    with open(writes, "w") as stream:
+        stream.write("ValueError: as it happens\n")
+        stream.flush()
+        reader = threading.Timer(0.2, lambda: read.append(os.read(reads, 100)))
+        reader.start()
+        began = time.monotonic()
+        _wait_until_read(stream)
+        assert time.monotonic() - began > 0.1
+        reader.join()
+        assert read == [b"ValueError: as it happens\n"]
+        stream.write("nobody reads this")
+        stream.flush()
+        began = time.monotonic()
+        _wait_until_read(stream, 0.2)
+        assert time.monotonic() - began >= 0.2
+    os.close(reads)
+    _wait_until_read(stream)
 
 
 @BOTH

@@ -10,18 +10,22 @@ mpi4py is imported here only, and late: this file may be imported where there is
 
 from __future__ import annotations
 
+import array
 import atexit
 import ctypes
+import fcntl
 import importlib
 import importlib.util
 import os
+import stat
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -301,6 +305,23 @@ def _library(mpi: Any) -> str:
     return f"{name} {'.'.join(map(str, version))}"
 
 
+def _wait_until_read(stream: TextIO, at_most_s: float = 1.0) -> None:
+    """Waits until a pipe's reader has what was written: mpirun may drop what it has not read when a job is aborted."""
+    try:
+        fd = stream.fileno()
+        if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+            return
+        until = time.monotonic() + at_most_s
+        unread = array.array("i", [0])
+        while time.monotonic() < until:
+            fcntl.ioctl(fd, termios.FIONREAD, unread)
+            if unread[0] == 0:
+                return
+            time.sleep(0.001)
+    except (OSError, ValueError):  # a stream without a descriptor, or a closed one: there is nothing to wait for
+        return
+
+
 class _EndsJob:
     """``sys.excepthook`` of a rank: shows the exception as before, then ends all ranks."""
 
@@ -319,4 +340,5 @@ class _EndsJob:
         if sys.stderr is not None:
             sys.stderr.write(f"allranks: rank {world.rank} of {world.size} ends the job: {kind.__name__} (above)\n")
             sys.stderr.flush()
+            _wait_until_read(sys.stderr)
         world.Abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
