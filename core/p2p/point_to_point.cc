@@ -275,7 +275,7 @@ void PointToPoint::wait(const std::shared_ptr<Message>& message, Caller& caller,
     try {
       shm_.wait(shm_.bell(shm_.rank()), patience, about, [&] {
         move(caller, message->done);
-        if (message->done.load(std::memory_order_acquire)) return -1;
+        if (message->done.load()) return -1;  // seq_cst: whoever sleeps here has counted itself before (Shm::ring)
         const int from = message->peer;
         return from < 0 ? Shm::kAnyRank : from;
       });

@@ -54,6 +54,6 @@ def test_a_reference_leads_to_a_definition(page: str, file: str, name: str) -> N
 def test_commands_and_folders_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     targets = set(re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"(?:^ {4}|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+    assert set(re.findall(r"(?:^ {4}|`)make ([a-z0-9-]+)", text, re.MULTILINE)) <= targets
     folders = set(re.findall(r"`((?:src|core|tests|docs|benchmarks)/[\w/]+)`", text))
     assert not [folder for folder in folders if not (ROOT / folder).exists()]
