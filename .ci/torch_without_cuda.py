@@ -10,6 +10,7 @@ returns 100, which is cudaErrorNoDevice.
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
@@ -19,7 +20,8 @@ from pathlib import Path
 
 _SYSTEM = re.compile(r"ld-linux|lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+|gomp|cuda)\.so")  # libcuda is the driver's
 _CUDA = re.compile(r"cu[A-Zs]|nccl|nvshmem")  # libraries that give their symbols no version
-_FUNCTIONS = ".text\n{labels}\nmov $100, %eax\nret\n.section .note.GNU-stack\n"
+_RETURN_100 = {"x86_64": "mov $100, %eax\nret", "aarch64": "mov w0, #100\nret"}
+_FUNCTIONS = ".text\n{labels}\n{body}\n.section .note.GNU-stack\n"
 
 
 def main() -> None:
@@ -86,7 +88,8 @@ def _link(library: Path, wanted: dict[str, set[str]]) -> None:
     command = ["gcc", "-shared", "-nostdlib", f"-Wl,-soname,{library.name}", "-o", str(library), "-x", "assembler", "-"]
     if nodes:
         command.insert(1, f"-Wl,--version-script={script}")
-    subprocess.run(command, input=_FUNCTIONS.format(labels=labels), text=True, check=True)
+    text = _FUNCTIONS.format(labels=labels, body=_RETURN_100[platform.machine()])
+    subprocess.run(command, input=text, text=True, check=True)
     script.unlink()
 
 

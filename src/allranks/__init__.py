@@ -36,7 +36,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The public names, by the module that has them. `make format` writes __init__.pyi from this table, which is what type
 # checkers and editors read.
