@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/sys.h"
 #include "base/waiting.h"
+#include "channel/lines.h"
 #include "channel/segment.h"
 
 namespace allranks {
@@ -184,7 +185,9 @@ class Shm {
 
   template <class T>
   T& at(int rank, size_t offset) {
-    return *reinterpret_cast<T*>(maps_[static_cast<size_t>(rank)].get() + offset);
+    std::byte* memory = maps_[static_cast<size_t>(rank)].get() + offset;
+    lines::touch(rank, memory);
+    return *reinterpret_cast<T*>(memory);
   }
   void wait_slowly(Bell& bell, Patience& patience, const Failure& about, Asked ready, Asked awaited);
   void look_around(Patience& patience, const Failure& about, Asked awaited, int64_t began_ns);

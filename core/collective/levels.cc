@@ -128,7 +128,9 @@ void Levels::lead(LocalCall& call, size_t nbytes, const Combining* combining) {
 
 const std::byte* Levels::operand(const LocalCall& call, int rank, size_t nbytes) const {
   const Where& where = where_[static_cast<size_t>(rank)];
-  return shm_.group_operands(where.leader, call.number) + where.index * nbytes;
+  const std::byte* operand = shm_.group_operands(where.leader, call.number) + where.index * nbytes;
+  lines::touch(where.leader, operand);
+  return operand;
 }
 
 const std::byte* Levels::combined(const LocalCall& call) const {
