@@ -72,6 +72,8 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(BENCH)/bin/python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json $(BENCH_FLAGS)
 	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
 	$(BIN)/python benchmarks/groups.py --json benchmarks/groups.json
+	$(BENCH)/bin/python benchmarks/ranks.py --json benchmarks/ranks.json --plot benchmarks/ranks.png
+	$(BIN)/python benchmarks/model.py --json benchmarks/model.json --plot benchmarks/model.png
 	taskset -c 0 $(BIN)/python benchmarks/rendezvous.py --json benchmarks/rendezvous.json
 	$(BIN)/python benchmarks/worker_calls.py --json benchmarks/worker_calls.json
 	$(BIN)/python benchmarks/figures.py

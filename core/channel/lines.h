@@ -1,4 +1,5 @@
-// Which lines of other ranks' memory a rank touches. Counted in the core as the tests build it, for benchmarks/model.py.
+// Which lines of other ranks' memory a rank touches. Counted in the core as the tests build it, for
+// benchmarks/model.py.
 #pragma once
 
 #ifdef ALLRANKS_COUNT_LINES

@@ -14,7 +14,7 @@ VERBS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all", "send",
     "barrier",
 )  # fmt: skip
-COLUMNS = ["us", "fastest", "algbw", "busbw", "#wrong"]
+COLUMNS = ["us", "fastest", "cpu", "algbw", "busbw", "#wrong"]
 
 
 def bench(*arguments: str, python: str | Path = sys.executable) -> subprocess.CompletedProcess[str]:
@@ -35,6 +35,7 @@ def check(report: dict, ranks: int, engines: list[str]) -> None:
                 assert timing["fastest_s"] <= timing["median_s"] <= timing["slowest_s"]
                 assert timing["algbw_gb_s"] == pytest.approx(row["nbytes"] / timing["median_s"] / 1e9)
                 assert timing["blocks"] >= 5
+                assert timing["cpu_s"] > 0
                 assert timing["wrong"] == 0
                 if name != "native":
                     assert row["ratios"][name] == pytest.approx(timing["median_s"] / native["median_s"])
@@ -53,7 +54,7 @@ def test_all_against_gloo(tmp_path: Path) -> None:
     assert heads == [["bytes", "count", "type", "native:", *COLUMNS, "gloo:", *COLUMNS, "gloo/native"]] * len(VERBS)
     rows = [line for line in lines if line[0].isdecimal()]
     assert len(rows) == 2 * len(VERBS) - 1
-    assert all(row[7] == row[12] == "0" for row in rows)
+    assert all(row[8] == row[14] == "0" for row in rows)
     assert "# wrong elements: 0" in done.stdout
     assert re.search("^# (not quiet|quiet so far): ", done.stdout, re.MULTILINE)
     assert re.search("^# (not quiet|quiet): ", done.stdout, re.MULTILINE)

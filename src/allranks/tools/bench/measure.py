@@ -8,7 +8,7 @@ OSU's benchmarks.
 A cell (a verb at a size) has a budget of seconds, spent on blocks of all engines in turn, each round in another order;
 figures are medians over the blocks. The clock that spends the budget is the blocks' own times, which all ranks know,
 so that all stop together. Answers are compared twice, in the very buffers that are timed: before the first block and
-after the last.
+after the last. The processor time of a block is the mean of the ranks', with all their threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from allranks.tools.bench.engines import Engine
 from allranks.tools.bench.report import Row, Timing
 from allranks.tools.bench.verbs import Data, Verb, expected, left_early
 
-__all__ = ["Plan", "largest", "measure", "seconds_apart", "seconds_per_call"]
+__all__ = ["Plan", "largest", "measure", "seconds_per_call"]
 
 _BLOCK_S = 0.01
 _MOST_CALLS = 5000
@@ -57,6 +57,12 @@ class _Contender:
     wrong: int = 0
 
 
+@dataclass
+class _Block:
+    seconds: float  # per call, of the slowest rank
+    cpu_s: float  # per call, the mean of the ranks
+
+
 def measure(engines: Sequence[Engine], verb: Verb, nbytes: int, plan: Plan) -> Row:
     """One cell. Every rank calls it."""
     count = verb.count(nbytes, plan.dtype.itemsize, plan.ranks)
@@ -72,15 +78,15 @@ def measure(engines: Sequence[Engine], verb: Verb, nbytes: int, plan: Plan) -> R
     for each in contenders:
         each.into.zero_()  # what is reduced in place again and again must not overflow
         _block(each, 2, plan)  # memory is touched, connections are opened
-        each.calls_per_block = max(1, min(_MOST_CALLS, math.ceil(_BLOCK_S / _block(each, 3, plan))))
+        each.calls_per_block = max(1, min(_MOST_CALLS, math.ceil(_BLOCK_S / _block(each, 3, plan).seconds)))
     samples = _sample(contenders, plan)
     for each in contenders:
         _check(each, verb, count, data, plan)
     return _row(contenders, samples, verb, count, plan)
 
 
-def _sample(contenders: list[_Contender], plan: Plan) -> list[list[float]]:
-    samples: list[list[float]] = [[] for _ in contenders]
+def _sample(contenders: list[_Contender], plan: Plan) -> list[list[_Block]]:
+    samples: list[list[_Block]] = [[] for _ in contenders]
     spent = 0.0
     least, most = _BLOCKS
     for turn in range(most):
@@ -90,35 +96,47 @@ def _sample(contenders: list[_Contender], plan: Plan) -> list[list[float]]:
         order = order[turn % len(order) :] + order[: turn % len(order)]
         for i in order if turn // len(order) % 2 == 0 else reversed(order):
             samples[i].append(_block(contenders[i], contenders[i].calls_per_block, plan))
-            spent += samples[i][-1] * (contenders[i].calls_per_block + 1)
+            spent += samples[i][-1].seconds * (contenders[i].calls_per_block + 1)
     return samples
 
 
-def _block(contender: _Contender, n: int, plan: Plan) -> float:
+def _block(contender: _Contender, n: int, plan: Plan) -> _Block:
     contender.engine.enter(plan.cpus)
-    return seconds_apart(contender.call, n) if plan.apart else seconds_per_call(contender.call, n)
+    seconds, cpu_s = (_apart if plan.apart else _back_to_back)(contender.call, n)
+    mean = torch.tensor([cpu_s / plan.ranks], dtype=torch.float64)
+    allranks.all_reduce(mean)
+    return _Block(largest(seconds), float(mean))
 
 
 def seconds_per_call(call: Callable[[], object], n: int) -> float:
     """Of a block of n calls, back to back; the slowest rank's."""
+    return largest(_back_to_back(call, n)[0])
+
+
+def _back_to_back(call: Callable[[], object], n: int) -> tuple[float, float]:
+    """Seconds per call of a block, and of them on a processor; of this rank."""
     call()  # the others' blocks have taken the caches
     allranks.barrier()
+    cpu_s = time.process_time()
     began = time.perf_counter()
     for _ in range(n):
         call()
-    return largest((time.perf_counter() - began) / n)
+    seconds = time.perf_counter() - began
+    return seconds / n, (time.process_time() - cpu_s) / n
 
 
-def seconds_apart(call: Callable[[], object], n: int) -> float:
-    """Of a block of n calls with a barrier before each, which does not count; the slowest rank's."""
+def _apart(call: Callable[[], object], n: int) -> tuple[float, float]:
+    """The same with a barrier before each call, which does not count."""
     call()
-    total = 0.0
+    seconds = cpu_s = 0.0
     for _ in range(n):
         allranks.barrier()
+        cpu_s -= time.process_time()
         began = time.perf_counter()
         call()
-        total += time.perf_counter() - began
-    return largest(total / n)
+        seconds += time.perf_counter() - began
+        cpu_s += time.process_time()
+    return seconds / n, cpu_s / n
 
 
 def largest(value: float) -> float:
@@ -147,17 +165,19 @@ def _check(contender: _Contender, verb: Verb, count: int, data: Data, plan: Plan
     contender.wrong += int(total)
 
 
-def _row(contenders: list[_Contender], samples: list[list[float]], verb: Verb, count: int, plan: Plan) -> Row:
+def _row(contenders: list[_Contender], samples: list[list[_Block]], verb: Verb, count: int, plan: Plan) -> Row:
     nbytes = count * max(verb.pieces(plan.ranks)) * plan.dtype.itemsize
     timings = {}
-    for each, times in zip(contenders, samples, strict=True):
-        seconds = [t / 2 for t in times] if verb.halves else times
+    part = 2 if verb.halves else 1
+    for each, blocks in zip(contenders, samples, strict=True):
+        seconds = [block.seconds / part for block in blocks]
         median = statistics.median(seconds)
         algbw = nbytes / median / 1e9
         timings[each.engine.name] = Timing(
             median,
             min(seconds),
             max(seconds),
+            statistics.median(block.cpu_s / part for block in blocks),
             algbw,
             algbw * verb.link(plan.ranks),
             each.wrong,

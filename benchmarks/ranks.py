@@ -1,0 +1,116 @@
+"""How the cost of a call grows with the ranks of a host: time, and processor time of a rank, beside gloo and Open MPI.
+
+    build/bench-venv/bin/python benchmarks/ranks.py --json benchmarks/ranks.json --plot benchmarks/ranks.png
+
+For each number of ranks `allranks bench all` runs once. Many ranks share few CPUs here, so the time of a call contains
+the turns of all; what a rank spends is what a machine with a CPU for each would see of it. A straight line through the
+logarithms gives the exponent with which that grows from 4 ranks on: two ranks never wait for each other's turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+RANKS = (2, 4, 16, 32, 64)
+SIZES = "8,4K,256K"
+GOAL = 1.2  # the exponent of small calls
+SMALL = 4 << 10
+FROM = 4
+
+
+def measure(ranks: int, budget_s: float, against: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        words = ["bench", "all", "-n", ranks, "--sizes", SIZES, "--budget", budget_s, "--json", file]
+        words += ["--against", against] if against else []
+        subprocess.run([sys.executable, "-m", "allranks", *map(str, words)], check=True)
+        found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def cells(reports: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, dict[int, dict[str, float]]]]]:
+    """By verb, engine, size in bytes as it was asked for, and ranks."""
+    asked = [8, 4 << 10, 256 << 10]
+    found: dict[str, dict[str, dict[int, dict[int, dict[str, float]]]]] = {}
+    for report in reports:
+        for table in report["tables"]:
+            for row in table["rows"]:
+                nbytes = (
+                    min(asked, key=lambda size: abs(math.log(size / max(1, row["nbytes"])))) if row["nbytes"] else 0
+                )
+                for engine, timing in row["timings"].items():
+                    values = {key: timing[key] for key in ("median_s", "fastest_s", "cpu_s")}
+                    by_ranks = found.setdefault(table["verb"], {}).setdefault(engine, {}).setdefault(nbytes, {})
+                    by_ranks[report["ranks"]] = values
+    return found
+
+
+def exponent(by_ranks: dict[int, dict[str, float]]) -> float:
+    """Of a rank's processor time in the number of ranks."""
+    points = [(math.log(ranks), math.log(values["cpu_s"])) for ranks, values in by_ranks.items() if ranks >= FROM]
+    slope, _ = statistics.linear_regression(*zip(*points, strict=True))
+    return slope
+
+
+def draw(path: Path, found: dict[str, Any]) -> None:
+    from allranks.tools.bench.plot import drawing
+
+    plt = drawing()
+    colours = {"native": "#0b6e4f", "gloo": "#c8553d", "mpi": "#3d5a98"}
+    figure, axes = plt.subplots(2, 5, figsize=(16, 6.5), layout="constrained", squeeze=False)
+    for panel, (verb, engines) in zip(axes.flat, found.items(), strict=False):
+        for engine, sizes in engines.items():
+            for nbytes, by_ranks in sizes.items():
+                if nbytes > 8:
+                    continue
+                ranks = list(by_ranks)
+                for key, style in (("median_s", "-"), ("cpu_s", ":")):
+                    label = f"{engine}, {'time' if key == 'median_s' else 'processor time of a rank'}"
+                    values = [each[key] * 1e6 for each in by_ranks.values()]
+                    panel.plot(ranks, values, style, marker="o", markersize=3, color=colours[engine], label=label)
+        panel.set(title=verb, xscale="log", yscale="log")
+        panel.set_xticks(RANKS, [str(each) for each in RANKS])
+        panel.minorticks_off()
+        panel.grid(True, alpha=0.3)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle("us per call of 8 bytes against ranks of a host")
+    figure.savefig(path, dpi=85)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=0.3, metavar="S", help="seconds for each cell (default 0.3)")
+    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="default %(default)s")
+    parser.add_argument("--against", default="gloo,mpi", help="default %(default)s; '' for none")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    reports = [measure(int(ranks), options.budget, options.against) for ranks in options.ranks.split(",")]
+    found = cells(reports)
+    exponents = {
+        verb: {f"{nbytes} B": round(exponent(by_ranks), 2) for nbytes, by_ranks in engines["native"].items()}
+        for verb, engines in found.items()
+    }
+    print(f"\nexponents of a rank's processor time in the ranks, from {FROM} on (goal for {SMALL} B and less: {GOAL})")
+    for verb, by_size in exponents.items():
+        print(f"{verb:>15}  " + "  ".join(f"{size}: {value:.2f}" for size, value in by_size.items()))
+    if options.json:
+        about = {key: reports[0][key] for key in ("processor", "cpus", "versions", "settings")}
+        conditions = {report["ranks"]: report["conditions"] for report in reports}
+        written = {**about, "conditions": conditions, "cells": found, "exponents": exponents}
+        options.json.write_text(json.dumps(written, indent=1) + "\n")
+    if options.plot:
+        draw(options.plot, found)
+
+
+if __name__ == "__main__":
+    main()
