@@ -48,6 +48,7 @@ check: $(VENV)/checkers
 
 format: $(VENV)/checkers
 	$(BIN)/python tests/house/stub.py
+	$(BIN)/python -m allranks.tools.completion
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $$(find core tests/core -name '*.cc' -o -name '*.h')

@@ -12,22 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from allranks._base.console import Program, put, run_command
+from allranks.tools.commands import COMMANDS
 
 __all__ = ["main"]
-
-_COMMANDS = {
-    "run": ("allranks.launch.cli", "run a program as N processes, here or on other hosts"),
-    "torchrun": ("allranks.launch.torchrun", "the same with torchrun's options"),
-    "launch": ("allranks.launch.__main__", "the same with torch.distributed.launch's options"),
-    "env": ("allranks.tools.env", "show what started this process, and from which variables that follows"),
-    "bench": ("allranks.tools.bench", "measure collectives"),
-    "tune": ("allranks.tools.tune", "find what is fastest on this host, and write it down for ALLRANKS_TUNING"),
-    "submit": ("allranks.tools.submit", "write a job file for SLURM, PBS, LSF or Kubernetes"),
-    "trace": ("allranks.tools.trace", "show what the ranks of a running job do, and for whom they wait"),
-    "top": ("allranks.tools.top", "show calls, waiting, CPU and memory of a running job's ranks, again and again"),
-    "checkpoint": ("allranks.tools.checkpoint", "what is in checkpoints, whether they are whole, how two differ"),
-    "doctor": ("allranks.tools.doctor", "check this host, or all hosts of a job"),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,12 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
     name = words[0] if words else ""
-    return run_command(f"allranks {name}" if name in _COMMANDS else "allranks", lambda: _run(name, words))
+    return run_command(f"allranks {name}" if name in COMMANDS else "allranks", lambda: _run(name, words))
 
 
 def _run(name: str, words: Sequence[str]) -> int | Program:
-    if name in _COMMANDS:
-        ended: int | Program = importlib.import_module(_COMMANDS[name][0]).main(words[1:])
+    if name in COMMANDS:
+        ended: int | Program = importlib.import_module(COMMANDS[name][0]).main(words[1:])
         return ended
     if name in ("-V", "--version"):
         from allranks import __version__
@@ -58,7 +45,7 @@ def _run(name: str, words: Sequence[str]) -> int | Program:
     if name in ("-h", "--help"):
         put(_help() + "\n")
         return 0
-    known = ", ".join(_COMMANDS)
+    known = ", ".join(COMMANDS)
     wrong = f"there is no command {name!r}" if name else "a command is missing"
     hint = f"there are {known} (see allranks --help)"
     if name.endswith(".py") or os.path.isfile(name) or name in ("-n", "-np", "-m", "--"):
@@ -69,7 +56,7 @@ def _run(name: str, words: Sequence[str]) -> int | Program:
 
 def _help() -> str:
     lines = ["usage: allranks [-V] COMMAND ...", "", "commands:"]
-    lines += [f"  {name:10} {summary}" for name, (_, summary) in _COMMANDS.items()]
+    lines += [f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join([*lines, "", "allranks help COMMAND, or allranks COMMAND --help, describes a command."])
 
 

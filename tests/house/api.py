@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import allranks
-from allranks.__main__ import _COMMANDS, main
+from allranks.__main__ import main
+from allranks.tools.commands import COMMANDS
 
 MODULES = [
     "allranks", "allranks.algorithms.ddp_comm_hooks.default_hooks", "allranks.checkpoint", "allranks.data",
@@ -54,7 +55,7 @@ def describe() -> str:
     lines += ["", "# torch.worker", ""]
     for each in torch_worker.__all__:
         lines += _thing(each, getattr(torch_worker, each))
-    for command in _COMMANDS:
+    for command in COMMANDS:
         lines += ["", f"# allranks {command} (command)", "", *_options(command)]
     return "\n".join(line for line in lines[1:]) + "\n"
 

@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
 from texts import all_texts, of_cpp, of_python
+
+from allranks.tools.completion.__main__ import files
 
 GOLDEN = Path(__file__).with_name("texts.txt")
 MOST_WORDS = 28
@@ -15,6 +18,20 @@ def test_golden_file() -> None:
         "texts of errors, notices or help have changed: `python tests/house/texts.py > tests/house/texts.txt`,"
         " and read the difference as prose"
     )
+
+
+HELP = files()
+"""What is written from the help: scripts of completion, and manual pages."""
+
+
+@pytest.mark.parametrize("path", HELP, ids=lambda path: path.name)
+def test_files_are_those_of_the_help(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == HELP[path], "run: python -m allranks.tools.completion"
+
+
+def test_no_file_is_of_a_command_that_is_gone() -> None:
+    for folder in {path.parent for path in HELP}:
+        assert set(folder.iterdir()) == {path for path in HELP if path.parent == folder}
 
 
 def test_clauses_are_short() -> None:

@@ -54,6 +54,9 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
         "allranks/_core.abi3.so",
         *(str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.*") if path.suffix not in LEFT),
     }
+    (data,) = {name.partition("/")[0] for name in names if name.partition("/")[0].endswith(".data")}
+    pages = {f"{data}/data/share/man/man1/{page.name}" for page in (ROOT / "docs/man").iterdir()}
+    assert {name for name in names if name.startswith(data)} == pages
     needed = subprocess.run(
         ["readelf", "-d", str(tmp_path / "installed/allranks/_core.abi3.so")],
         capture_output=True,

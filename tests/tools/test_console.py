@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.__main__ import _COMMANDS as COMMANDS
+from allranks.tools.commands import COMMANDS
 
 LINES = {
     "help": "--help",

@@ -12,10 +12,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
-__all__ = ["ArgumentParser", "Program", "ensure_standard_streams", "interruptible", "put", "run_command"]
+__all__ = [
+    "ArgumentParser",
+    "Program",
+    "collecting_help",
+    "ensure_standard_streams",
+    "interruptible",
+    "put",
+    "run_command",
+    "shown_names",
+]
 
 
 class Program(Protocol):
@@ -77,8 +86,57 @@ def put(text: str) -> None:
             raise _Unwritable(error.strerror) from error
 
 
+_collected: list[ArgumentParser] | None = None
+
+
+@contextlib.contextmanager
+def collecting_help() -> Iterator[list[ArgumentParser]]:
+    """Help that is asked for meanwhile is not printed: the list has the parsers whose help it would be."""
+    global _collected
+    before, _collected = _collected, []
+    try:
+        yield _collected
+    finally:
+        _collected = before
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Shows what an option takes once, as ``-n, --nproc N``, and of two spellings of torchrun's that with hyphens."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = shown_names(action)
+        if not shown or action.nargs == 0:
+            return ", ".join(shown) or super()._format_action_invocation(action)
+        return f"{', '.join(shown)} {self._format_args(action, action.dest.upper())}"
+
+
+def shown_names(action: argparse.Action) -> list[str]:
+    """The names of an option, without spellings with underscores of one that has hyphens."""
+    names = action.option_strings
+    return [name for name in names if "_" not in name or name.replace("_", "-") not in names]
+
+
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, whose help goes through ``put``: argparse itself ignores that stdout cannot be written to."""
+    """argparse's, with examples, and with help that goes through ``put``: argparse ignores a stdout that is full.
+
+    Args:
+        examples: commands, and what each does.
+    """
+
+    def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", _Formatter)
+        super().__init__(*args, **kwargs)
+        self.examples = tuple(examples)
+
+    def format_help(self) -> str:
+        lines = [f"  {command}\n      {what}\n" for command, what in self.examples]
+        return super().format_help() + ("\nexamples:\n" + "".join(lines) if lines else "")
+
+    def print_help(self, file: Any = None) -> None:
+        if _collected is None:
+            super().print_help(file)
+        else:
+            _collected.append(self)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file in (None, sys.stdout):

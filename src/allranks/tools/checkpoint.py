@@ -71,6 +71,16 @@ def _parser() -> ArgumentParser:
         epilog="A PATH is a checkpoint, or a folder of checkpoints: then its newest, or that of --step. verify and diff"
         " end with exit code 1 if they find something.",
     )
+    folder = "checkpoints"
+    examples = {
+        "list": ((f"allranks checkpoint list {folder}", "their steps, sizes and times"),),
+        "show": ((f"allranks checkpoint show {folder} --step 500", "its ranks, tensors and values"),),
+        "verify": ((f"allranks checkpoint verify {folder} --all", "exit code 1 if a byte is wrong"),),
+        "diff": (("allranks checkpoint diff run1 run2", "the newest of two folders, value by value"),),
+        "export": ((f"allranks checkpoint export {folder} model.safetensors", "the newest one's tensors of rank 0"),),
+        "merge": ((f"allranks checkpoint merge node0 node1 --into {folder}", "of hosts that share no folder"),),
+    }
+    parser.examples = (*examples["list"], *examples["verify"])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, act, summary in (
         ("list", _list, "the checkpoints in a folder"),
@@ -80,7 +90,7 @@ def _parser() -> ArgumentParser:
         ("export", _export, "write one file: safetensors, or what torch.load reads"),
         ("merge", _merge, "make one checkpoint of the shares of several hosts"),
     ):
-        add = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        add = commands.add_parser(name, help=summary, description=_sentence(summary), examples=examples[name])
         add.set_defaults(act=act)
         if name == "merge":
             add.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="a folder of each host, or a share")
@@ -101,6 +111,10 @@ def _parser() -> ArgumentParser:
         if name not in ("export", "merge"):
             add.add_argument("--json", action="store_true", help="write JSON")
     return parser
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
 
 
 # list and show.

@@ -95,13 +95,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 2 where the environment is wrong.
     """
-    parser = Parser(prog="allranks env", description="Say what started this process, from which variables, and why.")
+    parser = Parser(
+        prog="allranks env",
+        description="Say what started this process, from which variables, and why.",
+        examples=(
+            ("allranks env", "what allranks run would do here"),
+            ("srun -N 2 allranks env", "what each rank of such a job takes itself for"),
+        ),
+    )
     parser.add_argument(
         "--env",
         type=environment_kind,
-        metavar=f"{{{','.join(CHOICES)}}}",
+        metavar="KIND",
         default="auto",
-        help="look for this only (as ALLRANKS_ENV)",
+        help=f"look for this only (as ALLRANKS_ENV): {', '.join(CHOICES)}",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     try:

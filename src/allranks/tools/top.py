@@ -24,6 +24,10 @@ def main(argv: Sequence[str]) -> int:
         prog="allranks top",
         description="Shows calls (of workers: and commands) and bytes per second, the share of the time in which a rank"
         " waits for others, its CPU and memory, and what it is in. Ctrl-C ends it.",
+        examples=(
+            ("allranks top", "the only job of this user here, every 2 s"),
+            ("allranks top -d 10 -n 6 --json >usage.jsonl", "a minute of it, for programs"),
+        ),
     )
     parser.add_argument(
         "job", nargs="?", type=int, metavar="JOB", help="the pid of its launcher, where several jobs run"

@@ -25,7 +25,15 @@ def main(argv: Sequence[str]) -> int | Program:
         except (AllranksError, ConfigError) as error:
             print(f"allranks trace {words[0]}: error: {error}", file=sys.stderr)
             return 2
-    parser = ArgumentParser(prog="allranks trace", description="Tells what the ranks of a job do, or did.")
+    parser = ArgumentParser(
+        prog="allranks trace",
+        description="Tells what the ranks of a job do, or did.",
+        epilog="allranks trace COMMAND --help describes a command.",
+        examples=(
+            ("allranks trace show", "what each rank of the job on this host waits for"),
+            ("allranks trace record -o calls.html -- -n 4 train.py", "runs a program, and draws its calls"),
+        ),
+    )
     parser.add_argument("command", choices=_COMMANDS, help="; ".join(f"{n}: {s}" for n, (_, s) in _COMMANDS.items()))
     parser.parse_args(words)
     return 2
@@ -36,6 +44,10 @@ def _show(words: Sequence[str]) -> int:
         prog="allranks trace show",
         description="Shows what each rank of a running job does, for how long, and for whom it waits. It finds the jobs"
         " of this user on this host; on any host of a job it shows all of the job.",
+        examples=(
+            ("allranks trace show", "the only job of this user here"),
+            ("allranks trace show --calls 5 4711", "one of several, with the newest calls of each rank"),
+        ),
     )
     parser.add_argument(
         "job", nargs="?", type=int, metavar="JOB", help="the pid of its launcher, where several jobs run"

@@ -35,6 +35,10 @@ def timeline(words: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="allranks trace timeline",
         description="Puts the calls of all ranks on one clock, and draws them: who waited for whom, and how long.",
+        examples=(
+            ("allranks trace timeline calls", "what allranks run --trace calls has recorded, in some lines"),
+            ("allranks trace timeline -o calls.html calls", "a page for a browser"),
+        ),
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=_PATHS)
     _add_output(parser)
@@ -68,8 +72,9 @@ def record(words: Sequence[str]) -> int | Program:
     """
     parser = ArgumentParser(
         prog="allranks trace record",
-        usage="allranks trace record -o FILE [--last TIME] -- [options of allranks run] script.py [args ...]",
+        usage="allranks trace record -o FILE [--last TIME] --\n         [options of allranks run] script.py [args ...]",
         description="Runs a program as allranks run does, and writes the timeline of its calls when it has ended.",
+        examples=(("allranks trace record -o calls.html -- -n 4 train.py", "four ranks, and a page for a browser"),),
     )
     _add_output(parser)
     own, job = _split(list(words))
@@ -109,6 +114,7 @@ def flight(words: Sequence[str]) -> int:
         prog="allranks trace flight",
         description="Writes the calls of each rank in the format of torch's Flight Recorder. torchfrtrace FOLDER, which"
         " comes with torch, then says which rank has not called what the others have.",
+        examples=(("allranks trace flight -o dumps calls && torchfrtrace dumps", "what torch's tool finds"),),
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help=_PATHS)
     parser.add_argument(

@@ -186,10 +186,17 @@ def _refuse_contradictions(args: argparse.Namespace, meeting: Meeting, listed: b
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-n", "--nproc", type=_count, metavar="N", help="ranks in all; auto: one per CPU; gpu: one per GPU (default 1)")
+    shown = "ranks in all; auto: one per CPU; gpu: one per GPU (default 1)"
+    add("-n", "--nproc", type=_count, metavar="N|auto|gpu", help=shown)
     add("-np", dest="nproc", type=_count, default=argparse.SUPPRESS, help=_HIDE)
     for name in ("--nproc-per-node", "--nproc_per_node"):
-        add(name, dest="per_host", type=_count, metavar="N", help="ranks on each host" if "-per" in name else _HIDE)
+        add(
+            name,
+            dest="per_host",
+            type=_count,
+            metavar="N|auto|gpu",
+            help="ranks on each host" if "-per" in name else _HIDE,
+        )
     add("-H", "--hosts", metavar="HOST[:N],...", help="run on these hosts by ssh, at most N ranks on each")
     add("--hostfile", type=Path, metavar="FILE", help="the same from a file: a host a line, slots=N behind it")
     for name in ("-N", "--nodes", "--nnodes"):
@@ -221,11 +228,16 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
         "--stdin",
         type=_stdin,
         default="auto",
-        metavar="RANK",
+        metavar="RANK|none",
         help="the rank that has stdin, or none; the others read end-of-file (default: a single rank, or the master)",
     )
     add("--grace", type=_seconds, default=10.0, metavar="TIME", help="between SIGTERM and SIGKILL (default 10s)")
-    add("--threads", type=_threads, metavar="N", help="OMP_NUM_THREADS per rank, or auto: CPUs / ranks (default auto)")
+    add(
+        "--threads",
+        type=_threads,
+        metavar="N|auto",
+        help="OMP_NUM_THREADS per rank, or auto: CPUs / ranks (default auto)",
+    )
     add(
         "--instead-of-gloo",
         action="store_true",
@@ -258,6 +270,14 @@ def _parser() -> argparse.ArgumentParser:
         usage=_USAGE,
         description="Runs a program as N processes (ranks), here or on other hosts; all stop when one fails.",
         epilog="A single rank has this terminal, or other stdin, for breakpoint() and input(); of several, --stdin's.",
+        examples=(
+            ("allranks run -n 4 train.py --epochs 3", "four ranks here; what follows the script is its own"),
+            ("allranks run -H node0:4,node1:4 train.py", "eight ranks on two hosts, by ssh"),
+            ("allranks run train.py", "in a job of SLURM, PBS, LSF, SGE or Flux: on its nodes"),
+            ("allranks run -n 4 --elastic 2 --restarts 3 train.py", "goes on when ranks are lost"),
+            ("allranks run -n 4 --trace calls train.py", "records all calls, for allranks trace timeline calls"),
+            ("allranks run -n 4 -- ./program --option", "a command that is no Python script"),
+        ),
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -299,7 +319,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("--monitor-interval", "--monitor_interval"):  # a rank's end is an event here
         add(name, type=_seconds, help=argparse.SUPPRESS)
     for name, fitting in _TORCHRUNS.items():
-        for spelling in {name, "--" + name[2:].replace("-", "_")}:
+        for spelling in dict.fromkeys((name, "--" + name[2:].replace("-", "_"))):
             add(spelling, action=_Elsewhere, nargs=0 if fitting is None else 1, const=fitting, help=argparse.SUPPRESS)
     add("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

@@ -93,6 +93,13 @@ def _parser(environ: Mapping[str, str], for_launch: bool) -> argparse.ArgumentPa
         usage=f"allranks {name} [options] script.py [args ...]",
         description=f"Does what {'torch.distributed.launch' if for_launch else 'torchrun'} does, with the same options."
         " allranks run has more of them, and finds hosts by itself.",
+        examples=(
+            (f"allranks {name} --nproc-per-node 4 train.py", "four ranks on this host"),
+            (
+                f"allranks {name} --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node0 t.py",
+                "the same line on each of two hosts",
+            ),
+        ),
         epilog="Where an option is not given, PET_<OPTION> is, if it is set.",
     )
     for option in _OPTIONS:

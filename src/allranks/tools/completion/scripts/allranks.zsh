@@ -1,0 +1,468 @@
+#compdef allranks
+# Completes allranks in zsh. Written by python -m allranks.tools.completion from the commands' --help.
+
+_allranks_run() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '(-n --nproc)'{-n+,--nproc=}'[ranks in all; auto\: one per CPU; gpu\: one per GPU (default 1)]:N|auto|gpu:(auto gpu)' \
+    '!-np+:NPROC: ' \
+    '--nproc-per-node=[ranks on each host]:N|auto|gpu:(auto gpu)' \
+    '!--nproc_per_node=:N|auto|gpu:(auto gpu)' \
+    '(-H --hosts)'{-H+,--hosts=}'[run on these hosts by ssh, at most N ranks on each]:HOST\[\:N\],...:_hosts' \
+    '--hostfile=[the same from a file\: a host a line, slots=N behind it]:FILE:_files' \
+    '-N+[number of hosts; MIN\:MAX\: go on with fewer, and with those that come back]:MIN\[\:MAX\]: ' \
+    '!--nodes=:MIN\[\:MAX\]: ' \
+    '!--nnodes=:MIN\[\:MAX\]: ' \
+    '--node-rank=[number of this host, where you start the same command on each of them]:I: ' \
+    '!--node_rank=:I: ' \
+    '--master-addr=[host 0, in that case]:HOST\[\:PORT\]:_hosts' \
+    '!--master_addr=:HOST\[\:PORT\]:_hosts' \
+    '!--master-port=:PORT: ' \
+    '!--master_port=:PORT: ' \
+    '--rdzv-endpoint=[the same; hosts need no --node-rank then]:HOST\[\:PORT\]:_hosts' \
+    '!--rdzv_endpoint=:HOST\[\:PORT\]:_hosts' \
+    '!--rdzv-backend=:NAME: ' \
+    '!--rdzv_backend=:NAME: ' \
+    '--rdzv-id=[name of the job, which all hosts must give]:NAME: ' \
+    '!--rdzv_id=:NAME: ' \
+    '!--rdzv-conf=:KEY=VALUE,...: ' \
+    '!--rdzv_conf=:KEY=VALUE,...: ' \
+    '!--local-addr=:HOST:_hosts' \
+    '!--local_addr=:HOST:_hosts' \
+    '!--role=:ROLE: ' \
+    '--env=[what has started this process\: auto, local, ssh, torchrun, mpi, lsf, flux, slurm, k8s, sagemaker, pbs, sge]:KIND: ' \
+    '--restarts=[start the job again when a rank fails, up to K times (default 0)]:K: ' \
+    '!--max-restarts=:K: ' \
+    '!--max_restarts=:K: ' \
+    '--elastic=[a lost rank does not end the job as long as MIN are left (docs/resilience.md\: how a program goes on)]:MIN\[\:MAX\]: ' \
+    '--respawns=[with --elastic\: start each lost rank again, up to K times (default 3; 0\: go on without it)]:K: ' \
+    '--spares=[with --elastic, of several hosts\: the last N run no rank at first; a lost host'\''s ranks are started there]:N: ' \
+    '--join-timeout=[how long to wait for hosts (default 5m)]:TIME: ' \
+    '(-x --export)'{-x+,--export=}'[pass a variable on to other hosts, or all that match a pattern such as WANDB_*]:VAR\[=V\]: ' \
+    '--chdir=[working directory]:DIR:_files -/' \
+    '!--wdir=:DIR:_files -/' \
+    '--ssh=[call this in place of ssh, for example '\''ssh -i key'\'']:COMMAND: ' \
+    '--iface=[interfaces or networks that hosts use among each other]:NAME|CIDR: ' \
+    '--dry-run[print what would be started where, and start nothing]' \
+    '(-m --module)'{-m,--module}'[run a python module, as python -m does]' \
+    '--mode=[master\: rank 0 alone runs the program, and drives the others by init_master_worker (default group)]:{group,master}:(group master)' \
+    '--start=[fork ranks from a process that has imported torch, or start fresh interpreters (default fork)]:{fork,spawn}:(fork spawn)' \
+    '--stdin=[the rank that has stdin, or none; the others read end-of-file (default\: a single rank, or the master)]:RANK|none:(none)' \
+    '--grace=[between SIGTERM and SIGKILL (default 10s)]:TIME: ' \
+    '--threads=[OMP_NUM_THREADS per rank, or auto\: CPUs / ranks (default auto)]:N|auto:(auto)' \
+    '--instead-of-gloo[give a program that asks torch.distributed for gloo groups on our channel; it need not be changed]' \
+    '--backend=[what init_process_group() takes where the program names none, as native, gloo or cpu\:gloo,cuda\:nccl]:NAME: ' \
+    '(-q --quiet)'{-q,--quiet}'[of the launcher'\''s own lines, print only the cause of a failure]' \
+    '(-v --verbose)'{-v,--verbose}'[print what is found, started and stopped, and when]' \
+    '--show=[whose output to print\: 0 is rank 0'\''s, unprefixed (default all)]:{0,all,none}:(0 all none)' \
+    '--timestamps[put the time before each line, on the screen and in files]' \
+    '--collapse=[print a line that several ranks write at the same time once (default auto\: from 8 ranks on)]:{auto,always,never}:(auto always never)' \
+    '--logs=[also write each rank'\''s output to DIR/rankN.log]:DIR:_files -/' \
+    '(-t --tee)'{-t+,--tee=}'[write streams also to files under --log-dir\: 1 stdout, 2 stderr, 3 both; or 0\:3,10\:1 by local rank]:STREAMS: ' \
+    '(-r --redirects)'{-r+,--redirects=}'[write streams only to files under --log-dir\: 1 stdout, 2 stderr, 3 both; or 0\:3,10\:1 by local rank]:STREAMS: ' \
+    '--log-dir=[folder for -t and -r\: DIR/<run>_<random>/attempt_0/<local rank>/stdout.log, stderr.log]:DIR:_files -/' \
+    '!--log_dir=:DIR:_files -/' \
+    '--local-ranks-filter=[print the output of these local ranks only]:0,1,...: ' \
+    '!--local_ranks_filter=:0,1,...: ' \
+    '--bind=[give each rank cores of its own, or the cores of a NUMA node, its GPU'\''s if it has one (default none)]:{none,core,numa}:(none core numa)' \
+    '--one-gpu-per-rank[let each rank see one GPU, by CUDA_VISIBLE_DEVICES]' \
+    '--notice-after=[how long a rank may wait in one call before a line says for whom, and where that rank is; 0 for never (default 10s)]:TIME: ' \
+    '--stats[at the end, print what the calls took, per verb, and who came last]' \
+    '--metrics=[write the same there every 10 s, in Prometheus'\'' text format, as node_exporter'\''s textfile collector reads]:FILE:_files' \
+    '--trace=[record all calls of all ranks, rank 3 in DIR/rank-3.trace; allranks trace timeline DIR draws them]:DIR:_files -/' \
+    '--idle-timeout=[when no rank has written anything for so long, print the stacks of all, stop and exit with 124]:TIME: ' \
+    '--signals=[signals to pass on to the ranks; the job goes on (default USR1,USR2; none for none)]:NAMES: ' \
+    '!--use-env' \
+    '!--use_env' \
+    '!--standalone' \
+    '!--monitor-interval=:MONITOR_INTERVAL: ' \
+    '!--monitor_interval=:MONITOR_INTERVAL: ' \
+    '!--start-method=:START_METHOD: ' \
+    '!--start_method=:START_METHOD: ' \
+    '!--no-python' \
+    '!--no_python' \
+    '!--run-path' \
+    '!--run_path' \
+    '1:program:_files' \
+    '*:argument:_files'
+}
+
+_allranks_torchrun() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--nnodes=[number of hosts on which this command is started]:N|MIN\:MAX: ' \
+    '--nproc-per-node=[ranks on this host]:N|auto|cpu|gpu:(auto cpu gpu)' \
+    '!--nproc_per_node=[ranks on this host]:N|auto|cpu|gpu:(auto cpu gpu)' \
+    '--rdzv-backend=[c10d\: hosts are numbered as they come; static\: by --node-rank]:c10d|static:(c10d static)' \
+    '!--rdzv_backend=[c10d\: hosts are numbered as they come; static\: by --node-rank]:c10d|static:(c10d static)' \
+    '--rdzv-endpoint=[one of the hosts, where all meet]:HOST\[\:PORT\]:_hosts' \
+    '!--rdzv_endpoint=[one of the hosts, where all meet]:HOST\[\:PORT\]:_hosts' \
+    '--rdzv-id=[name of the job, the same on all hosts]:NAME: ' \
+    '!--rdzv_id=[name of the job, the same on all hosts]:NAME: ' \
+    '--rdzv-conf=[join_timeout, timeout, last_call_timeout, is_host]:KEY=VALUE,...: ' \
+    '!--rdzv_conf=[join_timeout, timeout, last_call_timeout, is_host]:KEY=VALUE,...: ' \
+    '--max-restarts=[start the ranks again when one fails, up to K times]:K: ' \
+    '!--max_restarts=[start the ranks again when one fails, up to K times]:K: ' \
+    '--monitor-interval=[accepted; it makes no difference here]:SECONDS: ' \
+    '!--monitor_interval=[accepted; it makes no difference here]:SECONDS: ' \
+    '--start-method=[accepted; it makes no difference here]:METHOD:(spawn fork forkserver)' \
+    '!--start_method=[accepted; it makes no difference here]:METHOD:(spawn fork forkserver)' \
+    '--event-log-handler=[null only]:NAME: ' \
+    '!--event_log_handler=[null only]:NAME: ' \
+    '--role=[ROLE_NAME of the ranks]:NAME: ' \
+    '--log-dir=[folder for -r and -t]:DIR:_files -/' \
+    '!--log_dir=[folder for -r and -t]:DIR:_files -/' \
+    '(-r --redirects)'{-r+,--redirects=}'[write to files only\: 1 stdout, 2 stderr, 3 both, or 0\:3,1\:1]:STREAMS: ' \
+    '(-t --tee)'{-t+,--tee=}'[write to files, too]:STREAMS: ' \
+    '--local-ranks-filter=[show these local ranks only]:0,1,...: ' \
+    '!--local_ranks_filter=[show these local ranks only]:0,1,...: ' \
+    '--duplicate-stdout-filters=[not supported]:WORDS: ' \
+    '!--duplicate_stdout_filters=[not supported]:WORDS: ' \
+    '--duplicate-stderr-filters=[not supported]:WORDS: ' \
+    '!--duplicate_stderr_filters=[not supported]:WORDS: ' \
+    '--node-rank=[number of this host; without it hosts are numbered as they come]:I: ' \
+    '!--node_rank=[number of this host; without it hosts are numbered as they come]:I: ' \
+    '--master-addr=[host 0]:HOST:_hosts' \
+    '!--master_addr=[host 0]:HOST:_hosts' \
+    '--master-port=[a port there]:PORT: ' \
+    '!--master_port=[a port there]:PORT: ' \
+    '--local-addr=[the address of this host that others shall use]:HOST:_hosts' \
+    '!--local_addr=[the address of this host that others shall use]:HOST:_hosts' \
+    '--logs-specs=[not supported]:NAME: ' \
+    '!--logs_specs=[not supported]:NAME: ' \
+    '--numa-binding=[bind ranks to CPUs]:MODE:(node socket exclusive core-complex)' \
+    '!--numa_binding=[bind ranks to CPUs]:MODE:(node socket exclusive core-complex)' \
+    '--signals-to-handle=[signals that are passed on to the ranks]:NAMES: ' \
+    '!--signals_to_handle=[signals that are passed on to the ranks]:NAMES: ' \
+    '--shutdown-timeout=[between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
+    '!--shutdown_timeout=[between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
+    '--standalone[a job of this host alone]' \
+    '(-m --module)'{-m,--module}'[run a python module, as python -m does]' \
+    '--no-python[run a command]' \
+    '!--no_python[run a command]' \
+    '--run-path[accepted; it makes no difference here]' \
+    '!--run_path[accepted; it makes no difference here]' \
+    '--virtual-local-rank[let each rank see one GPU, and be local rank 0]' \
+    '!--virtual_local_rank[let each rank see one GPU, and be local rank 0]' \
+    '1:program:_files' \
+    '*:argument:_files'
+}
+
+_allranks_launch() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--nnodes=[number of hosts on which this command is started]:N|MIN\:MAX: ' \
+    '--nproc-per-node=[ranks on this host]:N|auto|cpu|gpu:(auto cpu gpu)' \
+    '!--nproc_per_node=[ranks on this host]:N|auto|cpu|gpu:(auto cpu gpu)' \
+    '--rdzv-backend=[c10d\: hosts are numbered as they come; static\: by --node-rank]:c10d|static:(c10d static)' \
+    '!--rdzv_backend=[c10d\: hosts are numbered as they come; static\: by --node-rank]:c10d|static:(c10d static)' \
+    '--rdzv-endpoint=[one of the hosts, where all meet]:HOST\[\:PORT\]:_hosts' \
+    '!--rdzv_endpoint=[one of the hosts, where all meet]:HOST\[\:PORT\]:_hosts' \
+    '--rdzv-id=[name of the job, the same on all hosts]:NAME: ' \
+    '!--rdzv_id=[name of the job, the same on all hosts]:NAME: ' \
+    '--rdzv-conf=[join_timeout, timeout, last_call_timeout, is_host]:KEY=VALUE,...: ' \
+    '!--rdzv_conf=[join_timeout, timeout, last_call_timeout, is_host]:KEY=VALUE,...: ' \
+    '--max-restarts=[start the ranks again when one fails, up to K times]:K: ' \
+    '!--max_restarts=[start the ranks again when one fails, up to K times]:K: ' \
+    '--monitor-interval=[accepted; it makes no difference here]:SECONDS: ' \
+    '!--monitor_interval=[accepted; it makes no difference here]:SECONDS: ' \
+    '--start-method=[accepted; it makes no difference here]:METHOD:(spawn fork forkserver)' \
+    '!--start_method=[accepted; it makes no difference here]:METHOD:(spawn fork forkserver)' \
+    '--event-log-handler=[null only]:NAME: ' \
+    '!--event_log_handler=[null only]:NAME: ' \
+    '--role=[ROLE_NAME of the ranks]:NAME: ' \
+    '--log-dir=[folder for -r and -t]:DIR:_files -/' \
+    '!--log_dir=[folder for -r and -t]:DIR:_files -/' \
+    '(-r --redirects)'{-r+,--redirects=}'[write to files only\: 1 stdout, 2 stderr, 3 both, or 0\:3,1\:1]:STREAMS: ' \
+    '(-t --tee)'{-t+,--tee=}'[write to files, too]:STREAMS: ' \
+    '--local-ranks-filter=[show these local ranks only]:0,1,...: ' \
+    '!--local_ranks_filter=[show these local ranks only]:0,1,...: ' \
+    '--duplicate-stdout-filters=[not supported]:WORDS: ' \
+    '!--duplicate_stdout_filters=[not supported]:WORDS: ' \
+    '--duplicate-stderr-filters=[not supported]:WORDS: ' \
+    '!--duplicate_stderr_filters=[not supported]:WORDS: ' \
+    '--node-rank=[number of this host; without it hosts are numbered as they come]:I: ' \
+    '!--node_rank=[number of this host; without it hosts are numbered as they come]:I: ' \
+    '--master-addr=[host 0]:HOST:_hosts' \
+    '!--master_addr=[host 0]:HOST:_hosts' \
+    '--master-port=[a port there]:PORT: ' \
+    '!--master_port=[a port there]:PORT: ' \
+    '--local-addr=[the address of this host that others shall use]:HOST:_hosts' \
+    '!--local_addr=[the address of this host that others shall use]:HOST:_hosts' \
+    '--logs-specs=[not supported]:NAME: ' \
+    '!--logs_specs=[not supported]:NAME: ' \
+    '--numa-binding=[bind ranks to CPUs]:MODE:(node socket exclusive core-complex)' \
+    '!--numa_binding=[bind ranks to CPUs]:MODE:(node socket exclusive core-complex)' \
+    '--signals-to-handle=[signals that are passed on to the ranks]:NAMES: ' \
+    '!--signals_to_handle=[signals that are passed on to the ranks]:NAMES: ' \
+    '--shutdown-timeout=[between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
+    '!--shutdown_timeout=[between SIGTERM and SIGKILL (default 30)]:SECONDS: ' \
+    '--standalone[a job of this host alone]' \
+    '(-m --module)'{-m,--module}'[run a python module, as python -m does]' \
+    '--no-python[run a command]' \
+    '!--no_python[run a command]' \
+    '--run-path[accepted; it makes no difference here]' \
+    '!--run_path[accepted; it makes no difference here]' \
+    '--virtual-local-rank[let each rank see one GPU, and be local rank 0]' \
+    '!--virtual_local_rank[let each rank see one GPU, and be local rank 0]' \
+    '--use-env[do not pass --local-rank=I; LOCAL_RANK has it]' \
+    '!--use_env[do not pass --local-rank=I; LOCAL_RANK has it]' \
+    '1:program:_files' \
+    '*:argument:_files'
+}
+
+_allranks_env() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--env=[look for this only (as ALLRANKS_ENV)\: auto, local, ssh, torchrun, mpi, lsf, flux, slurm, k8s, sagemaker, pbs, sge]:KIND: ' \
+    '--json[for programs]'
+}
+
+_allranks_bench() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '(-n --nproc)'{-n+,--nproc=}'[ranks on this host (default 2; of python 1); of master the workers that one command goes to, of resilience the ranks of the largest group (default 64)]:N: ' \
+    '(-H --hosts)'{-H+,--hosts=}'[with mpi\: where mpirun starts how many of the ranks]:HOST\:N,...:_hosts' \
+    '--against=[what to compare with, of gloo, mpi]:PEERS: ' \
+    '--sizes=[bytes; A..B stands for the sizes from A to B, each 4 times the last (default 4,64,1K..64M; of overlap 16M; of small 4,64,1K; of master'\''s copies 16M,64M; of resilience'\''s state and checkpoint 1G)]:LIST: ' \
+    '--budget=[seconds for each cell (default 1); of resilience\: for each second, 5 losses; of checkpoint\: 3 rounds]:S: ' \
+    '--dtype=[default float32]:T:(uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64)' \
+    '--op=[of what reduces (default SUM)]:{SUM,AVG,PRODUCT,MIN,MAX}:(SUM AVG PRODUCT MIN MAX)' \
+    '--apart[a barrier before each call, outside its time]' \
+    '--shared[our tensors lie in shared memory (empty_shared)]' \
+    '--json=[write the figures]:FILE:_files' \
+    '--plot=[draw them (needs matplotlib)]:FILE:_files' \
+    '1:VERB:(all all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all send barrier overlap python small master trace resilience checkpoint)'
+}
+
+_allranks_tune() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '(-n --nproc)'{-n+,--nproc=}'[ranks; default\: four on each CPU, up to 64]:N: ' \
+    '(-o --output)'{-o+,--output=}'[default\: tuning.json]:FILE:_files' \
+    '--budget=[for each number of ranks and size; default\: 0.3]:SECONDS: '
+}
+
+_allranks_submit() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--to=[sbatch'\''s, qsub'\''s or bsub'\''s file, or Kubernetes'\'' manifest]:{lsf,slurm,k8s,pbs}:(lsf slurm k8s pbs)' \
+    '(-N --nodes --nnodes)'{-N+,--nodes=,--nnodes=}'[hosts (default 1)]:N: ' \
+    '(-n --nproc)'{-n+,--nproc=}'[ranks in all, as many on each host]:N: ' \
+    '--nproc-per-node=[ranks on each host (default\: its GPUs, or 1)]:N: ' \
+    '--cpus=[CPUs for each rank (default 1)]:N: ' \
+    '--gpus=[GPUs on each host (default 0)]:N: ' \
+    '--memory=[memory on each host\: 500M, 64G]:SIZE: ' \
+    '--time=[how long at most\: 90m, 2h, 1\:30\:00, 1-12\:00\:00]:T: ' \
+    '(--partition --queue)'{--partition=,--queue=}'[partition or queue]:NAME: ' \
+    '(--account --project)'{--account=,--project=}'[account or project]:NAME: ' \
+    '--name=[the job'\''s (default\: the script'\''s; k8s\: and a random suffix)]:NAME: ' \
+    '--image=[k8s\: the container'\''s image, with python, torch, allranks and the script]:IMAGE: ' \
+    '--namespace=[k8s\: where it runs]:NAMESPACE: ' \
+    '--chdir=[where it runs (default\: here; k8s\: as the image sets it)]:DIR:_files -/' \
+    '--trace=[record all calls of all ranks there, as allranks run does]:DIR:_files -/' \
+    '--file=[write the file there]:PATH:_files' \
+    '--now[submit it\: sbatch, qsub, bsub, kubectl create]' \
+    '(-q --quiet)'{-q,--quiet}'[with --now\: print the job'\''s id only]' \
+    '(-m --module)'{-m,--module}'[run a python module, as python -m does]' \
+    '1:program:_files' \
+    '*:argument:_files'
+}
+
+_allranks_trace() {
+  local context state state_descr line curcontext=$curcontext
+  typeset -A opt_args
+  _arguments -C -s -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '1:command:->command' \
+    '*::argument:->argument'
+  case $state in
+    command)
+      local -a commands=(
+        'show:shows what each rank of a running job does, for how long, and for whom it waits'
+        'timeline:puts the calls of all ranks on one clock, and draws them'
+        'record:runs a program as allranks run does, and writes the timeline of its calls when it has ended'
+        'flight:writes the calls of each rank in the format of torch'\''s Flight Recorder'
+      )
+      _describe command commands
+      ;;
+    argument)
+      if (( $+functions[_allranks_trace_$words[1]] )); then _allranks_trace_$words[1]; fi
+      ;;
+  esac
+}
+
+_allranks_trace_show() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--calls=[also the N newest calls of each rank]:N: ' \
+    '--json[all that is known, as JSON]' \
+    '1:JOB: '
+}
+
+_allranks_trace_timeline() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '(-o --output)'{-o+,--output=}'[what to write\: *.json or *.json.gz\: for Perfetto; *.html\: a page for a browser; *.png, *.svg, *.pdf\: a picture]:FILE:_files' \
+    '--last=[only the last so much time\: 30, 5m]:TIME: ' \
+    '--profiler=[traces of torch.profiler of the same ranks (export_chrome_trace); they become part of the *.json]:FILE:_files' \
+    '--json[print the summary as JSON]' \
+    '*:PATH:_files'
+}
+
+_allranks_trace_record() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '(-o --output)'{-o+,--output=}'[what to write\: *.json or *.json.gz\: for Perfetto; *.html\: a page for a browser; *.png, *.svg, *.pdf\: a picture]:FILE:_files' \
+    '--last=[only the last so much time\: 30, 5m]:TIME: '
+}
+
+_allranks_trace_flight() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '(-o --output)'{-o+,--output=}'[where to write; it has no other files]:FOLDER:_files -/' \
+    '--json[print what was written as JSON]' \
+    '*:PATH:_files'
+}
+
+_allranks_top() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '(-d --delay)'{-d+,--delay=}'[seconds between two looks (default 2)]:S: ' \
+    '(-n --count)'{-n+,--count=}'[end after so many looks]:N: ' \
+    '--json[a line of JSON for each look]' \
+    '1:JOB: '
+}
+
+_allranks_checkpoint() {
+  local context state state_descr line curcontext=$curcontext
+  typeset -A opt_args
+  _arguments -C -s -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '1:command:->command' \
+    '*::argument:->argument'
+  case $state in
+    command)
+      local -a commands=(
+        'list:the checkpoints in a folder'
+        'show:who wrote a checkpoint, and what is in it'
+        'verify:read every byte, and name what is damaged'
+        'diff:what differs between two checkpoints'
+        'export:write one file: safetensors, or what torch.load reads'
+        'merge:make one checkpoint of the shares of several hosts'
+      )
+      _describe command commands
+      ;;
+    argument)
+      if (( $+functions[_allranks_checkpoint_$words[1]] )); then _allranks_checkpoint_$words[1]; fi
+      ;;
+  esac
+}
+
+_allranks_checkpoint_list() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--json[write JSON]' \
+    '1:FOLDER:_files -/'
+}
+
+_allranks_checkpoint_show() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--step=[which checkpoint of a folder (default\: the newest)]:N: ' \
+    '--json[write JSON]' \
+    '*:PATH:_files'
+}
+
+_allranks_checkpoint_verify() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--all[all checkpoints in the folder]' \
+    '--step=[which checkpoint of a folder (default\: the newest)]:N: ' \
+    '--json[write JSON]' \
+    '*:PATH:_files'
+}
+
+_allranks_checkpoint_diff() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--rank=[whose state (default 0)]:R: ' \
+    '--json[write JSON]' \
+    '1:PATH:_files' \
+    '2:PATH:_files'
+}
+
+_allranks_checkpoint_export() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--force[write over a file that is there]' \
+    '--step=[which checkpoint of a folder (default\: the newest)]:N: ' \
+    '--rank=[whose state (default 0)]:R: ' \
+    '1:PATH:_files' \
+    '2:FILE:_files'
+}
+
+_allranks_checkpoint_merge() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '--into=[a folder of checkpoints]:FOLDER:_files -/' \
+    '--step=[which checkpoint of a folder (default\: the newest)]:N: ' \
+    '*:PATH:_files'
+}
+
+_allranks_doctor() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '(-n --nproc)'{-n+,--nproc=}'[start N ranks on this host, and check them]:N: ' \
+    '--json=[write the report as JSON; to stdout]::FILE:_files' \
+    '--plot=[draw latency and bandwidth of all pairs (needs matplotlib)]:FILE:_files' \
+    '--timeout=[how long ranks wait for each other (default 30)]:S: ' \
+    '--megabytes=[messages that measure bandwidth (default 16)]:M: '
+}
+
+_allranks_completion() {
+  _arguments -s -S -A '-*' \
+    '(-h --help)'{-h,--help}'[show this help message and exit]' \
+    '1:{bash,zsh,fish}:(bash zsh fish)'
+}
+
+_allranks_help() { _arguments '1:command:(run torchrun launch env bench tune submit trace top checkpoint doctor completion)' }
+
+_allranks() {
+  local context state state_descr line curcontext=$curcontext
+  typeset -A opt_args
+  _arguments -C -s -A '-*' \
+    '(-h --help)'{-h,--help}'[print help]' \
+    '(-V --version)'{-V,--version}'[print the version]' \
+    '1:command:->command' \
+    '*::argument:->argument'
+  case $state in
+    command)
+      local -a commands=(
+        'run:run a program as N processes, here or on other hosts'
+        'torchrun:the same with torchrun'\''s options'
+        'launch:the same with torch.distributed.launch'\''s options'
+        'env:show what started this process, and from which variables that follows'
+        'bench:measure collectives'
+        'tune:find what is fastest on this host, and write it down for ALLRANKS_TUNING'
+        'submit:write a job file for SLURM, PBS, LSF or Kubernetes'
+        'trace:show what the ranks of a running job do, and for whom they wait'
+        'top:show calls, waiting, CPU and memory of a running job'\''s ranks, again and again'
+        'checkpoint:what is in checkpoints, whether they are whole, how two differ'
+        'doctor:check this host, or all hosts of a job'
+        'completion:print the script that completes these commands in bash, zsh or fish'
+        'help:print the help of a command'
+      )
+      _describe command commands
+      ;;
+    argument)
+      if (( $+functions[_allranks_$words[1]] )); then _allranks_$words[1]; fi
+      ;;
+  esac
+}
+
+if [[ $funcstack[1] == _allranks ]]; then
+  _allranks "$@"
+else
+  compdef _allranks allranks
+fi

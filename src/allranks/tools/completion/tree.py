@@ -1,0 +1,174 @@
+"""The commands of ``allranks`` as data: what completion scripts and manual pages are made of.
+
+The parsers are those that print ``--help``, so that nothing is described twice. What an option takes is read from its
+choices and from the word that stands for it in the help: FILE and PATH are files, DIR and FOLDER folders, HOST...
+hosts, and words in small letters (``N|auto|gpu``) stand for themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from allranks._base.console import ArgumentParser, collecting_help, shown_names
+from allranks._base.errors import ConfigError
+from allranks.tools.commands import COMMANDS
+
+__all__ = ["Command", "Kind", "Option", "collect"]
+
+Kind = Literal["flag", "words", "file", "folder", "host", "any", "program", "command"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option, or an argument by place.
+
+    Attributes:
+        names: its spellings; none of an argument by place.
+        kind: what it takes.
+        words: what its value can be, or some of it.
+        metavar: what stands for its value.
+        help: what it does; "" if the help does not show it.
+        shown: the spellings that the help shows.
+        bare: it may stand without its value.
+    """
+
+    names: tuple[str, ...]
+    kind: Kind
+    words: tuple[str, ...]
+    metavar: str
+    help: str
+    shown: tuple[str, ...]
+    bare: bool = False
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command.
+
+    Attributes:
+        words: what the user types after ``allranks``.
+        summary: what it does, in a line.
+        parser: what prints its help.
+        options: its options.
+        arguments: its arguments by place.
+        children: its subcommands.
+    """
+
+    words: tuple[str, ...]
+    summary: str
+    parser: ArgumentParser
+    options: tuple[Option, ...]
+    arguments: tuple[Option, ...]
+    children: tuple[Command, ...]
+
+    @property
+    def name(self) -> str:
+        """As ``trace show``."""
+        return " ".join(self.words)
+
+    def walk(self) -> Iterator[Command]:
+        """The command, and all below it."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+
+def collect() -> tuple[Command, ...]:
+    """All commands.
+
+    Raises:
+        ConfigError: one cannot print its help, as a variable that it reads is wrong.
+    """
+    return tuple(_command((name,), summary, _parser(module, (), name)) for name, (module, summary) in COMMANDS.items())
+
+
+def _parser(module: str, words: Sequence[str], name: str) -> ArgumentParser:
+    with collecting_help() as found, contextlib.suppress(SystemExit):
+        importlib.import_module(module).main([*words, "--help"])
+    if len(found) != 1:
+        raise ConfigError(f"allranks {name} --help shows no help here")
+    return found[0]
+
+
+def _command(words: tuple[str, ...], summary: str, parser: ArgumentParser) -> Command:
+    options = [_option(parser, action) for action in parser._actions]
+    arguments = tuple(each for each in options if not each.names)
+    return Command(
+        words=words,
+        summary=summary,
+        parser=parser,
+        options=tuple(each for each in options if each.names),
+        arguments=arguments,
+        children=tuple(_children(words, parser)),
+    )
+
+
+def _children(words: tuple[str, ...], parser: ArgumentParser) -> Iterator[Command]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            summaries = {each.dest: each.help or "" for each in action._get_subactions()}
+            for name, child in action.choices.items():
+                yield _command((*words, name), summaries[name], child)
+        elif _is_command(action):
+            for name in action.choices or ():
+                child = _parser(COMMANDS[words[0]][0], [name], " ".join((*words, name)))
+                yield _command((*words, name), _first_sentence(child.description or ""), child)
+
+
+def _is_command(action: argparse.Action) -> bool:
+    return not action.option_strings and action.dest == "command"
+
+
+def _first_sentence(text: str) -> str:
+    sentence = re.split(r"[.;:] ", text)[0].rstrip(".")
+    return sentence[:1].lower() + sentence[1:]
+
+
+def _option(parser: ArgumentParser, action: argparse.Action) -> Option:
+    metavar = _metavar(action)
+    words = _words(action, metavar)
+    shown = action.help is not argparse.SUPPRESS
+    return Option(
+        names=tuple(action.option_strings),
+        kind=_kind(action, metavar, words),
+        words=words,
+        metavar=metavar,
+        help=parser._get_formatter()._expand_help(action) if shown and action.help else "",
+        shown=tuple(shown_names(action)) if shown else (),
+        bare=action.nargs == "?",
+    )
+
+
+def _metavar(action: argparse.Action) -> str:
+    if isinstance(action.metavar, str):
+        return action.metavar
+    if action.choices is not None:
+        return f"{{{','.join(map(str, action.choices))}}}"
+    return action.dest.upper()
+
+
+def _words(action: argparse.Action, metavar: str) -> tuple[str, ...]:
+    if action.choices is not None:
+        return tuple(map(str, action.choices))
+    parts = re.split(r"[{}|,]", metavar)
+    return tuple(part for part in parts if re.fullmatch(r"[a-z][a-z0-9_-]+", part)) if len(parts) > 1 else ()
+
+
+def _kind(action: argparse.Action, metavar: str, words: Sequence[str]) -> Kind:
+    if isinstance(action, argparse._SubParsersAction) or _is_command(action):
+        return "command"
+    if action.nargs == argparse.REMAINDER or action.dest in ("target", "training_script"):
+        return "program"
+    if action.nargs == 0:
+        return "flag"
+    if metavar.startswith("HOST"):
+        return "host"
+    kinds: dict[str, Any] = {"FILE": "file", "PATH": "file", "DIR": "folder", "FOLDER": "folder"}
+    found: Kind = kinds.get(metavar, "words" if words else "any")
+    return found
