@@ -20,7 +20,9 @@ __all__ = [
     "Program",
     "collecting_help",
     "ensure_standard_streams",
+    "has_colours",
     "interruptible",
+    "is_redrawable",
     "put",
     "run_command",
     "shown_names",
@@ -84,6 +86,16 @@ def put(text: str) -> None:
         os.close(null)
         if not isinstance(error, BrokenPipeError):
             raise _Unwritable(error.strerror) from error
+
+
+def is_redrawable(stream: Any) -> bool:
+    """Whether a line of a stream can be written over: it is a terminal, and not a dumb one."""
+    return bool(stream.isatty()) and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def has_colours(stream: Any) -> bool:
+    """Whether to write colours to a stream: such a terminal, and NO_COLOR is not set."""
+    return is_redrawable(stream) and not os.environ.get("NO_COLOR")
 
 
 _collected: list[ArgumentParser] | None = None

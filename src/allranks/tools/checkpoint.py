@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,11 @@ from allranks.checkpoint.loading import Reader, load_here
 from allranks.checkpoint.manifest import Manifest, Saved, dtype_of, load_manifest
 from allranks.checkpoint.merging import merge
 from allranks.checkpoint.verifying import check
+from allranks.tools.progress import Progress
 
 __all__ = ["main"]
 
-_LONG_S = 2.0  # what takes longer shows how far it is
-_AGAIN_S = 0.2
+_NAME = "allranks checkpoint"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -243,7 +243,13 @@ def _short(value: Any) -> str:
 def _verify(options: argparse.Namespace) -> int:
     there = folders.find(options.path) if options.all else []
     paths = [one.path for one in there] if options.all else [_path_of(options.path, options.step)]
-    found = {str(path): check(path, _progress(path)) for path in paths}
+    with Progress(_NAME) as progress:
+
+        def look(path: Path) -> list[str]:
+            progress.at(path.name)
+            return check(path, lambda done, of: progress.at(f"{path.name}: {_size(done)} of {_size(of)} read"))
+
+        found = {str(path): look(path) for path in paths}
     if options.json:
         put(json.dumps(found, indent=1) + "\n")
     else:
@@ -267,23 +273,6 @@ def _path_of(path: Path, step: int | None) -> Path:
     return named[0] if named else only_here(path, step).folder
 
 
-def _progress(path: Path) -> Callable[[int, int], None]:
-    """Shows how far a file is read, on a terminal, once that takes long."""
-    began = last = time.monotonic()
-
-    def show(done: int, total: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if not sys.stderr.isatty() or now < began + _LONG_S or (now < last + _AGAIN_S and done < total):
-            return
-        last = now
-        end = "\n" if done >= total else "\r"
-        sys.stderr.write(f"{path.name}: {_size(done)} of {_size(total)} read{end}")
-        sys.stderr.flush()
-
-    return show
-
-
 # diff.
 
 
@@ -294,7 +283,9 @@ def _diff(options: argparse.Namespace) -> int:
         )
         mine, theirs = (reader.manifest.tensors_of(options.rank) for reader in (one, other))
         lines = []
-        for name in sorted({*mine, *theirs}):
+        progress = stack.enter_context(Progress(_NAME))
+        for number, name in enumerate(sorted({*mine, *theirs})):
+            progress.at(f"{number} of {len({*mine, *theirs})} tensors compared")
             if name not in theirs:
                 lines.append(f"{name}: only in {options.path}")
             elif name not in mine:
@@ -338,7 +329,9 @@ def _export(options: argparse.Namespace) -> int:
     if not file.absolute().parent.is_dir():
         raise CheckpointError(f"there is no folder {file.absolute().parent}")
     if file.suffix != ".safetensors":
-        single_file.save(load_here(chosen, None, options.rank), file)
+        with Progress(_NAME) as progress:
+            progress.at(f"{chosen.folder.name} into {file.name}")
+            single_file.save(load_here(chosen, None, options.rank), file)
         put(f"{file}: torch.load reads it ({_size(os.path.getsize(file))})\n")
         return 0
     with Reader(chosen, options.rank) as reader:
@@ -361,13 +354,15 @@ def _write_safetensors(file: Path, reader: Reader, tensors: Sequence[Saved]) -> 
     by_name = {saved.name: saved for saved in tensors}
 
     def views() -> Iterator[memoryview]:
-        for job in jobs:
+        for number, job in enumerate(jobs):
+            progress.at(f"{number} of {len(jobs)} tensors written")
             tensor = _read(reader, by_name[job.offer.name])
             yield view_of(tensor) if tensor.numel() else memoryview(b"")
 
     folder = Path(tempfile.mkdtemp(prefix=f".{file.name}.", dir=file.absolute().parent))
     try:
-        written, _ = parts.write_part(folder, jobs, reader.manifest.step, 0, views())
+        with Progress(_NAME) as progress:
+            written, _ = parts.write_part(folder, jobs, reader.manifest.step, 0, views())
         os.replace(folder / written.name, file)
     finally:
         shutil.rmtree(folder)
@@ -377,6 +372,8 @@ def _write_safetensors(file: Path, reader: Reader, tensors: Sequence[Saved]) -> 
 
 
 def _merge(options: argparse.Namespace) -> int:
-    path = merge(*options.paths, into=options.into, step=options.step)
+    with Progress(_NAME) as progress:
+        progress.at("copies the files, or links them, and checks every byte")
+        path = merge(*options.paths, into=options.into, step=options.step)
     put(f"{path}: whole ({_size(load_manifest(path).nbytes)})\n")
     return 0

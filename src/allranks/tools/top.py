@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from allranks._base.console import ArgumentParser, put
+from allranks._base.console import ArgumentParser, is_redrawable, put
 from allranks._base.errors import AllranksError
 from allranks._trace.jobs import Answer, Question
 from allranks._trace.state import RankState
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _watch(job: int | None, delay_s: float, count: int | None, as_json: bool) -> int:
     before = choose(job, Question(stacks=False))
-    job, full_screen = before.launcher, sys.stdout.isatty() and not as_json
+    job, full_screen = before.launcher, is_redrawable(sys.stdout) and not as_json
     for number in itertools.count(1):
         time.sleep(delay_s)
         now = choose(job, Question(stacks=False))

@@ -18,6 +18,7 @@ from allranks._trace.files import open_trace, trace_files
 from allranks._trace.matching import read_process
 from allranks._trace.timeline import Clock, Timeline, read
 from allranks.tools.outputs import why_not
+from allranks.tools.progress import Progress
 
 __all__ = ["flight", "record", "timeline"]
 
@@ -51,8 +52,10 @@ def timeline(words: Sequence[str]) -> int:
     _check_outputs(args.output)
     if args.profiler and not any(_is_json(file) for file in args.output):
         raise ConfigError("--profiler is for a timeline in *.json or *.json.gz (-o)")
-    found = read(args.paths, args.last)
-    _write(found, args.output, args.profiler)
+    with Progress("allranks trace") as progress:
+        progress.at("reads the trace files")
+        found = read(args.paths, args.last)
+        _write(found, args.output, args.profiler, progress)
     if args.json:
         put(json.dumps(other_data(found)) + "\n")
     else:
@@ -92,8 +95,10 @@ def record(words: Sequence[str]) -> int | Program:
         return code
     try:
         if any(folder.iterdir()):
-            found = read([folder], args.last, just_ended=True)
-            _write(found, args.output, [])
+            with Progress("allranks trace") as progress:
+                progress.at("reads the trace files")
+                found = read([folder], args.last, just_ended=True)
+                _write(found, args.output, [], progress)
             for line in summary(found, args.output):
                 print(f"allranks trace record: {line}", file=sys.stderr)
         elif code == 0:
@@ -122,12 +127,15 @@ def flight(words: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     args = parser.parse_args(words)
-    processes = [read_process(i, str(path), open_trace(path)) for i, path in enumerate(trace_files(args.paths))]
-    found = flight_recorder.dumps(processes)
-    try:
-        files = [flight_recorder.write(args.output, dump, process) for dump, process in found.values()]
-    except OSError as error:
-        raise ConfigError(f"cannot write to {args.output}: {error.strerror}") from None
+    with Progress("allranks trace") as progress:
+        progress.at("reads the trace files")
+        processes = [read_process(i, str(path), open_trace(path)) for i, path in enumerate(trace_files(args.paths))]
+        found = flight_recorder.dumps(processes)
+        progress.at(f"writes into {args.output}")
+        try:
+            files = [flight_recorder.write(args.output, dump, process) for dump, process in found.values()]
+        except OSError as error:
+            raise ConfigError(f"cannot write to {args.output}: {error.strerror}") from None
     left_out = sum(dump.left_out for dump, _ in found.values())
     if args.json:
         put(json.dumps({"files": [str(file) for file in files], "left_out": left_out}) + "\n")
@@ -177,9 +185,10 @@ def _check_outputs(files: Sequence[Path]) -> None:
             raise ConfigError(why.replace("--plot", "-o"))
 
 
-def _write(found: Timeline, files: Sequence[Path], profiler: Sequence[Path]) -> None:
+def _write(found: Timeline, files: Sequence[Path], profiler: Sequence[Path], progress: Progress) -> None:
     profiles = [read_profile(file, found) for file in profiler]
     for file in files:
+        progress.at(f"draws {found.calls} calls into {file.name}")
         try:
             if _is_json(file):
                 from allranks._trace import chrome

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from allranks._base.console import Program
 from allranks._base.errors import ConfigError
+from allranks.tools.progress import Progress
 
 __all__ = ["main"]
 
@@ -45,14 +46,19 @@ def main(argv: Sequence[str]) -> int | Program:
         print("allranks doctor: error: --plot draws pairs of ranks, and this is no job: add -n 4", file=sys.stderr)
         return 2
     every = (*software.CHECKS, *limits.CHECKS, *network.CHECKS, *job.CHECKS)  # in the order in which they are read
-    checks = [check.run(each) for each in every]
-    try:
-        found = ranks.examine(checks, wanted)
-    except ConfigError:  # the check of the variables has reported it
-        found = report.Report(report.merge([ranks.facts(checks)]))
+    first = job.job_here().rank == 0  # where the ranks have not met, each comes here, and the file is one
+    with Progress("allranks doctor", first) as progress:
+        checks = []
+        for number, each in enumerate(every):
+            progress.at(f"check {number + 1} of {len(every)}, {each.__name__.replace('_', ' ')}")
+            checks.append(check.run(each))
+        progress.at("what the ranks have found, and the connections between them")
+        try:
+            found = ranks.examine(checks, wanted)
+        except ConfigError:  # the check of the variables has reported it
+            found = report.Report(report.merge([ranks.facts(checks)]))
     if found is None:
         return 0  # rank 0 prints it
-    first = job.job_here().rank == 0  # where the ranks have not met, each comes here, and the file is one
     if wanted.json is not None and first:
         report.write(found, wanted.json)
     if wanted.json is None or not first or str(wanted.json) != "-":

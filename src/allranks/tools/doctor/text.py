@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from allranks._base.console import put
+from allranks._base.console import has_colours, put
 from allranks.tools.doctor.pairs import Pair, Pairs
 from allranks.tools.doctor.report import Line, Report
 
@@ -22,7 +22,7 @@ _WIDEST = 16  # ranks in a matrix that is printed; --json and --plot have larger
 def show(report: Report) -> None:
     """Prints it."""
     shown = io.StringIO()
-    console = Console(file=shown, highlight=False, force_terminal=sys.stdout.isatty())
+    console = Console(file=shown, highlight=False, force_terminal=has_colours(sys.stdout))
     for line in lines_of(report):
         console.print(line, soft_wrap=True)
     put(shown.getvalue())

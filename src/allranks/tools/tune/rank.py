@@ -20,6 +20,7 @@ import allranks
 from allranks._base.console import put
 from allranks._cluster.host import usable_cpus
 from allranks._engines.native.tuning import NEVER
+from allranks.tools.progress import Progress
 from allranks.tools.tune import parse
 from allranks.tools.tune.choosing import Found, choose
 
@@ -83,6 +84,13 @@ class _Rank:
         self, ranks: int, tables: Sequence[Mapping[str, int]], sizes: Sequence[int], folder: Path
     ) -> dict[int, list[float]]:
         """Of an all_reduce of the first ranks, by size and table; in turn. Empty on the other ranks."""
+        with Progress("allranks tune", self._rank == 0) as progress:
+            progress.at(f"{len(tables)} ways for {ranks} ranks, {len(sizes)} sizes each")
+            return self._timed(ranks, tables, sizes, folder)
+
+    def _timed(
+        self, ranks: int, tables: Sequence[Mapping[str, int]], sizes: Sequence[int], folder: Path
+    ) -> dict[int, list[float]]:
         groups = []
         for table in tables:
             path = folder / ("-".join(f"{name}-{value}" for name, value in table.items()) + ".json")

@@ -1,0 +1,67 @@
+"""What a command is doing, for whoever waits for it: a line on a terminal that is gone when the result is printed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+from allranks._base.console import is_redrawable
+from allranks._base.threads import Daemon
+
+__all__ = ["Progress"]
+
+_LONG_S = 2.0  # what takes less shows nothing
+_AGAIN_S = 0.5
+_CLEAR = "\r\x1b[K"
+
+
+class Progress:
+    """A line on stderr, where that is a terminal, once the command has taken 2 s.
+
+    Args:
+        name: the command's.
+        shown: whether this process is the one that shows it.
+    """
+
+    def __init__(self, name: str, shown: bool = True) -> None:
+        self._name = name
+        self._words = ""
+        self._began = time.monotonic()
+        self._ended = threading.Event()
+        drawn = shown and is_redrawable(sys.stderr)
+        self._thread = Daemon(target=self._draw, name=name) if drawn else None
+
+    def __enter__(self) -> Progress:
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def at(self, words: str) -> None:
+        """What is done now."""
+        self._words = words
+
+    def _draw(self) -> None:
+        drawn = False
+        wait_s = _LONG_S
+        while not self._ended.wait(wait_s):
+            wait_s, drawn = _AGAIN_S, True
+            line = f"{self._name}: {self._words} ({time.monotonic() - self._began:.0f} s)"
+            sys.stderr.write(_CLEAR + line[: _columns() - 1])
+            sys.stderr.flush()
+        if drawn:
+            sys.stderr.write(_CLEAR)
+            sys.stderr.flush()
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except OSError:  # stderr has been replaced by an object that only looks like a terminal
+        return 80

@@ -1,0 +1,94 @@
+"""What a terminal shows while a command works, and what nobody sees where there is none."""
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from allranks._base.console import has_colours
+
+CODE = """
+import sys, threading
+from allranks.tools import progress
+
+progress._LONG_S, progress._AGAIN_S = {long}, 0.01
+drawn = threading.Event()
+write = sys.stderr.write
+sys.stderr.write = lambda text: (write(text), "second" in text and drawn.set())
+with progress.Progress("allranks test", {shown}) as shown:
+    shown.at("first")
+    shown.at("second" + "!" * 200)
+    if {waits}:
+        drawn.wait()
+print("the result")
+"""
+
+
+def on_terminal(code: str, environ: Mapping[str, str]) -> str:
+    """What a program writes to a terminal of 80 columns."""
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, **environ})
+    seen = b""
+    while True:
+        try:
+            part = os.read(fd, 1 << 16)
+        except OSError:  # it has ended
+            break
+        seen += part
+    os.close(fd)
+    assert os.waitpid(pid, 0)[1] == 0, seen.decode()
+    return seen.decode()
+
+
+def test_the_line_is_gone_when_the_result_comes() -> None:
+    seen = on_terminal(CODE.format(long=0.01, shown=True, waits=True), {"TERM": "xterm"})
+    before, _, result = seen.rpartition("\r\x1b[K")
+    assert result == "the result\r\n"
+    lines = before.split("\r\x1b[K")[1:]
+    assert any(line.startswith("allranks test: second!!!") for line in lines)
+    assert max(map(len, lines)) < 80
+
+
+@pytest.mark.parametrize(("long_s", "shown", "term"), [(60, True, "xterm"), (0, False, "xterm"), (0, True, "dumb")])
+def test_nothing_is_drawn(long_s: float, shown: bool, term: str) -> None:
+    """What is quick, another rank than the first, a terminal that cannot write over a line."""
+    assert on_terminal(CODE.format(long=long_s, shown=shown, waits=False), {"TERM": term}) == "the result\r\n"
+
+
+def test_nothing_is_drawn_into_a_file(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(long=0, shown=True, waits=False)],
+        env={**os.environ, "TERM": "xterm"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == ("the result\n", "")
+
+
+class Terminal:
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [({"TERM": "xterm"}, True), ({"TERM": "xterm", "NO_COLOR": ""}, True), ({"TERM": "xterm", "NO_COLOR": "1"}, False),
+     ({"TERM": "dumb"}, False), ({}, False)],
+)  # fmt: skip
+def test_colours(environ: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TERM", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert has_colours(Terminal()) is expected
+
+
+@pytest.mark.parametrize("environ", [{"TERM": "xterm"}, {"TERM": "xterm", "NO_COLOR": "1"}])
+def test_doctor_on_a_terminal(environ: dict[str, str]) -> None:
+    seen = on_terminal("from allranks.__main__ import main; main(['doctor'])", {"NO_COLOR": "", **environ})
+    shown = seen.rpartition("\r\x1b[K")[2]  # without what is shown meanwhile
+    assert ("\x1b[" in shown) is ("NO_COLOR" not in environ)
+    assert " checks: " in shown
