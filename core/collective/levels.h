@@ -28,12 +28,17 @@ class Levels {
   const std::byte* operand(const LocalCall& call, int rank, size_t nbytes) const;
   const std::byte* combined(const LocalCall& call) const;
 
+  // Where one rank has what all are to read: from whom this one reads it, and whether it passes it on to its group.
+  int source(int root) const { return leads() || leader_of(root) == leader_ ? root : leader_; }
+  bool relays(int root) const { return leads() && leader_of(root) != leader_ && group_.size() > 1; }
+
   // A step that every rank posts, and then waits for.
   void post_step(uint32_t done);
   void wait_step(LocalCall& call, uint32_t done);
 
  private:
   bool leads() const { return leader_ == shm_.rank(); }
+  int leader_of(int rank) const { return where_[static_cast<size_t>(rank)].leader; }
   void lead(LocalCall& call, size_t nbytes, const Combining* combining);
   Arrived gather_group(const LocalCall& call, size_t nbytes);
   // Whom of these ranks, or of all, a call or step still waits for; -1: for nobody.

@@ -241,9 +241,14 @@ void LocalComm::wait_step_of_each(Call& call, uint32_t done) {
   call.patience.deadline_ns = 0;
 }
 
-void LocalComm::wait_step_of(Call& call, int rank, uint32_t done) {
-  shm_->wait(shm_->gate(), call.patience, call.about, [&] {
-    return reached(shm_->step_line(rank).done.load(std::memory_order_seq_cst), done) ? -1 : shm_->number(rank);
+void LocalComm::wait_step_of(Call& call, int rank, uint32_t done, int origin) {
+  const auto late = [&](int r) {
+    return reached(shm_->step_line(r).done.load(std::memory_order_seq_cst), done) ? -1 : shm_->number(r);
+  };
+  const auto ready = [&] { return late(rank); };
+  shm_->wait(shm_->gate(), call.patience, call.about, ready, [&] {
+    const int first = ready() < 0 ? -1 : late(origin);
+    return first >= 0 ? first : ready();
   });
   call.patience.deadline_ns = 0;
 }

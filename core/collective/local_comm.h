@@ -87,7 +87,9 @@ class LocalComm {
   void wait_step_of_all(Call& call, uint32_t done);
   // Where ranks wait for one, or one for all.
   void post_step_to_any(uint32_t done);
-  void wait_step_of(Call& call, int rank, uint32_t done);
+  // origin: of what that rank passes on, which is named as long as it is the one that is late.
+  void wait_step_of(Call& call, int rank, uint32_t done, int origin);
+  void wait_step_of(Call& call, int rank, uint32_t done) { wait_step_of(call, rank, done, rank); }
   void wait_step_of_each(Call& call, uint32_t done);
 
   // The last collective that each rank has begun: the group's number of it.
@@ -106,6 +108,9 @@ class LocalComm {
   // Of the group; in its first call the default, as nobody knows yet what the others have.
   const Tuning& tuning() const { return tuning_; }
   bool has_levels() const { return levels_.has_value(); }
+  // Whose pieces this rank reads where one has the data, and whether it passes them on to its group.
+  int source(int root) const { return levels_ ? levels_->source(root) : root; }
+  bool relays(int root) const { return levels_ && levels_->relays(root); }
 
  private:
   bool all_at_step(uint32_t done);

@@ -135,6 +135,29 @@ TEST(levels_do_not_change_a_bit) {
   }
 }
 
+// A ring holds six pieces: each is written many times, by the root and by those that pass on what they read.
+TEST(a_large_broadcast_goes_through_the_groups) {
+  for (const size_t group : {2, 3}) {
+    Ranks ranks(7, small_sizes(), 20, 0,
+                {.levels_from = 3, .crowded_levels_from = 3, .group = static_cast<uint32_t>(group)});
+    ranks.each([&](Comm& comm) {
+      Caller caller;
+      comm.run(barrier(), caller);
+      for (int i = 0; i < 60; i++) {
+        const int root = i % 7;
+        const size_t count = 1500 + static_cast<size_t>(i) * 37;
+        std::vector<float> v(count, -1);
+        if (comm.rank() == root) std::iota(v.begin(), v.end(), static_cast<float>(i));
+        comm.run(broadcast(v, root), caller);
+        std::vector<float> sum(static_cast<size_t>(i) % 5 * 100 + 1, 1);
+        comm.run(all_reduce(sum), caller);  // writes to the rings at once
+        for (size_t k = 0; k < count; k++) CHECK(v[k] == static_cast<float>(static_cast<size_t>(i) + k));
+        for (const float each : sum) CHECK(each == 7);
+      }
+    });
+  }
+}
+
 TEST(who_is_late_is_named_across_levels) {
   for (int late = 0; late < 5; late++) {
     Ranks ranks(5, {}, 0.5);

@@ -3,12 +3,15 @@
 //   up to 88 bytes    in the root's call line
 //   up to 16 KiB      in one piece of the root's ring
 //   above             in many: the root writes one while the others read the ones before; it waits for
-//                     them only when the ring is full. Where all tensors lie in a shared block,
-//                     straight from the root's.
+//                     them only when the ring is full. Ranks that meet by groups (levels.h) read what
+//                     the first of their group has copied into its ring, and only that rank the root's:
+//                     so P bytes for each of the tensor's are read from P / 16 + 16 places, not from one.
+//                     Where all tensors lie in a shared block, straight from the root's.
 //
 // Every rank waits for every rank's arrival, the root too: a broadcast is also a barrier, and all
 // ranks detect one that called something else before any rank's memory is touched.
-// Cost: n bytes written once, n bytes read by each other rank, one latency (and one piece).
+// Cost: n bytes written once (by groups: once in each), n bytes read by each other rank, one latency and one piece
+// (by groups: two).
 #include "collective/algorithms/moves.h"
 
 namespace allranks::algorithms {
@@ -36,6 +39,8 @@ void pipelined(LocalComm& comm, LocalComm::Call& call, Buffer buffer, int root) 
   const auto ring = comm.take(piece, steps);
   const auto depth = static_cast<uint32_t>(comm.shm().sizes().ring / ring.room);
   const uint32_t base = comm.base_step;
+  const int source = comm.source(root);
+  const bool relays = comm.relays(root);
   for (uint32_t s = 0; s < steps; s++) {
     std::byte* mine = buffer.bytes() + s * piece;
     const size_t bytes = std::min(piece, n - s * piece);
@@ -44,14 +49,16 @@ void pipelined(LocalComm& comm, LocalComm::Call& call, Buffer buffer, int root) 
       if (s >= depth) comm.wait_step_of_each(call, base + s - depth + 1);
       comm.copier().copy(ring.at(root, s), mine, bytes);
     } else {
-      comm.wait_step_of(call, root, base + s + 1);
-      std::memcpy(mine, ring.at(root, s), bytes);
+      comm.wait_step_of(call, source, base + s + 1, root);
+      std::memcpy(mine, ring.at(source, s), bytes);
+      // Here lay step s - depth, which everybody had read when the root wrote step s.
+      if (relays) comm.copier().copy(ring.at(comm.rank(), s), mine, bytes);
     }
     comm.post_step_to_any(base + s + 1);
   }
   comm.base_step = base + steps;
   // The next call may overwrite all but the last pieces.
-  if (comm.rank() == root && steps > 3) comm.wait_step_of_each(call, base + steps - 3);
+  if ((comm.rank() == root || relays) && steps > 3) comm.wait_step_of_each(call, base + steps - 3);
 }
 
 }  // namespace
