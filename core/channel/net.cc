@@ -350,6 +350,15 @@ void Net::wait_received(Patience& patience, const Failure& about, int from, uint
   wait(patience, about, [&] { return p.come >= until ? -1 : from; });
 }
 
+void Net::wait_received(Patience& patience, const Failure& about, const Awaited& one, const Awaited& other) {
+  const auto missing = [&](const Awaited& a) { return a.from >= 0 && !has_come(a.from, a.until) ? a.from : -1; };
+  wait(patience, about, [&] {
+    if (one.from < 0) return missing(other);
+    if (other.from < 0) return missing(one);
+    return missing(one) < 0 ? -1 : missing(other) < 0 ? -1 : one.from;
+  });
+}
+
 void Net::flush(Patience& patience, const Failure& about) {
   wait(patience, about, [&] { return busy_.empty() ? -1 : busy_.front(); });
 }

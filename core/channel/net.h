@@ -73,6 +73,13 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   uint64_t borrow(int from, void* data, size_t nbytes);
   // Moves what can be moved until these bytes are there. Throws Error.
   void wait_received(Patience& patience, const Failure& about, int from, uint64_t until);
+  bool has_come(int from, uint64_t until) { return peer(from).come >= until; }
+  // The same until either has.
+  struct Awaited {
+    int from;  // -1: nothing is awaited
+    uint64_t until;
+  };
+  void wait_received(Patience& patience, const Failure& about, const Awaited& one, const Awaited& other);
   // The same until nothing is queued.
   void flush(Patience& patience, const Failure& about);
   // The same until the other sides have read all that was lent, too.

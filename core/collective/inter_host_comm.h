@@ -73,7 +73,13 @@ class InterHostComm {
   void all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op);
   void reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root);
   void broadcast(LocalComm::Call& call, Buffer buffer, int root);
+  void reduce_over_lanes(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root);
+  void reduce_by_leaders(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root);
+  void broadcast_over_lanes(LocalComm::Call& call, Buffer buffer, int root);
+  void broadcast_by_relays(LocalComm::Call& call, Buffer buffer, int root);
+  std::pair<int, int> chain_from(int first) const;
   void all_gather(LocalComm::Call& call, Buffer in, const Pieces& outs);
+  void spread(LocalComm::Call& call, const Pieces& outs, size_t n, size_t lanes);
   void gather(LocalComm::Call& call, Buffer in, const Pieces& outs, int root);
   void scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, int root);
   void reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
@@ -81,7 +87,16 @@ class InterHostComm {
 
   // Reduces between one rank of each host (peers, by host). root < 0: all get the result, in place of their
   // operand; else only that host's, and the others' operands stay as they are.
-  void across(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, Kernel kernel, int root);
+  void across(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, ReduceOp op, int root);
+
+  // --- between so many hosts that not every rank speaks to one on each (inter_host_chains.cc) ---
+
+  bool has_chains() const { return hosts_.count() > LeaderExchange::kDirectHosts; }
+  void across_chain(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, ReduceOp op, int root);
+  void reduce_scatter_over_chains(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
+  void reduce_scatter_by_leaders(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
+  void all_gather_around(LocalComm::Call& call, Buffer in, const Pieces& outs);
+  void pass_around(LocalComm::Call& call, const Pieces& outs, size_t n, size_t lanes);
 
   LocalComm::Call& next(LocalComm::Call& call) {
     call.number = local_comm_.next();
@@ -93,8 +108,14 @@ class InterHostComm {
   const std::vector<int>& local_ranks() const { return hosts_.on(here()); }
   size_t ranks() const { return static_cast<size_t>(hosts_.ranks()); }
   std::vector<int> leaders() const;
+  // A lane: the ranks of all hosts that stand at the same place. With as many ranks on every host each is in one.
+  bool has_lanes() const { return local_comm_.size() > 1 && hosts_.even(); }
+  size_t ranks_of_host() const { return local_ranks().size(); }
+  int counterpart(int host) const { return hosts_.on(host)[static_cast<size_t>(place())]; }
+  std::vector<int> counterparts() const;
   Pieces of_local_ranks(const Pieces& all) const;
   std::byte* scratch(size_t index, size_t nbytes);
+  std::vector<std::byte>& scratch_memory(size_t index);
   void flush(LocalComm::Call& call) { net_.flush(call.patience, call.about); }
   void settle(LocalComm::Call& call) { net_.settle(call.patience, call.about); }
 

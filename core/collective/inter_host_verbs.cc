@@ -16,9 +16,8 @@ namespace {
 constexpr size_t kSegment = 256 << 10;  // bytes that a host reduces while the next are on their way
 constexpr size_t kWhole = 32 << 10;     // bytes of a reduce_scatter of which every host may get all
 constexpr size_t kSlab = 4 << 20;       // bytes that are copied aside at once
-
-// AVG divides when all operands have been added.
-ReduceOp within_host(ReduceOp op) { return op == ReduceOp::avg ? ReduceOp::sum : op; }
+constexpr size_t kRelayed = 4 << 20;    // bytes that a host passes on before its ranks give each other their shares
+constexpr size_t kLanes = 4 << 20;      // bytes from which all ranks of a host carry a broadcast or reduce
 
 Kernel kernel_of(DType dtype, ReduceOp op) {
   const Kernel kernel = kernel_for(dtype, op);
@@ -36,20 +35,33 @@ std::vector<int> InterHostComm::leaders() const {
   return ranks;
 }
 
+std::vector<int> InterHostComm::counterparts() const {
+  std::vector<int> ranks;
+  for (int h = 0; h < hosts_.count(); h++) ranks.push_back(counterpart(h));
+  return ranks;
+}
+
 InterHostComm::Pieces InterHostComm::of_local_ranks(const Pieces& all) const {
   Pieces pieces;
   for (const int r : local_ranks()) pieces.push_back(all[static_cast<size_t>(r)]);
   return pieces;
 }
 
-std::byte* InterHostComm::scratch(size_t index, size_t nbytes) {
+std::vector<std::byte>& InterHostComm::scratch_memory(size_t index) {
   if (scratch_.size() <= index) scratch_.resize(index + 1);
-  if (scratch_[index].size() < nbytes) scratch_[index].resize(nbytes);
-  return scratch_[index].data();
+  return scratch_[index];
 }
 
-void InterHostComm::across(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, Kernel kernel,
+std::byte* InterHostComm::scratch(size_t index, size_t nbytes) {
+  auto& memory = scratch_memory(index);
+  if (memory.size() < nbytes) memory.resize(nbytes);
+  return memory.data();
+}
+
+void InterHostComm::across(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, ReduceOp op,
                            int root) {
+  if (has_chains()) return across_chain(call, peers, operand, op, root);
+  const Kernel kernel = kernel_of(operand.dtype, op);
   const size_t hosts = peers.size();
   const auto own = static_cast<size_t>(here());
   const size_t element = size_of(operand.dtype);
@@ -103,11 +115,12 @@ void InterHostComm::across(LocalComm::Call& call, const std::vector<int>& peers,
 
 // Small: every rank reduces what the hosts have contributed. Large, with as many ranks on every host: reduce-scatter
 // on each host, then every rank its shard with its counterparts, then all-gather. Else the leaders for all. Cost: one
-// round trip's half; large: two more, and 2 (H-1)/H n bytes over each host's network.
+// round trip's half; large: two more, and 2 (H-1)/H n bytes over each host's network. Above 8 hosts large calls go
+// along chains and round rings (inter_host_chains.cc).
 void InterHostComm::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op) {
   const size_t n = buffer.nbytes();
   const Kernel kernel = kernel_of(buffer.dtype, op);
-  const Kernel partly = kernel_of(buffer.dtype, within_host(op));
+  const Kernel partly = kernel_of(buffer.dtype, partial_op(op));
   if (fits(n * static_cast<size_t>(hosts_.count()))) {
     const auto gathered = exchange(call, buffer.data, {[n](int) { return n; }, partly, buffer.count});
     std::vector<const void*> operands(gathered.begin(), gathered.end());
@@ -116,33 +129,33 @@ void InterHostComm::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op
   }
   exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   const auto local_size = static_cast<size_t>(local_comm_.size());
-  if (local_size == 1 && hosts_.even()) return across(call, leaders(), buffer, kernel, -1);
+  if (local_size == 1 && hosts_.even()) return across(call, leaders(), buffer, op, -1);
   const size_t element = size_of(buffer.dtype);
   const size_t share = hosts_.even() ? buffer.count / local_size : 0;
   if (share > 0) {
-    std::vector<int> counterparts;
-    for (int h = 0; h < hosts_.count(); h++) counterparts.push_back(hosts_.on(h)[static_cast<size_t>(place())]);
     Pieces shards;
     for (size_t p = 0; p < local_size; p++) shards.push_back(buffer.bytes() + p * share * element);
     const Buffer mine{shards[static_cast<size_t>(place())], share, buffer.dtype};
-    algorithms::reduce_scatter(local_comm_, next(call), shards, mine, within_host(op));
-    across(call, counterparts, mine, kernel, -1);
+    algorithms::reduce_scatter(local_comm_, next(call), shards, mine, partial_op(op));
+    across(call, counterparts(), mine, op, -1);
     algorithms::all_gather(local_comm_, next(call), mine, shards);
   }
   // What does not divide evenly.
   const Buffer rest{buffer.bytes() + share * local_size * element, buffer.count - share * local_size, buffer.dtype};
   if (rest.count == 0) return;
-  if (local_size > 1) algorithms::reduce(local_comm_, next(call), rest, within_host(op), 0);
-  if (place() == 0) across(call, leaders(), rest, kernel, -1);
+  if (local_size > 1) algorithms::reduce(local_comm_, next(call), rest, partial_op(op), 0);
+  if (place() == 0) across(call, leaders(), rest, op, -1);
   if (local_size > 1) algorithms::broadcast(local_comm_, next(call), rest, 0);
 }
 
-// As all_reduce; large: each host's leader (on the root's host, the root) reduces for its host, in slabs that are
-// copied aside, as the others' operands stay as they are.
+// As all_reduce; large, with as many ranks on every host: in slabs, of which each rank reduces its share with its
+// counterparts, and those of the root's host give theirs to it. Else each host's leader (on the root's host, the root)
+// for its host, in slabs that are copied aside, as the others' operands stay as they are.
+// Cost: large: (H-1)/H n bytes out of each other host, and n into the root's.
 void InterHostComm::reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root) {
   const size_t n = buffer.nbytes();
   const Kernel kernel = kernel_of(buffer.dtype, op);
-  const Kernel partly = kernel_of(buffer.dtype, within_host(op));
+  const Kernel partly = kernel_of(buffer.dtype, partial_op(op));
   if (fits(n * static_cast<size_t>(hosts_.count()))) {
     const auto gathered = exchange(call, buffer.data, {[n](int) { return n; }, partly, buffer.count});
     if (me() != root) return;
@@ -151,6 +164,30 @@ void InterHostComm::reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, in
     return;
   }
   exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  const size_t element = size_of(buffer.dtype);
+  const size_t dealt = has_lanes() && n >= kLanes ? buffer.count / ranks_of_host() * ranks_of_host() : 0;
+  if (dealt > 0) reduce_over_lanes(call, {buffer.data, dealt, buffer.dtype}, op, root);
+  const Buffer rest{buffer.bytes() + dealt * element, buffer.count - dealt, buffer.dtype};
+  if (rest.count > 0) reduce_by_leaders(call, rest, op, root);
+}
+
+void InterHostComm::reduce_over_lanes(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root) {
+  const size_t element = size_of(buffer.dtype);
+  const size_t lanes = ranks_of_host();
+  const size_t slab = std::max<size_t>(kSlab / element / lanes, 1) * lanes;
+  for (size_t begin = 0; begin < buffer.count; begin += slab) {
+    const size_t share = std::min(slab, buffer.count - begin) / lanes;
+    Pieces shares;
+    for (size_t p = 0; p < lanes; p++) shares.push_back(buffer.bytes() + (begin + p * share) * element);
+    const Buffer mine{scratch(2, share * element), share, buffer.dtype};
+    algorithms::reduce_scatter(local_comm_, next(call), shares, mine, partial_op(op));
+    across(call, counterparts(), mine, op, hosts_.of(root));
+    if (here() != hosts_.of(root)) continue;
+    algorithms::gather(local_comm_, next(call), mine, me() == root ? shares : Pieces{}, hosts_.place(root));
+  }
+}
+
+void InterHostComm::reduce_by_leaders(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root) {
   auto peers = leaders();
   peers[static_cast<size_t>(hosts_.of(root))] = root;
   const int collector = peers[static_cast<size_t>(here())];
@@ -165,14 +202,15 @@ void InterHostComm::reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, in
         std::memcpy(aside, part.data, part.nbytes());
         part.data = aside;
       }
-      algorithms::reduce(local_comm_, next(call), part, within_host(op), hosts_.place(collector));
+      algorithms::reduce(local_comm_, next(call), part, partial_op(op), hosts_.place(collector));
     }
-    if (me() == collector) across(call, peers, part, kernel, hosts_.of(root));
+    if (me() == collector) across(call, peers, part, op, hosts_.of(root));
   }
 }
 
 // Small: in the exchange. Large: from host to host, each passing on what it gets while it gets more, so that no host
-// sends more than once; on each host through shared memory.
+// sends more than once; on each host through shared memory. With as many ranks on every host each rank passes on its
+// share of every slab; the few bytes that cannot be dealt out go along with the exchange.
 // Cost: large: n bytes over each host's network, and a segment's time per host.
 void InterHostComm::broadcast(LocalComm::Call& call, Buffer buffer, int root) {
   const size_t n = buffer.nbytes();
@@ -183,12 +221,68 @@ void InterHostComm::broadcast(LocalComm::Call& call, Buffer buffer, int root) {
     if (me() != root) algorithms::move_bytes(buffer.bytes(), gathered[static_cast<size_t>(hosts_.of(root))], n);
     return;
   }
-  exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  const size_t lanes = has_lanes() ? ranks_of_host() : 1;
+  const size_t rest = n % (lanes * kLine);
+  if (lanes == 1 || n < kLanes || !fits(rest)) {
+    exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+    return broadcast_by_relays(call, buffer, root);
+  }
+  std::byte* end = buffer.bytes() + n - rest;
+  const auto gathered = exchange(call, end, {.nbytes = [=](int r) { return r == root ? rest : size_t{0}; }});
+  if (me() != root) algorithms::move_bytes(end, gathered[static_cast<size_t>(hosts_.of(root))], rest);
+  broadcast_over_lanes(call, {buffer.data, n - rest, DType::u8}, root);
+}
+
+// The host before this one and the one after it in the chain that begins at a root's host; -1: none.
+std::pair<int, int> InterHostComm::chain_from(int first) const {
+  const int count = hosts_.count();
+  const int turn = (here() - first + count) % count;
+  return {turn == 0 ? -1 : (here() - 1 + count) % count, turn == count - 1 ? -1 : (here() + 1) % count};
+}
+
+// The buffer can be dealt out in lines.
+void InterHostComm::broadcast_over_lanes(LocalComm::Call& call, Buffer buffer, int root) {
+  const auto [before, after] = chain_from(hosts_.of(root));
+  const size_t n = buffer.nbytes();
+  const size_t lanes = ranks_of_host();
+  const size_t slab = kRelayed / (lanes * kLine) * lanes * kLine;
+  const auto share_of = [&](size_t begin) { return std::min(slab, n - begin) / lanes; };
+  const auto mine = [&](size_t begin) {
+    return buffer.bytes() + begin + static_cast<size_t>(place()) * share_of(begin);
+  };
+  std::vector<uint64_t> tickets;
+  for (size_t begin = 0; begin < n && before >= 0; begin += slab) {
+    for (size_t at = 0; at < share_of(begin); at += kSegment) {
+      const size_t part = std::min(kSegment, share_of(begin) - at);
+      tickets.push_back(net_.borrow(counterpart(before), mine(begin) + at, part));
+    }
+  }
+  size_t come = 0;
+  for (size_t begin = 0; begin < n; begin += slab) {
+    const size_t share = share_of(begin);
+    const Buffer whole{buffer.bytes() + begin, share * lanes, DType::u8};
+    if (before < 0) algorithms::broadcast(local_comm_, next(call), whole, hosts_.place(root));
+    for (size_t at = 0; at < share; at += kSegment) {
+      if (before >= 0) {
+        net_.wait_received(call.patience, call.about, counterpart(before), tickets[come++]);
+      }
+      if (after >= 0) net_.lend(counterpart(after), mine(begin) + at, std::min(kSegment, share - at));
+    }
+    if (before < 0) continue;
+    Pieces shares;
+    for (size_t p = 0; p < lanes; p++) shares.push_back(whole.bytes() + p * share);
+    algorithms::all_gather(local_comm_, next(call), {mine(begin), share, DType::u8}, shares);
+  }
+  settle(call);
+}
+
+void InterHostComm::broadcast_by_relays(LocalComm::Call& call, Buffer buffer, int root) {
+  const size_t n = buffer.nbytes();
   const int first = hosts_.of(root);
-  const auto peer_on = [&](int host) { return host == first ? root : hosts_.leader(host); };
-  const int turn = (here() - first + hosts_.count()) % hosts_.count();
-  const int before = turn == 0 ? -1 : peer_on((here() - 1 + hosts_.count()) % hosts_.count());
-  const int after = turn == hosts_.count() - 1 ? -1 : peer_on((here() + 1) % hosts_.count());
+  const auto [host_before, host_after] = chain_from(first);
+  const auto peer_on = [&](int host) { return host < 0 ? -1 : host == first ? root : hosts_.leader(host); };
+  const int before = peer_on(host_before);
+  const int after = peer_on(host_after);
   const int relay = peer_on(here());
   std::vector<uint64_t> tickets;
   if (me() == relay && before >= 0) {
@@ -241,6 +335,7 @@ void InterHostComm::all_gather(LocalComm::Call& call, Buffer in, const Pieces& o
     std::memcpy(aside, in.data, n);
     in.data = aside;
   }
+  if (has_chains()) return all_gather_around(call, in, outs);
   const auto local_size = static_cast<size_t>(local_comm_.size());
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
@@ -256,14 +351,19 @@ void InterHostComm::all_gather(LocalComm::Call& call, Buffer in, const Pieces& o
   }
   algorithms::all_gather(local_comm_, next(call), in, of_local_ranks(outs));
   settle(call);
+  spread(call, outs, n, local_size);
+}
+
+// What has come from other hosts, to all ranks of this one: of their ranks, the q-th's to the (q % lanes)-th here.
+void InterHostComm::spread(LocalComm::Call& call, const Pieces& outs, size_t n, size_t lanes) {
   for (int h = 0; h < hosts_.count(); h++) {
     if (h == here()) continue;
     const auto& there = hosts_.on(h);
-    for (size_t begin = 0; begin < there.size(); begin += local_size) {
-      const size_t some = std::min(local_size, there.size() - begin);
+    for (size_t begin = 0; begin < there.size(); begin += lanes) {
+      const size_t some = std::min(lanes, there.size() - begin);
       Pieces pieces;
       for (size_t p = 0; p < some; p++) pieces.push_back(outs[static_cast<size_t>(there[begin + p])]);
-      if (some == local_size) {
+      if (some == ranks_of_host()) {
         algorithms::all_gather(local_comm_, next(call), {pieces[static_cast<size_t>(place())], n, DType::u8}, pieces);
         continue;
       }
@@ -340,7 +440,7 @@ void InterHostComm::scatter(LocalComm::Call& call, const Pieces& ins, Buffer out
 void InterHostComm::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op) {
   const size_t n = out.nbytes();
   const Kernel kernel = kernel_of(out.dtype, op);
-  const Kernel partly = kernel_of(out.dtype, within_host(op));
+  const Kernel partly = kernel_of(out.dtype, partial_op(op));
   const auto hosts = static_cast<size_t>(hosts_.count());
   std::vector<const void*> operands(hosts);
   if (n * ranks() * hosts <= kWhole && has_room(n * ranks() * hosts)) {
@@ -353,6 +453,9 @@ void InterHostComm::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buf
     return;
   }
   exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  if (has_chains())
+    return hosts_.even() ? reduce_scatter_over_chains(call, ins, out, op)
+                         : reduce_scatter_by_leaders(call, ins, out, op);
   const auto local_size = static_cast<size_t>(local_comm_.size());
   const auto at = static_cast<size_t>(place());
   const size_t element = size_of(out.dtype);
@@ -368,7 +471,7 @@ void InterHostComm::reduce_scatter(LocalComm::Call& call, const Pieces& ins, Buf
       Pieces pieces;
       for (size_t p = 0; p < local_size; p++) pieces.push_back(piece(of[std::min(first + p, of.size() - 1)]));
       const Buffer result{scratch(used++, bytes), count, out.dtype};
-      algorithms::reduce_scatter(local_comm_, next(call), pieces, result, within_host(op));
+      algorithms::reduce_scatter(local_comm_, next(call), pieces, result, partial_op(op));
       return static_cast<const std::byte*>(result.data);
     };
     for (int h = 0; h < hosts_.count(); h++) {

@@ -10,7 +10,6 @@ namespace allranks {
 
 namespace {
 
-constexpr int kDirectHosts = 8;  // hosts
 constexpr size_t kLongestMessage = 16 << 20;
 
 }  // namespace

@@ -61,6 +61,8 @@ LastArrival last_of(const std::vector<LeaderMessage>& messages);
 
 class LeaderExchange {
  public:
+  static constexpr int kDirectHosts = 8;  // up to which every host speaks to every other
+
   // here: this leader's host.
   LeaderExchange(const Hosts& hosts, int here) : hosts_(hosts), here_(here) {}
 

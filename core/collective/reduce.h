@@ -20,6 +20,19 @@ using Kernel = void (*)(void* dst, const void* const* srcs, int nsrcs, size_t co
 // nullptr: this pair does not exist (AVG of bool, MAX of complex, dtypes that are only moved).
 Kernel kernel_for(DType dtype, ReduceOp op);
 
+// Of a part of the operands: AVG divides when all have been added.
+inline ReduceOp partial_op(ReduceOp op) { return op == ReduceOp::avg ? ReduceOp::sum : op; }
+
+// Partial results that go from host to host have the type in which a dtype is accumulated, so that they are rounded
+// once, as where one kernel takes all operands.
+struct Partials {
+  using Convert = void (*)(void* dst, const void* src, size_t count);
+  DType dtype;
+  Convert widen = nullptr;  // nullptr: the types are the same
+  Convert narrow = nullptr;
+};
+Partials partials_of(DType dtype);
+
 const char* kernel_isa();  // "baseline", "avx2" or "avx512": for doctor and bench
 
 }  // namespace allranks

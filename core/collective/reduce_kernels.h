@@ -288,7 +288,18 @@ void fill_complex(KernelTable& table, DType dtype) {
   row.at(static_cast<size_t>(ReduceOp::avg)) = reduce_pairs<T, Sum, true>;
 }
 
+template <class T>
+Partials conversion() {
+  return {.dtype = DType::f32,
+          .widen = [](void* dst, const void* src,
+                      size_t count) { widen_tile<T>(static_cast<float*>(dst), static_cast<const T*>(src), count); },
+          .narrow = [](void* dst, const void* src,
+                       size_t count) { narrow_tile<T>(static_cast<T*>(dst), static_cast<const float*>(src), count); }};
+}
+
 }  // namespace
+
+Conversions conversions() { return {conversion<f16>(), conversion<bf16>()}; }
 
 KernelTable kernels() {
   KernelTable table{};

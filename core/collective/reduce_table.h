@@ -9,14 +9,20 @@ namespace allranks {
 
 using KernelTable = std::array<std::array<Kernel, kReduceOps>, kDTypes>;
 
+// Of float16, then of bfloat16.
+using Conversions = std::array<Partials, 2>;
+
 namespace baseline {
 KernelTable kernels();
-}
+Conversions conversions();
+}  // namespace baseline
 namespace avx2 {
 KernelTable kernels();
-}
+Conversions conversions();
+}  // namespace avx2
 namespace avx512 {
 KernelTable kernels();
-}
+Conversions conversions();
+}  // namespace avx512
 
 }  // namespace allranks

@@ -34,6 +34,11 @@ def four_hosts() -> Iterator[cluster.Cluster]:
 
 
 @pytest.fixture(scope="session")
+def nine_hosts() -> Iterator[cluster.Cluster]:
+    yield from _hosts(9)
+
+
+@pytest.fixture(scope="session")
 def ssh(three_hosts: cluster.Cluster) -> Iterator[sshd.Ssh]:
     if reason := sshd.trouble():
         _absent(f"sshd: {reason}")

@@ -1,0 +1,148 @@
+// The verbs between so many hosts that a rank which spoke to one on each would have too many connections. Reductions go
+// along a chain of the hosts (chain.h), what all are to get goes round a ring of them: a rank speaks to its
+// counterparts on the host before and on the host after its own.
+#include <algorithm>
+#include <cstring>
+
+#include "collective/algorithms/algorithms.h"
+#include "collective/algorithms/moves.h"
+#include "collective/chain.h"
+#include "collective/inter_host_comm.h"
+
+namespace allranks {
+
+namespace {
+
+constexpr size_t kSlab = 16 << 20;      // bytes that are copied aside at once: between slabs the chain runs empty
+constexpr size_t kSegment = 128 << 10;  // bytes of what goes round
+
+}  // namespace
+
+void InterHostComm::across_chain(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, ReduceOp op,
+                                 int root) {
+  const bool stays = root >= 0 && root != here();
+  const size_t slab = root < 0 ? operand.count : kSlab / size_of(operand.dtype);
+  for (size_t begin = 0; begin < operand.count; begin += slab) {
+    Buffer part{operand.bytes() + begin * size_of(operand.dtype), std::min(slab, operand.count - begin), operand.dtype};
+    if (stays) {
+      std::byte* aside = scratch(0, part.nbytes());
+      std::memcpy(aside, part.data, part.nbytes());
+      part.data = aside;
+    }
+    Chain chain(net_, call, peers, part, op);
+    chain.add(0, part.count, std::max(root, 0));
+    chain.run(scratch_memory(1));
+    settle(call);
+  }
+}
+
+// Each host reduces what is meant for the ranks of every host, dealt out to its own, whose chains reduce it further.
+void InterHostComm::reduce_scatter_over_chains(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op) {
+  const auto hosts = static_cast<size_t>(hosts_.count());
+  const size_t element = size_of(out.dtype);
+  const size_t slab = std::max<size_t>(64, kSlab / ranks()) / element;
+  for (size_t begin = 0; begin < out.count; begin += slab) {
+    const size_t count = std::min(slab, out.count - begin);
+    const size_t bytes = count * element;
+    std::byte* reduced = scratch(2, hosts * bytes);
+    for (int h = 0; h < hosts_.count(); h++) {
+      Pieces pieces;
+      for (const int r : hosts_.on(h)) pieces.push_back(ins[static_cast<size_t>(r)] + begin * element);
+      std::byte* result = reduced + static_cast<size_t>(h) * bytes;
+      if (pieces.size() == 1) {
+        std::memcpy(result, pieces.front(), bytes);
+      } else {
+        algorithms::reduce_scatter(local_comm_, next(call), pieces, {result, count, out.dtype}, partial_op(op));
+      }
+    }
+    Chain chain(net_, call, counterparts(), {reduced, hosts * count, out.dtype}, op);
+    for (size_t h = 0; h < hosts; h++) chain.add(h * count, count, static_cast<int>(h));
+    chain.run(scratch_memory(1));
+    settle(call);
+    algorithms::move_bytes(out.bytes() + begin * element, reduced + static_cast<size_t>(here()) * bytes, bytes);
+  }
+}
+
+// The same by the leaders alone, where some hosts have more ranks than others.
+void InterHostComm::reduce_scatter_by_leaders(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op) {
+  const size_t element = size_of(out.dtype);
+  const size_t slab = std::max<size_t>(64, kSlab / ranks()) / element;
+  const bool leads = place() == 0;
+  for (size_t begin = 0; begin < out.count; begin += slab) {
+    const size_t count = std::min(slab, out.count - begin);
+    const size_t bytes = count * element;
+    std::byte* reduced = leads ? scratch(2, ranks() * bytes) : nullptr;
+    Pieces here_pieces;
+    for (size_t r = 0; r < ranks(); r++) {
+      std::byte* piece = ins[r] + begin * element;
+      if (leads) {
+        std::memcpy(reduced + r * bytes, piece, bytes);
+        piece = reduced + r * bytes;
+        if (hosts_.of(static_cast<int>(r)) == here()) here_pieces.push_back(piece);
+      }
+      if (local_comm_.size() > 1) {
+        algorithms::reduce(local_comm_, next(call), {piece, count, out.dtype}, partial_op(op), 0);
+      }
+    }
+    if (leads) {
+      Chain chain(net_, call, leaders(), {reduced, ranks() * count, out.dtype}, op);
+      for (size_t r = 0; r < ranks(); r++) chain.add(r * count, count, hosts_.of(static_cast<int>(r)));
+      chain.run(scratch_memory(1));
+      settle(call);
+    }
+    const Buffer result{out.bytes() + begin * element, count, out.dtype};
+    if (local_comm_.size() > 1) {
+      algorithms::scatter(local_comm_, next(call), here_pieces, result, 0);
+    } else {
+      algorithms::move_bytes(result.bytes(), here_pieces.front(), bytes);
+    }
+  }
+}
+
+// What the ranks of a host give goes round by as many ranks as every host has, each of which passes on what comes.
+void InterHostComm::all_gather_around(LocalComm::Call& call, Buffer in, const Pieces& outs) {
+  size_t lanes = ranks_of_host();
+  for (int h = 0; h < hosts_.count(); h++) lanes = std::min(lanes, hosts_.on(h).size());
+  if (local_comm_.size() > 1) {
+    algorithms::all_gather(local_comm_, next(call), in, of_local_ranks(outs));
+  } else {
+    algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), in.nbytes());
+  }
+  if (static_cast<size_t>(place()) < lanes) pass_around(call, outs, in.nbytes(), lanes);
+  if (local_comm_.size() > 1) spread(call, outs, in.nbytes(), lanes);
+}
+
+void InterHostComm::pass_around(LocalComm::Call& call, const Pieces& outs, size_t n, size_t lanes) {
+  const int count = hosts_.count();
+  const auto lane = static_cast<size_t>(place());
+  const int before = hosts_.on((here() - 1 + count) % count)[lane];
+  const int after = hosts_.on((here() + 1) % count)[lane];
+  struct Segment {
+    std::byte* data;
+    size_t nbytes;
+    uint64_t ticket;
+  };
+  std::vector<Segment> coming;  // and to be passed on
+  for (int turn = 0; turn < count; turn++) {
+    const auto& there = hosts_.on((here() - turn + count) % count);
+    for (size_t p = lane; p < there.size(); p += lanes) {
+      std::byte* piece = outs[static_cast<size_t>(there[p])];
+      for (size_t at = 0; at < n; at += kSegment) {
+        const size_t part = std::min(kSegment, n - at);
+        if (turn == 0) {
+          net_.lend(after, piece + at, part);
+          continue;
+        }
+        const uint64_t ticket = net_.borrow(before, piece + at, part);
+        if (turn < count - 1) coming.push_back({piece + at, part, ticket});
+      }
+    }
+  }
+  for (const Segment& segment : coming) {
+    net_.wait_received(call.patience, call.about, before, segment.ticket);
+    net_.lend(after, segment.data, segment.nbytes);
+  }
+  settle(call);
+}
+
+}  // namespace allranks

@@ -1,0 +1,187 @@
+// Large calls between more hosts than speak to each other directly: the same bits as of one kernel for all hosts, no
+// operand changed that is to stay, and what happens when a host of the chain is lost.
+#include <cstring>
+
+#include "collective/reduce.h"
+#include "ranks.h"
+
+using namespace allranks;
+using namespace allranks::test;
+
+namespace {
+
+using Bytes = std::vector<std::byte>;
+
+const std::vector<std::vector<int>> kMany = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8},
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 9},  // hosts' ranks are not side by side
+    {0, 0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 8, 9, 10, 11},            // not as many on each
+};
+
+// Numbers of several magnitudes, so that another order of summation would give other bits.
+Bytes operand(int rank, size_t count, DType dtype) {
+  Bytes bytes(count * size_of(dtype));
+  uint32_t state = static_cast<uint32_t>(rank) * 7919u + 17u;
+  for (size_t i = 0; i < count; i++) {
+    state = state * 1664525u + 1013904223u;
+    const float value = static_cast<float>(static_cast<int>(state >> 16) - 32768) / static_cast<float>(1 + i % 511);
+    const auto word = std::bit_cast<uint32_t>(value);
+    std::byte* at = bytes.data() + i * size_of(dtype);
+    if (dtype == DType::f32) {
+      std::memcpy(at, &word, 4);
+    } else if (dtype == DType::bf16) {
+      const auto upper = static_cast<uint16_t>(word >> 16);
+      std::memcpy(at, &upper, 2);
+    } else {
+      const auto half = static_cast<uint16_t>((state >> 16) & 0xbbff);  // float16 that is finite, and its sums too
+      std::memcpy(at, &half, 2);
+    }
+  }
+  return bytes;
+}
+
+// Each host's operands by rank, then the hosts' results by host.
+Bytes reduced(const std::vector<Bytes>& operands, const std::vector<int>& host_of, DType dtype, ReduceOp op) {
+  const Hosts hosts(host_of);
+  const size_t count = operands.front().size() / size_of(dtype);
+  const ReduceOp within = op == ReduceOp::avg ? ReduceOp::sum : op;
+  std::vector<Bytes> by_host;
+  std::vector<const void*> results;
+  for (int h = 0; h < hosts.count(); h++) {
+    std::vector<const void*> of_host;
+    for (const int r : hosts.on(h)) of_host.push_back(operands[static_cast<size_t>(r)].data());
+    by_host.emplace_back(operands.front().size());
+    const auto n = static_cast<int>(of_host.size());
+    kernel_for(dtype, within)(by_host.back().data(), of_host.data(), n, count, n);
+  }
+  for (const Bytes& result : by_host) results.push_back(result.data());
+  Bytes all(operands.front().size());
+  kernel_for(dtype, op)(all.data(), results.data(), hosts.count(), count, hosts.ranks());
+  return all;
+}
+
+Operation operation(Verb verb, Bytes& bytes, DType dtype, ReduceOp op, int root = -1) {
+  const size_t count = bytes.size() / size_of(dtype);
+  return {.fingerprint = {.verb = verb, .dtype = dtype, .op = op, .root = root, .count = count},
+          .buffer = {bytes.data(), count, dtype}};
+}
+
+void check_reductions(const std::vector<int>& host_of, size_t count, DType dtype, ReduceOp op) {
+  const size_t n = host_of.size();
+  std::vector<Bytes> operands;
+  for (size_t r = 0; r < n; r++) operands.push_back(operand(static_cast<int>(r), count * n, dtype));
+  const Bytes whole = reduced(operands, host_of, dtype, op);
+  Ranks ranks(host_of);
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    const auto me = static_cast<size_t>(comm.rank());
+    Bytes all = operands[me];
+    comm.run(operation(Verb::all_reduce, all, dtype, op), caller);
+    CHECK(all == whole);
+    for (const size_t root : {n - 1, n / 2}) {
+      Bytes mine = operands[me];
+      comm.run(operation(Verb::reduce, mine, dtype, op, static_cast<int>(root)), caller);
+      CHECK(mine == (me == root ? whole : operands[me]));
+    }
+    const size_t share = count * size_of(dtype);
+    Bytes piece(share);
+    Operation scattered = operation(Verb::reduce_scatter, piece, dtype, op);
+    for (size_t r = 0; r < n; r++) scattered.ins.push_back(all.data() + r * share);
+    all = operands[me];
+    comm.run(scattered, caller);
+    CHECK(std::memcmp(piece.data(), whole.data() + me * share, share) == 0);
+    CHECK(all == operands[me]);
+  });
+}
+
+}  // namespace
+
+TEST(chains_reduce_to_the_bits_of_one_kernel) {
+  for (const auto& host_of : kMany) {
+    check_reductions(host_of, 6001, DType::f32, ReduceOp::sum);
+    check_reductions(host_of, 20'003, DType::f16, ReduceOp::sum);
+    check_reductions(host_of, 20'003, DType::bf16, ReduceOp::avg);
+  }
+  check_reductions(kMany[1], 6001, DType::f32, ReduceOp::avg);
+  check_reductions(kMany[1], 10'001, DType::f16, ReduceOp::max);
+  check_reductions(kMany[1], 10'000, DType::bf16, ReduceOp::prod);
+}
+
+// So many segments that the memory of partial results is used again.
+TEST(chains_use_the_memory_of_partial_results_again) {
+  check_reductions(kMany[0], 400'000, DType::bf16, ReduceOp::sum);
+}
+
+TEST(what_all_get_goes_round_many_hosts) {
+  for (const auto& host_of : kMany) {
+    const size_t n = host_of.size();
+    Ranks ranks(host_of);
+    for (const size_t count : {3001, 100'001}) {
+      ranks.each([&](Comm& comm) {
+        Caller caller;
+        Bytes in = operand(comm.rank(), count, DType::f32);
+        Bytes all(n * in.size());
+        Operation gathered = operation(Verb::all_gather, in, DType::f32, ReduceOp::sum);
+        for (size_t r = 0; r < n; r++) gathered.outs.push_back(all.data() + r * in.size());
+        comm.run(gathered, caller);
+        for (size_t r = 0; r < n; r++) {
+          const Bytes theirs = operand(static_cast<int>(r), count, DType::f32);
+          CHECK(std::memcmp(all.data() + r * in.size(), theirs.data(), theirs.size()) == 0);
+        }
+      });
+    }
+    ranks.each([&](Comm& comm) {
+      for (const size_t root : {size_t{0}, n / 2, n - 1}) {
+        Caller caller;
+        Bytes mine = operand(comm.rank(), 1'200'007, DType::f32);
+        comm.run(operation(Verb::broadcast, mine, DType::f32, ReduceOp::sum, static_cast<int>(root)), caller);
+        CHECK(mine == operand(static_cast<int>(root), 1'200'007, DType::f32));
+      }
+    });
+  }
+}
+
+TEST(a_rank_speaks_to_few_of_many_hosts) {
+  for (const auto& host_of : {kMany[0], kMany[1]}) {
+    const size_t n = host_of.size();
+    Ranks ranks(host_of);
+    ranks.each([&](Comm& comm) {
+      Caller caller;
+      Bytes mine = operand(comm.rank(), 16'000 * n, DType::f32);
+      comm.run(operation(Verb::all_reduce, mine, DType::f32, ReduceOp::sum), caller);
+      comm.run(operation(Verb::reduce, mine, DType::f32, ReduceOp::sum, 0), caller);
+      comm.run(operation(Verb::broadcast, mine, DType::f32, ReduceOp::sum, 0), caller);
+      Bytes piece(16'000 * 4);
+      Operation scattered = operation(Verb::reduce_scatter, piece, DType::f32, ReduceOp::sum);
+      Operation gathered = operation(Verb::all_gather, piece, DType::f32, ReduceOp::sum);
+      for (size_t r = 0; r < n; r++) scattered.ins.push_back(mine.data() + r * piece.size());
+      gathered.outs = scattered.ins;
+      comm.run(scattered, caller);
+      comm.run(gathered, caller);
+    });
+    // Leaders have four rounds, of two peers each, and the root of the reduce those of its chain.
+    const Hosts hosts(host_of);
+    std::vector<int> held(n);
+    for (const auto& [one, other, kind] : ranks.opened) {
+      held[static_cast<size_t>(one)]++;
+      held[static_cast<size_t>(other)]++;
+    }
+    for (size_t r = 0; r < n; r++) CHECK(held[r] <= (hosts.place(static_cast<int>(r)) == 0 ? 8 : 2));
+  }
+}
+
+TEST(the_loss_of_a_host_of_a_chain_is_named_everywhere) {
+  for (const int lost : {0, 4, 8}) {
+    Ranks ranks(kMany[0]);
+    ranks.each([&](Comm& comm) {
+      Caller caller;
+      std::vector<float> v(1'000'000, 1.0f);
+      try {
+        for (int turn = 0; comm.rank() != lost || turn < 2; turn++) comm.run(all_reduce(v), caller);
+        comm.close();
+      } catch (const Error& error) {
+        CHECK(error.failure.kind == Kind::left && error.failure.peer == lost);
+      }
+    });
+  }
+}
