@@ -18,7 +18,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-_SYSTEM = re.compile(r"ld-linux|lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+|gomp|cuda)\.so")  # libcuda is the driver's
+_SYSTEM = re.compile(r"ld-linux|lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+|gomp|z|cuda)\.so")  # libcuda is the driver's
 _CUDA = re.compile(r"cu[A-Zs]|nccl|nvshmem")  # libraries that give their symbols no version
 _RETURN_100 = {"x86_64": "mov $100, %eax\nret", "aarch64": "mov w0, #100\nret"}
 _FUNCTIONS = ".text\n{labels}\n{body}\n.section .note.GNU-stack\n"
