@@ -1,0 +1,48 @@
+"""The programs of docs/moving.md, as they stand there, and that the names of its tables exist."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import allranks
+
+PAGE = (Path(__file__).parents[2] / "docs/moving.md").read_text()
+PROGRAMS = {re.match(r"# (\w+\.py)", block)[1]: block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}  # type: ignore[index]
+PRINTED = {
+    "from_torch.py": r"\[0\] rank 0: the weights sum to (-?\d\.\d+)\n\[1\] rank 1: the weights sum to \1\n",
+    "from_horovod.py": r"\[0\] 2 ranks, finite: True\n",
+    "from_mpi4py.py": r"\[0\] pi is about 3\.14159; rank 1 is on the left\n",
+    "from_ray.py": r"2 ranks, all below 0\.1: True\n",
+    "from_accelerate.py": r"\[0\] the newest checkpoint is of step 4\n",
+}
+
+
+def test_every_program_is_run() -> None:
+    assert set(PROGRAMS) == set(PRINTED)
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_program(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(PROGRAMS[name])
+    unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
+    environ = {key: value for key, value in os.environ.items() if key not in unset}
+    start = [] if "__main__" in PROGRAMS[name] else ["-m", "allranks", "run", "-n", "2"]
+    done = subprocess.run(
+        [sys.executable, *start, name], cwd=tmp_path, env={**environ, "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(PRINTED[name], "".join(sorted(done.stdout.splitlines(keepends=True)))), done.stdout
+
+
+def test_names_exist() -> None:
+    names = set(re.findall(r"\bdist\.(\w+(?:\.\w+)*)", PAGE))
+    assert len(names) > 25
+    for name in names - {"py"}:
+        value = allranks
+        for part in name.split("."):
+            value = getattr(value, part)
