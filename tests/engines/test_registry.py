@@ -1,6 +1,7 @@
 """Engines of installed packages: which are refused, in which words, and that they keep no other from working."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from allranks.tools.doctor import software
 from support.own_engine import brought
 
 SPEC = "from allranks.engines import EngineSpec\nENGINE = EngineSpec({name!r}, make=None, interface={interface})\n"
+HERE = re.escape(dist.__version__)
 
 
 def spec(name: str = "mine", interface: int = 1) -> str:
@@ -33,7 +35,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 WRONG = {
     "too new": (
         "early", spec(interface=7), "mine = early:ENGINE",
-        r"backend 'mine': early 1.0 is made for version 7 of the engine interface; this allranks \(0\.1\.0\) takes "
+        rf"backend 'mine': early 1.0 is made for version 7 of the engine interface; this allranks \({HERE}\) takes "
         r"version 1\.\n  Install a newer allranks, or an older early",
     ),
     "too old": (
@@ -43,7 +45,7 @@ WRONG = {
     "cannot be imported": (
         "broken", "import nothing_like_it\n", "mine = broken:ENGINE",
         r"broken 1.0 cannot be loaded \(broken:ENGINE\): ModuleNotFoundError: No module named 'nothing_like_it'\.\n  "
-        r"Install a release of it for this allranks \(0\.1\.0, engine interface version 1\), or uninstall it",
+        rf"Install a release of it for this allranks \({HERE}, engine interface version 1\), or uninstall it",
     ),
     "names nothing": ("empty", "", "mine = empty:ENGINE", r"empty 1.0 cannot be loaded .*AttributeError"),
     "names something else": (
