@@ -3,13 +3,14 @@
 PyPI has torch for Linux with CUDA only. The loader wants every library of CUDA that torch's libraries name, although
 without a GPU none of their functions does anything. The runtime, which torch asks for devices, is loaded too: 2 MB. For
 each other library a stand-in is linked, with the symbols that torch's libraries want of it. Every function in it
-returns 100, which is cudaErrorNoDevice.
+returns 100, which is cudaErrorNoDevice. Constraints of the machine do not hold.
 
     python .ci/torch_without_cuda.py build/torch-2.15.0/bin/python 2.15.0
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import shutil
@@ -94,7 +95,8 @@ def _link(library: Path, wanted: dict[str, set[str]]) -> None:
 
 
 def _output(*command: str) -> str:
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    environment = {**os.environ, "PIP_CONSTRAINT": os.devnull}
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
 
 
 if __name__ == "__main__":
