@@ -170,3 +170,72 @@ await_key("end")
     assert done.code == 0, done.err
     assert "srun --no-kill --kill-on-bad-exit=0" in done.err
     assert "; ranks 2-3 ended with it; the others go on (2 of at least 2)" in done.err
+
+
+TRAINING = """
+import os, signal, time
+import torch
+import allranks as dist
+from torch.utils.data import DataLoader
+
+SAMPLES = 96
+dist.init_process_group(timeout=60)
+model = torch.nn.Linear(1, 1)
+wrapped = dist.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+sampler = dist.data.DistributedSampler(range(SAMPLES))
+loader = DataLoader(range(SAMPLES), batch_size=4, sampler=sampler)
+seen = {"sum": torch.zeros(SAMPLES)}
+state = dist.resilience.State(model=wrapped, optimizer=optimizer, seen=seen, leave_on=[signal.SIGUSR1])
+for step in state.steps(loader):
+    with step:
+        if dist.get_rank() == 0 and step.index == 2 and not os.path.exists("lost"):
+            print("dealt", flush=True)
+            while not os.path.exists("lost"):
+                time.sleep(0.01)
+        optimizer.zero_grad()
+        wrapped(step.batch.float().unsqueeze(1) / SAMPLES).square().mean().backward()
+        count = torch.zeros(SAMPLES).index_add(0, step.batch, torch.ones(len(step.batch)))
+        dist.all_reduce(count)
+        seen["sum"] = seen["sum"] + count
+        optimizer.step()
+weights = sum(float(p.detach().double().sum()) for p in model.parameters())
+print(f"epoch {dist.get_world_size()} {weights!r} {state.lost} {bool((seen['sum'] == 1).all())}", flush=True)
+for step in state.steps(1000000):
+    with step:
+        dist.barrier()
+        time.sleep(0.01)
+"""
+
+
+def test_a_training_outlives_a_node_and_ends_in_order_when_it_is_told_to(job: Jobs, slurm: Slurm) -> None:
+    """A node loses its power in the middle of an epoch; then comes the signal that sbatch --signal sends."""
+    out = job.folder / "out"
+    words = f"{' '.join(RUN)} --elastic 2 {job.write(TRAINING)}"
+    directives = f"#SBATCH -N2 --ntasks-per-node=2 --no-kill -o {out}\n"
+    (job.folder / "job.sh").write_text(f"#!/bin/bash\n{directives}cd {job.folder}\nexec {words}\n")
+    handed_in = finish(job.start_any(0, "sbatch", "--parsable", str(job.folder / "job.sh"), torch=True))
+    number = handed_in.out.strip()
+    await_lines(out, "dealt", 1)
+    with slurm.lost(1):
+        (job.folder / "lost").touch()
+        await_lines(out, "epoch", 2)
+        assert slurm.run("scancel", "--signal=USR1", number).returncode == 0
+        shown = await_end(slurm, number)
+    assert "JobState=COMPLETED" in shown, out.read_text()
+    assert "ExitCode=0:0" in shown
+    text = out.read_text()
+    assert "; ranks 2-3 ended with it; the others go on (2 of at least 2)" in text
+    ends = re.findall(r"epoch (.*)", text)
+    assert len(ends) == 2
+    assert len(set(ends)) == 1
+    assert (ends[0].split()[0], ends[0].split()[2:]) == ("2", ["2", "True"])
+
+
+def await_end(slurm: Slurm, number: str) -> str:
+    """What SLURM knows of a job once it has ended."""
+    until = time.monotonic() + 60
+    while "EndTime=Unknown" in (shown := slurm.run("scontrol", "show", "job", number).stdout) or "RUNNING" in shown:
+        assert time.monotonic() < until, shown
+        time.sleep(0.1)
+    return shown

@@ -1,15 +1,18 @@
-"""A training under ``allranks run --elastic`` on several hosts: a rank is replaced, a host is lost."""
+"""A training under ``allranks run --elastic`` on several hosts: a rank is replaced, a host is lost; a pod, too."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
-from support.jobs import Jobs, finish, jobs, read_until
+from support.jobs import SOURCE, Jobs, finish, jobs, read_until
 from support.sshd import Ssh
 
 PROGRAM = """
@@ -209,3 +212,62 @@ def test_a_host_that_is_lost_and_comes_back_joins_the_training(job: Jobs, how: s
     assert len({end.partition(" ")[2] for end in ends}) == 1
     assert ends[0].split()[1] == "3"
     assert ends[0].split()[3:] == ["2", "2", "True"]
+
+
+HOLD = """
+def hold():
+    '''In the middle of the epoch, until a pod is lost.'''
+    if dist.get_rank() == 0 and seen["sum"].sum() >= 24 and not os.path.exists("killed"):
+        print("dealt", flush=True)
+        while not os.path.exists("killed"):
+            time.sleep(0.01)
+
+"""
+
+
+def test_a_pod_comes_back_under_its_index_and_another_one_does_not(job: Jobs) -> None:
+    """The command of the manifest in the environment of an Indexed Job's pods; a pod dies with all its processes."""
+    program = GROWS.replace("JOINED", "state.joined == 1").replace("train(step.batch)", "hold(), train(step.batch)")
+    job.write(HOLD + program, "train.py")
+    words = ("--to", "k8s", "-N", "3", "--elastic", "2", "--image", "a", "--name", "first", "train.py")
+    made = subprocess.run(
+        [sys.executable, "-m", "allranks", "submit", *words],
+        env={**os.environ, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    secret, _, manifest = yaml.safe_load_all(made.stdout)
+    command = manifest["spec"]["template"]["spec"]["containers"][0]["command"]
+    environ = {"ALLRANKS_SECRET": secret["stringData"]["ALLRANKS_SECRET"]}
+
+    def start(index: int) -> subprocess.Popen[bytes]:
+        pod = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": f"first-{index}", **environ}
+        run = [word.replace("$(JOB_COMPLETION_INDEX)", str(index)) for word in command[2:]]
+        return job.start(index, *run, torch=True, **pod)
+
+    def kill(index: int) -> None:
+        for pid in job.on(index, ""):
+            os.kill(pid, signal.SIGKILL)
+
+    before = [host.names.read_text() for host in job.hosts.hosts]
+    for host, text in zip(job.hosts.hosts, before, strict=True):
+        host.names.write_text(f"{text}{job.hosts.hosts[0].address} first-0.first\n")
+    try:
+        leader, *_ = [start(index) for index in range(3)]
+        assert read_until(leader, 1) == ["[node0:0] up"]
+        kill(1)
+        assert read_until(leader, 1) == ["[node0:0] alone"]
+        again = start(1)
+        assert read_until(leader, 1) == ["[node0:0] dealt"]
+        kill(2)
+        (job.folder / "killed").touch()
+        done = [finish(leader), finish(again)]
+    finally:
+        for host, text in zip(job.hosts.hosts, before, strict=True):
+            host.names.write_text(text)
+    assert [each.code for each in done] == [0, 0], done
+    assert "rank 1 ended with it; the others go on (2 of at least 2)" in done[0].err
+    assert "node1 has come; rank 1 joins the others" in done[0].err
+    assert "rank 2 ended with it; the others go on (2 of at least 2)" in done[0].err
+    ends = _ends(done[0].out) + _ends(done[1].out)
+    assert [end.split()[:2] for end in sorted(ends)] == [["0", "2"], ["1", "2"]]
+    assert len({end.partition(" ")[2] for end in ends}) == 1
+    assert ends[0].split()[3:] == ["1", "2", "True"]

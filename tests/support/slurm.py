@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -64,11 +65,13 @@ class Slurm:
     hosts: all of them are its nodes.
     environ: an environment for its clients.
     folder: its state and its logs.
+    daemons: those that run; closed in the end.
     """
 
     hosts: Cluster
     environ: dict[str, str]
     folder: Path
+    daemons: contextlib.ExitStack
 
     def run(self, *command: str, timeout_s: float = 60.0, **environ: str) -> subprocess.CompletedProcess[str]:
         """Runs a client (or anything) on the first host, to its end.
@@ -91,6 +94,25 @@ class Slurm:
         scancel = self.hosts.hosts[0].inside("scancel", "--signal=KILL", "--full", "--user=root")
         subprocess.run(scancel, env=self.environ, check=True)
         await_true(self._is_idle, "idle", self.folder / "log")
+
+    @contextlib.contextmanager
+    def lost(self, number: int) -> Iterator[None]:
+        """A node whose daemon and whose jobs' processes are all killed, as if it lost its power; it is back after."""
+        host = self.hosts.hosts[number]
+        network = os.readlink(f"/proc/{host.holder}/ns/net")
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if int(entry.name) != host.holder and os.readlink(entry / "ns" / "net") == network:
+                    os.kill(int(entry.name), signal.SIGKILL)
+        try:
+            yield
+        finally:
+            self._serve(host)
+            await_true(self._is_idle, "idle", self.folder / "log")
+
+    def _serve(self, host: Host) -> None:
+        words = ("slurmd", "-D", "-N", host.name)
+        self.daemons.enter_context(host.serve(self.folder / "log", *words, environ=self.environ))
 
     def _is_idle(self) -> bool:
         inside = self.hosts.hosts[0].inside("sinfo", "--noheader", "--Node", "--format=%t")
@@ -115,9 +137,9 @@ def slurm(hosts: Cluster) -> Iterator[Slurm]:
         environ["SLURM_CONF"] = str(folder / "slurm.conf")
         _munged(stack, folder, head)
         stack.enter_context(head.serve(log, "slurmctld", "-D", "-c", environ=environ))
+        made = Slurm(hosts, environ, folder, stack)
         for host in hosts.hosts:
-            stack.enter_context(host.serve(log, "slurmd", "-D", "-N", host.name, environ=environ))
-        made = Slurm(hosts, environ, folder)
+            made._serve(host)
         await_true(made._is_idle, "up: SLURM", log)
         stack.callback(made.cancel)
         yield made

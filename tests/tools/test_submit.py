@@ -204,6 +204,34 @@ def test_indexed_job(folder: Path) -> None:
     assert "$(" not in "".join(command[12:]).replace("$$", "")
 
 
+ELASTIC = ("-N", "3", "-n", "4", "--elastic", "3", "--spares", "1", "--respawns", "5", "show.py", "--elastic", "9")
+
+
+@pytest.mark.parametrize("system", [*SCRIPTS, "k8s"])
+def test_an_elastic_job(folder: Path, system: str) -> None:
+    """A lost host or pod does not end it, where the system can be told so; the rest is the launcher's."""
+    image = ("--image", "a") if system == "k8s" else ()
+    text = file_of(folder, "--to", system, *image, *ELASTIC)
+    if system == "k8s":
+        job = list(yaml.safe_load_all(text))[2]
+        command, spec = job["spec"]["template"]["spec"]["containers"][0]["command"], job["spec"]
+        assert "backoffLimit" not in spec  # which would end the job with the first failures of all pods together
+        assert (spec["backoffLimitPerIndex"], spec["template"]["spec"]["restartPolicy"]) == (5, "Never")
+        assert spec["maxFailedIndexes"] == 1  # of three pods of two ranks, two are needed
+        assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    else:
+        command = shlex.split(text.splitlines()[-1])
+        tolerant = {"slurm": {"--no-kill"}, "pbs": {"-W tolerate_node_failures=all"}, "lsf": set()}[system]
+        plain = file_of(folder, "--to", system, "-N", "3", "--nproc-per-node", "2", "show.py")
+        assert set(directives(text)) - set(directives(plain)) == tolerant
+    place = command.index("--nproc-per-node")
+    assert command[place : place + 2] == ["--nproc-per-node", "2"]
+    place = command.index("--elastic")
+    assert command[place:] == [
+        "--elastic", "3", "--spares", "1", "--respawns", "5", "show.py", "--elastic", "9"
+    ]  # fmt: skip
+
+
 def test_every_manifest_has_its_own_secret_and_no_other_reads_it(folder: Path) -> None:
     words = ("--to", "k8s", "--image", "a", "--file", "job.yaml", "Train 7_x.py")
     secrets, names = set(), set()
@@ -269,6 +297,9 @@ def test_a_job_that_is_refused(folder: Path, tmp_path: Path) -> None:
         (("--to", "k8s", "show.py"), "give --image"),
         (("--to", "k8s", "--image", "a", "--name", "7up", "show.py"), "'7up' is no name for Kubernetes"),
         (("--to", "k8s", "--image", "a", "--queue", "gpu", "show.py"), "leave out --queue"),
+        (("--to", "slurm", "--spares", "1", "show.py"), "add --elastic MIN"),
+        (("--to", "slurm", "-N", "2", "--elastic", "3", "show.py"), "--elastic 3: at least 3 ranks, and 2 would"),
+        (("--to", "slurm", "--elastic", "1", "--spares", "1", "show.py"), "--spares 1: of 1 hosts (-N), at least one"),
         (("--to", "slurm", "--chdir", "missing", "show.py"), "cannot enter 'missing' (--chdir): No such file"),
         (("--to", "k8s", "--image", "a", "--chdir", "x", "show.py"), "--chdir 'x': expected a folder of the image"),
         (("--to", "pbs", "--file", "missing/job.sh", "show.py"), "cannot write 'missing/job.sh': No such file"),

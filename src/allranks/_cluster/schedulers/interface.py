@@ -80,6 +80,9 @@ class Job:
         image: of containers: the image.
         namespace: Kubernetes: where it runs.
         secret: of containers: what they prove to each other.
+        least: the job goes on after losses as long as so many ranks are left; None: any loss ends it.
+        spares: how many of the hosts run no rank at first.
+        respawns: how often a lost rank is started again; of containers, also a lost container.
     """
 
     name: str
@@ -98,6 +101,9 @@ class Job:
     image: str = ""
     namespace: str = ""
     secret: str = field(default="", repr=False)
+    least: int | None = None
+    spares: int = 0
+    respawns: int = 0
 
 
 @dataclass(frozen=True)

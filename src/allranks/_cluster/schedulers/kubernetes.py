@@ -1,7 +1,8 @@
 """Kubernetes: pods of Kubeflow, of a PyTorchJob, of an Indexed Job or a JobSet; and the manifest of such a job.
 
 Source: Kubernetes' documents on Indexed Jobs with pod-to-pod communication, on headless Services, and on dependent
-environment variables; those of JobSet, and of Kubeflow's PyTorchJob and Trainer v2. Not tried for real.
+environment variables; those of JobSet, and of Kubeflow's PyTorchJob and Trainer v2. Of elastic jobs: on backoff limits
+per index (from Kubernetes 1.29 on) and success policies (from 1.31 on). Not tried for real.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ def _file(job: Job) -> str:
         name=_quoted(job.name),
         secret=_quoted(job.secret),
         nodes=job.nodes,
+        failures=_indented(_failures(job), 2),
         deadline=_indented(deadline, 2),
         grace=NOTICE_S,
         image=_quoted(job.image),
@@ -119,6 +121,24 @@ def _file(job: Job) -> str:
         command=_indented([f"- {word}" for word in command], 12),
         limits=_indented(limits, 14),
     )
+
+
+def _failures(job: Job) -> list[str]:
+    """What the failure of a pod means.
+
+    The first pod has the launcher. Where the job is elastic, it ends with code 0 when the job has succeeded, whichever
+    pods were lost. Another pod that fails comes again under its number, and joins the launcher's job.
+    """
+    if job.least is None:
+        return ["backoffLimit: 0"]
+    needed = -(-job.least // job.nproc)
+    return [
+        f"backoffLimitPerIndex: {job.respawns}",
+        f"maxFailedIndexes: {job.nodes - needed}",
+        "successPolicy:",
+        "  rules:",
+        '    - succeededIndexes: "0"',
+    ]
 
 
 def _indented(lines: Sequence[str], by: int) -> str:

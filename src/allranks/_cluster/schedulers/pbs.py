@@ -1,6 +1,7 @@
 """PBS Professional and OpenPBS: allocations, pbsdsh, which starts agents in them, and qsub.
 
-Source: the manual of OpenPBS (pbsdsh); PBS Professional's qsub(1B) and its reference guide. Not tried for real.
+Source: the manual of OpenPBS (pbsdsh) and its design of reliable jobs (tolerate_node_failures); PBS Professional's
+qsub(1B) and its reference guide. Not tried for real.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def _file(job: Job) -> str:
             f"-q {job.queue}" if job.queue else "",
             f"-P {job.account}" if job.account else "",
             "-j oe",
+            "-W tolerate_node_failures=all" if job.least is not None else "",
         ],
         ["timeout", "--foreground", "--preserve-status", str(time_s)] if (time_s := noticed_after(job)) else [],
     )

@@ -131,6 +131,7 @@ def _file(job: Job) -> str:
             f"--account={job.account}" if job.account else "",
             "--output=%x-%j.out",
             f"--signal=B:TERM@{NOTICE_S}",
+            "--no-kill" if job.least is not None else "",  # the allocation outlives a node
         ],
     )
 

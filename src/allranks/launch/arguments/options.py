@@ -27,11 +27,11 @@ from allranks.launch.reporter import Reporter
 from allranks.launch.spec.options import Display, Options, Streams
 from allranks.launch.spec.target import Mode, read_target
 
-__all__ = ["Parser", "environment_kind", "parse"]
+__all__ = ["RESPAWNS", "Parser", "add_elastic", "environment_kind", "parse", "refuse_inelastic"]
 
 _HIDE = argparse.SUPPRESS
 
-_RESPAWNS = Options.respawns
+RESPAWNS = Options.respawns
 _USAGE = """allranks run [options] script.py [args ...]
        allranks run [options] -m module [args ...]
        allranks run [options] -- command [args ...]"""
@@ -140,12 +140,12 @@ def parse(argv: Sequence[str], program: str = "allranks run") -> Options:
         statistics=args.stats or args.metrics is not None,
         elastic=args.elastic,
         spares=args.spares,
-        respawns=_RESPAWNS if args.respawns is None else args.respawns,
+        respawns=RESPAWNS if args.respawns is None else args.respawns,
     )
 
 
-def _check_elastic(args: argparse.Namespace) -> None:
-    """Raises if an option contradicts what an elastic job is.
+def refuse_inelastic(args: argparse.Namespace) -> None:
+    """Raises if there is an option for elastic jobs only, and the job is not elastic.
 
     Raises:
         ConfigError: with its name.
@@ -154,6 +154,15 @@ def _check_elastic(args: argparse.Namespace) -> None:
         raise ConfigError("--respawns is for a job that goes on after a loss: add --elastic MIN")
     if args.elastic is None and args.spares:
         raise ConfigError("--spares is for a job that goes on after a loss: add --elastic MIN")
+
+
+def _check_elastic(args: argparse.Namespace) -> None:
+    """Raises if an option contradicts what an elastic job is.
+
+    Raises:
+        ConfigError: with its name.
+    """
+    refuse_inelastic(args)
     if args.elastic is not None and args.mode == "master":
         raise ConfigError(
             "--elastic is for ranks that are all alike. With --mode master a worker may be lost anyway, and"
@@ -251,14 +260,15 @@ def _add_program(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_elastic(add: Callable[..., Any]) -> None:
+def add_elastic(add: Callable[..., Any]) -> None:
+    """Adds the options of a job that goes on after a loss."""
     add(
         "--elastic",
         type=_elastic,
         metavar="MIN[:MAX]",
         help="a lost rank does not end the job as long as MIN are left (docs/resilience.md: how a program goes on)",
     )
-    shown = f"with --elastic: start each lost rank again, up to K times (default {_RESPAWNS}; 0: go on without it)"
+    shown = f"with --elastic: start each lost rank again, up to K times (default {RESPAWNS}; 0: go on without it)"
     add("--respawns", type=_whole, metavar="K", help=shown)
     shown = "with --elastic, of several hosts: the last N run no rank at first; a lost host's ranks are started there"
     add("--spares", type=_whole, default=0, metavar="N", help=shown)
@@ -287,7 +297,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in ("--restarts", "--max-restarts", "--max_restarts"):
         shown = "start the job again when a rank fails, up to K times (default 0)"
         add(name, dest="restarts", type=_whole, default=0, metavar="K", help=shown if name == "--restarts" else _HIDE)
-    _add_elastic(add)
+    add_elastic(add)
     add("--join-timeout", type=_seconds, default=300.0, metavar="TIME", help="how long to wait for hosts (default 5m)")
     add(
         *("-x", "--export"),

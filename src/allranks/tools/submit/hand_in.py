@@ -61,7 +61,7 @@ def describe(to: Scheduler, name: str, job: Job) -> str:
         name: the job's id there.
         job: the job.
     """
-    size = job.nodes * job.nproc
+    size = (job.nodes - job.spares) * job.nproc
     ranks, hosts = f"{size} rank{'s' * (size > 1)}", f"{job.nodes} host{'s' * (job.nodes > 1)}"
     space = f" --namespace {job.namespace}" if job.namespace else ""
     number = name.partition(".")[0]

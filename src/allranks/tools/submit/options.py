@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from allranks._base.errors import ConfigError
 from allranks._cluster.schedulers import SCHEDULERS, scheduler_named
 from allranks._cluster.schedulers.interface import Job, Scheduler, Submission
-from allranks.launch.arguments.options import Parser
+from allranks.launch.arguments.layout import check_elastic
+from allranks.launch.arguments.options import RESPAWNS, Parser, add_elastic, refuse_inelastic
 from allranks.launch.spec.target import check, read_target
 
 __all__ = ["Options", "parse"]
@@ -56,7 +57,9 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: help was asked for, and given.
     """
     given = _parser().parse_args(argv)
-    words = [*(["--trace", given.trace] if given.trace else []), *(["-m"] if given.module else []), *given.target]
+    refuse_inelastic(given)
+    words = [*_elastic_words(given), *(["--trace", given.trace] if given.trace else [])]
+    words += [*(["-m"] if given.module else []), *given.target]
     to: Scheduler = given.to
     assert to.submission is not None
     submission = to.submission
@@ -78,7 +81,7 @@ def parse(argv: Sequence[str]) -> Options:
         name=name,
         words=tuple(words),
         nodes=given.nodes,
-        nproc=_per_host(given),
+        nproc=(nproc := _per_host(given)),
         cpus=given.cpus,
         gpus=given.gpus,
         memory_mib=given.memory,
@@ -91,7 +94,11 @@ def parse(argv: Sequence[str]) -> Options:
         image=given.image,
         namespace=given.namespace,
         secret=secrets.token_hex(32) if submission.containers else "",
+        least=None if given.elastic is None else given.elastic[0],
+        spares=given.spares,
+        respawns=RESPAWNS if given.respawns is None else given.respawns,
     )
+    check_elastic(given.elastic, nproc * (given.nodes - given.spares))
     submission.check(job)
     return Options(to, submission, job, file, given.now, given.quiet)
 
@@ -132,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where it runs (default: here; k8s: as the image sets it)",
     )
+    add_elastic(add)
     add("--trace", default="", metavar="DIR", help="record all calls of all ranks there, as allranks run does")
     add("--file", metavar="PATH", help="write the file there")
     add("--now", action="store_true", help="submit it: sbatch, qsub, bsub, kubectl create")
@@ -144,12 +152,24 @@ def _parser() -> argparse.ArgumentParser:
 def _per_host(given: argparse.Namespace) -> int:
     """Ranks on each host."""
     each: int = given.nproc_per_node or max(given.gpus, 1)
+    hosts = int(given.nodes) - int(given.spares)
+    if hosts < 1:
+        raise ConfigError(f"--spares {given.spares}: of {given.nodes} hosts (-N), at least one must run ranks")
     if given.nproc is None:
         return each
-    if given.nproc % given.nodes or given.nproc_per_node not in (None, given.nproc // given.nodes):
+    if given.nproc % hosts or given.nproc_per_node not in (None, given.nproc // hosts):
         also = f", of {given.nproc_per_node} each" if given.nproc_per_node else ""
-        raise ConfigError(f"{given.nproc} ranks (-n) cannot be shared out evenly to {given.nodes} hosts{also}")
-    return int(given.nproc) // int(given.nodes)
+        raise ConfigError(f"{given.nproc} ranks (-n) cannot be shared out evenly to {hosts} hosts{also}")
+    return int(given.nproc) // hosts
+
+
+def _elastic_words(given: argparse.Namespace) -> list[str]:
+    """The options of an elastic job for ``allranks run``."""
+    if given.elastic is None:
+        return []
+    words = ["--elastic", ":".join(str(number) for number in given.elastic if number is not None)]
+    words += ["--spares", str(given.spares)] if given.spares else []
+    return words + (["--respawns", str(given.respawns)] if given.respawns is not None else [])
 
 
 def _stem(target: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ _allranks_options() {  # into $words
     'env') words='-h --help --env --json' ;;
     'bench') words='-h --help -n --nproc -H --hosts --against --sizes --budget --dtype --op --apart --shared --json --plot' ;;
     'tune') words='-h --help -n --nproc -o --output --budget' ;;
-    'submit') words='-h --help --to -N --nodes --nnodes -n --nproc --nproc-per-node --cpus --gpus --memory --time --partition --queue --account --project --name --image --namespace --chdir --trace --file --now -q --quiet -m --module' ;;
+    'submit') words='-h --help --to -N --nodes --nnodes -n --nproc --nproc-per-node --cpus --gpus --memory --time --partition --queue --account --project --name --image --namespace --chdir --elastic --respawns --spares --trace --file --now -q --quiet -m --module' ;;
     'trace') words='-h --help' ;;
     'trace show') words='-h --help --calls --json' ;;
     'trace timeline') words='-h --help -o --output --last --profiler --json' ;;
@@ -203,6 +203,9 @@ _allranks_value() {  # $kind and $words of what option $2 of command $1 takes
     'submit --image') kind=any words='' ;;
     'submit --namespace') kind=any words='' ;;
     'submit --chdir') kind=folder words='' ;;
+    'submit --elastic') kind=any words='' ;;
+    'submit --respawns') kind=any words='' ;;
+    'submit --spares') kind=any words='' ;;
     'submit --trace') kind=folder words='' ;;
     'submit --file') kind=file words='' ;;
     'trace show --calls') kind=any words='' ;;

@@ -260,6 +260,9 @@ _allranks_submit() {
     '--image=[k8s\: the container'\''s image, with python, torch, allranks and the script]:IMAGE: ' \
     '--namespace=[k8s\: where it runs]:NAMESPACE: ' \
     '--chdir=[where it runs (default\: here; k8s\: as the image sets it)]:DIR:_files -/' \
+    '--elastic=[a lost rank does not end the job as long as MIN are left (docs/resilience.md\: how a program goes on)]:MIN\[\:MAX\]: ' \
+    '--respawns=[with --elastic\: start each lost rank again, up to K times (default 3; 0\: go on without it)]:K: ' \
+    '--spares=[with --elastic, of several hosts\: the last N run no rank at first; a lost host'\''s ranks are started there]:N: ' \
     '--trace=[record all calls of all ranks there, as allranks run does]:DIR:_files -/' \
     '--file=[write the file there]:PATH:_files' \
     '--now[submit it\: sbatch, qsub, bsub, kubectl create]' \
