@@ -222,7 +222,7 @@ def test_a_training_outlives_a_node_and_ends_in_order_when_it_is_told_to(job: Jo
         await_lines(out, "epoch", 2)
         assert slurm.run("scancel", "--signal=USR1", number).returncode == 0
         shown = await_end(slurm, number)
-    assert "JobState=COMPLETED" in shown, out.read_text()
+    assert "JobState=COMPLETED" in shown, shown + out.read_text()
     assert "ExitCode=0:0" in shown
     text = out.read_text()
     assert "; ranks 2-3 ended with it; the others go on (2 of at least 2)" in text
@@ -235,7 +235,11 @@ def test_a_training_outlives_a_node_and_ends_in_order_when_it_is_told_to(job: Jo
 def await_end(slurm: Slurm, number: str) -> str:
     """What SLURM knows of a job once it has ended."""
     until = time.monotonic() + 60
-    while "EndTime=Unknown" in (shown := slurm.run("scontrol", "show", "job", number).stdout) or "RUNNING" in shown:
+    while not re.search("JobState=(COMPLETED|FAILED|CANCELLED|NODE_FAIL|TIMEOUT)", shown := _shown(slurm, number)):
         assert time.monotonic() < until, shown
         time.sleep(0.1)
     return shown
+
+
+def _shown(slurm: Slurm, number: str) -> str:
+    return slurm.run("scontrol", "show", "job", number).stdout

@@ -96,8 +96,9 @@ class Jobs:
         return found
 
     def new_processes(self) -> dict[int, str]:
-        """What has come since this was made."""
-        return {pid: words for pid, words in self.processes().items() if pid not in self._before}
+        """What has come since this was made, but for a daemon that was started again (``Slurm.lost``)."""
+        came = {pid: words for pid, words in self.processes().items() if pid not in self._before}
+        return {pid: words for pid, words in came.items() if not words.startswith("slurmd ")}
 
     def on(self, host: int, words: str) -> list[int]:
         """Processes of a host whose command line has these words."""

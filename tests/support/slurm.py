@@ -97,13 +97,17 @@ class Slurm:
 
     @contextlib.contextmanager
     def lost(self, number: int) -> Iterator[None]:
-        """A node whose daemon and whose jobs' processes are all killed, as if it lost its power; it is back after."""
+        """A node whose daemon and whose jobs' processes are all killed, as if it lost its power; it is back after.
+
+        SLURM is told so, as it finds out by itself after some minutes only.
+        """
         host = self.hosts.hosts[number]
         network = os.readlink(f"/proc/{host.holder}/ns/net")
         for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            with contextlib.suppress(OSError):  # it ended meanwhile, or may not be looked at
                 if int(entry.name) != host.holder and os.readlink(entry / "ns" / "net") == network:
                     os.kill(int(entry.name), signal.SIGKILL)
+        self.run("scontrol", "update", f"NodeName={host.name}", "State=DOWN", "Reason=lost").check_returncode()
         try:
             yield
         finally:
