@@ -117,6 +117,41 @@ def test_a_new_process_in_the_place_of_a_dead_one(tmp_path: Path) -> None:
     run_ranks(4, body, init=False, may_die=(1,))
 
 
+def test_the_members_can_shrink_and_agree_afterwards(tmp_path: Path) -> None:
+    """On the launcher's store, which all of them have. A loss in an agreement cuts it in two nowhere."""
+
+    def body() -> tuple[int, int, int, float] | None:
+        group = world()
+        handles = pass_on(tmp_path, "first", group.reconfigure_handle(), 4)
+        group.reconfigure(1, [handles[rank] for rank in (3, 1, 0, 2)])
+        assert group.agree(5 + me()) == 5
+        if me() == 1:  # rank 1, too
+            time.sleep(0.3)  # the others are in the agreement then
+            os.kill(os.getpid(), signal.SIGKILL)
+        agreed = group.agree(5 + me())
+        smaller = group.shrink()
+        tensor = torch.tensor([2.0 ** me()])
+        smaller.all_reduce(tensor)
+        assert smaller.agree(7) == 7
+        return agreed, smaller.rank(), smaller.size(), tensor.item()
+
+    found = run_ranks(4, body, may_die=(1,))
+    assert [found[rank] for rank in (3, 0, 2)] == [(5, place, 3, 13.0) for place in range(3)]
+
+
+def test_members_without_a_common_store_are_told_so(tmp_path: Path) -> None:
+    def body() -> None:
+        group = alone()
+        handles = pass_on(tmp_path, "all", group.reconfigure_handle(), 2)
+        group.reconfigure(1, handles)
+        for call in (group.shrink, lambda: group.shrink([0])):
+            text, _ = error_of(call, dist.UsageError)
+            assert "have no store in common" in text
+            assert "Call reconfigure with the handles of those that are left" in text
+
+    run_ranks(2, body, init=False)
+
+
 def test_after_an_abort_and_after_a_timeout(tmp_path: Path) -> None:
     def body() -> None:
         group = world()

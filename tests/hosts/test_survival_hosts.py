@@ -22,9 +22,19 @@ _ports = itertools.count(29900)
 
 
 def on_hosts(
-    hosts: Cluster, places: list[int], body: Callable[[], Any], may_die: list[int], seconds: float = 60
+    hosts: Cluster,
+    places: list[int],
+    body: Callable[[], Any],
+    may_die: list[int],
+    seconds: float = 60,
+    timeout_s: float = 10,
 ) -> Any:
-    """Runs rank r on host ``places[r]``, and a store that outlives all of them on host 0."""
+    """Runs rank r on host ``places[r]``, and a store that outlives all of them on host 0.
+
+    Args:
+        seconds: until the whole is taken for hung.
+        timeout_s: of the group's calls.
+    """
     port, size = next(_ports), len(places)
 
     def main() -> Any:
@@ -36,7 +46,7 @@ def on_hosts(
             store.wait([f"over/{r}" for r in range(size) if r not in may_die], seconds)
             return None
         store = dist.TCPStore("node0", port, is_master=False)
-        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=10)
+        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout_s)
         try:
             return body()
         finally:
@@ -67,6 +77,8 @@ def _call_until_lost() -> None:
     ids=["a rank", "a leader", "a host's ranks", "a lone rank", "one of two"],
 )
 def test_survivors_shrink(three_hosts: Cluster, places: list[int], dying: list[int]) -> None:
+    """Nobody waits for the timeout, which is longer than the test may take."""
+
     def main() -> Any:
         _total()
         if dist.get_rank() in dying:
@@ -76,7 +88,7 @@ def test_survivors_shrink(three_hosts: Cluster, places: list[int], dying: list[i
         group = dist.shrink_group([])
         return dist.get_rank(), [_total() for _ in range(3)], group.ranks
 
-    found = on_hosts(three_hosts, places, main, dying)
+    found = on_hosts(three_hosts, places, main, dying, timeout_s=300)
     left = [rank for rank in range(len(places)) if rank not in dying]
     total = float(sum(10**rank for rank in left))
     for number, rank in enumerate(left):

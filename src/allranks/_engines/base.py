@@ -164,6 +164,10 @@ class Engine(abc.ABC):
         """The ranks that are known here to be gone, by their process, their host or their leaving."""
         return ()
 
+    def find_gone(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Those of these ranks of other hosts whose processes are found to be gone when their hosts are asked."""
+        return ()
+
     def abort(self) -> None:
         """Ends all calls of the group, on every rank: those that are pending, now, and all later ones."""
         raise UsageError(f"abort: the {self.name} engine cannot end the calls of other ranks: use the native engine")

@@ -84,6 +84,9 @@ class ByDevice(Engine):
     def lost(self) -> Sequence[int]:
         return self._cpu.lost()
 
+    def find_gone(self, ranks: Sequence[int]) -> Sequence[int]:
+        return self._cpu.find_gone(ranks)
+
     def abort(self) -> None:
         for engine in self._engines.values():
             engine.abort()

@@ -315,6 +315,9 @@ class Prelude(Engine):
     def lost(self) -> Sequence[int]:
         return () if self.engine is None else self.engine.lost()
 
+    def find_gone(self, ranks: Sequence[int]) -> Sequence[int]:
+        return () if self.engine is None else self.engine.find_gone(ranks)
+
     def abort(self) -> None:
         if self.engine is not None:
             self.engine.abort()

@@ -62,7 +62,7 @@ def join_elastic(board: Board, backend: str, name: str, timeout_s: float) -> Pro
     latest, first = board.read(LATEST), board.read(FIRST)
     found: Successor | Decision
     if latest is None:
-        found = lineage.succeed(frozenset, progress=BEFORE_THE_LOOP, replaces=True, waits=False)
+        found = lineage.succeed(lambda missing: frozenset(), progress=BEFORE_THE_LOOP, replaces=True, waits=False)
     else:
         found = msgspec.msgpack.decode(latest, type=Decision)
         lineage.begin(found)
@@ -136,7 +136,7 @@ class _Beginning:
         assert group.early is not None
         group.early.abort()
         found = lineage.succeed(
-            lambda: frozenset(before[rank] for rank in (old.lost() if old is not None else ())),
+            lambda missing: frozenset(before[rank] for rank in (old.lost() if old is not None else ())),
             progress=BEFORE_THE_LOOP - prelude.calls,
             replaces=True,
         )

@@ -612,6 +612,11 @@ class ProcessGroup:
         made._place = reconfigure.Place(number)
         return made
 
+    @property
+    def reconfigured(self) -> bool:
+        """Whether its members are those of a reconfiguration."""
+        return self._place is not None and bool(self._place.used)
+
     def successor(self, engine: Engine, rank: int, members: Sequence[Member]) -> ProcessGroup:
         """Another group in this one's place, which is closed."""
         lineage, self.lineage = self.lineage, None

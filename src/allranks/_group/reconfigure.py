@@ -41,6 +41,7 @@ from allranks._base.errors import (
 )
 from allranks._cluster.network import machine, published_addresses
 from allranks._engines.base import Engine
+from allranks._group.succession import Lineage
 from allranks._rendezvous.driver import drive
 from allranks._rendezvous.finders.interface import notify
 from allranks._rendezvous.join_protocol import (
@@ -75,7 +76,9 @@ _LOOKED_AT = 8  # of many that are missing, each time
 _DIAL_S = 1.0
 _BOARD = "allranks/1/join/"  # where Joining registers members, the first time on a store
 _LINGER_S = 3.0  # a store stays so long for others that have not left it yet
-_ABOUT = struct.Struct("!q16s")  # what members tell each other: the rank in the world, and a digest of the engine
+# What members tell each other: the rank in the world, digests of the engine and of the store on which they decide after
+# a loss, and the place in the job.
+_ABOUT = struct.Struct("!q16s16sqq")
 
 
 class _Handle(msgspec.Struct, frozen=True, array_like=True):
@@ -210,15 +213,25 @@ def reconfigure(
         finally:
             attempt.close()
         group._become(engine, rank, members)
-        lineage, group.lineage = group.lineage, None  # its board knows nothing of these members
-        if lineage is not None:
-            lineage.board.close()
+        before, group.lineage = group.lineage, None
+        if before is not None and attempt.seats:
+            prefix = f"{before.board.prefix}reconfigured/{uuid}/{attempt.digest}/"
+            seat = attempt.seats[rank][0]
+            group.lineage = Lineage(before.board, prefix, backend, group.name, group.timeout_s, seat, attempt.seats)
+        elif before is not None:
+            before.board.close()
     finally:
         place.lock.release()
 
 
 class _Attempt:
-    """One process's part in one reconfiguration."""
+    """One process's part in one reconfiguration.
+
+    Attributes:
+        seats: once it is connected: seat and start of each member, by rank, for what they decide after a loss; empty
+            where they have no store in common that outlives them.
+        digest: of the handles in their order.
+    """
 
     def __init__(self, uuid: int, texts: Sequence[str], rank: int, timeout_s: float) -> None:
         self._uuid = uuid
@@ -227,6 +240,8 @@ class _Attempt:
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s
         self._call = _Call.of(texts)
+        self.seats: list[tuple[int, int]] = []
+        self.digest = self._call.order.hex()
         self._key = f"called/{uuid}"
         self._machine = machine()
         self._client: StoreClient | None = None
@@ -268,15 +283,14 @@ class _Attempt:
     def connect(self, group: ProcessGroup, backend: str, members: Sequence[Member]) -> tuple[list[Member], Engine]:
         """The members with their ranks in the world, and an engine between them."""
         world_rank = self._rank if group.is_world else group.ranks[group.rank()]
-        rows = self._exchange("about", _ABOUT.pack(world_rank, _digest([backend])))
-        about = [_ABOUT.unpack(row) for row in rows]
-        others = [r for r, (_, engine) in enumerate(about) if engine != about[self._rank][1]]
+        about = self._tell(group.lineage, world_rank, _digest([backend]))
+        others = [r for r, (_, engine, *_) in enumerate(about) if engine != about[self._rank][1]]
         if others:
             raise MismatchError(
                 f"reconfigure: {rank_list(others)} {'has' if len(others) == 1 else 'have'} a group with another "
                 f"engine than this process, rank {self._rank}, whose group is on '{backend}'"
             )
-        found = [msgspec.structs.replace(m, rank=number) for m, (number, _) in zip(members, about, strict=True)]
+        found = [msgspec.structs.replace(m, rank=number) for m, (number, *_) in zip(members, about, strict=True)]
         times = iter(range(_engines.meetings(backend)))
 
         def meet(record: bytes) -> list[bytes]:
@@ -286,6 +300,22 @@ class _Attempt:
             backend, self._rank, found, meet, group.name, group.timeout_s, connect_s=max(self._left(), 0.1)
         )
         return found, made
+
+    def _tell(
+        self, lineage: Lineage | None, world_rank: int, engine: bytes
+    ) -> list[tuple[int, bytes, bytes, int, int]]:
+        """What all members are. Sets ``seats``."""
+        board = lineage.board if lineage is not None else None
+        store = board.identity() if board is not None else b""
+        # The launcher of an elastic job knows processes by their places; else the new ranks are as good.
+        launched = board is not None and board.launched
+        seat = board.me.rank if board is not None and launched else self._rank
+        start = board.start if board is not None else 0
+        rows = self._exchange("about", _ABOUT.pack(world_rank, engine, store, seat, start))
+        about: list[tuple[int, bytes, bytes, int, int]] = [_ABOUT.unpack(row) for row in rows]
+        if store and {row[2] for row in about} == {store}:
+            self.seats = [row[3:] for row in about]
+        return about
 
     def close(self) -> None:
         if self._client is not None:

@@ -7,7 +7,7 @@ becomes a connected engine. Where a member is lost meanwhile there is another ge
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from allranks import _engines
 from allranks._base.errors import JoinError, PeerLostError, TimeoutError, UsageError, rank_list
 from allranks._rendezvous import succession
 from allranks._rendezvous.seats import OPTIONAL
-from allranks._rendezvous.succession import Claim, Decision, Sighting, Vote, claim_key
+from allranks._rendezvous.succession import Claim, Decision, See, Vote, claim_key
 
 if TYPE_CHECKING:
     from allranks._engines.base import Engine
@@ -86,7 +86,7 @@ class Lineage:
 
     def decide(
         self,
-        look: Callable[[], Sighting],
+        look: See,
         *,
         without: Sequence[int] = (),
         progress: int = 0,
@@ -96,7 +96,7 @@ class Lineage:
         """Decides with the others who is in the next generation. The same decision again until it is connected.
 
         Args:
-            look: the members that this process knows to be lost.
+            look: finds the members that this process knows to be lost.
             without: seats to do without.
             progress: how far this process's program has come; ``NEWCOMER``: it is new.
             replaces: wait for processes that take lost seats.
@@ -133,7 +133,7 @@ class Lineage:
 
     def succeed(
         self,
-        look: Callable[[], Sighting],
+        look: See,
         *,
         without: Sequence[int] = (),
         progress: int = 0,
@@ -197,7 +197,7 @@ class Lineage:
         self.vote = Vote(decision.ended, decision.outcome)
         self.decided = None
 
-    def _connect(self, decision: Decision, rank: int, look: Callable[[], Sighting]) -> Engine:
+    def _connect(self, decision: Decision, rank: int, look: See) -> Engine:
         def exchange(record: bytes) -> list[bytes]:
             steps = succession.exchange(
                 self.prefix, rank, decision, record, time.monotonic(), _CONNECT_S, self.board.where
@@ -213,8 +213,19 @@ class Lineage:
         )
 
 
-def no_board(name: str, call: str) -> UsageError:
-    """The error of a group whose ranks have no store on which they could decide who goes on."""
+def no_board(name: str, call: str, reconfigured: bool = False) -> UsageError:
+    """The error of a group whose ranks have no store on which they could decide who goes on.
+
+    Args:
+        name: the group's.
+        call: what was called.
+        reconfigured: its members are those of its last reconfiguration.
+    """
+    if reconfigured:
+        return UsageError(
+            f"{call} on group '{name}': its members, which reconfigure brought together, have no store in common on"
+            " which they could decide who goes on.\n  Call reconfigure with the handles of those that are left."
+        )
     return UsageError(
         f"{call} on group '{name}': the ranks have nowhere to decide who goes on, as the store on which they met was"
         " rank 0's and ended with the meeting.\n  Start the program with allranks run, or give init_process_group a"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LATEST", "advance", "agree", "numbered", "shrink"]
 
+_ASK_S = (0.2, 1.0)  # how long a rank is waited for before its host is asked: first, and at most
+
 LATEST = "latest"
 """The key, on the board, of the decision about the latest generation of an elastic world."""
 
@@ -34,9 +37,9 @@ def agree(group: ProcessGroup, value: int) -> int:
         outcome = _least(group, value)
     except LOSSES as error:
         if lineage is None:
-            raise no_board(group.name, "agree") from error
+            raise no_board(group.name, "agree", group.reconfigured) from error
         lineage.vote = msgspec.structs.replace(lineage.vote, value=int(value))
-        decision = lineage.decide(_look(group, lineage), replaces=lineage.replaces)
+        decision = lineage.decide(_Look(group, lineage), replaces=lineage.replaces)
         lineage.vote = Vote(decision.ended, decision.outcome)
         return decision.outcome
     if lineage is not None:
@@ -98,7 +101,7 @@ def _succeed(
     if group.failed_ranks():
         group.abort()  # for ranks that are in a call and have not seen the loss
     successor = lineage.succeed(
-        _look(group, lineage), without=without, progress=progress, replaces=replaces, timeout_s=timeout_s
+        _Look(group, lineage), without=without, progress=progress, replaces=replaces, timeout_s=timeout_s
     )
     assert isinstance(successor, Successor)
     return successor
@@ -106,13 +109,33 @@ def _succeed(
 
 def _lineage(group: ProcessGroup, call: str) -> Lineage:
     if group.lineage is None:
-        raise no_board(group.name, call)
+        raise no_board(group.name, call, group.reconfigured)
     return group.lineage
 
 
-def _look(group: ProcessGroup, lineage: Lineage) -> Callable[[], Sighting]:
-    members = list(lineage.members)  # of the generation that has ended, also while the next ones are made
-    return lambda: frozenset(members[rank] for rank in group.failed_ranks())
+class _Look:
+    """What this process sees of the others by itself.
+
+    The first rank of each host reports the deaths there. When that one has died nobody does, and a rank that does not
+    come may have died with it: its host is asked. Where a launcher knows all exits there is no need.
+    """
+
+    def __init__(self, group: ProcessGroup, lineage: Lineage) -> None:
+        self._group = group
+        self._members = list(lineage.members)  # of the generation that has ended, also while the next ones are made
+        self._asks = not lineage.board.launched
+        self._gone: set[tuple[int, int]] = set()
+        self._pause_s = _ASK_S[0]
+        self._ask_at = time.monotonic() + self._pause_s
+
+    def __call__(self, missing: Sequence[tuple[int, int]]) -> Sighting:
+        seen = {self._members[rank] for rank in self._group.failed_ranks()}
+        if self._asks and time.monotonic() >= self._ask_at:
+            suspects = [rank for rank, each in enumerate(self._members) if each in missing and each not in seen]
+            self._gone |= {self._members[rank] for rank in self._group.engine.find_gone(suspects)}
+            self._pause_s = min(2 * self._pause_s, _ASK_S[1])
+            self._ask_at = time.monotonic() + self._pause_s
+        return frozenset(seen | self._gone)
 
 
 def _least(group: ProcessGroup, value: int) -> int:

@@ -6,9 +6,10 @@ not outlive it. The connection is made when it is first needed.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from allranks._base.errors import ConfigError, StoreLostError, TimeoutError
@@ -17,7 +18,7 @@ from allranks._rendezvous.finders.interface import Finder, NotYet
 from allranks._rendezvous.finders.launcher import LauncherFinder
 from allranks._rendezvous.join_protocol import Act, Answer, Lost, Member, Steps
 from allranks._rendezvous.seats import ELASTIC, START, TABLE_KEY, SeatTable
-from allranks._rendezvous.succession import Look, Sighting
+from allranks._rendezvous.succession import Look, See, Sighting
 from allranks._store import PrefixStore, Store, reason
 from allranks._store.wire import Found, Peek
 
@@ -57,7 +58,7 @@ class Board:
     def where(self) -> str:
         return self._finder.where or "the store"
 
-    def drive(self, steps: Steps[_T], look: Callable[[], Sighting]) -> _T:
+    def drive(self, steps: Steps[_T], look: See) -> _T:
         """Runs a state machine of ``succession`` to its end.
 
         Args:
@@ -67,7 +68,7 @@ class Board:
 
         def perform(act: Act | Look) -> Answer | Sighting:
             if isinstance(act, Look):
-                return look()
+                return look(act.missing)
             try:
                 return self._opened()._ask(act)  # type: ignore[arg-type]
             except (StoreLostError, TimeoutError, NotYet, ConfigError) as error:
@@ -103,6 +104,14 @@ class Board:
         view = PrefixStore(f"{self.prefix}{name}", self._opened())
         view.timeout_s = timeout_s
         return view
+
+    def identity(self) -> bytes:
+        """16 bytes that are the same for all processes whose board is on the same store; b"" if it is gone."""
+        try:
+            token = self.view("identity/", _CONNECT_S).compare_set("token", b"", os.urandom(16))
+        except (StoreLostError, TimeoutError, NotYet, ConfigError):
+            return b""  # nobody can decide on it, which is what is asked
+        return hashlib.sha256(self.prefix.encode() + token).digest()[:16]
 
     def close(self) -> None:
         """Ends the connection. Idempotent."""

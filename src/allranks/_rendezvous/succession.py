@@ -11,7 +11,7 @@ requests to the store: what this process sees of the others by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from allranks._rendezvous.join_protocol import Answer, Lost, Member, Steps
 from allranks._rendezvous.seats import GONE, OPTIONAL, TABLE_KEY, SeatTable
 from allranks._store.wire import CompareSet, Done, Found, Late, Peek, Request, Set, Wait
 
-__all__ = ["NEWCOMER", "Claim", "Decision", "Look", "Succession", "Vote", "claim_key", "exchange"]
+__all__ = ["NEWCOMER", "Claim", "Decision", "Look", "See", "Succession", "Vote", "claim_key", "exchange"]
 
 POLL_S = 0.05  # between two looks at who has come and who is lost
 UNCONFIRMED_S = 5.0  # for the launcher to confirm a loss that a rank has seen; then the rank is believed
@@ -33,10 +33,19 @@ NEWCOMER = -1
 
 @dataclass(frozen=True)
 class Look:
-    """See by itself which members are lost. The answer is a set of pairs of seat and start."""
+    """See by itself which members are lost. The answer is a set of pairs of seat and start.
+
+    Attributes:
+        missing: those that are waited for.
+    """
+
+    missing: tuple[tuple[int, int], ...] = ()
 
 
 Sighting: TypeAlias = frozenset[tuple[int, int]]
+
+See: TypeAlias = Callable[[Sequence[tuple[int, int]]], Sighting]
+"""Performs ``Look``: gets those that are waited for."""
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):
@@ -223,9 +232,12 @@ class Succession:
             each: awaited for each, awaited in self._candidates().items() if each not in lost and each[0] not in without
         }
 
+    def _missing(self) -> tuple[tuple[int, int], ...]:
+        """Those that are waited for."""
+        return tuple(each for each, awaited in self._taken().items() if awaited and each not in self._claims)
+
     def _is_complete(self) -> bool:
-        taken = self._taken()
-        missing = [each for each, awaited in taken.items() if awaited and each not in self._claims]
+        missing = self._missing()
         if self.launched and self._table is None:
             return False
         # A newcomer has nobody's state, and nothing to go on with alone: it waits until others decide.
@@ -268,7 +280,7 @@ class Succession:
     # Acts.
 
     def _look(self) -> Steps[Sighting]:
-        self._now, answer = yield Look()  # type: ignore[misc]
+        self._now, answer = yield Look(self._missing())  # type: ignore[misc]
         assert isinstance(answer, frozenset)
         return answer
 
@@ -302,16 +314,20 @@ def exchange(
     keys = [f"{prefix}{decision.generation - 1}/record/{r}" for r in range(len(decision.claims))]
     now, answer = yield Set(keys[rank], record)
     _checked(answer, where)
+    missing: tuple[tuple[int, int], ...] = ()
     while now < began + timeout_s:
         now, answer = yield Wait(keys, 2 * POLL_S, True)
         found = _checked(answer, where)
         if isinstance(found, Found):
             return [value for value in found.values if value is not None]
-        now, sighting = yield Look()  # type: ignore[misc]
+        now, sighting = yield Look(missing)  # type: ignore[misc]
         assert isinstance(sighting, frozenset)
-        now, answer = yield Peek([TABLE_KEY, f"{prefix}{decision.generation}/decision"])
+        now, answer = yield Peek([TABLE_KEY, f"{prefix}{decision.generation}/decision", *keys])
         read = _checked(answer, where)
         assert isinstance(read, Found)
+        missing = tuple(
+            (c.seat, c.start) for c, come in zip(decision.claims, read.values[2:], strict=True) if come is None
+        )
         gone = sighting | _ended(read.values[0])
         if read.values[1] is not None or any((c.seat, c.start) in gone for c in decision.claims):
             return None

@@ -354,6 +354,9 @@ class NativeEngine(Engine):
     def lost(self) -> Sequence[int]:
         return self.comm.lost()
 
+    def find_gone(self, ranks: Sequence[int]) -> Sequence[int]:
+        return () if self._peers is None else self._peers.find_gone(ranks)
+
     def abort(self) -> None:
         self.comm.abort()
 

@@ -18,6 +18,7 @@ import errno
 import hashlib
 import hmac
 import os
+import select
 import selectors
 import socket
 import struct
@@ -74,6 +75,7 @@ _CLOSE = 99  # in place of a kind
 _STRANGERS = 64
 _CONNECT_S = 3.0
 _GIVE_UP_S = 10.0
+_ASKED_S = 0.3  # for an answer whether a rank is there
 _PAUSE_S = 0.02
 _LONGEST_PAUSE_S = 0.2
 
@@ -223,6 +225,34 @@ class PeerConnections:
             "  Can this host reach one of these addresses? A firewall between the hosts must let ranks connect;"
             " ALLRANKS_IFACE names the interface to use."
         )
+
+    def find_gone(self, ranks: Sequence[int]) -> list[int]:
+        """Those of these ranks, of other hosts, where nobody listens any more: they have ended, or left the group.
+
+        The host refuses a connection then, at each of its addresses. One that does not answer soon says nothing.
+        """
+        calls = []
+        for rank in ranks:
+            addresses, port = self.targets[rank] or ((), 0)
+            calls += [(rank, _begun_call(address, port)) for address in addresses]
+        try:
+            deadline = time.monotonic() + _ASKED_S
+            waiting = {call.fileno(): call for _, call in calls}
+            polled = select.poll()
+            for number in waiting:
+                polled.register(number, select.POLLOUT)
+            refused = set()
+            while waiting and (left_s := deadline - time.monotonic()) > 0:
+                for number, _ in polled.poll(left_s * 1000):
+                    polled.unregister(number)
+                    call = waiting.pop(number)
+                    if call.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED:
+                        refused.add(call)
+        finally:
+            for _, call in calls:
+                call.close()
+        there = {rank for rank, call in calls if call not in refused}
+        return sorted({rank for rank, _ in calls} - there)
 
     # Of the server's thread.
 
@@ -653,6 +683,15 @@ def _listen(addresses: Sequence[str]) -> list[socket.socket]:
         return listen(addresses, 0, socket.SOMAXCONN, prepare)
     except OSError as error:
         raise ConfigError(f"Cannot listen on {', '.join(addresses)}: {reason(error)}.") from None
+
+
+def _begun_call(address: str, port: int) -> Socket:
+    """A socket that is on its way to an address."""
+    call = Socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    call.setblocking(False)
+    with suppress(OSError):  # it is in progress; or has failed, which its state shows
+        call.connect((address, port))
+    return call
 
 
 def _keep_alive(connection: socket.socket) -> None:
