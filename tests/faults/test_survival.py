@@ -18,6 +18,7 @@ import torch
 
 import allranks as dist
 from allranks.testing import run_ranks
+from support.pending import expected, last_rank_ends
 
 
 def _die() -> None:
@@ -137,6 +138,37 @@ def test_abort_ends_pending_calls_of_all() -> None:
     for took, size, total in run_ranks(3, main):
         assert took < 5
         assert (size, total) == (3, 111.0)
+
+
+@pytest.mark.parametrize(("how", "left"), [("abort", 3), ("death", 2)])
+def test_calls_pending_in_several_threads_end_and_all_go_on(how: str, left: int) -> None:
+    found = run_ranks(3, lambda: last_rank_ends(how), may_die=[2] if how == "death" else [])
+    for rank in range(left):
+        pending = ["raised"] * (8 if rank < 2 else 0)
+        assert found[rank] == (rank, left, pending, expected(left, rank))
+
+
+def test_on_gloo_abort_ends_the_pending_calls_of_the_others() -> None:
+    """By closing the connections, long before the timeout. They go on with a new group."""
+
+    def main() -> Any:
+        dist.init_process_group("gloo", timeout=300)
+        world = dist.group.WORLD
+        assert world is not None
+        if dist.get_rank() == 2:
+            time.sleep(0.3)  # the others are in their calls then
+            world.abort()
+        else:
+            pending = dist.irecv(torch.empty(4), 2)
+            with pytest.raises(dist.AllranksError):
+                _total(world)
+            with pytest.raises(dist.AllranksError):
+                pending.wait()
+            world.abort()
+        group = world.shrink()
+        return group.rank(), group.size(), _total(group)
+
+    assert run_ranks(3, main, init=False) == [(rank, 3, 111.0) for rank in range(3)]
 
 
 def test_shrink_group_takes_the_place_of_the_world() -> None:

@@ -16,6 +16,7 @@ import torch
 import allranks as dist
 from allranks.testing import run_ranks
 from support.cluster import Cluster
+from support.pending import expected, last_rank_ends
 
 SECRET = "a secret of the tests, long enough"
 _ports = itertools.count(29900)
@@ -93,6 +94,45 @@ def test_survivors_shrink(three_hosts: Cluster, places: list[int], dying: list[i
     total = float(sum(10**rank for rank in left))
     for number, rank in enumerate(left):
         assert found[rank] == (number, [total] * 3, tuple(range(len(left))))
+
+
+@pytest.mark.parametrize(("how", "left"), [("abort", 4), ("death", 3)])
+def test_calls_pending_in_several_threads_end_and_all_go_on(three_hosts: Cluster, how: str, left: int) -> None:
+    dying = [3] if how == "death" else []
+    found = on_hosts(three_hosts, [0, 0, 1, 1], lambda: last_rank_ends(how), dying, timeout_s=300)
+    for rank in range(left):
+        pending = ["raised"] * (8 if rank < 3 else 0)
+        assert found[rank] == (rank, left, pending, expected(left, rank))
+
+
+def test_an_agreement_that_a_death_cuts_and_a_group_that_shrinks_alone(three_hosts: Cluster) -> None:
+    def main() -> Any:
+        rank, world, group = dist.get_rank(), dist.group.WORLD, dist.new_group([1, 2, 3])
+        assert world is not None
+        values = []
+        while not world.failed_ranks():
+            if rank == 2 and len(values) == 20:
+                threading.Timer(0.002, os.kill, [os.getpid(), signal.SIGKILL]).start()
+            values.append(world.agree(len(values) + rank + 1))
+        smaller = world.shrink()
+        total = None
+        if rank:
+            with pytest.raises(dist.PeerLostError):
+                group.barrier()
+            group = group.shrink()
+            total = group.ranks, _total(group)
+        return values, smaller.agree(7), _total(smaller), total
+
+    found = on_hosts(three_hosts, [0, 0, 1, 2], main, [2], timeout_s=300)
+    left = [found[rank] for rank in (0, 1, 3)]
+    short = min(len(values) for values, *_ in left)
+    assert {tuple(values[:short]) for values, *_ in left} == {tuple(left[0][0][:short])}
+    assert left[0][0][: short - 1] == list(range(1, short))
+    assert [rest for _, *rest in left] == [
+        [7, 1011.0, None],
+        [7, 1011.0, ((1, 3), 1010.0)],
+        [7, 1011.0, ((1, 3), 1010.0)],
+    ]
 
 
 def test_an_unplugged_host_is_left_out_and_stays_out(three_hosts: Cluster) -> None:

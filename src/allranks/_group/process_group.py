@@ -613,7 +613,7 @@ class ProcessGroup:
         return made
 
     @property
-    def reconfigured(self) -> bool:
+    def _reconfigured(self) -> bool:
         """Whether its members are those of a reconfiguration."""
         return self._place is not None and bool(self._place.used)
 

@@ -37,7 +37,7 @@ def agree(group: ProcessGroup, value: int) -> int:
         outcome = _least(group, value)
     except LOSSES as error:
         if lineage is None:
-            raise no_board(group.name, "agree", group.reconfigured) from error
+            raise no_board(group.name, "agree", group._reconfigured) from error
         lineage.vote = msgspec.structs.replace(lineage.vote, value=int(value))
         decision = lineage.decide(_Look(group, lineage), replaces=lineage.replaces)
         lineage.vote = Vote(decision.ended, decision.outcome)
@@ -109,7 +109,7 @@ def _succeed(
 
 def _lineage(group: ProcessGroup, call: str) -> Lineage:
     if group.lineage is None:
-        raise no_board(group.name, call, group.reconfigured)
+        raise no_board(group.name, call, group._reconfigured)
     return group.lineage
 
 
