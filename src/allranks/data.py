@@ -120,4 +120,15 @@ class DistributedSampler(_TorchDistributedSampler[T_co]):
         return torch.randperm(count, generator=generator).tolist()
 
 
+def adopt(sampler: object) -> DistributedSampler[Any] | None:
+    """The sampler, which can deal the rest of an epoch; None if it is neither ours nor torch's own.
+
+    One of torch's becomes one of ours: a DataLoader refuses another sampler in its place.
+    """
+    if type(sampler) is _TorchDistributedSampler:
+        sampler.__class__ = DistributedSampler
+        vars(sampler)["_dealt"] = 0
+    return sampler if isinstance(sampler, DistributedSampler) else None
+
+
 publish(globals())

@@ -71,6 +71,7 @@ print(f"end {dist.get_world_size()} {weights!r} {state.replaced}", flush=True)
 
 GROWS = """
 import os, time
+import copy
 import torch
 import allranks as dist
 from torch.utils.data import DataLoader
@@ -80,17 +81,27 @@ dist.init_process_group(timeout=30)
 first = [None] * dist.get_world_size()
 dist.all_gather_object(first, dist.get_rank())
 assert first == list(range(dist.get_world_size()))
+torch.manual_seed(0)
 model = torch.nn.Linear(1, 1)
+torchs, plain = copy.deepcopy(model), copy.deepcopy(model)
 wrapped = dist.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+wrapped_by_torch = torch.nn.parallel.DistributedDataParallel(torchs)
+parameters = [*model.parameters(), *torchs.parameters(), *plain.parameters()]
+optimizer = torch.optim.SGD(parameters, lr=0.001, momentum=0.9)
 sampler = dist.data.DistributedSampler(range(SAMPLES))
 loader = DataLoader(range(SAMPLES), batch_size=4, sampler=sampler)
-state = dist.resilience.State(model=wrapped, optimizer=optimizer, seen=(seen := {"sum": torch.zeros(SAMPLES)}))
+seen = {"sum": torch.zeros(SAMPLES)}
+state = dist.resilience.State(
+    model=wrapped, optimizer=optimizer, torchs=wrapped_by_torch, plain=plain, seen=seen
+)
 
 
 def train(batch):
     optimizer.zero_grad()
-    wrapped(batch.float().unsqueeze(1) / SAMPLES).square().mean().backward()
+    batches = [torch.zeros_like(batch) for _ in range(dist.get_world_size())]
+    dist.all_gather(batches, batch)
+    for net, mine in (wrapped, [batch]), (wrapped_by_torch, [batch]), (plain, batches):
+        (sum(net(each.float().unsqueeze(1) / SAMPLES).square().mean() for each in mine) / len(mine)).backward()
     count = torch.zeros(SAMPLES).index_add(0, batch, torch.ones(len(batch)))
     dist.all_reduce(count)
     seen["sum"] = seen["sum"] + count
@@ -117,6 +128,8 @@ for epoch in state.epochs(2):
             train(step.batch)
 weights = sum(float(p.detach().double().sum()) for p in model.parameters())
 once = bool((seen["sum"] == 2).all())
+for other in (model, torchs):  # the same steps, computed by one process
+    torch.testing.assert_close(other.state_dict(), plain.state_dict())
 print(f"end {dist.get_rank()} {dist.get_world_size()} {weights!r} {state.joined} {state.lost} {once}", flush=True)
 """
 

@@ -192,19 +192,19 @@ class TorchGroup(_Base):  # type: ignore[misc]
         self._check_alone()
         ours = self.allranks_group
         ours.reconfigure(opts.uuid, opts.handles, opts.timeout)
-        self.restart()
         torchs = _c10d.distributed_c10d
-        if self in torchs._world.pg_map:
-            torchs._world.pg_group_ranks[self] = {rank: i for i, rank in enumerate(ours.ranks)}
-            if self not in getattr(torchs._world, "pg_flight_recorder_hooks", {self}):
-                kinds = torchs.BackendConfig(_c10d.Backend(self._backend))
-                torchs._maybe_attach_flight_recorder(self, kinds, list(ours.ranks))
+        if self in torchs._world.pg_map and self not in getattr(torchs._world, "pg_flight_recorder_hooks", {self}):
+            kinds = torchs.BackendConfig(_c10d.Backend(self._backend))
+            torchs._maybe_attach_flight_recorder(self, kinds, list(ours.ranks))
         return DONE
 
     def restart(self) -> None:
-        """The group has another engine: nothing has been called on it."""
+        """The group has another engine, and perhaps other members: nothing has been called on it."""
         self._calls.restart()
         self.aborted = False
+        known = _c10d.distributed_c10d._world
+        if self in known.pg_map:
+            known.pg_group_ranks[self] = {rank: i for i, rank in enumerate(self.allranks_group.ranks)}
 
     def _check_alone(self) -> None:
         if self._others:  # torch's words

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Set, Sized
 from types import TracebackType
 from typing import Any
 
@@ -34,8 +34,8 @@ from allranks._group.process_group import ProcessGroup
 from allranks._group.survival import advance
 from allranks._rendezvous.succession import NEWCOMER, Decision
 from allranks.checkpoint import RandomState
-from allranks.data import DistributedSampler
-from allranks.resilience import fully_sharded, handover
+from allranks.data import DistributedSampler, adopt
+from allranks.resilience import fully_sharded, handover, torchs_ddp
 from allranks.resilience.buddies import Buddies
 from allranks.resilience.changed import Changed
 from allranks.resilience.disk import Checkpoints, Disk
@@ -127,6 +127,8 @@ class State:
             handover.check_part(name, part)
             if isinstance(part, nn.Module):
                 fully_sharded.check_not_flat(name, part)
+            if isinstance(part, nn.parallel.DistributedDataParallel):
+                torchs_ddp.check(name, part)
         handover.check_own(own)
         self._world = resolve_group(None)
         self.parts = {name: _innermost(part) for name, part in parts.items()}
@@ -136,6 +138,7 @@ class State:
             self._warn_of_shards()
         self._torchs = [part for part in parts.values() if isinstance(part, nn.parallel.DistributedDataParallel)]
         self._position = Position(loaded=checkpoints is None)
+        self._places = {self._place}
         self._disk = None if checkpoints is None else Disk(self._world, checkpoints, self.parts, own, not reseed)
         self._ends = self._recovered = False
         self._reseed = reseed
@@ -205,7 +208,9 @@ class State:
             return
         if section > self._position.section:
             self._position.move(self._epoch, section)
-        yield from self._run_section(_Batches(source, self._world, self._position, self._seeds, self._restore))
+        self._places.add(self._place)
+        batches = _Batches(source, self._world, self._position, self._seeds, self._restore, self._places)
+        yield from self._run_section(batches)
         self._position.move(self._epoch, section + 1)
 
     def _run_section(self, batches: _Batches) -> Iterator[Step]:
@@ -214,6 +219,7 @@ class State:
             self._write_checkpoint()
             if self._place != place:
                 place = self._place
+                self._places.add(place)
                 batches.deal_anew()
             if not batches.prepare():
                 return
@@ -341,8 +347,7 @@ class State:
             self._announced = True
         if not lineage.somebody_waits() or (self._disk is not None and self._disk.is_writing):
             return False
-        what = "torch's DistributedDataParallel" if self._torchs else "a sharded model" if self._sharded else ""
-        what = what or ("groups other than the world" if open_groups() else "")
+        what = "a sharded model" if self._sharded else "groups other than the world" if open_groups() else ""
         if what:
             if not self._warned:
                 warnings.warn(f"State: ranks have come that cannot join, as the program has {what}", stacklevel=5)
@@ -435,7 +440,8 @@ class State:
             if not newcomer:
                 self._check_ranks(before)
                 self._changed.clear()
-                self._renew_torchs()
+                for wrapper in self._torchs:
+                    torchs_ddp.renew(wrapper)
                 self.replaced, self.lost, self.joined = counted  # an attempt that failed counts nothing
                 self._count(members)
             try:
@@ -522,22 +528,13 @@ class State:
         """Refuses to go on with another number of ranks where a part is made for so many."""
         if self._world.size() == size:
             return
-        if self._torchs:
-            raise UsageError(
-                "State: torch.nn.parallel.DistributedDataParallel cannot go on with other ranks. Use"
-                " allranks.nn.parallel.DistributedDataParallel, or let lost ranks be replaced (allranks run --elastic)"
-            )
+        for wrapper in self._torchs:
+            torchs_ddp.check_renumbered(wrapper, self._world)
         if self._sharded:
             raise UsageError(
                 f"State: a model that is sharded over {size} ranks cannot go on with {self._world.size()}. Let lost"
                 " ranks be replaced (allranks run --elastic, --respawns)"
             )
-
-    def _renew_torchs(self) -> None:
-        """Lets torch's DistributedDataParallel begin as that of a new process does: it learns in its first step."""
-        for wrapper in self._torchs:
-            learnt = wrapper.__getstate__()  # type: ignore[no-untyped-call]
-            wrapper.__setstate__(learnt)  # type: ignore[no-untyped-call]
 
     def _nobody_left(self) -> AllranksError:
         lineage = self._world.lineage
@@ -633,6 +630,7 @@ class _Batches:
         position: Position,
         seeds: Callable[[int], int],
         restore: Callable[[], None],
+        places: Set[tuple[int, int]],
     ) -> None:
         """
         Args:
@@ -642,13 +640,14 @@ class _Batches:
             seeds: of a step.
             restore: sets the generators, once, to where they were in a checkpoint: before the iterator is made, which
                 draws random numbers, or where that was made already, after it.
+            places: rank and number of ranks, whatever they have been: a sampler with others deals to some ranks.
         """
         self._source = source
         self._restore = restore
         self._world = world
         self._position = position
         self._seeds = seeds
-        self._sampler = _sampler_of(source)
+        self._sampler = _sampler_of(source, places)
         self._iterator: Iterator[Any] | None = None
         self._ready = False
         self.batch: Any = None
@@ -695,11 +694,12 @@ def _full_and_empty(decision: Decision) -> tuple[list[int], list[int]]:
     return full, [rank for rank in range(len(decision.claims)) if rank not in full]
 
 
-def _sampler_of(source: Any) -> DistributedSampler[Any] | None:
-    """The sampler of a DataLoader, where it can deal what is left of an epoch."""
-    sampler = getattr(source, "sampler", None)
-    known = isinstance(sampler, DistributedSampler) and isinstance(getattr(source, "batch_size", None), int)
-    return sampler if known and isinstance(source, Sized) else None
+def _sampler_of(source: Any, places: Set[tuple[int, int]]) -> DistributedSampler[Any] | None:
+    """The sampler of a DataLoader, where it can deal what is left of an epoch to all ranks."""
+    if not isinstance(getattr(source, "batch_size", None), int) or not isinstance(source, Sized):
+        return None
+    sampler = adopt(getattr(source, "sampler", None))
+    return sampler if sampler is not None and (sampler.rank, sampler.num_replicas) in places else None
 
 
 def _innermost(part: Any) -> Any:
