@@ -11,8 +11,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from allranks._base.console import Program, put, run_command
-from allranks.tools.commands import COMMANDS
+from allranks._base.console import Program, examples_text, put, run_command
+from allranks.tools.commands import COMMANDS, EXAMPLES
 
 __all__ = ["main"]
 
@@ -57,7 +57,8 @@ def _run(name: str, words: Sequence[str]) -> int | Program:
 def _help() -> str:
     lines = ["usage: allranks [-V] COMMAND ...", "", "commands:"]
     lines += [f"  {name:10} {summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join([*lines, "", "allranks help COMMAND, or allranks COMMAND --help, describes a command."])
+    more = "allranks help COMMAND, or allranks COMMAND --help, describes a command."
+    return "\n".join([*lines, "", examples_text(EXAMPLES), more])
 
 
 if __name__ == "__main__":

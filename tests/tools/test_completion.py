@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from allranks.tools.commands import COMMANDS
+from allranks.tools.commands import COMMANDS, EXAMPLES
 from allranks.tools.completion import main
 from allranks.tools.completion.__main__ import files
 from allranks.tools.completion.tree import Command, collect
@@ -189,11 +189,19 @@ def test_help_is_readable(command: Command, monkeypatch: pytest.MonkeyPatch) -> 
         assert option.help or not option.shown, f"{option.names} has no help"
 
 
+def test_help_of_all_is_readable() -> None:
+    command = [sys.executable, "-m", "allranks", "--help"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [line for line in lines if len(line) > WIDTH] == []
+    assert [line.split()[0] for line in lines[3 : 3 + len(COMMANDS)]] == list(COMMANDS)
+    assert all(f"  {line}" in lines and f"      {what}" in lines for line, what in EXAMPLES)
+
+
 def test_examples_are_accepted() -> None:
     """Each option in an example is one of its command's, or of the command that it starts."""
     of = {command.name: {name for option in command.options for name in option.names} for command in EVERY}
     for command in EVERY:
-        for line, _ in command.parser.examples:
+        for line, _ in (*command.parser.examples, *EXAMPLES):
             for part in re.findall(r"allranks ([^|&<>]*)", line):
                 words = part.split()
                 name = " ".join(words[:2]) if " ".join(words[:2]) in of else words[0]

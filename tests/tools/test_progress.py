@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from allranks._base.console import has_colours
+from support import terminal_model
 
 CODE = """
 import sys, threading
@@ -24,6 +26,7 @@ with progress.Progress("allranks test", {shown}) as shown:
     shown.at("second" + "!" * 200)
     if {waits}:
         drawn.wait()
+        shown.put("a part")
 print("the result")
 """
 
@@ -48,7 +51,7 @@ def on_terminal(code: str, environ: Mapping[str, str]) -> str:
 def test_the_line_is_gone_when_the_result_comes() -> None:
     seen = on_terminal(CODE.format(long=0.01, shown=True, waits=True), {"TERM": "xterm"})
     before, _, result = seen.rpartition("\r\x1b[K")
-    assert result == "the result\r\n"
+    assert result == "a part\r\nthe result\r\n"
     lines = before.split("\r\x1b[K")[1:]
     assert any(line.startswith("allranks test: second!!!") for line in lines)
     assert max(map(len, lines)) < 80
@@ -92,3 +95,16 @@ def test_doctor_on_a_terminal(environ: dict[str, str]) -> None:
     shown = seen.rpartition("\r\x1b[K")[2]  # without what is shown meanwhile
     assert ("\x1b[" in shown) is ("NO_COLOR" not in environ)
     assert " checks: " in shown
+
+
+def test_bench_on_a_terminal() -> None:
+    """The line comes through the launcher. In its place come the lines of the table."""
+    command = "bench all_reduce -n 2 --sizes 4,8,16,32,64,128,256,512 --budget 0.5"
+    code = f"import sys; from allranks.__main__ import main; sys.exit(main({command.split()}))"
+    seen = on_terminal(code, {"TERM": "xterm"})
+    assert re.search(r"allranks bench: all_reduce of \d+ B, \d of 8 \(\d+ s\)", seen), seen
+    screen = terminal_model.Terminal(columns=400)
+    screen.feed(seen.encode())
+    assert len([row for row in screen.rows if re.match(r" +\d+ +\d+ +float32 ", row)]) == 8, seen
+    assert screen.rows[-1] == "# wrong elements: 0"
+    assert not any("allranks bench" in row for row in screen.rows)

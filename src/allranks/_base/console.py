@@ -20,6 +20,7 @@ __all__ = [
     "Program",
     "collecting_help",
     "ensure_standard_streams",
+    "examples_text",
     "has_colours",
     "interruptible",
     "is_redrawable",
@@ -128,6 +129,11 @@ def shown_names(action: argparse.Action) -> list[str]:
     return [name for name in names if "_" not in name or name.replace("_", "-") not in names]
 
 
+def examples_text(examples: Sequence[tuple[str, str]]) -> str:
+    """Commands, and what each does, as help shows them."""
+    return "examples:\n" + "".join(f"  {command}\n      {what}\n" for command, what in examples)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's, with examples, and with help that goes through ``put``: argparse ignores a stdout that is full.
 
@@ -141,8 +147,7 @@ class ArgumentParser(argparse.ArgumentParser):
         self.examples = tuple(examples)
 
     def format_help(self) -> str:
-        lines = [f"  {command}\n      {what}\n" for command, what in self.examples]
-        return super().format_help() + ("\nexamples:\n" + "".join(lines) if lines else "")
+        return super().format_help() + ("\n" + examples_text(self.examples) if self.examples else "")
 
     def print_help(self, file: Any = None) -> None:
         if _collected is None:

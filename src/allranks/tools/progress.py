@@ -30,8 +30,10 @@ class Progress:
         self._words = ""
         self._began = time.monotonic()
         self._ended = threading.Event()
-        drawn = shown and is_redrawable(sys.stderr)
-        self._thread = Daemon(target=self._draw, name=name) if drawn else None
+        self._shown = shown
+        self._drawn = False
+        self._lock = threading.Lock()
+        self._thread = Daemon(target=self._draw, name=name) if shown and is_redrawable(sys.stderr) else None
 
     def __enter__(self) -> Progress:
         if self._thread is not None:
@@ -42,22 +44,34 @@ class Progress:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
+        self._clear()
 
     def at(self, words: str) -> None:
         """What is done now."""
         self._words = words
 
+    def put(self, text: str) -> None:
+        """Prints lines of the result to stdout, in place of the line that is shown."""
+        if self._shown:
+            with self._lock:
+                self._clear()
+                print(text, flush=True)
+
     def _draw(self) -> None:
-        drawn = False
         wait_s = _LONG_S
         while not self._ended.wait(wait_s):
-            wait_s, drawn = _AGAIN_S, True
+            wait_s = _AGAIN_S
             line = f"{self._name}: {self._words} ({time.monotonic() - self._began:.0f} s)"
-            sys.stderr.write(_CLEAR + line[: _columns() - 1])
-            sys.stderr.flush()
-        if drawn:
+            with self._lock:
+                sys.stderr.write(_CLEAR + line[: _columns() - 1])
+                sys.stderr.flush()
+                self._drawn = True
+
+    def _clear(self) -> None:
+        if self._drawn:
             sys.stderr.write(_CLEAR)
             sys.stderr.flush()
+            self._drawn = False
 
 
 def _columns() -> int:

@@ -42,6 +42,7 @@ from allranks.tools.bench import goals, text
 from allranks.tools.bench.goals import Goal, GoalReport, of
 from allranks.tools.bench.plot import drawing
 from allranks.tools.bench.spent import spent_s
+from allranks.tools.progress import Progress
 from allranks.tools.quiet import Window, before, cores
 
 __all__ = ["main"]
@@ -73,21 +74,23 @@ def main(options: argparse.Namespace) -> int:
     rounds = max(1, round(_ROUNDS * options.budget))
     medians: dict[int, dict[str, float]] = {}
     window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
-    print(goals.head(report, "checkpoints"), flush=True)
-    print(text.conditions(before(), options.nproc, cpus), flush=True)
-    for nbytes in options.sizes:
-        with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder:
-            found = run_ranks(options.nproc, _measure, Path(folder), nbytes, rounds, timeout_s=_LIMIT_S)
-        slowest = _slowest([each for each in found if each])
-        medians[nbytes] = {name: statistics.median(times) for name, times in slowest.items()}
-        cells = _goals(f"{text.human(nbytes)}, {options.nproc} rank{'s' * (options.nproc > 1)}", slowest)
-        report.goals += cells
-        print(goals.lines(cells), flush=True)
-        if "DCP process stall" not in slowest:
-            report.left_out.append(f"{text.human(nbytes)}: DCP with processes, for want of memory")
-            print(f"# left out: {report.left_out[-1]}", flush=True)
-    report.conditions = window.end(spent_s() - own_s)
-    print(text.conditions(report.conditions, options.nproc, cpus))
+    with Progress("allranks bench") as progress:
+        progress.put(goals.head(report, "checkpoints"))
+        progress.put(text.conditions(before(), options.nproc, cpus))
+        for nbytes in options.sizes:
+            progress.at(f"{text.human(nbytes)}, {rounds} rounds")
+            with tempfile.TemporaryDirectory(prefix="allranks-bench-") as folder:
+                found = run_ranks(options.nproc, _measure, Path(folder), nbytes, rounds, timeout_s=_LIMIT_S)
+            slowest = _slowest([each for each in found if each])
+            medians[nbytes] = {name: statistics.median(times) for name, times in slowest.items()}
+            cells = _goals(f"{text.human(nbytes)}, {options.nproc} rank{'s' * (options.nproc > 1)}", slowest)
+            report.goals += cells
+            progress.put(goals.lines(cells))
+            if "DCP process stall" not in slowest:
+                report.left_out.append(f"{text.human(nbytes)}: DCP with processes, for want of memory")
+                progress.put(f"# left out: {report.left_out[-1]}")
+        report.conditions = window.end(spent_s() - own_s)
+        progress.put(text.conditions(report.conditions, options.nproc, cpus))
     if options.json:
         goals.write(report, options.json)
     if options.plot:

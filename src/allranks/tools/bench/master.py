@@ -25,6 +25,7 @@ torch RPC                    ``rpc.remote`` of an addition of what the last one 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import socket
 import statistics
@@ -45,6 +46,7 @@ from allranks.tools.bench import goals
 from allranks.tools.bench.goals import Goal, MasterReport, of
 from allranks.tools.bench.rpc import Peer
 from allranks.tools.bench.text import human
+from allranks.tools.progress import Progress
 
 __all__ = ["main"]
 
@@ -76,22 +78,20 @@ def main(options: argparse.Namespace) -> int:
             "python": platform.python_version(),
         },
     )
-    print(goals.head(report, "master-worker mode"), flush=True)
-    peer = Peer()
-    try:
+    with Progress("allranks bench") as progress, contextlib.closing(Peer()) as peer:
+        progress.put(goals.head(report, "master-worker mode"))
         if peer.missing:
             report.left_out.append(f"torch RPC: {peer.missing}")
-            print(f"# left out: {report.left_out[-1]}", flush=True)
-        for measure in (
-            partial(_alone, peer, options.sizes),
-            partial(_shares, min(_PARALLEL, options.nproc)),
-            partial(_command, options.nproc),
+            progress.put(f"# left out: {report.left_out[-1]}")
+        for what, measure in (
+            ("operations, values, steps and copies", partial(_alone, peer, options.sizes)),
+            ("a step of 5 ms on each worker", partial(_shares, min(_PARALLEL, options.nproc))),
+            ("one command for all workers", partial(_command, options.nproc)),
         ):
+            progress.at(what)
             found = measure(options.budget)
             report.goals += found
-            print(goals.lines(found), flush=True)
-    finally:
-        peer.close()
+            progress.put(goals.lines(found))
     if options.json:
         goals.write(report, options.json)
     return 0

@@ -8,7 +8,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -26,6 +26,7 @@ from allranks.tools.bench.report import Report, Table, write
 from allranks.tools.bench.small import measure_small
 from allranks.tools.bench.trace import measure_recorded, measure_straggling
 from allranks.tools.bench.verbs import VERBS
+from allranks.tools.progress import Progress
 from allranks.tools.quiet import Window, before, cores
 
 __all__ = ["main"]
@@ -47,7 +48,8 @@ def main(argv: Sequence[str]) -> int:
     if mpi is not None:
         engines.append(mpi)
     plan = Plan(rank, ranks, cpus, getattr(torch, options.dtype), options.op, options.budget, options.apart)
-    report = _run(engines, plan, options)
+    with Progress("allranks bench", rank == 0) as progress:
+        report = _run(engines, plan, options, progress)
     for engine in reversed(engines):
         engine.close()
     if rank == 0:
@@ -58,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if rank == 0 and report.wrong else 0
 
 
-def _run(engines: list[Engine], plan: Plan, options: argparse.Namespace) -> Report:
+def _run(engines: list[Engine], plan: Plan, options: argparse.Namespace, progress: Progress) -> Report:
     versions = {name: version for engine in engines for name, version in engine.versions().items()}
     report = Report(
         ranks=plan.ranks,
@@ -71,22 +73,17 @@ def _run(engines: list[Engine], plan: Plan, options: argparse.Namespace) -> Repo
         versions=versions | {"torch": str(torch.__version__), "python": platform.python_version()},
         settings={engine.name: engine.settings for engine in engines},
     )
-
-    def show(words: str) -> None:
-        if plan.rank == 0:
-            print(words, flush=True)
-
     here = _neighbours(plan.ranks)
     window = Window()
-    show(text.preface(report))
-    show(text.conditions(before(), len(here), cores(plan.cpus)))
+    progress.put(text.preface(report))
+    progress.put(text.conditions(before(), len(here), cores(plan.cpus)))
     began_s = time.process_time()
-    _measure(engines, plan, options, report, show)
+    _measure(engines, plan, options, report, progress)
     spent: list[float] = [0.0] * plan.ranks
     allranks.all_gather_object(spent, time.process_time() - began_s)
     report.conditions = window.end(sum(spent[rank] for rank in here))
-    show(f"\n{text.conditions(report.conditions, len(here), cores(plan.cpus))}")
-    show(f"# wrong elements: {report.wrong}")
+    progress.put(f"\n{text.conditions(report.conditions, len(here), cores(plan.cpus))}")
+    progress.put(f"# wrong elements: {report.wrong}")
     return report
 
 
@@ -98,52 +95,56 @@ def _neighbours(ranks: int) -> list[int]:
 
 
 def _measure(
-    engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, show: Callable[[str], None]
+    engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, progress: Progress
 ) -> None:
+    progress.at(options.verb)
     if options.verb == "python":
         report.share = measure_python(plan)
-        show(text.share_text(report.share))
+        progress.put(text.share_text(report.share))
     elif options.verb == "small":
         for found in measure_small(engines, options.sizes, plan):
             report.small.append(found)
-            show(text.small_text(found))
+            progress.put(text.small_text(found))
     elif options.verb == "trace":
         for each in measure_recorded(plan):
             report.recorded.append(each)
-            show(text.recorded_line(each))
+            progress.put(text.recorded_line(each))
         report.straggling = measure_straggling(plan)
-        show(text.straggling_line(report.straggling))
+        progress.put(text.straggling_line(report.straggling))
     elif options.verb == "overlap":
-        _overlaps(engines, plan, options.sizes, report, show)
+        _overlaps(engines, plan, options.sizes, report, progress)
     else:
-        _tables(engines, plan, options, report, show)
+        _tables(engines, plan, options, report, progress)
 
 
-def _tables(
-    engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, show: Callable[[str], None]
-) -> None:
+def _tables(engines: list[Engine], plan: Plan, options: argparse.Namespace, report: Report, progress: Progress) -> None:
+    sizes = {name: options.sizes if name != "barrier" else (0,) for name in options.verbs}
+    cells, begun = sum(map(len, sizes.values())), 0
     for name in options.verbs:
         verb = VERBS[name]
         table = Table(name, plan.op if verb.reduces else "", verb.in_place)
         report.tables.append(table)
-        show(text.table_head(report, table))
-        for nbytes in options.sizes if name != "barrier" else (0,):
+        progress.put(text.table_head(report, table))
+        for nbytes in sizes[name]:
+            begun += 1
             if table.rows and verb.count(nbytes, plan.dtype.itemsize, plan.ranks) == table.rows[-1].count:
                 continue  # both round to as many elements
+            progress.at(f"{name} of {text.human(nbytes)}, {begun} of {cells}")
             table.rows.append(measure(engines, verb, nbytes, plan))
-            show(text.row_line(table.rows[-1], report.dtype))
+            progress.put(text.row_line(table.rows[-1], report.dtype))
     if len(engines) > 1:
-        show(text.summary(report))
+        progress.put(text.summary(report))
 
 
-def _overlaps(engines: list[Engine], plan: Plan, sizes: list[int], report: Report, show: Callable[[str], None]) -> None:
+def _overlaps(engines: list[Engine], plan: Plan, sizes: list[int], report: Report, progress: Progress) -> None:
     torch.set_num_threads(1)
-    show(text.overlap_head())
+    progress.put(text.overlap_head())
     for nbytes in sizes:
         for call in STARTS:
+            progress.at(f"{call} of {text.human(nbytes)}")
             found = measure_overlap(engines, call, nbytes, plan)
             report.overlaps += found
-            show("\n".join(map(text.overlap_line, found)))
+            progress.put("\n".join(map(text.overlap_line, found)))
 
 
 if __name__ == "__main__":

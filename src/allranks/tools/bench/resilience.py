@@ -46,6 +46,7 @@ from allranks.tools.bench import goals, text
 from allranks.tools.bench.goals import Goal, GoalReport, of
 from allranks.tools.bench.losses import DYING, PROCESSES, Pauses, pauses
 from allranks.tools.bench.spent import spent_s
+from allranks.tools.progress import Progress
 from allranks.tools.quiet import Window, before, cores
 
 __all__ = ["main"]
@@ -79,24 +80,27 @@ def main(options: argparse.Namespace) -> int:
     else:
         report.versions[_TORCHFT] = importlib.metadata.version("torchft-nightly")
     window, own_s, cpus = Window(), spent_s(), cores(os.sched_getaffinity(0))
-    print(goals.head(report, "the loss of a rank"), flush=True)
-    print(text.conditions(before(), PROCESSES, cpus), flush=True)
-    for each in report.left_out:
-        print(f"# left out: {each}", flush=True)
-    if _TORCHFT in report.versions:
-        peer = _replicas(deaths)
-    measures: list[Callable[[], list[Goal]]] = [
-        partial(_losses, deaths, peer),
-        partial(_many, options.nproc, deaths),
-        partial(_states, options.sizes),
-        _prepared,
-    ]
-    for measure in measures:
-        found = measure()
-        report.goals += found
-        print(goals.lines(found), flush=True)
-    report.conditions = window.end(spent_s() - own_s)
-    print(text.conditions(report.conditions, PROCESSES, cpus))
+    with Progress("allranks bench") as progress:
+        progress.put(goals.head(report, "the loss of a rank"))
+        progress.put(text.conditions(before(), PROCESSES, cpus))
+        for each in report.left_out:
+            progress.put(f"# left out: {each}")
+        if _TORCHFT in report.versions:
+            progress.at(f"{_TORCHFT}, {deaths} deaths")
+            peer = _replicas(deaths)
+        measures: list[tuple[str, Callable[[], list[Goal]]]] = [
+            (f"a training that loses a rank, {deaths} times", partial(_losses, deaths, peer)),
+            (f"{options.nproc} ranks of which one dies, {deaths} times", partial(_many, options.nproc, deaths)),
+            ("a state from one rank to another", partial(_states, options.sizes)),
+            ("steps in which nothing is done", _prepared),
+        ]
+        for what, measure in measures:
+            progress.at(what)
+            found = measure()
+            report.goals += found
+            progress.put(goals.lines(found))
+        report.conditions = window.end(spent_s() - own_s)
+        progress.put(text.conditions(report.conditions, PROCESSES, cpus))
     if options.json:
         goals.write(report, options.json)
     return 0

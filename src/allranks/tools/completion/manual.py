@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from allranks.tools.commands import EXAMPLES
 from allranks.tools.completion.tree import Command, Option
 
 __all__ = ["pages"]
@@ -32,6 +33,7 @@ def _overview(commands: Sequence[Command]) -> Iterator[str]:
     yield ".SH OPTIONS"
     yield from (".TP", r"\fB\-h\fR, \fB\-\-help\fR", "print the commands; after a command, what it takes")
     yield from (".TP", r"\fB\-V\fR, \fB\-\-version\fR", "print the version")
+    yield from _examples(EXAMPLES)
 
 
 def _described(command: Command) -> Iterator[str]:
@@ -56,10 +58,14 @@ def _described(command: Command) -> Iterator[str]:
     if parser.epilog:
         yield from (".SH NOTES", _plain(parser.epilog))
     if parser.examples:
-        yield ".SH EXAMPLES"
-        for line, what in parser.examples:
-            yield from (".TP", rf"\fB{_plain(line)}\fR", _plain(what))
+        yield from _examples(parser.examples)
     yield from (".SH SEE ALSO", r"\fBallranks\fR(1)")
+
+
+def _examples(examples: Sequence[tuple[str, str]]) -> Iterator[str]:
+    yield ".SH EXAMPLES"
+    for line, what in examples:
+        yield from (".TP", rf"\fB{_plain(line)}\fR", _plain(what))
 
 
 def _heading(option: Option) -> str:
