@@ -126,28 +126,6 @@ def test_chaos_ends_with_the_weights_of_a_calm_run(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_rank_that_was_stopped_for_long_learns_that_it_is_out(tmp_path: Path) -> None:
-    body = """
-for step in state.steps(60):
-    with step:
-        if os.environ["RANK"] == "1" and step.index == 10:
-            pid = os.getpid()
-            if os.fork() == 0:
-                time.sleep(11)
-                os.kill(pid, signal.SIGCONT)
-                os._exit(0)
-            os.kill(pid, signal.SIGSTOP)
-        dist.all_reduce(weight)
-        time.sleep(0.1)
-print("end", dist.get_rank(), dist.get_world_size(), flush=True)
-"""
-    head = PROGRAM.partition("for step in")[0].replace("timeout=30", "timeout=3")
-    done = _run(tmp_path, "--elastic", "2", program="import time\n" + head + body)
-    assert done.returncode == 0, done
-    assert sorted(line.partition("end ")[2] for line in done.stdout.splitlines() if "end " in line) == ["0 2", "1 2"]
-    assert "rank 1 has ended, as the others had gone on without it" in done.stderr
-
-
 BUDDIES = """
 import os
 import torch
