@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from allranks._base.console import Program, examples_text, put, run_command
+from allranks._base.exit_codes import USAGE
 from allranks.tools.commands import COMMANDS, EXAMPLES
 
 __all__ = ["main"]
@@ -51,7 +52,7 @@ def _run(name: str, words: Sequence[str]) -> int | Program:
     if name.endswith(".py") or os.path.isfile(name) or name in ("-n", "-np", "-m", "--"):
         hint = f"did you mean: allranks run {shlex.join(words)}"
     print(f"allranks: error: {wrong}; {hint}", file=sys.stderr)
-    return 2
+    return USAGE
 
 
 def _help() -> str:

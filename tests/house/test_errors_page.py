@@ -1,29 +1,71 @@
-"""docs/errors.md has a section for every error that programs can catch, in the words of its docstring."""
+"""The catalogue of errors is that of the code, and an error's traceback ends with the link to its section."""
 
-import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 import allranks
+from allranks._base import errors
+from allranks._base.exit_codes import EXIT_CODES
+from allranks.tools.commands import COMMANDS
 
-PAGE = (Path(__file__).parents[2] / "docs/errors.md").read_text()
-
-
-def public() -> dict[str, type[BaseException]]:
-    values = {name: getattr(allranks, name) for name in allranks.__all__}
-    return {name: each for name, each in values.items() if isinstance(each, type) and issubclass(each, BaseException)}
-
-
-def test_every_error_has_a_section() -> None:
-    sections = dict(re.findall(r"^## (\w+Error|Worker\w+)\n\n(.*?)(?=\n## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
-    names = {each.__name__ for each in public().values()}
-    assert set(sections) == names
-    for name, section in sections.items():
-        meaning = (inspect.getdoc(getattr(allranks, name)) or "").split("\n\n")[0]
-        assert " ".join(section.split("\n\n")[0].split()) == " ".join(meaning.replace("``", "`").split()), name
-        assert "Causes:\n\n- " in section or name == "AllranksError", name
+ROOT = Path(__file__).parents[2]
+RAISE = "import allranks; allranks.get_rank()"
+LINK = f"  See {errors.DOCUMENTATION}/docs/errors.html#notinitializederror"
 
 
-def test_names_of_torch_are_listed_with_what_they_are() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)` \| \[(\w+)\]", PAGE, re.MULTILINE))
-    assert rows == {name: each.__name__ for name, each in public().items() if each.__name__ != name}
+def test_page_is_that_of_the_code() -> None:
+    subprocess.run([sys.executable, "docs/errors.py", "--check"], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_has_meaning_causes_and_remedy(name: str) -> None:
+    title = getattr(errors, name).__name__
+    section = (ROOT / "docs/errors.md").read_text().partition(f"\n## {title}\n\n")[2].partition("\n## ")[0]
+    meaning, *rest = [part.strip() for part in section.split("\n\n")]
+    assert meaning.endswith(".")
+    assert rest[-1].endswith(".")
+    assert title == "AllranksError" or (rest[0] == "Causes:" and rest[1].startswith("- "))
+
+
+def test_exit_codes_are_of_commands() -> None:
+    for row in EXIT_CODES:
+        for command in re.findall(r"`(\w+)", row.commands):
+            assert command in COMMANDS
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python prints notes from 3.11 on")
+@pytest.mark.parametrize(
+    ("docs", "last"),
+    [
+        (None, LINK),
+        ("https://wiki.example/ours", "  See https://wiki.example/ours/docs/errors.html#notinitializederror"),
+        ("0", "call allranks.init_process_group() first"),
+    ],
+)
+def test_traceback_ends_with_the_link(docs: str | None, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ALLRANKS_DOCS", raising=False)
+    if docs is not None:
+        monkeypatch.setenv("ALLRANKS_DOCS", docs)
+    done = subprocess.run([sys.executable, "-c", RAISE], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].endswith(last)
+    assert done.stderr.count("See https://") == (docs != "0")
+
+
+def test_text_has_no_link_and_notes_of_others_are_kept() -> None:
+    error = allranks.PeerLostError("rank 3 died.", 3)
+    assert str(error) == "rank 3 died."
+    error.__notes__.append("mine")  # what add_note does, from 3.11 on
+    assert len(error.__notes__) == 2
+
+
+def test_a_message_with_a_link_gets_no_second() -> None:
+    inner = f"rank 1 failed:\nallranks.NotInitializedError: no group\n{LINK}"
+    assert not hasattr(allranks.RankError(inner, 1), "__notes__")
+
+
+def test_the_site_is_that_of_the_package() -> None:
+    assert f'\nDocumentation = "{errors.DOCUMENTATION}"\n' in (ROOT / "pyproject.toml").read_text()

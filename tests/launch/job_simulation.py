@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from allranks._base.exit_codes import IDLE, LOST
 from allranks.launch.policy import job as job_policy
 from allranks.launch.policy import round as round_policy
 from allranks.launch.policy.interface import (
@@ -729,7 +730,7 @@ class SimulatedRound:
                 if self.code == 1 and not (watch.output_lost or self.rules.reader is not None):
                     raise Wrong("code 1, and no output was lost")
             case Ending.IDLE:
-                if self.rules.idle_s is None or self.code != round_policy.IDLE_CODE:
+                if self.rules.idle_s is None or self.code != IDLE:
                     raise Wrong("idle without a limit")
             case Ending.JOINED:
                 if not watch.joined:
@@ -755,7 +756,7 @@ class SimulatedRound:
             raise Wrong(f"a failure is named, and none was observed: {outcome}")
         if cause.lost:
             blamed: Process | Host = next(host for host in self.hosts if host.name == cause.host)
-            if not isinstance(blamed, Host) or not blamed.lost or self.code != round_policy.LOST_CODE:
+            if not isinstance(blamed, Host) or not blamed.lost or self.code != LOST:
                 raise Wrong(f"{cause.host} is named, and was not lost")
         else:
             blamed = next(process for process in self.all if process.pid == cause.pid)

@@ -83,7 +83,7 @@ def test_echo_without_a_cause_is_named_itself(launcher: Launcher) -> None:
     code, err, _, _ = failing(launcher, body, "-n", "2", "--start", "spawn")
     assert code == 1
     assert "rank 1" in err[0]
-    assert err[-1] == "allranks.PeerLostError: rank 0 went"
+    assert "allranks.PeerLostError: rank 0 went" in err[-2:]  # below it, from Python 3.11 on: a link
 
 
 def test_failure_is_told_before_exit_handlers_run(launcher: Launcher) -> None:
@@ -171,10 +171,8 @@ wait_for(1); time.sleep(0.1); raise PeerLostError("rank 1 died", 1)
     code, err, _, _ = failing(launcher, body, "-n", "2", "--start", start)
     assert code == 1
     assert re.fullmatch(r"allranks run: rank 0 \(pid \d+\) exited with code 1", err[0])
-    assert err[-2:] == [
-        "allranks.PeerLostError: rank 1 died",
-        "allranks run: rank 1 had already exited with code 0",
-    ]
+    assert "allranks.PeerLostError: rank 1 died" in err[-3:-1]
+    assert err[-1] == "allranks run: rank 1 had already exited with code 0"
 
 
 def test_rank_that_leaves_before_a_collective_of_the_others(launcher: Launcher) -> None:

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
+from allranks._base.exit_codes import STOPPED, UNWRITABLE
+
 __all__ = [
     "ArgumentParser",
     "Program",
@@ -61,7 +63,7 @@ def run_command(name: str, command: Callable[[], int | Program]) -> int:
         except _Unwritable as error:
             with contextlib.suppress(OSError):
                 print(f"{name}: error: cannot write to stdout: {error}", file=sys.stderr)
-            return 1
+            return UNWRITABLE
         if isinstance(ended, int):
             return ended
     return ended.run()
@@ -176,7 +178,7 @@ def _ended_by_ctrl_c(name: str) -> Iterator[None]:
     def end(number: int, frame: Any) -> NoReturn:
         with contextlib.suppress(OSError):
             os.write(2, f"{name}: stopped by SIGINT\n".encode())
-        os._exit(128 + signal.SIGINT)
+        os._exit(STOPPED)
 
     signal.signal(signal.SIGINT, end)
     try:

@@ -1,7 +1,8 @@
 """Every error that allranks raises by intent.
 
 A message names the call, what was seen against what was expected (rank, host, pid,
-bytes, seconds) and what to do next. The tree::
+bytes, seconds) and what to do next. The docstrings are the catalogue of errors: ``docs/errors.py`` makes docs/errors.md
+of their sections Causes and Remedy. The tree::
 
     AllranksError(RuntimeError)
     |-- UsageError(ValueError)        the call itself is wrong: argument, tensor, state
@@ -29,6 +30,7 @@ PeerLostError, DistNetworkError (a connection did) StoreLostError, DistStoreErro
 from __future__ import annotations
 
 import builtins
+import os
 from collections.abc import Sequence
 
 __all__ = [
@@ -56,25 +58,82 @@ __all__ = [
     "WorkerReplaced",
 ]
 
+DOCUMENTATION = "https://allranks.readthedocs.io"
+"""Where a release publishes the site that ``make docs`` makes; ``[project.urls]`` in pyproject.toml has it too."""
+
+_CATALOGUE = "/docs/errors.html"
+
 
 class AllranksError(RuntimeError):
-    """Root of the errors of allranks."""
+    """Root of the errors of allranks.
+
+    A traceback ends with a link to the error's section of the catalogue. ``str()`` of the error has no link.
+
+    Remedy:
+        It is never raised itself: ``except dist.AllranksError`` catches all errors of this page.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if notes := self._links():
+            self.__notes__ = notes  # what Python prints below the message, from 3.11 on
+
+    def _links(self) -> list[str]:
+        base = os.environ.get("ALLRANKS_DOCS", DOCUMENTATION)
+        if base in ("", "0") or any(isinstance(text, str) and f"{base}{_CATALOGUE}" in text for text in self.args):
+            return []  # the message has another error's traceback, with its link
+        name = next(each.__name__ for each in type(self).__mro__ if each.__name__ in __all__)
+        return [f"  See {base}{_CATALOGUE}#{name.lower()}"]
 
 
 class UsageError(AllranksError, ValueError):
-    """The call itself is wrong: an argument, a tensor, or the moment of the call."""
+    """The call itself is wrong: an argument, a tensor, or the moment of the call.
+
+    Causes:
+        - an argument of the wrong type or value, a tensor with a wrong shape, dtype or device
+        - a call at a moment when it cannot be made, as a second ``init_process_group``
+
+    Remedy:
+        The message has what was seen and what is expected. No rank has changed a tensor. It is also a
+        ``ValueError``.
+    """
 
 
 class NotInitializedError(UsageError):
-    """A call that needs a process group, before ``init_process_group`` or after ``destroy_process_group``."""
+    """A call that needs a process group, before ``init_process_group`` or after ``destroy_process_group``.
+
+    Causes:
+        - a collective before ``init_process_group``, or after ``destroy_process_group``
+        - a process that was started by hand, without the launcher's variables
+
+    Remedy:
+        Call ``init_process_group()`` first, in every process. ``allranks env`` prints who a process would be.
+    """
 
 
 class ConfigError(AllranksError, ValueError):
-    """A setting is missing or wrong: an environment variable, a URL, a command-line option."""
+    """A setting is missing or wrong: an environment variable, a URL, a command-line option.
+
+    Causes:
+        - a variable such as ``RANK`` or ``MASTER_ADDR`` is missing or has a value that cannot be
+        - an option of the command line, or a URL of ``init_method``, is wrong
+
+    Remedy:
+        The message has the variable, its value and an example (docs/launching.md). ``allranks env`` prints which
+        variables decide, and ``allranks doctor`` checks the host.
+    """
 
 
 class SecretError(ConfigError):
-    """The two sides do not have the same secret."""
+    """The two sides do not have the same secret.
+
+    Causes:
+        - hosts with different homes, and no ``ALLRANKS_SECRET``
+        - a process of another job, or of another user, at the same address and port
+
+    Remedy:
+        Give all hosts one secret (docs/security.md). Is the port that of another job? Take another ``MASTER_PORT``.
+    """
 
 
 class TimeoutError(AllranksError, builtins.TimeoutError):
@@ -82,17 +141,41 @@ class TimeoutError(AllranksError, builtins.TimeoutError):
 
     Attributes:
         ranks: those ranks (in the group's numbering), where the call was one on a group.
+
+    Causes:
+        - a rank is late: it loads data, compiles, is stopped in a debugger, or waits for something else
+        - ranks wait for each other in different calls
+
+    Remedy:
+        The message names the ranks that have not come. ``allranks trace show`` prints what each does
+        (docs/debugging.md#a-job-that-hangs). Give a longer ``timeout`` where the work takes so long.
     """
 
     ranks: tuple[int, ...] = ()
 
 
 class JoinError(TimeoutError):
-    """The ranks did not all meet in time, or two of them disagree on who they are. Names them."""
+    """The ranks did not all meet in time, or two of them disagree on who they are. Names them.
+
+    Causes:
+        - not all ranks were started, or some cannot reach rank 0
+        - ``WORLD_SIZE`` differs, or two processes have one rank
+
+    Remedy:
+        The message names who is missing and who came twice. In a job of several hosts ``allranks run -- allranks
+        doctor`` tries each pair.
+    """
 
 
 class QueueEmptyError(TimeoutError):
-    """``queue_pop(block=False)`` of a store's queue that is empty."""
+    """``queue_pop(block=False)`` of a store's queue that is empty.
+
+    Causes:
+        - ``queue_pop(block=False)`` came before the ``queue_push``
+
+    Remedy:
+        Ask again later, or let the call wait.
+    """
 
 
 class _OfRankError(AllranksError):
@@ -109,6 +192,15 @@ class PeerLostError(_OfRankError):
 
     Attributes:
         rank: the rank that was lost (in the group's numbering).
+
+    Causes:
+        - a rank was killed: by the kernel for want of memory (``dmesg``), by a scheduler, by a person
+        - its process ended by an exception, whose traceback the launcher prints
+        - the network between two hosts is gone
+
+    Remedy:
+        Look at what the named rank printed last: the launcher names the rank that failed first. To go on without
+        it, or with another in its place: docs/resilience.md.
     """
 
 
@@ -117,23 +209,63 @@ class AbortedError(_OfRankError):
 
     Attributes:
         rank: the rank that called it (in the group's numbering).
+
+    Causes:
+        - some rank called ``abort()``
+
+    Remedy:
+        ``rank`` is which. Go on with ``shrink``, or end.
     """
 
 
 class ExcludedError(AllranksError):
-    """The other ranks have gone on without this process, which they took for lost. It must end, and change nothing."""
+    """The other ranks have gone on without this process, which they took for lost. It must end, and change nothing.
+
+    Causes:
+        - this process was stopped, swapped out or unplugged for so long that the others took it for lost
+
+    Remedy:
+        End the process: nothing that it does counts any more. The launcher has started another, where it may.
+    """
 
 
 class CheckpointError(AllranksError):
-    """A checkpoint is damaged, or could not be written. Names the file, the tensor, the rank, or the cause."""
+    """A checkpoint is damaged, or could not be written. Names the file, the tensor, the rank, or the cause.
+
+    Causes:
+        - a disk is full, a folder cannot be written or was removed
+        - a file was changed or damaged: its checksum is wrong
+        - a state has another shape or dtype than what is loaded into
+
+    Remedy:
+        The message names the file, tensor and rank. ``allranks checkpoint verify FOLDER`` looks through all;
+        ``checkpoint.latest`` finds the newest that is whole (docs/checkpoints.md).
+    """
 
 
 class StoreLostError(AllranksError):
-    """The connection to the store broke: its server ended, or this client was closed."""
+    """The connection to the store broke: its server ended, or this client was closed.
+
+    Causes:
+        - the process that has the store ended: rank 0, the launcher's agent, or a server of one's own
+
+    Remedy:
+        Look for why it ended. Ranks need the store to meet and to make groups, not in collectives.
+    """
 
 
 class MismatchError(AllranksError):
-    """The ranks called different things: verb, element count, dtype, reduce op, root. Names them."""
+    """The ranks called different things: verb, element count, dtype, reduce op, root. Names them.
+
+    Causes:
+        - a branch on the rank, so that some ranks call something else or in another order
+        - the last batch of an epoch is smaller on some ranks
+        - a parameter that some ranks do not use
+
+    Remedy:
+        The message has the call of each rank, and its line. No tensor was changed. ``ALLRANKS_DEBUG=1`` also finds
+        calls that look alike and are swapped.
+    """
 
 
 class RankError(_OfRankError):
@@ -141,6 +273,13 @@ class RankError(_OfRankError):
 
     Attributes:
         rank: the rank.
+
+    Causes:
+        - the function that ``allranks.run`` or ``testing.run_ranks`` called raised on a rank, or its process was
+          killed
+
+    Remedy:
+        The message has that rank's traceback.
     """
 
 
@@ -155,6 +294,13 @@ class RemoteError(_OfRankError):
         operation: what failed, as ``aten::index_select``.
         line: ``file:line`` of the master's program that queued it; "" where that is not known.
         traceback: the worker's.
+
+    Causes:
+        - an operation that the master queued failed on a worker: wrong shapes, no memory, a singular matrix
+
+    Remedy:
+        ``line`` is where the master queued it, ``traceback`` the worker's. The worker goes on; what depends on the
+        result raises this too.
     """
 
     def __init__(self, message: str, rank: int, operation: str = "", line: str = "", traceback: str = "") -> None:
@@ -175,6 +321,12 @@ class WorkerLost(_OfRankError):
 
     Attributes:
         rank: the worker.
+
+    Causes:
+        - a worker was killed, or its host is gone
+
+    Remedy:
+        ``respawn`` starts another; its tensors are gone unless they were kept (docs/master_worker.md).
     """
 
 
@@ -184,6 +336,12 @@ class WorkerReplaced(WorkerLost):
     Attributes:
         rank: the worker.
         snapshot: the number of the snapshot that what is kept has been restored from; 0 for none.
+
+    Causes:
+        - a worker was lost and ``Master.on_lost`` has put another in its place
+
+    Remedy:
+        Make the step again: what is kept has been restored from the snapshot with that number.
     """
 
     def __init__(self, message: str, rank: int, snapshot: int = 0) -> None:

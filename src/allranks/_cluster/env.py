@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from allranks._base.errors import ConfigError
+from allranks._base.errors import DOCUMENTATION, ConfigError
 from allranks._cluster.context import LaunchContext
 from allranks._cluster.detection import CHOICES, detect
 
@@ -125,6 +125,12 @@ VARIABLES: tuple[Variable, ...] = (
         "none",
     ),
     Variable("ALLRANKS_RECORD_MEMORY", "allranks run", "Where the agent holds the memory for this rank's calls.", None),
+    Variable(
+        "ALLRANKS_DOCS",
+        "by hand",
+        "The site to which the links of errors lead, where you have one of your own. 0: errors have no links.",
+        DOCUMENTATION,
+    ),
     Variable("ALLRANKS_DEBUG", "by hand", "Debug level: OFF (or 0), INFO, DETAIL (or 1). Wins over torch's.", "OFF"),
     Variable("ALLRANKS_STORE", "allranks run", "Address of the launcher's store; wins over MASTER_ADDR.", None),
     Variable("ALLRANKS_ELASTIC", "allranks run --elastic", "1: the launcher says who belongs to the job.", None),

@@ -11,6 +11,7 @@ from functools import partial
 
 from allranks._base.console import Program
 from allranks._base.errors import ConfigError
+from allranks._base.exit_codes import USAGE
 from allranks.launch.arguments.options import parse
 from allranks.launch.spec.options import Options
 
@@ -47,4 +48,4 @@ def run(read: Callable[[], Options], name: str) -> int | Program:
         return launch(options)
     except ConfigError as error:
         print(f"{name}: error: {error}", file=sys.stderr)
-        return 2
+        return USAGE

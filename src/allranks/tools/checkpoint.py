@@ -32,6 +32,7 @@ from torch import Tensor
 
 from allranks._base.console import ArgumentParser, put
 from allranks._base.errors import AllranksError, CheckpointError, rank_list
+from allranks._base.exit_codes import FOUND, USAGE
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders, parts, single_file
 from allranks.checkpoint.choosing import only_here
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         code: int = options.act(options)
     except (AllranksError, OSError) as error:
         print(f"allranks checkpoint: error: {_words(error)}", file=sys.stderr)
-        return 2
+        return USAGE
     return code
 
 
@@ -256,7 +257,7 @@ def _verify(options: argparse.Namespace) -> int:
         for path, problems in found.items():
             put(f"{path}: {_verdict(Path(path))}\n" if not problems else "")
             put("".join(f"{path}: {problem}\n" for problem in problems))
-    return int(any(found.values()))
+    return FOUND if any(found.values()) else 0
 
 
 def _verdict(path: Path) -> str:
@@ -297,7 +298,7 @@ def _diff(options: argparse.Namespace) -> int:
             if left.get(name) != right.get(name):
                 lines.append(f"{name}: {left.get(name, 'nothing')} and {right.get(name, 'nothing')}")
     put(json.dumps(lines, indent=1) + "\n" if options.json else "".join(f"{line}\n" for line in lines))
-    return int(bool(lines))
+    return FOUND if lines else 0
 
 
 def _difference(one: Reader, mine: Saved, other: Reader, theirs: Saved) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from allranks._base.console import put
 from allranks._base.errors import ConfigError
+from allranks._base.exit_codes import USAGE
 from allranks._cluster.context import Clue, LaunchContext
 from allranks._cluster.detection import CHOICES, command_for, detect
 from allranks._cluster.env import VARIABLES
@@ -115,11 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser.parse_args(argv)
     except ConfigError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
+        return USAGE
     report = collect(os.environ, options.env)
     # In one piece, as other ranks write there, too.
     put((json.dumps(dataclasses.asdict(report), indent=2) if options.json else render(report)) + "\n")
-    return 2 if report.trouble else 0
+    return USAGE if report.trouble else 0
 
 
 def _summary(place: LaunchContext, program: bool) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from allranks._base.console import ArgumentParser, is_redrawable, put
 from allranks._base.errors import AllranksError
+from allranks._base.exit_codes import USAGE
 from allranks._trace.jobs import Answer, Question
 from allranks._trace.state import RankState
 from allranks.tools.trace import choose
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         return _watch(args.job, args.delay, args.count, args.json)
     except AllranksError as error:
         print(f"allranks top: error: {error}", file=sys.stderr)
-        return 2
+        return USAGE
 
 
 def _watch(job: int | None, delay_s: float, count: int | None, as_json: bool) -> int:

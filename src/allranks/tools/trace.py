@@ -9,6 +9,7 @@ import msgspec
 
 from allranks._base.console import ArgumentParser, Program, put
 from allranks._base.errors import AllranksError, ConfigError, rank_list
+from allranks._base.exit_codes import USAGE
 from allranks._trace.diagnosis import diagnose
 from allranks._trace.jobs import Answer, JobEnded, NoAnswer, Question, ask, find
 from allranks._trace.state import RankState
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> int | Program:
             return _COMMANDS[words[0]][0](words[1:])
         except (AllranksError, ConfigError) as error:
             print(f"allranks trace {words[0]}: error: {error}", file=sys.stderr)
-            return 2
+            return USAGE
     parser = ArgumentParser(
         prog="allranks trace",
         description="Tells what the ranks of a job do, or did.",
@@ -36,7 +37,7 @@ def main(argv: Sequence[str]) -> int | Program:
     )
     parser.add_argument("command", choices=_COMMANDS, help="; ".join(f"{n}: {s}" for n, (_, s) in _COMMANDS.items()))
     parser.parse_args(words)
-    return 2
+    return USAGE
 
 
 def _show(words: Sequence[str]) -> int:

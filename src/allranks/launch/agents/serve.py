@@ -26,6 +26,7 @@ import msgspec
 
 from allranks import __version__
 from allranks._base.errors import ConfigError, JoinError, TimeoutError
+from allranks._base.exit_codes import STOPPED, USAGE
 from allranks._cluster.env import split_host_port
 from allranks._cluster.host import usable_cpus, visible_gpus
 from allranks._cluster.network import interface_of, nearest_first, published_addresses
@@ -474,11 +475,11 @@ def main(argv: Sequence[str]) -> int | Rank:
         last = AgentServer(to_launcher(read_fd, write_fd), key).run(hello(count_gpus=args.count_gpus))
     except ConfigError as error:
         print(f"{socket.gethostname()}: {error}", file=sys.stderr)  # for the process that started it
-        return 2
+        return USAGE
     except LinkLost:
         return 1
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return STOPPED
     return last if isinstance(last, Rank) else last.code
 
 

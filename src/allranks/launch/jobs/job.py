@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from dataclasses import fields
 
 from allranks._base.console import interruptible, put
 from allranks._base.errors import ConfigError
+from allranks._base.exit_codes import STOPPED
 from allranks._cluster.context import PORTS_TRIED, LaunchContext, job_ports, job_secret, with_domain
 from allranks._cluster.detection import command_for, detect, read_hosts
 from allranks._cluster.host import usable_cpus, visible_gpus
@@ -84,7 +84,7 @@ def launch(options: Options) -> int | Rank:
         return _launch(options, place)
     except KeyboardInterrupt:  # while hosts were being reached
         options.reporter.report("stopped by SIGINT")
-        return 128 + signal.SIGINT
+        return STOPPED
 
 
 def _launch(options: Options, place: LaunchContext) -> int | Rank:

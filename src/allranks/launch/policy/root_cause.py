@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from allranks._base.exit_codes import SIGNAL
 from allranks.launch.spec.events import Report
 
 __all__ = ["SETTLE_S", "Failure", "RootCause"]
@@ -48,7 +49,7 @@ class Failure:
     @property
     def exit_code(self) -> int:
         """The status as a shell reports it."""
-        return self.status if self.status >= 0 else 128 - self.status
+        return self.status if self.status >= 0 else SIGNAL - self.status
 
     def __str__(self) -> str:
         if self.lost:

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from allranks._base.errors import rank_list
+from allranks._base.exit_codes import IDLE, LOST, SIGNAL, UNWRITABLE
 from allranks._rendezvous.seats import START
 from allranks.launch.policy.inquiry import Inquiry
 from allranks.launch.policy.interface import (
@@ -87,11 +88,9 @@ STRAGGLERS_S = 0.5  # for processes that ranks left behind to close their pipes
 LINGER_S = 10.0  # from the first rank's end to a remark about the others
 WORKERS_S = 1.0  # for workers to end after their master
 DRAIN_S = 1.0  # the least that a reader of our output gets when a job was stopped
-LOST_CODE = 255  # as ssh's
 HINT_S = 1.5  # from Ctrl-C to a remark about ranks that do not end
 DUMP_S = 1.0  # how long a signal waits for stacks, which take milliseconds
 IDLE_DUMP_S = 2.0  # the same where the stacks are the only purpose
-IDLE_CODE = 124  # as timeout(1)'s
 LAST_CALLS = 64  # of each rank, kept when a rank has failed
 _LATE_ERRORS = ("allranks.TimeoutError", "allranks.PeerLostError")
 _EXCLUDED = "allranks.ExcludedError"
@@ -338,7 +337,7 @@ class Round:
         elif event.ranks and all(map(self._may_fail, event.ranks)):
             self._print(event.why)
         elif not self.stopping and event.ranks:
-            lost = Failure(event.ranks[0], 0, LOST_CODE, self._now, host=event.host, lost=event.why)
+            lost = Failure(event.ranks[0], 0, LOST, self._now, host=event.host, lost=event.why)
             self._root_cause.add(lost)
         elif self._killed_at is not None:
             self._print(event.why)
@@ -415,7 +414,7 @@ class Round:
             return
         for rank in ranks:
             self._reports.pop(rank, None)
-        losses = [Failure(rank, 0, LOST_CODE, self._now, host=event.host, lost=event.why) for rank in ranks]
+        losses = [Failure(rank, 0, LOST, self._now, host=event.host, lost=event.why) for rank in ranks]
         if self._has_failures():
             self._take_cause(losses[0])
             return
@@ -794,7 +793,7 @@ class Round:
         if self.joined:  # failures are what ranks reported when they were asked to end
             return self._result(Ending.JOINED, 0, failures)
         if self._idled:
-            return self._result(Ending.IDLE, IDLE_CODE, failures, {rank: stacks[rank] for rank in sorted(stacks)})
+            return self._result(Ending.IDLE, IDLE, failures, {rank: stacks[rank] for rank in sorted(stacks)})
         if self.cause is None and failures and not self._output_lost:  # echoes, and all were gone before they settled
             self.cause = self._root_cause.select()
             self._stopped_at = self._now
@@ -822,8 +821,8 @@ class Round:
     def _own_code(self) -> int:
         """The exit code where no rank is to blame."""
         if self.signalled is not None:
-            return 128 + self.signalled
-        return 1 if self._output_lost else 0
+            return SIGNAL + self.signalled
+        return UNWRITABLE if self._output_lost else 0
 
     def _end(self) -> None:
         self.phase = Phase.ENDED

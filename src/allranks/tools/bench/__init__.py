@@ -31,6 +31,7 @@ import sys
 from collections.abc import Sequence
 
 from allranks._base.console import Program
+from allranks._base.exit_codes import USAGE
 
 __all__ = ["main"]
 
@@ -65,5 +66,5 @@ def main(argv: Sequence[str]) -> int | Program:
             return start.start_by_mpi(options.nproc, options.hosts, argv)
     except start.MpiMissing as error:
         print(f"allranks bench: error: {error}", file=sys.stderr)
-        return 2
+        return USAGE
     return start.start(options.nproc, argv)

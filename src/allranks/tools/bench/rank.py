@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 import allranks
+from allranks._base.exit_codes import FOUND
 from allranks._cluster.host import processor, usable_cpus
 from allranks._cluster.network import machine
 from allranks.tools.bench import start, text
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             write(report, options.json)
         if options.plot:
             plot(report, options.plot)
-    return 1 if rank == 0 and report.wrong else 0
+    return FOUND if rank == 0 and report.wrong else 0
 
 
 def _run(engines: list[Engine], plan: Plan, options: argparse.Namespace, progress: Progress) -> Report:

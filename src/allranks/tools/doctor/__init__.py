@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from allranks._base.console import Program
 from allranks._base.errors import ConfigError
+from allranks._base.exit_codes import FOUND, USAGE
 from allranks.tools.progress import Progress
 
 __all__ = ["main"]
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int | Program:
         return cli.main(["-n", str(wanted.nproc), "-q", "--show", "0", "-m", __name__, *options.without_nproc(argv)])
     if wanted.plot is not None and job.job_here().world_size == 1:
         print("allranks doctor: error: --plot draws pairs of ranks, and this is no job: add -n 4", file=sys.stderr)
-        return 2
+        return USAGE
     every = (*software.CHECKS, *limits.CHECKS, *network.CHECKS, *job.CHECKS)  # in the order in which they are read
     first = job.job_here().rank == 0  # where the ranks have not met, each comes here, and the file is one
     with Progress("allranks doctor", first) as progress:
@@ -67,4 +68,4 @@ def main(argv: Sequence[str]) -> int | Program:
         from allranks.tools.doctor.plot import plot
 
         plot(found, wanted.plot)
-    return 1 if found.failed else 0
+    return FOUND if found.failed else 0

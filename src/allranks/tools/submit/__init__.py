@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from allranks._base.console import put
 from allranks._base.errors import ConfigError
+from allranks._base.exit_codes import USAGE
 
 __all__ = ["main"]
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         return hand_in.hand_in(wanted.to, text, wanted.job, wanted.quiet)
     except ConfigError as error:
         print(f"allranks submit: error: {error}", file=sys.stderr)
-        return 2
+        return USAGE
 
 
 def _write(file: str, text: str, mode: int) -> None:

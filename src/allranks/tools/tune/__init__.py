@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from allranks._base.console import ArgumentParser, Program
+from allranks._base.exit_codes import USAGE
 from allranks._cluster.host import usable_cpus
 from allranks.tools.outputs import why_not
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int | Program:
     ranks = options.nproc or min(max(4 * usable_cpus(), usable_cpus() + 1), _MOST_RANKS)
     if problem := why_not(options.output, None):
         print(f"allranks tune: error: {problem}", file=sys.stderr)
-        return 2
+        return USAGE
     from allranks.launch import cli
 
     return cli.main(["-n", str(ranks), "--show", "0", "-q", "-m", "allranks.tools.tune.rank", *argv])
