@@ -165,6 +165,9 @@ def test_on_gloo_abort_ends_the_pending_calls_of_the_others() -> None:
             with pytest.raises(dist.AllranksError):
                 pending.wait()
             world.abort()
+        for call in (world.barrier, lambda: dist.send(torch.ones(1), 1 - dist.get_rank() % 2)):
+            with pytest.raises(dist.AbortedError, match=r"this rank has ended the group by abort\(\)"):
+                call()
         group = world.shrink()
         return group.rank(), group.size(), _total(group)
 

@@ -10,6 +10,7 @@ import copy
 import functools
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -580,6 +581,29 @@ def two_ranks_on_one_gpu(device: torch.device) -> None:
     """nccl refuses it; the error says what does not."""
     with pytest.raises(dist.AllranksError, match=r"init_process_group\(\"native\"\)"):
         dist.all_reduce(torch.ones(1, device=device))
+
+
+def a_loss(device: torch.device) -> str:
+    """The last rank is killed while the others are in a call. They end it, and go on without that rank."""
+    world = dist.group.WORLD
+    assert world is not None
+    rank, last = world.rank(), world.size() - 1
+    dist.all_reduce(torch.ones(1, device=device))  # connects
+    if rank == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1 << 20, device=device), async_op=True)
+    began = time.monotonic()
+    while world.failed_ranks() != [last]:
+        assert time.monotonic() < began + 60, world.failed_ranks()
+        time.sleep(0.01)
+    world.abort()
+    with pytest.raises(dist.AllranksError):
+        dist.all_reduce(torch.ones(1, device=device))
+    group = dist.shrink_group([])
+    assert (group.rank(), group.size()) == (rank, last)
+    dist.all_reduce(tensor := given(rank, 3).to(device))
+    same(tensor, functools.reduce(torch.add, [given(r, 3) for r in range(last)]), device)
+    return f"gone on after {time.monotonic() - began:.2f} s"
 
 
 def outputs_wait_for_their_stream(device: torch.device) -> None:

@@ -33,6 +33,8 @@ class Row(NamedTuple):
     backend: str | None
     ranks: int
     env: dict[str, str] = {}  # noqa: RUF012 - not changed
+    loses: bool = False
+    """The last rank."""
 
     @property
     def name(self) -> str:
@@ -51,6 +53,9 @@ def rows(gpus: int) -> list[Row]:
     every += [Row(check, "nccl", gpus) for check in checks.ON_NCCL]
     every += [Row(check, None, gpus) for check in (*checks.ON_NCCL, checks.cpu_beside_it)]
     every += [Row(check, "cpu:gloo,cuda:nccl", gpus) for check in (checks.every_verb, checks.cpu_beside_it)]
+    every.append(Row(checks.a_loss, "native", 3, shared, loses=True))
+    if gpus > 1:
+        every += [Row(checks.a_loss, backend, gpus, loses=True) for backend in ("nccl", None)]
     every.append(Row(checks.two_ranks_on_one_gpu, "nccl", 2, shared))
     every.append(Row(checks.plugin_beside_nccl, "native", gpus))
     return every
@@ -72,8 +77,9 @@ def main(words: list[str]) -> int:
         said, ended = "", "ok"
         try:
             said = run_ranks(
-                row.ranks, checks.on, [row.check], row.backend, "cuda", FOLDER, init=False, env=row.env, timeout_s=120
-            )[0]
+                row.ranks, checks.on, [row.check], row.backend, "cuda", FOLDER,
+                init=False, env=row.env, may_die=[row.ranks - 1] if row.loses else [], timeout_s=120,
+            )[0]  # fmt: skip
         except AllranksError as error:
             ended = "FAIL"
             failures.append(f"--- {row.name}\n{error}")

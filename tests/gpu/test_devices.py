@@ -24,6 +24,11 @@ def test_native_on_a_stand_in() -> None:
     run_ranks(2, checks.on, several, "native", "away", FOLDER, init=False, timeout_s=110)
 
 
+@pytest.mark.parametrize("backend", ["native", "cpu:gloo,away:native"])
+def test_a_loss_on_a_stand_in(backend: str) -> None:
+    run_ranks(3, checks.on, [checks.a_loss], backend, "away", FOLDER, init=False, may_die=[2])
+
+
 def test_native_alone_on_a_stand_in() -> None:
     run_ranks(2, checks.on, [checks.alone_on_its_device], "native", "away", FOLDER, init=False)
 
@@ -66,6 +71,13 @@ def test_native_on_one_gpu(check: checks.Check) -> None:
 def test_nccl_with_a_rank_on_each_gpu(backend: str | None) -> None:
     several = checks.ON_NCCL if backend == "nccl" else (*checks.ON_NCCL, checks.cpu_beside_it)
     run_ranks(GPUS, checks.on, several, backend, "cuda", FOLDER, init=False)
+
+
+@gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs a GPU for the rank that is lost and one for another")
+@pytest.mark.parametrize("backend", ["nccl", None])
+def test_nccl_loses_a_rank(backend: str | None) -> None:
+    run_ranks(GPUS, checks.on, [checks.a_loss], backend, "cuda", FOLDER, init=False, may_die=[GPUS - 1])
 
 
 @gpu

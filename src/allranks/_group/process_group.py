@@ -496,10 +496,11 @@ class ProcessGroup:
     def abort(self) -> None:
         """Ends all calls of the group, on every rank: those that are pending, now, and all later ones.
 
-        They raise AbortedError. What is left to do with the group is ``shrink``.
+        They raise AbortedError. What is left to do with the group is ``shrink``. On gloo the others see that this rank
+        has left. On nccl only this rank's calls end: each rank calls it.
 
         Raises:
-            UsageError: the engine cannot: it has to be native or tcp.
+            UsageError: the engine cannot: mpi.
         """
         self._live().abort()
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as c10d
 from torch import Tensor
 
-from allranks._base.errors import AllranksError, JoinError, PeerLostError, TimeoutError, UsageError
+from allranks._base.errors import AbortedError, AllranksError, JoinError, PeerLostError, TimeoutError, UsageError
 from allranks._base.forks import leak
 from allranks._base.threads import Daemon
 from allranks._call.types import ReduceOp
@@ -65,6 +65,7 @@ class C10dEngine(FlatEngine):
         self.averages_integers = self.queues = name == "nccl"
         self._backend: Any = None
         self._died: Sequence[int] = ()  # as far as known when the engine was closed
+        self._aborted = False
         self._store = GroupStore.among(rank, members, exchange, timeout_s)
         try:
             self._presence = Presence(rank, members, self._store.secret)
@@ -87,56 +88,63 @@ class C10dEngine(FlatEngine):
     def begin_all_reduce(self, flat: Tensor, op: ReduceOp) -> Progress:
         options = _torch.AllreduceOptions()
         options.reduceOp = _op(op)
-        return self._collective(self._backend.allreduce([flat], options))
+        return self._collective(self._live.allreduce([flat], options))
 
     def begin_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Progress:
         options = _torch.ReduceOptions()
         options.reduceOp = _op(op)
         options.rootRank = root
         # gloo leaves intermediate sums in the tensors of the other ranks.
-        return self._collective(self._backend.reduce([flat if root == self.rank else flat.clone()], options))
+        return self._collective(self._live.reduce([flat if root == self.rank else flat.clone()], options))
 
     def begin_broadcast(self, flat: Tensor, root: int) -> Progress:
         options = _torch.BroadcastOptions()
         options.rootRank = root
-        return self._collective(self._backend.broadcast([flat], options))
+        return self._collective(self._live.broadcast([flat], options))
 
     def begin_all_gather(self, into: Tensor, given: Tensor) -> Progress:
-        return self._collective(self._backend._allgather_base(into, given))
+        return self._collective(self._live._allgather_base(into, given))
 
     def begin_gather(self, into: Tensor | None, given: Tensor, root: int) -> Progress:
         options = _torch.GatherOptions()
         options.rootRank = root
-        return self._collective(self._backend.gather([] if into is None else [self._cut(into)], [given], options))
+        return self._collective(self._live.gather([] if into is None else [self._cut(into)], [given], options))
 
     def begin_scatter(self, into: Tensor, given: Tensor | None, root: int) -> Progress:
         options = _torch.ScatterOptions()
         options.rootRank = root
-        return self._collective(self._backend.scatter([into], [] if given is None else [self._cut(given)], options))
+        return self._collective(self._live.scatter([into], [] if given is None else [self._cut(given)], options))
 
     def begin_reduce_scatter(self, into: Tensor, given: Tensor, op: ReduceOp) -> Progress:
         options = _torch.ReduceScatterOptions()
         options.reduceOp = _op(op)
-        return self._collective(self._backend._reduce_scatter_base(into, given, options))
+        return self._collective(self._live._reduce_scatter_base(into, given, options))
 
     def begin_all_to_all(self, into: Tensor, given: Tensor, gets: list[int], gives: list[int]) -> Progress:
-        return self._collective(self._backend.alltoall_base(into, given, gets, gives))
+        return self._collective(self._live.alltoall_base(into, given, gets, gives))
 
     def begin_barrier(self) -> Progress:
         options = _torch.BarrierOptions()
         if self.device == "cuda":
             options.device = torch.device("cuda", torch.cuda.current_device())
-        return self._collective(self._backend.barrier(options))
+        return self._collective(self._live.barrier(options))
 
     def begin_send(self, given: Tensor, to: int, tag: int) -> Progress:
-        return self._message(self._backend.send([given], to, tag), to)
+        return self._message(self._live.send([given], to, tag), to)
 
     def begin_recv(self, into: Tensor, source: int, tag: int) -> Progress:
         if source >= 0:
-            return self._message(self._backend.recv([into], source, tag), source)
+            return self._message(self._live.recv([into], source, tag), source)
         if self.device == "cuda":
             raise UsageError(f"recv on group '{self.group_name}': nccl receives from a given rank only, not from any")
-        return self._message(self._backend.recv_anysource([into], tag), source)
+        return self._message(self._live.recv_anysource([into], tag), source)
+
+    @property
+    def _live(self) -> Any:
+        """Torch's backend. Where the group has ended: an error that ``explain`` puts in our words."""
+        if self._backend is None:
+            raise RuntimeError("the group has ended")
+        return self._backend
 
     def lost(self) -> Sequence[int]:
         if self._presence is not None:
@@ -145,6 +153,7 @@ class C10dEngine(FlatEngine):
 
     def abort(self) -> None:
         self.lost()  # what is known ends with the engine
+        self._aborted = True
         if self._backend is not None and self.device == "cpu" and len(self.members) > 1:
             self._hang_up(self._backend)
         self.close()
@@ -179,6 +188,11 @@ class C10dEngine(FlatEngine):
     def explain(self, error: BaseException, verb: str) -> NoReturn:
         """Raises our error for torch's."""
         here, text = self.here(verb), _first_line(error)
+        if self._aborted:
+            raise AbortedError(
+                f"{here}: this rank has ended the group by abort().\n  What is left to do with it is shrink().",
+                self.rank,
+            ) from error
         if self._backend is None:
             raise AllranksError(f"{here}: the group was destroyed while the call was pending") from error
         died, left = ([], {}) if self._presence is None else self._presence.gone()
@@ -215,7 +229,8 @@ class C10dEngine(FlatEngine):
                     backend.recv(nothing, other, _HANG_UP_TAG).wait(timedelta(seconds=_SHORTEST_S))
 
     def _end_nccl(self, backend: Any) -> None:
-        if _cuda.is_initialized():  # else nothing was called, and an event would start CUDA
+        # Kernels that wait for a rank that is lost never end. Without CUDA nothing was called; an event would start it.
+        if _cuda.is_initialized() and not self._aborted:
             waited_for = _cuda.Event()
             waited_for.record()  # the current stream waits for the calls that were waited for
             _within(_ENDING_S, lambda: waited_for.query() and all(work.done() for work in tuple(self._pending)))

@@ -1,0 +1,91 @@
+"""The nccl engine after a loss, where there is no GPU: torch's backend is a stand-in whose calls do not end.
+
+What a GPU alone can show is in tests/gpu: `a_loss` of its checks kills a rank of a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks import _engines
+from allranks._api.groups import lineage_of
+from allranks._engines.c10d import engine as c10d
+from allranks._group.process_group import ProcessGroup
+from allranks.testing import run_ranks
+
+
+class StandIn:
+    """As torch.distributed.ProcessGroupNCCL: a call waits for all ranks, one of which is lost, until ``abort``."""
+
+    def __init__(self, _store: object, rank: int, members: Any, _timeout: object) -> None:
+        self.rank, self.size = rank, len(members)
+        self.aborts = 0
+        self._ended = threading.Event()
+
+    def allreduce(self, _tensors: object, _options: object) -> StandIn:
+        return self
+
+    def wait(self, *_: object) -> None:
+        assert self._ended.wait(60)
+        raise RuntimeError("NCCL communicator was aborted on rank 0.")
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def abort(self) -> None:
+        self.aborts += 1
+        self._ended.set()
+
+
+def test_abort_and_shrink() -> None:
+    """Torch's own abort, once, ends what is pending; a new communicator is made of those that are left."""
+
+    def body() -> tuple[int, int, str]:
+        c10d._nccl = StandIn
+        c10d.C10dEngine._check = lambda *_: None  # type: ignore[method-assign] # that the tensor is on a GPU
+        world = dist.group.WORLD
+        assert world is not None
+        rank = world.rank()
+
+        def exchange(record: bytes) -> list[bytes]:
+            records: list[Any] = [None] * 3
+            dist.all_gather_object(records, record)
+            return records
+
+        made = _engines.make_engine("nccl", rank, world.members, exchange, "of nccl", 60.0)
+        backend = made._backend  # type: ignore[attr-defined]
+        group = ProcessGroup(made, "of nccl", rank, world.members, 60.0)
+        group.lineage = lineage_of(group, "nccl", [0, 1, 2], b"of nccl")
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = made.all_reduce(torch.ones(2), dist.ReduceOp.SUM, True)
+        assert work is not None
+        until = time.monotonic() + 60
+        while group.failed_ranks() != [1]:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        group.abort()
+        assert backend.aborts == 1
+        with pytest.raises(dist.AbortedError, match=r"all_reduce on group 'of nccl' .*by abort\(\)"):
+            work.wait()
+        with pytest.raises(dist.AbortedError, match=r"What is left to do with it is shrink\(\)"):
+            made.all_reduce(torch.ones(2), dist.ReduceOp.SUM, False)
+        assert group.failed_ranks() == [1]
+        smaller = group.shrink()
+        new = smaller.engine._backend  # type: ignore[attr-defined]
+        assert (backend.aborts, new.aborts) == (1, 0)
+        found = new.rank, new.size, smaller.backend
+        smaller.close()
+        return found
+
+    found = run_ranks(3, body, may_die=[1])
+    assert [found[rank] for rank in (0, 2)] == [(0, 2, "nccl"), (1, 2, "nccl")]
