@@ -159,6 +159,11 @@ void Comm::close() {
   ended_.wait(lock, [this] { return !running_ || runner_ == std::this_thread::get_id(); });
   for (auto& request : queue_) {
     Failure failure{.kind = Kind::closed, .peer = rank(), .reporter = rank()};
+    try {
+      local_comm_.shm().check_verdict();
+    } catch (const Error& error) {  // which the call would have got, had its turn come before
+      failure = error.failure;
+    }
     failure.fingerprint = request->operation.fingerprint;
     request->finish(std::make_exception_ptr(Error(failure)));
   }

@@ -375,6 +375,11 @@ void PointToPoint::close() {
   }
   if (thread_.joinable()) thread_.join();
   const std::lock_guard lock(lock_);
+  try {
+    shm_.check_verdict();
+  } catch (const Error&) {  // which the messages would have got, had somebody moved them before
+    return fail_all(std::current_exception());
+  }
   const Failure failure{.kind = Kind::closed, .peer = rank_, .reporter = rank_};
   fail_all(std::make_exception_ptr(Error(failure)));
 }

@@ -61,12 +61,12 @@ def last_rank_ends(how: str) -> tuple[int, int, list[str], list[float]]:
     dist.send(torch.ones(1), last, tag=9)
     while not ended:
         time.sleep(0.01)
+    smaller = world.shrink()  # while others of the calls have not returned, which end as they would have
+    for thread in threads:
+        thread.join()
     for name, work in works.items():
         assert work is not None
         call(name, work.wait)
-    for thread in threads:
-        thread.join()
-    smaller = world.shrink()
     names = [*works, *calls]
     return smaller.rank(), smaller.size(), [ended[name] for name in names], _compute(smaller)
 
