@@ -3,7 +3,7 @@
     allranks run -n 2 examples/sharded/train.py fsdp
     allranks run -n 2 examples/sharded/train.py tensor
 
-The programs are torch's, and the import of allranks and the backend's name are all that is ours.
+The programs are torch's. Only the backend's name is ours; torch finds it without an import.
 """
 
 import argparse
@@ -15,8 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-import allranks  # noqa: F401 - brings the backend
 
 
 def network():

@@ -20,7 +20,7 @@ meaning, over allranks' own channel. The map of the package:
     algorithms     communication hooks for it
     checkpoint     save, load
     multiprocessing  spawn
-    launch         allranks run; run: the same from Python
+    launch         allranks run; run: the same from Python; progress: its bar
     resilience     State: a training loop that survives lost ranks
     remote         init_master_worker: one process drives all others; all_reduce_, broadcast_ on its groups; keep
     testing        run_ranks: real ranks for tests
@@ -160,6 +160,7 @@ _HOME = {
     "_store": ("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"),
     "data": ("DistributedSampler",),
     "launch.call": ("run",),
+    "launch.progress": ("progress",),
     "parallel": ("DataParallel", "DistributedDataParallel", "GradBucket"),
     "remote.capture.capture": ("capture",),
     "remote.master.groups": ("all_reduce_", "broadcast_"),

@@ -141,6 +141,7 @@ from allranks._store import Store as Store
 from allranks._store import TCPStore as TCPStore
 from allranks.data import DistributedSampler as DistributedSampler
 from allranks.launch.call import run as run
+from allranks.launch.progress import progress as progress
 from allranks.parallel import DataParallel as DataParallel
 from allranks.parallel import DistributedDataParallel as DistributedDataParallel
 from allranks.parallel import GradBucket as GradBucket

@@ -7,6 +7,7 @@ import errno
 import importlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ import torch
 from jupyter_client.manager import start_new_kernel
 
 import allranks
+from support.console import on_terminal
 from support.launcher_process import Launcher
+from support.terminal_model import Terminal
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # or ranks would import pytest and torch
 
@@ -270,6 +273,37 @@ def test_ctrl_c_and_kill(light: Launcher) -> None:
         assert light.wait_gone() == []
 
 
+LOOP = """
+import allranks, os, sys, time
+
+def train():
+    for step in (loop := allranks.progress(range(40), name="step")):
+        if step == 20:
+            print("half")
+        for _ in allranks.progress(range(2), name="within"):  # which does not move the bar
+            time.sleep(0.01)
+        loop.note(f"loss {step}")
+    return os.environ["RANK"]
+"""
+
+
+def test_bar_on_a_terminal(light: Launcher) -> None:
+    """It stands below the ranks' lines, moves, and stays when the ranks have ended."""
+    shown = on_terminal(LOOP + "print(allranks.run(train, n=2, progress=True))", {"TERM": "xterm", "NO_COLOR": "1"})
+    assert re.search(r"train: \S+ step \d+/40, [\d.]+/s, 0:\d\d left, loss \d+, 2 ranks, 0:\d\d", shown), shown
+    screen = Terminal(columns=80)
+    screen.feed(shown.encode())
+    assert sorted(screen.rows[:2]) == ["[0] half", "[1] half"]
+    assert re.fullmatch(r"train: [\u2501#]{16} step 40/40, [\d.]+/s, loss 39, done, 0:\d\d", screen.rows[2]), shown
+    assert screen.rows[3:] == ["['0', '1']"]
+
+
+def test_no_bar_in_a_file(light: Launcher, capfd: pytest.CaptureFixture[str]) -> None:
+    assert allranks.run(lambda: list(allranks.progress("ab")), n=2, progress=True) == [["a", "b"]] * 2
+    assert capfd.readouterr() == ("", "")
+    assert list(allranks.progress(iter("ab"))) == ["a", "b"]  # in no rank
+
+
 @pytest.fixture
 def kernel(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A notebook's kernel, with an empty torch."""
@@ -280,6 +314,34 @@ def kernel(light: Launcher, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     yield client
     client.stop_channels()
     manager.shutdown_kernel(now=True)
+
+
+def test_bar_in_a_notebook(light: Launcher, kernel: Any) -> None:
+    """One output, which is updated in place; a rank that fails leaves it where it was."""
+    bars: list[tuple[str, str, str]] = []
+
+    def hook(message: dict[str, Any]) -> None:
+        if message["msg_type"] in ("display_data", "update_display_data"):
+            content = message["content"]
+            bars.append((message["msg_type"], content["transient"]["display_id"], content["data"]["text/plain"]))
+            assert "<progress" in content["data"]["text/html"]
+
+    run = "assert allranks.run(train, n=2, progress=True) == ['0', '1']"
+    reply = kernel.execute_interactive(LOOP + run, timeout=60, output_hook=hook)
+    assert reply["content"]["status"] == "ok"
+    assert [kind for kind, _, _ in bars] == ["display_data", *["update_display_data"] * (len(bars) - 1)]
+    assert len({place for _, place, _ in bars}) == 1
+    texts = [text for _, _, text in bars]
+    assert any(re.match(r"train \d+%: step \d+/40, ", text) for text in texts[:-1]), texts
+    assert re.fullmatch(r"train 100%: step 40/40, .*loss 39, done, 0:\d\d", texts[-1])
+
+    bars.clear()
+    fail = (
+        "def fail():\n    for _ in allranks.progress(range(4)):\n        1 / 0\nallranks.run(fail, n=1, progress=True)"
+    )
+    reply = kernel.execute_interactive(fail, timeout=60, output_hook=hook)
+    assert reply["content"]["ename"] == "ZeroDivisionError"
+    assert re.fullmatch(r"fail 0%: 0/4, stopped, 0:\d\d", bars[-1][2])
 
 
 def execute(client: Any, code: str, then: Callable[[str], object] = lambda text: None) -> tuple[str, str, str]:

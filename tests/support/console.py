@@ -8,12 +8,31 @@ import pty
 import re
 import struct
 import subprocess
+import sys
 import termios
+from collections.abc import Mapping
 
 from support.launcher_process import Launcher
 from support.marked import wait_for
 
 _UNSEEN = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\r")
+
+
+def on_terminal(code: str, environ: Mapping[str, str]) -> str:
+    """What a program writes to a terminal of 80 columns."""
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, **environ})
+    seen = b""
+    while True:
+        try:
+            part = os.read(fd, 1 << 16)
+        except OSError:  # it has ended
+            break
+        seen += part
+    os.close(fd)
+    assert os.waitpid(pid, 0)[1] == 0, seen.decode()
+    return seen.decode()
 
 
 class Console:

@@ -1,17 +1,16 @@
 """What a terminal shows while a command works, and what nobody sees where there is none."""
 
 import os
-import pty
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from allranks._base.console import has_colours
 from support import terminal_model
+from support.console import on_terminal
 
 CODE = """
 import sys, threading
@@ -29,23 +28,6 @@ with progress.Progress("allranks test", {shown}) as shown:
         shown.put("a part")
 print("the result")
 """
-
-
-def on_terminal(code: str, environ: Mapping[str, str]) -> str:
-    """What a program writes to a terminal of 80 columns."""
-    pid, fd = pty.fork()
-    if pid == 0:
-        os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, **environ})
-    seen = b""
-    while True:
-        try:
-            part = os.read(fd, 1 << 16)
-        except OSError:  # it has ended
-            break
-        seen += part
-    os.close(fd)
-    assert os.waitpid(pid, 0)[1] == 0, seen.decode()
-    return seen.decode()
 
 
 def test_the_line_is_gone_when_the_result_comes() -> None:

@@ -49,6 +49,7 @@ def run(
     bind: Bind = "none",
     show: Show = "all",
     quiet: bool = False,
+    progress: bool = False,
 ) -> list[R]:
     """Calls ``fn(*args, **kwargs)`` on ``n`` ranks, each a process of its own, and returns what they return.
 
@@ -73,6 +74,8 @@ def run(
         bind: ``"core"`` or ``"numa"`` gives each rank CPUs of its own.
         show: whose output is shown: ``"all"``, ``"0"`` (rank 0's, without a number) or ``"none"``.
         quiet: leave out the launcher's own remarks.
+        progress: show a bar in a notebook or on a terminal: how long the job runs, how many ranks still run, and where
+            ``fn`` has a loop of ``allranks.progress``, how far the slowest rank is in it. Elsewhere nothing is shown.
 
     Returns:
         What ``fn`` returned, by rank. Tensors on GPUs come back on the CPU.
@@ -133,7 +136,7 @@ def run(
     if options.per_host is None:
         counts = share_out(used, n, None)
         used = tuple(host for host, count in zip(used, counts, strict=True) if count)
-    job = Job(options, len(used), len(used), streams=output_streams(), until=until)
+    job = Job(options, len(used), len(used), streams=output_streams(), until=until, progress=progress)
     try:
         job.open_by(command or SSH, used)
         code = job.run()

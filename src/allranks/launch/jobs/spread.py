@@ -41,6 +41,7 @@ from allranks.launch.agents.serve import AgentServer, hello
 from allranks.launch.arguments.layout import check_elastic, describe_plan, share_out
 from allranks.launch.jobs.error_file import write_error_file
 from allranks.launch.jobs.supervise import FORWARDED, Supervisor, elastic_rules
+from allranks.launch.output.bar import bar_for
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy import job as policy
 from allranks.launch.policy.seats import Elastic, first_table
@@ -236,6 +237,7 @@ class Job:
         until: when it is stopped if it still runs (``time.monotonic``).
         world_size: how many ranks the last round had.
         supervisor: of the last round; None before it.
+        progress: show how far the ranks are.
     """
 
     options: Options
@@ -254,6 +256,7 @@ class Job:
     until: float | None = None
     world_size: int = 0
     supervisor: Supervisor | None = None
+    progress: bool = False
     _reported: set[Host] = field(default_factory=set, init=False)
 
     def __post_init__(self, listener: Listener | None) -> None:
@@ -574,6 +577,7 @@ class Job:
             statistics=(options.stats, options.metrics),
             elastic=self._elastic_rules(counts),
             store=server,
+            bar=bar_for(screen, options.target.name, world_size, self.streams) if self.progress else None,
         )
         self.supervisor = supervisor
         options.reporter.detail(f"the store is at {', '.join(start[0].stores) or 'a unix socket there'}")

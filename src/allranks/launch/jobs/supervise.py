@@ -25,6 +25,7 @@ from allranks.launch.jobs.job_control import SIGNALS, JobControl
 from allranks.launch.jobs.last_calls import describe_calls, differ, report, write_report
 from allranks.launch.jobs.last_words import describe_failure, describe_idle, describe_interrupt, lines_of
 from allranks.launch.jobs.statistics import Statistics
+from allranks.launch.output.bar import Bar
 from allranks.launch.output.screen import Screen
 from allranks.launch.policy import interface
 from allranks.launch.policy.interface import (
@@ -77,6 +78,7 @@ from allranks.launch.spec.events import (
     HostLost,
     HostMessage,
     Output,
+    RankProgress,
     RankRestarted,
     RankStats,
     RestartRank,
@@ -124,6 +126,7 @@ class Supervisor:
         statistics: whether to print what the calls took, and the file for that, or None.
         elastic: see ``Rules``.
         store: the job's, where the table of seats is put in an elastic round.
+        bar: shows how far the ranks are; None for none.
 
     Attributes:
         ended: how each rank's last process has ended: the status, as in ``Exited``, or why its host was lost.
@@ -152,6 +155,7 @@ class Supervisor:
         statistics: tuple[bool, Path | None] = (False, None),
         elastic: Elastic | None = None,
         store: StoreServer | None = None,
+        bar: Bar | None = None,
     ) -> None:
         self.ended: dict[int, int | str] = {}
         self.restarts: dict[int, int] = {}
@@ -161,6 +165,7 @@ class Supervisor:
         reader = control.reader if control is not None else None
         self._round = Round(Rules(grace_s, hosts, idle_s, until, signals, master, reader, elastic))
         self._store = store
+        self._bar = bar
         self._agent = agent
         self._screen = screen
         self._reporter = reporter.through(screen.note)
@@ -256,6 +261,7 @@ class Supervisor:
         times = [self._round.deadline()]
         if self._round.phase is not Phase.DRAINING:
             times.append(self._screen.due())
+            times.append(self._bar.due if self._bar is not None else None)
         due = [at for at in times if at is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
@@ -280,6 +286,8 @@ class Supervisor:
         self._pass(TimePassed())
         if self._round.phase is Phase.CLOSING and not self._agent.output_open:
             self._pass(OutputClosed())
+        if self._bar is not None:
+            self._bar.draw(len(self._agent.running), time.monotonic())
         if self._code is None:
             self._write()
         if self._round.phase is Phase.DRAINING and not self._screen.backlog:
@@ -309,6 +317,10 @@ class Supervisor:
                 self.results.setdefault(rank, bytearray()).extend(piece)
             case RankStats():
                 self._statistics.take(event)
+                return
+            case RankProgress():
+                if self._bar is not None:
+                    self._bar.take(event)
                 return
             case Asked(recent, wanted):
                 self._pass(StatesAsked(recent, wanted))
@@ -441,6 +453,8 @@ class Supervisor:
 
     def _conclude(self, outcome: Outcome) -> None:
         self._outcome = outcome
+        if self._bar is not None:
+            self._bar.end(outcome.ending is Ending.CLEAN, time.monotonic())
         for rank in self._screen.ranks:
             self._screen.end(rank)
         self._screen.settle()

@@ -22,9 +22,10 @@ from allranks.launch.spec.events import Output
 from allranks.launch.spec.options import Display
 from allranks.launch.spec.stdio import Stdio
 
-__all__ = ["Screen"]
+__all__ = ["BAR", "Screen"]
 
 _TAIL_LINES = 20
+BAR = -1  # a rank of the launcher's own, whose open line is shown before all others'
 _MANY = 8  # so many ranks or more: lines are collapsed by default
 
 
@@ -101,6 +102,7 @@ class Screen:
             names = replace(names, colour=colour and os.isatty(fd))
             prefixes = dict.fromkeys(self.ranks, b"") if alone else names.each(self.ranks)
             self._prefixes += [] if alone else [(names, prefixes)]
+            prefixes[BAR] = b""
             renderer = Live(prefixes, _window(fd)[1], stdin) if self._live(fd) else Plain(prefixes)
             of = (lambda ranks: b"") if alone else names.of
             self._collapsers[fd] = Collapse(renderer, of, self._shown) if collapse else Through(renderer, of)
@@ -202,6 +204,28 @@ class Screen:
             self.note(self._collapsers[fd].renderer.stamp + self._names.of(ranks) + line)
         for rank in self._mine.intersection(ranks):
             self.logs.put_lines(rank, b"".join(self._bare[2].stamp + line + b"\n" for line in lines))
+
+    @property
+    def has_bar(self) -> bool:
+        """Whether ``bar`` shows something: stderr, or what stands for it, is a terminal."""
+        return self._live(self._bar_fd)
+
+    def bar(self, text: bytes) -> None:
+        """Shows a line of the launcher's own below all others, in place of the last one; b"" for none."""
+        self._put(self._bar_fd, self._collapsers[self._bar_fd].renderer.feed(BAR, b"\r" + text + b"\x1b[K"))
+
+    def bar_ended(self) -> None:
+        """Leaves the line where it is."""
+        self._put(self._bar_fd, self._collapsers[self._bar_fd].renderer.end(BAR))
+
+    @property
+    def columns(self) -> int:
+        """The width of the terminal with the bar."""
+        return _window(self._bar_fd)[1]
+
+    @property
+    def _bar_fd(self) -> int:
+        return 1 if self._merged else 2
 
     def settle(self) -> None:
         """Shows all lines that wait for the same line of other ranks."""

@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
+import msgspec
+
 from allranks._base.frames import LARGEST, FrameDecoder
 from allranks._rendezvous.seats import START
 from allranks._trace.inspection import rank_state
@@ -42,6 +44,7 @@ from allranks.launch.spec.events import (
     Failed,
     LongWait,
     Output,
+    RankProgress,
     RankRestarted,
     Report,
     RestartRank,
@@ -597,6 +600,8 @@ class Agent:
         for message in decode_status(process.status_frames):
             if isinstance(message, RestartRank):
                 events.append(message)
+            elif isinstance(message, RankProgress):
+                events.append(msgspec.structs.replace(message, rank=process.rank))
             elif isinstance(message, Report):
                 events.append(Failed(process.rank, process.pid, message))
             else:

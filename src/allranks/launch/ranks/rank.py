@@ -22,6 +22,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -36,7 +37,7 @@ from allranks._base.errors import AbortedError, AllranksError, PeerLostError, Us
 from allranks._base.frames import FrameDecoder, pack_frame
 from allranks._trace.stacks import DUMP, describe, is_own
 from allranks.launch.ranks.pipes import Pipes
-from allranks.launch.spec.events import Report, RestartRank
+from allranks.launch.spec.events import RankProgress, Report, RestartRank
 from allranks.launch.spec.stdio import Stdio
 from allranks.launch.spec.target import Kind, Target, set_first_path
 
@@ -46,7 +47,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-_decode: Callable[[bytes], Report | RestartRank | bytes] = msgspec.msgpack.Decoder(Report | RestartRank | bytes).decode
+_Message = Report | RestartRank | RankProgress | bytes
+_decode: Callable[[bytes], _Message] = msgspec.msgpack.Decoder(_Message).decode
+_sending = threading.Lock()
 _this: Rank | None = None
 _DEFAULT = (
     *(signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGWINCH),
@@ -188,6 +191,11 @@ class Rank:
         """Asks the launcher to start a worker of this master's again."""
         self._send(request)
 
+    def report_progress(self, progress: RankProgress) -> None:
+        """Sends how far this rank is. Does nothing in a rank that runs a script, whose launcher shows no bar."""
+        if self.target.kind == "function":
+            self._send(progress)
+
     def _call(self) -> None:
         from allranks.launch.ranks import function  # not where a script is run
 
@@ -222,14 +230,15 @@ class Rank:
         else:
             sys.excepthook = functools.partial(_call_hook, hook, error, shown, trace)
 
-    def _send(self, message: Report | RestartRank | bytes) -> None:
+    def _send(self, message: _Message) -> None:
         data = memoryview(pack_frame(msgspec.msgpack.encode(message)))
-        while data:
-            data = data[os.write(self.status, data) :]
+        with _sending:  # a thread of the program's may report progress
+            while data:
+                data = data[os.write(self.status, data) :]
 
 
-def decode_status(frames: FrameDecoder) -> Iterator[Report | RestartRank | bytes]:
-    """The complete reports, and pieces of a result, of what came from a rank."""
+def decode_status(frames: FrameDecoder) -> Iterator[_Message]:
+    """The complete reports, reports of progress, and pieces of a result, of what came from a rank."""
     while (frame := frames.next()) is not None:
         yield _decode(frame)
 

@@ -16,6 +16,7 @@ __all__ = [
     "RestartRank",
     "StopRequested",
     "RankRestarted",
+    "RankProgress",
     "HostJoined",
     "Asked",
     "Event",
@@ -102,6 +103,24 @@ class Returned(msgspec.Struct, frozen=True, tag=True):
     piece: bytes
 
 
+class RankProgress(msgspec.Struct, frozen=True, tag=True):
+    """How far a rank that runs a function is in its loop, for the bar of ``allranks.run``.
+
+    Attributes:
+        done: how many items of the loop.
+        total: of how many; None where that is not known.
+        name: of the loop; "" for none.
+        note: what the function adds, for example its loss.
+        rank: its number, which its agent adds.
+    """
+
+    done: int
+    total: int | None = None
+    name: str = ""
+    note: str = ""
+    rank: int = -1
+
+
 class LongWait(msgspec.Struct, frozen=True, tag=True):
     """A rank has been in one call for long.
 
@@ -182,6 +201,7 @@ Event = (
     | Asked
     | LongWait
     | RankState
+    | RankProgress
     | RankStats
     | Returned
     | RestartRank
