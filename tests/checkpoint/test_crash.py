@@ -10,14 +10,19 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Callable
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import allranks as dist
 from allranks import CheckpointError, checkpoint
+from allranks.checkpoint import folders
+from allranks.testing import run_ranks
 
 
 def _path_of(fd: int) -> str:
@@ -28,36 +33,38 @@ class Disk:
     """Notes what is asked of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[tuple[Any, ...]] = []
-        self.announced: list[tuple[int, int]] = []  # moments, and steps that were saved then
+        self.log: list[tuple[Any, ...]] = []  # when, what
         self._real = {name: getattr(os, name) for name in ("write", "fsync", "rename", "mkdir", "unlink", "rmdir")}
         for name in self._real:
             monkeypatch.setattr(os, name, getattr(self, name))
 
+    def note(self, *what: Any) -> None:
+        self.log.append((time.monotonic_ns(), *what))
+
     def write(self, fd: int, data: Any) -> int:
         path = _path_of(fd)
         if path.endswith((".safetensors", "manifest.json")):
-            self.log.append(("write", path, bytes(data)))
+            self.note("write", path, bytes(data))
         return int(self._real["write"](fd, data))
 
     def fsync(self, fd: int) -> None:
-        self.log.append(("fsync", _path_of(fd)))
         self._real["fsync"](fd)
+        self.note("fsync", _path_of(fd))
 
     def rename(self, source: Any, target: Any) -> None:
-        self.log.append(("rename", str(source), str(target)))
+        self.note("rename", str(source), str(target))
         self._real["rename"](source, target)
 
     def mkdir(self, path: Any, mode: int = 0o777, **more: Any) -> None:
         self._real["mkdir"](path, mode, **more)
-        self.log.append(("mkdir", str(path)))
+        self.note("mkdir", str(path))
 
     def unlink(self, path: Any, *, dir_fd: int | None = None) -> None:
-        self.log.append(("unlink", str(path) if dir_fd is None else f"{_path_of(dir_fd)}/{path}"))
+        self.note("unlink", str(path) if dir_fd is None else f"{_path_of(dir_fd)}/{path}")
         self._real["unlink"](path, dir_fd=dir_fd)
 
     def rmdir(self, path: Any, *, dir_fd: int | None = None) -> None:
-        self.log.append(("rmdir", str(path) if dir_fd is None else f"{_path_of(dir_fd)}/{path}"))
+        self.note("rmdir", str(path) if dir_fd is None else f"{_path_of(dir_fd)}/{path}")
         self._real["rmdir"](path, dir_fd=dir_fd)
 
 
@@ -76,7 +83,7 @@ class Node:
 def crash(log: list[tuple[Any, ...]], root: Path, into: Path, pick: random.Random) -> None:
     """Lays out what the disk has after these calls."""
     top = Node(True)
-    for call, path, *rest in log:
+    for _, call, path, *rest in log:
         if not path.startswith(f"{root}/") and path != str(root):
             continue
         parts = Path(path).relative_to(root).parts
@@ -151,54 +158,105 @@ def _lay_out(node: Node, into: Path, pick: random.Random) -> None:
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"step": step, "x": torch.full((5000,), float(step)), "y": [torch.full((7,), step + 0.5)]}
+    return {
+        "step": step,
+        "x": torch.full((5000,), float(step)),
+        "y": [torch.full((7,), step + 0.5)],
+        "mine": checkpoint.Shard(
+            torch.full((1,), float(step)), (dist.get_rank() if dist.is_initialized() else 0,), (_ranks(),)
+        ),
+    }
 
 
-def test_after_a_crash_the_newest_announced_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    root = tmp_path / "checkpoints"
-    root.mkdir()
-    with monkeypatch.context() as patch:
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def recorded(folder: Path, steps: Sequence[int], background: bool) -> tuple[list[tuple[Any, ...]], Path]:
+    """Saves these steps. Returns what was asked of the disk by this rank, and the folder that it was told."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="checkpoint.save: the ranks have 2 different folders")
         disk = Disk(patch)
-        for step in (1, 2, 2, 3, 4):
-            checkpoint.save(state(step), root, step=step, keep=2)
-            disk.announced.append((len(disk.log), step))
+        for step in steps:
+            if background:
+                checkpoint.save_async(state(step), folder, step=step, keep=2).wait()
+            else:
+                checkpoint.save(state(step), folder, step=step, keep=2)
+            disk.note("announced", str(folder), step)
+    return disk.log, folder
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["save", "save_async"])
+@pytest.mark.parametrize("kind", ["one process", "two ranks", "two folders"])
+def test_after_a_crash_the_newest_announced_is_there(
+    tmp_path: Path, kind: str, background: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The folder, and those that it lies in, are made by the first save."""
+    root, steps = tmp_path / "disk", (1, 2, 2, 3, 4)
+    root.mkdir()
+    if kind == "one process":
+        log, _ = recorded(root / "a" / "b" / "checkpoints", steps, background)
+    else:
+
+        def saves() -> tuple[list[tuple[Any, ...]], Path]:
+            name = str(dist.get_rank()) if kind == "two folders" else "both"
+            return recorded(root / "a" / name / "checkpoints", steps, background)
+
+        log = [entry for found, _ in run_ranks(2, saves) for entry in found]
+    log.sort(key=lambda entry: int(entry[0]))
+    announced = [(at, entry[3]) for at, entry in enumerate(log) if entry[1] == "announced"]
+    calls = [entry for entry in log if entry[1] != "announced"]
+    before = [sum(entry[1] != "announced" for entry in log[:at]) for at in range(len(log))]
+    assert {step for _, step in announced} == set(steps)
     pick = random.Random(1)
-    for number in range(400):
-        moment = pick.randrange(len(disk.log) + 1)
+    for number in range(60):
+        moment = pick.randrange(len(calls) + 1) if number % 2 else before[pick.choice(announced)[0]]
         into = tmp_path / f"crash{number}"
-        crash(disk.log[:moment], root, into, pick)
-        announced = max((step for at, step in disk.announced if at <= moment), default=0)
-        newest = checkpoint.latest(into)
-        assert (0 if newest is None else newest.step) >= announced, (number, moment)
-        if newest is not None:
-            found = checkpoint.load(newest)
-            right = state(newest.step)
-            assert found["step"] == newest.step
-            assert torch.equal(found["x"], right["x"])
-            assert torch.equal(found["y"][0], right["y"][0])
+        crash(calls[:moment], root, into, pick)
+        told = max((step for at, step in announced if before[at] <= moment), default=0)
+        found = newest_of(into, kind)
+        assert (0 if found is None else found[1]) >= told, (number, moment)
+        if found is not None:
+            loaded, right = checkpoint.load(found[0], step=found[1]), state(found[1])
+            assert loaded["step"] == found[1]
+            assert torch.equal(loaded["x"], right["x"])
+            assert torch.equal(loaded["y"][0], right["y"][0])
+            assert loaded["mine"].unique().tolist() == [found[1]]
     assert not recwarn.list  # none was damaged: a name is given to what is whole
 
 
-def test_a_crash_is_seen_without_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulation finds what a save without fsync would lose."""
-    root = tmp_path / "checkpoints"
+def newest_of(into: Path, kind: str) -> tuple[Path, int] | None:
+    """The folder after a crash, with the shares of both where there are two, and its newest step that is whole."""
+    if kind != "two folders":
+        folder = into / "a" / ("b" if kind == "one process" else "both") / "checkpoints"
+        newest = checkpoint.latest(folder)
+        return None if newest is None else (folder, newest.step)
+    first, second = into / "a" / "0" / "checkpoints", into / "a" / "1" / "checkpoints"
+    if not first.is_dir() or not second.is_dir():
+        return None
+    for path in second.glob("step-*"):
+        path.rename(first / path.name)
+    saves = [(one.step, one.share.id) for one in folders.find(first) if one.share is not None]
+    return max(((first, step) for step, name in saves if saves.count((step, name)) == 2), default=None)
+
+
+def test_a_crash_is_seen_without_fsync(tmp_path: Path) -> None:
+    """The simulation finds what a save without fsync would lose: of its files, of the folders that it makes."""
+    root = tmp_path / "disk"
     root.mkdir()
-    with monkeypatch.context() as patch:
-        disk = Disk(patch)
-        checkpoint.save(state(1), root, step=1)
-    log = [entry for entry in disk.log if not (entry[0] == "fsync" and entry[1].endswith(".safetensors"))]
-    pick, lost = random.Random(2), 0
-    for number in range(50):
-        crash(log, root, into := tmp_path / f"crash{number}", pick)
-        try:
-            checkpoint.load(into)
-        except CheckpointError:
-            lost += 1
-        except UserWarning:
-            lost += 1
-    assert lost > 10
+    log, _ = recorded(root / "a" / "b", [1], False)
+    log = [entry for entry in log if entry[1] != "announced"]
+    for what in (".safetensors", str(root), str(root / "a")):
+        without = [entry for entry in log if not (entry[1] == "fsync" and entry[2].endswith(what))]
+        assert len(without) < len(log)
+        pick, lost = random.Random(2), 0
+        for number in range(30):
+            crash(without, root, into := tmp_path / f"crash{what[-1]}{number}", pick)
+            try:
+                checkpoint.load(into / "a" / "b")
+            except (CheckpointError, OSError, UserWarning):
+                lost += 1
+        assert lost > 6, what
 
 
 def _error_of(save: Callable[[], object]) -> str:
@@ -241,7 +299,7 @@ def test_any_call_that_fails(call: str, tmp_path: Path, monkeypatch: pytest.Monk
             shutil.rmtree(found[0].path)
     assert failed
     checkpoint.save(state(3), tmp_path, step=3, keep=1)
-    assert sorted(os.listdir(tmp_path)) == [".lock", "step-0000000003"]
+    assert sorted(os.listdir(tmp_path)) == [".job", ".lock", "step-0000000003"]
     assert torch.equal(checkpoint.load(tmp_path)["x"], state(3)["x"])
 
 

@@ -290,7 +290,7 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> Non
 
     for said in in_world(2, "allranks", saved, tmp_path):
         assert ["'of 0.strange' is a Opaque" in said[0], "'of 1.strange' is a Opaque" in said[1]] == [True, True]
-    assert sorted(path.name for path in folder.iterdir()) == [".lock", "step-0000000002"]
+    assert sorted(path.name for path in folder.iterdir()) == [".job", ".lock", "step-0000000002"]
     assert checkpoint.verify(folder) == []
     with pytest.raises(UsageError, match="step=-1"):
         checkpoint.StorageWriter(folder, step=-1)
@@ -339,7 +339,7 @@ def test_one_save_at_a_time_in_a_folder(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob(".step-*.partial"))) == 1
     del second
     gc.collect()
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".job", ".lock"]
 
 
 def test_plans_that_are_kept(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_each_host_keeps_a_share(tmp_path: Path, how: str) -> None:
     for host, ranks in ((0, (0, 1)), (1, (2, 3))):
         path = share(tmp_path, host, 3)
         assert sorted(os.listdir(path)) == ["manifest.json", *(f"part-{rank:05}.safetensors" for rank in ranks)]
-        assert sorted(os.listdir(path.parent)) == [".lock", path.name]
+        assert sorted(os.listdir(path.parent)) == [".job", ".lock", path.name]
         (info,) = checkpoint.list(path.parent)
         assert (info.path, info.step, info.share, info.ranks) == (path, 3, (host + 1, 2), RANKS)
         assert checkpoint.verify(path) == checkpoint.verify(path.parent) == []
@@ -186,7 +186,7 @@ def test_one_folder_under_several_paths(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"host{number}").symlink_to("folder")
     on(tmp_path, TWO, saves(1))
-    assert sorted(os.listdir(tmp_path / "folder")) == [".lock", "step-0000000001"]
+    assert sorted(os.listdir(tmp_path / "folder")) == [".job", ".lock", "step-0000000001"]
     check(checkpoint.load(tmp_path / "host1"), 0, 1)
 
 
@@ -205,7 +205,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
     on(tmp_path, TWO, saves(*range(1, 8), keep=2, keep_every=5))
     for host in range(2):
         assert [info.step for info in checkpoint.list(tmp_path / f"host{host}")] == [7, 6, 5]
-        assert len(os.listdir(tmp_path / f"host{host}")) == 4
+        assert len(os.listdir(tmp_path / f"host{host}")) == 5
 
 
 def test_a_step_that_is_there_already(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_who_sees_what_must_be_clear(tmp_path: Path, monkeypatch: pytest.MonkeyP
             folders.marked = lambda folder, partial, number: True  # type: ignore[assignment]
         with pytest.raises(CheckpointError) as caught:
             checkpoint.save({"x": 1}, tmp_path / f"host{rank}", step=1)
-        assert [name for name in os.listdir(tmp_path / f"host{rank}") if name != ".lock"] == []
+        assert [name for name in os.listdir(tmp_path / f"host{rank}") if name not in (".job", ".lock")] == []
         return str(caught.value)
 
     for words in run_ranks(3, body):
@@ -518,7 +518,7 @@ def test_merge_refuses(copy: Path, tmp_path: Path) -> None:
     (copy / "host1" / share(copy, 0, 1).name.replace("share-1", "share-2")).mkdir()
     with pytest.raises(CheckpointError, match=r"checkpoint\.merge: step 2: .*part-00003\.safetensors"):
         checkpoint.merge(zero, one, into=into)
-    assert [name for name in os.listdir(into) if name != ".lock"] == []
+    assert [name for name in os.listdir(into) if name not in (".job", ".lock")] == []
 
 
 def test_merge_says_what_is_whole(copy: Path, tmp_path: Path) -> None:
@@ -589,7 +589,7 @@ def test_kills_between_votes_and_commits(tmp_path: Path, moment: str, victim: in
     (step,) = set(on(tmp_path, TWO, resumes))
     assert step == 2 if was_told or moment == "before the old one goes" else step in (1, 2)
     for host in range(2):
-        assert sorted(os.listdir(tmp_path / f"host{host}")) == [".lock", share(tmp_path, host, 3).name]
+        assert sorted(os.listdir(tmp_path / f"host{host}")) == [".job", ".lock", share(tmp_path, host, 3).name]
 
 
 def test_shares_of_the_same_save_stay(tmp_path: Path) -> None:
@@ -633,7 +633,7 @@ def test_half_written_shares_are_swept(tmp_path: Path) -> None:
         (tmp_path / "host1" / name).mkdir(parents=True)
     (tmp_path / "host1" / ".step-0000000009.0011aabb0011aabb.3.mark").touch()
     on(tmp_path, TWO, saves(1))
-    assert sorted(os.listdir(tmp_path / "host1")) == [".lock", share(tmp_path, 1, 1).name]
+    assert sorted(os.listdir(tmp_path / "host1")) == [".job", ".lock", share(tmp_path, 1, 1).name]
 
 
 def test_two_jobs_and_one_of_the_folders(tmp_path: Path) -> None:
@@ -645,8 +645,9 @@ def test_two_jobs_and_one_of_the_folders(tmp_path: Path) -> None:
     (tmp_path / "host1").mkdir()
     with folders.holding(tmp_path / "host1", "the other"):
         said = on(tmp_path, TWO, body)
-    assert all(f"pid {os.getpid()}, run 'the other') is saving into {tmp_path / 'host1'}" in words for words in said)
-    assert [name for name in os.listdir(tmp_path / "host0") if name != ".lock"] == []
+    assert all(f"pid {os.getpid()}, run 'the other', since " in words for words in said)
+    assert all(f"saves into {tmp_path / 'host1'}, until" in words for words in said)
+    assert [name for name in os.listdir(tmp_path / "host0") if name not in (".job", ".lock")] == []
 
 
 def test_a_process_alone_sends_nothing() -> None:

@@ -178,7 +178,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
     assert checkpoint.load(tmp_path, step=5) == {"step": 5}
     with pytest.raises(CheckpointError, match="no checkpoint of step 4"):
         checkpoint.load(tmp_path, step=4)
-    assert sorted(os.listdir(tmp_path)) == [".lock", *(f"step-{n:010}" for n in (5, 10, 11, 12))]
+    assert sorted(os.listdir(tmp_path)) == [".job", ".lock", *(f"step-{n:010}" for n in (5, 10, 11, 12))]
 
 
 def test_a_step_that_is_there_already(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
         run_ranks(2, saves)
         assert [info.step for info in checkpoint.list(tmp_path)] == [3, 1]
-        assert sorted(os.listdir(tmp_path)) == [".lock", "step-0000000001", "step-0000000003"]
+        assert sorted(os.listdir(tmp_path)) == [".job", ".lock", "step-0000000001", "step-0000000003"]
     finally:
         subprocess.run(["umount", tmp_path], check=True)
 
@@ -321,11 +321,12 @@ def test_two_jobs_and_one_folder(tmp_path: Path) -> None:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(UsageError) as caught:
             checkpoint.save({"x": 1}, tmp_path, step=1)
-        assert f"pid {other.pid}, run 'the other') is saving into {tmp_path}" in str(caught.value)
+        assert f"pid {other.pid}, run 'the other', since 20" in str(caught.value)
+        assert f"saves into {tmp_path}, until its processes have ended" in str(caught.value)
         (tmp_path / ".step-0000000009.0011aabb.partial").mkdir()
         other.kill()
     checkpoint.save({"x": 1}, tmp_path, step=1)
-    assert sorted(os.listdir(tmp_path)) == [".lock", "step-0000000001"]
+    assert sorted(os.listdir(tmp_path)) == [".job", ".lock", "step-0000000001"]
 
 
 def test_a_save_in_the_background_does_not_mix_with_the_program(tmp_path: Path) -> None:

@@ -56,7 +56,9 @@ def train(tmp_path: Path) -> Callable[..., str]:
 
 def names_of(folder: Path) -> list[str]:
     return sorted(
-        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in (".job", ".lock")
     )
 
 

@@ -27,15 +27,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks._base.errors import CheckpointError, UsageError
-from allranks.checkpoint import background, choosing, loading, saving, single_file
+from allranks.checkpoint import background, choosing, loading, merging, saving, single_file, verifying
 from allranks.checkpoint.background import Saving
 from allranks.checkpoint.company import alone, company_of
-from allranks.checkpoint.folders import Info, PathLike
-from allranks.checkpoint.folders import list_checkpoints as list
-from allranks.checkpoint.merging import merge
+from allranks.checkpoint.folders import Info, PathLike, list_checkpoints
 from allranks.checkpoint.random_state import RandomState
 from allranks.checkpoint.values import Shard
-from allranks.checkpoint.verifying import verify
+
+list = background.telling(list_checkpoints)
+merge = background.telling(merging.merge)
+verify = background.telling(verifying.verify)
 
 if TYPE_CHECKING:
     from allranks.checkpoint.dcp import StorageReader, StorageWriter
@@ -210,8 +211,13 @@ def latest(folder: PathLike, *, group: Any = None) -> Info | None:
         The checkpoint, which `load` takes; None if there is none, or no such folder.
 
     Raises:
-        CheckpointError: without ``group``: the newest consists of shares, and not all are in this folder.
+        CheckpointError: without ``group``: the newest consists of shares, and not all are in this folder. Or a save in
+            the background has failed, and nobody was told.
     """
+    if group is None:
+        background.raise_failure()
+    else:
+        background.settle()  # on all ranks, or on none
     return choosing.latest(folder, alone() if group is None else company_of(group))
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import functools
 import mmap
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +29,10 @@ from allranks.checkpoint.offers import local_part
 from allranks.checkpoint.saving import Call, gather
 from allranks.checkpoint.values import Flat
 
-__all__ = ["Saving", "company_apart", "save_async", "settle"]
+__all__ = ["Saving", "company_apart", "raise_failure", "save_async", "settle", "telling"]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 class Saving:
@@ -100,11 +105,17 @@ class _Background:
         if self.saving is not None:
             self.saving._ended.wait()
 
+    def raise_failure(self) -> None:
+        """Raises the error of a save that has ended, if nobody has been told. Waits for none."""
+        if self.saving is not None and self.saving.done():
+            self.settle()
+
     def tell(self) -> None:
-        """At the end of the process: says what nobody was told."""
+        """At the end of the process: says what nobody was told, and makes the exit code 1."""
         saving = self.saving
         if saving is not None and saving._error is not None and not saving._told:
-            print(f"allranks: {saving._error}", file=sys.stderr)
+            print(f"allranks: {saving._error}", file=sys.stderr, flush=True)
+            _exit_with_an_error()
 
     def take(self, nbytes: int) -> Tensor:
         """So much memory, which has been touched."""
@@ -121,6 +132,29 @@ atexit.register(_background.tell)  # the thread has ended then
 def settle() -> None:
     """See ``_Background.settle``."""
     _background.settle()
+
+
+def raise_failure() -> None:
+    """See ``_Background.raise_failure``."""
+    _background.raise_failure()
+
+
+def telling(call: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The same call, which raises the error of an earlier save first."""
+
+    @functools.wraps(call)
+    def told(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        raise_failure()
+        return call(*args, **kwargs)
+
+    return told
+
+
+def _exit_with_an_error() -> None:
+    """Makes the exit code of a process that is ending 1. Python has decided on it before its handlers run. So one of
+    the C library is added, which begins the end again where it is, with another code."""
+    libc = ctypes.CDLL(None)
+    libc.__cxa_atexit(ctypes.cast(libc.exit, ctypes.c_void_p), ctypes.c_void_p(1), None)
 
 
 def _touched(nbytes: int) -> Tensor:
@@ -154,24 +188,36 @@ def save_async(
     company = company_apart(call.company)
     gathered = gather(call, state, own)
     jobs = gathered.plan.files.get(call.company.rank, [])
-    views = _copied(jobs, gathered.flat)
+    views: list[memoryview] = []
+    failure: BaseException | None = None
+    try:
+        views = _copied(jobs, gathered.flat)
+    except BaseException as error:  # noqa: BLE001 - the other ranks wait for this one: told to all by the thread
+        failure = error
     gathered.flat.tensors.clear()
+    gathered.is_copied = True
     saving = Saving(call.folder, step)
 
     def run() -> None:
         time.sleep(_LATER_S)
         try:
-            saving._path = call.write(gathered, company, views)
+            saving._path = call.write(gathered, company, views, failure)
         except BaseException as error:  # noqa: BLE001 - it is raised by the next call
             saving._error = error
         finally:
             saving._ended.set()
 
     thread = threading.Thread(target=run, name=f"allranks-checkpoint-{step}")
-    with guard:
-        thread.start()
     _background.saving = saving
+    try:
+        with guard:
+            thread.start()
+    except RuntimeError as error:  # there are too many threads
+        failure = error
+        run()
     saving.stall_s = time.monotonic() - began
+    if failure is not None and not isinstance(failure, Exception):
+        raise failure  # Ctrl-C
     return saving
 
 

@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from allranks._base.errors import CheckpointError, UsageError
 from allranks._call.bytes import view_of
-from allranks.checkpoint import folders, layout, loading, offers, parts, saving
+from allranks.checkpoint import background, folders, layout, loading, offers, owners, parts, saving
 from allranks.checkpoint.choosing import only_here
 from allranks.checkpoint.company import company_of, this_process
 from allranks.checkpoint.dcp_names import leaves_of, nested
@@ -101,6 +101,7 @@ class StorageWriter(storage.StorageWriter):
         """See torch's. Raises UsageError without collectives: nobody could make one checkpoint of the parts."""
         if not kwargs.get("use_collectives", True):
             raise UsageError("checkpoint.StorageWriter needs use_collectives=True: all ranks write one checkpoint")
+        background.raise_failure()
 
     def prepare_local_plan(self, plan: plans.SavePlan) -> plans.SavePlan:
         """See torch's."""
@@ -132,7 +133,9 @@ class StorageWriter(storage.StorageWriter):
             written = [result[0].storage_data for result in results]
             manifest = _manifest(self._step, metadata, written)
             folders.sync_folder(self._partial)
-            folders.tidy(folders.complete(self._partial, manifest), self._keep, self._keep_every)
+            path, lock = folders.complete(self._partial, manifest), _opened[self._folder].lock
+            remarks = lock.remarks + folders.tidy(path, self._keep, self._keep_every, lock.run)
+            folders.tell(f"checkpoint.StorageWriter: step {self._step} is complete in {path}", remarks)
         finally:
             _close(self._folder, self._partial)
             self._partial = None
@@ -165,11 +168,13 @@ class _Open:
 
     Attributes:
         partial: its folder.
-        held: the lock.
+        lock: of the folder.
+        held: ends it.
         thread: who began it.
     """
 
     partial: Path
+    lock: folders.Held
     held: contextlib.ExitStack
     thread: threading.Thread
 
@@ -187,9 +192,9 @@ def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
                 raise UsageError(f"checkpoint.StorageWriter: this process is saving into {folder}; wait for that save")
             _discard(folder)
         with contextlib.ExitStack() as held:
-            held.enter_context(folders.holding(folder, saving.run_id()))
+            lock = held.enter_context(folders.holding(folder, owners.run_id()))
             partial = folders.new_partial(folder, step)
-            _opened[folder] = _Open(partial, held.pop_all(), threading.current_thread())
+            _opened[folder] = _Open(partial, lock, held.pop_all(), threading.current_thread())
     weakref.finalize(writer, _close, folder, partial)
     return partial
 

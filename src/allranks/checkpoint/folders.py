@@ -7,8 +7,8 @@ already is written as ``step-0000000100-2``, and then the old one is removed: th
 Where hosts have folders of their own, each gets a share, ``step-0000000100-share-1-of-2-1a2b3c4d5e6f7a8b``. The last
 part is the same for all shares of a save, so names alone tell whether all shares are there.
 
-Only one job writes into a folder at a time: it holds the lock of ``.lock``, which the kernel drops when its process
-ends. Whoever has the lock removes what others have left half-written.
+Only one job writes into a folder (``owners``), and one save at a time: it holds the lock of ``.lock``, which the kernel
+drops when its process ends. Whoever has the lock removes what others have left half-written.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from typing import NamedTuple
 import msgspec
 
 from allranks._base.errors import CheckpointError, UsageError
+from allranks.checkpoint import owners
 from allranks.checkpoint.manifest import MANIFEST, Manifest, Share, load_manifest
 
 __all__ = [
+    "Held",
     "Info",
     "Named",
     "PathLike",
@@ -43,6 +45,7 @@ __all__ = [
     "id_of",
     "is_folder_of_checkpoints",
     "list_checkpoints",
+    "make_folder",
     "mark",
     "marked",
     "named",
@@ -51,6 +54,7 @@ __all__ = [
     "newest",
     "partials",
     "remove",
+    "tell",
     "tidy",
 ]
 
@@ -60,7 +64,6 @@ _NAME = re.compile(r"step-(\d{10,18})(?:-(\d{1,9}))?")
 _SHARE = re.compile(r"step-(\d{10,18})-share-(\d{1,6})-of-(\d{1,6})-([0-9a-f]{16})")
 _HALF = re.compile(r"\.(step-\d{10,18}|trash)\.[0-9a-f]{8,16}\.(partial|\d{1,9}\.mark)")
 _LOCK = ".lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _STALE_S = 24 * 3600.0  # where there are no locks
 
 
@@ -184,28 +187,79 @@ def newest(folder: PathLike) -> Info | None:
 # Writing.
 
 
+@dataclass
+class Held:
+    """A folder whose lock is held.
+
+    Attributes:
+        run: of the job, where the file system has no locks, and what others have written must stay; else "".
+        remarks: what the user should be told.
+    """
+
+    run: str
+    remarks: list[str]
+
+
 @contextlib.contextmanager
-def holding(folder: Path, run: str) -> Iterator[None]:
+def holding(folder: Path, run: str, *, stays: bool = True) -> Iterator[Held]:
     """Holds the lock of a folder, which is made if it is not there, and removes what is half-written in it.
 
+    Args:
+        folder: of checkpoints.
+        run: the job.
+        stays: no other job saves into the folder until this process ends; otherwise, until the lock is dropped.
+
     Raises:
-        UsageError: another job has it.
+        UsageError: another job saves into it.
         OSError: the folder cannot be written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    make_folder(folder)
+    claim, is_new = owners.claim(folder, run)
     try:
-        locked = _lock(fd, folder)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, msgspec.json.encode({"run": run, "host": socket.gethostname(), "pid": os.getpid()}), 0)
-        _sweep(folder, 0.0 if locked else _STALE_S)
+        lock = owners.open_file(folder / _LOCK)
+        fd = lock.fileno()
         try:
-            yield
+            locked = _lock(fd, folder)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, msgspec.json.encode({"run": run, "host": socket.gethostname(), "pid": os.getpid()}), 0)
+            remarks = [claim.remark] if claim.remark else []
+            yield Held("" if claim.has_lock else run, remarks + _sweep(folder, 0.0 if locked else _STALE_S))
         finally:
-            if locked:
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a child that was forked meanwhile has the same lock
+            lock.close()
     finally:
-        os.close(fd)
+        if is_new and not stays:
+            owners.release(folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those that it lies in, so that a crash of the machine leaves them.
+
+    Raises:
+        OSError: that failed.
+    """
+    first, missing = folder, []
+    while not first.is_dir():
+        missing.append(first)
+        first = first.parent
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):  # made by another rank meanwhile; or a file, which is an error later
+            each.mkdir()
+        _sync_name(each)
+    if first not in _synced:  # who made it may have been killed before that
+        _sync_name(first)
+    _synced.add(folder)
+
+
+_synced: set[Path] = set()
+
+
+def _sync_name(folder: Path) -> None:
+    if not os.access(folder.parent, os.W_OK):
+        return  # it was not made here
+    try:
+        sync_folder(folder.parent)
+    except PermissionError:  # it may be written to, and not be read
+        os.sync()
 
 
 def _lock(fd: int, folder: Path) -> bool:
@@ -213,11 +267,11 @@ def _lock(fd: int, folder: Path) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in _NO_LOCKS:
+        if error.errno in owners.NO_LOCKS:
             return False
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
-        raise UsageError(f"checkpoint.save: {_holder(fd)} is saving into {folder}; give each job a folder") from None
+        raise UsageError(f"checkpoint.save: {_holder(fd)} is saving into {folder}; wait until it has") from None
     return True
 
 
@@ -229,16 +283,35 @@ def _holder(fd: int) -> str:
         return "another process"
 
 
-def _sweep(folder: Path, age_s: float) -> None:
+def _sweep(folder: Path, age_s: float) -> list[str]:
+    """Removes what is half-written and older. Returns what could not be removed, and why."""
+    troubles = []
     for entry in os.scandir(folder):
-        if _HALF.fullmatch(entry.name):
-            with contextlib.suppress(FileNotFoundError):
-                if entry.stat(follow_symlinks=False).st_mtime + age_s > time.time() and age_s:
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.path)
-                elif entry.name.endswith(".mark"):
-                    os.unlink(entry.path)
+        if not _HALF.fullmatch(entry.name):
+            continue
+        try:
+            if age_s and entry.stat(follow_symlinks=False).st_mtime + age_s > time.time():
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name.endswith(".mark"):
+                os.unlink(entry.path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            troubles.append(_not_removed(Path(entry.path), error))
+    return troubles
+
+
+def tell(what: str, remarks: list[str]) -> None:
+    """Warns of what does not make a save a failure."""
+    if remarks:
+        more = f"; and {len(remarks) - 3} more" if remarks[3:] else ""
+        warnings.warn(f"{what}, but {'; '.join(remarks[:3])}{more}", stacklevel=3)
+
+
+def _not_removed(path: Path, error: OSError | CheckpointError) -> str:
+    return f"{path} could not be removed: {getattr(error, 'strerror', None) or error}; the next save tries it again"
 
 
 def new_partial(folder: Path, step: int, name: str = "") -> Path:
@@ -260,7 +333,7 @@ def partials(folder: Path, step: int) -> list[Path]:
 
 def mark(folder: Path, partial: str, rank: int) -> Path:
     """Leaves a file by which other ranks see whether they have the same folder, which is made if it is not there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path = folder / _mark_name(partial, rank)
     path.touch(exist_ok=False)
     return path
@@ -285,12 +358,17 @@ def complete(partial: Path, manifest: Manifest) -> Path:
     Raises:
         OSError: that failed. The folder is as it was.
     """
+    encoded = manifest.encode()
     with open(partial / MANIFEST, "xb", buffering=0) as file:
-        write_all(file.fileno(), memoryview(manifest.encode()))
+        write_all(file.fileno(), memoryview(encoded))
         os.fsync(file.fileno())
     sync_folder(partial)
     final = partial.parent / new_name(partial.parent, manifest)
-    os.rename(partial, final)
+    try:
+        os.rename(partial, final)
+    except OSError:
+        if not _is_done(partial, final, encoded):
+            raise
     try:
         sync_folder(partial.parent)
     except OSError:
@@ -298,6 +376,15 @@ def complete(partial: Path, manifest: Manifest) -> Path:
             os.rename(final, partial)
         raise
     return final
+
+
+def _is_done(partial: Path, final: Path, encoded: bytes) -> bool:
+    """Whether a rename was done, though it failed: a server that is asked again, as its answer was lost, finds the old
+    name gone."""
+    try:
+        return partial.name not in os.listdir(final.parent) and (final / MANIFEST).read_bytes() == encoded
+    except OSError:
+        return False
 
 
 def new_name(folder: Path, manifest: Manifest) -> str:
@@ -335,19 +422,36 @@ def remove(checkpoint: Path) -> None:
         shutil.rmtree(trash)
 
 
-def tidy(new: Path, keep: int | None, every: int | None) -> None:
+def tidy(new: Path, keep: int | None, every: int | None, run: str = "") -> list[str]:
     """Removes what a new checkpoint replaces, and old ones.
 
     Args:
         new: the one that was just written, which stays. All other ones of its step go, but for shares of the same save.
         keep: of how many of the newest steps checkpoints stay; None: of all.
         every: those whose step is a multiple of it stay, too; None: no others.
+        run: what another job has written stays; "": the folder is this job's alone.
+
+    Returns:
+        What could not be removed, and why: the new checkpoint is complete all the same.
     """
-    found = find(new.parent)
-    (own,) = (one for one in found if one.path == new)
+    try:
+        found = find(new.parent)
+    except OSError as error:
+        return [f"nothing was removed from {new.parent}: {error.strerror or error}"]
+    own = named(new)
+    assert own is not None
+    if all(one.path != new for one in found):
+        return [f"{new} is not there any more: another program has removed it"]
     kept = sorted({one.step for one in found}, reverse=True)[:keep]
+    troubles = []
     for one in found:
         is_old = one.step not in kept and (every is None or one.step % every)
         is_same = one.share is not None and own.share is not None and one.share.id == own.share.id
-        if one.path != new and not is_same and (one.step == own.step or is_old):
-            remove(one.path)
+        if one.path == new or is_same or not (one.step == own.step or is_old):
+            continue
+        try:
+            if not run or load_manifest(one.path, sizes=False).run == run:
+                remove(one.path)
+        except (OSError, CheckpointError) as error:
+            troubles.append(_not_removed(one.path, error))
+    return troubles

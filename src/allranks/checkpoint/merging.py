@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from allranks._base.errors import CheckpointError, UsageError, rank_list, spans
-from allranks.checkpoint import folders, saving
+from allranks.checkpoint import folders, owners
 from allranks.checkpoint.inventory import Candidate, by_step, look
 from allranks.checkpoint.manifest import WHOLE_FORMAT, Manifest, load_manifest
 from allranks.checkpoint.verifying import check_files
@@ -45,7 +45,7 @@ def merge(*sources: folders.PathLike, into: folders.PathLike, step: int | None =
     manifests = _manifests(candidate, places)
     target = Path(os.path.realpath(into))
     with contextlib.ExitStack() as held:
-        held.enter_context(folders.holding(target, saving.run_id()))
+        held.enter_context(folders.holding(target, owners.run_id(), stays=False))
         if there := [one.path for one in folders.find(target) if one.step == candidate.step and one.share is None]:
             raise UsageError(f"checkpoint.merge: there is a checkpoint of step {candidate.step} already: {there[0]}")
         partial = folders.new_partial(target, candidate.step)

@@ -37,9 +37,10 @@ from allranks.checkpoint.manifest import (
     Writer,
 )
 from allranks.checkpoint.offers import offer_of, views_of
+from allranks.checkpoint.owners import adopt_run, decided_run, run_id
 from allranks.checkpoint.values import Flat, Tree, flatten
 
-__all__ = ["Call", "Gathered", "check_numbers", "gather", "new_manifest", "run_id", "save"]
+__all__ = ["Call", "Gathered", "check_numbers", "gather", "new_manifest", "save"]
 
 _T = TypeVar("_T")
 _warned: set[Path] = set()
@@ -54,12 +55,14 @@ class Gathered:
         flat: this rank's state.
         trees: different ones, and which is whose.
         processes: host and pid of each rank.
+        is_copied: whether each rank makes a copy before it writes, which may fail.
     """
 
     plan: Plan
     flat: Flat
     trees: tuple[list[Tree], list[int]]
     processes: list[tuple[str, int]]
+    is_copied: bool = False
 
 
 def save(
@@ -129,10 +132,31 @@ class Call:
         self.step, self.keep, self.keep_every = step, keep, keep_every
         self.company = company_of(group)
         self._trouble: BaseException | None = None
+        self._held: folders.Held | None = None  # of the first rank of those that see a folder
 
-    def write(self, gathered: Gathered, company: Company, views: Sequence[memoryview]) -> Path:
-        """Writes this rank's part, votes, and returns the checkpoint, on every rank."""
+    def write(
+        self,
+        gathered: Gathered,
+        company: Company,
+        views: Sequence[memoryview],
+        failure: BaseException | None = None,
+    ) -> Path:
+        """Writes this rank's part, votes, and returns the checkpoint, on every rank.
+
+        Args:
+            gathered: what is to be written.
+            company: the ranks.
+            views: the bytes that this rank writes.
+            failure: of this rank, before this call: it is one of all ranks.
+        """
+
+        def begin() -> None:
+            if failure is not None:
+                raise failure if isinstance(failure, Exception) else CheckpointError(f"{type(failure).__name__}")
+
         with contextlib.ExitStack() as held:
+            if gathered.is_copied:
+                self._vote(company, begin)
             opened = self._open(held, company)
             jobs = gathered.plan.files.get(company.rank, [])
 
@@ -151,7 +175,7 @@ class Call:
                 open_here(name)
 
         def open_here(name: str = "") -> tuple[str, str, float]:
-            held.enter_context(folders.holding(self.folder, run_id()))
+            self._held = held.enter_context(folders.holding(self.folder, run_id()))
             partial = folders.new_partial(self.folder, self.step, name)
             held.callback(shutil.rmtree, partial, ignore_errors=True)  # a complete checkpoint has another name
             return partial.name, run_id(), time.time()
@@ -185,26 +209,33 @@ class Call:
         """Makes it complete. Where the vote on that breaks off, nothing is undone: another rank may have all votes."""
         partial, leads = self.folder / opened.partial, opened.leaders[company.rank] == company.rank
 
-        def commit() -> str:
+        def commit() -> tuple[str, list[str]]:
             if not leads:
-                return ""
+                return "", []
             folders.sync_folder(partial)
             path = folders.complete(partial, manifest)
-            if opened.count == 1:
-                folders.tidy(path, self.keep, self.keep_every)
-            return path.name
+            return path.name, self._tidy(path) if opened.count == 1 else []
 
         if opened.count == 1:
-            return self.folder / self._vote(company, commit, str)[0]
-        answers = self._poll(company, commit)
-        own = self.folder / folders.new_name(self.folder, manifest)
-        if any(answer.failure for answer in answers):  # told to all: nobody has taken it for complete
-            if leads:
-                with contextlib.suppress(OSError):  # a share without the others is not taken either
-                    folders.remove(own)
-            self._raise(answers)
-        self._vote(company, lambda: folders.tidy(own, self.keep, self.keep_every) if leads else None)
+            found = self._vote(company, commit, tuple[str, list[str]])
+            own, remarks = self.folder / found[0][0], found[0][1]
+        else:
+            answers = self._poll(company, commit)
+            own = self.folder / folders.new_name(self.folder, manifest)
+            if any(answer.failure for answer in answers):  # told to all: nobody has taken it for complete
+                if leads:
+                    with contextlib.suppress(OSError):  # a share without the others is not taken either
+                        folders.remove(own)
+                self._raise(answers)
+            remarks = self._vote(company, lambda: self._tidy(own) if leads else [], list[str])[company.rank]
+        if leads:
+            folders.tell(f"checkpoint.save: step {self.step} is complete in {own}", remarks)
         return own
+
+    def _tidy(self, own: Path) -> list[str]:
+        """Removes old ones. Returns what could not be removed: the checkpoint is complete all the same."""
+        assert self._held is not None
+        return self._held.remarks + folders.tidy(own, self.keep, self.keep_every, self._held.run)
 
     def _vote(self, company: Company, act: Callable[[], _T], kind: Any = None) -> list[_T]:
         """All ranks do something. Returns what each has come to, of that type; raises on all what has failed on one."""
@@ -293,18 +324,6 @@ def _described(error: BaseException) -> str:
     return in_words(error) if isinstance(error, AllranksError) else f"{type(error).__name__}: {in_words(error)}"
 
 
-_run = ""
-
-
-def run_id() -> str:
-    """The name of the job; of this process, where the job has none."""
-    global _run
-    if not _run:
-        found = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        _run = found if found != "none" else f"{this_process()[0]}-{os.getpid()}-{int(time.time())}"
-    return _run
-
-
 # What the ranks have.
 
 
@@ -313,19 +332,21 @@ def gather(call: Call, state: object, own: Sequence[str]) -> Gathered:
     company = call.company
     flat: Flat | None = None
 
-    def mine() -> tuple[Tree, list[Offer], tuple[str, int]]:
+    def mine() -> tuple[Tree, list[Offer], tuple[str, int], tuple[str, str]]:
         nonlocal flat
         flat = flatten(state)
-        return flat.tree, [offer_of(name, value, own) for name, value in flat.tensors.items()], this_process()
+        offers = [offer_of(name, value, own) for name, value in flat.tensors.items()]
+        return flat.tree, offers, this_process(), (decided_run(), run_id())
 
-    found = call._vote(company, mine, tuple[Any, list[Offer], tuple[str, int]])
+    found = call._vote(company, mine, tuple[Any, list[Offer], tuple[str, int], tuple[str, str]])
     assert flat is not None
+    adopt_run([names for *_, names in found])
     trees: list[Tree] = []
     whose = []
-    for tree, _, _ in found:
+    for tree, *_ in found:
         if tree not in trees:
             trees.append(tree)
         whose.append(trees.index(tree))
     return Gathered(
-        make_plan([offers for _, offers, _ in found]), flat, (trees, whose), [process for _, _, process in found]
+        make_plan([offers for _, offers, *_ in found]), flat, (trees, whose), [process for _, _, process, _ in found]
     )

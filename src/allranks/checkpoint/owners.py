@@ -1,0 +1,244 @@
+"""Which job saves into a folder: one at a time, from its first save until its processes have ended.
+
+Two jobs that save in turn would remove each other's checkpoints as old ones. So each process that saves holds a shared
+lock on ``.job``, which has a record of its job. A job takes the folder over by an exclusive lock, which nobody gets
+while a process of another job holds the shared one. The kernel drops the locks of a process that ends, however it ends,
+and a forked child closes its copy at once. The processes of one job share the lock, so a job whose rank 0 has become
+another process, or that was restarted, goes on at once.
+
+Some file systems have no locks. There the record alone decides: whoever finds that another job has replaced its record
+has an error, and nobody removes a checkpoint that another job has written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from allranks._base.errors import UsageError
+from allranks._base.forks import Descriptor, guard
+
+__all__ = ["NO_LOCKS", "Claim", "adopt_run", "claim", "decided_run", "open_file", "release", "run_id"]
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Of a lock on a file system that has none."""
+
+_NAME = ".job"
+_LENGTH = 1024  # bytes of a record, in one write: the processes of a job may replace it at the same time
+_BUSY = (errno.EAGAIN, errno.EACCES)
+_TRIES, _PAUSE_S = 20, 0.025  # another process may hold the lock just to look
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The record of a job.
+
+    Attributes:
+        run: the job.
+        host: of the process that wrote the record.
+        pid: of that process.
+        since: seconds since 1970.
+        started: when that process was started, in ticks of the kernel: another one may get its pid.
+    """
+
+    run: str
+    host: str
+    pid: int
+    since: float
+    started: int = 0
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        return f"another job (host {self.host}, pid {self.pid}, run {self.run!r}, since {since})"
+
+    def is_dead(self) -> bool | None:
+        """Whether the process has ended; None: it is on another host."""
+        if self.host != socket.gethostname():
+            return None
+        return _started(self.pid) != self.started
+
+
+@dataclass
+class Claim:
+    """A folder into which this process saves.
+
+    Attributes:
+        run: the job.
+        fd: of the record, with the lock.
+        has_lock: whether the file system has locks.
+        remark: what the user should be told; "" for nothing.
+    """
+
+    run: str
+    fd: Descriptor
+    has_lock: bool
+    remark: str = ""
+
+    def is_of(self, record: Path) -> bool:
+        """Whether it is for the file that is there now: the folder may have been removed and made again."""
+        try:
+            return self.fd.fileno() >= 0 and os.path.samestat(os.fstat(self.fd.fileno()), os.stat(record))
+        except FileNotFoundError:
+            return False
+
+
+_guard = threading.Lock()
+_claims: dict[Path, Claim] = {}
+
+
+def claim(folder: Path, run: str) -> tuple[Claim, bool]:
+    """Makes sure that no other job saves into a folder.
+
+    Returns:
+        The claim, which lasts until this process ends; and whether it is a new one.
+
+    Raises:
+        UsageError: another job does. Names it.
+        OSError: the folder cannot be written to.
+    """
+    with _guard:
+        record = folder / _NAME
+        found = _claims.pop(folder, None)
+        if found is not None and not found.is_of(record):
+            found.fd.close()
+            found = None
+        if found is not None:
+            owner = _read(found.fd)
+            if owner is not None and owner.run == run == found.run:
+                _claims[folder] = found
+                found.remark = ""
+                return found, False
+        if found is not None and found.run == run and owner is not None and not owner.is_dead():
+            _claims[folder] = found  # so that it stays an error
+            raise _refusal(owner, folder)
+        fd = found.fd if found is not None else open_file(record)
+        try:
+            made = _claim(fd, folder, run)
+        except BaseException:
+            fd.close()
+            raise
+        _claims[folder] = made
+        return made, found is None
+
+
+def release(folder: Path) -> None:
+    """Ends a claim: for what saves once, such as a merge."""
+    with _guard:
+        if (found := _claims.pop(folder, None)) is not None:
+            found.fd.close()
+
+
+def open_file(path: Path) -> Descriptor:
+    """Opens a file for a lock, which a forked child does not keep."""
+    with guard:
+        return Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+
+
+def _claim(fd: Descriptor, folder: Path, run: str) -> Claim:
+    """Takes the lock, and writes the record."""
+    mine = Owner(run, socket.gethostname(), os.getpid(), time.time(), _started(os.getpid()))
+    for _ in range(_TRIES):
+        try:
+            if taken := _try(fd, fcntl.LOCK_EX):
+                _write(fd, mine)
+            shared = _try(fd, fcntl.LOCK_SH)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return _claim_without_lock(fd, folder, mine)
+        owner = _read(fd)
+        if shared and owner is not None and owner.run == run:
+            if not taken:
+                _write(fd, msgspec.structs.replace(mine, since=owner.since))
+            return Claim(run, fd, True)
+        time.sleep(_PAUSE_S)
+    raise _refusal(owner, folder)
+
+
+def _claim_without_lock(fd: Descriptor, folder: Path, mine: Owner) -> Claim:
+    owner, remark = _read(fd), ""
+    if owner is not None and owner.run != mine.run:
+        is_dead = owner.is_dead()
+        if is_dead is False:
+            raise _refusal(owner, folder)
+        if is_dead is None:
+            remark = (
+                f"{owner} has saved into {folder}. This file system has no locks, so it is not known whether that job"
+                " still runs: if it does, give each job a folder. Its checkpoints are not removed"
+            )
+    _write(fd, mine)
+    return Claim(mine.run, fd, False, remark)
+
+
+def _refusal(owner: Owner | None, folder: Path) -> UsageError:
+    who = "another job" if owner is None else str(owner)
+    return UsageError(
+        f"checkpoint.save: {who} saves into {folder}, until its processes have ended; give each job a folder"
+    )
+
+
+def _try(fd: Descriptor, how: int) -> bool:
+    try:
+        fcntl.flock(fd.fileno(), how | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _BUSY:
+            return False
+        raise
+    return True
+
+
+def _read(fd: Descriptor) -> Owner | None:
+    try:
+        return msgspec.json.decode(os.pread(fd.fileno(), _LENGTH, 0), type=Owner)
+    except msgspec.DecodeError:
+        return None  # nobody has written it
+
+
+def _write(fd: Descriptor, owner: Owner) -> None:
+    os.pwrite(fd.fileno(), msgspec.json.encode(owner).ljust(_LENGTH), 0)
+
+
+def _started(pid: int) -> int:
+    """When a process was started; 0 if there is none."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])
+    return 0
+
+
+# The name of the job.
+
+_run = ""
+
+
+def decided_run() -> str:
+    """The name of the job: its launcher's, or one that its ranks have agreed on; "" if there is none yet."""
+    found = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return _run or ("" if found == "none" else found)
+
+
+def adopt_run(names: list[tuple[str, str]]) -> None:
+    """Agrees with the other ranks on a name.
+
+    Args:
+        names: of each rank ``decided_run()`` and ``run_id()``.
+    """
+    global _run
+    _run = next((decided for decided, _ in names if decided), names[0][1])
+
+
+def run_id() -> str:
+    """The name of the job. Where there is none: of this process, and of those that it starts by multiprocessing."""
+    if found := decided_run():
+        return found
+    secret = hashlib.blake2b(multiprocessing.current_process().authkey, digest_size=6)
+    return f"{socket.gethostname()}-{secret.hexdigest()}"

@@ -1,0 +1,358 @@
+"""A disk, a server or an administrator that fails a save: the error names rank, place and cause, and nothing is lost.
+
+Also what does not make a save a failure, and failures that nobody has waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import allranks as dist
+from allranks import CheckpointError, checkpoint
+from allranks.checkpoint import background, folders, parts
+from allranks.testing import run_ranks
+
+RANKS = 2
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"x": torch.full((3000,), float(step)), "y": torch.full((2000,), step + 0.5), "step": step}
+
+
+def check(folder: Path, *steps: int) -> None:
+    """That these checkpoints are there, to the last bit, and no others."""
+    found = checkpoint.list(folder)
+    assert [one.step for one in found] == list(steps)
+    for one in found:
+        loaded, right = checkpoint.load(one), state(one.step)
+        assert loaded["step"] == one.step
+        assert torch.equal(loaded["x"], right["x"])
+        assert torch.equal(loaded["y"], right["y"])
+
+
+def fails(error: int, when: Callable[..., bool], real: Callable[..., Any], after: bool = False) -> Callable[..., Any]:
+    """A call that fails for some arguments; ``after``: though it was done."""
+
+    def call(*arguments: Any, **more: Any) -> Any:
+        is_due = when(*arguments, **more)
+        if is_due and not after:
+            raise OSError(error, os.strerror(error))
+        result = real(*arguments, **more)
+        if is_due:
+            raise OSError(error, os.strerror(error))
+        return result
+
+    return call
+
+
+@contextlib.contextmanager
+def failing(where: Any, name: str, error: int, when: Callable[..., bool], after: bool = False) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, fails(error, when, getattr(where, name), after), raising=False)
+        yield
+
+
+def _is_part(path: Any, *_: Any, **__: Any) -> bool:
+    return str(path).endswith(".safetensors")
+
+
+def _is_manifest(path: Any, *_: Any, **__: Any) -> bool:
+    return str(path).endswith("manifest.json")
+
+
+# Old checkpoints that cannot be removed.
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one folder", "shares"])
+def test_an_old_checkpoint_that_stays_is_a_warning(tmp_path: Path, apart: bool) -> None:
+    """Whether it does not lose its name (EACCES), or its files do not go (a server's ``.nfs`` files)."""
+
+    def saves() -> list[list[str]]:
+        rank = dist.get_rank()
+        folder = tmp_path / (f"host{rank}" if apart else "both")
+        told = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoint.save(state(1), folder, step=1, keep=1)
+        for step, (where, name, error, when) in enumerate(
+            (
+                (os, "rename", errno.EACCES, lambda source, target: ".trash." in str(target)),
+                (shutil, "rmtree", errno.ENOTEMPTY, lambda path, **_: ".trash." in str(path)),
+            ),
+            2,
+        ):
+            with warnings.catch_warnings(record=True) as caught, failing(where, name, error, when):
+                warnings.simplefilter("always")
+                assert checkpoint.save(state(step), folder, step=step, keep=1) is not None
+            told.append([str(one.message) for one in caught if "is complete in" in str(one.message)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpoint.save(state(4), folder, step=4, keep=1)
+        assert [one.step for one in checkpoint.list(folder)] == [4]
+        dist.barrier()
+        assert sorted(name[0] for name in os.listdir(folder)) == [".", ".", "s"]
+        return told
+
+    first, second = run_ranks(RANKS, saves)
+    for told in (first, second) if apart else (first,):
+        ((denied,), (left,)) = told
+        assert "checkpoint.save: step 2 is complete in" in denied
+        assert "step-0000000001" in denied
+        assert "could not be removed: Permission denied" in denied
+        assert "could not be removed: Directory not empty" in left
+    if not apart:
+        assert second == [[], []]
+        check(tmp_path / "both", 4)
+
+
+def test_what_is_half_written_and_stays_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / ".step-0000000009.0011aabb0011aabb.partial").mkdir()
+    when = lambda path, **_: "0011aabb" in str(path)  # noqa: E731
+    with (
+        failing(shutil, "rmtree", errno.EACCES, when),
+        pytest.warns(UserWarning, match=r"step 1 is complete in .*, but .*0011aabb\.partial could not be removed"),
+    ):
+        checkpoint.save(state(1), tmp_path, step=1)
+    check(tmp_path, 1)
+
+
+# A server's renames.
+
+
+@pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE])
+def test_a_rename_that_was_done_and_failed_is_done(tmp_path: Path, error: int) -> None:
+    """A server that has lost its answer is asked again, and does not find the old name."""
+    with failing(os, "rename", error, lambda source, target: "step-" in Path(target).name[:5], after=True):
+        assert checkpoint.save(state(1), tmp_path, step=1) == tmp_path / "step-0000000001"
+    with (
+        failing(os, "rename", error, lambda source, target: "step-" in Path(target).name[:5]),
+        pytest.raises(CheckpointError, match=r"step 2 was not saved into .*: rank 0 .*: " + os.strerror(error)),
+    ):
+        checkpoint.save(state(2), tmp_path, step=2)
+    check(tmp_path, 1)
+
+
+# Failures of one rank, in each call, in the background, too.
+
+CALLS: dict[str, tuple[Any, str, Callable[..., bool], int]] = {
+    "open of a part": ("builtins", "open", _is_part, errno.EIO),
+    "open of the manifest": ("builtins", "open", _is_manifest, errno.EACCES),
+    "quota": (parts, "_reserve", lambda *_: True, errno.EDQUOT),
+    "write": (os, "write", lambda *_: True, errno.EDQUOT),
+    "fsync": (os, "fsync", lambda *_: True, errno.EIO),
+    "scandir": (os, "scandir", lambda *_: True, errno.EIO),
+    "rename": (os, "rename", lambda *_: True, errno.EPERM),
+}
+
+
+def test_a_call_that_fails_on_one_rank(tmp_path: Path) -> None:
+    """Of two ranks, with one folder and with two. The next save goes well."""
+    import builtins
+
+    def saves() -> dict[str, str]:
+        rank, said = dist.get_rank(), {}
+        warnings.simplefilter("ignore")
+        for kind in ("both", f"host{rank}"):
+            checkpoint.save(state(1), tmp_path / kind, step=1)
+        for name, (where, call, when, error) in CALLS.items():
+            for victim in range(RANKS):
+                for kind in ("both", f"host{rank}"):
+                    folder = tmp_path / kind
+                    if victim and kind == "both" and name in ("open of the manifest", "scandir", "rename"):
+                        continue  # rank 0 alone does that
+                    with contextlib.ExitStack() as stack:
+                        if rank == victim:
+                            place = builtins if where == "builtins" else where
+                            stack.enter_context(failing(place, call, error, when))
+                        with pytest.raises(CheckpointError) as caught:
+                            checkpoint.save_async(state(2), folder, step=2).wait(60)
+                    said[f"{name} {victim} {kind[:4]}"] = str(caught.value)
+                    for part in (f"step 2 was not saved into {folder}", f"rank {victim} (", os.strerror(error)):
+                        assert part in str(caught.value), (name, victim, kind)
+        for kind in ("both", f"host{rank}"):
+            newest = checkpoint.latest(tmp_path / kind, group=dist.group.WORLD)
+            assert newest is not None
+            assert newest.step == 1
+            checkpoint.save(state(3), tmp_path / kind, step=3)
+        return said
+
+    first, second = run_ranks(RANKS, saves)
+    assert first is not None
+    assert second is not None
+    assert {key: words for key, words in first.items() if "both" in key} == {
+        key: words for key, words in second.items() if "both" in key
+    }
+    check(tmp_path / "both", 3, 1)
+    for kind in ("both", "host0", "host1"):
+        assert len(os.listdir(tmp_path / kind)) == 4  # .job, .lock, and two
+
+
+def test_a_copy_that_fails_on_one_rank(tmp_path: Path) -> None:
+    """There is no memory for it: all ranks have the error, and none waits for the others."""
+
+    def saves() -> str:
+        if dist.get_rank() == 1:
+
+            def no_memory(nbytes: int) -> Any:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+            background._touched, real = no_memory, background._touched
+        saving = checkpoint.save_async(state(1), tmp_path, step=1)
+        with pytest.raises(CheckpointError) as caught:
+            saving.wait(60)
+        if dist.get_rank() == 1:
+            background._touched = real
+        checkpoint.save_async(state(2), tmp_path, step=2).wait(60)
+        return str(caught.value)
+
+    first, second = run_ranks(RANKS, saves)
+    assert first == second
+    assert first is not None
+    assert "step 1 was not saved" in first
+    assert "rank 1 (" in first
+    assert "Cannot allocate memory" in first
+    check(tmp_path, 2)
+
+
+# Delays.
+
+
+def test_nothing_is_announced_before_a_slow_disk_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An fsync that does not end: the program goes on, and the checkpoint is not there until it has ended."""
+    begun, end = threading.Event(), threading.Event()
+    checkpoint.save(state(1), tmp_path, step=1)
+    real = os.fsync
+
+    def slow(fd: int) -> None:
+        begun.set()
+        end.wait()
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    saving = checkpoint.save_async(state(2), tmp_path, step=2)
+    assert begun.wait(60)
+    assert not saving.done()
+    with pytest.raises(dist.TimeoutError, match="step 2 was not saved"):
+        saving.wait(0.05)
+    assert [one.step for one in checkpoint.list(tmp_path)] == [1]  # load would wait for it
+    assert checkpoint.verify(tmp_path) == []
+    end.set()
+    saving.wait(60)
+    check(tmp_path, 2, 1)
+
+
+# Folders that go, and that must not be written to.
+
+
+@pytest.mark.parametrize("moment", ["between saves", "after the parts", "before the rename"])
+def test_a_folder_that_is_removed(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a" / "checkpoints"
+    checkpoint.save(state(1), folder, step=1)
+    if moment == "between saves":
+        shutil.rmtree(folder.parent)
+    else:
+        name = {"after the parts": "complete", "before the rename": "new_name"}[moment]
+        real = getattr(folders, name)
+
+        def removes(*arguments: Any) -> Any:
+            shutil.rmtree(folder.parent)
+            return real(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(folders, name, removes)
+            with pytest.raises(CheckpointError, match=r"step 2 was not saved into .*: rank 0 .*No such file"):
+                checkpoint.save(state(2), folder, step=2)
+        assert not folder.exists()
+    checkpoint.save(state(3), folder, step=3)
+    check(folder, 3)
+
+
+PLAIN_USER = """
+import os, sys
+from allranks import checkpoint
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+try:
+    checkpoint.save({"x": 1}, sys.argv[1], step=2)
+except checkpoint.CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_folder_that_must_not_be_written_to() -> None:
+    if os.getuid():
+        pytest.skip("changing the user needs root")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "checkpoints"
+        checkpoint.save(state(1), folder, step=1)
+        Path(name).chmod(0o755)
+        folder.chmod(0o755)
+        done = subprocess.run(
+            [sys.executable, "-c", PLAIN_USER, folder], capture_output=True, text=True, check=True, cwd="/"
+        )
+        assert f"step 2 was not saved into {folder}: rank 0" in done.stdout
+        assert "Permission denied" in done.stdout
+        check(folder, 1)
+
+
+# Failures that nobody has waited for.
+
+
+def test_a_failure_is_raised_by_whatever_is_called_next(tmp_path: Path) -> None:
+    checkpoint.save(state(1), tmp_path, step=1)
+    calls: list[Callable[[], Any]] = [
+        lambda: checkpoint.latest(tmp_path),
+        lambda: checkpoint.list(tmp_path),
+        lambda: checkpoint.verify(tmp_path),
+        lambda: checkpoint.merge(tmp_path, into=tmp_path / "x"),
+        lambda: checkpoint.load(tmp_path),
+        lambda: checkpoint.StorageWriter(tmp_path, step=3).set_up_storage_writer(True),
+    ]
+    for call in calls:
+        with failing(os, "fsync", errno.EIO, lambda *_: True):
+            saving = checkpoint.save_async(state(2), tmp_path, step=2)
+            assert saving._ended.wait(60)
+        with pytest.raises(CheckpointError, match=r"step 2 was not saved into .*Input/output error"):
+            call()
+        if call is not calls[3]:
+            call()  # once
+
+
+AT_THE_END = """
+import atexit, errno, os, sys
+atexit.register(lambda: print("handlers run", flush=True))
+from allranks import checkpoint
+def fsync(fd):
+    raise OSError(errno.EIO, "Input/output error")
+os.fsync = fsync
+saving = checkpoint.save_async({"x": 1}, sys.argv[1], step=7)
+if sys.argv[2] == "waits":
+    try:
+        saving.wait()
+    except checkpoint.CheckpointError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("does not wait", 1), ("waits", 0)])
+def test_a_failure_at_the_end_of_a_process(tmp_path: Path, how: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_THE_END, tmp_path, how], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code
+    assert done.stdout == "handlers run\n"
+    words = f"allranks: checkpoint.save: step 7 was not saved into {tmp_path}: rank 0"
+    assert (words in done.stderr, "Input/output error" in done.stderr) == (code == 1, code == 1)

@@ -1,0 +1,170 @@
+"""Two jobs and one folder: the first one has it until its processes have ended, and neither loses a checkpoint.
+
+The jobs are processes that save when they are told to, in turn. Where the file system has no locks, which a process
+simulates by an ``flock`` that fails, the record of the job decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from allranks import checkpoint
+from allranks.checkpoint import folders, owners
+
+JOB = """
+import errno, fcntl, os, socket, sys, time, warnings
+folder, host, locks = sys.argv[1:]
+if locks == "without":
+    def flock(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+    fcntl.flock = flock
+if host:
+    socket.gethostname = lambda: host
+from allranks import checkpoint
+for line in sys.stdin:
+    if line == "fork\\n":
+        pid = os.fork()
+        if not pid:
+            time.sleep(1000)
+        print(pid, flush=True)
+        continue
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            checkpoint.save({"from": os.getpid()}, folder, step=int(line), keep=1)
+            print("saved", *(each.message for each in caught), flush=True)
+        except Exception as error:
+            print(type(error).__name__, str(error).replace("\\n", " "), flush=True)
+"""
+
+
+class Job:
+    """A process that saves when it is told to."""
+
+    def __init__(self, folder: Path, run: str, host: str, locks: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", JOB, folder, host, locks],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TORCHELASTIC_RUN_ID": run},
+        )
+
+    def tell(self, line: object) -> str:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream is not None
+            stream.close()
+
+
+class Jobs(contextlib.ExitStack):
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def start(self, run: str, host: str = "", locks: str = "with") -> Job:
+        job = Job(self.folder, run, host, locks)
+        self.callback(job.kill)
+        return job
+
+    def steps(self) -> list[int]:
+        return [info.step for info in checkpoint.list(self.folder)]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    with Jobs(tmp_path) as found:
+        yield found
+
+
+@pytest.mark.parametrize("locks", ["with", "without"])
+def test_the_first_job_has_the_folder_until_it_ends(jobs: Jobs, locks: str) -> None:
+    """Also while it saves nothing. Its restart goes on at once, and so does another job when it is dead."""
+    first, second = (jobs.start(run, locks=locks) for run in ("one", "two"))
+    assert first.tell(1) == "saved"
+    for step in (2, 3):
+        words = second.tell(step)
+        assert words.startswith("UsageError checkpoint.save: another job")
+        assert f"pid {first.process.pid}, run 'one', since 20" in words
+        assert f"saves into {jobs.folder}, until its processes have ended" in words
+    assert first.tell(4) == "saved"
+    again = jobs.start("one", locks=locks)
+    assert again.tell(5) == "saved"
+    worker = int(first.tell("fork"))
+    try:
+        first.kill()
+        assert jobs.steps() == [5]
+        assert "run 'one'" in second.tell(6)  # its restart lives
+        again.kill()
+        assert second.tell(7) == "saved"  # a forked worker of it lives, and does not save
+    finally:
+        os.kill(worker, 9)
+    assert jobs.steps() == ([7] if locks == "with" else [7, 5])  # not removed, as it is another job's
+    assert second.tell(8) == "saved"
+    assert jobs.steps() == ([8] if locks == "with" else [8, 5])
+
+
+def test_jobs_on_two_hosts_without_locks(jobs: Jobs) -> None:
+    """Whether the first one lives is not known: the second one is warned, and the first one has the error."""
+    first, second = (jobs.start(run, host, "without") for run, host in (("one", "here"), ("two", "there")))
+    assert first.tell(1) == "saved"
+    words = second.tell(2)
+    assert words.startswith("saved")
+    assert "step 2 is complete" in words
+    assert f"host here, pid {first.process.pid}, run 'one'" in words
+    assert "has no locks, so it is not known whether that job still runs" in words
+    for step in (3, 4):
+        assert f"host there, pid {second.process.pid}, run 'two'" in first.tell(step)
+    assert second.tell(5) == "saved"
+    assert jobs.steps() == [5, 1]
+
+
+def test_a_folder_that_was_removed_is_claimed_again(tmp_path: Path, jobs: Jobs) -> None:
+    first, second = (jobs.start(run) for run in ("one", "two"))
+    assert first.tell(1) == "saved"
+    (tmp_path / ".job").unlink()
+    assert second.tell(2) == "saved"
+    assert "run 'two'" in first.tell(3)
+
+
+def test_processes_of_a_job_have_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's, else that of the rank that has one, else rank 0's."""
+    monkeypatch.setattr(owners, "_run", "")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert owners.decided_run() == ""
+    alone = owners.run_id()
+    assert alone == owners.run_id()
+    owners.adopt_run([("", "zero"), ("", alone)])
+    assert owners.run_id() == owners.decided_run() == "zero"
+    owners.adopt_run([("", "new"), ("zero", "zero")])
+    assert owners.run_id() == "zero"
+
+
+def test_a_checkpoint_that_is_gone_is_told(tmp_path: Path) -> None:
+    (tmp_path / "step-0000000001").mkdir()
+    told = folders.tidy(tmp_path / "step-0000000002", 1, None)
+    assert told == [f"{tmp_path / 'step-0000000002'} is not there any more: another program has removed it"]
+    assert (tmp_path / "step-0000000001").is_dir()
+
+
+def test_a_merge_gives_the_folder_back(tmp_path: Path) -> None:
+    with folders.holding(tmp_path, "a merge", stays=False) as held:
+        assert held == folders.Held("", [])
+    with folders.holding(tmp_path, "another"):
+        pass
+    owners.release(tmp_path)
