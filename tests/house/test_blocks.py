@@ -1,0 +1,152 @@
+"""Every code block of the documents has a test: the one that runs it, or that runs what it is a part of.
+
+Commands that need several hosts, a scheduler, or minutes are not run as they stand; tests in tests/hosts, tests/launch
+and tests/tools run such. Here the command's own parser reads each of them, so that no document has an unknown option.
+"""
+
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from allranks._base.console import collecting_help
+from allranks.launch.arguments.options import parse
+from allranks.tools.commands import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "examples/README.md",
+    *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
+]
+FENCE = re.compile(r"^```([^`\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"(?:^|\n\n)((?:    .*\n?|\n(?=    ))+)")
+OUTPUT = re.compile(
+    r"\[0\]|allranks run:|\$ allranks trace show|(Mismatch|PeerLost|Checkpoint)Error:|4 ranks on 2 hosts|Not all ranks|"
+    r"checkpoints/\n|node0: checkpoints/|AllranksError\(|>>> print"
+)
+"""How blocks begin that show what is printed or written; the words of errors are in tests/house/texts.txt."""
+
+PYTHON = {
+    "README.md": "house/test_docs.py",
+    "docs/index.md": "house/test_docs.py",
+    "docs/start.md": "house/test_guides.py",
+    "docs/process_groups.md": "house/test_guides.py",
+    "docs/training.md": "house/test_guides.py",
+    "docs/tuning.md": "house/test_guides.py",
+    "docs/thd.md": "house/test_guides.py",
+    "docs/moving.md": "house/test_moving.py",
+    "docs/master_worker.md": "house/test_master_worker_page.py",
+    "docs/torch.md": "house/test_fragments.py",
+    "docs/security.md": "house/test_fragments.py",
+    "docs/launching.md": "house/test_docs.py",
+    "docs/resilience.md": "house/test_fragments.py",
+    "docs/checkpoints.md": "house/test_fragments.py",
+    "docs/extending.md": "conformance/test_own_engine.py",
+}
+"""The test that runs the Python blocks of a page, but for those below."""
+
+OTHERS = {
+    # page, beginning of a block: the test that has it, or why none runs it as it stands
+    ("docs/launching.md", "import allranks\n"): "launch/test_call.py",
+    ("docs/launching.md", "import allranks as dist\nimport allranks.logging"): "house/test_fragments.py",
+    ("docs/launching.md", "store = dist.TCPStore"): "house/test_fragments.py",
+    ("docs/resilience.md", "try:\n"): "faults/test_survival.py",
+    ("docs/resilience.md", "state = dist.resilience.State(model=model"): "resilience/",
+    ("docs/resilience.md", "state = dist.resilience.State(\n"): "resilience/",
+    ("docs/checkpoints.md", "with checkpoint.as_default"): "checkpoint/test_dcp.py",
+    ("docs/security.md", "openssl req"): "store/",
+    ("docs/torch.md", "torch.distributed.init_process_group"): "api/test_reconfigure.py",
+    ("docs/torch.md", "dist.init_process_group()  # the world"): "plugin/",
+    ("docs/tracing.md", "with dist.trace.record"): "trace/",
+    ("docs/extending.md", "# pyproject.toml"): "conformance/",
+    ("docs/extending.md", "from allranks.schedulers"): "hosts/test_own_scheduler.py",
+    ("docs/extending.md", "[project.entry-points"): "hosts/test_own_scheduler.py",
+    ("docs/extending.md", "// all_reduce of up to"): "house/test_algorithms.py",
+    ("docs/extending.md", "ROW(all_reduce"): "house/test_algorithms.py",
+    ("docs/extending.md", "def load(worker"): "remote/",
+    ("docs/extending.md", 'allranks.init_process_group("mine")'): "engines/",
+    ("README.md", 'torch.distributed.init_process_group("allranks")'): "plugin/",
+}
+
+SHELL = re.compile(
+    r"allranks |make |git |source |python |srun |sbatch |mpirun |mpiexec |pip |openssl |export |for |done|cd "
+    r"|torchrun |(\.\./base/)?\.venv/bin/|\.\./base/"
+)
+
+
+def blocks(page: str) -> Iterator[tuple[str, str]]:
+    """Language and text of each block; an indented one has no language."""
+    text = (ROOT / page).read_text()
+    for language, block in FENCE.findall(text):
+        if not language.startswith("{"):  # what Sphinx does
+            yield language, block
+    for block in INDENTED.findall(re.sub(FENCE, "", text)):
+        plain = re.sub(r"^    ", "", block.lstrip("\n"), flags=re.MULTILINE)
+        if plain.strip() and not re.match(r"\s*[-*|] ", plain):
+            yield "", plain
+
+
+def commands(block: str) -> list[str]:
+    """The lines of a block that a shell runs, without comments and without variables before the command."""
+    lines = block.replace("\\\n", " ").splitlines()
+    plain = [re.sub(r"(^|\s)#.*", "", re.sub(r"^(?:\w+=\S* )+", "", line.strip())).strip() for line in lines]
+    return [line for line in plain if line]
+
+
+def is_shell(block: str) -> bool:
+    return all(SHELL.match(line) or OUTPUT.match(line) for line in commands(block))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_executed_or_has_a_reason(page: str) -> None:
+    unknown = []
+    for language, block in blocks(page):
+        listed = any(page == where and block.startswith(start) for where, start in OTHERS)
+        shown = language == "text" or OUTPUT.match(block.lstrip()) is not None
+        known = language == "python" and page in PYTHON
+        if not (listed or shown or known or (language in ("", "bash") and is_shell(block))):
+            unknown.append(block[:60])
+    assert unknown == [], "name the test that runs it, in this file"
+
+
+def test_named_tests_and_blocks_exist() -> None:
+    named = {*PYTHON.values(), *OTHERS.values()}
+    assert [name for name in named if not (ROOT / "tests" / name).exists()] == []
+    gone = [key for key in OTHERS if not any(block.startswith(key[1]) for _, block in blocks(key[0]))]
+    assert gone == []
+
+
+def calls() -> list[str]:
+    """What stands after `allranks` in lines of all pages."""
+    found = set()
+    for page in PAGES:
+        for language, block in blocks(page):
+            if language in ("", "bash"):
+                for line in commands(block):
+                    call = re.match(r"(?:srun [^a]*|\S*\.venv/bin/)?allranks (.*)", line)
+                    if call and not line.startswith("allranks run:"):
+                        found.add(re.split(r" [<>|&] ?", call[1])[0])
+    return sorted(found)
+
+
+@pytest.mark.parametrize("line", calls())
+def test_command_is_understood(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("node0 slots=4\nnode1 slots=4\n")
+    name, *words = shlex.split(line.replace("--backend mine", "--backend native"))  # of a package that is not installed
+    assert name in COMMANDS
+    if name == "run" and "--help" not in words:
+        assert parse(words).target.name
+    else:
+        options = {word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)}
+        with collecting_help() as shown:
+            help_words = [word for word in words[:1] if name in ("trace", "checkpoint")]
+            with pytest.raises(SystemExit):
+                importlib.import_module(COMMANDS[name][0]).main([*help_words, "--help"])
+        known = {option for parser in shown for action in parser._actions for option in action.option_strings}
+        assert options <= known or "--" in words or name in ("submit", "torchrun", "launch")
