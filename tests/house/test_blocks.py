@@ -53,6 +53,7 @@ PYTHON = {
 OTHERS = {
     # page, beginning of a block: the test that has it, or why none runs it as it stands
     ("docs/launching.md", "import allranks\n"): "launch/test_call.py",
+    ("docs/launching.md", "  for batch in (loop := allranks.progress"): "launch/test_call.py",
     ("docs/launching.md", "import allranks as dist\nimport allranks.logging"): "house/test_fragments.py",
     ("docs/launching.md", "store = dist.TCPStore"): "house/test_fragments.py",
     ("docs/resilience.md", "try:\n"): "faults/test_survival.py",

@@ -1,0 +1,43 @@
+"""torchmetrics, as it is, computes over our groups what it computes over those of gloo.
+
+The program is examples/trainers/torchmetrics_values.py.
+Lightning brings it, in an environment of its own (`make trainers`). Without it the test is skipped; with
+ALLRANKS_TEST_ALL=1, as CI has it, it fails.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / "build" / "trainers-venv" / "bin" / "python"
+
+
+def values(backend: str) -> dict[str, list[str]]:
+    """What each rank prints, by rank."""
+    command = [PYTHON, "-m", "allranks", "run", "-n", "2", ROOT / "examples/trainers/torchmetrics_values.py"]
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [*command, "--backend", backend],
+        env={**clean, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    return {rank: [line.removeprefix(rank) for line in lines if line.startswith(rank)] for rank in ("[0] ", "[1] ")}
+
+
+def test_values_are_those_of_gloo() -> None:
+    if not PYTHON.exists():
+        missing = f"there is no {PYTHON.relative_to(ROOT)} with torchmetrics: make trainers"
+        pytest.fail(missing) if os.environ.get("ALLRANKS_TEST_ALL") == "1" else pytest.skip(missing)
+    ours = values("allranks")
+    assert ours == values("gloo")
+    assert ours["[0] "] == ours["[1] "]
+    assert [line.split()[0] for line in ours["[0] "]] == [
+        "MulticlassAccuracy", "MulticlassAUROC", "MulticlassConfusionMatrix", "MeanSquaredError", "PearsonCorrCoef",
+    ]  # fmt: skip
