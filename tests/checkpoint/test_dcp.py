@@ -439,3 +439,42 @@ def test_a_torch_that_looks_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"has no torch\.distributed\.checkpoint\._storage_utils$"):
         with checkpoint.as_default():
             pass
+
+
+def test_from_one_wrapper_to_another_and_back(tmp_path: Path) -> None:
+    """DDP on 2 ranks, FSDP2 on 4, FSDP2 on 8, DDP again, and one process: no wrapper and no number of ranks is seen."""
+    folders = [tmp_path / name for name in "abc"]
+
+    def begins() -> Numbers:
+        model, optimizer = trained(1, sharded=False)
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        checkpoint.save({"model": wrapped, "optimizer": optimizer}, folders[0], step=1)
+        checkpoint.save({"model": wrapped.state_dict(), "optimizer": optimizer}, folders[2], step=1)
+        return numbers(model, optimizer)
+
+    def shards() -> Numbers:
+        model, optimizer = trained(2, sharded=True)
+        checkpoint.load(folders[0], into={"model": model, "optimizer": optimizer})
+        checkpoint.save({"model": model, "optimizer": optimizer}, folders[1], step=1)
+        return numbers(model, optimizer)
+
+    def ends() -> list[Numbers]:
+        model, optimizer = trained(3, sharded=True)
+        checkpoint.load(folders[1], into={"model": model, "optimizer": optimizer})
+        found = [numbers(model, optimizer)]
+        for folder in folders[1:]:  # and what has the names of the wrapper
+            plain, optimizer = trained(4, sharded=False)
+            wrapped = nn.parallel.DistributedDataParallel(plain)
+            checkpoint.load(folder, into={"model": wrapped, "optimizer": optimizer})
+            found.append(numbers(plain, optimizer))
+        return found
+
+    expected = in_world(2, "allranks", begins, tmp_path)[0]
+    for got in in_world(4, "allranks", shards, tmp_path):
+        assert_same(got, expected)
+    for each in in_world(8, "allranks", ends, tmp_path):
+        for got in each:
+            assert_same(got, expected)
+    model, optimizer = trained(5, sharded=False)
+    checkpoint.load(folders[1], into={"model": torch.compile(model, backend="eager"), "optimizer": optimizer})
+    assert_same(numbers(model, optimizer), expected)

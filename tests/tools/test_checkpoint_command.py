@@ -84,6 +84,12 @@ def test_show(saved: Path) -> None:
     assert found["values"] == {"epoch": "1", "name": '"as it was"', "betas": "[0.9, 0.99]"}
     assert {tensor["name"] for tensor in found["tensors"]} == {"model.weight", "model.bias", "shard", "mine"}
     assert [file["rank"] for file in found["files"]] == [0, 1]
+    mine = json.loads(output("show", saved, "--rank", 1, "--json"))["tensors"]
+    assert [tensor["ranks"] for tensor in mine if tensor["name"] == "mine"] == [[1]]
+    assert len(mine) == 4
+    done = command("show", saved, "--rank", 2)
+    assert done.returncode == 2
+    assert "--rank 2: step 2 has ranks 0 to 1" in done.stderr
 
 
 def test_verify(saved: Path, tmp_path: Path) -> None:
@@ -142,7 +148,8 @@ def test_export(saved: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert f"{file} is there already; write over it: --force" in done.stderr
     assert file.read_bytes() == before
-    output("export", saved, file, "--force")
+    told = json.loads(output("export", saved, file, "--force", "--json"))
+    assert told == {"file": str(file), "nbytes": file.stat().st_size, "step": 2, "rank": 0, "tensors": 4, "left_out": 3}
     assert safetensors.torch.load_file(file)["mine"] == 0
     assert sorted(os.listdir(tmp_path)) == ["one.pt", "one.safetensors"]
 
@@ -203,7 +210,8 @@ def test_shares_are_named(shares: Path) -> None:
 def test_merge(shares: Path, tmp_path: Path) -> None:
     text = output("merge", shares / "host0", shares / "host1", "--into", tmp_path / "into")
     assert text.startswith(f"{tmp_path / 'into' / 'step-0000000002'}: whole (")
-    output("merge", shares / "host1", shares / "host0", "--into", tmp_path / "into", "--step", "1")
+    told = output("merge", shares / "host1", shares / "host0", "--into", tmp_path / "into", "--step", "1", "--json")
+    assert json.loads(told)["path"] == str(tmp_path / "into" / "step-0000000001")
     assert output("verify", tmp_path / "into", "--all").count(": whole\n") == 2
     done = command("merge", shares / "host0", "--into", tmp_path / "into", "--step", "1")
     assert done.returncode == 2

@@ -4,11 +4,16 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
+import allranks as dist
+from allranks import checkpoint
 from allranks._base.console import has_colours
+from allranks.testing import run_ranks
 from support import terminal_model
 from support.console import on_terminal
 
@@ -53,7 +58,54 @@ def test_nothing_is_drawn_into_a_file(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("the result\n", "")
 
 
-class Terminal:
+BARS = """
+import sys
+from allranks.tools import checkpoint, progress
+
+progress._LONG_S = {long}
+sys.exit(checkpoint.main({words}))
+"""
+
+
+@pytest.fixture(scope="module")
+def shares(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two hosts, as one, and as a share on each."""
+    folder = tmp_path_factory.mktemp("bars")
+
+    def saves() -> None:
+        rank = dist.get_rank()
+        warnings.simplefilter("ignore")
+        for path in (folder / "whole", folder / f"host{rank}"):
+            checkpoint.save({"t": torch.full((3_000_000,), float(rank))}, path, step=1)
+
+    run_ranks(2, saves)
+    return folder
+
+
+@pytest.mark.parametrize("command", ["verify", "diff", "export", "merge"])
+def test_bars(command: str, shares: Path, tmp_path: Path) -> None:
+    """How much, how fast, how long; and nothing is left of it. Without a terminal there is none."""
+    whole = str(shares / "whole")
+    words = {
+        "verify": ["verify", whole],
+        "diff": ["diff", whole, whole],
+        "export": ["export", whole, str(tmp_path / "x.safetensors"), "--force"],
+        "merge": ["merge", str(shares / "host0"), str(shares / "host1"), "--into", str(tmp_path / "into")],
+    }[command]
+    code = BARS.format(long=-1, words=words)
+    seen = on_terminal(code, {"TERM": "xterm", "COLUMNS": "120", "NO_COLOR": "1"})
+    assert re.search(r"allranks checkpoint: .*\d+%.*\d+\.\d/\d+\.\d MB.*[kMG]B/s.*\d:\d\d:\d\d", seen)
+    screen = terminal_model.Terminal(120)
+    screen.feed(seen.encode())
+    assert [row for row in screen.rows if row] == ([] if command == "diff" else screen.rows[:1])
+    assert command == "diff" or screen.rows[0].startswith(str(tmp_path if command in ("export", "merge") else shares))
+    assert screen.cursor_visible
+    if command == "verify":
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert (done.stdout, done.stderr) == (f"{whole}/step-0000000001: whole\n", "")
+
+
+class OfTerminal:
     def isatty(self) -> bool:
         return True
 
@@ -68,7 +120,7 @@ def test_colours(environ: dict[str, str], expected: bool, monkeypatch: pytest.Mo
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert has_colours(Terminal()) is expected
+    assert has_colours(OfTerminal()) is expected
 
 
 @pytest.mark.parametrize("environ", [{"TERM": "xterm"}, {"TERM": "xterm", "NO_COLOR": "1"}])

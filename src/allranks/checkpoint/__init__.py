@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from allranks._base.errors import CheckpointError, UsageError
-from allranks.checkpoint import background, choosing, loading, merging, saving, single_file, verifying
+from allranks.checkpoint import background, choosing, loading, merging, one_file, saving, single_file, verifying
 from allranks.checkpoint.background import Saving
 from allranks.checkpoint.company import alone, company_of
 from allranks.checkpoint.folders import Info, PathLike, list_checkpoints
@@ -69,6 +69,7 @@ def save(
     keep: int | None = None,
     keep_every: int | None = None,
     own: Sequence[str] = (),
+    alike: Sequence[str] = (),
     group: Any = None,
 ) -> Path | None:
     """Saves a state: with ``step`` as a checkpoint of all ranks in a folder, without as one file.
@@ -90,7 +91,9 @@ def save(
         keep: so many of the newest checkpoints stay, the others are removed; None: all stay.
         keep_every: with ``keep``: those whose step is a multiple of it stay, too.
         own: paths in the state (``"replay"``, ``"model.cache"``) of which each rank's tensors are written, without
-            comparing. Others that are larger than 64 KiB are compared between ranks by a sample of 64 KiB.
+            comparing. All others are compared between ranks by a hash of their bytes.
+        alike: paths of which the program promises that all ranks have the same: they are compared by a sample of 64 KiB
+            each, which is faster. A difference beside it is lost: one rank's is saved for all.
         group: the ranks; None: the world, or this process alone where there is none. Torch's groups, too.
 
     Returns:
@@ -102,17 +105,18 @@ def save(
         OSError: without ``step``: the file could not be written.
 
     Cost:
-        each rank writes its share, and waits for the disk; five small exchanges between the ranks.
+        each rank reads its state once to compare it, writes its share, and waits for the disk; five small exchanges
+        between the ranks.
     """
     if step is None:
-        if keep is not None or keep_every is not None or own or group is not None:
+        if keep is not None or keep_every is not None or own or alike or group is not None:
             raise UsageError(
-                "checkpoint.save: keep, keep_every, own and group are for checkpoints of all ranks: add step="
+                "checkpoint.save: keep, keep_every, own, alike and group are for checkpoints of all ranks: add step="
             )
         single_file.save(obj, path)
         return None
     background.settle()
-    return saving.save(obj, path, step=step, keep=keep, keep_every=keep_every, own=own, group=group)
+    return saving.save(obj, path, step=step, keep=keep, keep_every=keep_every, own=own, alike=alike, group=group)
 
 
 def save_async(
@@ -123,6 +127,7 @@ def save_async(
     keep: int | None = None,
     keep_every: int | None = None,
     own: Sequence[str] = (),
+    alike: Sequence[str] = (),
     group: Any = None,
 ) -> Saving:
     """Saves as `save` does, in the background: it returns when this rank's share is copied.
@@ -136,6 +141,7 @@ def save_async(
         keep: as for `save`.
         keep_every: as for `save`.
         own: as for `save`.
+        alike: as for `save`.
         group: as for `save`.
 
     Returns:
@@ -146,9 +152,12 @@ def save_async(
         CheckpointError: the one before has failed, and ``wait`` was not called.
 
     Cost:
-        a copy of this rank's share into memory that is kept; two small exchanges between the ranks.
+        one read of this rank's state to compare it, and a copy of its share into memory that is kept; two small
+        exchanges between the ranks.
     """
-    return background.save_async(obj, path, step=step, keep=keep, keep_every=keep_every, own=own, group=group)
+    return background.save_async(
+        obj, path, step=step, keep=keep, keep_every=keep_every, own=own, alike=alike, group=group
+    )
 
 
 def load(
@@ -167,10 +176,11 @@ def load(
     has not comes from ranks whose folders have it, at most 64 MiB at a time.
 
     Args:
-        path: a file; a checkpoint, or what `latest` gave; or a folder of checkpoints, of which the newest is taken.
+        path: a file of `save`, of torch.save, or in the safetensors format; a checkpoint, or what `latest` gave; or a
+            folder of checkpoints, of which the newest is taken.
         map_location: of a file: where tensors go, as in `torch.load`.
         weights_only: of a file: accept only tensors and plain containers. False runs whatever code the file holds.
-        into: of a folder: what is filled. It has the structure of what was saved, or of a part of it; tensors, modules
+        into: what is filled. It has the structure of what was saved, or of a part of it; tensors, modules
             and optimizers keep their memory and devices. None: a new state, with whole tensors on the CPU.
         step: of a folder of checkpoints: which one; None: the newest.
         group: as for `save`.
@@ -179,17 +189,16 @@ def load(
         The state.
 
     Raises:
-        UsageError: ``into`` has what the checkpoint has not, or tensors of another shape.
-        CheckpointError: there is no such checkpoint, or it is damaged: names file, tensor and rank; or only a share of
-            it is there. Parts of ``into`` may have been filled.
+        UsageError: ``into`` has what the checkpoint has not, or tensors of another shape or dtype. Nothing is filled.
+        CheckpointError: there is no such checkpoint, or a file is missing: nothing is filled. Or it is damaged: names
+            file, tensor and rank; parts of ``into`` may have been filled. A failure of one rank is one of all.
         FileNotFoundError: there is nothing at ``path``.
-        AllranksError: the file is damaged, or none that `save` wrote.
         pickle.UnpicklingError: the file holds objects that ``weights_only=True`` refuses.
     """
     if os.path.isfile(path):
-        if into is not None or step is not None:
-            raise UsageError(f"checkpoint.load: {os.fspath(path)!r} is a file; into and step are for folders")
-        return single_file.load(path, map_location, weights_only)
+        if step is not None:
+            raise UsageError(f"checkpoint.load: {os.fspath(path)!r} is a file; step is for folders of checkpoints")
+        return one_file.load_file(path, map_location, weights_only, into)
     is_told = isinstance(path, Info) or not (into is None and step is None and group is None)
     if not is_told and not os.path.exists(path):  # a file, for all that is known, which other ranks do not ask for
         raise FileNotFoundError(f"checkpoint.load: there is nothing at {os.fspath(path)!r}")

@@ -25,7 +25,7 @@ from allranks._call.bytes import view_of
 from allranks.checkpoint import folders
 from allranks.checkpoint.company import Company
 from allranks.checkpoint.layout import Job
-from allranks.checkpoint.offers import local_part
+from allranks.checkpoint.offers import local_part, words_of
 from allranks.checkpoint.saving import Call, gather
 from allranks.checkpoint.values import Flat
 
@@ -179,6 +179,7 @@ def save_async(
     keep: int | None = None,
     keep_every: int | None = None,
     own: Sequence[str] = (),
+    alike: Sequence[str] = (),
     group: Any = None,
 ) -> Saving:
     """Copies what this rank will write, and writes it in the background; see ``allranks.checkpoint.save_async``."""
@@ -186,7 +187,7 @@ def save_async(
     settle()
     call = Call(folder, step, keep, keep_every, group)
     company = company_apart(call.company)
-    gathered = gather(call, state, own)
+    gathered = gather(call, state, own, alike)
     jobs = gathered.plan.files.get(call.company.rank, [])
     views: list[memoryview] = []
     failure: BaseException | None = None
@@ -240,7 +241,8 @@ def _copied(jobs: Sequence[Job], flat: Flat) -> list[memoryview]:
         part = local_part(job.offer.name, flat.tensors[job.offer.name])[0]
         place = memory[at : at + part.nbytes]
         if part.nbytes:
-            place.view(part.dtype).view(part.shape).copy_(part)
+            words = words_of(part)
+            place.view(words.dtype).view(words.shape).copy_(words)
         views.append(view_of(place) if part.nbytes else memoryview(b""))
         at += _aligned(part.nbytes)
     return views

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from allranks._api import objects
 from allranks._api.world import is_initialized, resolve_group
+from allranks._base.errors import AllranksError, CheckpointError, UsageError
 from allranks._group.process_group import ProcessGroup
 
-__all__ = ["Company", "alone", "company_of", "in_words", "this_process"]
+__all__ = ["Company", "alone", "company_of", "failure_of", "in_words", "this_process", "together"]
 
 T = TypeVar("T")
 
@@ -142,6 +143,49 @@ class _Torchs:
 def _decoded(found: list[Any], kind: Any) -> list[Any]:
     decode = msgspec.msgpack.Decoder(kind).decode
     return [decode(each) for each in found]
+
+
+class _Outcome(NamedTuple):
+    """How something went for a rank.
+
+    Attributes:
+        trouble: why it failed; "" if it did not.
+        is_usage: whether that is a UsageError.
+        process: host and pid.
+    """
+
+    trouble: str
+    is_usage: bool
+    process: tuple[str, int]
+
+
+def together(company: Company, act: Callable[[], T]) -> T:
+    """All ranks of a load do something. Returns what this one has come to; a failure of one is raised on all.
+
+    Raises:
+        CheckpointError: another rank has failed. UsageError if it has raised one.
+    """
+    found: T
+    failure: Exception | None = None
+    try:
+        found = act()
+        mine = _Outcome("", False, this_process())
+    except Exception as error:  # noqa: BLE001 - raised when the others are told
+        failure, mine = error, _Outcome(in_words(error), isinstance(error, UsageError), this_process())
+    outcomes = company.exchange(mine, _Outcome)
+    if failure is not None:
+        raise failure
+    for rank, outcome in enumerate(outcomes):
+        if outcome.trouble:
+            raise failure_of(rank, outcome.process, outcome.trouble, outcome.is_usage)
+    return found
+
+
+def failure_of(rank: int, process: tuple[str, int], trouble: str, is_usage: bool) -> AllranksError:
+    """The error of a load that has failed on another rank."""
+    kind = UsageError if is_usage else CheckpointError
+    words = trouble.removeprefix("checkpoint.load: ")
+    return kind(f"checkpoint.load: rank {rank} ({process[0]}, pid {process[1]}): {words}")
 
 
 def in_words(error: BaseException) -> str:

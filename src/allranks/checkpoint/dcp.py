@@ -274,14 +274,14 @@ def _resolution(item: plans.WriteItem, planner: plans.SavePlanner, offer: layout
                 f"checkpoint: the planner gives {offer.name!r} as {tensor.dtype} {list(tensor.shape)}, and its plan has"
                 f" torch.{offer.dtype} {list(offer.part)}"
             )
-        return tensor.resolve_conj().resolve_neg()
+        return tensor
 
     return resolve
 
 
 def _views(sources: Iterator[Callable[[], Tensor]]) -> Iterator[memoryview]:
     for source in sources:
-        plain = source().cpu().contiguous()
+        plain = offers.plain_of(source())
         yield view_of(plain)
 
 

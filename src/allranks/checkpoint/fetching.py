@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import OrderedDict
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -21,7 +21,7 @@ from allranks._base.errors import CheckpointError, UsageError
 from allranks._call.bytes import view_of
 from allranks.checkpoint import parts
 from allranks.checkpoint.choosing import Chosen
-from allranks.checkpoint.company import Company, in_words, this_process
+from allranks.checkpoint.company import Company, failure_of, in_words, this_process
 
 __all__ = ["RemoteFile", "Rounds"]
 
@@ -106,7 +106,7 @@ class Rounds:
         for rank, message in enumerate(messages):
             if message.trouble:
                 self._is_over = True
-                _raise(rank, message)
+                raise failure_of(rank, message.process, message.trouble, message.is_usage)
         got, wait = None, None
         if wanted is not None:
             got = torch.empty(wanted.end - wanted.begin + 1, dtype=torch.uint8)  # and whether it could be read
@@ -172,9 +172,3 @@ class RemoteFile:
                 self._windows.popitem(last=False)
         view[:] = view_of(window)[where - begin : end - begin]
         return xxhash.xxh3_64_intdigest(view)
-
-
-def _raise(rank: int, message: _Message) -> NoReturn:
-    host, pid = message.process
-    kind = UsageError if message.is_usage else CheckpointError
-    raise kind(f"checkpoint.load: rank {rank} ({host}, pid {pid}): {message.trouble}")

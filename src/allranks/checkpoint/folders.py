@@ -167,7 +167,7 @@ def list_checkpoints(folder: PathLike) -> list[Info]:
                 found[key] = Info.of(one.path, load_manifest(one.path))
         except FileNotFoundError:
             continue  # removed meanwhile
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             warnings.warn(f"checkpoint: {one.path.name} is left out: {error}", stacklevel=3)
     return list(found.values())
 
@@ -179,7 +179,7 @@ def newest(folder: PathLike) -> Info | None:
             return Info.of(one.path, load_manifest(one.path))
         except FileNotFoundError:
             continue
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             warnings.warn(f"checkpoint: {one.path.name} is left out: {error}", stacklevel=3)
     return None
 

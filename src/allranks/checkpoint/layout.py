@@ -15,7 +15,10 @@ import msgspec
 
 from allranks._base.errors import UsageError, rank_list
 
-__all__ = ["Job", "Offer", "Plan", "make_plan", "place"]
+__all__ = ["Box", "Job", "Offer", "Plan", "make_plan", "overlap", "place"]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""A part of a tensor: where it begins, and its shape."""
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -28,7 +31,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
         shape: of the whole.
         offsets: where the part begins in it.
         part: its shape.
-        digest: of its bytes, or of a sample of them: of the whole of those that are small.
+        digest: of its bytes.
         own: each rank's is written, whether they differ or not.
     """
 
@@ -173,7 +176,7 @@ def _shards(name: str, had: list[tuple[int, Offer]]) -> list[Job]:
 def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Offer], jobs: Iterable[Job]) -> None:
     """That the parts make up the whole, and none is in two."""
     covered = sum(math.prod(part.part) for part in parts)
-    if covered == math.prod(shape) and not _overlap(parts):
+    if covered == math.prod(shape) and not overlap([(part.offsets, part.part) for part in parts]):
         return
     listed = "; ".join(
         f"rank {job.holders[0]}: {list(job.offer.part)} at {list(job.offer.offsets)}" for job in list(jobs)[:4]
@@ -184,17 +187,34 @@ def _check_cover(name: str, shape: tuple[int, ...], parts: Sequence[Offer], jobs
     )
 
 
-def _overlap(parts: Sequence[Offer]) -> bool:
-    """Whether two parts share an element. Parts that begin beyond another's end in the first dimension are not
-    compared: of shards along it, neighbours only."""
-    ordered = sorted(parts, key=lambda part: part.offsets)
-    for number, one in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if one.offsets and other.offsets[0] >= one.offsets[0] + one.part[0]:
+def overlap(boxes: Sequence[Box]) -> bool:
+    """Whether two boxes share an element. Boxes that a plane along a dimension separates are not compared."""
+    todo = [[(offsets, shape) for offsets, shape in boxes if math.prod(shape)]]
+    while todo:
+        near = todo.pop()
+        if len(near) < 2:
+            continue
+        for dimension in range(len(near[0][0])):
+            if len(apart := _apart(near, dimension)) > 1:
+                todo += apart
                 break
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(one.offsets, one.part, other.offsets, other.part, strict=True)
-            ):
+        else:
+            if any(_share(one, other) for number, one in enumerate(near) for other in near[:number]):
                 return True
     return False
+
+
+def _apart(boxes: list[Box], dimension: int) -> list[list[Box]]:
+    """The boxes in groups that do not touch each other in a dimension."""
+    groups: list[list[Box]] = []
+    end = -1
+    for offsets, shape in sorted(boxes, key=lambda box: box[0][dimension]):
+        if offsets[dimension] >= end:
+            groups.append([])
+        groups[-1].append((offsets, shape))
+        end = max(end, offsets[dimension] + shape[dimension])
+    return groups
+
+
+def _share(one: Box, other: Box) -> bool:
+    return all(a < b + m and b < a + n for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True))

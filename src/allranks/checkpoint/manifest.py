@@ -6,9 +6,11 @@ large as it says, before a byte of memory is taken. The digest finds accidents, 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import torch
 import xxhash
 
 from allranks._base.errors import CheckpointError
+from allranks.checkpoint.layout import overlap
+from allranks.checkpoint.values import tree_problem
 
 __all__ = [
     "BLOCK",
@@ -33,6 +37,7 @@ __all__ = [
     "decode",
     "dtype_of",
     "load_manifest",
+    "size_problem",
 ]
 
 WHOLE_FORMAT, SHARED_FORMAT = 1, 2
@@ -42,6 +47,7 @@ BLOCK = 4 << 20
 
 _LARGEST = 1 << 30  # bytes of a manifest
 _MOST = 1 << 62
+_LATEST = 1e11  # seconds since 1970: what a calendar has
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 _END = re.compile(rb',"digest":"([0-9a-f]{32})"}\n?\Z')
 
@@ -222,8 +228,9 @@ def load_manifest(folder: Path, sizes: bool = True) -> Manifest:
         OSError: it cannot be read; FileNotFoundError where it is not there.
     """
     path = folder / MANIFEST
-    if (length := os.path.getsize(path)) > _LARGEST:
-        raise CheckpointError(f"{path} has {length} bytes, which is no manifest")
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST:
+        raise CheckpointError(f"{path} is no manifest: it is no plain file, or has {found.st_size} bytes")
     manifest = decode(path, path.read_bytes())
     if sizes:
         check_sizes(folder, manifest)
@@ -261,7 +268,7 @@ def _decode(path: Path, data: bytes) -> Manifest:
         raise CheckpointError(f"{path} is damaged: its contents do not have the digest at its end")
     try:
         return msgspec.json.decode(body + b"}", type=Manifest)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest that this version reads: {error}") from None
 
 
@@ -284,6 +291,10 @@ def _problem(manifest: Manifest) -> str:
     share = manifest.share or Share("", 0, 0)
     if not 0 <= share.number <= share.count or (manifest.share is not None and not share.number):
         return f"share {share.number} of {share.count} is impossible"
+    if not (0 <= manifest.step < 10**18 and 0 <= manifest.when < _LATEST):
+        return f"step {manifest.step} at {manifest.when} is impossible"
+    if len({file.name for file in manifest.files}) < len(manifest.files):
+        return "two files have one name"
     for file in manifest.files:
         if not (0 < file.share <= share.count if share.count else file.share == 0):
             return f"the file {file.name[:80]!r} is in share {file.share} of {share.count}"
@@ -292,7 +303,9 @@ def _problem(manifest: Manifest) -> str:
     for saved in manifest.tensors:
         if problem := _tensor_problem(manifest, saved):
             return f"tensor {saved.name[:200]!r}: {problem}"
-    return ""
+    if problem := _shared_bytes(manifest):
+        return problem
+    return next(filter(None, map(tree_problem, manifest.trees)), "")
 
 
 def _tensor_problem(manifest: Manifest, saved: Saved) -> str:
@@ -314,15 +327,38 @@ def _tensor_problem(manifest: Manifest, saved: Saved) -> str:
         if len(piece.hashes) != 8 * -(-nbytes // manifest.block):
             return "hashes are missing"
         covered += math.prod(piece.shape)
-    return "" if covered == math.prod(saved.shape) else "its parts do not make it up"
+    if covered != math.prod(saved.shape):
+        return "its parts do not make it up"
+    return "two parts of it overlap" if overlap([(piece.offsets, piece.shape) for piece in saved.pieces]) else ""
+
+
+def _shared_bytes(manifest: Manifest) -> str:
+    """That no byte is in two parts: so all tensors together are no larger than the files are."""
+    ranges = sorted(
+        (piece.file, piece.begin, piece.begin + math.prod(piece.shape) * dtype_of(saved.dtype).itemsize, saved.name)
+        for saved in manifest.tensors
+        for piece in saved.pieces
+        if math.prod(piece.shape)
+    )
+    for (file, _, end, name), (other, begin, _, following) in itertools.pairwise(ranges):
+        if file == other and begin < end:
+            return f"tensors {name[:200]!r} and {following[:200]!r} share bytes of {manifest.files[file].name}"
+    return ""
 
 
 def _check_size(folder: Path, file: File) -> None:
     try:
-        found = os.path.getsize(folder / file.name)
+        found = os.lstat(folder / file.name)
     except FileNotFoundError:
         raise CheckpointError(f"{folder / file.name} is missing; rank {file.rank} wrote it") from None
-    if found != file.nbytes:
-        raise CheckpointError(
-            f"{folder / file.name} has {found} bytes, and must have {file.nbytes}; rank {file.rank} wrote it"
-        )
+    if problem := size_problem(found, file):
+        raise CheckpointError(f"{folder / file.name} {problem}")
+
+
+def size_problem(found: os.stat_result, file: File) -> str:
+    """Why something with the name of a file is not that file; "" if it may be."""
+    if not stat.S_ISREG(found.st_mode):
+        return f"is no plain file; rank {file.rank} wrote one"
+    if found.st_size != file.nbytes:
+        return f"has {found.st_size} bytes, and must have {file.nbytes}; rank {file.rank} wrote it"
+    return ""

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,7 +17,7 @@ from allranks.checkpoint.inventory import Candidate, by_step, look
 from allranks.checkpoint.manifest import WHOLE_FORMAT, Manifest, load_manifest
 from allranks.checkpoint.verifying import check_files
 
-__all__ = ["merge"]
+__all__ = ["merge", "merge_shares"]
 
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 
@@ -41,6 +41,23 @@ def merge(*sources: folders.PathLike, into: folders.PathLike, step: int | None =
         CheckpointError: a share is missing or damaged: names it, and who wrote it.
         OSError: a file cannot be read or written.
     """
+    return merge_shares(sources, into, step)
+
+
+def merge_shares(
+    sources: Sequence[folders.PathLike],
+    into: folders.PathLike,
+    step: int | None,
+    progress: Callable[[str, int, int], None] = lambda words, done, total: None,
+) -> Path:
+    """See ``merge``.
+
+    Args:
+        sources: see there.
+        into: see there.
+        step: see there.
+        progress: is told what is done, and how many bytes are, of how many: each is copied or linked, and read.
+    """
     candidate, places = _candidate([Path(source) for source in sources], step)
     manifests = _manifests(candidate, places)
     target = Path(os.path.realpath(into))
@@ -53,9 +70,12 @@ def merge(*sources: folders.PathLike, into: folders.PathLike, step: int | None =
         first = manifests[1]
         files = tuple(msgspec.structs.replace(file, share=0) for file in first.files)
         merged = msgspec.structs.replace(first, format=WHOLE_FORMAT, files=files, share=None)
+        taken = 0
         for file in first.files:
+            progress("copies", taken, 2 * merged.nbytes)
             _take(places[file.share] / file.name, partial / file.name)
-        if problems := check_files(partial, merged):
+            taken += file.nbytes
+        if problems := check_files(partial, merged, lambda done, total: progress("reads", total + done, 2 * total)):
             raise CheckpointError(f"checkpoint.merge: step {candidate.step}: {problems[0]}")
         folders.sync_folder(partial)
         return folders.complete(partial, merged)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -14,18 +15,45 @@ from allranks._call.bytes import view_of
 from allranks.checkpoint.layout import Job, Offer
 from allranks.checkpoint.values import Flat, Shard
 
-__all__ = ["local_part", "offer_of", "views_of"]
+__all__ = ["Compared", "digest_of", "local_part", "offer_of", "plain_of", "views_of", "words_of"]
 
-_SMALL = 64 << 10  # bytes: larger tensors are compared by a sample
+_SMALL = 64 << 10  # bytes: of larger tensors a sample is taken
 _SAMPLES, _GRAIN = 1024, 64  # so many, of so many bytes
+_WEIGHTS = 1 << 20
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def offer_of(name: str, value: Tensor | Shard, own: Sequence[str]) -> Offer:
-    """What this rank tells of a tensor. ``own``: paths of those of which each rank's is written."""
+class Compared(NamedTuple):
+    """How tensors are compared between ranks: by all bytes, but for those below some paths in the state.
+
+    Attributes:
+        own: each rank's is written, without comparing.
+        alike: the program promises that they are alike: a sample is compared.
+        ranks: how many there are; one alone compares nothing.
+    """
+
+    own: Sequence[str]
+    alike: Sequence[str]
+    ranks: int
+
+    def digest(self, name: str, part: Tensor) -> int:
+        """What is told of the bytes."""
+        if self.ranks == 1 or is_below(name, self.own):
+            return 0
+        return sample_digest(part) if is_below(name, self.alike) else digest_of(part)
+
+
+def is_below(name: str, paths: Sequence[str]) -> bool:
+    """Whether a tensor is at one of these paths, or in what is there."""
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
+
+
+def offer_of(name: str, value: Tensor | Shard, compared: Compared) -> Offer:
+    """What this rank tells of a tensor."""
     part, offsets, shape = local_part(name, value)
-    is_own = any(name == path or name.startswith(f"{path}.") for path in own)
-    dtype = str(part.dtype).removeprefix("torch.")
-    return Offer(name, dtype, part.element_size(), shape, offsets, tuple(part.shape), _digest(part), is_own)
+    dtype, digest = str(part.dtype).removeprefix("torch."), compared.digest(name, part)
+    is_own = is_below(name, compared.own)
+    return Offer(name, dtype, part.element_size(), shape, offsets, tuple(part.shape), digest, is_own)
 
 
 def local_part(name: str, value: Tensor | Shard) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
@@ -34,7 +62,7 @@ def local_part(name: str, value: Tensor | Shard) -> tuple[Tensor, tuple[int, ...
         return value.tensor.detach(), value.offsets, value.shape
     if hasattr(value, "_local_tensor") and hasattr(value, "device_mesh"):
         return _part_of_dtensor(name, value)
-    return value.detach().resolve_conj().resolve_neg(), (0,) * value.dim(), tuple(value.shape)
+    return value.detach(), (0,) * value.dim(), tuple(value.shape)
 
 
 def _part_of_dtensor(name: str, value: Any) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
@@ -53,19 +81,55 @@ def _part_of_dtensor(name: str, value: Any) -> tuple[Tensor, tuple[int, ...], tu
     return part, offsets, whole
 
 
-def _digest(part: Tensor) -> int:
-    """Of all bytes of a small tensor, of a sample of a large one."""
+def words_of(tensor: Tensor) -> Tensor:
+    """The same memory as numbers, as torch cannot copy every dtype. Lazy views get memory of their own."""
+    plain = tensor.resolve_conj().resolve_neg()
+    return plain.view(_WORDS[plain.element_size()])
+
+
+def plain_of(tensor: Tensor) -> Tensor:
+    """Its elements without gaps, on the CPU; a copy where they are not there already."""
+    return words_of(tensor).cpu().contiguous()
+
+
+def digest_of(part: Tensor) -> int:
+    """Of all its bytes. On a device it is another one: there a copy to the CPU would take longer than all else."""
     if not part.numel():
         return 0
-    if part.nbytes <= _SMALL:
-        plain = part.cpu().contiguous()
+    if part.is_cpu:
+        plain = plain_of(part)  # held: the view does not
         return xxhash.xxh3_64_intdigest(view_of(plain)) >> 1
-    flat = part.reshape(-1)  # a copy, where it is not contiguous
-    stride = max(1, flat.numel() // _SAMPLES)
-    grain = max(1, _GRAIN // part.element_size())
-    rows = flat[: stride * _SAMPLES].view(-1, stride)[:, :grain] if flat.numel() >= stride * _SAMPLES else flat
+    return sums_digest(part)
+
+
+def sample_digest(part: Tensor) -> int:
+    """Of all bytes of a small tensor, of a sample of a large one."""
+    if part.nbytes <= _SMALL:
+        return digest_of(part)
+    flat = words_of(part).reshape(-1)
+    stride, grain = max(1, flat.numel() // _SAMPLES), max(1, _GRAIN // flat.element_size())
+    rows = flat[: stride * _SAMPLES].view(_SAMPLES, stride)[:, :grain]
     plain = torch.cat([rows.reshape(-1), flat[-grain:]]).cpu()
     return xxhash.xxh3_64_intdigest(view_of(plain)) >> 1
+
+
+def sums_digest(part: Tensor) -> int:
+    """A digest that a device computes: each word times an odd number of its own, in sums of 64 bits."""
+    words = words_of(part).reshape(-1)
+    words = words.view(torch.int64) if words.is_complex() else words
+    weights = _weights(words.device)
+    length = weights.numel()
+    chunks = (words[begin : begin + length] for begin in range(0, words.numel(), length))
+    sums = torch.stack([(chunk.long() * weights[: chunk.numel()]).sum() for chunk in chunks]).cpu()
+    return xxhash.xxh3_64_intdigest(view_of(sums)) >> 1
+
+
+@functools.cache
+def _weights(device: torch.device) -> Tensor:
+    """The same on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (_WEIGHTS,), generator=generator)
+    return (drawn | 1).to(device)
 
 
 def views_of(jobs: Sequence[Job], flat: Flat) -> Sequence[memoryview]:
@@ -85,7 +149,7 @@ class _Views(Sequence[memoryview]):
 
     def __getitem__(self, index: Any) -> Any:
         tensor = self._tensors[index]
-        self._plain = tensor.cpu().contiguous()
+        self._plain = plain_of(tensor)
         return view_of(self._plain) if tensor.nbytes else memoryview(b"")
 
     def __iter__(self) -> Iterator[memoryview]:

@@ -22,13 +22,14 @@ import msgspec
 import xxhash
 
 from allranks._base.errors import CheckpointError
+from allranks.checkpoint.company import in_words
 from allranks.checkpoint.folders import write_all
 from allranks.checkpoint.layout import Job
-from allranks.checkpoint.manifest import BLOCK, File, Manifest, Piece, Saved, dtype_of
+from allranks.checkpoint.manifest import BLOCK, File, Manifest, Piece, Saved, dtype_of, size_problem
 
-__all__ = ["LocalFile", "Source", "open_part", "read_rows", "write_part"]
+__all__ = ["KINDS", "OTHERS", "LocalFile", "Source", "open_part", "read_rows", "write_part"]
 
-_KINDS = {
+KINDS = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -46,6 +47,9 @@ _KINDS = {
     "bool": "BOOL",
 }
 """safetensors' names; tensors of other dtypes are there as bytes, and the manifest has their dtype."""
+
+OTHERS = "dtypes"
+"""In the metadata of a file: the dtype and the shape of those tensors."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
@@ -96,15 +100,23 @@ def write_part(
 
 def _head_of(jobs: Sequence[Job], step: int, rank: int) -> bytes:
     """What is before the tensors of a file."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step), "rank": str(rank)}}
+    about = {"format": "pt", "step": str(step), "rank": str(rank)}
+    entries: dict[str, object] = {"__metadata__": about}
+    others: dict[str, tuple[str, tuple[int, ...]]] = {}
     for job in jobs:
         offer = job.offer
-        kind = _KINDS.get(offer.dtype)
-        entries[job.key] = {
+        kind, key = KINDS.get(offer.dtype), job.key
+        while key in entries:  # a tensor named "__metadata__", or "x#3" beside what rank 3 has as "x"
+            key += "~"
+        if kind is None:
+            others[key] = (offer.dtype, offer.part)
+        entries[key] = {
             "dtype": kind or "U8",
             "shape": list(offer.part) if kind else [offer.nbytes],
             "data_offsets": [job.begin, job.begin + offer.nbytes],
         }
+    if others:
+        about[OTHERS] = msgspec.json.encode(others).decode()
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 64)
     return len(text).to_bytes(_HEAD_SIZE, "little") + text
@@ -156,9 +168,23 @@ class LocalFile:
 
 @contextlib.contextmanager
 def open_part(folder: Path, file: File) -> Iterator[LocalFile]:
-    """A file to read from."""
-    fd = os.open(folder / file.name, os.O_RDONLY | os.O_CLOEXEC)
+    """A file to read from.
+
+    Raises:
+        CheckpointError: it is not there, no plain file, of another size, or cannot be opened. Names who wrote it.
+    """
+    path = folder / file.name
+    try:  # what waits for a writer (a FIFO) is opened at once, and refused
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; rank {file.rank} wrote it") from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path} is no plain file; rank {file.rank} wrote one") from None
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; rank {file.rank} wrote it") from error
     try:
+        if problem := size_problem(os.fstat(fd), file):
+            raise CheckpointError(f"{path} {problem}")
         yield LocalFile(fd)
     finally:
         os.close(fd)
@@ -188,7 +214,10 @@ def read_rows(
         first, last = number * block, min((number + 1) * block, nbytes)
         inside = first >= begin and last <= end
         view = into[first - begin : last - begin] if inside else memoryview(bytearray(last - first))
-        found = source.read(piece.begin + first, view, ahead)
+        try:
+            found = source.read(piece.begin + first, view, ahead)
+        except OSError as error:
+            raise damaged(manifest, saved, piece, first, last, in_words(error)) from error
         if found != int.from_bytes(hashes[8 * number : 8 * number + 8], "little"):
             raise damaged(manifest, saved, piece, first, last)
         if not inside:
@@ -200,12 +229,11 @@ def _nbytes_of(saved: Saved, piece: Piece, manifest: Manifest) -> int:
     return math.prod(piece.shape) * dtype_of(saved.dtype).itemsize
 
 
-def damaged(manifest: Manifest, saved: Saved, piece: Piece, begin: int, end: int) -> CheckpointError:
-    """The error of bytes that are not what was written: names file, tensor, and rank."""
+def damaged(manifest: Manifest, saved: Saved, piece: Piece, begin: int, end: int, why: str = "") -> CheckpointError:
+    """The error of bytes that are not what was written, or cannot be read: names file, tensor, and rank."""
     file = manifest.files[piece.file]
-    writer = manifest.writers[file.rank] if file.rank < len(manifest.writers) else None
+    writer = manifest.writers[file.rank] if 0 <= file.rank < len(manifest.writers) else None
     who = f"rank {file.rank}" + (f" ({writer.host}, pid {writer.pid})" if writer else "")
-    return CheckpointError(
-        f"step {manifest.step}: {file.name} is damaged in bytes {piece.begin + begin} to {piece.begin + end} (it is not"
-        f" what was written): tensor {saved.name!r}, written by {who}"
-    )
+    where = f"bytes {piece.begin + begin} to {piece.begin + end}"
+    what = f"cannot be read in {where} ({why})" if why else f"is damaged in {where} (it is not what was written)"
+    return CheckpointError(f"step {manifest.step}: {file.name} {what}: tensor {saved.name!r}, written by {who}")

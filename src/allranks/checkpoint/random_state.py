@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -32,12 +33,23 @@ class RandomState:
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "torch" not in state or "python" not in state:
+        if not isinstance(state, dict) or "torch" not in state or "python" not in state:
             raise UsageError("RandomState: this is not the state of one")
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
-        if "cuda" in state and _cuda.is_available() and len(state["cuda"]) == _cuda.device_count():
-            _cuda.set_rng_state_all(state["cuda"])
+        if "cuda" in state:
+            self._set_cuda(state["cuda"])
         if "numpy" in state and "numpy" in sys.modules:
             kind, keys, *rest = state["numpy"]
             sys.modules["numpy"].random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+
+    def _set_cuda(self, states: list[torch.Tensor]) -> None:
+        devices = _cuda.device_count() if _cuda.is_available() else 0
+        if len(states) == devices:
+            _cuda.set_rng_state_all(states)
+            return
+        warnings.warn(
+            f"RandomState: the generators of {len(states)} CUDA devices were saved, and this process has {devices}: its"
+            " own are left as they are, so random numbers on CUDA are others than without the restart",
+            stacklevel=3,
+        )

@@ -36,7 +36,7 @@ from allranks.checkpoint.manifest import (
     Share,
     Writer,
 )
-from allranks.checkpoint.offers import offer_of, views_of
+from allranks.checkpoint.offers import Compared, offer_of, views_of
 from allranks.checkpoint.owners import adopt_run, decided_run, run_id
 from allranks.checkpoint.values import Flat, Tree, flatten
 
@@ -73,11 +73,12 @@ def save(
     keep: int | None = None,
     keep_every: int | None = None,
     own: Sequence[str] = (),
+    alike: Sequence[str] = (),
     group: Any = None,
 ) -> Path:
     """Writes a checkpoint of what all ranks have. Called by all of them; see ``allranks.checkpoint.save``."""
     call = Call(folder, step, keep, keep_every, group)
-    gathered = gather(call, state, own)
+    gathered = gather(call, state, own, alike)
     return call.write(gathered, call.company, views_of(gathered.plan.files.get(call.company.rank, []), gathered.flat))
 
 
@@ -327,15 +328,17 @@ def _described(error: BaseException) -> str:
 # What the ranks have.
 
 
-def gather(call: Call, state: object, own: Sequence[str]) -> Gathered:
+def gather(call: Call, state: object, own: Sequence[str], alike: Sequence[str]) -> Gathered:
     """What all ranks have, and who writes what. All of them call it."""
     company = call.company
     flat: Flat | None = None
 
+    compared = Compared(own, alike, company.size)
+
     def mine() -> tuple[Tree, list[Offer], tuple[str, int], tuple[str, str]]:
         nonlocal flat
         flat = flatten(state)
-        offers = [offer_of(name, value, own) for name, value in flat.tensors.items()]
+        offers = [offer_of(name, value, compared) for name, value in flat.tensors.items()]
         return flat.tree, offers, this_process(), (decided_run(), run_id())
 
     found = call._vote(company, mine, tuple[Any, list[Offer], tuple[str, int], tuple[str, str]])

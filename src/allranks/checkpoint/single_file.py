@@ -20,17 +20,26 @@ import io
 import os
 import re
 import secrets
+import struct
 import zipfile
-from typing import Any
+import zlib
+from typing import Any, BinaryIO
 
 import torch
+import xxhash
 
-from allranks._base.errors import AllranksError, UsageError
+from allranks._base.errors import CheckpointError, UsageError
 from allranks._base.forks import guard
 
 __all__ = ["load", "save"]
 
 PathLike = str | os.PathLike[str]
+
+_SEAL, _DIGITS = b"allranks xxh3 ", 32
+_LENGTH = 2  # bytes at the end of a zip archive: the length of the comment that follows
+_STEP = 1 << 20  # bytes that are read at a time
+# What Python raises of a zip archive that is none.
+_DAMAGES = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, ValueError, IndexError, OverflowError)
 
 # File systems on which flock() is not to be had (NFS without a lock daemon, some FUSE ones).
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -73,6 +82,7 @@ def save(obj: Any, path: PathLike) -> None:
                     if sink.failure is not None:
                         raise sink.failure from None
                     raise
+                _seal(raw, sink)
                 os.fsync(raw.fileno())
                 os.replace(temporary, final)
         except BaseException:
@@ -101,35 +111,92 @@ def load(path: PathLike, map_location: Any = "cpu", weights_only: bool = True) -
 
     Raises:
         OSError: The file cannot be read; FileNotFoundError where there is none.
-        AllranksError: The file is damaged, or none that `save` wrote.
+        CheckpointError: The file is damaged, or none that `save` or `torch.save` wrote.
         pickle.UnpicklingError: It holds objects that ``weights_only=True`` refuses.
+
+    Cost: the file is read twice, the first time to check it.
     """
     with open(path, "rb") as file:  # where there is none, Python's own words
         if not zipfile.is_zipfile(file):
-            raise AllranksError(f"{os.fspath(path)} is damaged or not a checkpoint ({os.path.getsize(path)} bytes)")
-    return torch.load(path, map_location=map_location, weights_only=weights_only)
+            raise CheckpointError(f"{os.fspath(path)} is damaged or not a checkpoint ({os.path.getsize(path)} bytes)")
+        _check(file, os.fspath(path))
+    try:
+        return torch.load(path, map_location=map_location, weights_only=weights_only)
+    except RuntimeError as error:
+        if "PytorchStreamReader" not in str(error):
+            raise
+        raise CheckpointError(f"{os.fspath(path)} is damaged: {error}") from error
+
+
+def _seal(raw: io.RawIOBase, sink: _Sink) -> None:
+    """Writes a hash of all bytes behind them, as the comment that a zip archive may have. torch checks none."""
+    seal = _SEAL + sink.hash.hexdigest().encode()
+    end = raw.tell()
+    raw.seek(end - _LENGTH)
+    _write_all(raw, len(seal).to_bytes(_LENGTH, "little") + seal)
+
+
+def _check(file: BinaryIO, name: str) -> None:
+    """That a file is what was written. One without a hash, of torch or an older version, has sums of its records."""
+    size = os.fstat(file.fileno()).st_size
+    sealed = size - len(_SEAL) - _DIGITS
+    file.seek(max(0, sealed))
+    seal = file.read()
+    if sealed < _LENGTH or not seal.startswith(_SEAL):
+        _check_records(file, name)
+        return
+    found, left = xxhash.xxh3_128(), sealed - _LENGTH
+    file.seek(0)
+    while left and (part := file.read(min(left, _STEP))):
+        found.update(part)
+        left -= len(part)
+    found.update(bytes(_LENGTH))  # of the comment, when there was none
+    if found.hexdigest().encode() != seal[len(_SEAL) :]:
+        raise CheckpointError(f"{name} is damaged: its bytes are not what was written")
+
+
+def _check_records(file: BinaryIO, name: str) -> None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of a place before the file's first byte
+            raise
+        raise CheckpointError(f"{name} is damaged: a record would be outside of it") from error
+    except _DAMAGES as error:
+        raise CheckpointError(f"{name} is damaged: {error}") from error
+    if damaged is not None:
+        raise CheckpointError(
+            f"{name} is damaged in {damaged}: the record does not have its CRC-32. Where torch has written none"
+            " (torch.serialization.set_crc32_options), torch.load reads the file"
+        )
+
+
+def _write_all(raw: io.RawIOBase, data: Any) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[raw.write(view) or 0 :]
 
 
 class _Sink(io.RawIOBase):
-    """Writes all or raises, and remembers why: torch's writer swallows the reason."""
+    """Writes all or raises, and remembers why: torch's writer swallows the reason. Hashes what it writes."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
         self.raw = raw
+        self.hash = xxhash.xxh3_128()
         self.failure: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):
-            try:
-                done += self.raw.write(view[done:]) or 0
-            except OSError as error:
-                self.failure = error
-                raise
-        return done
+        try:
+            _write_all(self.raw, data)
+        except OSError as error:
+            self.failure = error
+            raise
+        self.hash.update(data)
+        return len(memoryview(data).cast("B"))
 
 
 def _create_locked(directory: str, name: str) -> tuple[int, str]:

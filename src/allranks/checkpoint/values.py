@@ -13,23 +13,37 @@ from __future__ import annotations
 import base64
 import binascii
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from allranks._base.errors import AllranksError, CheckpointError, UsageError
 from allranks._call.bytes import bytes_of
 
-__all__ = ["Flat", "Shard", "Tree", "flatten", "require_dense", "state_of", "unflatten"]
+__all__ = [
+    "Flat",
+    "Shard",
+    "Tree",
+    "bare",
+    "flatten",
+    "has_state",
+    "require_dense",
+    "state_of",
+    "tree_problem",
+    "unflatten",
+]
 
 Tree = Any
 """What JSON can hold."""
 
 _DEEPEST = 200  # levels: a state that contains itself would have no end
 _WORD = 1 << 63
+_WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+_NUMPY = re.compile(r"[<|=]?[biufc]\d{1,2}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +95,7 @@ class Flat:
         """Takes a tensor. Returns its name: that of the same memory, if it was here before."""
         plain = tensor.tensor if isinstance(tensor, Shard) else tensor
         require_dense(path, plain)
-        memory = _memory_of(plain)
+        memory = _memory_of(tensor)
         if memory is not None and memory in self._names:
             return self._names[memory]
         name, number = path, 1
@@ -101,11 +115,15 @@ def require_dense(path: str, tensor: Tensor) -> None:
         raise UsageError(f"checkpoint: tensor {path!r} is {kind}; only dense tensors with memory can be saved")
 
 
-def _memory_of(tensor: Tensor) -> tuple[object, ...] | None:
-    local = getattr(tensor, "_local_tensor", tensor)
+def _memory_of(tensor: Tensor | Shard) -> tuple[object, ...] | None:
+    """The same for tensors of the same values at the same place in the same whole; None: it has no memory."""
+    plain, whole = (tensor.tensor, (tensor.offsets, tensor.shape)) if isinstance(tensor, Shard) else (tensor, None)
+    local: Tensor = getattr(plain, "_local_tensor", plain)
     if not local.numel():
         return None
-    return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device, tuple(tensor.shape)
+    lazy = (local.is_conj(), local.is_neg(), plain.is_conj(), plain.is_neg())
+    spread = (getattr(plain, "device_mesh", None), getattr(plain, "placements", None), tuple(plain.shape), whole)
+    return local.data_ptr(), tuple(local.shape), local.stride(), local.dtype, local.device, lazy, spread
 
 
 def flatten(state: object, path: str = "") -> Flat:
@@ -126,7 +144,20 @@ def flatten(state: object, path: str = "") -> Flat:
 
 def state_of(value: Any) -> Any:
     """What an object with ``state_dict`` saves; any other value itself."""
-    return value.state_dict() if has_state(value) else value
+    return bare(value).state_dict() if has_state(value) else value
+
+
+def bare(value: Any) -> Any:
+    """The module in a wrapper for data parallelism or of torch.compile, which only changes the names; else the value.
+
+    So a checkpoint does not depend on how a model was trained.
+    """
+    while isinstance(value, nn.Module) and type(value).__name__ in _WRAPPERS:
+        inner = getattr(value, _WRAPPERS[type(value).__name__], None)
+        if not isinstance(inner, nn.Module):
+            break
+        value = inner
+    return value
 
 
 def has_state(value: object) -> bool:
@@ -137,8 +168,7 @@ def has_state(value: object) -> bool:
 def _encode(value: Any, path: str, flat: Flat, depth: int) -> Tree:
     if depth > _DEEPEST:
         raise UsageError(f"checkpoint: the state is nested more than {_DEEPEST} levels deep at {path[:80]!r}")
-    if has_state(value):
-        value = value.state_dict()
+    value = state_of(value)
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (Tensor, Shard)):
@@ -206,6 +236,67 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+def tree_problem(tree: Tree) -> str:
+    """What is wrong with a tree that was read; "" for nothing. What needs torch or NumPy is left to ``unflatten``."""
+    todo: list[tuple[Tree, int]] = [(tree, 0)]
+    while todo:
+        item, depth = todo.pop()
+        if depth > _DEEPEST + 1:
+            return f"its state is nested more than {_DEEPEST} levels deep"
+        if item is None or isinstance(item, (bool, int, float, str)):
+            continue
+        inner = item if isinstance(item, list) else _inside(item)
+        if inner is None:
+            return f"its state has an impossible value: {str(item)[:80]}"
+        todo += [(each, depth + 1) for each in inner]
+    return ""
+
+
+def _inside(item: dict[str, Any]) -> list[Tree] | None:
+    """The trees in a value with a tag; None if it is not such a value."""
+    if len(item) != 1:
+        return None
+    ((tag, value),) = item.items()
+    match tag:
+        case "dict" if isinstance(value, dict):
+            return list(value.values())
+        case "items" if isinstance(value, list) and all(map(_is_entry, value)):
+            return [each for _, each in value]
+        case "tuple" if isinstance(value, list):
+            return value
+        case "tensor" | "int" | "float" | "bytes" | "dtype" | "device" if isinstance(value, str):
+            return []
+        case "size" if _is_shape(value):
+            return []
+        case "complex" if isinstance(value, list) and len(value) == 2 and all(map(_is_key, value)):
+            return []
+        case "numpy" if isinstance(value, list) and len(value) == 3:
+            kind, shape, name = value
+            return [] if _is_kind(kind) and _is_shape(shape) and isinstance(name, str) else None
+        case "numpy_scalar" if isinstance(value, list) and len(value) == 2:
+            return [] if _is_kind(value[0]) and isinstance(value[1], str) else None
+    return None
+
+
+def _is_entry(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and _is_key(entry[0])
+
+
+def _is_key(key: Any) -> bool:
+    """Of a dict; all numbers are among them."""
+    if isinstance(key, dict):
+        return len(key) == 1 and all(tag in ("int", "float") and isinstance(value, str) for tag, value in key.items())
+    return not isinstance(key, list)
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and all(type(length) is int and 0 <= length < _WORD for length in shape)
+
+
+def _is_kind(kind: Any) -> bool:
+    return isinstance(kind, str) and _NUMPY.fullmatch(kind) is not None
+
+
 def unflatten(tree: Tree, tensor: Callable[[str], Any]) -> Any:
     """The opposite of ``flatten``.
 
@@ -216,11 +307,13 @@ def unflatten(tree: Tree, tensor: Callable[[str], Any]) -> Any:
     Raises:
         CheckpointError: it is not such a tree.
     """
+    if problem := tree_problem(tree):
+        raise CheckpointError(f"the manifest is damaged: {problem}")
     try:
         return _decode(tree, tensor)
     except AllranksError:
         raise
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, binascii.Error) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RuntimeError, binascii.Error) as error:
         raise CheckpointError(f"the manifest's state is damaged: {error!r:.200}") from error
 
 

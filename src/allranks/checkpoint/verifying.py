@@ -11,9 +11,12 @@ import xxhash
 
 from allranks._base.errors import CheckpointError
 from allranks.checkpoint import folders, parts
+from allranks.checkpoint.company import in_words
 from allranks.checkpoint.manifest import File, Manifest, Piece, Saved, dtype_of, load_manifest
 
 __all__ = ["check", "check_files", "verify"]
+
+_STEP = 1 << 20  # bytes that are read at a time
 
 
 def verify(path: folders.PathLike) -> list[str]:
@@ -59,21 +62,32 @@ def check_files(
     for number, file in enumerate(manifest.files):
         if not manifest.is_here(file):
             continue
-        if problem := _file_problem(folder, file):
-            problems.append(problem)
-            continue
-        with parts.open_part(folder, file) as source:
-            if xxhash.xxh3_64_hexdigest(os.pread(source.fd, file.head, 0)) != file.hash:
-                problems.append(f"{file.name}: its head (bytes 0 to {file.head}) is not what rank {file.rank} wrote")
-            done += file.head
-            for saved, piece, begin, end in _blocks(manifest, number):
-                try:
-                    parts.read_rows(source, manifest, saved, piece, begin, end, memoryview(bytearray(end - begin)))
-                except CheckpointError as error:
-                    problems.append(str(error))
-                done += end - begin
-                progress(done, total)
+        try:
+            with parts.open_part(folder, file) as source:
+                if problem := _head_problem(source, file):
+                    problems.append(problem)
+                done += file.head
+                for saved, piece, begin, end in _blocks(manifest, number):
+                    try:
+                        parts.read_rows(source, manifest, saved, piece, begin, end, memoryview(bytearray(end - begin)))
+                    except CheckpointError as error:
+                        problems.append(str(error))
+                    done += end - begin
+                    progress(done, total)
+        except CheckpointError as error:  # it cannot be opened
+            problems.append(str(error))
     return problems
+
+
+def _head_problem(source: parts.LocalFile, file: File) -> str:
+    head = f"{file.name}: its head (bytes 0 to {file.head})"
+    found = xxhash.xxh3_64()
+    try:
+        for begin in range(0, file.head, _STEP):
+            found.update(os.pread(source.fd, min(_STEP, file.head - begin), begin))
+    except OSError as error:
+        return f"{head} cannot be read: {in_words(error)}; rank {file.rank} wrote it"
+    return "" if found.hexdigest() == file.hash else f"{head} is not what rank {file.rank} wrote"
 
 
 def _blocks(manifest: Manifest, number: int) -> Iterator[tuple[Saved, Piece, int, int]]:
@@ -84,13 +98,3 @@ def _blocks(manifest: Manifest, number: int) -> Iterator[tuple[Saved, Piece, int
                 nbytes = math.prod(piece.shape) * dtype_of(saved.dtype).itemsize
                 for begin in range(0, nbytes, manifest.block):
                     yield saved, piece, begin, min(begin + manifest.block, nbytes)
-
-
-def _file_problem(folder: Path, file: File) -> str:
-    try:
-        nbytes = os.path.getsize(folder / file.name)
-    except FileNotFoundError:
-        return f"{file.name} is missing; rank {file.rank} wrote it"
-    if nbytes != file.nbytes:
-        return f"{file.name} has {nbytes} bytes, and must have {file.nbytes}; rank {file.rank} wrote it"
-    return ""

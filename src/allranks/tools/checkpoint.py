@@ -23,7 +23,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from allranks._base.console import ArgumentParser, put
-from allranks._base.errors import AllranksError, CheckpointError, rank_list
+from allranks._base.errors import AllranksError, CheckpointError, UsageError, rank_list
 from allranks._base.exit_codes import FOUND, USAGE
 from allranks._call.bytes import view_of
 from allranks.checkpoint import folders, parts, single_file
@@ -39,9 +39,9 @@ from allranks.checkpoint.choosing import only_here
 from allranks.checkpoint.layout import Job, Offer, place
 from allranks.checkpoint.loading import Reader, load_here
 from allranks.checkpoint.manifest import Manifest, Saved, dtype_of, load_manifest
-from allranks.checkpoint.merging import merge
+from allranks.checkpoint.merging import merge_shares
 from allranks.checkpoint.verifying import check
-from allranks.tools.progress import Progress
+from allranks.tools.progress import Bar
 
 __all__ = ["main"]
 
@@ -54,7 +54,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         code: int = options.act(options)
     except (AllranksError, OSError) as error:
-        print(f"allranks checkpoint: error: {_words(error)}", file=sys.stderr)
+        print(f"{_NAME}: error: {_words(error)}", file=sys.stderr)
+        return USAGE
+    except MemoryError:
+        print(f"{_NAME}: error: there is not enough memory", file=sys.stderr)
         return USAGE
     return code
 
@@ -107,10 +110,12 @@ def _parser() -> ArgumentParser:
             add.add_argument("--all", action="store_true", help="all checkpoints in the folder")
         if name not in ("list", "diff"):
             add.add_argument("--step", type=int, metavar="N", help="which checkpoint of a folder (default: the newest)")
-        if name in ("diff", "export"):
-            add.add_argument("--rank", type=int, default=0, metavar="R", help="whose state (default 0)")
-        if name not in ("export", "merge"):
-            add.add_argument("--json", action="store_true", help="write JSON")
+        if name in ("diff", "export", "show"):
+            whose = (
+                "what this rank has for itself (default: all tensors)" if name == "show" else "whose state (default 0)"
+            )
+            add.add_argument("--rank", type=int, default=None if name == "show" else 0, metavar="R", help=whose)
+        add.add_argument("--json", action="store_true", help="write JSON")
     return parser
 
 
@@ -167,8 +172,10 @@ def _show(options: argparse.Namespace) -> int:
     is_there = options.path.exists()
     folder = _path_of(options.path, options.step) if is_there else only_here(options.path, options.step).folder
     manifest = load_manifest(folder)
-    tensors = [_described(saved, manifest) for saved in manifest.tensors]
-    values = dict(_values(manifest.tree(0), ""))
+    rank = _rank(options.rank, manifest)
+    shown_tensors = manifest.tensors if options.rank is None else manifest.tensors_of(rank).values()
+    tensors = [_described(saved, manifest) for saved in shown_tensors]
+    values = dict(_values(manifest.tree(rank), ""))
     entry = _entry(manifest.step, folder)
     if options.json:
         writers = [{"host": writer.host, "pid": writer.pid} for writer in manifest.writers]
@@ -200,6 +207,13 @@ def _show(options: argparse.Namespace) -> int:
     for name, value in values.items():
         put(f"{name} = {value}\n")
     return 0
+
+
+def _rank(rank: int | None, manifest: Manifest) -> int:
+    """Which of those that wrote a checkpoint; rank 0 if none is named."""
+    if rank is not None and not 0 <= rank < len(manifest.writers):
+        raise UsageError(f"--rank {rank}: step {manifest.step} has ranks 0 to {len(manifest.writers) - 1}")
+    return rank or 0
 
 
 def _described(saved: Saved, manifest: Manifest) -> dict[str, Any]:
@@ -244,11 +258,15 @@ def _short(value: Any) -> str:
 def _verify(options: argparse.Namespace) -> int:
     there = folders.find(options.path) if options.all else []
     paths = [one.path for one in there] if options.all else [_path_of(options.path, options.step)]
-    with Progress(_NAME) as progress:
+    sizes = {path: _nbytes(path) for path in paths}
+    with Bar(_NAME) as bar:
+        before = 0
 
         def look(path: Path) -> list[str]:
-            progress.at(path.name)
-            return check(path, lambda done, of: progress.at(f"{path.name}: {_size(done)} of {_size(of)} read"))
+            nonlocal before
+            problems = check(path, lambda done, of: bar.at(f"{path.name} is read", before + done, sum(sizes.values())))
+            before += sizes[path]
+            return problems
 
         found = {str(path): look(path) for path in paths}
     if options.json:
@@ -258,6 +276,14 @@ def _verify(options: argparse.Namespace) -> int:
             put(f"{path}: {_verdict(Path(path))}\n" if not problems else "")
             put("".join(f"{path}: {problem}\n" for problem in problems))
     return FOUND if any(found.values()) else 0
+
+
+def _nbytes(path: Path) -> int:
+    """Of the files; of none where the manifest is damaged, which is found when it is its turn."""
+    try:
+        return load_manifest(path, sizes=False).nbytes
+    except (CheckpointError, FileNotFoundError):
+        return 0
 
 
 def _verdict(path: Path) -> str:
@@ -279,14 +305,13 @@ def _path_of(path: Path, step: int | None) -> Path:
 
 def _diff(options: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
-        one, other = (
-            stack.enter_context(Reader(only_here(path), options.rank)) for path in (options.path, options.other)
-        )
+        bar = stack.enter_context(Bar(_NAME))
+        chosen = [only_here(path) for path in (options.path, options.other)]
+        count = _counted(bar, "both are read", sum(_tensor_bytes(each.manifest, options.rank) for each in chosen))
+        one, other = (stack.enter_context(Reader(each, options.rank, progress=count)) for each in chosen)
         mine, theirs = (reader.manifest.tensors_of(options.rank) for reader in (one, other))
         lines = []
-        progress = stack.enter_context(Progress(_NAME))
-        for number, name in enumerate(sorted({*mine, *theirs})):
-            progress.at(f"{number} of {len({*mine, *theirs})} tensors compared")
+        for name in sorted({*mine, *theirs}):
             if name not in theirs:
                 lines.append(f"{name}: only in {options.path}")
             elif name not in mine:
@@ -299,6 +324,24 @@ def _diff(options: argparse.Namespace) -> int:
                 lines.append(f"{name}: {left.get(name, 'nothing')} and {right.get(name, 'nothing')}")
     put(json.dumps(lines, indent=1) + "\n" if options.json else "".join(f"{line}\n" for line in lines))
     return FOUND if lines else 0
+
+
+def _tensor_bytes(manifest: Manifest, rank: int) -> int:
+    """Of all tensors in the state of a rank."""
+    saved = manifest.tensors_of(rank).values()
+    return sum(torch.Size(each.shape).numel() * dtype_of(each.dtype).itemsize for each in saved)
+
+
+def _counted(bar: Bar, words: str, total: int) -> Callable[[int], None]:
+    """What shows how many bytes have been read, when it is told each time that some were."""
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        bar.at(words, done, total)
+
+    return count
 
 
 def _difference(one: Reader, mine: Saved, other: Reader, theirs: Saved) -> str:
@@ -329,18 +372,28 @@ def _export(options: argparse.Namespace) -> int:
         raise CheckpointError(f"{file} is there already; write over it: --force")
     if not file.absolute().parent.is_dir():
         raise CheckpointError(f"there is no folder {file.absolute().parent}")
-    if file.suffix != ".safetensors":
-        with Progress(_NAME) as progress:
-            progress.at(f"{chosen.folder.name} into {file.name}")
-            single_file.save(load_here(chosen, None, options.rank), file)
-        put(f"{file}: torch.load reads it ({_size(os.path.getsize(file))})\n")
-        return 0
-    with Reader(chosen, options.rank) as reader:
-        saved = reader.manifest.tensors_of(options.rank)
-        left_out = len(dict(_values(reader.manifest.tree(options.rank), "")))
-        _write_safetensors(file, reader, list(saved.values()))
-    more = f"; {left_out} values that are no tensors are left out" if left_out else ""
-    put(f"{file}: {len(saved)} tensors ({_size(os.path.getsize(file))}){more}\n")
+    _rank(options.rank, chosen.manifest)
+    total = _tensor_bytes(chosen.manifest, options.rank)
+    with Bar(_NAME) as bar:
+        count = _counted(bar, f"{chosen.folder.name} is read", total)
+        if file.suffix == ".safetensors":
+            with Reader(chosen, options.rank, progress=count) as reader:
+                _write_safetensors(file, reader, list(reader.manifest.tensors_of(options.rank).values()))
+        else:
+            state = load_here(chosen, None, options.rank, count)
+            bar.at(f"{file.name} is written", total, None)
+            single_file.save(state, file)
+    tensors, nbytes = len(chosen.manifest.tensors_of(options.rank)), os.path.getsize(file)
+    values = len(dict(_values(chosen.manifest.tree(options.rank), "")))
+    left_out = values if file.suffix == ".safetensors" else 0
+    if options.json:
+        written = {"file": str(file), "nbytes": nbytes, "step": chosen.manifest.step, "rank": options.rank}
+        put(json.dumps({**written, "tensors": tensors, "left_out": left_out}, indent=1) + "\n")
+    elif file.suffix != ".safetensors":
+        put(f"{file}: torch.load reads it ({_size(nbytes)})\n")
+    else:
+        more = f"; {left_out} values that are no tensors are left out" if left_out else ""
+        put(f"{file}: {tensors} tensors ({_size(nbytes)}){more}\n")
     return 0
 
 
@@ -355,15 +408,13 @@ def _write_safetensors(file: Path, reader: Reader, tensors: Sequence[Saved]) -> 
     by_name = {saved.name: saved for saved in tensors}
 
     def views() -> Iterator[memoryview]:
-        for number, job in enumerate(jobs):
-            progress.at(f"{number} of {len(jobs)} tensors written")
+        for job in jobs:
             tensor = _read(reader, by_name[job.offer.name])
             yield view_of(tensor) if tensor.numel() else memoryview(b"")
 
     folder = Path(tempfile.mkdtemp(prefix=f".{file.name}.", dir=file.absolute().parent))
     try:
-        with Progress(_NAME) as progress:
-            written, _ = parts.write_part(folder, jobs, reader.manifest.step, 0, views())
+        written, _ = parts.write_part(folder, jobs, reader.manifest.step, 0, views())
         os.replace(folder / written.name, file)
     finally:
         shutil.rmtree(folder)
@@ -373,8 +424,11 @@ def _write_safetensors(file: Path, reader: Reader, tensors: Sequence[Saved]) -> 
 
 
 def _merge(options: argparse.Namespace) -> int:
-    with Progress(_NAME) as progress:
-        progress.at("copies the files, or links them, and checks every byte")
-        path = merge(*options.paths, into=options.into, step=options.step)
-    put(f"{path}: whole ({_size(load_manifest(path).nbytes)})\n")
+    with Bar(_NAME) as bar:
+        path = merge_shares(options.paths, options.into, options.step, bar.at)
+    manifest = load_manifest(path)
+    if options.json:
+        put(json.dumps({"path": str(path), "step": manifest.step, "nbytes": manifest.nbytes}, indent=1) + "\n")
+    else:
+        put(f"{path}: whole ({_size(manifest.nbytes)})\n")
     return 0

@@ -1,4 +1,7 @@
-"""What a command is doing, for whoever waits for it: a line on a terminal that is gone when the result is printed."""
+"""What a command is doing, for whoever waits for it: a line on a terminal that is gone when the result is printed.
+
+`Progress` shows words. `Bar` shows how many bytes are done, how fast, and when the rest will be.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import os
 import sys
 import threading
 import time
+from typing import Any
 
 from allranks._base.console import is_redrawable
 from allranks._base.threads import Daemon
 
-__all__ = ["Progress"]
+__all__ = ["Bar", "Progress"]
 
 _LONG_S = 2.0  # what takes less shows nothing
 _AGAIN_S = 0.5
@@ -72,6 +76,62 @@ class Progress:
             sys.stderr.write(_CLEAR)
             sys.stderr.flush()
             self._drawn = False
+
+
+class Bar:
+    """A bar on stderr, where that is a terminal, once the command has taken 2 s.
+
+    Args:
+        name: the command's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._began = time.monotonic()
+        self._is_shown = False
+        self._bars: Any = _bars() if is_redrawable(sys.stderr) else None
+        self._task = None if self._bars is None else self._bars.add_task(name, total=None)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_shown:
+            self._bars.stop()
+
+    def at(self, words: str, done: int, total: int | None) -> None:
+        """How far it is.
+
+        Args:
+            words: what is done now.
+            done: bytes.
+            total: how many there are; None: that is not known.
+        """
+        if self._bars is None:
+            return
+        self._bars.update(self._task, description=f"{self._name}: {words}", completed=done, total=total)
+        if not self._is_shown and time.monotonic() - self._began >= _LONG_S:
+            self._is_shown = True
+            self._bars.start()
+
+
+def _bars() -> Any:
+    from rich import progress  # late: most commands have ended before a bar is shown
+    from rich.console import Console
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(bar_width=None),
+        progress.TaskProgressColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(file=sys.stderr, highlight=False),
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        expand=True,
+    )
 
 
 def _columns() -> int:

@@ -203,9 +203,10 @@ def _measure(folder: Path, nbytes: int, rounds: int) -> Samples:
 
 
 def _ours(timed: Callable[..., Any], folder: Path, state: Any, memory: torch.Tensor, step: int) -> None:
-    saving = timed("stall", lambda: checkpoint.save_async(state, folder, step=2 * step, keep=1))
+    alike = list(state)  # as data-parallel training promises
+    saving = timed("stall", lambda: checkpoint.save_async(state, folder, step=2 * step, keep=1, alike=alike))
     timed("background", saving.wait)
-    timed("save", lambda: checkpoint.save(state, folder, step=2 * step + 1, keep=1))
+    timed("save", lambda: checkpoint.save(state, folder, step=2 * step + 1, keep=1, alike=alike))
     timed("load", lambda: checkpoint.load(folder, into=state))
     newest = checkpoint.latest(folder)
     assert newest is not None

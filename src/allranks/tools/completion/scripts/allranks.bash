@@ -48,11 +48,11 @@ _allranks_options() {  # into $words
     'top') words='-h --help -d --delay -n --count --json' ;;
     'checkpoint') words='-h --help' ;;
     'checkpoint list') words='-h --help --json' ;;
-    'checkpoint show') words='-h --help --step --json' ;;
+    'checkpoint show') words='-h --help --step --rank --json' ;;
     'checkpoint verify') words='-h --help --all --step --json' ;;
     'checkpoint diff') words='-h --help --rank --json' ;;
-    'checkpoint export') words='-h --help --force --step --rank' ;;
-    'checkpoint merge') words='-h --help --into --step' ;;
+    'checkpoint export') words='-h --help --force --step --rank --json' ;;
+    'checkpoint merge') words='-h --help --into --step --json' ;;
     'doctor') words='-h --help -n --nproc --json --plot --timeout --megabytes' ;;
     'completion') words='-h --help' ;;
     *) words='' ;;
@@ -218,6 +218,7 @@ _allranks_value() {  # $kind and $words of what option $2 of command $1 takes
     'top -d' | 'top --delay') kind=any words='' ;;
     'top -n' | 'top --count') kind=any words='' ;;
     'checkpoint show --step') kind=any words='' ;;
+    'checkpoint show --rank') kind=any words='' ;;
     'checkpoint verify --step') kind=any words='' ;;
     'checkpoint diff --rank') kind=any words='' ;;
     'checkpoint export --step') kind=any words='' ;;

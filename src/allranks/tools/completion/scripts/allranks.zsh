@@ -373,6 +373,7 @@ _allranks_checkpoint_show() {
   _arguments -s -S -A '-*' \
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
     '--step=[which checkpoint of a folder (default\: the newest)]:N: ' \
+    '--rank=[what this rank has for itself (default\: all tensors)]:R: ' \
     '--json[write JSON]' \
     '*:PATH:_files'
 }
@@ -401,6 +402,7 @@ _allranks_checkpoint_export() {
     '--force[write over a file that is there]' \
     '--step=[which checkpoint of a folder (default\: the newest)]:N: ' \
     '--rank=[whose state (default 0)]:R: ' \
+    '--json[write JSON]' \
     '1:PATH:_files' \
     '2:FILE:_files'
 }
@@ -410,6 +412,7 @@ _allranks_checkpoint_merge() {
     '(-h --help)'{-h,--help}'[show this help message and exit]' \
     '--into=[a folder of checkpoints]:FOLDER:_files -/' \
     '--step=[which checkpoint of a folder (default\: the newest)]:N: ' \
+    '--json[write JSON]' \
     '*:PATH:_files'
 }
 

@@ -1,0 +1,273 @@
+"""Filling a state in three steps, so that a failure that can be foreseen changes nothing.
+
+The state and the tree of the checkpoint are compared, and all files that are needed are opened. Then what is no tensor
+of the state is made of the checkpoint. Then the tensors of the state are read into, and the rest is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from allranks._base.errors import AllranksError, CheckpointError, UsageError
+from allranks.checkpoint.manifest import Saved
+from allranks.checkpoint.offers import local_part
+from allranks.checkpoint.values import Shard, Tree, bare, has_state
+
+__all__ = ["Filling", "Readable"]
+
+
+class Readable(Protocol):
+    """What a state is filled from; see ``loading.Reader``."""
+
+    def build(self, tree: Tree, like: Mapping[str, Any] | None = None) -> Any: ...
+    def find(self, name: object) -> Saved: ...
+    @property
+    def where(self) -> str: ...
+    def open_for(self, saved: Saved, target: Tensor | Shard | None) -> None: ...
+    def read(self, saved: Saved, into: Tensor | Shard) -> None: ...
+
+
+class _Built:
+    """A value that is made of the checkpoint, and does not take the memory of one that is there."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.make = make
+        self.value: Any = None
+
+    def __call__(self) -> Any:
+        return self.value
+
+
+class Filling:
+    """A state that is filled. To make one compares, and opens files; then come ``build`` and ``finish``.
+
+    Args:
+        reader: of the checkpoint.
+        into: the state; None: a new one is made.
+        tree: what it is filled with.
+
+    Raises:
+        UsageError: it has what the checkpoint has not, or tensors of another shape or dtype.
+        CheckpointError: a file cannot be opened.
+    """
+
+    def __init__(self, reader: Readable, into: Any, tree: Tree) -> None:
+        self._reader = reader
+        self._reads: list[tuple[Saved, Tensor | Shard]] = []
+        self._builds: list[_Built] = []
+        self._end = self._built(tree) if into is None else self._plan(into, tree, "")
+
+    def build(self) -> None:
+        """Makes what is not filled. Nothing of the state changes."""
+        for built in self._builds:
+            built.value = built.make()
+
+    def finish(self) -> Any:
+        """Fills the tensors, and sets the rest. Returns the state."""
+        for saved, target in self._reads:
+            self._reader.read(saved, target)
+        return self._end()
+
+    def _built(self, tree: Tree, like: Mapping[str, Any] | None = None) -> _Built:
+        for name in _names(tree):
+            saved, model = self._reader.find(name), None if like is None else like.get(name)
+            fits = model is not None and tuple(model.shape) == saved.shape
+            self._reader.open_for(saved, model if fits else None)
+        built = _Built(lambda: self._reader.build(tree, like))
+        self._builds.append(built)
+        return built
+
+    def _plan(self, into: Any, tree: Tree, path: str) -> Callable[[], Any]:
+        """Compares. Returns what gives, at the end, what takes the place of ``into``: itself where that can change."""
+        if isinstance(into, (Tensor, Shard)):
+            saved = self._reader.find(_tagged(tree, "tensor", path, "a tensor"))
+            _require_fit(saved, into, self._reader.where)
+            self._reader.open_for(saved, into)
+            self._reads.append((saved, into))
+            return lambda: into
+        if isinstance(into, nn.Module):
+            return self._plan_module(into, tree, path)
+        if isinstance(into, torch.optim.Optimizer):
+            return self._plan_optimizer(into, tree, path)
+        if has_state(into):
+            built = self._built(tree)
+            return lambda: _set(into, built(), path)
+        if isinstance(into, dict):
+            return self._plan_dict(into, tree, path)
+        if isinstance(into, (list, tuple)) and type(into) in (list, tuple):
+            return self._plan_items(into, tree, path)
+        return self._built(tree)
+
+    def _plan_items(self, into: list[Any] | tuple[Any, ...], tree: Tree, path: str) -> Callable[[], Any]:
+        items = tree if isinstance(into, list) else _tagged(tree, "tuple", path, "a tuple")
+        if not isinstance(items, list) or len(items) != len(into):
+            raise UsageError(f"checkpoint.load: {path or 'the state'!r} has {len(into)} items here, and others there")
+        ends = [
+            self._plan(mine, item, f"{path}.{number}" if path else str(number))
+            for number, (mine, item) in enumerate(zip(into, items, strict=True))
+        ]
+
+        def end() -> Any:
+            filled = [each() for each in ends]
+            if isinstance(into, tuple):
+                return tuple(filled)
+            into[:] = filled
+            return into
+
+        return end
+
+    def _plan_dict(self, into: dict[Any, Any], tree: Tree, path: str) -> Callable[[], Any]:
+        theirs = self._pairs(tree, path)
+        if into and (missing := [key for key in into if key not in theirs]):
+            raise UsageError(_not_there(path, missing, list(theirs)))
+        ends: dict[Any, Callable[[], Any]] = {}
+        for key, item in (into or theirs).items():
+            inner = f"{path}.{key}" if path else str(key)
+            ends[key] = self._plan(item, theirs[key], inner) if into else self._built(theirs[key])
+
+        def end() -> Any:
+            into.update({key: each() for key, each in ends.items()})
+            return into
+
+        return end
+
+    def _plan_module(self, module: nn.Module, tree: Tree, path: str) -> Callable[[], Any]:
+        """Its tensors get their values where they are; what it saves beside them goes through load_state_dict."""
+        inner = bare(module)
+        mine, theirs = inner.state_dict(), self._pairs(tree, path)
+        if inner is not module and theirs.keys() == {f"module.{key}" for key in mine}:  # state_dict() of the wrapper
+            theirs = {key.removeprefix("module."): item for key, item in theirs.items()}
+        missing, unexpected = [key for key in mine if key not in theirs], [key for key in theirs if key not in mine]
+        if missing or unexpected:
+            more = f"; it has {_few(unexpected)}, which the module has not" if unexpected else ""
+            what = (
+                _not_there(path, missing, list(theirs)) if missing else f"checkpoint.load: {path!r} is another module"
+            )
+            raise UsageError(what + more)
+        extra: dict[str, _Built] = {}
+        for key, value in mine.items():
+            if isinstance(value, Tensor):
+                self._plan(value, theirs[key], f"{path}.{key}" if path else key)
+            else:
+                extra[key] = self._built(theirs[key])
+
+        def end() -> Any:
+            if extra:
+                _set(inner, {key: built() for key, built in extra.items()}, path, strict=False)
+            return module
+
+        return end
+
+    def _plan_optimizer(self, optimizer: torch.optim.Optimizer, tree: Tree, path: str) -> Callable[[], Any]:
+        """Through load_state_dict, with states that are laid out as the parameters: DTensors, where those are."""
+        entries = _tagged(tree, "dict", path, "an optimizer")
+        names = _parameters(self._reader.build(entries.get("param_groups")), path)
+        mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if len(names) != len(mine):
+            raise UsageError(
+                f"checkpoint.load: optimizer {path!r} has {len(mine)} parameters here, and {len(names)} in the"
+                " checkpoint"
+            )
+        theirs = self._pairs(entries.get("state"), path)
+        states = {_number(key, names): item for key, item in theirs.items()}
+        likes: dict[str, Any] = {}
+        for name, parameter in zip(names, mine, strict=True):
+            values = states.get(name)
+            if hasattr(parameter, "_local_tensor") and isinstance(values, dict):
+                for value in values.get("dict", {}).values():
+                    if isinstance(value, dict) and isinstance(tensor := value.get("tensor"), str):
+                        likes[tensor] = parameter.detach()
+        rest = {key: self._built(item) for key, item in entries.items() if key != "state"}
+        built = {name: self._built(item, likes) for name, item in states.items()}
+
+        def end() -> Any:
+            state = {key: each() for key, each in rest.items()}
+            return _set(optimizer, {**state, "state": {name: each() for name, each in built.items()}}, path)
+
+        return end
+
+    def _pairs(self, tree: Tree, path: str) -> dict[Any, Tree]:
+        if isinstance(tree, dict) and "items" in tree:
+            return {self._reader.build(key): item for key, item in tree["items"]}
+        found: dict[Any, Tree] = _tagged(tree, "dict", path, "a dict")
+        return found
+
+
+def _require_fit(saved: Saved, into: Tensor | Shard, where: str) -> None:
+    part, _, shape = local_part(saved.name, into)
+    for what, there, here in (
+        ("shape", list(saved.shape), list(shape)),
+        ("dtype", saved.dtype, str(part.dtype).removeprefix("torch.")),
+    ):
+        if there != here:
+            raise UsageError(f"checkpoint.load: tensor {saved.name!r} has {what} {there} in {where}, and {here} here")
+
+
+def _set(target: Any, state: Any, path: str, **options: Any) -> Any:
+    """Gives an object its state. Returns the object."""
+    try:
+        target.load_state_dict(state, **options)
+    except AllranksError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"checkpoint.load: {path or 'the state'!r}: {type(target).__name__}.load_state_dict refuses what the"
+            f" checkpoint has: {error!r:.500}"
+        ) from error
+    return target
+
+
+def _names(tree: Tree) -> Iterator[str]:
+    """Of the tensors in a tree."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _names(item)
+    elif isinstance(tree, dict):
+        ((tag, value),) = tree.items()
+        if tag == "tensor":
+            yield value
+        elif tag == "numpy":
+            yield value[2]
+        elif tag == "dict":
+            yield from _names(list(value.values()))
+        elif tag == "items":
+            yield from _names([item for _, item in value])
+        elif tag == "tuple":
+            yield from _names(value)
+
+
+def _parameters(groups: Any, path: str) -> list[Any]:
+    """Numbers or names of all parameters."""
+    lists = [group.get("params") if isinstance(group, dict) else None for group in groups or [None]]
+    names = [name for each in lists for name in (each if isinstance(each, list) else [None])]
+    if not all(isinstance(name, (int, str)) for name in names):
+        raise UsageError(f"checkpoint.load: {path!r} is an optimizer here, and something else in the checkpoint")
+    return names
+
+
+def _number(key: Any, names: list[Any]) -> Any:
+    """The number of a parameter, which torch's distributed checkpoint has made a string."""
+    is_number = isinstance(key, str) and key not in names and key.isdecimal() and len(key) < 18
+    return int(key) if is_number else key
+
+
+def _tagged(tree: Tree, tag: str, path: str, what: str) -> Any:
+    if not isinstance(tree, dict) or tag not in tree:
+        raise UsageError(
+            f"checkpoint.load: {path or 'the state'!r} is {what} here, and something else in the checkpoint"
+        )
+    return tree[tag]
+
+
+def _not_there(path: str, missing: list[Any], there: list[Any]) -> str:
+    where = f" at {path!r}" if path else ""
+    return f"checkpoint.load: the checkpoint has no {_few(missing)}{where}; it has {_few(there)}"
+
+
+def _few(names: list[Any]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "") if names else "nothing"

@@ -1,0 +1,110 @@
+"""What was saved is what is loaded: values that share memory, large tensors of every dtype, ranks that differ a little.
+
+A load of something else is an error, before the state that it fills is changed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from allranks import checkpoint
+from allranks.checkpoint.offers import digest_of, plain_of, sums_digest
+
+
+def again(folder: Path, state: Any) -> Any:
+    checkpoint.save(state, folder, step=0)
+    return checkpoint.load(folder)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(plain_of(one).reshape(-1).view(torch.uint8), plain_of(other).reshape(-1).view(torch.uint8))
+
+
+def test_lazy_views_of_one_memory(tmp_path: Path) -> None:
+    z = torch.randn(40, dtype=torch.complex64)
+    state = {"a": z, "b": z.conj(), "c": z.conj().imag, "d": z.imag, "e": z}
+    found = again(tmp_path, state)
+    assert all(same_bits(found[name], state[name]) for name in state)
+    assert found["a"] is found["e"]
+    into = {"a": torch.zeros(40, dtype=torch.complex64).conj(), "c": torch.zeros(40, dtype=torch.complex64).conj().imag}
+    checkpoint.load(tmp_path, into=into)
+    assert all(same_bits(into[name], state[name]) for name in into)
+
+
+def test_parts_of_one_memory_at_two_places(tmp_path: Path) -> None:
+    """An alias has the same place in the same whole, or is none."""
+    memory = torch.arange(4.0)
+    state = {"a": checkpoint.Shard(memory, (0,), (4,)), "b": checkpoint.Shard(memory, (0,), (4,)), "c": memory}
+    found = again(tmp_path, {**state, "d": checkpoint.Shard(memory[:0], (4,), (4,)), "e": memory.reshape(2, 2)}
+                  | {"d": memory})  # fmt: skip
+    assert all(torch.equal(found[name], memory) for name in "abcd")
+    assert torch.equal(found["e"], memory.reshape(2, 2))
+
+
+def test_names_that_are_those_of_parts(tmp_path: Path) -> None:
+    """``__metadata__`` means another thing in a safetensors file."""
+    state = {"__metadata__": torch.arange(3), "x": torch.arange(4), "x@0": torch.arange(5), "x#0": torch.arange(6)}
+    found = again(tmp_path, state)
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    (part,) = (tmp_path / "step-0000000000").glob("*.safetensors")
+    assert len(safetensors.torch.load_file(part)) == 4
+    assert checkpoint.verify(tmp_path) == []
+
+
+def test_a_digest_is_of_each_bit() -> None:
+    """That of devices, too. It does not depend on how the memory lies."""
+    generator = torch.Generator().manual_seed(2)
+    for dtype in (torch.float32, torch.uint8, torch.bfloat16, torch.complex128, torch.bool):
+        tensor = torch.randint(0, 2, (3, 400_001), generator=generator).to(dtype)
+        for digest in (digest_of, sums_digest):
+            found = digest(tensor)
+            assert digest(tensor.t().contiguous().t()) == found
+            seen = {found}
+            for where in (0, 1_048_575, 1_048_576, 1_200_002):
+                changed = tensor.clone()
+                changed.view(-1)[where] = not changed.view(-1)[where]
+                seen.add(digest(changed))
+            seen.add(digest(torch.roll(tensor, 1)))
+            assert len(seen) == 6
+
+
+DTYPES = sorted(
+    {
+        dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype)
+        and not str(dtype).startswith(("torch.q", "torch.bits", "torch.int1", "torch.int2"))
+        and (dtype.itemsize > 1 or dtype in (torch.bool, torch.uint8, torch.int8) or "float" in str(dtype))
+    }
+    | {torch.int16},
+    key=str,
+)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_large_tensors_of_all_dtypes(tmp_path: Path, how: str) -> None:
+    """More than 64 KiB of each, of random bits; and a view with gaps, which is filled where it is."""
+    assert len(DTYPES) >= 20
+    generator = torch.Generator().manual_seed(1)
+    state = {}
+    for dtype in DTYPES:
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (300, 256), dtype=torch.uint8, generator=generator)
+        state[str(dtype)], state[f"{dtype} with gaps"] = raw.view(dtype), raw.view(dtype)[::2].t()
+        assert raw.nbytes > 64 << 10
+    if how == "save_async":
+        checkpoint.save_async(state, tmp_path, step=0).wait(60)
+        found = checkpoint.load(tmp_path)
+    else:
+        found = again(tmp_path, state)
+    assert all(same_bits(found[name], state[name]) for name in state)
+    into = {name: torch.empty(tensor.t().shape, dtype=tensor.dtype).t() for name, tensor in state.items()}
+    checkpoint.load(tmp_path, into=into)
+    assert all(same_bits(into[name], state[name]) for name in state)
