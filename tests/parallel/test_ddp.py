@@ -1,6 +1,7 @@
 """DistributedDataParallel on real ranks, against one process on the whole batch."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -125,6 +126,24 @@ def test_two_runs_give_the_same_bits():
     first, second = run_ranks(2, body), run_ranks(2, body)
     assert_same_bits(first[0], first[1])
     assert_same_bits(first[0], second[0])
+
+
+def test_flat_buckets_have_plans_which_end_with_the_model():
+    def body():
+        x, y = (t[dist.get_rank() :: 2] for t in data())
+        model = DistributedDataParallel(make(), bucket_cap_mb=0.001)
+        held = [{id(plan) for plan in dist.group.WORLD._plans}]
+        for _ in range(3):
+            train(model, x, y)
+            held.append({id(plan) for plan in dist.group.WORLD._plans})
+        del model
+        gc.collect()
+        return [len(plans) for plans in held], held[1] == held[3], len(dist.group.WORLD._plans)
+
+    for counts, same, left in run_ranks(2, body):
+        assert counts[0] == left == 0
+        assert counts[1] > 1, "several flat buckets"
+        assert same, "made once"
 
 
 def test_equals_torchs_on_gloo(tmp_path):

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from allranks._base.errors import UsageError, rank_list
 from allranks._call.types import ReduceOp
 from allranks._call.work import Work
+from allranks._group.plan import Plan
 from allranks._group.process_group import ProcessGroup
 from allranks.parallel.buckets import Bucket
 from allranks.parallel.hooks import CommHook, GradBucket, HookWork
@@ -114,6 +115,7 @@ class Reducer:
         self._last_task = -1  # autograd's number (they grow) of the backward that was reduced last
         self._backward: weakref.ref[partial[None]] | None = None
         self._sent: list[_Sent] = []
+        self._plans: dict[int, tuple[Tensor, Plan]] = {}  # of flat buckets, and what each reduces
         self._reset()
         self._watch_parameters()
 
@@ -281,7 +283,13 @@ class Reducer:
     def _send(self, number: int, message: Tensor, is_last: bool) -> Work | HookWork | None:
         if self.hook is not None:
             return self.hook.start(GradBucket(number, message, self._buckets[number].parameters, is_last))
-        return self._group.all_reduce(message, ReduceOp.AVG, self.overlap)
+        if not self._buckets[number].flat:  # a gradient, in memory that autograd may replace
+            return self._group.all_reduce(message, ReduceOp.AVG, self.overlap)
+        planned, plan = self._plans.get(number, (None, None))
+        if plan is None or planned is not message:
+            plan = self._group.plan("all_reduce", message, ReduceOp.AVG)
+            self._plans[number] = message, plan
+        return plan(self.overlap)
 
     def _open(self) -> None:
         if not self._opened:
