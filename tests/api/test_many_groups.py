@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as td
+from torch.distributed.device_mesh import init_device_mesh
 
 import allranks as dist
 from allranks.testing import run_ranks
@@ -43,6 +46,50 @@ def test_a_group_with_small_calls_is_small() -> None:
     found = run_ranks(4, main)
     assert all(descriptors == 0 for _, descriptors in found), found
     assert sum(grown for grown, _ in found) / groups < 512 << 10, found
+
+
+def _sums_along(mesh: Any, rank: int) -> None:
+    """The groups of each dimension are those that the coordinates name."""
+    numbers = mesh.mesh
+    where = (numbers == rank).nonzero()[0].tolist()
+    for dim in range(numbers.ndim):
+        rest = tuple(slice(None) if d == dim else at for d, at in enumerate(where))
+        tensor = torch.tensor([2.0**rank])
+        td.all_reduce(tensor, group=mesh.get_group(dim))
+        assert tensor.item() == sum(2.0**other for other in numbers[rest].tolist())
+
+
+def test_sixteen_ranks_have_many_groups_and_meshes_of_four_dimensions(tmp_path: Path) -> None:
+    """At most 1 GiB for a thousand groups of them, and no descriptor; ours and torch's own meshes."""
+    groups = 30
+
+    def main() -> tuple[int, int]:
+        torch.set_num_threads(1)
+        rank, everybody = dist.get_rank(), list(range(dist.get_world_size()))
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        dist.barrier()
+        memory, descriptors = _memory(), len(os.listdir("/proc/self/fd"))
+        made = [dist.new_group(everybody) for _ in range(groups)]
+        for group in made:
+            tensor.fill_(1)
+            dist.all_reduce(tensor, group=group)
+            assert tensor[0] == len(everybody)
+        dist.barrier()
+        grown = _memory() - memory, len(os.listdir("/proc/self/fd")) - descriptors
+        dist.barrier()
+        names = ("pipe", "data", "shard", "tensor")
+        _sums_along(dist.init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=names), rank)
+        dist.destroy_process_group()
+        size = len(everybody)
+        td.init_process_group("allranks", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=size)
+        _sums_along(init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=names), rank)
+        td.destroy_process_group()
+        return grown
+
+    found = run_ranks(16, main)
+    assert all(descriptors == 0 for _, descriptors in found), found
+    assert sum(grown for grown, _ in found) / groups < 1 << 20, found
 
 
 def test_small_and_large_calls_in_any_order() -> None:
