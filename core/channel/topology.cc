@@ -116,6 +116,15 @@ Place this_place() {
   return *known;
 }
 
+Place place_among(Place place, const std::vector<std::vector<int>>& lists) {
+  place.package = place.node = place.cache = -1;
+  for (size_t i = 0; i < lists.size(); i++) {
+    // A node of its own: small lists are not put together.
+    if (uses_only(place, lists[i])) place.node = place.cache = static_cast<int32_t>(i);
+  }
+  return place;
+}
+
 bool is_crowded(const std::vector<Place>& places) {
   Place all;
   for (const Place& place : places) {

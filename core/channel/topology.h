@@ -24,6 +24,9 @@ Place read_place(const std::string& root = "/sys/devices/system");
 // The same, read once for each set of CPUs.
 Place this_place();
 
+// The same place where these lists say which CPUs are near each other, and not the kernel.
+Place place_among(Place place, const std::vector<std::vector<int>>& lists);
+
 // The CPUs that a list such as "0-3,8" names.
 std::vector<int> parse_cpus(const std::string& list);
 

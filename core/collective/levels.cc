@@ -13,7 +13,7 @@ bool reached(uint32_t a, uint32_t b) { return static_cast<int32_t>(a - b) >= 0; 
 }  // namespace
 
 Levels::Levels(Shm& shm, const std::vector<std::vector<int>>& groups)
-    : shm_(shm), where_(static_cast<size_t>(shm.size())), all_(static_cast<size_t>(shm.size())) {
+    : shm_(shm), groups_(groups), where_(static_cast<size_t>(shm.size())), all_(static_cast<size_t>(shm.size())) {
   std::iota(all_.begin(), all_.end(), 0);
   for (const auto& group : groups) {
     leaders_.push_back(group.front());

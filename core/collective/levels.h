@@ -21,6 +21,8 @@ class Levels {
   // What the ranks of a host have told of themselves decides; it is the same on all of them. Throws std::bad_alloc.
   Levels(Shm& shm, const std::vector<std::vector<int>>& groups);
 
+  const std::vector<std::vector<int>>& groups() const { return groups_; }
+
   // This rank's line is written: waits for all others. nbytes: of each rank's operand in its line, if others read it.
   // Returns what all have brought. Throws Error.
   Arrived meet(LocalCall& call, size_t nbytes, const Combining* combining);
@@ -52,6 +54,7 @@ class Levels {
   };
 
   Shm& shm_;
+  const std::vector<std::vector<int>> groups_;
   std::vector<int> group_;    // of this rank
   std::vector<int> leaders_;  // of all groups
   std::vector<Where> where_;  // by rank

@@ -108,6 +108,8 @@ class LocalComm {
   // Of the group; in its first call the default, as nobody knows yet what the others have.
   const Tuning& tuning() const { return tuning_; }
   bool has_levels() const { return levels_.has_value(); }
+  // By which the ranks of this host meet; none: all meet all.
+  std::vector<std::vector<int>> groups() const { return levels_ ? levels_->groups() : std::vector<std::vector<int>>{}; }
   // Whose pieces this rank reads where one has the data, and whether it passes them on to its group.
   int source(int root) const { return levels_ ? levels_->source(root) : root; }
   bool relays(int root) const { return levels_ && levels_->relays(root); }

@@ -116,7 +116,7 @@ class Comm::LongWait final : public Caller {
 };
 
 Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
-    : local_comm_(std::move(shm), settings.tuning),
+    : local_comm_(std::move(shm), settings.tuning, settings.place),
       rank_(local_comm_.rank()),
       size_(local_comm_.size()),
       settings_(settings),
@@ -127,7 +127,7 @@ Comm::Comm(std::unique_ptr<Shm> shm, Settings settings)
 
 Comm::Comm(std::unique_ptr<Shm> shm, int rank, Hosts hosts, std::vector<sys::Fd> heartbeats, Net::Opener opener,
            Settings settings)
-    : local_comm_(std::move(shm), settings.tuning),
+    : local_comm_(std::move(shm), settings.tuning, settings.place),
       net_(std::make_unique<Net>(rank, std::move(hosts), std::move(heartbeats), std::move(opener), local_comm_.shm())),
       inter_host_comm_(std::make_unique<InterHostComm>(local_comm_, *net_)),
       rank_(rank),

@@ -55,6 +55,7 @@ struct Stats {
 
 struct Settings {
   Tuning tuning;
+  Place place = this_place();
   double timeout_s = 1800;
   int64_t spin_ns = 0;           // in the caller's thread
   int64_t spin_progress_ns = 0;  // in the progress thread, which competes with computation

@@ -136,14 +136,22 @@ MaybeRequest send(Comm& comm, Address data, size_t n, int dtype, int to, int tag
   return nullptr;
 }
 
+// Lists of CPUs that are near each other; none: as the kernel tells.
+using Topology = std::vector<std::vector<int>>;
+
+Place place_in(const Topology& topology) {
+  return topology.empty() ? this_place() : place_among(this_place(), topology);
+}
+
 void bind_making(nb::class_<Comm>& comm) {
   comm.def(nb::new_([](int rank, const Sizes& sizes, const std::vector<int>& segments, const Liveness& liveness,
                        double timeout_s, double spin_us, double spin_progress_us, double awake_us, size_t eager,
-                       const Tuning& tuning) {
+                       const Tuning& tuning, const Topology& topology) {
              auto shm = std::make_unique<Shm>(
                  rank, sizes, Shm::map(static_cast<int>(liveness.size()), sizes, own(segments)), liveness);
              return sys::make_owned<Comm>(std::move(shm),
                                           Settings{.tuning = tuning,
+                                                   .place = place_in(topology),
                                                    .timeout_s = timeout_s,
                                                    .spin_ns = static_cast<int64_t>(spin_us * 1e3),
                                                    .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3),
@@ -152,13 +160,13 @@ void bind_making(nb::class_<Comm>& comm) {
            }),
            nb::arg("rank"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"), nb::arg("timeout_s"),
            nb::arg("spin_us"), nb::arg("spin_progress_us"), nb::arg("awake_us"), nb::arg("eager"), nb::arg("tuning"),
-           "Takes over the descriptors.")
+           nb::arg("topology") = Topology(), "Takes over the descriptors.")
       .def_static(
           "across_hosts",
           [](int rank, const std::vector<int>& host_of, const Sizes& sizes, const std::vector<int>& segments,
              const Liveness& liveness, const std::vector<int>& heartbeats, int asking_pipe, uint32_t number,
              double timeout_s, double spin_us, double spin_progress_us, double awake_us, size_t eager,
-             const Tuning& tuning) {
+             const Tuning& tuning, const Topology& topology) {
             // Owned before anything can fail.
             auto memories = own(segments);
             auto signs = own(heartbeats);
@@ -168,6 +176,7 @@ void bind_making(nb::class_<Comm>& comm) {
                                              hosts.on(hosts.of(rank)));
             return sys::make_owned<Comm>(std::move(shm), rank, hosts, std::move(signs), asking(asking_pipe, number),
                                          Settings{.tuning = tuning,
+                                                  .place = place_in(topology),
                                                   .timeout_s = timeout_s,
                                                   .spin_ns = static_cast<int64_t>(spin_us * 1e3),
                                                   .spin_progress_ns = static_cast<int64_t>(spin_progress_us * 1e3),
@@ -177,6 +186,7 @@ void bind_making(nb::class_<Comm>& comm) {
           nb::arg("rank"), nb::arg("host_of"), nb::arg("sizes"), nb::arg("segments"), nb::arg("liveness"),
           nb::arg("heartbeats"), nb::arg("asking_pipe"), nb::arg("number"), nb::arg("timeout_s"), nb::arg("spin_us"),
           nb::arg("spin_progress_us"), nb::arg("awake_us"), nb::arg("eager"), nb::arg("tuning"),
+          nb::arg("topology") = Topology(),
           "Takes over the descriptors: of this host's ranks, and, of a host's first rank, by rank of the group those "
           "of "
           "`neighbours` (else -1). For other connections it writes the number, the rank and the kind into the pipe.");
@@ -256,6 +266,9 @@ void bind_rest(nb::class_<Comm>& comm) {
              return std::tuple(s.calls, s.bytes, s.seconds, s.shared);
            })
       .def("abort", &Comm::abort, nb::call_guard<nb::gil_scoped_release>(), "Ends all calls of the group, everywhere.")
+      .def(
+          "near", [](Comm& c) { return c.local_comm().groups(); },
+          "The groups by which the ranks of this host meet from the second call on, if they do. Between calls.")
       .def("lost", &Comm::lost, nb::call_guard<nb::gil_scoped_release>(), "The ranks that are known to be gone.")
       .def("close", [](Comm& c) {
         nb::gil_scoped_release release;

@@ -58,6 +58,7 @@ class Comm:
         awake_us: float,
         eager: int,
         tuning: Tuning,
+        topology: list[list[int]] = ...,  # CPUs that are near each other; without: as the kernel tells
     ) -> None: ...
     @staticmethod
     def across_hosts(
@@ -75,7 +76,9 @@ class Comm:
         awake_us: float,
         eager: int,
         tuning: Tuning,
+        topology: list[list[int]] = ...,  # CPUs that are near each other; without: as the kernel tells
     ) -> Comm: ...
+    def near(self) -> list[list[int]]: ...  # the groups by which the ranks of this host meet
     def liveness(self, ranks: list[int]) -> Liveness | None: ...
     def adopt(self, rank: int, kind: int, fd: int, greeting: str) -> None: ...
     def give_up(self, rank: int) -> None: ...

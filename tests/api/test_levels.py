@@ -12,10 +12,58 @@ import pytest
 import torch
 
 import allranks as dist
+from allranks._engines.native.engine import NativeEngine
+from allranks._engines.native.tuning import read_topology
 from allranks.testing import RankError, run_ranks
 
 RANKS = 7
 COUNTS = [1, 20, 23, 700, 40_000]
+
+
+def _given(rank: int, count: int) -> torch.Tensor:
+    return torch.linspace(0.1, 1.7, count) ** (1 + rank)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_a_topology_by_hand_makes_the_groups(tmp_path: Path) -> None:
+    """Groups of ranks that are not side by side, on which all agree; sums have the bits of the order of ranks."""
+    one, other = sorted(os.sched_getaffinity(0))[:2]
+
+    def main() -> list[list[int]]:
+        rank = int(os.environ["RANK"])
+        os.sched_setaffinity(0, {(one, other)[rank % 2]})
+        dist.init_process_group()
+        dist.barrier()
+        for count in COUNTS:
+            tensor, expected = _given(rank, count), _given(0, count)
+            for r in range(1, RANKS):
+                expected += _given(r, count)
+            dist.all_reduce(tensor)
+            assert torch.equal(tensor, expected)
+            dist.broadcast(tensor, 5)
+            assert torch.equal(tensor, expected)
+        engine = dist.group.WORLD._engine
+        assert isinstance(engine, NativeEngine)
+        return engine.comm.near()
+
+    env = {**tuned(tmp_path, levels_from=3, crowded_levels_from=3), "ALLRANKS_TOPOLOGY": f"{one} / {other}"}
+    for near in run_ranks(RANKS, main, env=env, init=False):
+        assert near == [[0, 2, 4, 6], [1, 3, 5]]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0-3/3-5", "CPU 3 is there twice"),
+        ("0-3/", "'' names no CPUs"),
+        ("0-3;4-7", "'0-3;4-7' names no CPUs"),
+        ("5-4", "'5-4' is not within 0-1023"),
+        ("0/1024", "'1024' is not within 0-1023"),
+    ],
+)
+def test_a_topology_that_is_none_is_refused(text: str, said: str) -> None:
+    with pytest.raises(dist.ConfigError, match=re.escape(said)):
+        read_topology({"ALLRANKS_TOPOLOGY": text})
 
 
 @pytest.fixture

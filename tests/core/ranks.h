@@ -45,12 +45,15 @@ inline constexpr Tuning kLevels{.levels_from = 4, .crowded_levels_from = 4, .gro
 inline constexpr Tuning kNoLevels{.levels_from = Tuning::kNever};
 
 struct Ranks {
-  explicit Ranks(int n, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0, const Tuning& tuning = kLevels)
-      : Ranks(std::vector<int>(static_cast<size_t>(n)), sizes, timeout_s, spin_ns, Settings{}.eager, tuning) {}
+  explicit Ranks(int n, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0, const Tuning& tuning = kLevels,
+                 const std::vector<Place>& places = {})
+      : Ranks(std::vector<int>(static_cast<size_t>(n)), sizes, timeout_s, spin_ns, Settings{}.eager, tuning, places) {}
 
-  // host_of: which ranks are to share memory; those of different hosts have TCP connections.
+  // host_of: which ranks are to share memory; those of different hosts have TCP connections. places: where each may
+  // run, as it tells the others; none: where it may.
   explicit Ranks(const std::vector<int>& host_of, Sizes sizes = {}, double timeout_s = 20, int64_t spin_ns = 0,
-                 size_t eager = Settings{}.eager, const Tuning& tuning = kLevels) {
+                 size_t eager = Settings{}.eager, const Tuning& tuning = kLevels,
+                 const std::vector<Place>& places = {}) {
     const Hosts hosts(host_of);
     const size_t n = host_of.size();
     // near[a][b], heartbeats[a][b]: the socket that rank a holds towards rank b.
@@ -90,9 +93,10 @@ struct Ranks {
       for (int p = 0; p < here; p++) segments.push_back(Shm::create_segment(p, here, sizes));
       maps.push_back(Shm::map(here, sizes, segments));
     }
-    const Settings settings{.tuning = tuning, .timeout_s = timeout_s, .spin_ns = spin_ns, .eager = eager};
+    Settings settings{.tuning = tuning, .timeout_s = timeout_s, .spin_ns = spin_ns, .eager = eager};
     for (size_t i = 0; i < n; i++) {
       const int r = static_cast<int>(i);
+      if (!places.empty()) settings.place = places[i];
       const auto& mates = hosts.on(hosts.of(r));
       Liveness liveness;
       for (const int mate : mates) {

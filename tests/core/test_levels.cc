@@ -47,9 +47,10 @@ Failure failure_of(Comm& comm) {
 }
 
 // The bits that each rank ends with, of operands of several sizes.
-std::vector<std::vector<float>> reduced(const Tuning& tuning, int n, ReduceOp op) {
+std::vector<std::vector<float>> reduced(const Tuning& tuning, int n, ReduceOp op,
+                                        const std::vector<Place>& places = {}) {
   std::vector<std::vector<float>> found(static_cast<size_t>(n));
-  Ranks ranks(n, small_sizes(), 20, 0, tuning);
+  Ranks ranks(n, small_sizes(), 20, 0, tuning, places);
   ranks.each([&](Comm& comm) {
     Caller caller;
     for (const size_t count : {1, 5, 22, 23, 100, 3000}) {
@@ -131,6 +132,25 @@ TEST(levels_do_not_change_a_bit) {
     const auto flat = reduced(kNoLevels, 7, op);
     for (const uint32_t group : {2, 3, 4}) {
       CHECK(reduced({.levels_from = 4, .crowded_levels_from = 4, .group = group}, 7, op) == flat);
+    }
+  }
+}
+
+// Ranks that are dealt to two sockets in turn, to three caches of one in another order, and some to no cache.
+TEST(groups_of_ranks_that_are_not_side_by_side_do_not_change_a_bit) {
+  std::vector<std::vector<Place>> topologies(3);
+  std::vector<std::vector<std::vector<int>>> expected{
+      {{0, 2, 4, 6}, {1, 3, 5}}, {{0, 3, 6}, {1, 4}, {2, 5}}, {{0, 2, 3, 5, 6}, {1, 4}}};
+  for (int r = 0; r < 7; r++) {
+    topologies[0].push_back(on_cpu(r, r % 2, r % 2, r % 2));
+    topologies[1].push_back(place_among(on_cpu(r, 0, 0, 0), {{2, 5}, {0, 3, 6}, {1, 4}}));
+    topologies[2].push_back(place_among(on_cpu(r, 0, 0, 0), {{1, 4}}));
+  }
+  for (const ReduceOp op : {ReduceOp::sum, ReduceOp::prod, ReduceOp::max}) {
+    const auto flat = reduced(kNoLevels, 7, op);
+    for (size_t t = 0; t < topologies.size(); t++) {
+      CHECK(near_ranks(topologies[t], 8) == expected[t]);
+      CHECK(reduced({.levels_from = 3, .crowded_levels_from = 3, .group = 8}, 7, op, topologies[t]) == flat);
     }
   }
 }

@@ -112,6 +112,13 @@ VARIABLES: tuple[Variable, ...] = (
         "what is shipped",
     ),
     Variable(
+        "ALLRANKS_TOPOLOGY",
+        "by hand",
+        "Which CPUs of the host are near each other: lists with `/` between them, such as `0-7,64-71/8-15,72-79`. Many "
+        "ranks of a host meet by such groups. It counts for ranks that are bound to CPUs of one list.",
+        "what the kernel tells",
+    ),
+    Variable(
         "ALLRANKS_NOTICE_AFTER",
         "by hand",
         "How long a rank may wait in one call before the launcher says for whom. 0: it never does.",

@@ -43,7 +43,7 @@ from allranks._engines.checks import (
 )
 from allranks._engines.native.connect import OFFER_BYTES, Connections, Memory, SegmentExchange, confirm, connect
 from allranks._engines.native.errors import explain
-from allranks._engines.native.tuning import read_tuning
+from allranks._engines.native.tuning import read_topology, read_tuning
 from allranks._engines.operands import Operands, OperandsWork
 from allranks._engines.spec import Exchange
 
@@ -543,15 +543,16 @@ def _make_comm(
     )
     eager_mib = read_int(os.environ, "ALLRANKS_MESSAGE_BUFFER", 0, _EAGER_MIB[1])
     eager = (_EAGER_MIB[0] if eager_mib is None else eager_mib) << 20
-    tuning = read_tuning(os.environ)
+    tuning, topology = read_tuning(os.environ), read_topology(os.environ)
+    near = [topology] if topology else []
     with guard:
         heartbeats = _numbers(made.heartbeats)
         liveness = shared or _core.Liveness(_numbers(made.liveness))
         if made.peers is None:
-            return _core.Comm(rank, sizes, made.segments, liveness, timeout_s, *waits, eager, tuning)
+            return _core.Comm(rank, sizes, made.segments, liveness, timeout_s, *waits, eager, tuning, *near)
         made.peers.comm = _core.Comm.across_hosts(
             rank, host_of, sizes, made.segments, liveness, heartbeats,
-            made.peers.asking_pipe, made.peers.number, timeout_s, *waits, eager, tuning,
+            made.peers.asking_pipe, made.peers.number, timeout_s, *waits, eager, tuning, *near,
         )  # fmt: skip
         return made.peers.comm
 

@@ -1,10 +1,13 @@
-"""From which sizes on calls within a host go which way: what is shipped, or what `allranks tune` found on a machine.
+"""From which sizes on calls within a host go which way, and which CPUs of the host are near each other.
 
-Of the ranks of a host, the first one's holds for all (core/channel/segment.h): results are the same with every table.
+The first is what is shipped, or what `allranks tune` found on a machine. Of the ranks of a host, the first one's holds
+for all (core/channel/segment.h). The second is what the kernel tells, or what a user does. Each rank publishes where it
+may run, and all find the same groups of ranks from that. Results are the same with every table and topology.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 from allranks import _core
 from allranks._base.errors import ConfigError
 
-__all__ = ["LIMITS", "NEVER", "read_tuning", "tuning_of"]
+__all__ = ["LIMITS", "NEVER", "read_topology", "read_tuning", "tuning_of"]
 
 NEVER = 1 << 30
 """As the number of ranks from which on something is done: it is not done."""
@@ -25,6 +28,9 @@ LIMITS = {
     "one_shot_of_all": (0, 1 << 24),
 }
 """What a table may have, and between which numbers (core/channel/segment.h says what they mean)."""
+
+_CPUS = 1024
+"""How many the core can name."""
 
 _read: dict[str, dict[str, int]] = {}
 
@@ -49,6 +55,37 @@ def tuning_of(table: Mapping[str, int]) -> _core.Tuning:
     for name, value in table.items():
         setattr(tuning, name, value)
     return tuning
+
+
+def read_topology(environ: Mapping[str, str]) -> list[list[int]]:
+    """The CPUs that are near each other, a list for each place, as ``ALLRANKS_TOPOLOGY`` says; []: as the kernel tells.
+
+    Raises:
+        ConfigError: it is not of the form ``0-7,64-71/8-15,72-79``, or has a CPU twice.
+    """
+    text = environ.get("ALLRANKS_TOPOLOGY", "").strip()
+    if not text:
+        return []
+    lists = [[cpu for part in each.split(",") for cpu in _cpus(part.strip(), text)] for each in text.split("/")]
+    seen: set[int] = set()
+    for cpu in itertools.chain.from_iterable(lists):
+        if cpu in seen:
+            raise ConfigError(f"ALLRANKS_TOPOLOGY={text!r}: CPU {cpu} is there twice. {_FORM}")
+        seen.add(cpu)
+    return lists
+
+
+_FORM = "Expected lists of CPUs that are near each other, with / between them, such as 0-7,64-71/8-15,72-79."
+
+
+def _cpus(part: str, text: str) -> range:
+    first, dash, last = part.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()):
+        raise ConfigError(f"ALLRANKS_TOPOLOGY={text!r}: {part!r} names no CPUs. {_FORM}")
+    cpus = range(int(first), int(last if dash else first) + 1)
+    if not cpus or cpus[-1] >= _CPUS:
+        raise ConfigError(f"ALLRANKS_TOPOLOGY={text!r}: {part!r} is not within 0-{_CPUS - 1}. {_FORM}")
+    return cpus
 
 
 def _table(path: str) -> dict[str, int]:
