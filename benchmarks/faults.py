@@ -1,15 +1,21 @@
-"""Jobs under random faults: does each end with the weights of an undisturbed one, or a typed error, and in time?
+"""Jobs under random faults: does each end with the weights that it must have, or a typed error, and in time?
 
     python benchmarks/faults.py --seeds 0:100              # a job per seed, several faults in each
     python benchmarks/faults.py --seeds 17:18 --verbose    # one again
     python benchmarks/faults.py --seeds 0:100 --hosts      # three hosts and a spare one (namespaces, sshd; root)
     python benchmarks/faults.py --seeds 0:100 --sharded    # a model that FSDP2 shards on a mesh of 2 x 2 ranks
     python benchmarks/faults.py --seeds 0:100 --checkpoints    # all ranks are killed, too, and checkpoints are written
+    python benchmarks/faults.py --seeds 0:100 --until 1000 --json benchmarks/faults.json    # goes on with what is there
 
 A job is ``allranks run -n 3 --elastic 1`` on this file, which trains a small model with batch normalisation and
-dropout. A seed decides which ranks are killed, stopped for a while, or killed together, and when: also in an all_reduce
-of 64 MB, while the others recover, and while the process that takes a place joins. Afterwards the weights of all ranks
-must be those of the job without a fault, to the last bit; and no process may be left.
+dropout (faults_training.py). A seed decides which ranks are killed, stopped for a while, or killed together, and when:
+while they compute, while the others recover, and while the process that takes a place joins.
+
+Every step of every process must come to what it is without a fault, to the last bit; where the job goes on with fewer
+ranks, to what one process computes that takes the same samples (``expected``). At the end the weights of all ranks must
+be the same, and no process may be left. A job that ends otherwise must name the reason: that nobody has the state.
+
+A fault counts only if it has hit: a process that was alive, in a training that was not over.
 
 With ``--hosts`` each rank is on a host of its own. Then the agent of a host is killed, too, and a host is unplugged and
 plugged in again: its rank is started on the spare host, and it is the spare host when it is back.
@@ -21,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -33,114 +38,136 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from faults_training import (
+    ROUNDING,
+    StepDone,
+    Unlawful,
+    expected,
+    expected_end,
+    identity,
+    read_steps,
+    train,
+)
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from support.sshd import Ssh
 
 ROOT = Path(__file__).parents[1]
-SHARDED = "--sharded" in sys.argv  # each shard is on two ranks
-EVERY = 7  # steps, between two checkpoints
-RANKS = 4 if SHARDED else 3
-STEP_S = 0.008
-LONG_S = 180.0
+SPARES = 1
+PATIENCE_S = 120.0  # without a step or a fault: the job hangs
+RECOVERY_S = 30.0  # until all train again, before the next fault: then some are left out, as there is no host for them
 GHOSTS_S = 15.0  # for ranks of a host that was unplugged to learn that they are out
-BIG = 16 << 20  # numbers in the large all_reduce
 FEWER = "ended with it; the others go on"
 OVER = "has ended, as the others had gone on without it"
+AGAIN = "starting again ("
+AGAIN_KIND = "nobody had the state: started again"
 ERRORS = (
     "all ranks that had the state of the training are lost",
     "ranks are left before the training loop",
     "no rank that is left has the same shards",
     "no rank is left that has the state of the program",  # and its hosts are lost: it is not restarted
+    "is gone (no answer), and nobody can decide who goes on",  # the host is unplugged whose rank alone has the state
 )
+ON_ONE_HOST = ("kill", "kill", "two at once", "during recovery", "of the joiner", "stop and go on")
+ON_HOSTS = ("host lost", "host lost", "host unplugged")
+OF_ALL = ("all at once",) * 3
+_ORACLE = threading.Lock()  # random numbers are those of the process: two threads would draw from each other's seeds
 
 
-def train(folder: Path, steps: int, checkpoints: bool = False) -> None:
-    """What the ranks run."""
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
+@dataclass(frozen=True)
+class Kind:
+    """Of jobs.
 
-    import allranks as dist
+    Attributes:
+        epochs: of the training of each.
+        faults: that are planned for each.
+        sharded: a model that FSDP2 shards.
+        checkpoints: they write some, and all ranks are killed, too.
+    """
 
-    start = 1000 * int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + int(os.environ.get("ALLRANKS_START", "0"))
-    (folder / f"pid-{os.environ['RANK']}-{start}").write_text(str(os.getpid()))
-    torch.set_num_threads(1)
-    dist.init_process_group(timeout=30)
-    torch.manual_seed(1 + dist.get_rank())
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(1200, 20, generator=generator)
-    dist.all_reduce(torch.ones(4))
-    net = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 2))
-    model = shard(net) if SHARDED else dist.nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
-    data = TensorDataset(x, (x.sum(1) > 0).long())
-    sampler = dist.data.DistributedSampler(data, drop_last=True)  # type: ignore[arg-type]
-    loader = DataLoader(data, batch_size=8, sampler=sampler, drop_last=True)
-    kept = dist.resilience.Checkpoints(folder / "kept", every=EVERY) if checkpoints else None
-    state = dist.resilience.State(model=model, optimizer=optimizer, checkpoints=kept)
-    pauses, before, last = [0.0], 0, time.monotonic()
-    for epoch in state.epochs(steps // len(loader)):
-        sampler.set_epoch(epoch)
-        for step in state.steps(loader):
-            with step:
-                images, labels = step.batch
-                optimizer.zero_grad()
-                F.cross_entropy(model(images), labels).backward()
-                if step.index == 20:
-                    dist.all_reduce(torch.ones(BIG))
-                optimizer.step()
-                time.sleep(STEP_S)
-            if state.lost > before:
-                pauses.append(time.monotonic() - last)
-                before = state.lost
-            last = time.monotonic()
-    whole = [parameter.full_tensor() if SHARDED else parameter for parameter in net.parameters()]  # type: ignore[operator]
-    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in whole)
-    found = {"weights": hashlib.sha256(weights).hexdigest()[:16], "lost": state.lost, "pauses": pauses[1:]}
-    (folder / f"end-{os.environ['RANK']}").write_text(json.dumps(found))
+    epochs: int
+    faults: int
+    sharded: bool = False
+    checkpoints: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return 4 if self.sharded else 3
 
 
-def shard(net: nn.Sequential) -> nn.Module:
-    """The same weights on all ranks, sharded."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+@dataclass(frozen=True)
+class Fault:
+    """One that has hit.
 
-    import allranks as dist
+    Attributes:
+        kind: of it.
+        over: when it was over: the processes had ended, or were to go on.
+        killed: how many ranks.
+        left: how many were alive then that had done a step.
+    """
 
-    for parameter in net.parameters():
-        dist.broadcast(parameter.data, 0)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    fully_shard(net[0], mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    return net
+    kind: str
+    over: float
+    killed: int
+    left: int
+
+
+@dataclass
+class Outcome:
+    """What a job came to.
+
+    Attributes:
+        seed: of its faults.
+        planned: how many faults of each kind.
+        faults: those that have hit.
+        trouble: what is wrong; "": nothing.
+        error: it ended with a typed error.
+        steps: that were compared, of all processes.
+        alone: how many of them were done by fewer ranks than there are places.
+        recoveries: kind and seconds, from a fault to the first step that all ranks have done after it.
+        seconds: the whole job.
+    """
+
+    seed: int
+    planned: Sequence[str]
+    faults: Sequence[Fault] = ()
+    trouble: str = ""
+    error: bool = False
+    steps: int = 0
+    alone: int = 0
+    recoveries: list[tuple[str, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def result(self) -> str:
+        return "wrong" if self.trouble else "typed error" if self.error else "right"
 
 
 class Job:
     """One job, and what is done to it.
 
     Args:
-        steps: of its training.
+        kind: of it.
         verbose: show what it writes.
         ssh: the hosts; None: this one.
-        checkpoints: it writes some.
     """
 
-    def __init__(self, steps: int, verbose: bool = False, ssh: Ssh | None = None, checkpoints: bool = False) -> None:
-        self.checkpoints = checkpoints
+    def __init__(self, kind: Kind, verbose: bool = False, ssh: Ssh | None = None) -> None:
+        self.kind = kind
         self.folder = Path(tempfile.mkdtemp(prefix="faults-"))
         self.cluster = None if ssh is None else ssh.hosts
-        where = ["-n", str(RANKS)] if ssh is None else ["-H", "node0:1,node1:1,node2:1,node3:1", "--spares", "1"]
+        where = ["-n", str(kind.ranks)] if ssh is None else ["-H", "node0:1,node1:1,node2:1,node3:1", "--spares", "1"]
         words = [sys.executable, "-m", "allranks", "run", *where]
-        words += ["--elastic", "1", "--respawns", "100", "--restarts", "50" if checkpoints else "3"]
-        words += [__file__, "--train", str(self.folder), "--steps", str(steps), *["--sharded"] * SHARDED]
-        words += ["--checkpoints"] * checkpoints
+        words += ["--elastic", "1", "--respawns", "1000", "--restarts", "50" if kind.checkpoints else "3"]
+        words += [__file__, "--train", str(self.folder), "--epochs", str(kind.epochs)]
+        words += ["--sharded"] * kind.sharded + ["--checkpoints"] * kind.checkpoints
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             words if ssh is None else ssh.hosts.hosts[0].inside(*words),
@@ -153,6 +180,7 @@ class Job:
             start_new_session=True,
         )
         self.output = ""
+        self.faults: list[Fault] = []
         self.verbose = verbose
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -165,61 +193,115 @@ class Job:
                 if self.verbose:
                     print("   ", line, end="", flush=True)
 
-    def pids(self) -> dict[str, int]:
-        """The newest process of each rank, by rank."""
-        found: dict[str, tuple[int, int]] = {}
+    # --- what is known of it ---
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing can be hit any more: the job has ended, or the training."""
+        return self.process.poll() is not None or any(self.folder.glob("end-*"))
+
+    def newest(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The newest process of each rank, by rank: which start it is, and its identity."""
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
         for path in self.folder.glob("pid-*"):
-            _, rank, start = path.name.split("-")
-            text = path.read_text()
-            if text and (rank not in found or int(start) > found[rank][0]):
-                found[rank] = int(start), int(text)
-        return {rank: pid for rank, (_, pid) in found.items()}
+            start, rank = _start_of(path)
+            if (known := path.read_text()) and (rank not in found or start > found[rank][0]):
+                found[rank] = start, known
+        return found
 
-    def strike(self, number: int, ranks: list[str]) -> None:
-        pids = self.pids()
-        for rank in ranks:
-            if rank in pids and self.process.poll() is None:
-                try:
-                    os.kill(pids[rank], number)
-                except ProcessLookupError:
-                    continue
-                self._tell(f"{signal.Signals(number).name} to rank {rank}")
+    def alive(self) -> dict[str, int]:
+        """The processes of the ranks whose newest one is alive."""
+        pids = {rank: int(known.split()[0]) for rank, (_, known) in self.newest().items() if _is_alive(known)}
+        return {} if self.is_over else pids
 
-    def host_of(self, rank: str) -> int:
-        """Where a rank is now; 0 if that is not known."""
-        networks = {_network(host.holder): number for number, host in enumerate(self.cluster.hosts)}  # type: ignore[union-attr]
-        return networks.get(_network(self.pids().get(rank, 0)), 0)
+    def all_train(self, since: float) -> bool:
+        """Whether there are as many ranks as in the beginning, and have done a step since then."""
+        last = [step for step in self._last_steps() if step.at > since]
+        return len({step.rank for step in last}) == self.kind.ranks == max(last, key=lambda step: step.at).size
+
+    def _last_steps(self) -> list[StepDone]:
+        """The last step of each newest process that is alive and has done any."""
+        paths = [
+            self.folder / f"steps-{start[0]}-{rank}-{start[1]}"
+            for rank, (start, known) in self.newest().items()
+            if _is_alive(known)
+        ]
+        return [steps[-1] for path in paths if path.exists() and (steps := read_steps(path))]
+
+    def host_of(self, pid: int) -> int:
+        """Where a process is; 0 if that is not known."""
+        assert self.cluster is not None
+        networks = {_network(host.holder): number for number, host in enumerate(self.cluster.hosts)}
+        return networks.get(_network(pid), 0)
+
+    def away(self) -> dict[str, int]:
+        """The ranks that are alive on other hosts than the launcher's."""
+        return {rank: pid for rank, pid in self.alive().items() if self.host_of(pid)}
+
+    # --- what is done to it ---
+
+    def kill(self, ranks: Sequence[str], kind: str) -> bool:
+        """Kills these ranks at once. Whether all of them were hit."""
+        pids = self.alive()
+        hit = [rank for rank in ranks if rank in pids and _signal(pids[rank], signal.SIGKILL)]
+        if hit:
+            whole = len(hit) == len(ranks)
+            named = kind if whole else "kill"
+            self._count("kill of rank 0" if (named, hit) == ("kill", ["0"]) else named, [pids[r] for r in hit], hit)
+        return len(hit) == len(ranks)
+
+    def stop(self, rank: str, seconds: float) -> None:
+        """Stops a rank for a while."""
+        pid = self.alive().get(rank)
+        if pid is not None and _signal(pid, signal.SIGSTOP):
+            time.sleep(seconds)
+            _signal(pid, signal.SIGCONT)
+            self._count("stop and go on", [], [rank])
 
     def kill_agent(self, rank: str) -> None:
-        """Kills the agent of a rank, and so its host; not that of the launcher's host, which would end with it."""
-        pid = self.pids().get(rank, 0)
-        if self.host_of(rank) and _alive(pid):
-            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            if parent > 1:
-                os.kill(parent, signal.SIGKILL)
-                self._tell(f"the agent of rank {rank} is killed")
+        """Kills the agent of a rank, and so its host."""
+        pid = self.away().get(rank)
+        if pid is not None:
+            parent = _parent(pid)
+            if "allranks.launch" in _command(parent) and _signal(parent, signal.SIGKILL):
+                self._count("host lost", [parent, pid], [rank])
 
     def unplug(self, rank: str, seconds: float) -> None:
-        """Unplugs the host of a rank for a while; not that of the launcher."""
-        host = self.host_of(rank)
-        if host and self.cluster is not None:
-            self._tell(f"node{host} with rank {rank} is unplugged for {seconds:.1f} s")
+        """Unplugs the host of a rank for a while."""
+        pid = self.away().get(rank)
+        if pid is not None and self.cluster is not None:
+            host = self.host_of(pid)
             self.cluster.cut(host)
             time.sleep(seconds)
+            hit = not self.is_over
             self.cluster.plug(host)
+            if hit:
+                self._count("host unplugged", [], [rank], killed=0)
 
-    def _tell(self, what: str) -> None:
+    def _count(self, kind: str, pids: Sequence[int], ranks: Sequence[str], killed: int | None = None) -> None:
+        """A fault has hit. Waits until these processes have ended: they have written their last step."""
+        until = time.monotonic() + PATIENCE_S
+        while any(identity(pid) for pid in pids) and time.monotonic() < until:
+            time.sleep(0.001)
+        count = len(ranks) * bool(pids) if killed is None else killed
+        self.faults.append(Fault(kind, time.monotonic(), count, len(self._last_steps())))
         if self.verbose:
-            print(f"--- {what}", flush=True)
+            print(f"--- {kind}: rank {', '.join(ranks)}", flush=True)
 
-    def end(self) -> list[dict[str, object]]:
-        """Waits; returns what the ranks found."""
-        try:
-            self.process.wait(max(1.0, self.began + LONG_S - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self.output += f"--- the job had not ended after {LONG_S:g} s\n"
+    # --- its end ---
+
+    def end(self) -> list[dict[str, Any]]:
+        """Waits; returns what the ranks found. ``check`` must be called, too."""
+        while self.process.poll() is None:
+            times = [path.stat().st_mtime for path in self.folder.glob("*-*-*-*")]
+            if time.time() - max(times, default=time.time()) > PATIENCE_S or (
+                not times and time.monotonic() - self.began > PATIENCE_S
+            ):
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.output += f"--- the job hangs: nothing has happened for {PATIENCE_S:g} s\n"
+                break
+            time.sleep(0.1)
+        self.process.wait()
         self._reader.join()
         found = [json.loads(path.read_text()) for path in sorted(self.folder.glob("end-*"))]
         until = time.monotonic() + (0 if self.cluster is None else GHOSTS_S)
@@ -228,11 +310,24 @@ class Job:
         if left:
             self.output += f"--- processes are left: {left}\n"
             found = []
-        shutil.rmtree(self.folder)
         return found
 
-    def _left(self) -> list[int]:
-        return [pid for path in self.folder.glob("pid-*") if _alive(pid := int(path.read_text() or "0"))]
+    def rounds(self) -> list[list[list[StepDone]]]:
+        """The steps of each process, by rounds of the job."""
+        found: dict[int, list[list[StepDone]]] = {}
+        for path in self.folder.glob("steps-*"):
+            if steps := read_steps(path):
+                found.setdefault(_start_of(path)[0][0], []).append(steps)
+        return [found[number] for number in sorted(found)]
+
+    def _left(self) -> list[str]:
+        return [known for path in self.folder.glob("pid-*") if _is_alive(known := path.read_text())]
+
+
+def _start_of(path: Path) -> tuple[tuple[int, int], str]:
+    """Of a file that a process has written: the round and the start, and the rank."""
+    _, number, rank, start = path.name.split("-")
+    return (int(number), int(start)), rank
 
 
 def _network(pid: int) -> str:
@@ -243,176 +338,338 @@ def _network(pid: int) -> str:
         return ""
 
 
-def _alive(pid: int) -> bool:
-    if not pid:
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _is_alive(known: str) -> bool:
+    return bool(known) and identity(int(known.split()[0])) == known
+
+
+def _signal(pid: int, number: int) -> bool:
+    """Whether there was a process that lives."""
+    if not pid or not identity(pid):
         return False
     try:
-        os.kill(pid, 0)
+        os.kill(pid, number)
     except ProcessLookupError:
         return False
-    return "zombie" not in Path(f"/proc/{pid}/status").read_text()
+    return True
 
 
-def disturb(job: Job, pick: random.Random, most: int) -> tuple[int, int]:
-    """Does up to so many things to a job. Returns how many, and how many ranks were killed."""
-    killed = 0
+def plan(kind: Kind, seed: int, hosts: bool) -> list[str]:
+    """The faults that a seed stands for."""
+    kinds = [*ON_ONE_HOST, *ON_HOSTS * hosts, *OF_ALL * kind.checkpoints]
+    return random.Random(seed).choices(kinds, k=kind.faults)
 
-    def one() -> list[str]:
-        return [str(pick.randrange(RANKS))]
 
-    def kill(ranks: list[str]) -> None:
-        nonlocal killed
-        killed += len(ranks)
-        job.strike(signal.SIGKILL, ranks)
-
-    def two() -> None:
-        kill([str(rank) for rank in pick.sample(range(RANKS), 2)])
-
-    def during_recovery() -> None:
-        first, second = pick.sample(range(RANKS), 2)
-        kill([str(first)])
+def disturb(job: Job, seed: int, planned: Sequence[str]) -> None:
+    """Does these things to a job, as long as it trains."""
+    pick, places = random.Random(f"moments of {seed}"), [str(rank) for rank in range(job.kind.ranks)]
+    _await(lambda: job.all_train(0.0), job, PATIENCE_S)
+    for kind in planned:
         time.sleep(pick.random() * 0.4)
-        kill([str(second)])
-
-    def the_joiner() -> None:
-        (rank,) = one()
-        before = job.pids().get(rank)
-        kill([rank])
-        until = time.monotonic() + 5
-        while job.pids().get(rank) == before and time.monotonic() < until and job.process.poll() is None:
-            time.sleep(0.005)
-        time.sleep(pick.random() * 0.3)
-        kill([rank])
-
-    def stop() -> None:
-        ranks = one()
-        job.strike(signal.SIGSTOP, ranks)
-        time.sleep(pick.random() * 0.7)
-        job.strike(signal.SIGCONT, ranks)
-
-    def lose_host() -> None:
-        nonlocal killed
-        killed += 1
-        job.kill_agent(one()[0])
-
-    def unplug() -> None:
-        nonlocal killed
-        killed += 1
-        job.unplug(one()[0], pick.choice([1.0, 9.0]) + pick.random() * 3)
-
-    kinds: list[Callable[[], None]] = [lambda: kill(one()), lambda: kill(one()), two, during_recovery, the_joiner, stop]
-    if job.cluster is not None:
-        kinds += [lose_host, lose_host, unplug]
-    if job.checkpoints:
-        kinds += [lambda: kill([str(rank) for rank in range(RANKS)])] * 3
-    while not job.pids() and job.process.poll() is None:
-        time.sleep(0.01)
-    time.sleep(pick.random() * 2.5)
-    faults = 0
-    for _ in range(pick.randint(1, most)):
-        if job.process.poll() is not None:
-            break
-        pick.choice(kinds)()
-        faults += 1
-        time.sleep(0.2 + pick.random() * 1.2)
-    return faults, killed
+        one, other = pick.sample(places, 2)
+        moment = pick.random()
+        if kind == "kill":
+            job.kill([one], kind)
+        elif kind == "two at once":
+            job.kill([one, other], kind)
+        elif kind == "all at once":
+            job.kill(places, kind)
+        elif kind == "during recovery":
+            job.kill([one], "kill")
+            time.sleep(moment * 0.4)
+            job.kill([other], kind)
+        elif kind == "of the joiner":
+            before = job.newest().get(one)
+            if job.kill([one], "kill"):
+                _await(lambda was=before, rank=one: job.newest().get(rank) != was, job, 5.0)
+                time.sleep(moment * 0.3)
+                job.kill([one], kind if job.newest().get(one) != before else "kill")
+        elif kind == "stop and go on":
+            job.stop(one, moment * 0.7)
+        elif away := sorted(job.away()):
+            if kind == "host lost":
+                job.kill_agent(pick.choice(away))
+            else:
+                job.unplug(pick.choice(away), pick.choice([1.0, 9.0]) + moment * 3)
+        if job.is_over:
+            return
+        if job.faults and pick.random() < 0.75:  # else the next one comes whatever the ranks do
+            since = job.faults[-1].over
+            _await(lambda at=since: job.all_train(at), job, RECOVERY_S)
 
 
-def undisturbed(steps: int) -> str:
-    """The weights of a job to which nothing is done."""
-    job = Job(steps)
-    (weights,) = {str(each["weights"]) for each in job.end()} or {job.output}
-    return weights
+def _await(condition: Any, job: Job, patience_s: float) -> None:
+    until = time.monotonic() + patience_s
+    while not job.is_over and time.monotonic() < until and not condition():
+        time.sleep(0.02)
 
 
-def run(
-    seed: int,
-    right: str,
-    steps: int,
-    most: int,
-    verbose: bool = False,
-    ssh: Ssh | None = None,
-    checkpoints: bool = False,
-) -> tuple[str, int, int, list[float]]:
-    """One job. Returns what it came to ("": right), the number of faults and of ranks killed, and the pauses."""
-    job = Job(steps, verbose, ssh, checkpoints)
-    faults, killed = disturb(job, random.Random(seed), most)
+@dataclass(frozen=True)
+class Undisturbed:
+    """A job without a fault.
+
+    Attributes:
+        weights: at its end.
+        values: of each step on each rank.
+    """
+
+    weights: str
+    values: dict[tuple[int, int], float]
+
+
+def undisturbed(kind: Kind) -> Undisturbed:
+    """Runs a job to which nothing is done, and compares it with one process.
+
+    Raises:
+        RuntimeError: they differ, so that nothing can be judged here.
+    """
+    job = Job(kind)
     found = job.end()
-    pauses = [pause for each in found for pause in each["pauses"]]  # type: ignore[attr-defined]
+    rounds = job.rounds()
+    shutil.rmtree(job.folder)
+    if {each["weights"] for each in found} != {found[0]["weights"] if found else ""} or len(rounds) != 1:
+        raise RuntimeError(f"an undisturbed job failed: {found}\n{job.output}")
+    steps = [step for process in rounds[0] for step in process]
+    values = {(step.done, step.rank): step.value for step in steps}
+    if len(values) != expected_end(kind.epochs, kind.ranks) * kind.ranks:
+        raise RuntimeError(f"an undisturbed job has done {len(values)} steps\n{job.output}")
+    if not kind.sharded:
+        (trouble, _) = compare(rounds, Undisturbed("", {}), kind)
+        if trouble:
+            raise RuntimeError(f"an undisturbed job is not what one process computes: {trouble}")
+    return Undisturbed(str(found[0]["weights"]), values)
+
+
+def compare(rounds: Sequence[Sequence[Sequence[StepDone]]], right: Undisturbed, kind: Kind) -> tuple[str, bool]:
+    """What is wrong in the steps of a job; and whether all of them were done by all ranks."""
+    before: list[StepDone] = []
+    whole = True
+    for number, processes in enumerate(rounds):
+        steps: dict[int, StepDone] = {}
+        values: dict[tuple[int, int], float] = {}
+        for step in sorted((step for process in processes for step in process), key=lambda step: step.at):
+            first = steps.setdefault(step.done, step)
+            if (first.epoch, first.index, first.size) != (step.epoch, step.index, step.size):
+                return f"round {number}: two processes have done different steps: {first} and {step}", False
+            if values.setdefault((step.done, step.rank), step.value) != step.value:
+                return f"round {number}: a process differs from the one before it in {step}", False
+        begin, end = min(steps), max(steps)
+        if set(steps) != set(range(begin, end + 1)):
+            return f"round {number}: steps are missing between {begin} and {end}", False
+        if begin > 1 and (not kind.checkpoints or begin > len(before) + 1):
+            return f"round {number} begins with step {begin}", False
+        before = before[: begin - 1] + [steps[done] for done in range(begin, end + 1)]
+        is_whole = all(step.size == kind.ranks for step in before)
+        whole = whole and is_whole
+        if is_whole and right.values:
+            wrong = next((key for key, value in values.items() if right.values.get(key) != value), None)
+        else:
+            try:
+                with _ORACLE:
+                    oracle = expected(before)
+            except Unlawful as error:
+                return f"round {number}: {error}", False
+            wrong = next(((d, r) for (d, r), v in values.items() if not abs(v - oracle[d - 1]) <= ROUNDING), None)
+        if wrong is not None:
+            return f"round {number}: a wrong number after step {wrong[0]} on rank {wrong[1]}", False
+    return "", whole
+
+
+def check(job: Job, right: Undisturbed, outcome: Outcome, found: Sequence[dict[str, Any]]) -> None:
+    """Judges a job that has ended."""
+    kind, rounds, code = job.kind, job.rounds(), job.process.returncode
+    outcome.trouble, whole = compare(rounds, right, kind)
+    steps = [step for processes in rounds for process in processes for step in process]
+    outcome.steps, outcome.alone = len(steps), sum(step.size < kind.ranks for step in steps)
+    begins = [min(process[0].at for process in processes) for processes in rounds[1:]]
+    for fault in job.faults:
+        end = recovered(steps, fault.over)
+        if end is not None:
+            again = any(fault.over < begin <= end for begin in begins)
+            outcome.recoveries.append((AGAIN_KIND if again else fault.kind, end - fault.over))
     # A rank that is killed behind the loop is not replaced: the training is over.
-    all_there = len(found) == RANKS or OVER in job.output
+    all_there = len(found) == kind.ranks or OVER in job.output or FEWER in job.output
     weights = {each["weights"] for each in found}
-    # With fewer ranks, as a host was lost and no spare one was left, the sums are others.
-    same = weights == {right} or (len(weights) == 1 and FEWER in job.output)
-    if same and all_there and job.process.returncode == 0:
-        return "", faults, killed, pauses
-    if not checkpoints and any(error in job.output for error in ERRORS) and job.process.returncode and killed > 1:
-        return "typed error", faults, killed, pauses
-    ended = f"exit code {job.process.returncode}, weights {[each['weights'] for each in found]}"
-    return f"WRONG: {ended}\n{job.output}", faults, killed, pauses
+    same = len(weights) == 1 and (not whole or weights == {right.weights})
+    killed = sum(fault.killed for fault in job.faults)
+    # Where the last rank is killed that was left, and no host has a place for another one, it is the cause itself.
+    nobody = code == 128 + signal.SIGKILL and FEWER in job.output and job.faults[-1].left == 0
+    outcome.error = bool(code) and killed > 1 and (nobody or any(error in job.output for error in ERRORS))
+    *failed, _ = job.output.split(AGAIN)
+    if outcome.trouble:
+        pass
+    elif any(not kind.checkpoints and not any(error in part for error in ERRORS) for part in failed):
+        outcome.trouble = "the job was started again for another reason than that nobody had the state"
+    elif outcome.error and not kind.checkpoints:
+        pass
+    elif code or not same or not all_there:
+        outcome.trouble = f"exit code {code}, weights {[each['weights'] for each in found]}"
+    elif whole and max(step.done for step in steps) != expected_end(kind.epochs, kind.ranks):
+        outcome.trouble = f"the training ended after {max(step.done for step in steps)} steps"
+    if outcome.trouble:
+        outcome.trouble += f"\n{job.output}"
+
+
+def recovered(steps: Sequence[StepDone], since: float) -> float | None:
+    """When the first step was done that all of its ranks have done since then; None if there is none."""
+    ranks: dict[tuple[int, int], set[int]] = {}
+    for step in sorted((step for step in steps if step.at > since), key=lambda step: step.at):
+        mine = ranks.setdefault((step.done, step.size), set())
+        mine.add(step.rank)
+        if len(mine) == step.size:
+            return step.at
+    return None
+
+
+def run(kind: Kind, seed: int, right: Undisturbed, verbose: bool = False, ssh: Ssh | None = None) -> Outcome:
+    """One job."""
+    outcome = Outcome(seed, plan(kind, seed, ssh is not None))
+    job = Job(kind, verbose, ssh)
+    disturb(job, seed, outcome.planned)
+    found = job.end()
+    outcome.faults, outcome.seconds = job.faults, time.monotonic() - job.began
+    check(job, right, outcome, found)
+    shutil.rmtree(job.folder)
+    return outcome
+
+
+@contextlib.contextmanager
+def four_hosts(ranks: int = 3) -> Iterator[Ssh]:
+    """Hosts as those of the tests."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from support import cluster, sshd
+
+    with cluster.cluster(ranks + SPARES) as hosts, sshd.sshd(hosts) as made:
+        yield made
+
+
+class Report:
+    """What jobs came to, and the file that has it after each of them.
+
+    Args:
+        path: of the file; what is in it counts. None: there is none.
+        facts: about the jobs.
+    """
+
+    def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
+        self._path, self._facts = path, facts
+        self.jobs: list[dict[str, Any]] = json.loads(path.read_text())["jobs"] if path and path.exists() else []
+        self._lock = threading.Lock()
+
+    @property
+    def effective(self) -> int:
+        return sum(sum(job["effective"].values()) for job in self.jobs)
+
+    def add(self, outcome: Outcome) -> None:
+        recoveries: dict[str, list[float]] = {}
+        for kind, seconds in outcome.recoveries:
+            recoveries.setdefault(kind, []).append(round(seconds, 4))
+        job = {
+            "seed": outcome.seed,
+            "result": outcome.result,
+            "planned": dict(Counter(outcome.planned)),
+            "effective": dict(Counter(fault.kind for fault in outcome.faults)),
+            "killed": sum(fault.killed for fault in outcome.faults),
+            "steps": outcome.steps,
+            "steps_of_fewer": outcome.alone,
+            "recovery_s": recoveries,
+            "seconds": round(outcome.seconds, 1),
+        }
+        with self._lock:
+            self.jobs = sorted([*self.jobs, job], key=lambda each: each["seed"])
+            if self._path is not None:
+                lines = ",\n".join(f"  {json.dumps(each)}" for each in self.jobs)
+                head = json.dumps({**self._facts, **self.summary()}, indent=1).removesuffix("\n}")
+                written = self._path.with_suffix(".new")
+                written.write_text(f'{head},\n "jobs": [\n{lines}\n ]\n}}\n')
+                written.replace(self._path)
+
+    def summary(self) -> dict[str, Any]:
+        effective: Counter[str] = Counter()
+        recoveries: dict[str, list[float]] = {}
+        for job in self.jobs:
+            effective.update(job["effective"])
+            for kind, seconds in job["recovery_s"].items():
+                recoveries.setdefault(kind, []).extend(seconds)
+        results = Counter(job["result"] for job in self.jobs)
+        return {
+            "results": {name: results[name] for name in ("right", "typed error", "wrong")},
+            "planned": sum(sum(job["planned"].values()) for job in self.jobs),
+            "effective": self.effective,
+            "killed": sum(job["killed"] for job in self.jobs),
+            "kinds": dict(sorted(effective.items())),
+            "steps": sum(job["steps"] for job in self.jobs),
+            "steps_of_fewer": sum(job["steps_of_fewer"] for job in self.jobs),
+            "recovery_s": {
+                kind: {"median": statistics.median(seconds), "max": max(seconds)}
+                for kind, seconds in sorted(recoveries.items())
+            },
+        }
+
+
+def judge(options: argparse.Namespace) -> None:
+    """Runs the jobs, and prints what they came to."""
+    kind = Kind(options.epochs or options.faults * 2, options.faults, options.sharded, options.checkpoints)
+    where = "three hosts and a spare one" if options.hosts else "one host"
+    facts = {"where": where, "ranks": kind.ranks, "cpus": os.cpu_count(), "faults_per_job": kind.faults}
+    report = Report(options.json, facts)
+    first, end = map(int, options.seeds.split(":"))
+    seeds = iter(sorted({*range(first, end)} - {job["seed"] for job in report.jobs}))
+    right, lock = undisturbed(kind), threading.Lock()
+
+    def work() -> None:
+        with four_hosts() if options.hosts else contextlib.nullcontext() as ssh:
+            while report.effective < options.until:
+                with lock:
+                    seed = next(seeds, None)
+                if seed is None:
+                    return
+                outcome = run(kind, seed, right, options.verbose, ssh)
+                report.add(outcome)
+                hits = f"{len(outcome.faults)} faults of {len(outcome.planned)} have hit"
+                print(f"seed {seed}: {outcome.result}, {hits}, {outcome.seconds:.0f} s", flush=True)
+                if outcome.trouble:
+                    print(outcome.trouble, flush=True)
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for future in [pool.submit(work) for _ in range(options.at_once)]:
+            future.result()
+    print(json.dumps(report.summary(), indent=1))
+    sys.exit(any(job["result"] == "wrong" for job in report.jobs))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:20", help="FIRST:END")
-    parser.add_argument("--steps", type=int, default=400, help="of each job, at least 10 ms each")
-    parser.add_argument("--most", type=int, default=4, help="faults in a job")
+    parser.add_argument("--faults", type=int, default=20, help="that are planned for each job")
+    parser.add_argument("--epochs", type=int, help="of each job, 50 steps of at least 10 ms each; 2 for each fault")
+    parser.add_argument("--until", type=float, default=float("inf"), help="so many faults have hit")
+    parser.add_argument("--at-once", type=int, default=1, help="jobs that run at the same time")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--hosts", action="store_true", help="on three hosts, and a spare one")
     where.add_argument("--sharded", action="store_true", help="a model that FSDP2 shards, on four ranks")
     parser.add_argument("--checkpoints", action="store_true", help="all ranks are killed, too")
     parser.add_argument("--verbose", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="written after each job; the jobs in it are not done again")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        train(options.train, options.steps, options.checkpoints)
-        return
-    with four_hosts() if options.hosts else contextlib.nullcontext() as ssh:
-        judge(options, ssh)
-
-
-@contextlib.contextmanager
-def four_hosts() -> Iterator[Ssh]:
-    """Hosts as those of the tests."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from support import cluster, sshd
-
-    with cluster.cluster(RANKS + 1) as hosts, sshd.sshd(hosts) as made:
-        yield made
-
-
-def judge(options: argparse.Namespace, ssh: Ssh | None) -> None:
-    """Runs the jobs, and says what they came to."""
-    first, end = map(int, options.seeds.split(":"))
-    weights = undisturbed(options.steps)
-    results: dict[str, int] = {"right": 0, "typed error": 0, "wrong": 0}
-    faults, kills, pauses, began = 0, 0, [], time.monotonic()
-    with contextlib.suppress(KeyboardInterrupt):  # what was done until then is told
-        for seed in range(first, end):
-            outcome, struck, killed, more = run(
-                seed, weights, options.steps, options.most, options.verbose, ssh, options.checkpoints
-            )
-            faults += struck
-            kills += killed
-            pauses += more
-            kind = "wrong" if outcome.startswith("WRONG") else outcome or "right"
-            results[kind] += 1
-            if kind == "wrong":
-                print(f"seed {seed}: {outcome}", flush=True)
-    seconds, jobs = time.monotonic() - began, sum(results.values())
-    longest = f", pauses median {statistics.median(pauses):.2f} s, longest {max(pauses):.2f} s" if pauses else ""
-    print(f"{jobs} jobs, {faults} faults, {kills} ranks killed, {results}{longest}; {seconds:.0f} s", flush=True)
-    if options.json:
-        figures = {
-            "jobs": jobs,
-            "faults": faults,
-            "killed": kills,
-            "results": results,
-            "pauses_s": sorted(pauses),
-        }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    sys.exit(results["wrong"] > 0)
+        train(options.train, options.epochs, options.checkpoints, options.sharded)
+    else:
+        judge(options)
 
 
 if __name__ == "__main__":

@@ -301,6 +301,54 @@ def resilience_table():
     )
     yield ""
     yield from goal_table(found, f"torchft {found['versions'].get('torchft', '')}".strip())
+    yield ""
+    yield "### Under random faults"
+    yield ""
+    yield from fault_lines({where: load(name) for where, name in FAULTS.items()})
+    yield ""
+    yield from kill_lines(load("digits_kills"))
+
+
+FAULTS = {"one host": "faults", "three hosts and a spare one": "faults_hosts"}
+
+
+def fault_lines(found):
+    """What was done to jobs, and what they came to."""
+    counts = {
+        "jobs": lambda report: sum(report["results"].values()),
+        "faults that have hit": lambda report: report["effective"],
+        "ranks killed": lambda report: report["killed"],
+        "steps compared, of all ranks": lambda report: report["steps"],
+        "of them done by fewer than three ranks": lambda report: report["steps_of_fewer"],
+        "jobs with the right weights": lambda report: report["results"]["right"],
+        "jobs with a typed error": lambda report: report["results"]["typed error"],
+        "jobs with anything else": lambda report: report["results"]["wrong"],
+    }
+    yield "| | " + " | ".join(found) + " |"
+    yield "|---" * (1 + len(found)) + "|"
+    for name, count in counts.items():
+        yield f"| {name} | " + " | ".join(f"{count(report):,}" for report in found.values()) + " |"
+    yield ""
+    yield "Seconds from a fault to the first step that all ranks have done after it, as median and longest:"
+    yield ""
+    yield "| fault | " + " | ".join(f"{where}: hits | recovery" for where in found) + " |"
+    yield "|---" * (1 + 2 * len(found)) + "|"
+    for kind in sorted({kind for report in found.values() for kind in report["recovery_s"]}):
+        cells = []
+        for report in found.values():
+            took = report["recovery_s"].get(kind)
+            cells += [str(report["kinds"].get(kind, "")), f"{took['median']:.2f}, {took['max']:.1f}" if took else ""]
+        yield f"| {kind} | " + " | ".join(cells) + " |"
+
+
+def kill_lines(found):
+    """The digits, whose ranks are killed."""
+    kills, median, longest = found["kills"], found["recovery_s"]["median"], found["recovery_s"]["max"]
+    runs, steps, equal = len(found["runs"]), found["steps"], found["equal"]
+    yield f"`benchmarks/digits_kills.py` kills ranks of `examples/digits/train.py` at random: {kills} kills in {runs}"
+    yield f"runs of {steps:,} steps on {found['ranks']} ranks. {equal} of them are in runs that end with the weights of"
+    yield f"the undisturbed run ({found['weights']}). A recovery took {median:.2f} s (median), at most {longest:.2f} s."
+    yield "The new process imports scikit-learn and rich first."
 
 
 def checkpoint_table():

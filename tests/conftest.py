@@ -49,7 +49,7 @@ LONG = {
     "parallel": ("ddp", "digits"),
     "plugin": ("programs_of_torch",),
     "remote": ("bootstrap", "capture_changes"),
-    "resilience": ("elastic", "fully_sharded"),
+    "resilience": ("elastic", "fully_sharded", "random_faults"),
     "tools": ("bench",),
 }
 

@@ -91,26 +91,31 @@ def draw(notes, kills, path):
 
     steps = [each for each in notes if each["what"] == "step"]
     began = steps[0]["at"]
-    figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(9, 4.6), layout="constrained", sharex=True, height_ratios=(1, 3)
+    )
     for rank in range(RANKS):
-        mine = [each for each in steps if each["rank"] == rank]
-        axes.plot([e["at"] - began for e in mine], [e["loss"] for e in mine], ".", ms=2, color=f"C{rank}", alpha=0.5)
-    top = max(each["loss"] for each in steps)
-    for at, rank in kills:
-        axes.plot(at - began, top, "x", color=f"C{rank}", ms=8)
-        back = next((e["at"] for e in steps if e["rank"] == rank and e["at"] > at), None)
-        if back is not None:
-            axes.plot([at - began, back - began], [top, top], color=f"C{rank}", lw=1)
-            axes.plot(back - began, top, "o", color=f"C{rank}", ms=5, mfc="none")
+        mine, colour = [each for each in steps if each["rank"] == rank], f"C{rank}"
+        below.plot([e["at"] - began for e in mine], [e["loss"] for e in mine], ".", ms=2, color=colour, alpha=0.5)
+        trains_since = 0
+        for at in [at for at, killed in kills if killed == rank]:
+            above.plot([trains_since, at - began], [rank, rank], color=colour, lw=3)
+            above.plot(at - began, rank, "x", color="black", ms=7)
+            trains_since = next((each["at"] - began for each in mine if each["at"] > at), None)
+            if trains_since is None:
+                break
+            above.plot(trains_since, rank, "o", color=colour, ms=6, mfc="white", zorder=3)
+        if trains_since is not None:
+            above.plot([trains_since, mine[-1]["at"] - began], [rank, rank], color=colour, lw=3, zorder=1)
     ends = [each for each in notes if each["what"] == "end"]
-    for rank in range(RANKS):
-        axes.plot([], [], ".", color=f"C{rank}", label=f"rank {rank}")
-    axes.plot([], [], "x", color="gray", label="killed")
-    axes.plot([], [], "o", color="gray", mfc="none", label="its place finishes a step")
-    axes.set(xlabel="seconds", ylabel="loss of the rank's batch", yscale="log")
-    axes.set_title(f"{len(kills)} kills, weights {ends[0]['weights'] if ends else 'none: the job failed'}")
-    axes.legend(frameon=False, ncols=5, loc="lower left", fontsize="small")
-    axes.spines[["top", "right"]].set_visible(False)
+    above.plot([], [], "x", color="black", label="killed")
+    above.plot([], [], "o", color="gray", mfc="white", label="another process in its place has done a step")
+    above.set(ylim=(RANKS - 0.5, -0.5), yticks=range(RANKS), yticklabels=[f"rank {rank}" for rank in range(RANKS)])
+    above.legend(frameon=False, ncols=2, loc="lower right", bbox_to_anchor=(1, 1), fontsize="small")
+    above.set_title(f"{len(kills)} kills, weights {ends[0]['weights'] if ends else 'none: the job failed'}", loc="left")
+    below.set(xlabel="seconds", ylabel="loss of the rank's batch", yscale="log")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

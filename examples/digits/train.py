@@ -142,6 +142,14 @@ def plot(history, title, path):
     plt.close(figure)
 
 
+def show(progress, bar, **what):
+    """One bar, on whichever rank is 0 now, and none where nobody watches (a file, a pipe)."""
+    if dist.get_rank() == 0 and progress.console.is_terminal:
+        progress.disable = False
+        progress.start()
+        progress.update(bar, **what)
+
+
 def train(args, rank, world_size):
     # Other weights on each rank, on purpose: the first synchronisation has to make them rank 0's.
     torch.manual_seed(args.seed + rank)
@@ -174,10 +182,8 @@ def train(args, rank, world_size):
         kept = dist.resilience.Checkpoints(args.checkpoints, every=args.save_every * (len(loader) + 1))
     state = dist.resilience.State(model=model, optimizer=optimizer, record=record, own=[loss_sum], checkpoints=kept)
 
-    # One bar, on rank 0, and none where nobody watches (a file, a pipe).
-    console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=rank > 0 or not console.is_terminal) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=True) as progress:
         bar = progress.add_task("training", total=args.epochs * len(loader))
         for epoch in state.epochs(args.epochs):
             if record["settings"] != settings:
@@ -194,7 +200,7 @@ def train(args, rank, world_size):
                         sync_gradients(model, dist.get_rank(), dist.get_world_size())
                     loss_sum += loss.detach()
                     optimizer.step()
-                progress.update(bar, completed=epoch * len(loader) + step.index + 1)
+                show(progress, bar, completed=epoch * len(loader) + step.index + 1)
             for step in state.steps(1):
                 with step:
                     mean = loss_sum / len(loader)
@@ -204,7 +210,7 @@ def train(args, rank, world_size):
                     found = {"train_loss": mean.item(), "test_loss": test_loss, "test_accuracy": test_accuracy}
                     record["history"] = [*record["history"], found]
             accuracy = record["history"][-1]["test_accuracy"]  # of the record: this process may have come later
-            progress.update(bar, description=f"epoch {epoch + 1}, test accuracy {accuracy:.1%}")
+            show(progress, bar, description=f"epoch {epoch + 1}, test accuracy {accuracy:.1%}")
     return model, record
 
 
@@ -254,6 +260,7 @@ def main():
             raise WrongArguments(f"--batch-size {args.batch_size} cannot be divided among {world_size} ranks")
         start, communicated = time.perf_counter(), dist.stats().seconds
         model, record = train(args, rank, world_size)
+        rank, world_size = dist.get_rank(), dist.get_world_size()  # others than before, if a rank was lost for good
         seconds = time.perf_counter() - start
         share = (dist.stats().seconds - communicated) / seconds
     except WrongArguments as error:

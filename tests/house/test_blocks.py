@@ -71,6 +71,7 @@ OTHERS = {
     ("docs/extending.md", "ROW(all_reduce"): "house/test_algorithms.py",
     ("docs/extending.md", "def load(worker"): "remote/",
     ("docs/extending.md", 'allranks.init_process_group("mine")'): "engines/",
+    ("README.md", "state = dist.resilience.State(model=model"): "resilience/",
     ("README.md", 'torch.distributed.init_process_group("allranks")'): "plugin/",
 }
 

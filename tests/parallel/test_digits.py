@@ -146,6 +146,40 @@ def test_stopped_and_resumed_equals_straight_through(tmp_path):
     torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+def killed_in_an_elastic_run(folder, rank, *args):
+    """A run on three ranks of which one is killed once there is a checkpoint: what it prints."""
+    words = ["run", "-n", 3, "--elastic", 2, *args, "--out", folder, "--checkpoints", folder / "kept"]
+    command = [sys.executable, "-m", "allranks", *map(str, words), "--save-every", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as job:
+        until = time.monotonic() + 60
+        while checkpoint.latest(folder / "kept") is None:
+            assert job.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        pid = int(children[-3 + rank])  # the ranks were forked last
+        os.kill(pid, signal.SIGKILL)
+        out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    assert f"rank {rank} (pid {pid}) was killed by SIGKILL; " in err
+    return out, err
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_of_an_elastic_run_is_killed(tmp_path):
+    """Another process takes its place, and the weights are the same; or the others go on, and a new rank 0 saves."""
+    options = ("--epochs", 8, "--batch-size", 63)
+    ((_, _, calm),) = train((*options, "--out", tmp_path / "calm"), ranks=3)
+    out, err = killed_in_an_elastic_run(tmp_path / "replaced", 1, TRAIN, *options)
+    assert "started again (1 of 3)" in err
+    assert [found[1:] for found in LAST_LINE.findall(out)] == [("3", calm)]
+    out, _ = killed_in_an_elastic_run(tmp_path / "fewer", 0, "--respawns", 0, TRAIN, *options)
+    ((accuracy, size, fewer),) = LAST_LINE.findall(out)
+    assert (size, fewer == calm) == ("2", False)
+    assert float(accuracy) > 80
+    assert set(model_in(tmp_path / "fewer")) == set(model_in(tmp_path / "calm"))
+
+
 def test_equal_runs_give_equal_bits_and_seeds_others(tmp_path):
     runs = (("--epochs", 1, "--out", tmp_path, "--seed", seed) for seed in (0, 0, 1))
     (_, _, first), (_, _, second), (_, _, other) = train(*runs)

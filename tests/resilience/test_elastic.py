@@ -1,48 +1,13 @@
-"""``allranks run --elastic``: ranks that die are replaced, and the weights are those of an undisturbed run.
-
-The jobs and the faults are those of benchmarks/faults.py; a seed that fails is run again by
-``python benchmarks/faults.py --seeds SEED:SEED+1 --steps 500 --most 6 --verbose``.
-"""
+"""``allranks run --elastic``: ranks that die are replaced, and the weights are those of an undisturbed run."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
-STEPS = 500
-FAULTS = 6
-
-
-@functools.cache
-def _faults() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("faults", ROOT / "benchmarks" / "faults.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@functools.cache
-def _right() -> str:
-    weights = _faults().undisturbed(STEPS)
-    assert isinstance(weights, str)
-    assert len(weights) == 16, weights
-    return weights
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_random_faults(seed: int) -> None:
-    outcome, faults, _, _ = _faults().run(seed, _right(), STEPS, FAULTS)
-    assert outcome in ("", "typed error"), f"{faults} faults: {outcome}"
 
 
 PROGRAM = """
