@@ -78,6 +78,9 @@ from torch.utils.data import DataLoader
 
 SAMPLES, alone = 96, False
 dist.init_process_group(timeout=30)
+if "WAITS" in os.environ:
+    print("on the way", flush=True)
+    time.sleep(100)
 first = [None] * dist.get_world_size()
 dist.all_gather_object(first, dist.get_rank())
 assert first == list(range(dist.get_world_size()))
@@ -186,15 +189,20 @@ def test_a_spare_host_takes_over_the_shards_of_a_lost_one(job: Jobs) -> None:
 
 
 def test_a_host_that_comes_later_joins_the_training(job: Jobs) -> None:
+    """Before that it is lost on its way."""
     script = job.write(GROWS.replace("JOINED", "state.joined == 2"))
     words = ["-N", "1:2", "--nproc-per-node", "2", "--master-addr", "node0:15999", "--elastic", "2:4"]
     words += ["--rdzv-conf", "last_call_timeout=1", script]
     leader = job.start(0, "--node-rank", "0", *words, torch=True)
     read_until(leader, 1)
+    lost = job.start(1, "--node-rank", "1", *words, torch=True, WAITS="1")
+    assert sorted(read_until(lost, 2)) == ["[node1:2] on the way", "[node1:3] on the way"]
+    lost.kill()
+    lost.wait()
     later = job.start(1, "--node-rank", "1", *words, torch=True)
     done = [finish(leader), finish(later)]
-    assert [each.code for each in done] == [0, 0], done
-    assert "node1 has come; ranks 2-3 join the others" in done[0].err
+    assert [each.code for each in done] == [0, 0], done[0].err
+    assert done[0].err.count("node1 has come; ranks 2-3 join the others") == 2, done[0].err
     ends = _ends(done[0].out) + _ends(done[1].out)
     assert sorted(end.split()[0] for end in ends) == ["0", "1", "2", "3"]
     assert len({end.partition(" ")[2] for end in ends}) == 1

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -89,6 +91,63 @@ def test_chaos_ends_with_the_weights_of_a_calm_run(tmp_path: Path) -> None:
     assert calm[1] == hit[1]
     assert calm[0] == 0 < hit[0]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+LOGS = """
+import os
+import torch
+import allranks as dist
+
+dist.init_process_group(timeout=30)
+first = os.environ["ALLRANKS_START"] == "0"
+state = dist.resilience.State(weight=(weight := torch.zeros(1)), history=(history := {"lines": []}))
+
+
+def write():
+    if dist.get_rank() == 0:
+        with open("log", "w") as file:
+            print(*history["lines"], sep="\\n", file=file)
+
+
+for epoch in state.epochs(4):
+    for step in state.steps(5):
+        with step:
+            if first and (os.environ["RANK"], epoch, step.index) == ("0", 1, 2):
+                os.kill(os.getpid(), 9)
+            gradient = torch.ones(1)
+            dist.all_reduce(gradient, op=dist.ReduceOp.AVG)
+            history["lines"].append(f"step {epoch} {step.index} {weight.item()}")
+            step.commit()
+            weight += gradient
+        write()
+    for step in state.steps(1):
+        with step:
+            score = weight.clone()
+            dist.all_reduce(score, op=dist.ReduceOp.AVG)
+            history["lines"].append(f"evaluation {epoch} {score.item()}")
+            if first and (os.environ["RANK"], epoch) == ("1", 2):
+                os.kill(os.getpid(), 9)
+        write()
+write()
+print("end", dist.get_rank(), dist.get_world_size(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("options", [[], ["--respawns", "0"]], ids=["replace", "shrink"])
+def test_logs_and_evaluations_go_on_when_rank_0_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """Rank 0 dies in a step, and rank 1, which is rank 0 then where nobody takes its place, in an evaluation."""
+    monkeypatch.chdir(tmp_path)
+    done = _run(tmp_path, "--elastic", "1", *options, program=LOGS)
+    assert done.returncode == 0, done
+    assert done.stderr.count("was killed by SIGKILL") == 2, done
+    assert [end[1] for end in _ends(done)] == ([str(1)] if options else ["3"] * 3)
+    expected = []
+    for epoch in range(4):
+        expected += [f"step {epoch} {index} {float(5 * epoch + index)}" for index in range(5)]
+        expected.append(f"evaluation {epoch} {float(5 * epoch + 5)}")
+    assert (tmp_path / "log").read_text().splitlines() == expected
 
 
 BUDDIES = """

@@ -51,7 +51,7 @@ def test_those_that_are_left_deal_the_rest_of_the_epoch(moment: str) -> None:
         sampler = DistributedSampler(range(size), seed=5)
         loader = DataLoader(range(size), batch_size=batch, sampler=sampler)  # type: ignore[arg-type]
         seen: list[list[int]] = []
-        state = dist.resilience.State(model=model, optimizer=optimizer, counts={"steps": 0})
+        state = dist.resilience.State(model=model, optimizer=optimizer, counts={"steps": 0, "log": [[]]})
         first = dist.get_rank()
         counts = state.parts["counts"]
         for epoch in state.epochs(2):
@@ -60,6 +60,7 @@ def test_those_that_are_left_deal_the_rest_of_the_epoch(moment: str) -> None:
             for step in state.steps(loader):
                 with step:
                     counts["steps"] += 1
+                    counts["log"][0].append(step.index)
                     doomed = first == 1 and epoch == 0 and step.index == 5
                     if doomed and moment == "forward":
                         _die()
@@ -76,6 +77,7 @@ def test_those_that_are_left_deal_the_rest_of_the_epoch(moment: str) -> None:
                 if step.committed:
                     seen[-1] += step.batch.tolist()
         weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert len(counts["log"][0]) == counts["steps"]
         forwards = state.parts["model"][1].count.item()
         return seen, dist.get_world_size(), state.steps_done, counts["steps"], weights.tolist(), state.lost, forwards
 

@@ -75,6 +75,17 @@ class Buddies:
         assert self._kept is not None
         world.send(self._kept, to, _TAG)
 
+    def kept_own(self) -> list[Tensor]:
+        """The tensors that a program has named on the rank whose buddy this one is, as of the last commit."""
+        assert self._kept is not None
+        sizes = [tensor.nbytes for tensor in self.own]
+        parts = torch.split(self._kept[self._kept.numel() - sum(sizes) :], sizes)
+        return [part.clone().view(mine.dtype).view(mine.shape) for part, mine in zip(parts, self.own, strict=True)]
+
+    def ward_of(self, seat: int) -> int | None:
+        """The seat of the rank for which a rank keeps what it has; None if that is not known."""
+        return next((ward for ward in self.ring if self.keeper_of(ward) == seat), None)
+
     def receive(self, world: ProcessGroup, source: int) -> None:
         """Receives what the lost rank had."""
         buffers = self._buffers()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,16 +25,18 @@ class Changed:
         self._dicts = [part for part in parts.values() if isinstance(part, dict)]
         self._tensors: list[Tensor] = []
         self._copies: Sequence[Tensor] = ()
-        self._values: list[dict[Any, Any]] = []
+        self._values: list[tuple[Any, Any]] = []  # what is in dicts: each container, and a shallow copy of it
 
     def keep(self) -> None:
         """A step begins."""
-        if self._owners or self._own:
-            self._tensors = [*buffers_of(self._owners), *self._own]
+        self._values = []
+        inside: list[Tensor] = []
+        for part in self._dicts:
+            _collect(part, self._values, inside)
+        if self._owners or self._own or inside:
+            self._tensors = [*buffers_of(self._owners), *self._own, *inside]
             with torch.no_grad():
                 self._copies = [tensor.clone() for tensor in self._tensors]
-        if self._dicts:
-            self._values = [dict(part) for part in self._dicts]
 
     def clear(self) -> None:
         """A loss has cut calls off: modules have nothing pending any more."""
@@ -45,12 +48,34 @@ class Changed:
         with torch.no_grad():
             for tensor, copy in zip(self._tensors, self._copies, strict=True):
                 tensor.copy_(copy)
-        for part, values in zip(self._dicts, self._values, strict=True):
-            part.clear()
-            part.update(values)
+        for container, values in self._values:
+            container.clear()
+            if isinstance(container, dict):
+                dict.update(container, values)  # that of a Counter would add
+            elif isinstance(container, set):
+                container.update(values)
+            else:
+                container.extend(values)
         for module in self._modules:
             for parameter in module.parameters():
                 parameter.grad = None
+
+
+def _collect(container: Any, containers: list[tuple[Any, Any]], tensors: list[Tensor]) -> None:
+    """Adds a container of values with a copy of it, those in it, and the tensors in it."""
+    if not isinstance(container, tuple):
+        containers.append((container, container.copy()))
+    values: Iterable[Any] = container.values() if isinstance(container, dict) else container
+    if _PLAIN.issuperset(map(type, values)):  # a long list of numbers takes little time
+        return
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, dict, tuple, set, deque)):
+            _collect(value, containers, tensors)
+
+
+_PLAIN = {int, float, str, bool, bytes, type(None)}
 
 
 def owners_of_buffers(modules: Sequence[nn.Module]) -> list[nn.Module]:

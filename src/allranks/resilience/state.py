@@ -49,6 +49,7 @@ _cuda: Any = torch.cuda  # its annotations are few
 _UNDONE, _LEAVES, _UNSAVED, _CHANGES, _STAYS = range(5)
 _SOME, _ALL = 1, 2  # what ranks say to other questions
 _LOOK_S = 0.25  # between two looks at whether others wait to join
+_TOGETHER_S = 5.0  # after a signal, for others to get it
 _VAIN = 5  # so many attempts to connect all groups are enough
 
 
@@ -86,6 +87,9 @@ class State:
             the same numbers, on the process that takes a place, too.
         own: tensors on the CPU that have other values on each rank, such as a sum of losses. Another rank keeps them,
             as of the commit of each step.
+        inherit: called with the tensors of ``own`` of a rank that is gone for good, because it has left or because
+            nobody takes its place. It is called once, on the rank that has kept them, before the next step, to add them
+            to its own ones: ``lambda theirs: loss_sum.add_(theirs[0])``. Without it they are gone; a warning says so.
         leave_on: signals that announce the end of this process, such as ``signal.SIGTERM`` of a cloud that takes a host
             back. After one the rank finishes its step, leaves, and ends with exit code 0; the others go on without it
             and repeat nothing. Given in the main thread.
@@ -119,6 +123,7 @@ class State:
         *,
         reseed: bool = True,
         own: Sequence[Tensor] = (),
+        inherit: Callable[[list[Tensor]], None] | None = None,
         leave_on: Sequence[int] = (),
         checkpoints: Checkpoints | None = None,
         **parts: Any,
@@ -148,9 +153,12 @@ class State:
         self._epoch, self._section = -1, 0  # where the program is: that of a process that takes a place lags behind
         self._step: Step | None = None
         self._buddies = Buddies(modules, own)
+        self._inherit = inherit
+        self._inherited: set[int] = set()  # seats, since the last commit
         self._changed = Changed(self.parts, modules, own)
         self.replaced = self.lost = self.joined = 0
         self._leaves = False
+        self._noticed_at = 0.0
         self._outcome = _STAYS
         self._announced = self._warned = False
         self._look_at = 0.0
@@ -240,6 +248,8 @@ class State:
         """Does what ranks have asked for at the commit of a step."""
         if self._outcome == _STAYS:
             return
+        if self._outcome == _LEAVES:
+            self._wait_for_others(step)
         if self._disk is not None:
             self._disk.settle()
             if self._outcome == _LEAVES:
@@ -248,6 +258,33 @@ class State:
             destroy_process_group()
             raise SystemExit(0)
         step.broken = step.broken or self._outcome in (_LEAVES, _CHANGES)
+
+    def _wait_for_others(self, step: Step) -> None:
+        """Lets a rank that is to leave stay for one more step, unless all leave now.
+
+        That is where the rank leaves for which it keeps tensors, or where too few would be left, to whom the same may
+        have been sent: a signal reaches the ranks of a job one after the other.
+        """
+        leave = torch.zeros(self._world.size(), dtype=torch.uint8)
+        try:
+            self._world.all_gather(leave, torch.tensor([step.leaves], dtype=torch.uint8))
+        except LOSSES:
+            step.leaves, step.broken = False, True  # it leaves after the next step
+            return
+        if not step.leaves or leave.all():
+            return
+        seats, buddies = self._seats(), self._buddies
+        ward = buddies.ward_of(seats[self._world.rank()]) if seats and buddies.own else None
+        is_new = time.monotonic() < self._noticed_at + _TOGETHER_S
+        too_few = is_new and int((leave == 0).sum()) < self._least()
+        if too_few or (ward in seats and leave[seats.index(ward)]):
+            step.leaves = False
+
+    def _least(self) -> int:
+        """The number of ranks without which the job ends."""
+        lineage = self._world.lineage
+        table = lineage.board.table() if lineage is not None and lineage.board.launched else None
+        return 0 if table is None else table.least
 
     def _write_last(self, step: Step) -> None:
         """Writes a checkpoint if all ranks leave: nobody is left who has the state."""
@@ -326,6 +363,7 @@ class State:
         self._step.committed = True
         if self._buddies.needed:
             self._buddies.commit(world, self._seats())
+            self._inherited.clear()
         if lineage is not None and lineage.decided is not None:
             self._step.broken = True  # the group; the step is done
 
@@ -365,6 +403,7 @@ class State:
 
     def _take_notice(self, number: int, _: object) -> None:
         self._leaves = True
+        self._noticed_at = time.monotonic()
 
     def _before_optimizer(self, *_: object) -> None:
         if self._step is not None and self._step.running and not self._step.committed:
@@ -417,7 +456,7 @@ class State:
                 self._hand_over(*_full_and_empty(decision))
             else:
                 self._complete(lacks)
-        except (*LOSSES, JoinError):
+        except (*LOSSES, _Undone, JoinError):
             self._recover(newcomer=lacks or decision is not None)
 
     def _complete(self, lacks: bool) -> None:
@@ -447,7 +486,7 @@ class State:
             try:
                 renew_groups()
                 self._hand_over(full, empty)
-            except LOSSES:
+            except (*LOSSES, _Undone):
                 continue
             except JoinError:  # of members of a group, of whom one may be lost
                 vain += 1
@@ -487,9 +526,42 @@ class State:
                 handover.send(self.parts, (self._position, counts, keeper), world, donors)
             if me == keeper:
                 self._buddies.send(world, rank)
-        if empty and self._buddies.needed:  # a new process keeps nothing yet, and all are as of the last commit
+        gone = self._take_over(seats, full)
+        if (empty or gone) and self._buddies.needed:  # a new process keeps nothing yet; all are as of the last commit
             self._buddies.exchange(world)
+            self._agree(_ALL)
             self._buddies.commit(world, seats)
+            self._inherited.clear()
+
+    def _take_over(self, seats: list[int], full: list[int]) -> bool:
+        """Gives the program what ranks had that are gone for good. Whether there are such ranks.
+
+        Raises:
+            AllranksError: nobody has it, and the program wants it.
+        """
+        buddies = self._buddies
+        gone = [seat for seat in buddies.ring if seat not in seats] if buddies.own else []
+        for seat in gone:
+            keeper = buddies.keeper_of(seat)
+            if keeper not in [seats[rank] for rank in full]:
+                if self._inherit is not None:
+                    raise self._unkept(seat, keeper)
+            elif keeper == seats[self._world.rank()] and seat not in self._inherited:
+                self._inherited.add(seat)
+                if self._inherit is not None:
+                    self._inherit(buddies.kept_own())
+                else:
+                    warnings.warn(
+                        f"rank {seat} is gone, and its tensors (own=) with it: State(inherit=...) is given them",
+                        stacklevel=6,
+                    )
+        return bool(gone)
+
+    def _unkept(self, seat: int, keeper: int | None) -> AllranksError:
+        return AllranksError(
+            f"rank {seat} is lost, and rank {keeper}, which kept its tensors (own=): nobody has them.\n  Start the"
+            " job again from a checkpoint (allranks run --restarts does so by itself)"
+        )
 
     def _miss(self, seat: int, keeper: int, first: bool) -> None:
         """A rank is lost together with the one that kept what only it had.
@@ -498,10 +570,7 @@ class State:
             AllranksError: that are tensors that the program has named.
         """
         if self._buddies.own:
-            raise AllranksError(
-                f"rank {seat} is lost, and rank {keeper}, which kept its tensors (own=): nobody has them.\n  Start the"
-                " job again from a checkpoint (allranks run --restarts does so by itself)"
-            )
+            raise self._unkept(seat, keeper)
         if first:
             warnings.warn(
                 f"rank {seat} is lost, and rank {keeper}, which kept its buffers: its process gets those of another"
