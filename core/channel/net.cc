@@ -194,6 +194,7 @@ void Net::send(int to, const void* data, size_t nbytes) {
   if (nbytes == 0) return;
   need_collective_stream(to);
   peer(to).out.push_back({static_cast<const std::byte*>(data), nbytes});
+  peer(to).queued += nbytes;
   take_up(to);
 }
 
@@ -211,6 +212,7 @@ void Net::lend(int to, const void* data, size_t nbytes) {
   need_collective_stream(to);
   Peer& p = peer(to);
   p.out.push_back({static_cast<const std::byte*>(data), nbytes, nbytes >= kLent});
+  p.queued += nbytes;
   p.lends = p.lends || nbytes >= kLent;
   take_up(to);
 }
@@ -241,6 +243,7 @@ bool Net::hand_over(Peer& p) {
     }
     if (taken == 0) break;
     total += taken;
+    p.taken += taken;
     while (taken > 0) {
       Out& first = p.out.front();
       const size_t part = std::min(taken, first.nbytes);
@@ -345,6 +348,11 @@ void Net::wait(Patience& patience, const Failure& about, Done&& done) {
   }
 }
 
+void Net::wait_sent(Patience& patience, const Failure& about, int to, uint64_t until) {
+  const Peer& p = peer(to);
+  wait(patience, about, [&] { return p.taken - p.collective_stream.in_pipe() >= until ? -1 : to; });
+}
+
 void Net::wait_received(Patience& patience, const Failure& about, int from, uint64_t until) {
   const Peer& p = peer(from);
   wait(patience, about, [&] { return p.come >= until ? -1 : from; });
@@ -380,6 +388,7 @@ void Net::clear() {
   for (const int r : others_) peer(r).lends = peer(r).borrows = false;
   for (const int r : busy_) {
     peer(r).out.clear();
+    peer(r).taken = peer(r).queued;
     peer(r).in.clear();
     peer(r).busy = false;
   }

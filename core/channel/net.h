@@ -71,6 +71,15 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
   // but where the other side has provably read them: where something made of them has come back.
   void lend(int to, const void* data, size_t nbytes);
   uint64_t borrow(int from, void* data, size_t nbytes);
+  // Moves what can be moved, without waiting.
+  void advance() {
+    while (move()) {
+    }
+  }
+  // How much has been queued for a rank since the beginning: what wait_sent takes.
+  uint64_t queued(int to) { return peer(to).queued; }
+  // Moves what can be moved until the kernel has this much of it. Throws Error.
+  void wait_sent(Patience& patience, const Failure& about, int to, uint64_t until);
   // Moves what can be moved until these bytes are there. Throws Error.
   void wait_received(Patience& patience, const Failure& about, int from, uint64_t until);
   bool has_come(int from, uint64_t until) { return peer(from).come >= until; }
@@ -136,7 +145,9 @@ class Net final : public RemoteRanks, public Heartbeat::Listener {
     bool message_asked = false;
     std::deque<Out> out;
     std::deque<In> in;
-    uint64_t asked = 0;  // bytes, since the beginning
+    uint64_t queued = 0;  // bytes, since the beginning
+    uint64_t taken = 0;
+    uint64_t asked = 0;
     uint64_t come = 0;
     bool busy = false;
     bool lends = false;    // since all was settled

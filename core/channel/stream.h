@@ -36,6 +36,7 @@ class Stream {
   // Hands on what was taken and lies in the pipe still. True: nothing is left there.
   bool drain();
   bool drained() const { return in_pipe_ == 0; }
+  size_t in_pipe() const { return in_pipe_; }
   // The bytes that there were, at most nbytes.
   size_t get(void* to, size_t nbytes);
 

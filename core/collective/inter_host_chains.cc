@@ -1,6 +1,7 @@
 // The verbs between so many hosts that a rank which spoke to one on each would have too many connections. Reductions go
 // along a chain of the hosts (chain.h), what all are to get goes round a ring of them: a rank speaks to its
-// counterparts on the host before and on the host after its own.
+// counterparts on the host before and on the host after its own. What one rank gives to each, or gets from each, goes
+// along a binomial tree of the hosts: the leader of a host speaks to those of the hosts at a distance of 2^k.
 #include <algorithm>
 #include <cstring>
 
@@ -33,6 +34,94 @@ void InterHostComm::across_chain(LocalComm::Call& call, const std::vector<int>& 
     chain.add(0, part.count, std::max(root, 0));
     chain.run(scratch_memory(1));
     settle(call);
+  }
+}
+
+// The hosts are counted from the root's, in turn. A host whose turn is t has its parent at t without its lowest set
+// bit.
+InterHostComm::Branch InterHostComm::branch_of(int root) const {
+  const int count = hosts_.count();
+  const int first = hosts_.of(root);
+  const int turn = (here() - first + count) % count;
+  const int span = turn == 0 ? count : turn & -turn;  // turns below this host, if there are so many
+  const auto host_at = [&](int t) { return (first + t) % count; };
+  const auto relay_of = [&](int t) { return t == 0 ? root : hosts_.leader(host_at(t)); };
+  Branch branch{.relay = relay_of(turn), .parent = turn == 0 ? -1 : relay_of(turn - span), .below = {}};
+  for (int begin = 1; begin < span && turn + begin < count; begin *= 2) {
+    for (int t = turn + begin; t < std::min(turn + 2 * begin, count); t++) {
+      for (const int r : hosts_.on(host_at(t))) branch.below.push_back({.rank = r, .by = relay_of(turn + begin)});
+    }
+  }
+  return branch;
+}
+
+// A slab of every rank's piece at a time: each leader passes on to its parent what its host gives, and what comes.
+void InterHostComm::gather_up_tree(LocalComm::Call& call, Buffer in, const Pieces& outs, int root) {
+  const size_t n = in.nbytes();
+  const Branch branch = branch_of(root);
+  const bool relays = me() == branch.relay;
+  const size_t slab = std::max<size_t>(64, kSlab / ranks());
+  for (size_t begin = 0; begin < n; begin += slab) {
+    const size_t part = std::min(slab, n - begin);
+    Pieces mine;  // what the ranks of this host give, where it is passed on
+    if (branch.parent >= 0) {
+      std::byte* memory = relays ? scratch(2, ranks_of_host() * part) : nullptr;
+      for (size_t p = 0; relays && p < ranks_of_host(); p++) mine.push_back(memory + p * part);
+      const Buffer given{in.bytes() + begin, part, DType::u8};
+      if (local_comm_.size() > 1) {
+        algorithms::gather(local_comm_, next(call), given, mine, 0);
+      } else {
+        mine.front() = given.bytes();
+      }
+    }
+    if (!relays) continue;
+    for (const std::byte* piece : mine) net_.lend(branch.parent, piece, part);
+    std::byte* coming = branch.parent < 0 ? nullptr : scratch(3, branch.below.size() * part);
+    std::vector<uint64_t> tickets;
+    for (const auto& [rank, by] : branch.below) {
+      std::byte* to = coming != nullptr ? coming + tickets.size() * part : outs[static_cast<size_t>(rank)] + begin;
+      tickets.push_back(net_.borrow(by, to, part));
+    }
+    for (size_t i = 0; i < tickets.size() && coming != nullptr; i++) {
+      net_.wait_received(call.patience, call.about, branch.below[i].by, tickets[i]);
+      net_.lend(branch.parent, coming + i * part, part);
+    }
+    settle(call);
+  }
+}
+
+// The same the other way.
+void InterHostComm::scatter_down_tree(LocalComm::Call& call, const Pieces& ins, Buffer out, int root) {
+  const size_t n = out.nbytes();
+  const Branch branch = branch_of(root);
+  const bool relays = me() == branch.relay;
+  const size_t slab = std::max<size_t>(64, kSlab / ranks());
+  for (size_t begin = 0; begin < n; begin += slab) {
+    const size_t part = std::min(slab, n - begin);
+    const Buffer got{out.bytes() + begin, part, DType::u8};
+    Pieces mine;  // what the ranks of this host get
+    if (relays && branch.parent < 0) {
+      for (const auto& [rank, by] : branch.below) net_.lend(by, ins[static_cast<size_t>(rank)] + begin, part);
+    } else if (relays) {
+      std::byte* memory = scratch(2, ranks_of_host() * part);
+      for (size_t p = 0; p < ranks_of_host(); p++) {
+        mine.push_back(local_comm_.size() == 1 ? got.bytes() : memory + p * part);
+        net_.borrow(branch.parent, mine.back(), part);
+      }
+      std::byte* coming = scratch(3, branch.below.size() * part);
+      std::vector<uint64_t> tickets;
+      for (size_t i = 0; i < branch.below.size(); i++) {
+        tickets.push_back(net_.borrow(branch.parent, coming + i * part, part));
+      }
+      for (size_t i = 0; i < branch.below.size(); i++) {
+        net_.wait_received(call.patience, call.about, branch.parent, tickets[i]);
+        net_.lend(branch.below[i].by, coming + i * part, part);
+      }
+    }
+    if (relays) settle(call);
+    if (branch.parent >= 0 && local_comm_.size() > 1) {
+      algorithms::scatter(local_comm_, next(call), mine, got, 0);
+    }
   }
 }
 

@@ -21,6 +21,7 @@
 #include "collective/local_comm.h"
 #include "collective/operation.h"
 #include "collective/reduce.h"
+#include "collective/trial.h"
 
 namespace allranks {
 
@@ -71,6 +72,9 @@ class InterHostComm {
   bool fits(size_t total) const;
 
   void all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op);
+  bool choose_stages(LocalComm::Call& call);
+  void all_reduce_on_levels(LocalComm::Call& call, Buffer buffer, ReduceOp op, bool in_stages);
+  void all_reduce_in_stages(LocalComm::Call& call, Buffer buffer, ReduceOp op);
   void reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root);
   void broadcast(LocalComm::Call& call, Buffer buffer, int root);
   void reduce_over_lanes(LocalComm::Call& call, Buffer buffer, ReduceOp op, int root);
@@ -95,6 +99,19 @@ class InterHostComm {
   void across_chain(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, ReduceOp op, int root);
   void reduce_scatter_over_chains(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
   void reduce_scatter_by_leaders(LocalComm::Call& call, const Pieces& ins, Buffer out, ReduceOp op);
+  // This host's place in a binomial tree of the hosts with the root's at its root.
+  struct Branch {
+    int relay;   // who speaks for this host
+    int parent;  // for the host above it; -1: there is none
+    struct Below {
+      int rank;
+      int by;  // the relay of the next host on the way to it
+    };
+    std::vector<Below> below;  // in the order in which their pieces are sent
+  };
+  Branch branch_of(int root) const;
+  void gather_up_tree(LocalComm::Call& call, Buffer in, const Pieces& outs, int root);
+  void scatter_down_tree(LocalComm::Call& call, const Pieces& ins, Buffer out, int root);
   void all_gather_around(LocalComm::Call& call, Buffer in, const Pieces& outs);
   void pass_around(LocalComm::Call& call, const Pieces& outs, size_t n, size_t lanes);
 
@@ -127,6 +144,7 @@ class InterHostComm {
   LeaderExchange leaders_;
   std::vector<std::byte> outgoing_;  // the message of this host
   std::vector<std::vector<std::byte>> scratch_;
+  Trial stages_;  // of large calls of all_reduce: 0 in stages, 1 one level after the other
 };
 
 }  // namespace allranks

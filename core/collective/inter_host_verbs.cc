@@ -1,23 +1,27 @@
 // The verbs of a group that spans hosts. Each is made of the exchange at its beginning (inter_host_comm.h), of the
 // algorithms for one host (algorithms/), and of transfers between ranks of different hosts.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <tuple>
 
 #include "collective/algorithms/algorithms.h"
 #include "collective/algorithms/moves.h"
+#include "collective/direct_reduction.h"
 #include "collective/inter_host_comm.h"
 
 namespace allranks {
 
 namespace {
 
-constexpr size_t kSegment = 256 << 10;  // bytes that a host reduces while the next are on their way
+constexpr size_t kSegment = 256 << 10;  // bytes that a host passes on while the next are on their way
 constexpr size_t kWhole = 32 << 10;     // bytes of a reduce_scatter of which every host may get all
 constexpr size_t kSlab = 4 << 20;       // bytes that are copied aside at once
 constexpr size_t kRelayed = 4 << 20;    // bytes that a host passes on before its ranks give each other their shares
 constexpr size_t kLanes = 4 << 20;      // bytes from which all ranks of a host carry a broadcast or reduce
+constexpr size_t kStaged = 4 << 20;     // bytes of an all_reduce that are on one level while others are on the next
 
 Kernel kernel_of(DType dtype, ReduceOp op) {
   const Kernel kernel = kernel_for(dtype, op);
@@ -61,52 +65,12 @@ std::byte* InterHostComm::scratch(size_t index, size_t nbytes) {
 void InterHostComm::across(LocalComm::Call& call, const std::vector<int>& peers, Buffer operand, ReduceOp op,
                            int root) {
   if (has_chains()) return across_chain(call, peers, operand, op, root);
-  const Kernel kernel = kernel_of(operand.dtype, op);
-  const size_t hosts = peers.size();
-  const auto own = static_cast<size_t>(here());
-  const size_t element = size_of(operand.dtype);
-  // Host h reduces shard h.
-  const size_t line = 64 / element;
-  const size_t share = ((operand.count + hosts - 1) / hosts + line - 1) / line * line;
-  const size_t segment = kSegment / element;
-  const size_t steps = algorithms::steps_for(std::min(share, operand.count), segment);
-  const auto offset = [&](size_t h, size_t s) { return std::min(h * share, operand.count) + s * segment; };
-  const auto elements = [&](size_t h, size_t s) {
-    const size_t end = std::min((h + 1) * share, operand.count);
-    return end > offset(h, s) ? std::min(segment, end - offset(h, s)) : 0;
-  };
-  const auto place = [&](size_t h, size_t s) { return operand.bytes() + offset(h, s) * element; };
-  const bool stays = root >= 0 && root != static_cast<int>(own);
-  std::byte* aside = stays ? scratch(0, share * element) : nullptr;
-  const auto result = [&](size_t s) { return stays ? aside + s * segment * element : place(own, s); };
-  const auto gets = [&](size_t h) { return root < 0 || root == static_cast<int>(h); };
-
-  constexpr size_t kLag = 1;  // steps between sending a segment and reducing it
-  constexpr size_t kSlots = kLag + 1;
-  std::byte* slots = scratch(1, kSlots * hosts * segment * element);
-  const auto slot = [&](size_t h, size_t s) { return slots + ((s % kSlots) * hosts + h) * segment * element; };
-  std::vector<uint64_t> tickets(kSlots * hosts);
-  std::vector<const void*> operands(hosts);
-  for (size_t s = 0; s < steps + kLag; s++) {
-    for (size_t h = 0; h < hosts && s < steps; h++) {
-      if (h == own) continue;
-      net_.lend(peers[h], place(h, s), elements(h, s) * element);
-      tickets[(s % kSlots) * hosts + h] = net_.borrow(peers[h], slot(h, s), elements(own, s) * element);
-    }
-    if (s < kLag) continue;
-    const size_t t = s - kLag;
-    for (size_t h = 0; h < hosts; h++) {
-      operands[h] = h == own ? place(own, t) : slot(h, t);
-      if (h != own) net_.wait_received(call.patience, call.about, peers[h], tickets[(t % kSlots) * hosts + h]);
-    }
-    if (elements(own, t) > 0) {
-      kernel(result(t), operands.data(), static_cast<int>(hosts), elements(own, t), hosts_.ranks());
-    }
-    for (size_t h = 0; h < hosts; h++) {
-      if (h == own) continue;
-      if (gets(h)) net_.lend(peers[h], result(t), elements(own, t) * element);
-      if (gets(own)) net_.borrow(peers[h], place(h, t), elements(h, t) * element);
-    }
+  constexpr size_t kAhead = 1;
+  DirectReduction reduction(net_, call, peers, operand, op, root, kAhead);
+  reduction.lay_out(scratch(1, reduction.slots_bytes()), scratch(0, reduction.aside_bytes()));
+  for (size_t s = 0; s < reduction.steps() + kAhead; s++) {
+    if (s < reduction.steps()) reduction.send(s);
+    if (s >= kAhead) reduction.reduce(s - kAhead);
   }
   settle(call);
 }
@@ -114,9 +78,10 @@ void InterHostComm::across(LocalComm::Call& call, const std::vector<int>& peers,
 // --- the verbs: the head of each file in algorithms/ defines them ---
 
 // Small: every rank reduces what the hosts have contributed. Large, with as many ranks on every host: reduce-scatter
-// on each host, then every rank its shard with its counterparts, then all-gather. Else the leaders for all. Cost: one
-// round trip's half; large: two more, and 2 (H-1)/H n bytes over each host's network. Above 8 hosts large calls go
-// along chains and round rings (inter_host_chains.cc).
+// on each host, then every rank its shard with its counterparts, then all-gather; from 8 MB on in stages, if the first
+// such calls were faster that way. Else the leaders for all. Cost: one round trip's half; large: two more, and 2
+// (H-1)/H n bytes over each host's network. Above 8 hosts large calls go along chains and round rings
+// (inter_host_chains.cc).
 void InterHostComm::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op) {
   const size_t n = buffer.nbytes();
   const Kernel kernel = kernel_of(buffer.dtype, op);
@@ -127,12 +92,37 @@ void InterHostComm::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op
     kernel(buffer.data, operands.data(), hosts_.count(), buffer.count, hosts_.ranks());
     return;
   }
+  if (has_lanes() && !has_chains() && n >= 2 * kStaged) {
+    const bool in_stages = choose_stages(call);
+    const int64_t began = sys::now_ns();
+    all_reduce_on_levels(call, buffer, op, in_stages);
+    return stages_.took(sys::now_ns() - began, n);
+  }
   exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
+  if (local_comm_.size() == 1 && hosts_.even()) return across(call, leaders(), buffer, op, -1);
+  all_reduce_on_levels(call, buffer, op, false);
+}
+
+// The exchange of a call that may go in stages: whether it does, as all ranks find.
+bool InterHostComm::choose_stages(LocalComm::Call& call) {
+  const size_t length = stages_.under_way() ? sizeof stages_.told() : 0;
+  const auto gathered = exchange(call, &stages_.told(), {.nbytes = [length](int) { return length; }});
+  std::vector<uint64_t> told(length > 0 ? ranks() : 0);
+  for (size_t r = 0; r < told.size(); r++) {
+    const int rank = static_cast<int>(r);
+    const std::byte* of_host = gathered[static_cast<size_t>(hosts_.of(rank))];
+    std::memcpy(&told[r], of_host + static_cast<size_t>(hosts_.place(rank)) * length, length);
+  }
+  return stages_.choose(told) == 0;
+}
+
+void InterHostComm::all_reduce_on_levels(LocalComm::Call& call, Buffer buffer, ReduceOp op, bool in_stages) {
   const auto local_size = static_cast<size_t>(local_comm_.size());
-  if (local_size == 1 && hosts_.even()) return across(call, leaders(), buffer, op, -1);
   const size_t element = size_of(buffer.dtype);
   const size_t share = hosts_.even() ? buffer.count / local_size : 0;
-  if (share > 0) {
+  if (in_stages) {
+    all_reduce_in_stages(call, {buffer.data, share * local_size, buffer.dtype}, op);
+  } else if (share > 0) {
     Pieces shards;
     for (size_t p = 0; p < local_size; p++) shards.push_back(buffer.bytes() + p * share * element);
     const Buffer mine{shards[static_cast<size_t>(place())], share, buffer.dtype};
@@ -146,6 +136,56 @@ void InterHostComm::all_reduce(LocalComm::Call& call, Buffer buffer, ReduceOp op
   if (local_size > 1) algorithms::reduce(local_comm_, next(call), rest, partial_op(op), 0);
   if (place() == 0) across(call, leaders(), rest, op, -1);
   if (local_size > 1) algorithms::broadcast(local_comm_, next(call), rest, 0);
+}
+
+// In slabs: while one is reduced on each host the one before is on the network, and the one before that comes back.
+//
+// While a rank meets the others of its host it moves nothing between hosts. So before it does the kernel is given what
+// it takes. And it must have all that was queued a turn ago: without that other hosts would not come as far as this
+// one.
+void InterHostComm::all_reduce_in_stages(LocalComm::Call& call, Buffer buffer, ReduceOp op) {
+  const size_t element = size_of(buffer.dtype);
+  const size_t lanes = ranks_of_host();
+  const size_t slab = std::max<size_t>(kStaged / element / lanes / 64 * 64, 64) * lanes;
+  const size_t slabs = algorithms::steps_for(buffer.count, slab);
+  const auto shares_of = [&](size_t k) {
+    const size_t share = std::min(slab, buffer.count - k * slab) / lanes;
+    Pieces shares;
+    for (size_t p = 0; p < lanes; p++) shares.push_back(buffer.bytes() + (k * slab + p * share) * element);
+    return std::pair{shares, Buffer{shares[static_cast<size_t>(place())], share, buffer.dtype}};
+  };
+  const std::vector<int> peers = counterparts();
+  constexpr size_t kUnderWay = 3;  // slabs
+  std::array<std::optional<DirectReduction>, kUnderWay> between;
+  std::vector<uint64_t> queued;  // when the last turn had ended
+  for (size_t k = 0; k < slabs + 2; k++) {
+    if (k < slabs) {
+      const auto [shares, mine] = shares_of(k);
+      algorithms::reduce_scatter(local_comm_, next(call), shares, mine, partial_op(op));
+      auto& reduction = between[k % kUnderWay].emplace(net_, call, peers, mine, op, -1, mine.count);
+      reduction.lay_out(scratch(k % 2, reduction.slots_bytes()), nullptr);
+      for (size_t s = 0; s < reduction.steps(); s++) reduction.send(s);
+    }
+    if (k >= 1 && k <= slabs) {
+      auto& reduction = *between[(k - 1) % kUnderWay];
+      for (size_t s = 0; s < reduction.steps(); s++) reduction.reduce(s);
+    }
+    if (!queued.empty()) {
+      for (const int peer : peers) {
+        if (peer != me()) net_.wait_sent(call.patience, call.about, peer, queued[static_cast<size_t>(hosts_.of(peer))]);
+      }
+    }
+    net_.advance();
+    if (k >= 2) {
+      between[(k - 2) % kUnderWay]->wait_results();
+      const auto [shares, mine] = shares_of(k - 2);
+      algorithms::all_gather(local_comm_, next(call), mine, shares);
+    }
+    net_.advance();
+    queued.clear();
+    for (const int peer : peers) queued.push_back(net_.queued(peer));
+  }
+  settle(call);
 }
 
 // As all_reduce; large, with as many ranks on every host: in slabs, of which each rank reduces its share with its
@@ -374,13 +414,15 @@ void InterHostComm::spread(LocalComm::Call& call, const Pieces& outs, size_t n, 
   }
 }
 
-// Large: every rank of another host sends to the root itself; those of the root's host through shared memory.
+// Large: every rank of another host sends to the root itself; those of the root's host through shared memory. Above 8
+// hosts the leaders pass on what comes from further hosts (inter_host_chains.cc).
 // Cost: large: n bytes per rank of another host into the root's host.
 void InterHostComm::gather(LocalComm::Call& call, Buffer in, const Pieces& outs, int root) {
   const size_t n = in.nbytes();
   if (fits(n * ranks())) return all_gather(call, in, outs);
   exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   if (hosts_.of(root) != here()) {
+    if (has_chains()) return gather_up_tree(call, in, outs, root);
     net_.lend(root, in.data, n);
     return settle(call);
   }
@@ -388,17 +430,19 @@ void InterHostComm::gather(LocalComm::Call& call, Buffer in, const Pieces& outs,
     // What the root gives may lie where another rank's piece is to go.
     algorithms::move_bytes(outs[static_cast<size_t>(me())], in.bytes(), n);
     in.data = outs[static_cast<size_t>(me())];
-    for (size_t r = 0; r < outs.size(); r++) {
+    for (size_t r = 0; r < outs.size() && !has_chains(); r++) {
       if (hosts_.of(static_cast<int>(r)) != here()) net_.borrow(static_cast<int>(r), outs[r], n);
     }
   }
   if (local_comm_.size() > 1) {
     algorithms::gather(local_comm_, next(call), in, me() == root ? of_local_ranks(outs) : Pieces{}, hosts_.place(root));
   }
+  if (has_chains() && me() == root) return gather_up_tree(call, in, outs, root);
   settle(call);
 }
 
-// Large: the root sends to every rank of another host itself; to those of its own through shared memory.
+// Large: the root sends to every rank of another host itself; to those of its own through shared memory. Above 8 hosts
+// the leaders pass on what is for further hosts.
 // Cost: large: n bytes per rank of another host out of the root's host.
 void InterHostComm::scatter(LocalComm::Call& call, const Pieces& ins, Buffer out, int root) {
   const size_t n = out.nbytes();
@@ -417,10 +461,13 @@ void InterHostComm::scatter(LocalComm::Call& call, const Pieces& ins, Buffer out
   }
   exchange(call, nullptr, {.nbytes = [](int) { return size_t{0}; }});
   if (hosts_.of(root) != here()) {
+    if (has_chains()) return scatter_down_tree(call, ins, out, root);
     net_.borrow(root, out.data, n);
     return settle(call);
   }
-  if (me() == root) {
+  if (me() == root && has_chains()) {
+    scatter_down_tree(call, ins, out, root);
+  } else if (me() == root) {
     for (size_t r = 0; r < ins.size(); r++) {
       if (hosts_.of(static_cast<int>(r)) != here()) net_.lend(static_cast<int>(r), ins[r], n);
     }

@@ -1,5 +1,6 @@
-// Large calls between more hosts than speak to each other directly: the same bits as of one kernel for all hosts, no
-// operand changed that is to stay, and what happens when a host of the chain is lost.
+// Large calls between hosts: the same bits as of one kernel for all hosts, no operand changed that is to stay. Above
+// all between more hosts than speak to each other directly, and what happens when a host of the chain is lost.
+#include <algorithm>
 #include <cstring>
 
 #include "collective/reduce.h"
@@ -107,6 +108,45 @@ TEST(chains_reduce_to_the_bits_of_one_kernel) {
   check_reductions(kMany[1], 10'000, DType::bf16, ReduceOp::prod);
 }
 
+// So large that one part is on the network while the next is reduced on each host.
+TEST(an_all_reduce_in_stages_has_the_bits_of_one_kernel) {
+  const std::vector<std::pair<std::vector<int>, DType>> cases{{{0, 0, 1, 1}, DType::f32},
+                                                              {{0, 1, 2, 2, 0, 1}, DType::bf16}};
+  for (const auto& [host_of, dtype] : cases) {
+    const size_t count = (10 << 20) / size_of(dtype) + 7;
+    std::vector<Bytes> operands;
+    for (size_t r = 0; r < host_of.size(); r++) operands.push_back(operand(static_cast<int>(r), count, dtype));
+    const Bytes whole = reduced(operands, host_of, dtype, ReduceOp::avg);
+    Ranks ranks(host_of);
+    ranks.each([&](Comm& comm) {
+      Caller caller;
+      for (int i = 0; i < 8; i++) {  // in stages and not, and as was found to be faster
+        Bytes mine = operands[static_cast<size_t>(comm.rank())];
+        comm.run(operation(Verb::all_reduce, mine, dtype, ReduceOp::avg), caller);
+        CHECK(mine == whole);
+      }
+    });
+  }
+}
+
+TEST(the_faster_way_is_chosen_by_the_slowest_rank) {
+  for (const size_t faster : {0, 1}) {
+    Trial trial;
+    std::vector<uint64_t> told{0, 0};
+    std::vector<size_t> ways;
+    for (int i = 0; i < 10; i++) {
+      const bool under_way = trial.under_way();
+      ways.push_back(trial.choose(under_way ? told : std::vector<uint64_t>{}));
+      trial.took(ways.back() == faster ? 2'000'000 : 1'000'000, 2 << 20);
+      CHECK(trial.told() == (ways.back() == faster ? 1'000'000 : 500'000));
+      told = {trial.told(), ways.back() == faster ? 0U : 1'500'000U};  // another rank, which is slower the other way
+    }
+    CHECK(std::vector(ways.begin(), ways.begin() + 6) == (std::vector<size_t>{0, 1, 0, 1, 0, 1}));
+    CHECK(std::vector(ways.begin() + 6, ways.end()) == std::vector<size_t>(4, faster));
+    CHECK(!trial.under_way());
+  }
+}
+
 // So many segments that the memory of partial results is used again.
 TEST(chains_use_the_memory_of_partial_results_again) {
   check_reductions(kMany[0], 400'000, DType::bf16, ReduceOp::sum);
@@ -141,6 +181,38 @@ TEST(what_all_get_goes_round_many_hosts) {
   }
 }
 
+void check_gather_and_scatter(Ranks& ranks, size_t n, size_t count, size_t root) {
+  ranks.each([&](Comm& comm) {
+    Caller caller;
+    const bool is_root = static_cast<size_t>(comm.rank()) == root;
+    const Bytes given = operand(comm.rank(), count, DType::f32);
+    Bytes mine = given;
+    Bytes all(is_root ? n * mine.size() : 0);
+    Operation gathered = operation(Verb::gather, mine, DType::f32, ReduceOp::sum, static_cast<int>(root));
+    for (size_t r = 0; r < n && is_root; r++) gathered.outs.push_back(all.data() + r * mine.size());
+    comm.run(gathered, caller);
+    for (size_t r = 0; r < n && is_root; r++) {
+      const Bytes theirs = operand(static_cast<int>(r), count, DType::f32);
+      CHECK(std::memcmp(all.data() + r * mine.size(), theirs.data(), theirs.size()) == 0);
+    }
+    CHECK(mine == given);
+    std::ranges::fill(mine, std::byte{});
+    Operation scattered = operation(Verb::scatter, mine, DType::f32, ReduceOp::sum, static_cast<int>(root));
+    scattered.ins = gathered.outs;
+    comm.run(scattered, caller);
+    CHECK(mine == given);
+  });
+}
+
+TEST(what_one_gives_or_gets_goes_along_a_tree_of_many_hosts) {
+  for (const auto& host_of : kMany) {
+    Ranks ranks(host_of);
+    const size_t n = host_of.size();
+    for (const size_t root : {size_t{0}, size_t{1}, n / 2, n - 1}) check_gather_and_scatter(ranks, n, 20'001, root);
+    if (n > 9) check_gather_and_scatter(ranks, n, 300'001, n / 2);  // two slabs
+  }
+}
+
 TEST(a_rank_speaks_to_few_of_many_hosts) {
   for (const auto& host_of : {kMany[0], kMany[1]}) {
     const size_t n = host_of.size();
@@ -158,8 +230,15 @@ TEST(a_rank_speaks_to_few_of_many_hosts) {
       gathered.outs = scattered.ins;
       comm.run(scattered, caller);
       comm.run(gathered, caller);
+      for (const int root : {0, 3}) {  // leaders
+        for (const Verb verb : {Verb::gather, Verb::scatter}) {
+          Operation one = operation(verb, piece, DType::f32, ReduceOp::sum, root);
+          if (comm.rank() == root) (verb == Verb::gather ? one.outs : one.ins) = scattered.ins;
+          comm.run(one, caller);
+        }
+      }
     });
-    // Leaders have four rounds, of two peers each, and the root of the reduce those of its chain.
+    // Leaders have four rounds, of two peers each: the branches of the trees go to the same.
     const Hosts hosts(host_of);
     std::vector<int> held(n);
     for (const auto& [one, other, kind] : ranks.opened) {

@@ -1,4 +1,4 @@
-"""More hosts than speak to each other directly: large calls go along chains and rings of them."""
+"""More hosts than speak to each other directly: large calls go along chains, rings and trees of them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,12 @@ def test_results_have_the_bits_of_one_host_over_few_connections(nine_hosts: Clus
             tensor = _operand(rank, dtype)
             dist.broadcast(tensor, 3)
             assert torch.equal(tensor, _operand(3, dtype))
+            pieces = [torch.empty(COUNT, dtype=dtype) for _ in range(size if rank == 5 else 0)]
+            dist.gather(_operand(rank, dtype), pieces or None, 5)
+            assert all(torch.equal(piece, _operand(other, dtype)) for other, piece in enumerate(pieces))
+            tensor.zero_()
+            dist.scatter(tensor, pieces or None, 5)
+            assert torch.equal(tensor, _operand(rank, dtype))
         assert _held(_ESTABLISHED) - heartbeats <= 8  # four rounds of small calls, two peers each
 
     on_hosts(nine_hosts, list(range(HOSTS)), body)
@@ -57,12 +63,15 @@ def test_results_have_the_bits_of_one_host_over_few_connections(nine_hosts: Clus
 def test_a_rank_that_dies_in_a_chain_is_named_everywhere(nine_hosts: Cluster) -> None:
     def body() -> float:
         tensor, mine = torch.ones(900_000), torch.ones(100_000)
+        pieces = list(tensor.split(100_000)) if dist.get_rank() == 2 else None
         verbs: list[Callable[[Any], object]] = [
             lambda group: dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group),
             lambda group: dist.reduce(tensor, 2, group=group),
             lambda group: dist.broadcast(tensor, 7, group=group),
             lambda group: dist.reduce_scatter_tensor(mine, tensor, group=group),
             lambda group: dist.all_gather_into_tensor(tensor, mine, group=group),
+            lambda group: dist.gather(mine, pieces, 2, group=group),
+            lambda group: dist.scatter(mine, pieces, 2, group=group),
         ]
         groups = [dist.new_group() for _ in verbs]
         for verb, group in zip(verbs, groups, strict=True):
