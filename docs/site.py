@@ -8,7 +8,6 @@ The result is plain files: any web server serves them, and a browser opens them 
 from __future__ import annotations
 
 import inspect
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -17,12 +16,10 @@ from sphinx.cmd.build import main as sphinx
 
 import allranks
 from allranks._cluster.env import VARIABLES
-from allranks.tools.completion.tree import collect as collect_commands
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "build/site-source"
 # What pages are made of, and what they link to.
-MASTERS = ("allranks.remote.master.master.Master", "allranks.remote.master.groups.Group")
 TAKEN = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "docs/*.svg", "docs/decisions/*.md",
     "examples/**/*.md", "examples/**/*.py", "examples/**/*.sh", "benchmarks/*.png", "benchmarks/*.json",
@@ -30,10 +27,6 @@ TAKEN = (
     "src/allranks/_rendezvous/finders/interface.py", "src/allranks/_cluster/schedulers/interface.py",
 )  # fmt: skip
 MODULES = {
-    "allranks.nn.functional": "Collectives with gradients",
-    "allranks.algorithms.ddp_comm_hooks.default_hooks": "Communication hooks",
-    "allranks.logging": "Log files",
-    "allranks.multiprocessing": "Processes without a launcher",
     "allranks.resilience": "Failures and resilience",
     "allranks.checkpoint": "Checkpoints",
     "allranks.trace": "Traces",
@@ -59,15 +52,6 @@ def rst(*lines: str) -> str:
     return "\n".join(["```{eval-rst}", *lines, "```", ""])
 
 
-def commands() -> list[str]:
-    """What ``--help`` of each command prints."""
-    return [
-        f"## allranks {command.name}\n\n```text\n{command.parser.format_help()}```\n"
-        for one in collect_commands()
-        for command in one.walk()
-    ]
-
-
 def reference() -> None:
     """A page for each kind of public name."""
     folder = SOURCE / "docs/reference"
@@ -87,12 +71,10 @@ def reference() -> None:
         "errors": ("Errors", [rst(f".. autoexception:: allranks.{name}") for name in errors]),
     }
     for module, title in MODULES.items():
-        pages[module.partition(".")[2].replace(".", "_")] = (
+        pages[module.partition(".")[2]] = (
             title,
             [rst(f".. automodule:: {module}", "   :members:", "   :exclude-members: CheckpointError")],
         )
-    pages["master"] = ("Master-worker objects", [rst(f".. autoclass:: {name}", "   :members:") for name in MASTERS])
-    pages["commands"] = ("Commands", commands())
     for page, (title, parts) in pages.items():
         (folder / f"{page}.md").write_text(f"# {title}\n\n" + "\n".join(parts))
     toctree = "\n".join(["```{toctree}", ":hidden:", *pages, "```"])
@@ -115,7 +97,6 @@ def environment() -> None:
 
 def main(target: str) -> int:
     shutil.rmtree(target, ignore_errors=True)
-    os.environ["COLUMNS"] = "80"  # of the help of commands
     collect()
     reference()
     environment()
