@@ -72,6 +72,7 @@ bench: $(VENV)/installed $(BENCH)/installed $(TORCHFT)/installed
 	$(BIN)/allranks run -n 2 --show 0 benchmarks/torch_plugin.py --json benchmarks/torch_plugin.json
 	$(BENCH)/bin/python benchmarks/hosts.py --json benchmarks/hosts_1.json $(BENCH_FLAGS)
 	$(BENCH)/bin/python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json $(BENCH_FLAGS)
+	$(BENCH)/bin/python benchmarks/many_hosts.py --json benchmarks/many_hosts.json --plot benchmarks/many_hosts.png
 	$(BIN)/python benchmarks/launch.py --json benchmarks/launch.json
 	$(BIN)/python benchmarks/groups.py --json benchmarks/groups.json
 	$(BENCH)/bin/python benchmarks/ranks.py --json benchmarks/ranks.json --plot benchmarks/ranks.png

@@ -1,4 +1,4 @@
-"""Calls between two hosts: this library, gloo and Open MPI over TCP, and what one plain stream of iperf3 moves there.
+"""Calls between hosts: this library, gloo and Open MPI over TCP, and what one plain stream of iperf3 moves there.
 
 python benchmarks/hosts.py --json benchmarks/hosts_1.json            # one rank on each of two hosts
 python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json
@@ -6,7 +6,8 @@ python benchmarks/hosts.py --per-host 2 --json benchmarks/hosts_2.json
 The hosts are network namespaces of this machine (tests/support/cluster.py; root), joined by veth and a bridge: what is
 compared is what the ends do, not a wire. As hosts do, each has CPUs of its own, half of this machine's: without, the
 system now and then puts both ranks on one CPU, which makes any of the libraries several times slower. Run it with the
-Python of build/bench-venv (`make mpi`), which has Open MPI. Further arguments go to `allranks bench`.
+Python of build/bench-venv (`make mpi`), which has Open MPI. Further arguments go to `allranks bench`. More hosts:
+benchmarks/many_hosts.py.
 """
 
 import argparse
@@ -36,41 +37,53 @@ def main():
     parser.add_argument("--verbs", default="all")
     parser.add_argument("--json", type=Path)
     options, more = parser.parse_known_args()
-    with cluster(2) as hosts, tempfile.TemporaryDirectory() as folder:
-        agent = Path(folder) / "agent"
-        cpus = sorted(os.sched_getaffinity(0))
-        halves = [cpus[: len(cpus) // 2] or cpus, cpus[len(cpus) // 2 :]]
-        lists = [",".join(map(str, half)) for half in halves]
+    with cluster(2) as hosts:
+        cpus = parts(2)
+        report = bench(hosts.hosts, cpus, options.per_host, options.verbs, *more)
+        streams = [iperf3(hosts.hosts, cpus, environment(2)) for _ in range(5)]
+        print(f"iperf3, one stream: {', '.join(f'{s:.2f}' for s in streams)} GB/s")
+        if options.json:
+            report["iperf3_bytes_per_s"] = [round(s * 1e9) for s in streams]
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def parts(hosts):
+    """The CPUs of each host, as taskset takes them: an equal part, or one CPU in turn where there are more hosts."""
+    cpus = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cpus) // hosts)
+    return [",".join(map(str, (cpus[(host * each) % len(cpus) :])[:each])) for host in range(hosts)]
+
+
+def environment(ranks):
+    return {name: value for name, value in os.environ.items() if not name.startswith("ALLRANKS_")} | {
+        # All hosts are this machine: bound to what mpirun takes for a host's first core, all ranks would share it.
+        "PRTE_MCA_hwloc_default_binding_policy": "none",
+        "PRTE_MCA_prte_allow_run_as_root": "1",
+        "OMPI_MCA_mpi_yield_when_idle": str(int(ranks > len(os.sched_getaffinity(0)))),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def bench(hosts, cpus, per_host, verbs, *more):
+    """What `allranks bench` writes of these hosts, beside gloo and Open MPI."""
+    ranks = per_host * len(hosts)
+    with tempfile.TemporaryDirectory() as folder:
+        agent, found = Path(folder) / "agent", Path(folder) / "found.json"
         cases = " ".join(
-            f"{h.name}|{h.address}) holder={h.holder}; cpus={own};;" for h, own in zip(hosts.hosts, lists, strict=True)
+            f"{h.name}|{h.address}) holder={h.holder}; cpus={own};;" for h, own in zip(hosts, cpus, strict=True)
         )
         agent.write_text(AGENT.format(cases=cases))
         agent.chmod(0o755)
-        ranks = 2 * options.per_host
-        env = {name: value for name, value in os.environ.items() if not name.startswith("ALLRANKS_")} | {
-            "PRTE_MCA_plm_ssh_agent": str(agent),
-            # Both hosts are this machine: bound to what mpirun takes for a host's first core, all ranks would share it.
-            "PRTE_MCA_hwloc_default_binding_policy": "none",
-            "PRTE_MCA_prte_allow_run_as_root": "1",
-            "OMPI_MCA_mpi_yield_when_idle": str(int(ranks > len(cpus))),
-            "OMP_NUM_THREADS": "1",
-        }
-        placed = ",".join(f"{host.address}:{options.per_host}" for host in hosts.hosts)
-        command = [sys.executable, "-m", "allranks", "bench", options.verbs, "-n", str(ranks), "-H", placed]
-        command += ["--against", "gloo,mpi", *more]
-        if options.json:
-            command += ["--json", str(options.json.absolute())]
-        bench = hosts.hosts[0].start(["taskset", "--cpu-list", lists[0], *command], env)
-        for line in bench.stdout:
+        placed = ",".join(f"{host.address}:{per_host}" for host in hosts)
+        command = [sys.executable, "-m", "allranks", "bench", verbs, "-n", str(ranks), "-H", placed]
+        command += ["--against", "gloo,mpi", "--json", str(found), *more]
+        env = environment(ranks) | {"PRTE_MCA_plm_ssh_agent": str(agent)}
+        running = hosts[0].start(["taskset", "--cpu-list", cpus[0], *command], env)
+        for line in running.stdout:
             print(line, end="", flush=True)
-        if bench.wait() != 0:
-            sys.exit(bench.returncode)
-        streams = [iperf3(hosts.hosts, lists, env) for _ in range(5)]
-        print(f"iperf3, one stream: {', '.join(f'{s:.2f}' for s in streams)} GB/s")
-        if options.json:
-            report = json.loads(options.json.read_text())
-            report["iperf3_bytes_per_s"] = [round(s * 1e9) for s in streams]
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
+        if running.wait() != 0:
+            sys.exit(running.returncode)
+        return json.loads(found.read_text())
 
 
 def iperf3(hosts, cpus, env):

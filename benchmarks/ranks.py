@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 RANKS = (2, 4, 16, 32, 64)
-SIZES = "8,4K,256K"
+SIZES = {"8": 8, "4K": 4 << 10, "256K": 256 << 10}
+COLOURS = {"native": "#0b6e4f", "gloo": "#c8553d", "mpi": "#3d5a98"}
 GOAL = 1.2  # the exponent of small calls
 SMALL = 4 << 10
 FROM = 4
@@ -29,27 +30,23 @@ FROM = 4
 def measure(ranks: int, budget_s: float, against: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        words = ["bench", "all", "-n", ranks, "--sizes", SIZES, "--budget", budget_s, "--json", file]
+        words = ["bench", "all", "-n", ranks, "--sizes", ",".join(SIZES), "--budget", budget_s, "--json", file]
         words += ["--against", against] if against else []
         subprocess.run([sys.executable, "-m", "allranks", *map(str, words)], check=True)
         found: dict[str, Any] = json.loads(file.read_text())
     return found
 
 
-def cells(reports: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, dict[int, dict[str, float]]]]]:
-    """By verb, engine, size in bytes as it was asked for, and ranks."""
-    asked = [8, 4 << 10, 256 << 10]
-    found: dict[str, dict[str, dict[int, dict[int, dict[str, float]]]]] = {}
-    for report in reports:
+def cells(reports: dict[Any, dict[str, Any]], asked: list[int]) -> dict[str, dict[str, dict[int, dict[Any, Any]]]]:
+    """By verb, engine, size in bytes as it was asked for, and what `reports` are by."""
+    found: dict[str, dict[str, dict[int, dict[Any, Any]]]] = {}
+    for key, report in reports.items():
         for table in report["tables"]:
             for row in table["rows"]:
-                nbytes = (
-                    min(asked, key=lambda size: abs(math.log(size / max(1, row["nbytes"])))) if row["nbytes"] else 0
-                )
+                nbytes = row["nbytes"] and min(asked, key=lambda size: abs(math.log(size / row["nbytes"])))
                 for engine, timing in row["timings"].items():
-                    values = {key: timing[key] for key in ("median_s", "fastest_s", "cpu_s")}
-                    by_ranks = found.setdefault(table["verb"], {}).setdefault(engine, {}).setdefault(nbytes, {})
-                    by_ranks[report["ranks"]] = values
+                    values = {name: timing[name] for name in ("median_s", "fastest_s", "cpu_s")}
+                    found.setdefault(table["verb"], {}).setdefault(engine, {}).setdefault(nbytes, {})[key] = values
     return found
 
 
@@ -64,7 +61,6 @@ def draw(path: Path, found: dict[str, Any]) -> None:
     from allranks.tools.bench.plot import drawing
 
     plt = drawing()
-    colours = {"native": "#0b6e4f", "gloo": "#c8553d", "mpi": "#3d5a98"}
     figure, axes = plt.subplots(2, 5, figsize=(16, 6.5), layout="constrained", squeeze=False)
     for panel, (verb, engines) in zip(axes.flat, found.items(), strict=False):
         for engine, sizes in engines.items():
@@ -75,7 +71,7 @@ def draw(path: Path, found: dict[str, Any]) -> None:
                 for key, style in (("median_s", "-"), ("cpu_s", ":")):
                     label = f"{engine}, {'time' if key == 'median_s' else 'processor time of a rank'}"
                     values = [each[key] * 1e6 for each in by_ranks.values()]
-                    panel.plot(ranks, values, style, marker="o", markersize=3, color=colours[engine], label=label)
+                    panel.plot(ranks, values, style, marker="o", markersize=3, color=COLOURS[engine], label=label)
         panel.set(title=verb, xscale="log", yscale="log")
         panel.set_xticks(RANKS, [str(each) for each in RANKS])
         panel.minorticks_off()
@@ -94,8 +90,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    reports = [measure(int(ranks), options.budget, options.against) for ranks in options.ranks.split(",")]
-    found = cells(reports)
+    reports = {int(n): measure(int(n), options.budget, options.against) for n in options.ranks.split(",")}
+    found = cells(reports, list(SIZES.values()))
     exponents = {
         verb: {f"{nbytes} B": round(exponent(by_ranks), 2) for nbytes, by_ranks in engines["native"].items()}
         for verb, engines in found.items()
@@ -104,8 +100,9 @@ def main() -> None:
     for verb, by_size in exponents.items():
         print(f"{verb:>15}  " + "  ".join(f"{size}: {value:.2f}" for size, value in by_size.items()))
     if options.json:
-        about = {key: reports[0][key] for key in ("processor", "cpus", "versions", "settings")}
-        conditions = {report["ranks"]: report["conditions"] for report in reports}
+        first = next(iter(reports.values()))
+        about = {key: first[key] for key in ("processor", "cpus", "versions", "settings")}
+        conditions = {ranks: report["conditions"] for ranks, report in reports.items()}
         written = {**about, "conditions": conditions, "cells": found, "exponents": exponents}
         options.json.write_text(json.dumps(written, indent=1) + "\n")
     if options.plot:

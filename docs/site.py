@@ -8,6 +8,7 @@ The result is plain files: any web server serves them, and a browser opens them 
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -16,17 +17,24 @@ from sphinx.cmd.build import main as sphinx
 
 import allranks
 from allranks._cluster.env import VARIABLES
+from allranks.tools.completion.tree import collect as collect_commands
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "build/site-source"
 # What pages are made of, and what they link to.
+MASTERS = ("allranks.remote.master.master.Master", "allranks.remote.master.groups.Group")
 TAKEN = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "docs/*.svg", "docs/decisions/*.md",
-    "examples/**/*.md", "examples/**/*.py", "examples/**/*.sh", "benchmarks/*.png", "benchmarks/*.json",
+    "examples/**/*.md", "examples/**/*.py", "examples/**/*.sh", "examples/**/*.ipynb",
+    "benchmarks/*.png", "benchmarks/*.json",
     "tests/support/README.md", "core/collective/algorithms/table.h",
     "src/allranks/_rendezvous/finders/interface.py", "src/allranks/_cluster/schedulers/interface.py",
 )  # fmt: skip
 MODULES = {
+    "allranks.nn.functional": "Collectives with gradients",
+    "allranks.algorithms.ddp_comm_hooks.default_hooks": "Communication hooks",
+    "allranks.logging": "Log files",
+    "allranks.multiprocessing": "Processes without a launcher",
     "allranks.resilience": "Failures and resilience",
     "allranks.checkpoint": "Checkpoints",
     "allranks.trace": "Traces",
@@ -52,6 +60,15 @@ def rst(*lines: str) -> str:
     return "\n".join(["```{eval-rst}", *lines, "```", ""])
 
 
+def commands() -> list[str]:
+    """What ``--help`` of each command prints."""
+    return [
+        f"## allranks {command.name}\n\n```text\n{command.parser.format_help()}```\n"
+        for one in collect_commands()
+        for command in one.walk()
+    ]
+
+
 def reference() -> None:
     """A page for each kind of public name."""
     folder = SOURCE / "docs/reference"
@@ -71,10 +88,12 @@ def reference() -> None:
         "errors": ("Errors", [rst(f".. autoexception:: allranks.{name}") for name in errors]),
     }
     for module, title in MODULES.items():
-        pages[module.partition(".")[2]] = (
+        pages[module.partition(".")[2].replace(".", "_")] = (
             title,
-            [rst(f".. automodule:: {module}", "   :members:", "   :exclude-members: CheckpointError")],
+            [rst(f".. automodule:: {module}", "   :members:", "   :exclude-members: CheckpointError, ConfigError")],
         )
+    pages["master"] = ("Master-worker objects", [rst(f".. autoclass:: {name}", "   :members:") for name in MASTERS])
+    pages["commands"] = ("Commands", commands())
     for page, (title, parts) in pages.items():
         (folder / f"{page}.md").write_text(f"# {title}\n\n" + "\n".join(parts))
     toctree = "\n".join(["```{toctree}", ":hidden:", *pages, "```"])
@@ -97,6 +116,7 @@ def environment() -> None:
 
 def main(target: str) -> int:
     shutil.rmtree(target, ignore_errors=True)
+    os.environ["COLUMNS"] = "80"  # of the help of commands
     collect()
     reference()
     environment()
