@@ -14,7 +14,10 @@ PAGE = (Path(__file__).parents[2] / "docs/moving.md").read_text()
 PROGRAMS = {re.match(r"# (\w+\.py)", block)[1]: block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}  # type: ignore[index]
 PRINTED = {
     "from_torch.py": r"\[0\] rank 0: the weights sum to (-?\d\.\d+)\n\[1\] rank 1: the weights sum to \1\n",
-    "from_horovod.py": r"\[0\] 2 ranks, finite: True\n",
+    "from_torchrun.py": r"\[0\] attempt 1 began with step 3; the weight is 35\n",
+    "from_horovod.py": "".join(
+        rf"\[{n}\] rank {n} of 2: loss below 0\.001: True, weights \[1\.0, 1\.0, 1\.0, 1\.0\]\n" for n in (0, 1)
+    ),
     "from_mpi4py.py": r"\[0\] pi is about 3\.14159; rank 1 is on the left\n",
     "from_ray.py": r"2 ranks, all below 0\.1: True\n",
     "from_accelerate.py": r"\[0\] the newest checkpoint is of step 4\n",
@@ -31,6 +34,8 @@ def test_program(name: str, tmp_path: Path) -> None:
     unset = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONUNBUFFERED")
     environ = {key: value for key, value in os.environ.items() if key not in unset}
     start = [] if "__main__" in PROGRAMS[name] else ["-m", "allranks", "run", "-n", "2"]
+    if name == "from_torchrun.py":
+        start = ["-m", "allranks", "torchrun", "--nproc-per-node", "2", "--max-restarts", "1"]
     done = subprocess.run(
         [sys.executable, *start, name], cwd=tmp_path, env={**environ, "TMPDIR": str(tmp_path)},
         capture_output=True, text=True, timeout=100, check=False,
