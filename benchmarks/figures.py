@@ -389,6 +389,19 @@ def checkpoint_table():
             yield "| " + " | ".join(row) + " |"
 
 
+def diloco_table():
+    """What training over a slow network sends, and how long it takes."""
+    found = load("diloco")["hosts"]
+    yield "| | " + " | ".join(f"{hosts} hosts: bytes | s | accuracy" for hosts in found) + " |"
+    yield "|---" * (1 + 3 * len(found)) + "|"
+    for name in next(iter(found.values())):
+        cells = []
+        for ways in found.values():
+            row = ways[name]
+            cells += [f"{row['bytes'] / row['steps']:,.0f}", f"{row['seconds']:.1f}", f"{row['accuracy']:.1f}%"]
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
 def goal_table(found, peers):
     """Goals, what was measured, and what others reach."""
     yield f"| | goal | measured | {peers} | ratio |"
@@ -431,6 +444,7 @@ def main():
         "docs/master_worker.md": master_table,
         "docs/resilience.md": resilience_table,
         "docs/checkpoints.md": checkpoint_table,
+        "examples/README.md": diloco_table,
     }
     for name, lines in pages.items():
         page = ROOT / name

@@ -53,14 +53,11 @@ def test_gpt_survives_a_rank(tmp_path: Path) -> None:
     assert float(found[1]) < 1.9
 
 
-@pytest.mark.parametrize(("options", "kib"), [([], "563"), (["--quantise"], "141")])
-def test_diloco(options: list[str], kib: str) -> None:
-    found = re.fullmatch(
-        r"\[0\] ([\d.]+)% after 300 steps; ([\d,]+) KiB .*\n", said(*LAUNCHED, EXAMPLES / "diloco/train.py", *options)
-    )
-    assert found is not None
+@pytest.mark.parametrize(("ranks", "options"), [("2", []), ("3", ["--quantise"])])
+def test_diloco(ranks: str, options: list[str]) -> None:
+    printed = said(*LAUNCHED[:-1], ranks, EXAMPLES / "diloco/train.py", *options)
+    assert (found := re.fullmatch(r"\[0\] ([\d.]+)% after 300 steps in [\d.]+ s\n", printed))
     assert float(found[1]) > 85
-    assert found[2] == kib
 
 
 def test_parameter_server() -> None:
