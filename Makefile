@@ -27,7 +27,7 @@ train: $(VENV)/installed
 	$(BIN)/allranks run -n 2 examples/digits/train.py
 
 # Three at a time, as many tests mostly wait: two cores are then busy. A file's tests stay together, which share what is
-# dear to set up; the longest files come first (tests/conftest.py). A few that fail are tried alone (tests/again.py).
+# dear to set up; the longest files come first (tests/conftest.py). One or two that fail are tried alone (tests/again.py).
 test: $(VENV)/installed core-tests
 	rm -rf .pytest_cache
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder || $(BIN)/python tests/again.py $$?

@@ -3,7 +3,7 @@ and with options for it.
 
 Many tests kill, stop or time real processes, three files at a time. One that fails beside others and passes alone is
 named at the end, with its report above, and does not end the run: it is a race, of the test or of what it tests, to be
-mended. One that fails twice does; so do more than five at once, which are no accident.
+mended. One that fails twice does; so do more than two at once, which are no accident.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-MOST = 5
+MOST = 2
 FAILED = Path(__file__).parents[1] / ".pytest_cache/v/cache/lastfailed"
 
 
