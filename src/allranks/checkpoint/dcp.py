@@ -180,7 +180,7 @@ class _Open:
 
 
 _opened: dict[Path, _Open] = {}
-_guard = threading.Lock()
+_guard = threading.RLock()  # a collection within `_open` may end an earlier writer, whose `_close` takes it, too
 
 
 def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
@@ -207,7 +207,8 @@ def _close(folder: Path, partial: Path) -> None:
 
 
 def _discard(folder: Path) -> None:
-    opened = _opened.pop(folder)
+    if (opened := _opened.pop(folder, None)) is None:
+        return
     shutil.rmtree(opened.partial, ignore_errors=True)
     opened.held.close()
 
