@@ -49,6 +49,7 @@ check: $(VENV)/checkers
 
 format: $(VENV)/checkers
 	$(BIN)/python tests/house/stub.py
+	$(BIN)/python tests/house/jobs.py
 	$(BIN)/python -m allranks.tools.completion
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .

@@ -25,7 +25,7 @@ SOURCE = ROOT / "build/site-source"
 MASTERS = ("allranks.remote.master.master.Master", "allranks.remote.master.groups.Group")
 TAKEN = (
     "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/*.md", "docs/*.svg", "docs/decisions/*.md",
-    "examples/**/*.md", "examples/**/*.py", "examples/**/*.sh", "examples/**/*.ipynb",
+    "examples/**/*.md", "examples/**/*.py", "examples/**/*.sh", "examples/**/*.yaml", "examples/**/*.ipynb",
     "benchmarks/*.png", "benchmarks/*.json",
     "tests/support/README.md", "core/collective/algorithms/table.h",
     "src/allranks/_rendezvous/finders/interface.py", "src/allranks/_cluster/schedulers/interface.py",
