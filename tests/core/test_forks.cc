@@ -156,13 +156,18 @@ TEST(children_of_a_process_whose_threads_change_everything) {
 
 TEST(a_child_that_is_forked_within_a_call_leaves_it) {
   struct Forking : Caller {
+    explicit Forking(std::atomic<int>& so_far) : forked(so_far) {}
     bool interrupted() override {
       if (child != 0) return false;
       child = fork();
-      if (child != 0) return false;
-      alarm(kLimitS);
-      throw sys::Forked{false};
+      if (child == 0) {
+        alarm(kLimitS);
+        throw sys::Forked{false};
+      }
+      forked++;
+      return false;
     }
+    std::atomic<int>& forked;
     pid_t child = 0;
   };
   const auto ended_well = [](pid_t pid) {
@@ -171,12 +176,13 @@ TEST(a_child_that_is_forked_within_a_call_leaves_it) {
   };
   for (const auto& hosts : {std::vector<int>{0, 0}, std::vector<int>{0, 1}}) {
     Ranks ranks(hosts);
+    std::atomic<int> forked = 0;  // rank 1 comes to a call only when rank 0 has forked in it
     ranks.each([&](Comm& comm) {
       Caller nobody;
       std::vector<int32_t> tensor{comm.rank()};
       const Buffer buffer{reinterpret_cast<std::byte*>(tensor.data()), 1, DType::i32};
       const auto in_child = [&](const std::function<void(Caller&)>& call) {
-        Forking caller;
+        Forking caller(forked);
         try {
           call(caller);
         } catch (const sys::Forked&) {
@@ -191,12 +197,17 @@ TEST(a_child_that_is_forked_within_a_call_leaves_it) {
         in_child([&](Caller& caller) { comm.recv(buffer, 1, 0, caller); });
         CHECK(tensor[0] == 2);
       } else {
-        const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(300)); };
-        pause();
+        const auto come_after = [&](int forks) {
+          for (unsigned ms = 0; forked < forks; ms++) {
+            CHECK(ms < kLimitS * 1000);
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+          }
+        };
+        come_after(1);
         comm.run(all_reduce(tensor), nobody);
-        pause();
+        come_after(2);
         comm.run(all_reduce(tensor), nobody);
-        pause();
+        come_after(3);
         comm.send(buffer, 0, 0, nobody);
       }
     });
