@@ -316,6 +316,7 @@ def test_a_forked_child_ends() -> None:
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_process_that_just_ends_says_nothing(pending: bool, tmp_path: Path) -> None:
     program = f"""
+import os, pathlib, time
 import torch, allranks as dist
 dist.init_process_group("gloo", timeout=60)
 dist.all_reduce(torch.ones(3))
@@ -323,6 +324,11 @@ if {pending}:
     works = [dist.irecv(torch.ones(1), 1 - dist.get_rank()), dist.irecv(torch.ones(1), 1 - dist.get_rank(), tag=2)]
     works[0].is_completed()
     works.append(dist.all_reduce(torch.ones(3), async_op=True) if dist.get_rank() else None)
+    # Neither ends before the other has begun all of its calls, as begin would then find a peer that is gone.
+    begun = [pathlib.Path(__file__).with_name(f"begun.{{os.getppid()}}.{{rank}}") for rank in range(2)]
+    begun[dist.get_rank()].touch()
+    while not begun[1 - dist.get_rank()].exists():
+        time.sleep(0.01)
 """
     script = tmp_path / "ends.py"
     script.write_text(program)
