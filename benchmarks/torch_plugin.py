@@ -5,6 +5,9 @@
 torch.distributed's all_reduce by size, and training steps of an MLP with 10 M parameters under torch's
 DistributedDataParallel and FSDP2, on two groups of the same processes: blocks and steps alternate, and medians are
 compared.
+
+What torch itself costs there is seen on a third group, whose backend, written in Python, does nothing. The model of
+these steps is tiny, and a compiled function makes one call of torch's functional all_reduce.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from ddp_step import WIDTHS, mlp, step
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,6 +96,97 @@ def steps(models, count, batch_size):
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+class Done(dist.Work):
+    """What the backend that does nothing returns: as asynchronous calls must, a new one each time."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.tensors = tensors
+
+    def wait(self, timeout=None):
+        return True
+
+    def get_future(self):
+        return torch._C.fork(lambda: self.tensors)  # of a list of tensors to C++, too
+
+
+class Nothing(dist.ProcessGroup):
+    def __init__(self, about):
+        super().__init__(about.group_rank, about.group_size)
+
+    def getBackendName(self):
+        return "nothing"
+
+    def _set_group_name(self, name):
+        self.known_as = name
+
+    def _set_group_desc(self, desc):
+        self.desc = desc
+
+    def getGroupName(self):
+        return self.known_as
+
+    def getGroupDesc(self):
+        return self.desc
+
+    setGroupName, setGroupDesc = _set_group_name, _set_group_desc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    def allgather(self, outputs, inputs, opts):  # DistributedDataParallel compares what it gets when it is made
+        for output in outputs[0]:
+            output.copy_(inputs[0])
+        return Done(outputs[0])
+
+    def broadcast(self, tensors, opts):
+        return Done(tensors)
+
+    allreduce = broadcast
+
+    def all_gather_single(self, output, given, opts):
+        return Done([output])
+
+    _allgather_base = reduce_scatter_single = _reduce_scatter_base = all_gather_single
+
+    def barrier(self, opts=None):
+        return Done([])
+
+
+def paths(groups, count):
+    """Seconds of a tiny step, or of one compiled call, by what makes it and group: medians and the fastest."""
+    torch.manual_seed(0)
+    tiny = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    data, target = torch.randn(4, 8), torch.randn(4, 8)
+    calls = {}
+    for name, group in groups.items():
+        wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(tiny), process_group=group)
+        sharded = fully_shard(copy.deepcopy(tiny), mesh=DeviceMesh.from_group(group, "cpu"))
+        for kind, model in (("ddp", wrapped), ("fsdp2", sharded)):
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            calls[kind, name] = lambda model=model, optimizer=optimizer: step(model, optimizer, data, target)
+        reduced = torch.compile(lambda x, group=group: functional.all_reduce(x, "sum", group) + 0, fullgraph=True)
+        calls["compiled", name] = lambda reduced=reduced: reduced(data)
+        if name == "allranks" and not torch.equal(reduced(data), data * dist.get_world_size()):
+            raise SystemExit("wrong sum of a compiled call")
+    seconds = {way: [] for way in calls}
+    ways = list(calls)
+    for i in range(-10, count):
+        for way in ways[i % len(ways) :] + ways[: i % len(ways)]:
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(10):
+                calls[way]()
+            elapsed = (time.perf_counter() - began) / 10
+            if i >= 0:
+                seconds[way].append(elapsed)
+    return {
+        kind: {
+            name: {"median": statistics.median(seconds[kind, name]), "fastest": min(seconds[kind, name])}
+            for name in groups
+        }
+        for kind in ("ddp", "fsdp2", "compiled")
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=15)
@@ -107,6 +202,8 @@ def main():
     torch.manual_seed(0)
     calls = all_reduces(groups, args.blocks)
     medians = steps(contenders(groups), args.steps, args.batch_size)
+    dist.Backend.register_backend("nothing", lambda about, _: Nothing(about), extended_api=True, devices=["cpu"])
+    floors = paths({"allranks": groups["allranks"], "nothing": dist.new_group(backend="nothing")}, args.steps)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     if rank > 0:
@@ -117,12 +214,16 @@ def main():
     for kind in ("ddp", "fsdp2"):
         ours, theirs = medians[kind, "allranks"], medians[kind, "gloo"]
         print(f"a step of {kind:5}: {ours * 1e3:6.1f} ms, on gloo {theirs * 1e3:6.1f} ms, {theirs / ours:.2f} times")
+    for kind, row in floors.items():
+        ours, floor = row["allranks"]["fastest"], row["nothing"]["fastest"]
+        print(f"{kind:8} of a tiny model: {ours * 1e6:6.1f} us, on a backend that does nothing {floor * 1e6:6.1f} us")
     if args.json:
         report = {
             "ranks": ranks,
             "cpus": os.cpu_count(),
             "torch": torch.__version__,
             "all_reduce_s": calls,
+            "paths_s": floors,
             "step_s": {kind: {name: medians[kind, name] for name in groups} for kind in ("ddp", "fsdp2")},
         }
         args.json.parent.mkdir(parents=True, exist_ok=True)

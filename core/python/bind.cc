@@ -14,6 +14,7 @@ NB_MODULE(_core, m) {
   allranks::bind_trace(m);
   allranks::bind_comm(m);
   allranks::bind_now(m);
+  allranks::bind_sites(m);
   allranks::bind_torch_call(m);
   allranks::bind_calls(m);
   allranks::bind_outbox(m);

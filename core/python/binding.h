@@ -9,6 +9,7 @@ void bind_errors(nanobind::module_& m);
 void bind_types(nanobind::module_& m);
 void bind_comm(nanobind::module_& m);
 void bind_now(nanobind::module_& m);
+void bind_sites(nanobind::module_& m);
 void bind_torch_call(nanobind::module_& m);
 void bind_calls(nanobind::module_& m);
 void bind_outbox(nanobind::module_& m);

@@ -199,9 +199,78 @@ class Prepared {
   std::vector<Placed> tensors_;
 };
 
+// Calls whose tensors the core may still use, although the program may have dropped all of them: a set of Python's, and
+// a function that takes those out that have ended and that nobody has waited for. It returns from how many on it is to
+// be called again.
+struct Pending {
+  nb::object calls;
+  nb::object tidy;
+};
+
+// An asynchronous call of tensors as the user gave them. In Python it stands where a Request does.
+class Started {
+ public:
+  Started(Group group, nb::object pending, nb::object verb, nb::object tensor, nb::object pieces)
+      : group_(std::move(group)),
+        pending_(std::move(pending)),
+        verb_(std::move(verb)),
+        tensor_(std::move(tensor)),
+        pieces_(std::move(pieces)) {}
+
+  // The core gets the tensors. They are kept before, so that no exception in between can let one go.
+  void start(nb::handle self, Operation op) {
+    code_ = op.fingerprint.verb;
+    if (PySet_Add(pending_.ptr(), self.ptr()) != 0) nb::raise_python_error();
+    try {
+      request_ = group_.call(verb_, [&] { return group_.comm->start(std::move(op)); });
+    } catch (...) {
+      forget(self);
+      throw;
+    }
+  }
+
+  void wait(nb::handle self, double timeout_s) {
+    try {
+      group_.call(verb_, [&] {
+        PythonCaller caller;
+        group_.comm->wait(request_, caller, timeout_s < 0 ? -1 : static_cast<int64_t>(timeout_s * 1e9));
+      });
+    } catch (...) {
+      if (done()) forget(self);
+      throw;
+    }
+    forget(self);
+    (shows_pieces() ? tensor_ : pieces_) = nb::none();
+  }
+
+  bool done() const { return request_ != nullptr && request_->done.load(std::memory_order_acquire); }
+  Request& request() const { return *request_; }
+  uint32_t forks() const { return forks_; }
+  // Verb, tensor, pieces. When it has ended, one of the two is None: that which is no result.
+  nb::tuple about() const { return nb::make_tuple(verb_, tensor_, pieces_); }
+
+ private:
+  void forget(nb::handle self) const {
+    if (PySet_Discard(pending_.ptr(), self.ptr()) < 0) nb::raise_python_error();
+  }
+  bool shows_pieces() const { return code_ == Verb::all_gather || code_ == Verb::gather || code_ == Verb::all_to_all; }
+
+  Group group_;
+  nb::object pending_;
+  nb::object verb_;
+  Verb code_ = Verb::none;
+  nb::object tensor_;
+  nb::object pieces_;
+  std::shared_ptr<Request> request_;
+  uint32_t forks_ = sys::forks();
+};
+
+}  // namespace
+
 class Now {
  public:
-  Now(std::shared_ptr<Comm> comm, nb::object explain) : group_{std::move(comm), std::move(explain)} {
+  Now(std::shared_ptr<Comm> comm, nb::object explain, Pending pending)
+      : group_{std::move(comm), std::move(explain)}, pending_(std::move(pending)) {
     for (const char* name : kVerbs) verbs_.push_back(nb::steal(PyUnicode_InternFromString(name)));
   }
 
@@ -213,13 +282,22 @@ class Now {
     return true;
   }
 
-  std::shared_ptr<Request> start(nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root,
-                                 std::string site) const {
+  // A Started, or None.
+  nb::object start(nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root,
+                   std::string site) const {
     Operation call;
     std::vector<nb::object> keep;
-    if (!read(call, verb, tensor, pieces, op, root, keep)) return nullptr;
+    if (!read(call, verb, tensor, pieces, op, root, keep)) return nb::none();
     call.site = std::move(site);
-    return group_.call(verb, [&] { return group_.comm->start(std::move(call)); });
+    if (PySet_Size(pending_.calls.ptr()) > many_) many_ = nb::cast<Py_ssize_t>(pending_.tidy());
+    nb::object kept = nb::borrow(pieces);
+    if (PyList_Check(pieces.ptr())) {  // the program may change its own
+      kept = nb::steal(PyList_GetSlice(pieces.ptr(), 0, PyList_Size(pieces.ptr())));
+      if (!kept.is_valid()) nb::raise_python_error();
+    }
+    nb::object made = nb::cast(Started(group_, pending_.calls, nb::borrow(verb), nb::borrow(tensor), std::move(kept)));
+    nb::inst_ptr<Started>(made)->start(made, std::move(call));
+    return made;
   }
 
   std::optional<Prepared> prepare(nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op,
@@ -243,10 +321,21 @@ class Now {
   }
 
   Group group_;
+  Pending pending_;
+  mutable Py_ssize_t many_ = 0;
   std::vector<nb::object> verbs_;
 };
 
-}  // namespace
+const Now* now_of(nb::handle function) { return nb::isinstance<Now>(function) ? nb::inst_ptr<Now>(function) : nullptr; }
+
+bool run_now(const Now& now, nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op, nb::handle root) {
+  return now(verb, tensor, pieces, op, root);
+}
+
+nb::object start_now(const Now& now, nb::handle verb, nb::handle tensor, nb::handle pieces, nb::handle op,
+                     nb::handle root, std::string site) {
+  return now.start(verb, tensor, pieces, op, root, std::move(site));
+}
 
 // A blocking message of an ordinary tensor, as `now`.
 bool send_now(Comm& comm, nb::handle tensor, int to, int tag) {
@@ -275,8 +364,27 @@ void bind_now(nb::module_& m) {
       nb::arg("classes"), nb::arg("reduce_op"), "The classes of tensors that Now takes, and that of its op.");
   nb::class_<Prepared>(m, "Prepared", "A collective that is made many times.")
       .def("__call__", &Prepared::operator(), "False: nothing was done, as the tensors lie elsewhere now.");
+  nb::class_<Started>(m, "Started", "An asynchronous call of ordinary tensors.")
+      .def(
+          "wait", [](nb::handle self, double timeout_s) { nb::inst_ptr<Started>(self)->wait(self, timeout_s); },
+          nb::arg("timeout_s"), "Blocks until the core no longer uses the tensors. < 0: the group's timeout decides.")
+      .def("done", &Started::done)
+      .def(
+          "watch", [](Started& s, uint64_t ticket) { s.request().watch(ticket, *state.completions); },
+          nb::arg("ticket"))
+      .def("source", [](const Started&) { return -1; })
+      .def_prop_ro("forks", &Started::forks)
+      .def_prop_ro("about", &Started::about,
+                   "The verb, the tensor and the pieces, of which the one that is no result is None after a wait.");
   nb::class_<Now>(m, "Now", "A collective with arguments as the user gave them. Not done if they are extraordinary.")
-      .def(nb::init<std::shared_ptr<Comm>, nb::object>(), nb::arg("comm"), nb::arg("explain"))
+      .def(
+          "__init__",
+          [](Now* self, std::shared_ptr<Comm> comm, nb::object explain, nb::object pending, nb::object tidy) {
+            new (self) Now(std::move(comm), std::move(explain), {std::move(pending), std::move(tidy)});
+          },
+          nb::arg("comm"), nb::arg("explain"), nb::arg("pending"), nb::arg("tidy"),
+          "pending: a set, which holds what has been started until it has ended. tidy(): takes out what has ended, and "
+          "returns from how many on it is to be called again.")
       .def("__call__", &Now::operator(), nb::arg("verb"), nb::arg("tensor").none(),
            nb::arg("pieces").none() = nb::none(), nb::arg("op").none() = nb::none(), nb::arg("root").none() = -1)
       .def("start", &Now::start, nb::arg("verb"), nb::arg("tensor").none(), nb::arg("pieces").none(),

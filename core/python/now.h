@@ -5,9 +5,22 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string>
+
 #include "group/comm.h"
 
 namespace allranks {
+
+class Now;
+
+// The Now that is a group's short way; nullptr: that is another function.
+const Now* now_of(nanobind::handle function);
+// A blocking collective. False: nothing was done.
+bool run_now(const Now& now, nanobind::handle verb, nanobind::handle tensor, nanobind::handle pieces,
+             nanobind::handle op, nanobind::handle root);
+// An asynchronous one: a Started. None: nothing was done.
+nanobind::object start_now(const Now& now, nanobind::handle verb, nanobind::handle tensor, nanobind::handle pieces,
+                           nanobind::handle op, nanobind::handle root, std::string site);
 
 // False: nothing was done.
 bool send_now(Comm& comm, nanobind::handle tensor, int to, int tag);

@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "python/binding.h"
+#include "python/now.h"
+#include "python/sites.h"
 #include "python/state.h"
 
 namespace nb = nanobind;
@@ -45,13 +47,15 @@ class TorchCall {
   using Where = std::optional<std::pair<Py_ssize_t, bool>>;
 
   TorchCall(nb::object verb, Py_ssize_t arguments, Where tensor, Where pieces, nb::object options, const nb::dict& ops,
-            bool rooted, const nb::list& watchers)
+            bool rooted, const nb::list& watchers, nb::object sites)
       : verb_(std::move(verb)),
         arguments_(arguments),
         tensor_(tensor),
         pieces_(pieces),
         options_(std::move(options)),
         rooted_(rooted),
+        sites_object_(std::move(sites)),
+        sites_(nb::cast<const Sites&>(sites_object_)),
         zero_(nb::module_::import_("datetime").attr("timedelta")(0)) {
     for (const auto [kind, op] : ops) ops_.emplace_back(PyObject_Hash(nb::handle(kind).ptr()), nb::borrow(op));
     for (const nb::handle watcher : watchers) watchers_.push_back(nb::borrow(watcher));
@@ -85,14 +89,19 @@ class TorchCall {
     }
     if (rooted_ && truth(attribute(options, root_tensor_))) return nothing;
     const nb::object root = rooted_ ? attribute(options, root_) : nobody_;
+    const Now* const short_way = now_of(now);
     if (truth(attribute(options, async_))) {
       if (!plain(tensor) || !plain(pieces)) return nothing;
-      return nb::make_tuple(verb_, tensor, pieces, op, root);
+      if (short_way == nullptr) return nothing;
+      return start_now(*short_way, verb_, tensor, pieces, op, root, sites_.behind(kTorchs));
     }
-    return truth(now(verb_, tensor, pieces, op, root)) ? nb::object(nb::bool_(true)) : nothing;
+    const bool made = short_way == nullptr ? truth(now(verb_, tensor, pieces, op, root))
+                                           : run_now(*short_way, verb_, tensor, pieces, op, root);
+    return made ? nb::object(nb::bool_(true)) : nothing;
   }
 
  private:
+  static constexpr int kTorchs = 1;         // the frame behind that of the method: of torch's function, as a rule
   static constexpr Py_ssize_t kSplits = 2;  // the first argument behind the tensors, of verbs that have more
 
   // Whether it is None, a tensor of no subclass, which could have a meaning of its own, or a list of such tensors.
@@ -122,6 +131,8 @@ class TorchCall {
   nb::object options_;
   std::vector<std::pair<Py_hash_t, nb::object>> ops_;  // torch's ops know how to hash faster than how to compare
   bool rooted_;
+  nb::object sites_object_;
+  const Sites& sites_;
   nb::object zero_;
   std::vector<nb::object> watchers_;
   nb::object nobody_ = nb::int_(-1);
@@ -137,13 +148,13 @@ class TorchCall {
 void bind_torch_call(nb::module_& m) {
   nb::class_<TorchCall>(m, "TorchCall", "A collective as torch.distributed passes it to a backend.")
       .def(nb::init<nb::object, Py_ssize_t, TorchCall::Where, TorchCall::Where, nb::object, const nb::dict&, bool,
-                    const nb::list&>(),
+                    const nb::list&, nb::object>(),
            nb::arg("verb"), nb::arg("arguments"), nb::arg("tensor").none(), nb::arg("pieces").none(),
-           nb::arg("options"), nb::arg("ops"), nb::arg("rooted"), nb::arg("watchers"),
+           nb::arg("options"), nb::arg("ops"), nb::arg("rooted"), nb::arg("watchers"), nb::arg("sites"),
            "options: their class. ops: ours by torch's, all of which have another hash. watchers: functions; none of "
            "them may return a true value.")
       .def("__call__", &TorchCall::operator(), nb::arg("now"), nb::arg("given"),
-           "True: a blocking call was made. None: nothing was done. Else the arguments of an asynchronous one.");
+           "True: a blocking call was made. None: nothing was done. Else an asynchronous one: a Started.");
 }
 
 }  // namespace allranks

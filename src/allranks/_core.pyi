@@ -1,6 +1,7 @@
 """The C++ core (core/python/bind.cc). Addresses, counts and codes; see core/group/comm.h for what the calls mean."""
 
 from collections.abc import Callable, Sequence
+from types import CodeType, FrameType
 from typing import Any, Literal, TypeAlias, overload
 
 from typing_extensions import Buffer
@@ -38,6 +39,17 @@ class SharedBlock:
     address: int
 
 class Request:
+    def done(self) -> bool: ...
+    def watch(self, ticket: int) -> None: ...
+    def source(self) -> int: ...
+
+# An asynchronous call of ordinary tensors, which it keeps.
+class Started:
+    forks: int
+    # The verb, the tensor and the pieces, of which the one that is no result is None after a wait.
+    about: tuple[str, Any, Any]
+    # < 0: the group's timeout decides.
+    def wait(self, timeout_s: float) -> None: ...
     def done(self) -> bool: ...
     def watch(self, ticket: int) -> None: ...
     def source(self) -> int: ...
@@ -179,7 +191,11 @@ def part_of(name: str) -> str: ...
 def divide(address: int, count: int, dtype: int, parts: int) -> None: ...
 
 class Now:
-    def __init__(self, comm: Comm, explain: Callable[[Failure, str], Exception]) -> None: ...
+    # pending: what has been started, until it has ended. tidy(): takes out what has ended, and returns from how many on
+    # it is to be called again.
+    def __init__(
+        self, comm: Comm, explain: Callable[[Failure, str], Exception], pending: set[Any], tidy: Callable[[], int]
+    ) -> None: ...
     # False: nothing was done, because a tensor is not ordinary or an argument is wrong.
     def __call__(
         self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1, /
@@ -187,7 +203,7 @@ class Now:
     # The same without blocking; None: nothing was done. site: where in the program the call stands.
     def start(
         self, verb: str, tensor: object, pieces: object, op: object, root: object, site: str
-    ) -> Request | None: ...
+    ) -> Started | None: ...
     # None: it cannot be prepared.
     def prepare(self, verb: str, tensor: object, pieces: object, op: object, root: object) -> Prepared | None: ...
 
@@ -210,12 +226,18 @@ class TorchCall:
         ops: dict[Any, Any],
         rooted: bool,
         watchers: list[Callable[[], Any]],
+        sites: Sites,
     ) -> None: ...
-    # True: a blocking call was made. None: nothing was done. Else the arguments of an asynchronous one: verb, tensor,
-    # pieces, op, root.
-    def __call__(
-        self, now: Callable[..., bool], given: tuple[Any, ...]
-    ) -> Literal[True] | tuple[str, Any, Any, Any, int] | None: ...
+    # True: a blocking call was made. None: nothing was done. Else an asynchronous one.
+    def __call__(self, now: Callable[..., bool], given: tuple[Any, ...]) -> Literal[True] | Started | None: ...
+
+# Where in the program asynchronous calls stand, as text.
+class Sites:
+    # text_of(frame): the line that a frame is at, "" if that is not the program's. nowhere: the text where the thread
+    # runs none of it. passed: code of functions that only a wrapper of their own calls.
+    def __init__(self, text_of: Callable[[FrameType], str], nowhere: str, passed: list[CodeType]) -> None: ...
+    # Of the innermost frame of the program, so many frames behind the caller's or more.
+    def behind(self, depth: int) -> str: ...
 
 # An id in the outbox's workers, which is freed when this dies.
 class Ref:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import allranks
+from allranks import _core
 from allranks._call import callsite
 from allranks.testing import run_ranks
 
@@ -51,6 +52,28 @@ def test_a_call_of_nobody_and_of_odd_names() -> None:
     for ask in (callsite.site, callsite.where):
         assert through("/home/me/caf\udce9.py", ask) == "/home/me/caf?.py:2"
     assert through("/home/me/caf\udce9.py", callsite.stack_hash) != through("/home/me/cafe.py", callsite.stack_hash)
+
+
+def test_texts_of_asynchronous_calls_are_kept_by_instruction() -> None:
+    torchs = f"{torch.__path__[0]}/distributed/verbs.py"
+    verb = compiled(torchs, "def verb(ask):\n    return ask()\n")["verb"]
+    logged = compiled(torchs, "def logged(verb, ask):\n    return verb(ask)\n")["logged"]
+    sites = _core.Sites(callsite.line_of, callsite.NOWHERE, [verb.__code__])
+    for _ in range(2):
+        kept, looked_up = sites.behind(0), callsite.site()
+        assert kept == looked_up != callsite.NOWHERE
+        # One line has two calls, and another file has the same instructions.
+        for name in ("/home/me/a.py", "/home/me/b.py"):
+            text = "def pass_on(ask, args):\n    x = 1\n    return (ask(*args),\n            ask(*args))\n"
+            assert compiled(name, text)["pass_on"](sites.behind, (0,)) == (f"{name}:3", f"{name}:4")
+        assert through("/home/me/a.py", logged, verb, lambda: sites.behind(1)) == "/home/me/a.py:2"
+        # So deep nobody is.
+        assert sites.behind(100_000) == callsite.NOWHERE
+    # What is called by a wrapper is not looked at any more, nor is that.
+    outer = compiled("/home/me/c.py", "def verb(ask):\n    return ask()\n")["verb"]
+    wrapper = compiled("/home/me/d.py", "def wrapper(verb, ask):\n    return verb(ask)\n")["wrapper"]
+    passing = _core.Sites(callsite.line_of, callsite.NOWHERE, [outer.__code__])
+    assert through("/home/me/e.py", wrapper, outer, lambda: passing.behind(1)) == "/home/me/e.py:2"
 
 
 class Summing(torch.nn.Module):

@@ -74,6 +74,57 @@ def test_verbs() -> None:
     run_ranks(3, body)
 
 
+def test_asynchronous_calls_are_begun_by_the_core() -> None:
+    def body() -> None:
+        group = dist.torch_group()
+        rank, ranks = td.get_rank(), td.get_world_size()
+        made: list[Any] = []
+        started = group._calls.started
+        group._calls.started = lambda call: made.append(call) or started(call)
+
+        mine, out = torch.full((3,), rank + 1.0), torch.empty(3 * ranks)
+        listed, whole = list(out.chunk(ranks)), torch.arange(3.0 * ranks)
+        gathered = torch.arange(1.0, ranks + 1).repeat_interleave(3)
+        parts = list(gathered.chunk(ranks))
+        total = torch.full((3,), ranks * (ranks + 1) / 2)
+        part = ranks * whole[3 * rank : 3 * rank + 3]
+
+        def do(call: Any, *results: torch.Tensor) -> None:
+            for ask in (lambda work: work.result(), lambda work: work.get_future().wait()):
+                for waits_first in (True, False):
+                    mine.fill_(rank + 1.0)
+                    out.zero_()
+                    made.clear()
+                    work = call()
+                    assert len(made) == 1
+                    if waits_first:
+                        assert work.wait(timedelta(seconds=60))
+                        assert work.wait()
+                    found = ask(work)
+                    assert len(found) == len(results)
+                    assert all(torch.equal(f, r) for f, r in zip(found, results, strict=True))
+                    assert work.is_completed()
+                    assert work.is_success()
+                    assert work.exception() is None
+
+        do(lambda: td.all_reduce(mine, async_op=True), total)
+        do(lambda: td.broadcast(mine, 1, async_op=True), torch.full((3,), 2.0))
+        do(lambda: td.all_gather(listed, mine, async_op=True), *parts)
+        do(lambda: gather_single(out, mine, async_op=True), *parts)
+        do(lambda: reduce_scatter_single(mine, whole, async_op=True), part)
+        do(lambda: td.all_to_all_single(out, mine.repeat(ranks), async_op=True), gathered)
+        do(lambda: td.barrier(async_op=True))
+
+        # Nobody keeps the works, nor what they were given.
+        for _ in range(200):
+            td.all_reduce(torch.ones(5000), async_op=True)
+        value = torch.ones(2)
+        td.all_reduce(value, async_op=True).wait()
+        assert torch.equal(value, torch.full((2,), float(ranks)))
+
+    run_ranks(2, body)
+
+
 def test_ops() -> None:
     def body() -> None:
         dist.torch_group()

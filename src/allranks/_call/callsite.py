@@ -13,11 +13,11 @@ import sysconfig
 import zlib
 from types import FrameType
 
-__all__ = ["is_program", "site", "stack_hash", "where"]
+__all__ = ["NOWHERE", "is_program", "line_of", "site", "stack_hash", "where"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DEEPEST = 32  # frames
-_NOWHERE = "(no line of the program)"  # "" would be taken for a question by the core
+NOWHERE = "(no line of the program)"  # "" would be taken for a question by the core
 
 # The files of frames as the core gets them; "" if they are not the program's. Every asynchronous call looks here.
 _names: dict[str, str] = {}
@@ -62,10 +62,16 @@ def _program(frame: FrameType | None) -> tuple[FrameType | None, str]:
     return None, ""
 
 
+def line_of(frame: FrameType) -> str:
+    """``file:line`` that a frame is at; "" if that is not the program's."""
+    filename = frame.f_code.co_filename
+    return f"{_names[filename]}:{frame.f_lineno}" if is_program(filename) else ""
+
+
 def site() -> str:
     """``file:line`` of the innermost frame of the program; where there is none (a thread of ours) a text instead."""
     frame, name = _program(sys._getframe(1))
-    return f"{name}:{frame.f_lineno}" if frame else _NOWHERE
+    return f"{name}:{frame.f_lineno}" if frame else NOWHERE
 
 
 def where() -> str:
@@ -77,7 +83,7 @@ def where() -> str:
         if frame.f_code.co_filename.startswith(_PACKAGE):
             tensor = frame.f_locals.get("tensor", tensor)
         frame = frame.f_back
-    place = f"{name}:{program.f_lineno}" if program else _NOWHERE
+    place = f"{name}:{program.f_lineno}" if program else NOWHERE
     shape = getattr(tensor, "shape", None)
     return place if shape is None else f"{place}, shape {tuple(shape)}"
 

@@ -22,6 +22,7 @@ from allranks._engines.operands import different
 from allranks._plugin.work import DONE, TorchWork
 
 if TYPE_CHECKING:
+    from allranks._core import Started
     from allranks._group.process_group import ProcessGroup
 
 __all__ = ["OPS", "Calls", "tensors_in"]
@@ -44,18 +45,6 @@ _LOCALLY: dict[ReduceOp, Callable[[Tensor, Tensor], Any]] = {
     ReduceOp.BAND: Tensor.bitwise_and_,
     ReduceOp.BOR: Tensor.bitwise_or_,
     ReduceOp.BXOR: Tensor.bitwise_xor_,
-}
-
-
-# By the verb: how it is begun.
-_BEGIN: dict[str, Callable[[ProcessGroup, Any, Any, Any, int], Work]] = {
-    "all_reduce": lambda group, tensor, pieces, op, root: group.all_reduce(tensor, op, True),
-    "reduce": lambda group, tensor, pieces, op, root: group.reduce(tensor, root, op, True),
-    "broadcast": lambda group, tensor, pieces, op, root: group.broadcast(tensor, root, True),
-    "all_gather": lambda group, tensor, pieces, op, root: group.all_gather(pieces, tensor, True),
-    "reduce_scatter": lambda group, tensor, pieces, op, root: group.reduce_scatter(tensor, pieces, op, True),
-    "all_to_all": lambda group, tensor, pieces, op, root: group.all_to_all_single(pieces, tensor, async_op=True),
-    "barrier": lambda group, tensor, pieces, op, root: group.barrier(True),
 }
 
 
@@ -84,9 +73,12 @@ class Calls:
         if self.failure is None and not isinstance(error, UsageError):
             self.failure = error
 
-    def begin(self, call: tuple[str, Any, Any, Any, int]) -> TorchWork:
-        """Starts an asynchronous call that has been read: verb, tensor, pieces, op, root."""
-        return self._started(_BEGIN[call[0]](self.group, *call[1:]))
+    def started(self, call: Started) -> TorchWork:
+        """An asynchronous call that the core has read and begun."""
+        work = TorchWork.begun(call, self)
+        if self.coalesced is not None:
+            self.coalesced.append(work._work)
+        return work
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> TorchWork:
         if len(tensors) == 1:

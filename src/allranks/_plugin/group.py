@@ -14,14 +14,15 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from allranks._base.errors import AllranksError, PeerLostError, TimeoutError, UsageError
-from allranks._core import TorchCall
+from allranks._call.callsite import NOWHERE, line_of
+from allranks._core import Sites, TorchCall
 from allranks._plugin.calls import OPS, Calls, tensors_in
 from allranks._plugin.names import NAME
 from allranks._plugin.operators import BACKENDS_IN_PYTHON, Operator, install, make_backend
@@ -292,13 +293,18 @@ _READ: dict[str, tuple[str, tuple[int, bool] | None, tuple[int, bool] | None, bo
 }
 
 
+# torch's functions are called by its logger only.
+_LOGGED = [f for f in vars(_c10d.distributed_c10d).values() if type(f) is FunctionType and hasattr(f, "__wrapped__")]
+_SITES = Sites(line_of, NOWHERE, [inspect.unwrap(f).__code__ for f in _LOGGED])
+
+
 def _reader(verb: str, form: Sequence[type]) -> TorchCall | None:
     """What reads a plain call of a verb; None: nothing does."""
     if verb not in _READ:
         return None
     short, tensor, pieces, reduces, rooted = _READ[verb]
     ops = OPS if reduces else {}
-    return TorchCall(short, len(form), tensor, pieces, form[-1], ops, rooted, [_profiling, _modes, _functorch])
+    return TorchCall(short, len(form), tensor, pieces, form[-1], ops, rooted, [_profiling, _modes, _functorch], _SITES)
 
 
 def _verb(verb: str, name: str, *form: type) -> None:
@@ -316,7 +322,7 @@ def _verb(verb: str, name: str, *form: type) -> None:
                 call = reader(calls.group.now, given)
                 if call is not None:
                     calls.count += 1
-                    return DONE if call is True else calls.begin(call)
+                    return DONE if call is True else calls.started(call)
             except AllranksError as error:
                 calls.tell(error, given)
                 raise

@@ -21,9 +21,11 @@ from torch.autograd.graph import _engine_run_backward
 
 from allranks._base.errors import AllranksError
 from allranks._call.work import Complete
+from allranks._engines.native.engine import work_of
 
 if TYPE_CHECKING:
     from allranks._call.work import Work
+    from allranks._core import Started
 
 __all__ = ["DONE", "TorchWork"]
 
@@ -34,24 +36,57 @@ _BACKWARD = _engine_run_backward.__code__
 
 
 class TorchWork(_c10d.Work):  # type: ignore[misc]
-    """A call of ours as torch's C++ and Python know one. Made by ``of``: a constructor would take twice as long."""
+    """A call of ours as torch's C++ and Python know one. Made by ``of`` and ``begun``: a constructor would take longer.
 
-    _work: Work
+    Of a call that the core has begun by itself there is no Work of ours until somebody wants more than to wait for it.
+    """
+
+    __slots__ = ("_calls", "_future", "_made", "_note", "_started", "_waited")
+
+    _calls: Any
+    _future: Any
+    _made: Work
     _note: Callable[[AllranksError], None] | None
-    _future: Any = None
-    _waited = False
+    _started: Started | None
+    _waited: bool
 
     @staticmethod
     def of(work: Work, note: Callable[[AllranksError], None] | None = None) -> TorchWork:
         """``note`` is called with the error of the call."""
         made = TorchWork()
-        made._work = work
+        made._made = work
         made._note = note
-        if type(work) is Complete:
-            made._waited = True
+        made._started = made._future = None
+        made._waited = type(work) is Complete
         return made
 
+    @staticmethod
+    def begun(call: Started, calls: Any) -> TorchWork:
+        """Of a call among the ``Calls`` of a group."""
+        made = TorchWork()
+        made._started = call
+        made._calls = calls
+        made._waited = False
+        made._future = None
+        return made
+
+    @property
+    def _work(self) -> Work:
+        if self._started is not None:
+            self._made = work_of(self._started, self._calls.group.size())
+            self._note = self._calls.note
+            self._started = None
+        return self._made
+
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._started is not None and not timeout:
+            try:
+                self._started.wait(-1.0)
+            except AllranksError:
+                pass  # the Work of ours keeps it, and raises it again
+            else:
+                self._waited = True
+                return True
         try:
             self._waited = self._work.wait(timeout or None)
         except AllranksError as error:
@@ -173,11 +208,14 @@ def _future_of(tensors: list[torch.Tensor]) -> Any:
 class _Done(TorchWork):
     """One that was complete when its call returned."""
 
+    __slots__ = ()
+
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
 
 DONE = _Done()
-DONE._work = Complete([])
+DONE._made = Complete([])
+DONE._started = DONE._future = None
 DONE._waited = True
 """Of calls that were complete when they returned."""

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from allranks import _core
 from allranks._base.errors import AllranksError, JoinError, MismatchError, UsageError, rank_list
 from allranks._base.forks import Socket, forks, guard
 from allranks._call.bytes import bytes_of
-from allranks._call.callsite import site, stack_hash, where
+from allranks._call.callsite import NOWHERE, line_of, site, stack_hash, where
 from allranks._call.debug import DebugLevel, get_debug_level
 from allranks._call.futures import End
 from allranks._call.purpose import part_of
@@ -50,7 +50,7 @@ from allranks._engines.spec import Exchange
 if TYPE_CHECKING:
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["NativeEngine", "TcpEngine"]
+__all__ = ["NativeEngine", "TcpEngine", "work_of"]
 
 # How long a waiting rank spins before it yields its CPU, and then sleeps (core/channel/shm.cc). With more ranks
 # than CPUs it does not spin at all.
@@ -63,6 +63,9 @@ _MANY_ON_A_CPU = 12
 # Finished works that nobody has waited for are looked for when so many are there, and then when there are twice as many
 # as were left: a constant cost per call.
 _MANY_PENDING = 64
+
+_SITES = _core.Sites(line_of, NOWHERE, [])
+_GROUPS = 2  # frames behind that of NativeEngine._begin: the group's method is one, and who calls it comes next
 
 _VOTE = struct.Struct("!?Q")  # of empty_shared: whether this rank has what it takes, and the bytes
 _MEETING_S = 20.0  # for ranks that are all there; those that give up earlier wait for the others in the next vote
@@ -108,7 +111,7 @@ class NativeEngine(Engine):
         self._group_name = group_name
         # Works whose tensors the core may still use, although the caller may have dropped all of them. Entered
         # before the core gets them, so that no exception in between can let a tensor go.
-        self._pending: set[NativeWork] = set()
+        self._pending: set[NativeWork | _core.Started] = set()
         self._many = _MANY_PENDING
         self._timeout_s = timeout_s
         self.forks = forks()
@@ -161,7 +164,7 @@ class NativeEngine(Engine):
                 failure, verb, group=group_name, rank=rank, members=members, last_calls=calls, troubles=troubles
             )
 
-        return _core.Now(self.comm, explain_now)
+        return _core.Now(self.comm, explain_now, self._pending, self._tidy)
 
     # --- verbs ---
 
@@ -461,11 +464,11 @@ class NativeEngine(Engine):
         return None
 
     def _started(self, operands: Operands, method: Callable[..., _core.Request | None], *args: Any) -> NativeWork:
+        work = NativeWork(self, operands)
         try:
-            work = self._enter(NativeWork(self, operands), method, *args)
+            self._enter(work, method, *args)
         except _core.Failure as failure:
             raise self.explain(failure, operands.verb) from None
-        assert work is not None
         return work
 
     def _begin(
@@ -475,36 +478,34 @@ class NativeEngine(Engine):
         short = self._short
         if short is None:  # closed meanwhile
             return None
-        if isinstance(pieces, list):
-            pieces = [*pieces]  # the program may change its own
-        return self._enter(PlainWork(self, verb, (tensor, pieces)), short.start, verb, tensor, pieces, op, root, site())
+        started = short.start(verb, tensor, pieces, op, root, _SITES.behind(_GROUPS))
+        return None if started is None else PlainWork(started)
 
     def prepare(
         self, verb: str, tensor: object, pieces: object = None, op: object = None, root: object = -1
     ) -> Callable[[], bool] | None:
         return None if self._short is None else self._short.prepare(verb, tensor, pieces, op, root)
 
-    def _enter(self, work: _W, method: Callable[..., _core.Request | None], *args: Any) -> _W | None:
-        """Starts a call, and keeps the work meanwhile; None: it was not started."""
-        pending = self._pending
-        if len(pending) > self._many:
-            for done in [work for work in tuple(pending) if work.done()]:
-                pending.discard(done)
-            self._many = max(_MANY_PENDING, 2 * len(pending))
-        pending.add(work)
+    def _enter(self, work: NativeWork, method: Callable[..., _core.Request | None], *args: Any) -> None:
+        """Starts a call, and keeps the work meanwhile."""
+        if len(self._pending) > self._many:
+            self._many = self._tidy()
+        self._pending.add(work)
         try:
             work.request = method(*args)
         except BaseException:
-            pending.discard(work)
+            self._pending.discard(work)
             raise
-        if work.request is None:
-            pending.discard(work)
-            return None
-        return work
+
+    def _tidy(self) -> int:
+        """Takes calls that have ended out of the pending ones; returns from how many on to do so again."""
+        for done in [work for work in tuple(self._pending) if work.done()]:
+            self._pending.discard(done)
+        return max(_MANY_PENDING, 2 * len(self._pending))
 
     def wait(self, work: NativeWork, timeout_s: float) -> None:
         """Blocks until the core no longer uses the work's tensors; raises its error."""
-        assert work.request is not None
+        assert isinstance(work.request, _core.Request)
         try:
             self.comm.wait(work.request, timeout_s)
         except BaseException as error:
@@ -572,7 +573,7 @@ class TcpEngine(NativeEngine):
 class NativeWork(OperandsWork):
     """An asynchronous call on the native engine."""
 
-    request: _core.Request | None = None  # until the core has it
+    request: _core.Request | _core.Started | None = None  # until the core has it
 
     def __init__(self, engine: NativeEngine, operands: Operands) -> None:
         super().__init__(operands)
@@ -613,15 +614,44 @@ class PlainWork(NativeWork):
     _error = None
     _finished = False
 
-    def __init__(self, engine: NativeEngine, verb: str, keep: object) -> None:
-        self.verb = verb
-        self._engine = engine
-        self._keep = keep
-        self._forks = engine.forks
+    request: _core.Started
 
-    def _finish(self) -> None:
-        self._keep = None
+    def __init__(self, started: _core.Started) -> None:
+        self.request = started
+        self._forks = started.forks
+
+    @property
+    def verb(self) -> str:  # type: ignore[override]
+        return self.request.about[0]
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        if self._finished:
+            return True
+        if self._error is not None:
+            raise self._error
+        try:
+            self.request.wait(seconds_of(timeout) if timeout else -1.0)
+        except AllranksError as error:
+            if self.done():
+                self._error = error
+            raise
         self._finished = True
+        return True
 
 
-_W = TypeVar("_W", bound=NativeWork)
+def work_of(started: _core.Started, ranks: int) -> Work:
+    """The Work of a call of so many ranks that was begun without one, with its results."""
+    work = PlainWork(started)
+    verb, tensor, pieces = started.about
+    match verb:
+        case "all_gather" if not isinstance(pieces, Tensor):
+            work.shown = pieces
+        case "all_gather":
+            work.shown = partial(pieces.chunk, ranks)
+        case "all_to_all":
+            work.shown = (pieces,)
+        case "barrier":
+            pass
+        case _:
+            work.shown = (tensor,)
+    return work
