@@ -6,6 +6,8 @@ from typing import Any, Literal, TypeAlias, overload
 
 from typing_extensions import Buffer
 
+from allranks._call.work import Work
+
 # verb, dtype, reduce op, root, count
 Call: TypeAlias = tuple[str, str, str, int, int]
 
@@ -211,6 +213,17 @@ class Now:
 class Prepared:
     # False: nothing was done, as the tensors lie elsewhere now.
     def __call__(self) -> bool: ...
+
+# Calls what has been prepared. Where that does nothing: self._make(async_op).
+class Planned:
+    def __init__(self) -> None: ...
+    def _set(self, prepared: Callable[[], bool] | None) -> None: ...
+    @overload
+    def __call__(self, async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def __call__(self, async_op: Literal[True]) -> Work: ...
+    @overload
+    def __call__(self, async_op: bool) -> Work | None: ...
 
 # A collective as torch.distributed passes it to a backend.
 class TorchCall:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from allranks._base.errors import UsageError
 from allranks._base.public import publish
+from allranks._core import Planned
 
 if TYPE_CHECKING:
     from allranks._call.work import Work
@@ -37,17 +38,21 @@ VERBS = (
 """What can be planned."""
 
 
-class Plan:
+class Plan(Planned):
     """A call that ``ProcessGroup.plan`` has prepared: ``plan()`` makes it, on the tensors that it was prepared with.
+
+    ``plan(async_op=True)`` returns at once, with a Work. The call is the same, for the other ranks too, as that of the
+    group's method with the plan's arguments, and raises the same errors.
 
     Attributes:
         group: whose call it is.
         verb: its name.
     """
 
-    __slots__ = ("__weakref__", "_call", "_given", "_now", "group", "verb")
+    __slots__ = ("__weakref__", "_call", "_given", "group", "verb")
 
     def __init__(self, group: ProcessGroup, verb: str, *args: Any, **named: Any) -> None:
+        super().__init__()
         if verb not in VERBS:
             raise UsageError(f"plan: {verb!r} is none of the verbs that can be planned: {', '.join(VERBS)}")
         if "async_op" in named:
@@ -59,33 +64,14 @@ class Plan:
         bound.apply_defaults()
         del bound.arguments["async_op"]
         self._given: Mapping[str, Any] = {name: _kept(value) for name, value in bound.arguments.items()}
-        self._now: Callable[[], bool] = _not_now
         group._tell(self)
         self._prepare()
 
-    @overload
-    def __call__(self, async_op: Literal[False] = ...) -> None: ...
-    @overload
-    def __call__(self, async_op: Literal[True]) -> Work: ...
-    @overload
-    def __call__(self, async_op: bool) -> Work | None: ...
-    def __call__(self, async_op: bool = False) -> Work | None:
-        """Makes the call: the same, for the other ranks too, as that of the group's method with the plan's arguments.
-
-        Args:
-            async_op: return at once, with a Work.
-
-        Returns:
-            A Work if ``async_op``, else None.
-
-        Raises:
-            AllranksError: as the ordinary call.
-        """
+    def _make(self, async_op: bool) -> Work | None:
+        """The call, where what has been prepared did nothing."""
         if not async_op:
-            if self._now():
-                return None
-            self._prepare()  # memory may lie elsewhere, and the group may have another engine
-            if self._now():
+            now = self._prepare()  # memory may lie elsewhere, and the group may have another engine
+            if now is not None and now():
                 return None
         made: Work | None = self._call(**self._given, async_op=async_op)
         return made
@@ -98,19 +84,17 @@ class Plan:
 
     def _forget(self) -> None:
         """The group has another engine, or none."""
-        self._now = _not_now
+        self._set(None)
 
-    def _prepare(self) -> None:
-        self._now = self.group._prepare(self.verb, self._given) or _not_now
+    def _prepare(self) -> Callable[[], bool] | None:
+        now = self.group._prepare(self.verb, self._given)
+        self._set(now)
+        return now
 
 
 def _kept(value: Any) -> Any:
     """Of a list of tensors a copy: the program may change its own."""
     return [*value] if type(value) in (list, tuple) else value
-
-
-def _not_now() -> bool:
-    return False
 
 
 publish(globals())
