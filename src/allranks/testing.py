@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
+from allranks._base import pickling
 from allranks._base.errors import PeerLostError, RankError, TimeoutError
 from allranks._store import StoreServer
 
@@ -69,7 +70,7 @@ def run_ranks(
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    payload = cloudpickle.dumps((fn, args))
+    payload = pickling.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="allranks-test-") as folder, contextlib.ExitStack() as stack:
         server = StoreServer.unix()
         server.start()
@@ -192,11 +193,11 @@ def _rank_main(
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent raises it
             answer = (False, error, traceback.format_exc())
         try:
-            data = cloudpickle.dumps(answer)
+            data = pickling.dumps(answer)
             cloudpickle.loads(data)
         except Exception:  # noqa: BLE001 - an exception (or a result) that cannot travel
             text = answer[2] or f"the result cannot be pickled: {answer[1]!r}"
-            data = cloudpickle.dumps((False, None, text))
+            data = pickling.dumps((False, None, text))
         sender.send_bytes(data)
         sender.close()
         faulthandler.unregister(signal.SIGUSR1)

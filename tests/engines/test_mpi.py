@@ -20,6 +20,7 @@ import torch
 
 import allranks as dist
 from allranks import _core
+from allranks._base import pickling
 from allranks._engines.mpi.job import _wait_until_read
 from support.mpi_jobs import mpirun, python_with, run_by_mpi
 from support.workers import Workers
@@ -35,7 +36,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[Callable[..., list]]:
     mpi, ranks = request.param
     python_with(mpi)
     workers = Workers(ranks, lambda _, called: cloudpickle.loads(called)(), partial(run_by_mpi, mpi))
-    yield lambda fn: workers.ask(cloudpickle.dumps(fn))
+    yield lambda fn: workers.ask(pickling.dumps(fn))
     workers.close()
 
 
@@ -790,7 +791,7 @@ def test_where_mpirun_has_not_started_the_ranks() -> None:
             dist.new_group(backend="mpi")
 
     source = (
-        f"import sys; sys.path += {sys.path!r}\nimport cloudpickle\ncloudpickle.loads({cloudpickle.dumps(body)!r})()\n"
+        f"import sys; sys.path += {sys.path!r}\nimport cloudpickle\ncloudpickle.loads({pickling.dumps(body)!r})()\n"
     )
     python = python_with("mpich")
     done = subprocess.run(

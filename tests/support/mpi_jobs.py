@@ -19,6 +19,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from allranks._base import pickling
+
 ROOT = Path(__file__).parents[2]
 PYTHONS = {
     name: ROOT / "build" / folder / "bin/python"
@@ -100,7 +102,7 @@ def run_by_mpi(
     """
     with tempfile.TemporaryDirectory(prefix="allranks-test-") as folder:
         payload = Path(folder) / "payload"
-        payload.write_bytes(pickle.dumps((sys.path, timeout_s, cloudpickle.dumps((fn, args)))))
+        payload.write_bytes(pickle.dumps((sys.path, timeout_s, pickling.dumps((fn, args)))))
         done = mpirun(mpi, ranks, __file__, str(payload), timeout_s=timeout_s, **environ)
         assert done.returncode == 0, done.stdout + done.stderr
         return [pickle.loads(Path(f"{payload}.{rank}").read_bytes()) for rank in range(ranks)]

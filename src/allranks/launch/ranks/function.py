@@ -16,6 +16,7 @@ from typing import Any
 
 import cloudpickle
 
+from allranks._base import pickling
 from allranks._base.errors import UsageError
 
 __all__ = ["name_of", "pack", "pack_error", "pack_result", "pieces", "unpack", "unpack_error", "unpack_result"]
@@ -38,7 +39,7 @@ def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
     # A notebook's cells are no files.
     sources = {name: entry[2] for name, entry in linecache.cache.items() if len(entry) > 1 and not os.path.exists(name)}
     try:
-        call = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+        call = pickling.dumps((fn, tuple(args), dict(kwargs)))
     except Exception as error:
         raise UsageError(
             f"{name_of(fn)} or an argument of it cannot be sent to the ranks: {error} (files, locks, sockets and"
@@ -49,7 +50,7 @@ def pack(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any])
             f"{name_of(fn)} and its arguments take {len(call)} bytes, and {_LARGEST} can be sent to the ranks; let them"
             " read large data from a file"
         )
-    return bytes(cloudpickle.dumps((sys.path, sources, call)))
+    return pickling.dumps((sys.path, sources, call))
 
 
 def unpack(payload: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -103,7 +104,7 @@ def unpack_result(data: bytearray, rank: int) -> Any:
 def pack_error(error: BaseException) -> bytes:
     """Packs what a rank raised; b"" if it cannot be, or could not be unpacked."""
     try:
-        data = bytes(cloudpickle.dumps(error))
+        data = pickling.dumps(error)
         cloudpickle.loads(data)
     except Exception:  # noqa: BLE001 - an exception of the user's may do anything; its text is reported in any case
         return b""
@@ -124,7 +125,7 @@ def pieces(data: memoryview) -> Iterator[bytes]:
     return (bytes(data[begin : begin + _PIECE]) for begin in range(0, len(data), _PIECE))
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(pickling.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):

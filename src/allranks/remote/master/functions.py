@@ -15,6 +15,7 @@ import cloudpickle
 import torch
 from torch.utils._pytree import tree_map
 
+from allranks._base import pickling
 from allranks._base.errors import UsageError
 from allranks.remote.master.groups import Group
 from allranks.remote.protocol import wire
@@ -87,7 +88,7 @@ class Future:
             connections.command(self._place, "drop", call=self._call)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(pickling.Pickler):
     """Leaves tensors on workers where they are: also those within objects, as a module's parameters."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -119,7 +120,7 @@ class RemoteFunction:
         if not callable(function):
             raise UsageError(f"remote: expected a function, not {type(function).__name__}")
         self._master = master
-        self._pickled = cloudpickle.dumps(function)
+        self._pickled = pickling.dumps(function)
         self._on = on
         self._number = master.connections.next_number()
         self._known: dict[int, DeviceTarget] = {}

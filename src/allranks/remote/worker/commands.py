@@ -13,6 +13,7 @@ import cloudpickle
 import torch
 from torch.utils._pytree import tree_map
 
+from allranks._base import pickling
 from allranks._call.bytes import bytes_of
 from allranks._call.types import ReduceOp
 from allranks._cluster.host import processor
@@ -302,7 +303,7 @@ def result(worker: WorkerState, data: memoryview, call: int) -> Any:
         tensors.append(each.detach().to(worker.device))
         return Given(len(tensors) - 1)
 
-    pickled = cloudpickle.dumps(tree_map(stay, outcome[0]))
+    pickled = pickling.dumps(tree_map(stay, outcome[0]))
     worker.keep(tensors)
     del worker.outcomes[call]
     return [[describe(each) for each in tensors], pickled]

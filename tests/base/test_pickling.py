@@ -1,0 +1,25 @@
+"""A function that travels by value keeps its file's name, and so do those within it."""
+
+import traceback
+from collections.abc import Callable
+
+import cloudpickle
+
+from allranks._base import pickling
+
+
+def test_code_keeps_its_file() -> None:
+    def fails() -> None:
+        def inside(divisor: int) -> float:
+            return 1 / divisor
+
+        inside(0)
+
+    made: Callable[[], None] = cloudpickle.loads(pickling.dumps(fails))
+    assert made.__code__ is not fails.__code__
+    try:
+        made()
+    except ZeroDivisionError as error:
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+    assert [(frame.filename, frame.name) for frame in frames] == [(__file__, "fails"), (__file__, "inside")]
+    assert frames[1].line == "return 1 / divisor"
