@@ -52,7 +52,7 @@ def run_ranks(
     Args:
         n: the number of ranks.
         fn: called on every rank; a local function or a lambda will do (cloudpickle).
-        timeout_s: after so long every rank's stack is shown and all are killed.
+        timeout_s: after so many seconds every rank's stack is shown and all are killed.
         init: call ``init_process_group()`` before and ``destroy_process_group()`` after ``fn``.
         env: more environment variables for the ranks.
         may_die: ranks whose death by a signal is part of the test; their result is None.

@@ -4,9 +4,11 @@ import ast
 import importlib
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import stub
@@ -74,6 +76,59 @@ def test_docstrings(name: str) -> None:
     raises = any(isinstance(node, ast.Call) for node in ast.walk(ast.parse(inspect.getsource(thing))))
     if raises and not name.startswith("is_"):
         assert "Raises:" in sections, f"{name} does not say what it raises"
+
+
+VERBS = {
+    name
+    for home in ("_api.collectives", "_api.objects", "_api.multigpu", "_api.legacy")
+    for name in allranks._HOME[home]
+    if home != "_api.legacy" or name.startswith(("gather_", "scatter_"))
+}
+SHAPELESS = {"barrier", "monitored_barrier", *allranks._HOME["_api.objects"]}
+"""These move no tensors of the caller's."""
+
+
+@pytest.mark.parametrize("name", sorted(name for name in VERBS if inspect.isfunction(getattr(allranks, name))))
+def test_verbs_have_costs_and_shapes(name: str) -> None:
+    sections = inspect.getdoc(getattr(allranks, name))
+    for section in ("Raises", "Cost", *([] if name in SHAPELESS else ["Shape"])):
+        found = re.search(rf"^{section}:\n    (.+)", sections, re.MULTILINE)
+        assert found, f"{name} has no section {section}:"
+        for other in re.findall(r"^as ``(\w+)``", found[1]):
+            assert other in VERBS, f"{name}, {section}: there is no {other}"
+    assert name in SHAPELESS or not name.endswith(("barrier", "_object", "_object_list"))
+
+
+def durations(module: str) -> Iterator[tuple[str, str, str]]:
+    """The parameters of public functions that are durations: name, documentation of it, that of its class."""
+    home = importlib.import_module(module)
+    for name in home.__all__:
+        thing = getattr(home, name)
+        if not getattr(thing, "__module__", "").startswith("allranks"):
+            continue
+        about = inspect.getdoc(thing) or ""
+        called = {name: thing} if callable(thing) else {}
+        if inspect.isclass(thing):
+            called |= {f"{name}.{key}": value for key, value in vars(thing).items() if key[0] != "_"}
+        for full, function in called.items():
+            try:
+                parameters = inspect.signature(function).parameters if callable(function) else {}
+            except ValueError:  # of a type that C has made
+                continue
+            text = inspect.getdoc(function) or ""
+            for parameter in parameters:
+                if re.search(r"timeout|_s$", parameter):
+                    entry = re.search(rf"^    {parameter}: (.*(?:\n     +.*)*)", text, re.MULTILINE)
+                    yield f"{full}({parameter})", entry[1] if entry else text, about
+
+
+@pytest.mark.parametrize("module", [*api.MODULES, "allranks.resilience"])
+def test_durations_have_a_unit(module: str) -> None:
+    unclear = [
+        name for name, text, about in durations(module) if "second" not in text + about and "See :func:" not in text
+    ]
+    assert not unclear
+    assert module != "allranks" or len(list(durations(module))) > 15
 
 
 @pytest.mark.parametrize(

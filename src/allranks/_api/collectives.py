@@ -170,6 +170,9 @@ def reduce(
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
 
+    Shape:
+        any, the same element count on all ranks.
+
     Cost:
         as ``all_reduce``; the work of reducing is shared by all ranks above 64 KiB.
     """
@@ -305,6 +308,9 @@ def all_gather_single(
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
 
+    Shape:
+        ``output_tensor`` has P times the elements of ``input_tensor``, the same on all ranks.
+
     Cost:
         as ``all_gather``.
     """
@@ -338,6 +344,12 @@ def all_gather_into_tensor(
 
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Shape:
+        as ``all_gather_single``.
+
+    Cost:
+        as ``all_gather_single``.
     """
     return all_gather_single(output_tensor, input_tensor, group, async_op)
 
@@ -392,6 +404,9 @@ def gather(
 
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Shape:
+        ``tensor`` and each of ``gather_list`` have as many elements, the same on all ranks.
 
     Cost:
         n bytes written per rank, (P-1) n read by ``dst``, one latency (large: one per 128 KiB).
@@ -454,6 +469,9 @@ def scatter(
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
 
+    Shape:
+        ``tensor`` and each of ``scatter_list`` have as many elements, the same on all ranks.
+
     Cost:
         (P-1) n bytes written by ``src``, n read by each other rank, one latency (large: one per 128 KiB).
     """
@@ -498,6 +516,9 @@ def reduce_scatter(
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
 
+    Shape:
+        ``output`` and each of ``input_list`` have as many elements, the same on all ranks.
+
     Cost:
         (P-1) n bytes written and P n read per rank, one latency (large: one per 128 KiB).
     """
@@ -540,6 +561,9 @@ def reduce_scatter_single(
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
 
+    Shape:
+        ``input`` has P times the elements of ``output``, the same on all ranks.
+
     Cost:
         as ``reduce_scatter``.
     """
@@ -578,6 +602,12 @@ def reduce_scatter_tensor(
 
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Shape:
+        as ``reduce_scatter_single``.
+
+    Cost:
+        as ``reduce_scatter_single``.
     """
     return reduce_scatter_single(output, input, op, group, async_op)
 
@@ -620,6 +650,9 @@ def all_to_all(
     Raises:
         MismatchError: two ranks disagree on the size of what goes from one to the other; on every rank.
         PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Shape:
+        tensor q of rank p's inputs has as many elements as tensor p of rank q's outputs.
 
     Cost:
         what a rank sends is written once, what it gets read once; one latency (large: one per 128 KiB).
@@ -681,6 +714,10 @@ def all_to_all_single(
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_to_all``.
 
+    Shape:
+        the first dimensions are cut, evenly or by the sizes; what rank p sends to rank q has as many elements as
+        what q expects from p.
+
     Cost:
         as ``all_to_all``.
     """
@@ -720,7 +757,7 @@ def barrier(
         group: None is the world.
         async_op: return at once, with a Work.
         device_ids: for torch's signature; groups are bound to no device.
-        timeout: of this call; None: the group's.
+        timeout: of this call, a timedelta (no number of seconds); None: the group's.
 
     Returns:
         A Work if ``async_op``, else None.
@@ -750,11 +787,14 @@ def monitored_barrier(
 
     Args:
         group: None is the world.
-        timeout: of this call; None: the group's.
+        timeout: of this call, a timedelta or seconds; None: the group's.
         wait_all_ranks: rank 0's error names all missing ranks in torch's words too. In ours all are always named.
 
     Raises:
         MismatchError, PeerLostError, TimeoutError: as ``all_reduce``. The TimeoutError ends with torch's words.
+
+    Cost:
+        as ``barrier``.
     """
     if not outside(group, "monitored_barrier"):
         resolve_group(group).monitored_barrier(timeout, wait_all_ranks)
@@ -781,6 +821,9 @@ def send(
 
     Raises:
         PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Shape:
+        any; the receiver's tensor has as many elements.
 
     Cost:
         n bytes copied into shared memory and n bytes out of it, in pieces that overlap.
@@ -813,6 +856,12 @@ def recv(
     Raises:
         MismatchError: the message has another dtype or element count. It is dropped.
         PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Shape:
+        any, with as many elements as were sent.
+
+    Cost:
+        as ``send``.
     """
     if group is not None and outside(group, "recv"):
         return -1
@@ -841,6 +890,12 @@ def isend(
 
     Raises:
         PeerLostError, UsageError: as ``all_reduce``.
+
+    Shape:
+        as ``send``.
+
+    Cost:
+        as ``send``, moved beside what the program does.
     """
     if group is not None and outside(group, "isend"):
         return None  # type: ignore[return-value]  # to checkers each group is one that this rank is in
@@ -869,6 +924,12 @@ def irecv(
 
     Raises:
         PeerLostError, UsageError: as ``all_reduce``.
+
+    Shape:
+        as ``recv``.
+
+    Cost:
+        as ``send``, moved beside what the program does.
     """
     if group is not None and outside(group, "irecv"):
         return None  # type: ignore[return-value]  # to checkers each group is one that this rank is in
@@ -922,6 +983,12 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 
     Raises:
         UsageError: not a list of P2POp, or of different groups.
+
+    Shape:
+        as ``send`` and ``recv``, for each message.
+
+    Cost:
+        that of its messages.
     """
     if not isinstance(p2p_op_list, list) or not all(isinstance(op, P2POp) for op in p2p_op_list):
         raise UsageError("batch_isend_irecv: expected a list of P2POp")
@@ -963,6 +1030,12 @@ def all_reduce_coalesced(
 
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Shape:
+        as ``all_reduce``, for each tensor.
+
+    Cost:
+        an ``all_reduce`` of each tensor.
     """
     if group is not None and outside(group, "all_reduce_coalesced"):
         return None
@@ -1011,6 +1084,12 @@ def all_gather_coalesced(
 
     Raises:
         MismatchError, PeerLostError, TimeoutError, UsageError: as ``all_reduce``.
+
+    Shape:
+        as ``all_gather``, for each tensor of the input list.
+
+    Cost:
+        an ``all_gather`` of each tensor.
     """
     if group is not None and outside(group, "all_gather_coalesced"):
         return None

@@ -70,7 +70,7 @@ def new_group(
 
     Args:
         ranks: its members, as ranks of the world; None: all.
-        timeout: of its calls; None: the world's.
+        timeout: of its calls, a timedelta or seconds; None: the world's.
         backend: its engine, see ``init_process_group``; None: the world's.
         pg_options: none are known.
         use_local_synchronization: only the members call.
@@ -117,7 +117,7 @@ def split_group(
     Args:
         parent_pg: the group to split; None: the world.
         split_ranks: the members of each part, as ranks of ``parent_pg``.
-        timeout: of the parts' calls; None: the parent's.
+        timeout: of the parts' calls, a timedelta or seconds; None: the parent's.
         pg_options: none are known.
         group_desc: how errors call this rank's part.
         backend: the parts' engine; None: the parent's.
@@ -157,7 +157,7 @@ def new_subgroups(
     Args:
         group_size: ranks in each; None: those of one host (LOCAL_WORLD_SIZE).
         group: what is cut; None: the world.
-        timeout: see ``new_group``.
+        timeout: of their calls, a timedelta or seconds; None: the world's.
         backend: see ``new_group``.
         pg_options: see ``new_group``.
         group_desc: see ``new_group``.
@@ -193,7 +193,7 @@ def new_subgroups_by_enumeration(
 
     Args:
         ranks_per_subgroup_list: the members of each, as ranks of the world.
-        timeout: see ``new_group``.
+        timeout: of their calls, a timedelta or seconds; None: the world's.
         backend: see ``new_group``.
         pg_options: see ``new_group``.
         group_desc: see ``new_group``.

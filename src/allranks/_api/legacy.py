@@ -99,6 +99,12 @@ def gather_send(tensor: Tensor, dst: int, group: ProcessGroup | None = None) -> 
 
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``gather``.
+
+    Shape:
+        as ``gather``.
+
+    Cost:
+        as ``gather``.
     """
     collectives.gather(tensor, None, dst, group)
 
@@ -113,6 +119,12 @@ def gather_recv(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGro
 
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``gather``.
+
+    Shape:
+        as ``gather``.
+
+    Cost:
+        as ``gather``.
     """
     collectives.gather(tensor, tensor_list, None, group, group_dst=world.get_rank(group))
 
@@ -127,6 +139,12 @@ def scatter_send(tensor_list: Sequence[Tensor], tensor: Tensor, group: ProcessGr
 
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``scatter``.
+
+    Shape:
+        as ``scatter``.
+
+    Cost:
+        as ``scatter``.
     """
     collectives.scatter(tensor, tensor_list, None, group, group_src=world.get_rank(group))
 
@@ -141,6 +159,12 @@ def scatter_recv(tensor: Tensor, src: int, group: ProcessGroup | None = None) ->
 
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``scatter``.
+
+    Shape:
+        as ``scatter``.
+
+    Cost:
+        as ``scatter``.
     """
     collectives.scatter(tensor, None, src, group)
 

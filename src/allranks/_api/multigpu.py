@@ -69,6 +69,9 @@ def all_reduce_multigpu(
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
 
+    Shape:
+        the tensors of a rank's list have one shape; lists and tensors are as long on all ranks.
+
     Cost:
         an ``all_reduce`` of one tensor, and a copy of each.
     """
@@ -137,6 +140,12 @@ def reduce_multigpu(
 
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``reduce``.
+
+    Shape:
+        the tensors of a rank's list have one shape; lists and tensors are as long on all ranks.
+
+    Cost:
+        a ``reduce`` of one tensor; the list is reduced within the rank first.
     """
     if outside(group, "reduce_multigpu"):
         return None
@@ -186,6 +195,12 @@ def broadcast_multigpu(
 
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``broadcast``.
+
+    Shape:
+        the tensors of a rank's list have one shape; lists and tensors are as long on all ranks.
+
+    Cost:
+        a ``broadcast`` of one tensor, and a copy of each.
     """
     if outside(group, "broadcast_multigpu"):
         return None
@@ -242,6 +257,12 @@ def all_gather_multigpu(
 
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``all_gather``.
+
+    Shape:
+        the tensors of a rank's list have one shape; lists and tensors are as long on all ranks.
+
+    Cost:
+        an ``all_gather`` of the whole list, and a copy of each output.
     """
     import torch
 
@@ -310,6 +331,12 @@ def reduce_scatter_multigpu(
 
     Raises:
         UsageError, MismatchError, PeerLostError, TimeoutError: as ``reduce_scatter``.
+
+    Shape:
+        the tensors of a rank's list have one shape; lists and tensors are as long on all ranks.
+
+    Cost:
+        a ``reduce_scatter`` of one list, reduced within the rank first, and a copy of each output.
     """
     import torch
 

@@ -51,6 +51,10 @@ def all_gather_object(object_list: list[Any], obj: Any, group: ProcessGroup | No
     Raises:
         UsageError: ``object_list`` has another length than the group.
         MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+
+    Cost:
+        two collectives, of the lengths and of the bytes (each as long as the longest), and the
+        pickling, which is most of it.
     """
     if outside(group, "all_gather_object"):
         return
@@ -84,6 +88,10 @@ def gather_object(
     Raises:
         UsageError: the list is missing, too many or of another length than the group.
         MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+
+    Cost:
+        two collectives, of the lengths and of the bytes (each as long as the longest), and the
+        pickling, which is most of it.
     """
     if outside(group, "gather_object"):
         return
@@ -124,6 +132,9 @@ def broadcast_object_list(
     Raises:
         UsageError: the list is empty, or longer or shorter than ``src``'s.
         MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+
+    Cost:
+        two collectives, of the lengths and of the bytes, and the pickling, which is most of it.
     """
     if outside(group, "broadcast_object_list"):
         return
@@ -162,6 +173,10 @@ def scatter_object_list(
     Raises:
         UsageError: a list is missing, empty or of another length than the group.
         MismatchError, PeerLostError, TimeoutError: as ``all_reduce``.
+
+    Cost:
+        two collectives, of the lengths and of the bytes (each as long as the longest), and the
+        pickling, which is most of it.
     """
     if outside(group, "scatter_object_list"):
         return
@@ -204,6 +219,9 @@ def send_object_list(
     Raises:
         UsageError: the list is empty, or ``dst`` is no other rank.
         PeerLostError, TimeoutError: as ``all_reduce``.
+
+    Cost:
+        two messages, of the lengths and of the bytes, and the pickling, which is most of it.
     """
     if outside(group, "send_object_list"):
         return
@@ -239,6 +257,9 @@ def recv_object_list(
     Raises:
         UsageError: the list is empty, or longer or shorter than the sender's.
         MismatchError, PeerLostError, TimeoutError: as ``recv``.
+
+    Cost:
+        as ``send_object_list``.
     """
     if outside(group, "recv_object_list"):
         return -1

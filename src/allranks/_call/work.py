@@ -47,7 +47,7 @@ class Work(abc.ABC):
         """Blocks until the call is complete and its tensors hold their results.
 
         Args:
-            timeout: a limit for this wait; None or zero: the group's timeout decides.
+            timeout: a limit for this wait, a timedelta or seconds; None or zero: the group's timeout decides.
 
         Returns:
             True.

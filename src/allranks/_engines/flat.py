@@ -96,7 +96,7 @@ class FlatEngine(Engine):
         rank: this process in the group.
         members: who is in the group, by rank.
         group_name: for errors.
-        timeout_s: how long a call waits for other ranks.
+        timeout_s: how many seconds a call waits for other ranks.
         on_host: it reaches only the host's memory; tensors of other devices are copied there and back.
         averages_integers: it has AVG of integers itself; else their sums are divided here.
         queues: to wait for a call is to let the device's stream wait, so that the call ends later.

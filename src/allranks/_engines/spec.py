@@ -37,7 +37,7 @@ class GroupSetup(NamedTuple):
         exchange: gives the members each other's addresses. It takes a record of at most 26 bytes, and returns
             those of all members by rank, each filled up to 26 bytes with zeros. It is called at most once.
         group_name: for errors.
-        timeout_s: of the connecting and of every later call.
+        timeout_s: of the connecting and of every later call, in seconds.
         parent: the group from which this one is made, on every rank; None for the world.
     """
 

@@ -56,7 +56,7 @@ class ProcessGroup:
         members: who they are, by rank in this group; ``members[i].rank`` is the rank in the world.
         ranks: the members' ranks in the world, by rank in this group.
         in_world_order: whether a rank has the same number here and in the world.
-        timeout_s: how long its calls wait for other ranks.
+        timeout_s: how long its calls wait for other ranks, in seconds.
         before_close: called before the group closes, unless it is lost: what still needs it ends.
         closing: called when the group closes.
         lineage: its generations; None where its ranks cannot decide who goes on after a loss.
@@ -533,8 +533,8 @@ class ProcessGroup:
 
         Args:
             ranks_to_exclude: ranks of this group to leave out although they live. They must not call.
-            timeout: how long to wait for ranks that are not known to be lost; they are left out then. None: the timeout
-                of the group's calls.
+            timeout: how long to wait for ranks that are not known to be lost, a timedelta or seconds; they are left
+                out then. None: the timeout of the group's calls.
 
         Raises:
             ExcludedError: the others have gone on without this rank.

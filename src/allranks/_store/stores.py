@@ -103,7 +103,10 @@ class Store(abc.ABC):
         return timedelta(seconds=self.timeout_s)
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Sets it.
+        """Sets how long ``get``, ``wait`` and others wait where no timeout is given.
+
+        Args:
+            timeout: a timedelta or seconds.
 
         Raises:
             UsageError: not a time.

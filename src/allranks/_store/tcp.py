@@ -76,7 +76,7 @@ class TCPStore(Store):
         port: its port; 0, for the master alone: a free one, which ``port`` has.
         world_size: how many stores there will be, the master's included; None: any number.
         is_master: whether to serve, too.
-        timeout: how long to wait for the server, and for keys.
+        timeout: how long to wait for the server, and for keys: a timedelta or seconds.
         wait_for_workers: whether the master waits here until ``world_size`` stores have come.
         multi_tenant: whether the stores of this process that name one port share one server.
         master_listen_fd: a bound socket for the master to listen on, in place of ``port``; the store closes it.
