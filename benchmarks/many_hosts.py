@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ranks import COLOURS, cells
+from ranks import add_lines, cells, finish, save
 
 from hosts import bench, cluster, parts
 
@@ -54,18 +54,9 @@ def draw(path: Path, found: dict[str, Any]) -> None:
                     for layout, values in sizes["65536"].items()
                     if int(layout.split("x")[1]) == per_host
                 }
-                for key, style in (("median_s", "-"), ("cpu_s", ":")):
-                    label = f"{engine}, {'time' if key == 'median_s' else 'processor time of a rank'}"
-                    values = [each[key] * 1e6 for each in mine.values()]
-                    panel.plot(list(mine), values, style, marker="o", markersize=3, color=COLOURS[engine], label=label)
-            panel.set(title=f"{verb}, {per_host} per host", xscale="log", yscale="log")
-            panel.set_xticks(list(mine), [str(each) for each in mine])
-            panel.minorticks_off()
-            panel.grid(True, alpha=0.3)
-    handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle("us per call of 64 KiB against hosts")
-    figure.savefig(path, dpi=85)
+                add_lines(panel, engine, mine)
+            finish(panel, f"{verb}, {per_host} per host", list(mine))
+    save(figure, axes, "us per call of 64 KiB against hosts", path)
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,18 +68,32 @@ def draw(path: Path, found: dict[str, Any]) -> None:
             for nbytes, by_ranks in sizes.items():
                 if nbytes > 8:
                     continue
-                ranks = list(by_ranks)
-                for key, style in (("median_s", "-"), ("cpu_s", ":")):
-                    label = f"{engine}, {'time' if key == 'median_s' else 'processor time of a rank'}"
-                    values = [each[key] * 1e6 for each in by_ranks.values()]
-                    panel.plot(ranks, values, style, marker="o", markersize=3, color=COLOURS[engine], label=label)
-        panel.set(title=verb, xscale="log", yscale="log")
-        panel.set_xticks(RANKS, [str(each) for each in RANKS])
-        panel.minorticks_off()
-        panel.grid(True, alpha=0.3)
+                add_lines(panel, engine, by_ranks)
+        finish(panel, verb, RANKS)
+    save(figure, axes, "us per call of 8 bytes against ranks of a host", path)
+
+
+def add_lines(panel: Any, engine: str, by_count: dict[int, dict[str, float]]) -> None:
+    """Time and processor time of an engine's calls, in us, against a number of ranks or hosts."""
+    for key, style, what in (("median_s", "-", "time"), ("cpu_s", ":", "processor time of a rank")):
+        values = [each[key] * 1e6 for each in by_count.values()]
+        label = f"{engine}, {what}"
+        panel.plot(list(by_count), values, style, marker="o", markersize=3, color=COLOURS[engine], label=label)
+
+
+def finish(panel: Any, title: str, counts: Sequence[int]) -> None:
+    """Title, axes and grid of a panel whose lines are drawn."""
+    panel.set(title=title, xscale="log", yscale="log")
+    panel.set_xticks(counts, [str(each) for each in counts])
+    panel.minorticks_off()
+    panel.grid(True, alpha=0.3)
+
+
+def save(figure: Any, axes: Any, title: str, path: Path) -> None:
+    """Adds the legend and the title of all panels, and writes the picture."""
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    figure.suptitle("us per call of 8 bytes against ranks of a host")
+    figure.suptitle(title)
     figure.savefig(path, dpi=85)
 
 
