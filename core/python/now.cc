@@ -245,7 +245,7 @@ class Started {
 
   bool done() const { return request_ != nullptr && request_->done.load(std::memory_order_acquire); }
   Request& request() const { return *request_; }
-  uint32_t forks() const { return forks_; }
+  bool inherited() const { return forks_ != sys::forks(); }
   // Verb, tensor, pieces. When it has ended, one of the two is None: that which is no result.
   nb::tuple about() const { return nb::make_tuple(verb_, tensor_, pieces_); }
 
@@ -394,7 +394,7 @@ void bind_now(nb::module_& m) {
           "watch", [](Started& s, uint64_t ticket) { s.request().watch(ticket, *state.completions); },
           nb::arg("ticket"))
       .def("source", [](const Started&) { return -1; })
-      .def_prop_ro("forks", &Started::forks)
+      .def_prop_ro("inherited", &Started::inherited, "Whether this is a forked child's copy.")
       .def_prop_ro("about", &Started::about,
                    "The verb, the tensor and the pieces, of which the one that is no result is None after a wait.");
   nb::class_<Planned>(m, "Planned", "Calls what has been prepared. Where that does nothing: self._make(async_op).")

@@ -47,7 +47,7 @@ class Request:
 
 # An asynchronous call of ordinary tensors, which it keeps.
 class Started:
-    forks: int
+    inherited: bool  # whether this is a forked child's copy
     # The verb, the tensor and the pieces, of which the one that is no result is None after a wait.
     about: tuple[str, Any, Any]
     # < 0: the group's timeout decides.

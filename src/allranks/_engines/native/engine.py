@@ -618,7 +618,7 @@ class PlainWork(NativeWork):
 
     def __init__(self, started: _core.Started) -> None:
         self.request = started
-        self._forks = started.forks
+        self._forks = forks() - started.inherited
 
     @property
     def verb(self) -> str:  # type: ignore[override]
