@@ -164,7 +164,7 @@ class NativeEngine(Engine):
                 failure, verb, group=group_name, rank=rank, members=members, last_calls=calls, troubles=troubles
             )
 
-        return _core.Now(self.comm, explain_now, self._pending, self._tidy)
+        return _core.Now(self.comm, explain_now, self._pending, partial(_tidy, self._pending))
 
     # --- verbs ---
 
@@ -489,19 +489,13 @@ class NativeEngine(Engine):
     def _enter(self, work: NativeWork, method: Callable[..., _core.Request | None], *args: Any) -> None:
         """Starts a call, and keeps the work meanwhile."""
         if len(self._pending) > self._many:
-            self._many = self._tidy()
+            self._many = _tidy(self._pending)
         self._pending.add(work)
         try:
             work.request = method(*args)
         except BaseException:
             self._pending.discard(work)
             raise
-
-    def _tidy(self) -> int:
-        """Takes calls that have ended out of the pending ones; returns from how many on to do so again."""
-        for done in [work for work in tuple(self._pending) if work.done()]:
-            self._pending.discard(done)
-        return max(_MANY_PENDING, 2 * len(self._pending))
 
     def wait(self, work: NativeWork, timeout_s: float) -> None:
         """Blocks until the core no longer uses the work's tensors; raises its error."""
@@ -515,6 +509,13 @@ class NativeEngine(Engine):
                 raise
             raise self.explain(error, work.verb) from None
         self._pending.discard(work)
+
+
+def _tidy(pending: set[NativeWork | _core.Started]) -> int:
+    """Takes calls that have ended out of the pending ones; returns from how many on to do so again."""
+    for done in [work for work in tuple(pending) if work.done()]:
+        pending.discard(done)
+    return max(_MANY_PENDING, 2 * len(pending))
 
 
 def _sizes(size: int, ranks: int, spans_hosts: bool) -> _core.Sizes:
