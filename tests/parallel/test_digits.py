@@ -103,18 +103,25 @@ def test_number_of_ranks_and_way_of_synchronising_do_not_matter(tmp_path):
         assert (by_hand[name] - reference).abs().max() <= 1e-10 * reference.abs().max()
 
 
+def kill_once_saved(job, folder, child):
+    """Kills a child of the launcher, by its place among them, once there is a checkpoint; returns its pid."""
+    until = time.monotonic() + 60
+    while checkpoint.latest(folder) is None:
+        assert job.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    pid = int(children[child])
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
 def killed_and_started_again(folder, *args):
     """A run of which the launcher starts the ranks again, as one is killed once there is a checkpoint."""
     words = ["run", "-n", 2, "--restarts", 1, TRAIN, "--out", folder, "--checkpoints", folder / "kept", *args]
     command = [sys.executable, "-m", "allranks", *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as job:
-        until = time.monotonic() + 60
-        while checkpoint.latest(folder / "kept") is None:
-            assert job.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.001)
-        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        os.kill(int(children[-1]), signal.SIGKILL)  # the first is the guard
+        kill_once_saved(job, folder / "kept", -1)  # the first child is the guard
         out, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
     assert "was killed by SIGKILL" in err
@@ -151,14 +158,7 @@ def killed_in_an_elastic_run(folder, rank, *args):
     words = ["run", "-n", 3, "--elastic", 2, *args, "--out", folder, "--checkpoints", folder / "kept"]
     command = [sys.executable, "-m", "allranks", *map(str, words), "--save-every", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as job:
-        until = time.monotonic() + 60
-        while checkpoint.latest(folder / "kept") is None:
-            assert job.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.001)
-        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-        pid = int(children[-3 + rank])  # the ranks were forked last
-        os.kill(pid, signal.SIGKILL)
+        pid = kill_once_saved(job, folder / "kept", -3 + rank)  # the ranks were forked last
         out, err = job.communicate(timeout=100)
     assert job.returncode == 0, err
     assert f"rank {rank} (pid {pid}) was killed by SIGKILL; " in err
