@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from allranks import CheckpointError, UsageError, checkpoint
+from allranks.checkpoint import folders
 from allranks.testing import run_ranks
 from support.worlds import world
 
@@ -340,6 +341,32 @@ def test_one_save_at_a_time_in_a_folder(tmp_path: Path) -> None:
     del second
     gc.collect()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".job", ".lock"]
+
+
+def test_a_writer_that_is_collected_while_another_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector may run wherever memory is taken: also within the lock, in the thread that holds it."""
+    first, second = (checkpoint.StorageWriter(tmp_path / name, step=1) for name in ("first", "second"))
+    first.prepare_global_plan([])
+    first.itself = first  # type: ignore[attr-defined]  # so that the collector alone ends it
+    ended, real = [], folders.new_partial
+
+    def new_partial(*arguments: Any) -> Path:
+        gc.collect()
+        ended.append(not list((tmp_path / "first").glob(".step-*.partial")))
+        return real(*arguments)
+
+    monkeypatch.setattr(folders, "new_partial", new_partial)
+    gc.disable()
+    try:
+        del first
+        thread = threading.Thread(target=second.prepare_global_plan, args=([],), daemon=True)
+        thread.start()
+        thread.join(60)
+    finally:
+        gc.enable()
+    assert not thread.is_alive()
+    assert ended == [True]
+    assert len(list((tmp_path / "second").glob(".step-*.partial"))) == 1
 
 
 def test_plans_that_are_kept(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ import torch
 
 import allranks as dist
 from allranks import CheckpointError, checkpoint
-from allranks.checkpoint import background, folders, parts
+from allranks.checkpoint import background, folders
 from allranks.testing import run_ranks
+from support.failing_calls import FAILURES, failing
 
 RANKS = 2
 
@@ -42,36 +43,6 @@ def check(folder: Path, *steps: int) -> None:
         assert loaded["step"] == one.step
         assert torch.equal(loaded["x"], right["x"])
         assert torch.equal(loaded["y"], right["y"])
-
-
-def fails(error: int, when: Callable[..., bool], real: Callable[..., Any], after: bool = False) -> Callable[..., Any]:
-    """A call that fails for some arguments; ``after``: though it was done."""
-
-    def call(*arguments: Any, **more: Any) -> Any:
-        is_due = when(*arguments, **more)
-        if is_due and not after:
-            raise OSError(error, os.strerror(error))
-        result = real(*arguments, **more)
-        if is_due:
-            raise OSError(error, os.strerror(error))
-        return result
-
-    return call
-
-
-@contextlib.contextmanager
-def failing(where: Any, name: str, error: int, when: Callable[..., bool], after: bool = False) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(where, name, fails(error, when, getattr(where, name), after), raising=False)
-        yield
-
-
-def _is_part(path: Any, *_: Any, **__: Any) -> bool:
-    return str(path).endswith(".safetensors")
-
-
-def _is_manifest(path: Any, *_: Any, **__: Any) -> bool:
-    return str(path).endswith("manifest.json")
 
 
 # Old checkpoints that cannot be removed.
@@ -148,40 +119,28 @@ def test_a_rename_that_was_done_and_failed_is_done(tmp_path: Path, error: int) -
 
 # Failures of one rank, in each call, in the background, too.
 
-CALLS: dict[str, tuple[Any, str, Callable[..., bool], int]] = {
-    "open of a part": ("builtins", "open", _is_part, errno.EIO),
-    "open of the manifest": ("builtins", "open", _is_manifest, errno.EACCES),
-    "quota": (parts, "_reserve", lambda *_: True, errno.EDQUOT),
-    "write": (os, "write", lambda *_: True, errno.EDQUOT),
-    "fsync": (os, "fsync", lambda *_: True, errno.EIO),
-    "scandir": (os, "scandir", lambda *_: True, errno.EIO),
-    "rename": (os, "rename", lambda *_: True, errno.EPERM),
-}
-
 
 def test_a_call_that_fails_on_one_rank(tmp_path: Path) -> None:
     """Of two ranks, with one folder and with two. The next save goes well."""
-    import builtins
 
     def saves() -> dict[str, str]:
         rank, said = dist.get_rank(), {}
         warnings.simplefilter("ignore")
         for kind in ("both", f"host{rank}"):
             checkpoint.save(state(1), tmp_path / kind, step=1)
-        for name, (where, call, when, error) in CALLS.items():
+        for name, failure in FAILURES.items():
             for victim in range(RANKS):
                 for kind in ("both", f"host{rank}"):
                     folder = tmp_path / kind
-                    if victim and kind == "both" and name in ("open of the manifest", "scandir", "rename"):
-                        continue  # rank 0 alone does that
+                    if victim and kind == "both" and failure.is_of_the_first:
+                        continue
                     with contextlib.ExitStack() as stack:
                         if rank == victim:
-                            place = builtins if where == "builtins" else where
-                            stack.enter_context(failing(place, call, error, when))
+                            stack.enter_context(failure.inject())
                         with pytest.raises(CheckpointError) as caught:
                             checkpoint.save_async(state(2), folder, step=2).wait(60)
                     said[f"{name} {victim} {kind[:4]}"] = str(caught.value)
-                    for part in (f"step 2 was not saved into {folder}", f"rank {victim} (", os.strerror(error)):
+                    for part in (f"step 2 was not saved into {folder}", f"rank {victim} (", os.strerror(failure.error)):
                         assert part in str(caught.value), (name, victim, kind)
         for kind in ("both", f"host{rank}"):
             newest = checkpoint.latest(tmp_path / kind, group=dist.group.WORLD)

@@ -38,7 +38,7 @@ from allranks.checkpoint.choosing import only_here
 from allranks.checkpoint.company import company_of, this_process
 from allranks.checkpoint.dcp_names import leaves_of, nested
 from allranks.checkpoint.manifest import File, Manifest, Piece, Saved, Writer, dtype_of
-from allranks.checkpoint.values import Shard, Tree, flatten, require_dense
+from allranks.checkpoint.values import Shard, Tree, flatten, require_dense, tensors_in
 
 __all__ = ["StorageReader", "StorageWriter"]
 
@@ -81,6 +81,7 @@ class StorageWriter(storage.StorageWriter):
     Raises:
         UsageError: a number is impossible. While saving: a value cannot be in a checkpoint; another job saves into the
             folder.
+        CheckpointError: while saving: it was not saved. Names the rank, the host, and the cause.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class StorageWriter(storage.StorageWriter):
         saving.check_numbers("checkpoint.StorageWriter", step, keep, keep_every)
         self._folder = Path(os.path.realpath(path))
         self._step, self._keep, self._keep_every = step, keep, keep_every
-        self._rank = 0
+        self._rank = 0  # in the group that saves
         self._partial: Path | None = None  # the coordinator's, while it saves
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -101,6 +102,7 @@ class StorageWriter(storage.StorageWriter):
         """See torch's. Raises UsageError without collectives: nobody could make one checkpoint of the parts."""
         if not kwargs.get("use_collectives", True):
             raise UsageError("checkpoint.StorageWriter needs use_collectives=True: all ranks write one checkpoint")
+        self._rank = kwargs.get("rank", company_of().rank)
         background.raise_failure()
 
     def prepare_local_plan(self, plan: plans.SavePlan) -> plans.SavePlan:
@@ -109,18 +111,15 @@ class StorageWriter(storage.StorageWriter):
 
     def prepare_global_plan(self, plans: list[plans.SavePlan]) -> list[plans.SavePlan]:
         """Takes the lock and makes the folder, which all ranks must see."""
-        self._partial = _open(self, self._folder, self._step)
+        with self._told():
+            self._partial = _open(self, self._folder, self._step)
         return [dataclasses.replace(plan, storage_data=(rank, str(self._partial))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: plans.SavePlan, planner: plans.SavePlanner) -> Future[list[storage.WriteResult]]:
         """Writes this rank's part, and waits until the disk has it."""
         rank, partial = self._place_of(plan)
-        try:
+        with self._told():
             written = _write(partial, self._step, rank, plan, planner)
-        except BaseException:
-            if self._partial is not None:
-                _close(self._folder, self._partial)
-            raise
         nbytes = 0 if written.file is None else written.file.nbytes
         done: Future[list[storage.WriteResult]] = Future()
         done.set_result([storage.WriteResult(torchs.MetadataIndex("", index=rank), nbytes, written)])
@@ -132,8 +131,9 @@ class StorageWriter(storage.StorageWriter):
         try:
             written = [result[0].storage_data for result in results]
             manifest = _manifest(self._step, metadata, written)
-            folders.sync_folder(self._partial)
-            path, lock = folders.complete(self._partial, manifest), _opened[self._folder].lock
+            with self._told():
+                folders.sync_folder(self._partial)
+                path, lock = folders.complete(self._partial, manifest), _opened[self._folder].lock
             remarks = lock.remarks + folders.tidy(path, self._keep, self._keep_every, lock.run)
             folders.tell(f"checkpoint.StorageWriter: step {self._step} is complete in {path}", remarks)
         finally:
@@ -144,6 +144,17 @@ class StorageWriter(storage.StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a path."""
         return _is_path(checkpoint_id)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """An error of the disk is told as that of the save, which names the rank and the folder."""
+        try:
+            yield
+        except OSError as error:
+            raise saving.not_saved(
+                "checkpoint.StorageWriter", self._step, self._folder, [self._rank], this_process(),
+                saving.described(error),
+            ) from error  # fmt: skip
 
     def _place_of(self, plan: plans.SavePlan) -> tuple[int, Path]:
         """The rank, and the folder. A planner that caches gives the plan of an earlier save, whose folder is gone."""
@@ -184,8 +195,8 @@ _guard = threading.RLock()  # a collection within `_open` may end an earlier wri
 
 
 def _open(writer: StorageWriter, folder: Path, step: int) -> Path:
-    """Begins a save. torch does not tell the coordinator that another rank has failed: what an earlier save of this
-    process has left is removed here, or with its writer."""
+    """Begins a save. torch does not tell the coordinator that another rank has failed, and while one has, others may
+    still write: what an earlier save of this process has left is removed here, or with its writer."""
     with _guard:
         if (earlier := _opened.get(folder)) is not None:
             if earlier.thread is not threading.current_thread() and earlier.thread.is_alive():
@@ -355,7 +366,8 @@ class StorageReader(storage.StorageReader):
         step: of a folder of checkpoints: which one; None: the newest.
 
     Raises:
-        CheckpointError: while loading: there is no such checkpoint, or it is damaged: names file, tensor and rank.
+        CheckpointError: while loading: there is no such checkpoint, or a file is missing: nothing is filled. Or it is
+            damaged: names file, tensor and rank; parts of the state may have been filled.
     """
 
     def __init__(self, path: folders.PathLike, *, step: int | None = None) -> None:
@@ -366,6 +378,7 @@ class StorageReader(storage.StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a load. ``checkpoint_id``: another path than the reader was made with."""
+        self._close()
         if checkpoint_id is not None:
             self._path = Path(checkpoint_id)
 
@@ -379,6 +392,7 @@ class StorageReader(storage.StorageReader):
             raise CheckpointException("read_metadata", {rank: (error, traceback.StackSummary())}) from error
 
     def _metadata(self, rank: int) -> torchs.Metadata:
+        self._close()
         chosen = only_here(self._path, self._step)
         self._folder = chosen.folder
         self._reader = loading.Reader(chosen, rank)
@@ -393,8 +407,9 @@ class StorageReader(storage.StorageReader):
         """See torch's."""
 
     def prepare_local_plan(self, plan: plans.LoadPlan) -> plans.LoadPlan:
-        """See torch's."""
+        """Opens the files that this rank needs. An error is one of all ranks then, and none has filled anything."""
         assert self._folder is not None
+        self._open(plan)
         return dataclasses.replace(plan, storage_data=self._folder.name)
 
     def prepare_global_plan(self, plans: list[plans.LoadPlan]) -> list[plans.LoadPlan]:
@@ -412,6 +427,7 @@ class StorageReader(storage.StorageReader):
         """Reads what this rank needs, and checks it."""
         assert self._reader is not None
         with self._reader as reader:
+            self._open(plan)  # a planner may have changed it
             for item in plan.items:
                 _, leaf = self._leaves[item.storage_index.fqn]
                 if item.type == plans.LoadItemType.BYTE_IO:
@@ -419,9 +435,7 @@ class StorageReader(storage.StorageReader):
                     continue
                 saved, target = self._tensor(leaf), planner.resolve_tensor(item)
                 assert saved is not None
-                assert item.storage_index.offset is not None
-                begin = zip(item.storage_index.offset, item.storage_offsets, strict=True)
-                reader.read(saved, Shard(target.detach(), tuple(a + b for a, b in begin), saved.shape))
+                reader.read(saved, Shard(target.detach(), _begin_of(item), saved.shape))
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -432,9 +446,33 @@ class StorageReader(storage.StorageReader):
         """Whether it is a path."""
         return _is_path(checkpoint_id)
 
+    def _open(self, plan: plans.LoadPlan) -> None:
+        assert self._reader is not None
+        for item in plan.items:
+            _, leaf = self._leaves[item.storage_index.fqn]
+            if item.type == plans.LoadItemType.BYTE_IO:
+                for name in tensors_in(leaf):
+                    self._reader.open_for(self._reader.find(name), None)
+                continue
+            saved = self._tensor(leaf)
+            assert saved is not None
+            self._reader.open_box(saved, _begin_of(item), tuple(item.lengths))
+
+    def _close(self) -> None:
+        """Ends an earlier load, which may have failed before it has read anything."""
+        if self._reader is not None:
+            self._reader.__exit__()
+            self._reader = None
+
     def _tensor(self, leaf: Tree) -> Saved | None:
         assert self._reader is not None
         return self._reader.find(leaf["tensor"]) if isinstance(leaf, dict) and "tensor" in leaf else None
+
+
+def _begin_of(item: plans.ReadItem) -> tuple[int, ...]:
+    """Where in the tensor what is read begins."""
+    assert item.storage_index.offset is not None
+    return tuple(a + b for a, b in zip(item.storage_index.offset, item.storage_offsets, strict=True))
 
 
 def _described(saved: Saved) -> torchs.TensorStorageMetadata:

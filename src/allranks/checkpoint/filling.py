@@ -6,7 +6,7 @@ of the state is made of the checkpoint. Then the tensors of the state are read i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from allranks._base.errors import AllranksError, CheckpointError, UsageError
 from allranks.checkpoint.manifest import Saved
 from allranks.checkpoint.offers import local_part
-from allranks.checkpoint.values import Shard, Tree, bare, has_state
+from allranks.checkpoint.values import Shard, Tree, bare, has_state, tensors_in
 
 __all__ = ["Filling", "Readable"]
 
@@ -73,7 +73,7 @@ class Filling:
         return self._end()
 
     def _built(self, tree: Tree, like: Mapping[str, Any] | None = None) -> _Built:
-        for name in _names(tree):
+        for name in tensors_in(tree):
             saved, model = self._reader.find(name), None if like is None else like.get(name)
             fits = model is not None and tuple(model.shape) == saved.shape
             self._reader.open_for(saved, model if fits else None)
@@ -219,25 +219,6 @@ def _set(target: Any, state: Any, path: str, **options: Any) -> Any:
             f" checkpoint has: {error!r:.500}"
         ) from error
     return target
-
-
-def _names(tree: Tree) -> Iterator[str]:
-    """Of the tensors in a tree."""
-    if isinstance(tree, list):
-        for item in tree:
-            yield from _names(item)
-    elif isinstance(tree, dict):
-        ((tag, value),) = tree.items()
-        if tag == "tensor":
-            yield value
-        elif tag == "numpy":
-            yield value[2]
-        elif tag == "dict":
-            yield from _names(list(value.values()))
-        elif tag == "items":
-            yield from _names([item for _, item in value])
-        elif tag == "tuple":
-            yield from _names(value)
 
 
 def _parameters(groups: Any, path: str) -> list[Any]:

@@ -117,6 +117,7 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
+        self._files.clear()
 
     def build(self, tree: Tree, like: Mapping[str, Any] | None = None) -> Any:
         """A new state.
@@ -155,9 +156,15 @@ class Reader:
 
     def open_for(self, saved: Saved, target: Tensor | Shard | None) -> None:
         """Opens the files of a tensor, or of the part of it that a target has. None: of all of it."""
-        part = None if target is None else local_part(saved.name, target)
+        if target is None:
+            self.open_box(saved, (0,) * len(saved.shape), saved.shape)
+        else:
+            part, offsets, _ = local_part(saved.name, target)
+            self.open_box(saved, offsets, tuple(part.shape))
+
+    def open_box(self, saved: Saved, offsets: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        """Opens the files of the part of a tensor that begins at ``offsets``."""
         for piece in saved.pieces:
-            offsets, shape = (piece.offsets, piece.shape) if part is None else (part[1], tuple(part[0].shape))
             if _common(piece, offsets, shape) is not None:
                 self._file(piece.file)
 

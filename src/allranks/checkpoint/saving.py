@@ -40,7 +40,7 @@ from allranks.checkpoint.offers import Compared, offer_of, views_of
 from allranks.checkpoint.owners import adopt_run, decided_run, run_id
 from allranks.checkpoint.values import Flat, Tree, flatten
 
-__all__ = ["Call", "Gathered", "check_numbers", "gather", "new_manifest", "save"]
+__all__ = ["Call", "Gathered", "check_numbers", "described", "gather", "new_manifest", "not_saved", "save"]
 
 _T = TypeVar("_T")
 _warned: set[Path] = set()
@@ -252,7 +252,7 @@ class Call:
             answer = _Answer(msgspec.msgpack.encode(act()), "", False, this_process())
         except Exception as error:  # noqa: BLE001 - told to all ranks
             self._trouble = error
-            answer = _Answer(b"", _described(error), isinstance(error, UsageError), this_process())
+            answer = _Answer(b"", described(error), isinstance(error, UsageError), this_process())
         return company.exchange(answer, _Answer)
 
     def _raise(self, answers: Sequence[_Answer]) -> NoReturn:
@@ -261,10 +261,7 @@ class Call:
         first = answers[failed[0]]
         if first.is_usage:
             raise UsageError(first.failure) from trouble
-        raise CheckpointError(
-            f"checkpoint.save: step {self.step} was not saved into {self.folder}: {rank_list(failed)}"
-            f" ({first.process[0]}, pid {first.process[1]}): {first.failure}.\n  What was there before is unchanged."
-        ) from trouble
+        raise not_saved("checkpoint.save", self.step, self.folder, failed, first.process, first.failure) from trouble
 
     def _manifest(
         self, gathered: Gathered, records: Sequence[tuple[File, list[bytes]] | None], opened: _Opened
@@ -318,7 +315,18 @@ def new_manifest(
     )  # fmt: skip
 
 
-def _described(error: BaseException) -> str:
+def not_saved(
+    call: str, step: int, folder: Path, ranks: Sequence[int], process: tuple[str, int], failure: str
+) -> CheckpointError:
+    """The error of a save that has failed on some ranks; the process is that of the first."""
+    return CheckpointError(
+        f"{call}: step {step} was not saved into {folder}: {rank_list(list(ranks))} ({process[0]}, pid {process[1]}):"
+        f" {failure}.\n  What was there before is unchanged."
+    )
+
+
+def described(error: BaseException) -> str:
+    """What went wrong, in words."""
     if isinstance(error, OSError) and error.errno is not None:
         where = f": {error.filename}" if error.filename else ""
         return in_words(OSError(f"{error.strerror or errno.errorcode.get(error.errno, error.errno)}{where}"))

@@ -73,17 +73,20 @@ def save(obj: Any, path: PathLike) -> None:
         _remove_stale(directory, name)
         descriptor, temporary = _create_locked(directory, name)
         try:
-            with open(descriptor, "wb", buffering=0) as raw:
-                sink = _Sink(raw)
-                try:
-                    torch.save(obj, sink)  # type: ignore[arg-type]
-                except BaseException:
-                    # torch's zip writer turns any OSError of ours into "file write failed".
-                    if sink.failure is not None:
-                        raise sink.failure from None
-                    raise
-                _seal(raw, sink)
-                os.fsync(raw.fileno())
+            with contextlib.ExitStack() as locked:
+                with open(descriptor, "wb", buffering=0) as raw:
+                    sink = _Sink(raw)
+                    try:
+                        torch.save(obj, sink)  # type: ignore[arg-type]
+                    except BaseException:
+                        # torch's zip writer turns any OSError of ours into "file write failed".
+                        if sink.failure is not None:
+                            raise sink.failure from None
+                        raise
+                    _seal(raw, sink)
+                    os.fsync(raw.fileno())
+                    locked.callback(os.close, os.dup(raw.fileno()))  # keeps the lock
+                # A network file system may report an error when the file is closed: so that comes before the rename.
                 os.replace(temporary, final)
         except BaseException:
             # Gone already if an interrupt came right after the rename.

@@ -14,7 +14,7 @@ import base64
 import binascii
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ __all__ = [
     "has_state",
     "require_dense",
     "state_of",
+    "tensors_in",
     "tree_problem",
     "unflatten",
 ]
@@ -295,6 +296,25 @@ def _is_shape(shape: Any) -> bool:
 
 def _is_kind(kind: Any) -> bool:
     return isinstance(kind, str) and _NUMPY.fullmatch(kind) is not None
+
+
+def tensors_in(tree: Tree) -> Iterator[str]:
+    """The names of the tensors in a tree."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, dict):
+        ((tag, value),) = tree.items()
+        if tag == "tensor":
+            yield value
+        elif tag == "numpy":
+            yield value[2]
+        elif tag == "dict":
+            yield from tensors_in(list(value.values()))
+        elif tag == "items":
+            yield from tensors_in([item for _, item in value])
+        elif tag == "tuple":
+            yield from tensors_in(value)
 
 
 def unflatten(tree: Tree, tensor: Callable[[str], Any]) -> Any:
