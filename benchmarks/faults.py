@@ -18,7 +18,8 @@ be the same, and no process may be left. A job that ends otherwise must name the
 A fault counts only if it has hit: a process that was alive, in a training that was not over.
 
 With ``--hosts`` each rank is on a host of its own. Then the agent of a host is killed, too, and a host is unplugged and
-plugged in again: its rank is started on the spare host, and it is the spare host when it is back.
+plugged in again: its rank is started on the spare host, and it is the spare host when it is back. That is done to a job
+once each, and not while ranks recover: where more hosts are lost than are spare, the state is soon lost with the last.
 
 With ``--checkpoints`` all ranks are killed at once, too, and the job is started again from its newest checkpoint.
 """
@@ -76,7 +77,7 @@ ERRORS = (
     "is gone (no answer), and nobody can decide who goes on",  # the host is unplugged whose rank alone has the state
 )
 ON_ONE_HOST = ("kill", "kill", "two at once", "during recovery", "of the joiner", "stop and go on")
-ON_HOSTS = ("host lost", "host lost", "host unplugged")
+ON_HOSTS = ("host lost", "host unplugged")  # each job has one of each, or one alone: there is one spare host
 OF_ALL = ("all at once",) * 3
 _ORACLE = threading.Lock()  # random numbers are those of the process: two threads would draw from each other's seeds
 
@@ -369,15 +370,20 @@ def _signal(pid: int, number: int) -> bool:
 
 def plan(kind: Kind, seed: int, hosts: bool) -> list[str]:
     """The faults that a seed stands for."""
-    kinds = [*ON_ONE_HOST, *ON_HOSTS * hosts, *OF_ALL * kind.checkpoints]
-    return random.Random(seed).choices(kinds, k=kind.faults)
+    pick = random.Random(seed)
+    planned = pick.choices([*ON_ONE_HOST, *OF_ALL * kind.checkpoints], k=kind.faults)
+    if hosts:
+        of_hosts = pick.sample(ON_HOSTS, pick.randint(1, 2))
+        for place, fault in zip(pick.sample(range(kind.faults), len(of_hosts)), of_hosts, strict=True):
+            planned[place] = fault
+    return planned
 
 
 def disturb(job: Job, seed: int, planned: Sequence[str]) -> None:
     """Does these things to a job, as long as it trains."""
     pick, places = random.Random(f"moments of {seed}"), [str(rank) for rank in range(job.kind.ranks)]
     _await(lambda: job.all_train(0.0), job, PATIENCE_S)
-    for kind in planned:
+    for kind, following in zip(planned, [*planned[1:], ""], strict=True):
         time.sleep(pick.random() * 0.4)
         one, other = pick.sample(places, 2)
         moment = pick.random()
@@ -406,7 +412,10 @@ def disturb(job: Job, seed: int, planned: Sequence[str]) -> None:
                 job.unplug(pick.choice(away), pick.choice([1.0, 9.0]) + moment * 3)
         if job.is_over:
             return
-        if job.faults and pick.random() < 0.75:  # else the next one comes whatever the ranks do
+        # Else the next one comes whatever the ranks do. Before and after a host's they recover: a process in a lost
+        # rank's place has the state of a host that may be the next to go.
+        waits = pick.random() < 0.75 or {kind, following} & {*ON_HOSTS}
+        if job.faults and waits:
             since = job.faults[-1].over
             _await(lambda at=since: job.all_train(at), job, RECOVERY_S)
 

@@ -144,6 +144,7 @@ _HOME = {
         "RankError",
         "RemoteError",
         "SecretError",
+        "StateLostError",
         "StoreLostError",
         "TimeoutError",
         "UsageError",

@@ -116,6 +116,7 @@ from allranks._base.errors import QueueEmptyError as QueueEmptyError
 from allranks._base.errors import RankError as RankError
 from allranks._base.errors import RemoteError as RemoteError
 from allranks._base.errors import SecretError as SecretError
+from allranks._base.errors import StateLostError as StateLostError
 from allranks._base.errors import StoreLostError as StoreLostError
 from allranks._base.errors import TimeoutError as TimeoutError
 from allranks._base.errors import UsageError as UsageError

@@ -44,6 +44,7 @@ class ElasticRound(SimulatedRound):
         starts: how often each rank was asked for.
         ended: ranks that ended with code 0, as far as the launcher knows.
         echoed: a rank failed because of another's loss, and the launcher knows.
+        stateless: a rank failed because nobody has the state any more, and the launcher knows.
         unused: spare hosts that have no ranks yet.
         losses: of ranks and hosts, as far as the launcher knows, without those that echo others.
         lonely: no rank ran when one was lost, as far as the launcher knew.
@@ -56,7 +57,7 @@ class ElasticRound(SimulatedRound):
         self.asked: set[int] = set()
         self.starts = dict.fromkeys(self.ranks, 0)
         self.ended: set[int] = set()
-        self.echoed = self.lonely = False
+        self.echoed = self.lonely = self.stateless = False
         self.echoes = job.rng.choice([0.0, 0.0, 0.0, 0.3])
         self.excluded: set[int] = set()  # pids
         self.lost_events: set[Host] = set()
@@ -110,12 +111,15 @@ class ElasticRound(SimulatedRound):
                 self.at(self.now + rng.random() * rng.choice([0.01, 0.3]), self.echo, other)
 
     def exclude(self, process: Process) -> None:
-        """It learns that the others have gone on without it."""
+        """It learns that the others have gone on without it, or that nobody has the state."""
         process.ending = process.reported = True
         process.code = 1
-        self.excluded.add(process.pid)
         process.failed_at = self.now
         title = "allranks.ExcludedError: rank 1"
+        if self.rng.random() < 0.2:
+            title = "allranks.StateLostError: rank 1"
+        else:
+            self.excluded.add(process.pid)
         self.send(process.host, Failed(process.rank, process.pid, Report(1, title, "text", "x.py:1", at=self.now)))
         self.at(self.now + self.rng.random() * 0.3, self.end, process, 1)
 
@@ -241,6 +245,7 @@ class ElasticRound(SimulatedRound):
                     self.lonely = True
             case Failed(_, pid, report):
                 self.echoed |= before.well and report.echo
+                self.stateless |= before.well and "StateLost" in report.title
             case _:
                 pass
 
@@ -344,7 +349,7 @@ class ElasticRound(SimulatedRound):
     def check_end(self) -> None:
         super().check_end()
         assert self.outcome is not None
-        if self.outcome.ending is Ending.CLEAN and self.echoed and not self.watch.output_lost:
+        if self.outcome.ending is Ending.CLEAN and (self.echoed or self.stateless) and not self.watch.output_lost:
             raise Wrong("a rank did not survive the loss of another, and the round is clean")
 
     def check_blame(self, outcome: Outcome) -> None:
@@ -353,7 +358,7 @@ class ElasticRound(SimulatedRound):
             raise Wrong(f"no cause: {outcome}")
         gone = [seat for seat in table.seats if seat.state == GONE and seat.number not in self.ended]
         enough = len(table.seats) - len(gone) >= table.least
-        if enough and not (self.echoed or self.lonely):
+        if enough and not (self.echoed or self.lonely or self.stateless):
             raise Wrong(f"{len(gone)} of {len(table.seats)} ranks were lost, {table.least} are enough, and it fails")
         if cause.echo and self.losses:
             raise Wrong(f"{cause} is named, which only echoes one of {self.losses}")

@@ -135,6 +135,24 @@ wait_for(1, 0, "gone")
     ]
 
 
+def test_no_rank_is_started_again_when_nobody_has_the_state(launcher: Launcher) -> None:
+    body = """
+if rank == 1:
+    if start == 0: die()
+    raise StateLostError("all ranks that had the state are lost")
+wait_for(1, 1, "running")
+time.sleep(60)
+"""
+    done = run(launcher, body, "-n", "3", "--elastic", "1")
+    assert done.code == 1
+    lines = without_pids(done.err)
+    assert lines[:2] == [
+        "rank 1 (pid N) was killed by SIGKILL; started again (1 of 3)",
+        "no rank is left that has all of the state of the program: the job ends",
+    ]
+    assert "started again" not in "".join(lines[1:])
+
+
 def test_a_rank_that_ends_well_is_gone(launcher: Launcher) -> None:
     done = run(launcher, 'rank and wait_for(0, 0, "gone")', "-n", "2", "--elastic", "2")
     assert (done.code, done.err) == (0, "")

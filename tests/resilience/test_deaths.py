@@ -253,6 +253,93 @@ def test_deaths_one_after_the_other(tmp_path: Path) -> None:
     assert not [pid for pid in set((tmp_path / "workers").read_text().split()) if _is_there(int(pid))]
 
 
+RECEIVERS = (
+    HEAD
+    + """
+if seat == 3 and 0 < start < 3:
+    after_some("receive", "recv", lambda: die("receiver"))
+
+
+def stop_the_launcher():
+    launcher = os.getppid()
+    if os.fork() == 0:
+        time.sleep(1.5)
+        os.kill(launcher, signal.SIGCONT)
+        os._exit(0)
+    os.kill(launcher, signal.SIGSTOP)
+
+
+dist.init_process_group(timeout=60)
+weight, other = torch.zeros(1 << 20), torch.zeros(1 << 20)  # more than is sent before it is received
+state = dist.resilience.State(weight=weight, other=other)
+for epoch in state.epochs(2):
+    for step in state.steps(20 if epoch else 1000000):
+        with step:
+            if start == 0 and seat >= 2 and (epoch, step.index) == (0, 4):
+                if seat == 2:
+                    stop_the_launcher()
+                die("step")
+            gradient = torch.tensor([dist.get_rank() + 1.0])
+            dist.all_reduce(gradient)
+            step.commit()
+            weight += gradient
+        if epoch == 0 and state.replaced:
+            break
+print("end", seat, dist.get_world_size(), weight[-1].item(), state.replaced, state.lost, flush=True)
+"""
+)
+
+
+def test_a_process_dies_again_and_again_while_it_receives_the_state(tmp_path: Path) -> None:
+    """Another one has received its own, and one donor has sent it. All ranks go on together, or none does.
+
+    The program leaves a section when it sees that ranks were replaced, so that all must see it in the same step. When
+    the first is lost the launcher, which has the store, does not answer for 1.5 s, as on a host that is busy.
+    """
+    words = [*_words(tmp_path, RECEIVERS)]
+    words[words.index("-n") + 1] = "4"
+    job = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False, env=_environ(tmp_path))
+    assert job.returncode == 0, job
+    deaths = (tmp_path / "deaths").read_text().splitlines()
+    assert sorted(deaths[:2]) == ["2 0 step", "3 0 step"]
+    assert deaths[2:] == [f"3 {start} receiver" for start in (1, 2)]
+    assert _ends(job.stdout) == [f"{seat} 4 250.0 4 4" for seat in range(4)], job
+
+
+STATELESS = (
+    HEAD
+    + """
+(FOLDER / f"pid{seat}").write_text(str(os.getpid()))
+
+
+def kill_others():
+    for other in (0, 2):
+        os.kill(int((FOLDER / f"pid{other}").read_text()), signal.SIGKILL)
+
+
+if (seat, start) == (1, 1):
+    after_some("receive", "recv", kill_others)
+dist.init_process_group(timeout=60)
+state = dist.resilience.State(weight=torch.zeros(1 << 20), other=torch.zeros(1 << 20))
+for step in state.steps(1000000):
+    with step:
+        if (seat, start, step.index) == (1, 0, 3):
+            die("step")
+        dist.barrier()
+"""
+)
+
+
+def test_a_job_ends_at_once_when_the_last_ranks_with_the_state_are_lost(tmp_path: Path) -> None:
+    """They are killed while the process that took a place receives it; no rank is started again after that is known."""
+    words, environ = _words(tmp_path, STATELESS, "--elastic", "1"), _environ(tmp_path)
+    job = subprocess.run(words, capture_output=True, text=True, timeout=110, check=False, env=environ)
+    assert job.returncode == 1, job
+    assert job.stderr.count("; started again (1 of 3)") == job.stderr.count("started again") == 3, job
+    assert job.stderr.count("no rank is left that has all of the state of the program: the job ends") == 1, job
+    assert "all ranks that had the state of the training are lost" in job.stderr
+
+
 ORPHANED = (
     HEAD
     + """

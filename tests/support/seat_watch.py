@@ -3,7 +3,7 @@
 SEAT_WATCH = """
 import os, signal, sys, time
 from pathlib import Path
-from allranks._base.errors import ExcludedError, PeerLostError
+from allranks._base.errors import ExcludedError, PeerLostError, StateLostError
 from allranks._rendezvous.seats import TABLE_KEY, SeatTable
 from allranks._store import StoreClient
 

@@ -15,6 +15,7 @@ of their sections Causes and Remedy. The tree::
     |-- PeerLostError                 a rank died, left or broke off; `.rank` is which
     |-- AbortedError                  a rank has ended the group by abort(); `.rank` is which
     |-- ExcludedError                 the others have gone on without this process
+    |-- StateLostError                no rank is left that has the state of the training, or a part of it
     |-- CheckpointError               a checkpoint is damaged, or could not be written
     |-- StoreLostError                the connection to the store broke: its server ended
     |-- MismatchError                 ranks disagree on what they call
@@ -51,6 +52,7 @@ __all__ = [
     "RankError",
     "RemoteError",
     "SecretError",
+    "StateLostError",
     "StoreLostError",
     "TimeoutError",
     "UsageError",
@@ -226,6 +228,19 @@ class ExcludedError(AllranksError):
 
     Remedy:
         End the process: nothing that it does counts any more. The launcher has started another, where it may.
+    """
+
+
+class StateLostError(AllranksError):
+    """No rank is left that has the state of a training, or a part of it: nobody can go on. Raised on every rank.
+
+    Causes:
+        - all ranks that had the state were lost, or all that had the same shards, before another had received them
+        - a rank was lost together with the one that kept what only it had
+
+    Remedy:
+        Start the job again from a checkpoint; ``allranks run --restarts`` does so by itself. The launcher starts no
+        single rank again after this error.
     """
 
 

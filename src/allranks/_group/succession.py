@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from allranks._rendezvous.board import Board
     from allranks._rendezvous.rendezvous import Member
 
-__all__ = ["Lineage", "Successor", "no_board"]
+__all__ = ["Lineage", "Successor", "Tally", "no_board"]
 
 _CONNECT_S = 10.0  # for members that have all claimed: those that are lost meanwhile are seen earlier
 _VAIN = 5  # so many generations of the same members that could not connect are enough
@@ -47,6 +47,37 @@ class Successor:
     decision: Decision
 
 
+@dataclass(frozen=True)
+class Tally:
+    """What has happened to the seats of a group over its generations.
+
+    Each generation counts, also one in which the ranks did not get to a step: so all that are in the same one have
+    counted the same, whatever each has seen of those before.
+
+    Attributes:
+        replaced: how often another process has taken a lost member's seat.
+        lost: how many members were lost.
+        joined: how many seats have come.
+    """
+
+    replaced: int = 0
+    lost: int = 0
+    joined: int = 0
+
+    def after(self, before: Sequence[tuple[int, int]], now: Sequence[tuple[int, int]]) -> Tally:
+        """With the next generation: pairs of seat and start."""
+        old, new = dict(before), dict(now)
+        again = sum(seat in new and new[seat] != start for seat, start in old.items())
+        gone, come = len(old.keys() - new.keys()), len(new.keys() - old.keys())
+        return self + Tally(again, again + gone, come)
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.replaced + other.replaced, self.lost + other.lost, self.joined + other.joined)
+
+    def __sub__(self, other: Tally) -> Tally:
+        return Tally(self.replaced - other.replaced, self.lost - other.lost, self.joined - other.joined)
+
+
 @dataclass
 class Lineage:
     """The generations of one group, as far as this process is in them.
@@ -65,6 +96,7 @@ class Lineage:
         out: who was left out of earlier generations.
         replaces: processes that take lost seats are waited for: in agreements too, whose decision is also that about
             the next generation.
+        tally: of the generations that this process has followed.
     """
 
     board: Board
@@ -79,6 +111,7 @@ class Lineage:
     decided: Decision | None = None
     out: Sequence[tuple[int, int]] = ()
     replaces: bool = False
+    tally: Tally = Tally()
     _own: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -191,7 +224,9 @@ class Lineage:
 
     def begin(self, decision: Decision) -> None:
         """The generation that was decided is the present one."""
-        self.members = [(claim.seat, claim.start) for claim in decision.claims]
+        members = [(claim.seat, claim.start) for claim in decision.claims]
+        self.tally = self.tally.after(self.members or members, members)
+        self.members = members
         self.generation = decision.generation
         self.out = decision.out
         self.vote = Vote(decision.ended, decision.outcome)

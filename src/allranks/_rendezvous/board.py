@@ -20,7 +20,7 @@ from allranks._rendezvous.join_protocol import Act, Answer, Lost, Member, Steps
 from allranks._rendezvous.seats import ELASTIC, START, TABLE_KEY, SeatTable
 from allranks._rendezvous.succession import Look, See, Sighting
 from allranks._store import PrefixStore, Store, reason
-from allranks._store.wire import Found, Peek
+from allranks._store.wire import Found, Late, Peek, Wait
 
 __all__ = ["Board"]
 
@@ -72,6 +72,8 @@ class Board:
             try:
                 return self._opened()._ask(act)  # type: ignore[arg-type]
             except (StoreLostError, TimeoutError, NotYet, ConfigError) as error:
+                if isinstance(act, Wait) and isinstance(error, TimeoutError):
+                    return Late(act.keys)  # a wait is short: a busy launcher is lost when it answers no other request
                 return Lost(reason(error.__cause__ or error), error)
 
         return drive(steps, perform)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from allranks._api import objects
-from allranks._base.errors import AllranksError, UsageError
+from allranks._base.errors import StateLostError, UsageError
 from allranks.resilience.shards import Layout, layout_of, local_of, meshes_in, restored
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def send(parts: Parts, head: object, group: ProcessGroup, donors: Donors) -> Non
         donors: of that rank.
 
     Raises:
-        AllranksError: the last rank that had a shard is lost; raised on all ranks.
+        StateLostError: the last rank that had a shard is lost; raised on all ranks.
     """
     me = group.rank()
     if me != donors.first and not donors.sharded:
@@ -110,7 +110,7 @@ def send(parts: Parts, head: object, group: ProcessGroup, donors: Donors) -> Non
     if me == donors.first or (mine and not lost):
         objects.send_object_list([head, message], donors.to, group)
     if isinstance(message, str):
-        raise AllranksError(message)
+        raise StateLostError(message)
     for tensor in mine:
         if tensor.numel():
             group.send(tensor.contiguous(), donors.to)
@@ -120,7 +120,7 @@ def receive(parts: Parts, group: ProcessGroup, donors: Donors) -> Any:
     """Receives a state into these parts. Returns its head.
 
     Raises:
-        AllranksError: see ``send``.
+        StateLostError: see ``send``.
         UsageError: this process has other parts.
     """
     head, described = _receive_described(group, donors.first)
@@ -146,7 +146,7 @@ def _receive_described(group: ProcessGroup, source: int) -> Any:
     message: list[Any] = [None, None]
     objects.recv_object_list(message, source, group)
     if isinstance(message[1], str):
-        raise AllranksError(message[1])
+        raise StateLostError(message[1])
     return message
 
 

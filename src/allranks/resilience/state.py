@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from allranks._api.world import abort_groups, destroy_process_group, open_groups, renew_groups, resolve_group
-from allranks._base.errors import AllranksError, ExcludedError, JoinError, UsageError
+from allranks._base.errors import AllranksError, ExcludedError, JoinError, StateLostError, UsageError
 from allranks._engines.prelude import LOSSES, Prelude
 from allranks._group.elastic import LOOP, OVER
 from allranks._group.process_group import ProcessGroup
+from allranks._group.succession import Tally
 from allranks._group.survival import advance
 from allranks._rendezvous.succession import NEWCOMER, Decision
 from allranks.checkpoint import RandomState
@@ -102,14 +103,15 @@ class State:
 
     Attributes:
         parts: the parts, by name; of a wrapper such as DistributedDataParallel the module in it.
-        replaced: how often another process has taken the place of a lost rank, as far as this process has seen.
-        lost: how many ranks have been lost.
-        joined: how many ranks have come later.
+        replaced: how often another process has taken the place of a lost rank.
+        lost: how many ranks have been lost, with those that were lost before they got the state.
+        joined: how many ranks have come later. These three are the same on all ranks, in each step.
 
     Raises:
         NotInitializedError: there is no process group yet.
         UsageError: a part cannot be one, or a checkpoint cannot hold it.
         CheckpointError: in the loop: a checkpoint cannot be loaded, or was not written; on every rank.
+        StateLostError: in the loop: nobody is left that has the state, or a part of it; on every rank.
 
     Cost:
         a step: an all_reduce of 8 bytes, a copy of the modules' buffers and of the tensors among the parts, and where
@@ -145,7 +147,7 @@ class State:
         self._position = Position(loaded=checkpoints is None)
         self._places = {self._place}
         self._disk = None if checkpoints is None else Disk(self._world, checkpoints, self.parts, own, not reseed)
-        self._ends = self._recovered = False
+        self._ends = self._recovered = self._lacks = False
         self._reseed = reseed
         self._seed = torch.initial_seed()
         self._generators: dict[str, Any] | None = None
@@ -157,6 +159,7 @@ class State:
         self._inherited: set[int] = set()  # seats, since the last commit
         self._changed = Changed(self.parts, modules, own)
         self.replaced = self.lost = self.joined = 0
+        self._not_counted = Tally()  # of that of the world
         self._leaves = False
         self._noticed_at = 0.0
         self._outcome = _STAYS
@@ -416,6 +419,8 @@ class State:
         if self._entered:
             return
         self._entered = True
+        if self._world.lineage is not None:
+            self._not_counted = self._world.lineage.tally
         self._meet()
         while not self._position.loaded:
             self._load()
@@ -439,13 +444,15 @@ class State:
         if not isinstance(prelude, Prelude):
             return
         if prelude.engine is None:
-            self._recover(newcomer=True)
+            self._lacks = True
+            self._recover()
             return
         self._world.use(prelude.engine)
         early, lineage = self._world.early, self._world.lineage
         assert early is not None
         assert lineage is not None
         lacks = prelude.lacks or early.lacks
+        self._lacks = lacks or decision is not None
         try:
             if lineage.generation == 1:
                 early.enter()
@@ -457,7 +464,7 @@ class State:
             else:
                 self._complete(lacks)
         except (*LOSSES, _Undone, JoinError):
-            self._recover(newcomer=lacks or decision is not None)
+            self._recover()
 
     def _complete(self, lacks: bool) -> None:
         """Gives those their state that were given only a part of what the calls before the loop had brought."""
@@ -467,22 +474,24 @@ class State:
         if empty:
             self._hand_over([rank for rank in range(len(flags)) if rank not in empty], empty)
 
-    def _recover(self, newcomer: bool = False) -> None:
-        """Goes on with those that are left, and with those that have taken the places of others."""
-        vain, members, counted = 0, self._members(), (self.replaced, self.lost, self.joined)
+    def _recover(self) -> None:
+        """Goes on with those that are left, and with those that have taken the places of others.
+
+        That is done when all ranks agree, as a step is: no rank begins a step while another still waits for its state.
+        """
+        vain = 0
         while True:
             before = self._world.size()
-            progress = NEWCOMER if newcomer else self._position.done
+            progress = NEWCOMER if self._lacks else self._position.done
             abort_groups()
             successor = advance(self._world, progress=progress, replaces=True)
             full, empty = _full_and_empty(successor.decision)
-            if not newcomer:
+            if not self._lacks:
                 self._check_ranks(before)
                 self._changed.clear()
                 for wrapper in self._torchs:
                     torchs_ddp.renew(wrapper)
-                self.replaced, self.lost, self.joined = counted  # an attempt that failed counts nothing
-                self._count(members)
+                self._count()
             try:
                 renew_groups()
                 self._hand_over(full, empty)
@@ -496,13 +505,19 @@ class State:
             self._recovered = True
             return
 
-    def _count(self, before: dict[int, int]) -> None:
-        """Some members of before are lost, or have other processes; other seats have come."""
-        now = self._members()
-        again = sum(seat in now and now[seat] != start for seat, start in before.items())
-        self.replaced += again
-        self.joined += len(now.keys() - before.keys())
-        self.lost += again + len(before.keys() - now.keys())
+    def _count(self) -> None:
+        """As of the present generation. All ranks come to the same."""
+        lineage = self._world.lineage
+        assert lineage is not None
+        counted = lineage.tally - self._not_counted
+        self.replaced, self.lost, self.joined = counted.replaced, counted.lost, counted.joined
+
+    def _follow_count(self, counted: Tally) -> None:
+        """Goes on from what a rank in the same generation has counted."""
+        lineage = self._world.lineage
+        assert lineage is not None
+        self._not_counted = lineage.tally - counted
+        self._count()
 
     def _hand_over(self, full: list[int], empty: list[int]) -> None:
         if not full:
@@ -512,8 +527,8 @@ class State:
         for rank in empty:
             donors = handover.Donors(rank, full, machines, self._sharded)
             if me == rank:
-                head = handover.receive(self.parts, world, donors)
-                self._position, (self.replaced, self.lost, self.joined), keeper = head
+                self._position, counted, keeper = handover.receive(self.parts, world, donors)
+                self._follow_count(Tally(*counted))
                 if keeper is not None:
                     self._buddies.receive(world, keeper)
                 continue
@@ -527,9 +542,12 @@ class State:
             if me == keeper:
                 self._buddies.send(world, rank)
         gone = self._take_over(seats, full)
-        if (empty or gone) and self._buddies.needed:  # a new process keeps nothing yet; all are as of the last commit
+        exchanges = bool(empty or gone) and self._buddies.needed  # a new process keeps nothing yet
+        if exchanges:  # all are as of the last commit
             self._buddies.exchange(world)
-            self._agree(_ALL)
+        self._lacks = False
+        self._agree(_ALL)
+        if exchanges:
             self._buddies.commit(world, seats)
             self._inherited.clear()
 
@@ -537,7 +555,7 @@ class State:
         """Gives the program what ranks had that are gone for good. Whether there are such ranks.
 
         Raises:
-            AllranksError: nobody has it, and the program wants it.
+            StateLostError: nobody has it, and the program wants it.
         """
         buddies = self._buddies
         gone = [seat for seat in buddies.ring if seat not in seats] if buddies.own else []
@@ -557,8 +575,8 @@ class State:
                     )
         return bool(gone)
 
-    def _unkept(self, seat: int, keeper: int | None) -> AllranksError:
-        return AllranksError(
+    def _unkept(self, seat: int, keeper: int | None) -> StateLostError:
+        return StateLostError(
             f"rank {seat} is lost, and rank {keeper}, which kept its tensors (own=): nobody has them.\n  Start the"
             " job again from a checkpoint (allranks run --restarts does so by itself)"
         )
@@ -567,7 +585,7 @@ class State:
         """A rank is lost together with the one that kept what only it had.
 
         Raises:
-            AllranksError: that are tensors that the program has named.
+            StateLostError: that are tensors that the program has named.
         """
         if self._buddies.own:
             raise self._unkept(seat, keeper)
@@ -612,7 +630,7 @@ class State:
             return ExcludedError(
                 f"rank {lineage.seat}: the training was over when this process came to take a lost rank's place"
             )
-        return AllranksError(
+        return StateLostError(
             f"rank {lineage.seat}: all ranks that had the state of the training are lost. Start the job again from a"
             " checkpoint (allranks run --restarts does so by itself)"
         )

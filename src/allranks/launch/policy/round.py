@@ -14,7 +14,8 @@ reaped; the output is written; the end. The rules of the first phase:
 
 In an elastic round (``Rules.elastic``) a rank that is lost does not stop the round. ``seats`` has the rules, and each
 change of its table is published before the action that follows from it. What still stops such a round: too few ranks
-are left; or a rank fails only because another was lost (an echo), as then the program does not survive losses.
+are left; a rank has found that nobody has the state any more, so that another process would start in vain; or a rank
+fails only because another was lost (an echo), as then the program does not survive losses.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ IDLE_DUMP_S = 2.0  # the same where the stacks are the only purpose
 LAST_CALLS = 64  # of each rank, kept when a rank has failed
 _LATE_ERRORS = ("allranks.TimeoutError", "allranks.PeerLostError")
 _EXCLUDED = "allranks.ExcludedError"
+_STATE_LOST = "allranks.StateLostError"
 LEAVE_S = 0.5  # the least that a rank of an elastic round gets to end after its failure
 KILLED_S = 3.0  # after SIGKILL: a rank that is not gone then is frozen, or cut off with its agent
 
@@ -363,6 +365,9 @@ class Round:
         failure = self._on_host(Failure(event.rank, event.pid, event.report.code, event.report.at, event.report))
         if self._is_doomed():
             self._root_cause.add(failure)
+        elif _has_no_state(failure):
+            self._root_cause.add(failure)
+            self._print("no rank is left that has all of the state of the program: the job ends")
         elif failure.echo and not _is_excluded(failure):
             self._root_cause.add(failure)
             if seats.last_loss is not None:
@@ -860,6 +865,11 @@ class Round:
 def _is_excluded(failure: Failure) -> bool:
     """Whether a rank ended because the others had gone on without it."""
     return failure.report is not None and failure.report.title.startswith(_EXCLUDED)
+
+
+def _has_no_state(failure: Failure) -> bool:
+    """Whether a rank ended because nobody is left that has the state: it is the same for all ranks."""
+    return failure.report is not None and failure.report.title.startswith(_STATE_LOST)
 
 
 def _spares(hosts: Sequence[str]) -> str:

@@ -2,7 +2,8 @@
 
 ``_rendezvous/seats`` is what ranks read of it. The rules:
 
-- A lost rank is started again as long as it has respawns left, and another rank runs that has the state of the program.
+- A lost rank is started again as long as it has respawns left, and another rank runs that has the state of the program,
+  as far as is known: a rank that finds that there is none reports it, and the round ends.
 - A rank that is not started again is gone for good. The others go on while at least ``Elastic.least`` ranks are left.
   A rank that has ended with code 0 counts as left: it has done its part.
 - The ranks of a lost host are started on a spare host, as long as there is one.
