@@ -166,6 +166,29 @@ def test_a_spare_host_where_the_same_command_is_started(job: Jobs) -> None:
     assert "rank 1 is started on node2" in done[0].err
 
 
+FAILS = """
+say("up")
+if rank:
+    tell("came")
+    raise ValueError("no luck")
+await_key("came")
+wait_for(1, 0, "gone")
+"""
+
+
+def test_a_rank_that_came_later_fails(job: Jobs) -> None:
+    """Its error stands behind its host's name, and the others go on."""
+    words = ["-N", "1:2", "--nproc-per-node", "1", "--master-addr", "node0:15995", "--elastic", "1:2"]
+    words += ["--respawns", "0", "--rdzv-conf", "last_call_timeout=1", job.write(SEAT_WATCH + FAILS)]
+    leader = job.start(0, "--node-rank", "0", *words)
+    read_until(leader, 1)
+    job.start(1, "--node-rank", "1", *words)
+    done = finish(leader)
+    assert done.code == 0, done.err
+    assert "[node1:1] ValueError: no luck\n" in done.err
+    assert "the others go on" in done.err
+
+
 def test_a_spare_host_is_lost(job: Jobs) -> None:
     body = """
 say("up")

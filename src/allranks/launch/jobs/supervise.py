@@ -392,7 +392,7 @@ class Supervisor:
                 self._agent.restart(action)
             case StartElsewhere(lost, spare, starts):
                 assert isinstance(self._agent, AgentPool)
-                self._screen.move(starts, spare)  # of those that are shown here
+                self._screen.move(starts, spare)
                 self._agent.start_elsewhere(lost, spare, starts)
             case PublishSeats(seats):
                 assert self._store is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import TextIO
@@ -111,14 +111,14 @@ class Screen:
         self._bare = {stream: Plain(dict.fromkeys(self.ranks, b"")) for stream in (1, 2)}  # lines for files and tails
         self._apart = Plain(dict.fromkeys(self.ranks, b""))  # stderr that comes by itself and goes where stdout goes
 
-    def move(self, ranks: Iterable[int], host: str) -> None:
-        """These ranks are on another host from now on."""
+    def move(self, ranks: Collection[int], host: str) -> None:
+        """These ranks are on another host from now on, or come later than the others."""
         assert self._hosts is not None
-        moved = [rank for rank in ranks if rank in self._mine]
-        for rank in moved:
+        self._hosts += [""] * (max(ranks) + 1 - len(self._hosts))
+        for rank in ranks:
             self._hosts[rank] = host
         for names, prefixes in self._prefixes:
-            prefixes |= names.each(moved)
+            prefixes |= names.each([rank for rank in ranks if rank in self._mine])
 
     def open(self) -> None:
         """Makes ready to write. After the ranks are forked, so that none keeps our reader waiting for its end."""
