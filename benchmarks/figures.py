@@ -395,6 +395,22 @@ def checkpoint_table():
             yield "| " + " | ".join(row) + " |"
 
 
+def checkpoint_kill_table():
+    """Jobs that are killed while they save."""
+    found = {"one folder": load("checkpoint_kills"), "a folder per rank": load("checkpoint_kills_apart")}
+    first = found["one folder"]
+    counts = {
+        "kills": lambda report: report["kills"],
+        **{f"killed: {victim}": lambda report, victim=victim: report["victims"][victim] for victim in first["victims"]},
+        "inside a save": lambda report: report["inside"],
+        "the checkpoint was there, to the last bit": lambda report: report["kills"] - len(report["wrong"]),
+    }
+    yield "| | " + " | ".join(found) + " |"
+    yield "|---" * (1 + len(found)) + "|"
+    for name, count in counts.items():
+        yield f"| {name} | " + " | ".join(str(count(report)) for report in found.values()) + " |"
+
+
 def diloco_table():
     """What training over a slow network sends, and how long it takes."""
     found = load("diloco")["hosts"]
@@ -444,19 +460,20 @@ def master_line():
 
 def main():
     pages = {
-        "README.md": readme_lines,
-        "docs/performance.md": performance_lines,
-        "docs/rendezvous.md": rendezvous_table,
-        "docs/master_worker.md": master_table,
-        "docs/resilience.md": resilience_table,
-        "docs/checkpoints.md": checkpoint_table,
-        "examples/README.md": diloco_table,
+        "README.md": [readme_lines],
+        "docs/performance.md": [performance_lines],
+        "docs/rendezvous.md": [rendezvous_table],
+        "docs/master_worker.md": [master_table],
+        "docs/resilience.md": [resilience_table],
+        "docs/checkpoints.md": [checkpoint_kill_table, checkpoint_table],
+        "examples/README.md": [diloco_table],
     }
-    for name, lines in pages.items():
+    for name, blocks in pages.items():
         page = ROOT / name
-        head, rest = page.read_text().split(BEGIN)
-        _, tail = rest.split(END)
-        text = head + BEGIN + "\n".join(lines()) + "\n" + END + tail
+        text, *rest = page.read_text().split(BEGIN)
+        for lines, old in zip(blocks, rest, strict=True):
+            _, tail = old.split(END)
+            text += BEGIN + "\n".join(lines()) + "\n" + END + tail
         if "--check" not in sys.argv:
             page.write_text(text)
         elif text != page.read_text():
